@@ -1,0 +1,100 @@
+# Everything a newcomer or CI runs. Needs Python >= 3.10 and make, nothing else.
+#
+#   make demo        train a transformer with differential privacy, with defaults (5 minutes on 2 cores)
+#   make test        run the tests
+#   make help        list the rest
+#
+# Variables:
+#   PYTHON=python3.12           which Python makes the environment
+#   VENV=.venv                  where it lies
+#   TORCH_INDEX=URL             a package index to take torch from (for instance PyTorch's own index of CPU builds,
+#                               which are a tenth of the size of the default ones)
+#   DEMO_ARGS="--epsilon 3"     options handed to `ghostclip finetune`
+#   TEST_ARGS="-k embedding"    options handed to pytest
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?=
+DEMO_ARGS ?=
+TEST_ARGS ?=
+BENCH_ARGS ?=
+# More workers than this only take memory: every one of them loads torch.
+JOBS ?= $(shell $(PYTHON) -c "import os; print(min(8, os.cpu_count() or 1))" 2>/dev/null || echo 1)
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+# One stamp for those who run, one for those who develop; each older than what it was made from is made anew.
+RUN_STAMP := $(VENV)/.installed-run
+DEV_STAMP := $(VENV)/.installed-dev
+CHECKED := ghostclip tests benchmarks
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow test-all lint format typecheck check bench bench-micro clean distclean
+
+help:  ## list what can be made
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "ghostclip needs Python >= 3.10; name one with: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@echo "==> making a virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV) || \
+		{ echo "python's venv module failed (on Debian or Ubuntu: apt install python3-venv)" >&2; exit 1; }
+
+$(RUN_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "==> installing ghostclip and what the demo needs into $(VENV) (a few minutes the first time)"
+	@$(PIP) install --quiet --upgrade "pip>=25.1"
+	@$(INSTALL) --editable ".[transformers]"
+	@touch $@
+
+$(DEV_STAMP): $(RUN_STAMP)
+	@echo "==> installing what the tests, linters and benchmarks need into $(VENV)"
+	@$(INSTALL) --editable ".[transformers,bench]" --group dev
+	@touch $@
+
+demo: $(RUN_STAMP)  ## train a transformer privately on real text and show where the results lie
+	@echo "==> ghostclip finetune $(DEMO_ARGS)"
+	@$(BIN)/ghostclip finetune $(DEMO_ARGS)
+
+test: $(DEV_STAMP)  ## run the quick tests (those not marked slow), on $(JOBS) processes
+	@echo "==> pytest, $(JOBS) processes"
+	@$(BIN)/python -m pytest -q -n $(JOBS) $(TEST_ARGS)
+
+test-slow: $(DEV_STAMP)  ## run the tests marked slow
+	@echo "==> pytest, slow tests"
+	@$(BIN)/python -m pytest -q -n $(JOBS) -m slow $(TEST_ARGS)
+
+test-all: $(DEV_STAMP)  ## run every test
+	@echo "==> pytest, all tests, $(JOBS) processes"
+	@$(BIN)/python -m pytest -q -n $(JOBS) -m "slow or not slow" $(TEST_ARGS)
+
+lint: $(DEV_STAMP)  ## check style, docstrings and formatting
+	@echo "==> ruff check, ruff format --check, pydoclint"
+	@$(BIN)/ruff check $(CHECKED)
+	@$(BIN)/ruff format --check $(CHECKED)
+	@$(BIN)/pydoclint --quiet ghostclip
+
+format: $(DEV_STAMP)  ## rewrite the code in the project's format
+	@$(BIN)/ruff check --fix $(CHECKED)
+	@$(BIN)/ruff format $(CHECKED)
+
+typecheck: $(DEV_STAMP)  ## check types on the whole package
+	@echo "==> mypy"
+	@$(BIN)/mypy
+
+check: lint typecheck test  ## everything CI runs
+
+bench: $(DEV_STAMP)  ## time, FLOPs and memory beside non-private PyTorch and Opacus
+	@echo "==> python -m benchmarks $(BENCH_ARGS)"
+	@$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+bench-micro: $(DEV_STAMP)  ## pytest-benchmark pieces, one layer at a time
+	@$(BIN)/python -m pytest -q -o addopts="--import-mode=importlib --strict-markers" benchmarks/micro
+
+clean:  ## remove caches and build products
+	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	@find ghostclip tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean  ## remove the environment as well
+	@rm -rf $(VENV)

@@ -1,0 +1,58 @@
+"""Fixtures that every test shares: devices, seeds, threads, and memory that is never silently zero."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("ghostclip", deadline=None, derandomize=True, max_examples=50)
+settings.load_profile("ghostclip")
+
+
+def _devices() -> list[object]:
+    """A machine with a GPU tests more, without a flag."""
+    devices: list[object] = ["cpu"]
+    if torch.cuda.is_available():
+        devices.append(pytest.param("cuda", marks=pytest.mark.gpu))
+    return devices
+
+
+def pytest_configure() -> None:
+    """One thread a process: the tensors of the tests are too small to gain from a second one."""
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked `gpu` where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(params=_devices())
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Every device of this machine in turn."""
+    return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Each test starts from the same state of torch's global generator, whatever ran before it."""
+    torch.manual_seed(20_24)
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Fill what `torch.empty` returns with NaN, so that a read of memory nobody wrote is seen."""
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    enabled = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+    torch.use_deterministic_algorithms(enabled)
