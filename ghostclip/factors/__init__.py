@@ -1,0 +1,14 @@
+"""The three forms a per-sample gradient takes, and every operation on them, written once.
+
+A rule says which form a parameter's per-sample gradient has and hands over tensors; squared norms, cross terms,
+clipped sums and materialised gradients follow from the form alone.
+"""
+
+from ghostclip.factors.base import Factor, SquaredNorm, accumulation_dtype
+from ghostclip.factors.dense import Dense, Diagonal
+from ghostclip.factors.inner import inner
+from ghostclip.factors.outer import Outer
+from ghostclip.factors.placed import Placed
+from ghostclip.factors.rows import Rows
+
+__all__ = ["Dense", "Diagonal", "Factor", "Outer", "Placed", "Rows", "SquaredNorm", "accumulation_dtype", "inner"]

@@ -1,0 +1,101 @@
+"""Per-sample gradients that are tensors already: biases, affine weights, raw parameters.
+
+Shape letters: B samples, ``*P`` the parameter's own shape.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ghostclip.factors.base import Factor, SquaredNorm, no_error, to_accumulation, where_kept
+
+
+class Dense(Factor):
+    """The gradient of sample b is ``grad_BP[b]`` itself."""
+
+    def __init__(self, grad_BP: Tensor) -> None:
+        """Keep the gradients.
+
+        Args:
+            grad_BP: Per-sample gradients, shape ``(B, *P)``, any floating dtype.
+        """
+        self.grad_BP = to_accumulation(grad_BP)
+        self.shape = grad_BP.shape[1:]
+        self.batch_size = grad_BP.shape[0]
+
+    def sqnorm(self) -> SquaredNorm:
+        """Return the squared norm of every sample's gradient. Cost: 2·B·|P|."""
+        flat = self.grad_BP.flatten(1) if self.grad_BP.dim() > 1 else self.grad_BP.unsqueeze(1)
+        return no_error(torch.linalg.vector_norm(flat, dim=1).square())
+
+    def materialize(self) -> Tensor:
+        """Return the per-sample gradients, shape ``(B, *P)``."""
+        return self.grad_BP
+
+    def add_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:
+        """Add the weighted sum of the gradients to ``out``. Cost: 2·B·|P|."""
+        flat_BP = self.grad_BP.reshape(self.batch_size, -1)
+        out.view(-1).addmv_(flat_BP.t().to(out.dtype), coef_B)
+
+    def masked(self, keep_B: Tensor) -> "Dense":
+        """Return the factor with dropped samples set to zero."""
+        return Dense(where_kept(keep_B, self.grad_BP))
+
+    def reshaped(self, shape: Sequence[int]) -> "Dense":
+        """Return the factor of the same values for a parameter of ``shape``."""
+        return Dense(self.grad_BP.reshape(self.batch_size, *shape))
+
+    def element_count(self) -> int:
+        """Return how many tensor elements the factor keeps alive."""
+        return self.grad_BP.numel()
+
+
+class Diagonal(Factor):
+    """A tensor with a batch axis of its own, in which sample b touches only its own entries.
+
+    It arises where something derived from parameters is spread over the batch before data joins it
+    (``cls_token.expand(B, -1, -1)``, an embedding of one label a sample). The per-sample gradient of sample b is zero
+    outside entry b of ``axis``, where it is ``grad_BR[b]``.
+    """
+
+    def __init__(self, grad_BR: Tensor, *, axis: int) -> None:
+        """Keep the gradients.
+
+        Args:
+            grad_BR: Gradient of each sample's own entries, batch axis first, shape ``(B, *R)``.
+            axis: Where the batch axis stands in the tensor.
+        """
+        self.grad_BR = to_accumulation(grad_BR)
+        self.axis = axis
+        self.batch_size = grad_BR.shape[0]
+        rest = list(grad_BR.shape[1:])
+        self.shape = torch.Size([*rest[:axis], self.batch_size, *rest[axis:]])
+
+    def sqnorm(self) -> SquaredNorm:
+        """Return the squared norm of every sample's gradient."""
+        return Dense(self.grad_BR).sqnorm()
+
+    def materialize(self) -> Tensor:
+        """Return the per-sample gradients with their zeros, shape ``(B, *P)``: B times the tensor."""
+        index = torch.arange(self.batch_size, device=self.grad_BR.device)
+        full_BBR = self.grad_BR.new_zeros(self.batch_size, self.batch_size, *self.grad_BR.shape[1:])
+        full_BBR[index, index] = self.grad_BR
+        return full_BBR.movedim(1, self.axis + 1)
+
+    def add_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:
+        """Add every sample's weighted entries to ``out``."""
+        coef = coef_B.view(-1, *[1] * (self.grad_BR.dim() - 1))
+        out.movedim(self.axis, 0).add_(self.grad_BR.to(out.dtype) * coef)
+
+    def masked(self, keep_B: Tensor) -> "Diagonal":
+        """Return the factor with dropped samples set to zero."""
+        return Diagonal(where_kept(keep_B, self.grad_BR), axis=self.axis)
+
+    def reshaped(self, shape: Sequence[int]) -> Dense:
+        """Return the factor of the same values for a parameter of ``shape``, materialised."""
+        return Dense(self.materialize().reshape(self.batch_size, *shape))
+
+    def element_count(self) -> int:
+        """Return how many tensor elements the factor keeps alive."""
+        return self.grad_BR.numel()

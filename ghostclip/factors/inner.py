@@ -1,0 +1,101 @@
+"""Per-sample inner products between two factors of the same parameter.
+
+They are the cross terms of a shared parameter: ``‖Σ_k f_k‖² = Σ_k ‖f_k‖² + 2 Σ_{j<k} ⟨f_j, f_k⟩``.
+
+Shape letters: B samples, T and U positions, I inputs, O outputs, V rows, ``*P`` the parameter's own shape.
+"""
+
+import torch
+from opt_einsum import contract
+from torch import Tensor
+
+from ghostclip.factors import planner
+from ghostclip.factors.base import Factor, to_accumulation
+from ghostclip.factors.dense import Dense
+from ghostclip.factors.outer import Outer
+from ghostclip.factors.placed import Placed
+from ghostclip.factors.rows import Rows
+
+
+def inner(first: Factor, second: Factor) -> Tensor:
+    """Return ``⟨first_b, second_b⟩`` for every sample.
+
+    Args:
+        first: A factor of some parameter.
+        second: A factor of the same parameter and batch.
+
+    Returns:
+        Inner products, shape ``(B,)``, float32 or float64.
+    """
+    if isinstance(first, Placed) and isinstance(second, Placed):
+        return _placed_placed(first, second)
+    if isinstance(first, Outer) and isinstance(second, Outer) and first.slots == second.slots:
+        return _outer_outer(first, second)
+    if isinstance(first, Outer) and isinstance(second, Rows) and first.slots == 1:
+        return _outer_rows(first, second)
+    if isinstance(first, Rows) and isinstance(second, Outer) and second.slots == 1:
+        return _outer_rows(second, first)
+    if isinstance(first, Rows) and isinstance(second, Rows):
+        return _rows_rows(first, second)
+    if isinstance(first, Dense) and isinstance(second, Rows):
+        return _dense_rows(first, second)
+    if isinstance(first, Rows) and isinstance(second, Dense):
+        return _dense_rows(second, first)
+    flat = (first.materialize().reshape(first.batch_size, -1), second.materialize().reshape(first.batch_size, -1))
+    return torch.linalg.vecdot(*flat)
+
+
+def _placed_placed(first: Placed, second: Placed) -> Tensor:
+    if first.index == second.index:
+        return inner(first.inner, second.inner)
+    if first.disjoint_from(second):
+        return torch.zeros_like(first.sqnorm().value_B)
+    return inner(Dense(first.materialize()), Dense(second.materialize()))
+
+
+def _outer_outer(first: Outer, second: Outer) -> Tensor:
+    positions, inputs, outputs = first.sizes
+    other = second.sizes[0]
+    if positions * other * (inputs + outputs) > (positions + other) * inputs * outputs:
+        products = (first.materialize().flatten(1), second.materialize().flatten(1))
+        return torch.linalg.vecdot(*products)
+    a_NUI, g_NUO = to_accumulation(second.a_NTI), to_accumulation(second.g_NTO)
+    total_N = a_NUI.new_zeros(a_NUI.shape[0])
+    rows = planner.gram_rows(positions, max(1, a_NUI.shape[0] * other // max(1, positions)))
+    for start in range(0, positions, max(rows, 1)):
+        piece = slice(start, start + rows)
+        product = torch.bmm(to_accumulation(first.a_NTI[:, piece]), a_NUI.mT)
+        product *= torch.bmm(to_accumulation(first.g_NTO[:, piece]), g_NUO.mT)
+        total_N += product.sum((1, 2))
+    return total_N if first.slots == 1 else total_N.view(-1, first.slots).sum(1)
+
+
+def _outer_rows(outer: Outer, rows: Rows) -> Tensor:
+    """Return ``Σ_{t,u} ⟨a_t, r_u⟩ · g_t[ids_u]``: the embedding-to-head cross term without a V×I tensor."""
+    outer = outer.reshaped(rows.shape)
+    a_BTI, r_BUI = to_accumulation(outer.a_NTI), to_accumulation(rows.g_BTI)
+    total_B = a_BTI.new_zeros(rows.batch_size)
+    block = planner.gram_rows(a_BTI.shape[1], rows.batch_size)
+    for start in range(0, a_BTI.shape[1], max(block, 1)):
+        piece = slice(start, start + block)
+        g_BTV = to_accumulation(outer.g_NTO[:, piece])
+        picked_BTU = g_BTV.gather(2, rows.ids_BT.unsqueeze(1).expand(-1, g_BTV.shape[1], -1))
+        total_B += contract("bti,bui,btu->b", a_BTI[:, piece], r_BUI, picked_BTU)
+    return total_B
+
+
+def _rows_rows(first: Rows, second: Rows) -> Tensor:
+    pairs_1, sums_1 = first.segments()
+    pairs_2, sums_2 = second.segments()
+    place = torch.searchsorted(pairs_2, pairs_1).clamp(max=max(pairs_2.numel() - 1, 0))
+    total_B = sums_1.new_zeros(first.batch_size)
+    if pairs_1.numel() == 0 or pairs_2.numel() == 0:
+        return total_B
+    products = torch.linalg.vecdot(sums_1, sums_2[place]) * (pairs_2[place] == pairs_1)
+    return total_B.index_add_(0, pairs_1 // first.shape[0], products)
+
+
+def _dense_rows(dense: Dense, rows: Rows) -> Tensor:
+    index = rows.ids_BT.unsqueeze(-1).expand(-1, -1, rows.shape[-1])
+    picked_BTI = dense.grad_BP.gather(1, index)
+    return (picked_BTI * to_accumulation(rows.g_BTI)).sum((1, 2))

@@ -1,0 +1,131 @@
+"""Per-sample gradients that are sums of outer products: linear maps and convolutions.
+
+Shape letters: B samples, S independent slots (convolution groups; 1 otherwise), N = B·S, T positions, I inputs, O outputs.
+"""
+
+from collections.abc import Iterator, Sequence
+from math import sqrt
+
+import torch
+from opt_einsum import contract
+from torch import Tensor
+
+from ghostclip.factors import planner
+from ghostclip.factors.base import Factor, SquaredNorm, no_error, to_accumulation, where_kept
+
+
+class Outer(Factor):
+    """The gradient of sample b, slot s, is ``sum_t g[b,s,t] ⊗ a[b,s,t]``, a matrix (O, I).
+
+    Reference: ghost norm, Li et al. 2022 (arXiv 2110.05679), section 4; book-keeping, Bu et al. 2023 (arXiv 2210.00038).
+    """
+
+    def __init__(self, a_NTI: Tensor, g_NTO: Tensor, *, shape: Sequence[int], slots: int = 1) -> None:
+        """Keep the two factors.
+
+        Args:
+            a_NTI: Layer inputs, shape ``(B·S, T, I)``, sample-major.
+            g_NTO: Gradients of the layer outputs, shape ``(B·S, T, O)``.
+            shape: The parameter's shape; S·O·I elements, row-major in (S, O, I).
+            slots: S.
+        """
+        self.a_NTI = a_NTI
+        self.g_NTO = g_NTO
+        self.shape = torch.Size(shape)
+        self.slots = slots
+        self.batch_size = a_NTI.shape[0] // slots
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """T, I and O."""
+        return self.a_NTI.shape[1], self.a_NTI.shape[2], self.g_NTO.shape[2]
+
+    def sqnorm(self) -> SquaredNorm:
+        """Return squared norms, by the cheaper of a symmetric Gram and instantiation.
+
+        Cost: min((1 + 1/n)·T²·(I+O), 2·T·I·O) a sample.
+        """
+        if self.a_NTI.shape[0] == 0 or self.a_NTI.shape[1] == 0:
+            return no_error(self._per_sample(to_accumulation(self.a_NTI).sum((1, 2))))
+        if planner.prefers_gram(*self.sizes):
+            return self.gram_sqnorm()
+        return self.instantiated_sqnorm()
+
+    def gram_sqnorm(self) -> SquaredNorm:
+        """Return squared norms from ``sum_{s,t} (a_s·a_t)(g_s·g_t)``, upper triangle only, in blocks of rows.
+
+        The double sum cancels when positions oppose each other; ``error_B`` bounds what rounding may have hidden.
+        """
+        a_NTI, g_NTO = to_accumulation(self.a_NTI), to_accumulation(self.g_NTO)
+        squares_NT = a_NTI.square().sum(2) * g_NTO.square().sum(2)
+        scale_B = self._per_sample(squares_NT.sum(1))
+        positions, inputs, outputs = self.sizes
+        if positions == 1:
+            return no_error(scale_B)
+        total_N = torch.zeros_like(squares_NT[:, 0])
+        rows = planner.gram_rows(positions, a_NTI.shape[0])
+        for start in range(0, positions, rows):
+            stop = min(start + rows, positions)
+            product = torch.bmm(a_NTI[:, start:stop], a_NTI[:, start:].mT)
+            product *= torch.bmm(g_NTO[:, start:stop], g_NTO[:, start:].mT)
+            total_N += product[:, :, : stop - start].sum((1, 2)) + 2 * product[:, :, stop - start :].sum((1, 2))
+        value_B = self._per_sample(total_N)
+        # Rounding of T² dot products behaves like a random walk: it scales with the sum of squares, not with the result.
+        unit = torch.finfo(value_B.dtype).eps * (8 + (sqrt(inputs) + sqrt(outputs)) / 4)
+        error_B = unit * scale_B
+        return SquaredNorm(value_B.clamp(min=0), error_B)
+
+    def instantiated_sqnorm(self) -> SquaredNorm:
+        """Return squared norms of the gradients, formed a few samples at a time."""
+        parts = [grad.square_().sum((1, 2)) for grad in self._instantiate()]
+        return no_error(self._per_sample(torch.cat(parts)))
+
+    def materialize(self) -> Tensor:
+        """Return the per-sample gradients, shape ``(B, *P)``. Cost: 2·T·I·O a sample."""
+        grad_NOI = torch.bmm(to_accumulation(self.g_NTO).mT, to_accumulation(self.a_NTI))
+        return grad_NOI.reshape(self.batch_size, *self.shape)
+
+    def add_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:
+        """Add ``sum_b coef_b g_bᵀ a_b`` to ``out`` with one contraction. Cost: 2·B·T·I·O."""
+        _, inputs, outputs = self.sizes
+        a_NTI, g_NTO = self.a_NTI.to(out.dtype), self.g_NTO.to(out.dtype)
+        if self.slots > 1:
+            out_SOI = out.view(self.slots, outputs, inputs)
+            shape_a, shape_g = (self.batch_size, self.slots, -1, inputs), (self.batch_size, self.slots, -1, outputs)
+            out_SOI += contract("b,bsto,bsti->soi", coef_B, g_NTO.reshape(shape_g), a_NTI.reshape(shape_a))
+            return
+        coef = coef_B.view(-1, 1, 1)
+        # The coefficients go to the smaller side: fewer elements to multiply and to copy.
+        if inputs < outputs:
+            a_NTI = a_NTI * coef
+        else:
+            g_NTO = g_NTO * coef
+        out.view(outputs, inputs).addmm_(g_NTO.reshape(-1, outputs).t(), a_NTI.reshape(-1, inputs))
+
+    def masked(self, keep_B: Tensor) -> "Outer":
+        """Return the factor with dropped samples set to zero."""
+        keep_N = keep_B.repeat_interleave(self.slots)
+        a_NTI, g_NTO = where_kept(keep_N, self.a_NTI), where_kept(keep_N, self.g_NTO)
+        return Outer(a_NTI, g_NTO, shape=self.shape, slots=self.slots)
+
+    def transposed(self) -> "Outer":
+        """Return the factor of the transposed matrix; only for one slot and a two-dimensional parameter."""
+        return Outer(self.g_NTO, self.a_NTI, shape=(self.shape[1], self.shape[0]))
+
+    def reshaped(self, shape: Sequence[int]) -> "Outer":
+        """Return the factor of the same values for a parameter of ``shape``."""
+        return Outer(self.a_NTI, self.g_NTO, shape=shape, slots=self.slots)
+
+    def element_count(self) -> int:
+        """Return how many tensor elements the factor keeps alive."""
+        return self.a_NTI.numel() + self.g_NTO.numel()
+
+    def _per_sample(self, values_N: Tensor) -> Tensor:
+        return values_N if self.slots == 1 else values_N.view(-1, self.slots).sum(1)
+
+    def _instantiate(self) -> Iterator[Tensor]:
+        _, inputs, outputs = self.sizes
+        chunk = planner.chunk_of_samples(inputs * outputs)
+        for start in range(0, self.a_NTI.shape[0], chunk):
+            g_NTO = to_accumulation(self.g_NTO[start : start + chunk])
+            yield torch.bmm(g_NTO.mT, to_accumulation(self.a_NTI[start : start + chunk]))

@@ -1,0 +1,82 @@
+"""Per-sample gradients that touch few rows of a table: embeddings.
+
+Shape letters: B samples, T positions, I features, V rows of the table, K distinct (sample, row) pairs.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ghostclip.factors.base import Factor, SquaredNorm, no_error, to_accumulation, where_kept
+from ghostclip.factors.dense import Dense
+
+
+class Rows(Factor):
+    """In the gradient of sample b, row ``ids[b,t]`` receives ``g[b,t]``; repeated rows add up."""
+
+    def __init__(self, ids_BT: Tensor, g_BTI: Tensor, *, shape: Sequence[int]) -> None:
+        """Keep the row numbers and the gradients.
+
+        Args:
+            ids_BT: Row numbers, shape ``(B, T)``, integer.
+            g_BTI: Gradient of every looked-up row, shape ``(B, T, I)``.
+            shape: The table's shape ``(V, I)``.
+        """
+        self.ids_BT = ids_BT.long()
+        self.g_BTI = g_BTI
+        self.shape = torch.Size(shape)
+        self.batch_size = ids_BT.shape[0]
+
+    def sqnorm(self) -> SquaredNorm:
+        """Return squared norms by sorting (sample, row) pairs and adding up each segment.
+
+        Cost: one sort of B·T keys and 3·B·T·I; never a T×T mask, never a B×V×I tensor.
+        """
+        pairs_K, sums_KI = self.segments()
+        value_B = sums_KI.new_zeros(self.batch_size)
+        value_B.index_add_(0, pairs_K // self.shape[0], sums_KI.square().sum(1))
+        return no_error(value_B)
+
+    def segments(self) -> tuple[Tensor, Tensor]:
+        """Return the distinct pairs and the gradient added up over each.
+
+        Returns:
+            ``pairs_K`` (``sample · V + row``, sorted) and ``sums_KI`` in the accumulation dtype.
+        """
+        pairs_K, segment = torch.unique(self.pairs().flatten(), return_inverse=True)
+        g_BTI = to_accumulation(self.g_BTI)
+        sums_KI = g_BTI.new_zeros(pairs_K.numel(), g_BTI.shape[-1])
+        sums_KI.index_add_(0, segment, g_BTI.reshape(-1, g_BTI.shape[-1]))
+        return pairs_K, sums_KI
+
+    def pairs(self) -> Tensor:
+        """Return ``sample · V + row`` for every position, shape ``(B, T)``."""
+        sample_B1 = torch.arange(self.batch_size, device=self.ids_BT.device).unsqueeze(1)
+        return sample_B1 * self.shape[0] + self.ids_BT
+
+    def materialize(self) -> Tensor:
+        """Return the per-sample gradients, shape ``(B, V, I)``."""
+        g_BTI = to_accumulation(self.g_BTI)
+        full = g_BTI.new_zeros(self.batch_size * self.shape[0], g_BTI.shape[-1])
+        full.index_add_(0, self.pairs().flatten(), g_BTI.reshape(-1, g_BTI.shape[-1]))
+        return full.view(self.batch_size, *self.shape)
+
+    def add_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:
+        """Add the weighted rows to ``out`` with ``index_add_``, never a one-hot product. Cost: 2·B·T·I."""
+        weighted_BTI = self.g_BTI.to(out.dtype) * coef_B.view(-1, 1, 1)
+        out.index_add_(0, self.ids_BT.flatten(), weighted_BTI.reshape(-1, out.shape[-1]))
+
+    def masked(self, keep_B: Tensor) -> "Rows":
+        """Return the factor with dropped samples set to zero."""
+        return Rows(self.ids_BT, where_kept(keep_B, self.g_BTI), shape=self.shape)
+
+    def reshaped(self, shape: Sequence[int]) -> Factor:
+        """Return the factor of the same values for a parameter of ``shape``."""
+        if torch.Size(shape) == self.shape:
+            return self
+        return Dense(self.materialize()).reshaped(shape)
+
+    def element_count(self) -> int:
+        """Return how many tensor elements the factor keeps alive."""
+        return self.g_BTI.numel() + self.ids_BT.numel()
