@@ -1,0 +1,61 @@
+"""ghostclip trains PyTorch models with differential privacy at close to the cost of ordinary training.
+
+The public names are loaded when they are first used, so that `import ghostclip` stays light.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ghostclip.clipping.clipper import GhostClipper
+    from ghostclip.privacy_engine import PrivacyEngine
+
+__version__ = "0.1.0"
+
+__all__ = ["GhostClipper", "PrivacyEngine", "__version__"]
+
+_HOME_OF = {"GhostClipper": "ghostclip.clipping.clipper", "PrivacyEngine": "ghostclip.privacy_engine"}
+_SUBMODULES = frozenset(
+    {
+        "accounting",
+        "clipping",
+        "data_loader",
+        "errors",
+        "grad_sample",
+        "noise",
+        "optimizers",
+        "privacy_engine",
+        "rules",
+        "sampling",
+        "utils",
+    }
+)
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name, or a public submodule, at its first use.
+
+    Args:
+        name: The attribute asked of the package.
+
+    Returns:
+        The class or the module of that name.
+
+    Raises:
+        AttributeError: If the package has no such public name.
+    """
+    if name in _HOME_OF:
+        value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    elif name in _SUBMODULES:
+        value = importlib.import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names, loaded or not."""
+    return sorted({*globals(), *__all__, *_SUBMODULES})

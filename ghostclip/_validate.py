@@ -1,0 +1,151 @@
+"""Small checks of arguments, so that every option is refused with the same words everywhere.
+
+Each function returns the checked value, converted to a plain Python number where that matters, or raises
+`InvalidOptionError` naming the option, the value that came and what is allowed. Booleans are never numbers here, and
+NaN is never in a range.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterable
+
+from ghostclip.errors import InvalidOptionError
+
+
+def _number(value: object, name: str) -> float:
+    """Return `value` as a float; tensors and numpy scalars of one element pass, booleans and strings do not.
+
+    Args:
+        value: What the user gave.
+        name: The option's name, for the message.
+
+    Returns:
+        The value as a float.
+
+    Raises:
+        InvalidOptionError: If it is not a real number.
+    """
+    if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__"):
+        raise InvalidOptionError(f"{name}={value!r}: expected a number, got {type(value).__name__}.")
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidOptionError(f"{name}={value!r}: expected one number ({error}).") from error
+
+
+def positive(value: object, name: str, *, allow_infinity: bool = False) -> float:
+    """Check that 0 < value < ∞ (or ≤ ∞).
+
+    Args:
+        value: What the user gave.
+        name: The option's name, for the message.
+        allow_infinity: Whether infinity is a meaningful value of this option.
+
+    Returns:
+        The value as a float.
+
+    Raises:
+        InvalidOptionError: If the value is not such a number.
+    """
+    number = _number(value, name)
+    if not number > 0 or (math.isinf(number) and not allow_infinity):
+        raise InvalidOptionError(f"{name}={value!r}: must be {'' if allow_infinity else 'finite and '}greater than 0.")
+    return number
+
+
+def non_negative(value: object, name: str) -> float:
+    """Check that 0 ≤ value < ∞.
+
+    Args:
+        value: What the user gave.
+        name: The option's name, for the message.
+
+    Returns:
+        The value as a float.
+
+    Raises:
+        InvalidOptionError: If the value is not such a number.
+    """
+    number = _number(value, name)
+    if not number >= 0 or math.isinf(number):
+        raise InvalidOptionError(f"{name}={value!r}: must be finite and at least 0.")
+    return number
+
+
+def positive_int(value: object, name: str) -> int:
+    """Check that the value is a whole number of at least 1.
+
+    Args:
+        value: What the user gave; an integer type (numpy's too), not a float.
+        name: The option's name, for the message.
+
+    Returns:
+        The value as an int.
+
+    Raises:
+        InvalidOptionError: If the value is not such a number.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+        raise InvalidOptionError(f"{name}={value!r}: must be a whole number of at least 1.")
+    return int(value)
+
+
+def fraction(value: object, name: str) -> float:
+    """Check that 0 < value ≤ 1, as for a sampling rate or a share of memory.
+
+    Args:
+        value: What the user gave.
+        name: The option's name, for the message.
+
+    Returns:
+        The value as a float.
+
+    Raises:
+        InvalidOptionError: If the value is not such a number.
+    """
+    number = _number(value, name)
+    if not 0 < number <= 1:
+        raise InvalidOptionError(f"{name}={value!r}: must be greater than 0 and at most 1.")
+    return number
+
+
+def probability(value: object, name: str) -> float:
+    """Check that 0 < value < 1, as for δ.
+
+    Args:
+        value: What the user gave.
+        name: The option's name, for the message.
+
+    Returns:
+        The value as a float.
+
+    Raises:
+        InvalidOptionError: If the value is not such a number.
+    """
+    number = _number(value, name)
+    if not 0 < number < 1:
+        raise InvalidOptionError(f"{name}={value!r}: must lie strictly between 0 and 1.")
+    return number
+
+
+def choice(value: object, name: str, choices: Iterable[str]) -> str:
+    """Check that the value is one of the allowed names.
+
+    Args:
+        value: What the user gave.
+        name: The option's name, for the message.
+        choices: The allowed names.
+
+    Returns:
+        The value.
+
+    Raises:
+        InvalidOptionError: If the value is none of them.
+    """
+    allowed = list(choices)
+    if not isinstance(value, str) or value not in allowed:
+        listed = ", ".join(repr(entry) for entry in allowed)
+        raise InvalidOptionError(f"{name}={value!r}: must be one of {listed}.")
+    return value
