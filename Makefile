@@ -23,7 +23,8 @@ JOBS ?= $(shell $(PYTHON) -c "import os; print(min(8, os.cpu_count() or 1))" 2>/
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-INSTALL := $(PIP) install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+INSTALL := $(PIP) install --quiet --constraint constraints.txt --build-constraint constraints.txt \
+	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # One stamp for those who run, one for those who develop; each older than what it was made from is made anew.
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
@@ -44,7 +45,7 @@ $(BIN)/python:
 
 $(RUN_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "==> installing ghostclip and what the demo needs into $(VENV) (a few minutes the first time)"
-	@$(PIP) install --quiet --upgrade "pip>=25.1"
+	@$(PIP) install --quiet --upgrade "pip>=25.3"
 	@$(INSTALL) --editable ".[transformers]"
 	@touch $@
 

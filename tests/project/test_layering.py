@@ -1,0 +1,124 @@
+"""Imports go strictly downward, so that each layer can be read, tested and replaced without those above it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.project.source import PACKAGE, imported_modules, module_name, python_files, shown
+
+# Lowest first. A module imports from earlier entries, or from its own; a name is a package or a single file.
+LAYERS = (
+    "errors",
+    "_types",
+    "_validate",
+    "accounting",
+    "kernels",
+    "factors",
+    "layers",
+    "rules",
+    "capture",
+    "validators",
+    "clipping",
+    "sampling",
+    "noise",
+    "grad_sample",
+    "optimizers",
+    "schedulers",
+    "distributed",
+    "data_loader",
+    "utils",
+    "privacy_engine",
+    "integrations",
+    "finetune",
+    "cli",
+    "__main__",
+)
+# Programs that use the library as a stranger would, through `import ghostclip`.
+USES_THE_PUBLIC_NAMES = {"integrations", "finetune", "cli", "__main__"}
+# Named in pieces, so that this file is not itself a match.
+MODULE_HOOKS = ("register_" + "forward_hook", "register_" + "forward_pre_hook", "register_" + "full_backward_hook")
+
+FILES = python_files("ghostclip")
+
+
+def _layer(dotted: str) -> str:
+    """The entry of LAYERS that a module of the package belongs to; '' for the package's own `__init__`."""
+    parts = dotted.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def _is_layer(name: str) -> bool:
+    return (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists()
+
+
+def _internal_imports(path: Path) -> list[tuple[int, str]]:
+    """(line, layer) of each import of ghostclip itself; '' where a public name is taken from the package."""
+    found = []
+    for line, dotted in imported_modules(path):
+        if dotted == "ghostclip" or dotted.startswith("ghostclip."):
+            layer = _layer(dotted)
+            found.append((line, layer if _is_layer(layer) else ""))
+    return found
+
+
+def _external_roots(path: Path) -> set[str]:
+    return {dotted.split(".")[0] for _, dotted in imported_modules(path)}
+
+
+def test_every_module_has_a_layer():
+    unknown = {_layer(module_name(path)) for path in FILES} - set(LAYERS) - {""}
+    assert not unknown, f"say in LAYERS where these belong: {sorted(unknown)}"
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if _layer(module_name(path))], ids=shown)
+def test_imports_go_downward(path):
+    own = _layer(module_name(path))
+    for line, layer in _internal_imports(path):
+        if not layer:
+            assert own in USES_THE_PUBLIC_NAMES, f"{shown(path)}:{line} imports the package it is a part of"
+            continue
+        assert LAYERS.index(layer) <= LAYERS.index(own), f"{shown(path)}:{line}: {own} must not import {layer}"
+
+
+def test_accounting_needs_no_torch():
+    reached, waiting = set(), [path for path in FILES if _layer(module_name(path)) == "accounting"]
+    while waiting:
+        path = waiting.pop()
+        reached.add(path)
+        assert "torch" not in _external_roots(path), f"{shown(path)} imports torch and accounting imports it"
+        layers = {layer for _, layer in _internal_imports(path)}
+        waiting += [other for other in FILES if _layer(module_name(other)) in layers - {""} and other not in reached]
+
+
+@pytest.mark.parametrize("path", FILES, ids=shown)
+def test_only_kernels_import_triton(path):
+    assert "triton" not in _external_roots(path) or _layer(module_name(path)) == "kernels"
+
+
+@pytest.mark.parametrize("path", FILES, ids=shown)
+def test_only_capture_hooks_modules(path):
+    if _layer(module_name(path)) == "capture":
+        return
+    text = path.read_text(encoding="utf-8")
+    assert not [name for name in MODULE_HOOKS if name in text], f"{shown(path)} registers module hooks"
+
+
+@pytest.mark.parametrize("path", FILES, ids=shown)
+def test_integrations_are_imported_when_used(path):
+    """A library that is an extra is imported inside a function, never at the top of a module.
+
+    `integrations` may: its modules exist to derive from that library's classes, and are loaded by name only.
+    """
+    if _layer(module_name(path)) == "integrations":
+        return
+    extras = {"transformers", "lightning", "accelerate", "matplotlib", "tqdm", "safetensors", "opacus", "peft"}
+    top = {dotted.split(".")[0] for line, dotted in imported_modules(path) if line in _top_level_lines(path)}
+    assert not top & extras, f"{shown(path)} imports {sorted(top & extras)} when it is loaded"
+
+
+def _top_level_lines(path: Path) -> set[int]:
+    """Lines of the statements that run when the module is loaded: those that are not indented."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return {number for number, line in enumerate(lines, start=1) if line and not line[0].isspace()}

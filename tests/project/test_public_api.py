@@ -1,0 +1,69 @@
+"""The public names: what is promised exists, what exists is promised, and each explains itself."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import pytest
+
+import ghostclip
+from tests.project.source import module_name, python_files
+
+PACKAGES = sorted({module_name(path) for path in python_files("ghostclip") if path.name == "__init__.py"})
+# What a user's script names. Taking one away breaks scripts, so it is done here on purpose or not at all.
+PROMISED = {"GhostClipper", "PrivacyEngine", "__version__"}
+
+
+def test_promised_names_are_public():
+    assert set(ghostclip.__all__) >= PROMISED
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_all_names_exist_once(name):
+    package = importlib.import_module(name)
+    public = getattr(package, "__all__", [])
+    assert len(public) == len(set(public)), f"{name}.__all__ names something twice"
+    for entry in public:
+        assert getattr(package, entry) is not None
+        assert entry in dir(package), f"dir({name}) hides {entry}"
+
+
+def test_nothing_public_is_left_out():
+    """Whatever of ours a user can reach as `ghostclip.X`, and that is not a module, is in `__all__`."""
+    for name in ghostclip.__all__:
+        getattr(ghostclip, name)
+    reachable = {
+        name
+        for name, value in vars(ghostclip).items()
+        if not name.startswith("_") and str(getattr(value, "__module__", "")).startswith("ghostclip")
+    }
+    assert reachable <= set(ghostclip.__all__)
+
+
+@pytest.mark.parametrize("name", sorted(ghostclip.__all__))
+def test_public_name_explains_itself(name):
+    thing = getattr(ghostclip, name)
+    if inspect.isclass(thing) or inspect.isfunction(thing):
+        assert inspect.getdoc(thing)
+
+
+def test_unknown_name_is_an_attribute_error_that_names_it():
+    with pytest.raises(AttributeError, match="GhostCliper"):
+        _ = ghostclip.GhostCliper
+
+
+def test_every_error_derives_from_the_base_and_a_builtin():
+    from ghostclip import errors
+
+    classes = [c for _, c in inspect.getmembers(errors, inspect.isclass) if c.__module__ == errors.__name__]
+    for error in classes:
+        assert issubclass(error, errors.GhostClipError)
+        builtin = [
+            base
+            for base in error.__mro__
+            if base.__module__ == "builtins" and base not in (Exception, BaseException, object)
+        ]
+        assert builtin or error is errors.GhostClipError, (
+            f"{error.__name__} derives from no built-in a user would catch"
+        )
