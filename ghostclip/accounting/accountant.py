@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import math
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Protocol
 
@@ -59,10 +58,8 @@ class Accountant(abc.ABC):
         Raises:
             InvalidOptionError: If a value is out of range; nothing is recorded then.
         """
-        self._record(checked_noise_multiplier(noise_multiplier), checked_sample_rate(sample_rate), 1)
-
-    def _record(self, sigma: float, rate: float, steps: int) -> None:
-        if self.history and self.history[-1][0] == sigma and self.history[-1][1] == rate:
+        sigma, rate, steps = checked_noise_multiplier(noise_multiplier), checked_sample_rate(sample_rate), 1
+        if self.history and self.history[-1][:2] == (sigma, rate):
             steps += self.history.pop()[2]
         self.history.append((sigma, rate, steps))
 
@@ -78,9 +75,10 @@ class Accountant(abc.ABC):
         """Return a function that records a step each time an optimizer calls it.
 
         Privacy:
-            An optimizer that adds k Poisson batches under one noise draw (attribute `accumulated_iterations` = k) is
-            recorded as k steps at σ/√k: the draw is a sum of k independent ones, so this bound holds although a
-            record may be in several of the k batches. Reporting one step at rate k·q would not.
+            An optimizer that puts k backward passes under one noise draw (attribute `accumulated_iterations` = k) is
+            recorded as a step with σ/k and rate min(1, k·q). A record contributes to any of the k passes with
+            probability at most k·q, and then by at most k·C; this covers k passes over one batch as well as k
+            independently drawn batches. A step with σ and k·q, as is often reported, covers neither.
 
         Args:
             sample_rate: q of one batch.
@@ -94,11 +92,10 @@ class Accountant(abc.ABC):
         rate = checked_sample_rate(sample_rate)
 
         def hook(optimizer: NoisyOptimizer) -> None:
-            batches = int(getattr(optimizer, "accumulated_iterations", 1))
-            if batches < 1:
-                raise InvalidOptionError(f"accumulated_iterations={batches}: a step releases at least one batch.")
-            sigma = checked_noise_multiplier(optimizer.noise_multiplier)
-            self._record(sigma / math.sqrt(batches), rate, batches)
+            passes = int(getattr(optimizer, "accumulated_iterations", 1))
+            if passes < 1:
+                raise InvalidOptionError(f"accumulated_iterations={passes}: a step releases at least one pass.")
+            self.step(noise_multiplier=optimizer.noise_multiplier / passes, sample_rate=min(1.0, rate * passes))
 
         return hook
 
