@@ -1,0 +1,1 @@
+"""Every strategy of the engine against one-sample autograd, over the shared table of cases."""
