@@ -1,0 +1,195 @@
+"""`GradSampleModule`: stands for the user's model, and gives access to the clipper that is attached to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from ghostclip.clipping.clipper import GhostClipper
+
+_PREFIX = "_module."
+
+
+class GradSampleHooks:
+    """What `make_private(wrap_model=False)` returns instead of a model: the handle that ends the clipping.
+
+    Args:
+        module: The model, which stays as it is for the user.
+        clipper: The clipper attached to it.
+    """
+
+    def __init__(self, module: nn.Module, *, clipper: GhostClipper) -> None:
+        self._module = module
+        self.clipper = clipper
+
+    def remove_hooks(self) -> None:
+        """Detach the clipper from the model."""
+        self.clipper.remove()
+
+    def cleanup(self) -> None:
+        """Detach the clipper from the model."""
+        self.clipper.remove()
+
+
+class GradSampleModule(nn.Module):
+    """Stands for a model whose gradients are clipped per sample.
+
+    Every attribute is the model's own (`config`, `generate`, `save_pretrained`, a submodule by its name), assignments
+    reach the model, and `state_dict()` has the model's keys unchanged. States with Opacus's `_module.` prefix load too.
+    A copy (as an exponential moving average makes one) or a pickle carries the model alone: its `clipper` is None.
+
+    Args:
+        module: The model.
+        clipper: The clipper attached to it.
+    """
+
+    def __init__(self, module: nn.Module, *, clipper: GhostClipper) -> None:
+        super().__init__()
+        self.__dict__["clipper"] = clipper
+        self.train(module.training)
+        self.add_module("_module", module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model.
+
+        Args:
+            *args: The model's own arguments.
+            **kwargs: The model's own keyword arguments.
+
+        Returns:
+            What the model returns.
+        """
+        return self._module(*args, **kwargs)
+
+    @property
+    def batch_first(self) -> bool:
+        """Whether the leading axis of the model's inputs is the batch."""
+        return self._attached().batch_first
+
+    @property
+    def loss_reduction(self) -> str:
+        """The reduction that the loss was declared to have: "mean" or "sum"."""
+        return self._attached().loss_reduction
+
+    def _attached(self) -> GhostClipper:
+        """Return the clipper.
+
+        Raises:
+            AttributeError: On a copy, which has none.
+        """
+        if self.clipper is None:
+            raise AttributeError(f"{type(self).__name__}: a copy of a private model has no clipper; make it private.")
+        return self.clipper
+
+    def to_standard_module(self) -> nn.Module:
+        """Detach the clipper and return the model as it was.
+
+        Returns:
+            The model.
+        """
+        self.remove_hooks()
+        return self._module
+
+    def remove_hooks(self) -> None:
+        """Detach the clipper from the model."""
+        if self.clipper is not None:
+            self.clipper.remove()
+
+    def cleanup(self) -> None:
+        """Detach the clipper from the model."""
+        self.remove_hooks()
+
+    def state_dict(  # type: ignore[override]
+        self,
+        *,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Any]:
+        """Return the model's state under the model's own keys.
+
+        Args:
+            destination: Where to add it, as torch takes it.
+            prefix: What every key begins with.
+            keep_vars: Whether tensors stay attached to the graph.
+
+        Returns:
+            The state.
+        """
+        return self._module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: FBT001, FBT002 - torch's signature
+        """Load a state with the model's own keys, or with Opacus's `_module.` prefix.
+
+        Args:
+            state_dict: The state.
+            strict: Whether missing or unexpected keys are an error.
+            assign: Whether tensors are taken over instead of copied into.
+
+        Returns:
+            Missing and unexpected keys, as torch returns them.
+        """
+        own = {key.removeprefix(_PREFIX): value for key, value in state_dict.items()}
+        return self._module.load_state_dict(own, strict=strict, assign=assign)
+
+    def _load_from_state_dict(  # noqa: PLR0913, PLR0917 - torch's signature
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,  # noqa: FBT001 - torch's signature
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Put our keys where torch looks for them when this module is part of another one.
+
+        Args:
+            state_dict: The whole state; changed in place, as torch's own pre-hooks do.
+            prefix: Where this module stands in it.
+            local_metadata: As torch takes it.
+            strict: As torch takes it.
+            missing_keys: As torch takes it.
+            unexpected_keys: As torch takes it.
+            error_msgs: As torch takes it.
+        """
+        inside = prefix + _PREFIX
+        for key in [k for k in state_dict if k.startswith(prefix) and not k.startswith(inside)]:
+            state_dict[inside + key[len(prefix) :]] = state_dict.pop(key)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up what the facade does not have on the model."""
+        module = self.__dict__.get("_modules", {}).get("_module")
+        if module is None:
+            raise AttributeError(name)
+        return module if name == "_module" else getattr(module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Assign to the model; a layer or parameter set here would neither be run nor clipped."""
+        if name in self.__dict__ or name == "training" or "_module" not in self.__dict__.get("_modules", {}):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Delete from the model what is the model's."""
+        if name in self.__dict__:
+            super().__delattr__(name)
+        else:
+            delattr(self._module, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self._module)})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the clipper out of copies and pickles: a second model must not write into the first one's sums."""
+        return {**self.__dict__, "clipper": None}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._module!r})"

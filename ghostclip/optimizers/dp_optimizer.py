@@ -1,0 +1,384 @@
+"""`DPOptimizer`: turns the clipped sum into a private release and hands it to any torch optimizer.
+
+There is one class for every clipping strategy: what differs between strategies lives in the clipper, what is released
+does not.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ghostclip import _validate
+from ghostclip.errors import InvalidOptionError, MissingGradientError
+from ghostclip.optimizers import checks
+from ghostclip.optimizers.virtual import BatchToken, LogicalBatch
+from ghostclip.optimizers.wrapped import WrappedOptimizer
+
+if TYPE_CHECKING:
+    from ghostclip.clipping.clipper import GhostClipper
+    from ghostclip.noise import NoiseSource
+
+_log = logging.getLogger(__name__)
+
+StepHook = Callable[["DPOptimizer"], None]
+
+
+class DPOptimizer(WrappedOptimizer):
+    """Wraps a torch optimizer so that each step releases a noisy sum of clipped gradients, and nothing else.
+
+    A step computes, for every trainable parameter of the wrapped optimizer,
+
+        grad = (Σ_b min(1, C/‖g_b‖)·g_b + N(0, (σ·sensitivity)²)) / expected_batch_size
+
+    where the sum and its sensitivity are asked of the clipper (there is no second copy of C), the noise is added in
+    float32 at least, and `loss_reduction="sum"` leaves out the division. Parameters without a gradient in this step get
+    zero plus noise like all others.
+
+    Privacy:
+        One step is one Gaussian mechanism with noise multiplier σ on the logical batch, adjacent by adding, removing or
+        zeroing out one record. The step hooks run before anything is released: a ledger attached there over-counts
+        after a crash and never under-counts, and a hook that raises stops the release. Not private: whatever is read
+        from the clipper or from `p.grad` between backward and step.
+
+    Args:
+        optimizer: Any torch optimizer over parameters of the clipper's model that takes one gradient per step.
+        noise_multiplier: σ, the noise's standard deviation in units of the sensitivity; 0 trains without privacy.
+        max_grad_norm: C, handed on to the clipper; None leaves the clipper's.
+        expected_batch_size: The public constant that the sum is divided by; may be None for `loss_reduction="sum"`.
+        loss_reduction: "mean" or "sum", as the loss was declared to the clipper.
+        clipper: Where the clipped sums come from.
+        noise_source: Where the noise comes from.
+
+    Raises:
+        InvalidOptionError: If an option is out of range or contradicts the clipper, or if the optimizer is one that
+            evaluates its closure more than once per step.
+        UncoveredParameterError: If a trainable parameter of the optimizer is not clipped by the clipper.
+    """
+
+    def __init__(  # noqa: PLR0913 - the public constructor mirrors the mechanism, one argument per part
+        self,
+        optimizer: Optimizer,
+        *,
+        noise_multiplier: float,
+        max_grad_norm: float | None = None,
+        expected_batch_size: float | None,
+        loss_reduction: str = "mean",
+        clipper: GhostClipper,
+        noise_source: NoiseSource,
+    ) -> None:
+        super().__init__(optimizer)
+        checks.refuse_repeated_evaluation(optimizer)
+        self.clipper = clipper
+        self.loss_reduction = _validate.choice(loss_reduction, "loss_reduction", ("mean", "sum"))
+        if loss_reduction != clipper.loss_reduction:
+            raise InvalidOptionError(
+                f"loss_reduction={loss_reduction!r}: the clipper was told {clipper.loss_reduction!r}; use one."
+            )
+        self.expected_batch_size = expected_batch_size
+        if loss_reduction == "mean" or expected_batch_size is not None:
+            self.expected_batch_size = _validate.positive(expected_batch_size, "expected_batch_size")
+        self._batch = LogicalBatch()
+        self._step_hooks: list[StepHook] = []
+        self._noise_source = noise_source
+        self._rehearsing = False
+        self._warned: set[str] = set()
+        self.noise_multiplier = noise_multiplier
+        clipper.own_gradients()
+        if max_grad_norm is not None:
+            self.max_grad_norm = max_grad_norm
+        checks.refuse_uncovered(clipper, self.params)
+        checks.warn_about_parameters_left_out(clipper, self.params)
+
+    # What the mechanism is
+
+    @property
+    def noise_multiplier(self) -> float:
+        """σ; may be set between steps, as a schedule does."""
+        return self._noise_multiplier
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, value: float) -> None:
+        self._noise_multiplier = _validate.non_negative(value, "noise_multiplier")
+
+    @property
+    def max_grad_norm(self) -> float:
+        """C, which lives in the clipper; may be set between logical batches, as a schedule does."""
+        return self.clipper.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float) -> None:
+        if self._mid_logical_batch() and value != self.max_grad_norm:
+            raise InvalidOptionError(
+                f"max_grad_norm={value!r}: part of a logical batch was already clipped to {self.max_grad_norm}. "
+                "Change it after step() has released the batch."
+            )
+        self.clipper.max_grad_norm = _validate.positive(value, "max_grad_norm", allow_infinity=True)
+
+    @property
+    def noise_std(self) -> float:
+        """Standard deviation of the noise in one coordinate of the sum, before any division.
+
+        Raises:
+            InvalidOptionError: If the sum has no finite sensitivity and noise was asked for.
+        """
+        if self._noise_multiplier == 0:
+            return 0.0
+        std = self._noise_multiplier * self.clipper.sensitivity()
+        if not math.isfinite(std):
+            raise InvalidOptionError(
+                f"max_grad_norm={self.max_grad_norm}: no noise hides an unbounded gradient. Set a finite bound."
+            )
+        return std
+
+    @property
+    def accumulated_iterations(self) -> int:
+        """Backward passes that one record of the current logical batch may have contributed to (usually 1)."""
+        return max(1, self._batch.uses)
+
+    @property
+    def last_step_was_virtual(self) -> bool:
+        """Whether the last step() only accumulated, so that the parameters did not change."""
+        return self._batch.open
+
+    def attach_step_hook(self, fn: StepHook) -> None:
+        """Run a function in every releasing step, after all checks and before anything is released.
+
+        Hooks add up and run in the order they were attached; the accountant's is the first. (To see the noisy gradient,
+        use torch's `register_step_pre_hook`.)
+
+        Args:
+            fn: Called with this optimizer; an exception it raises stops the step with nothing released.
+        """
+        self._step_hooks.append(fn)
+
+    # A step
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Release the logical batch and update the parameters, or keep accumulating if the step is virtual.
+
+        Args:
+            closure: Evaluates the model once, calls backward and returns the loss.
+
+        Returns:
+            What the closure returned, or None without one.
+
+        Raises:
+            MissingGradientError: If no clipped gradient was made since the last step.
+            UncoveredParameterError: If a trainable parameter of the optimizer is not clipped.
+            TamperedGradientError: If a clipped sum was changed since backward.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.pre_step():
+            self.original_optimizer.step()
+        return loss
+
+    @torch.no_grad()
+    def pre_step(self) -> bool:
+        """Everything of a step but the inner optimizer's update.
+
+        Returns:
+            True if `p.grad` now holds a release for the inner optimizer, False after a virtual step.
+
+        Raises:
+            MissingGradientError: If no clipped gradient was made since the last step.
+            UncoveredParameterError: If a trainable parameter of the optimizer is not clipped.
+            TamperedGradientError: If a clipped sum was changed since backward.
+        """
+        self._require_gradient()
+        if self._batch.skip_next or self._rehearsing:
+            self._batch.close_virtual_step()
+            return False
+        self._release()
+        return True
+
+    def _require_gradient(self) -> None:
+        """Refuse a step that nothing was computed for.
+
+        Raises:
+            MissingGradientError: If no clipped gradient was made since the last step.
+        """
+        token = self._batch.token
+        if not self.clipper.has_clipped_sum and token is not None and token.size == 0:
+            # A loop may well skip the model for a batch without rows; the noise-only step must happen all the same.
+            self.clipper.mark_empty_batch()
+        if not self.clipper.has_clipped_sum:
+            raise MissingGradientError(
+                "step() was called without a clipped gradient since the last step. Call loss.backward() (or "
+                "clipper.backward(loss) in the two-pass strategies) on the private model first; for a batch without "
+                "rows call clipper.mark_empty_batch()."
+            )
+        self._batch.count_passes(self.clipper.backward_passes)
+
+    def _release(self) -> None:
+        """Replace the clipped sums in `p.grad` by the noisy, scaled release.
+
+        Privacy:
+            The order matters: first everything that can refuse, then the ledger, then noise; only then is a gradient
+            left outside the clipper's care.
+        """
+        checks.refuse_uncovered(self.clipper, self.params)
+        std = self.noise_std
+        trainable = [p for p in self.params if p.requires_grad]
+        sums = [self.clipper.summed_gradient(p) for p in trainable]
+        self._warn_about_mechanism()
+        for hook in self._step_hooks:
+            hook(self)
+        self.clipper.reset()
+        self._batch.clear()
+        # A parameter frozen since backward keeps no clipped sum that the inner optimizer would apply without noise.
+        self.original_optimizer.zero_grad(set_to_none=True)
+        for index, p in enumerate(trainable):
+            clipped, sums[index] = sums[index], None
+            p.grad = self._noisy_gradient(p, clipped, std)
+
+    def _noisy_gradient(self, p: nn.Parameter, clipped: torch.Tensor | None, std: float) -> torch.Tensor:
+        """Add noise to one parameter's clipped sum, in place, and scale it.
+
+        Args:
+            p: The parameter.
+            clipped: Its clipped sum in float32 at least, shape of `p`, or None if nothing contributed.
+            std: Standard deviation of the noise in one coordinate.
+
+        Returns:
+            The release for this parameter, in its dtype.
+        """
+        if clipped is None:
+            clipped = torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+        if std > 0:
+            self._noise_source.add_(clipped, std=std)
+        if self.loss_reduction == "mean":
+            assert self.expected_batch_size is not None, "checked when the optimizer was made"
+            clipped.div_(self.expected_batch_size)
+        return clipped.to(p.dtype)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
+        """Forget the clipped sums, unless a logical batch is half accumulated: then they are kept for its next part.
+
+        Args:
+            set_to_none: Accepted for torch's sake; gradients always become None.
+        """
+        del set_to_none
+        if self._batch.open:
+            return
+        self.clipper.reset()
+        self.original_optimizer.zero_grad(set_to_none=True)
+
+    # Virtual steps
+
+    def signal_skip_step(self, do_skip: bool = True) -> None:  # noqa: FBT001, FBT002 - Opacus's signature
+        """Say whether the next step() is virtual: it keeps the clipped sum and neither releases nor counts.
+
+        Args:
+            do_skip: True for every physical batch of a logical batch but the last.
+        """
+        self._batch.skip_next = bool(do_skip)
+
+    def begin_physical_batch(self, token: BatchToken) -> None:
+        """Take the token of the physical batch that is about to be processed.
+
+        Args:
+            token: Which logical batch it belongs to, and whether it is the last part.
+
+        Raises:
+            MissingGradientError: If the previous logical batch was computed and never released, or the parts of this
+                one do not follow each other.
+        """
+        if token.chunk == 0:
+            self.require_released()
+        self._batch.enter(token)
+
+    def require_released(self) -> None:
+        """Check that no logical batch is half-way.
+
+        Raises:
+            MissingGradientError: If one was computed and not released.
+        """
+        if self._mid_logical_batch():
+            raise MissingGradientError(
+                f"the last logical batch ({self._batch.token}) was computed and not released: optimizer.step() must be "
+                "called after every physical batch."
+            )
+
+    def discard_pending(self, *, token: BatchToken | None = None) -> None:
+        """Drop a logical batch that was left half-way; nothing of it was released, so nothing is counted.
+
+        Args:
+            token: Drop it only if this is its latest physical batch (by identity); None drops it in any case.
+        """
+        if token is not None and token is not self._batch.token:
+            return
+        if self._mid_logical_batch():
+            _log.warning("a logical batch was left before it was released; its clipped sum is dropped")
+            self.clipper.reset()
+        self._batch.clear()
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Let steps run for the sake of measuring: nothing is released or counted, and their sums are dropped.
+
+        Yields:
+            Nothing.
+        """
+        self.discard_pending()
+        self._rehearsing = True
+        try:
+            yield
+        finally:
+            self._rehearsing = False
+            self._batch.clear()
+            self.zero_grad()
+
+    def _mid_logical_batch(self) -> bool:
+        """Whether clipped sums are waiting to be released."""
+        return self._batch.open or self.clipper.has_clipped_sum
+
+    # The rest of torch.optim.Optimizer that needs care
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, if the clipper covers its trainable parameters.
+
+        Args:
+            param_group: As torch takes it.
+
+        Raises:
+            UncoveredParameterError: If a trainable parameter of the group is not clipped.
+        """
+        given = param_group["params"]
+        parameters: list[nn.Parameter] = [given] if isinstance(given, nn.Parameter) else list(given)
+        checks.refuse_uncovered(self.clipper, parameters)
+        super().add_param_group({**param_group, "params": parameters})
+
+    def _warn_about_mechanism(self) -> None:
+        """Say once what makes this step less private than it may look."""
+        if self._noise_multiplier == 0:
+            self._warn_once("no noise", "noise_multiplier=0: this training is not differentially private.")
+        if self.accumulated_iterations > 1:
+            self._warn_once(
+                "accumulation",
+                f"{self.accumulated_iterations} backward passes were made before one step(). A record may be part of "
+                "each of them, so the step is accounted with a noise multiplier that many times smaller. To split one "
+                "batch, use BatchMemoryManager: it knows that its parts share no record.",
+            )
+
+    def _warn_once(self, key: str, message: str) -> None:
+        """Warn the first time something is true.
+
+        Args:
+            key: What it is that was said.
+            message: The words.
+        """
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(message, stacklevel=5)

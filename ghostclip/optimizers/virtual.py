@@ -1,0 +1,80 @@
+"""Virtual steps: which physical batches belong to one logical batch, and how far it has come.
+
+A logical batch is what was sampled and what the accountant counts. When it does not fit in memory it is processed in
+physical batches; every one but the last ends in a *virtual* step, which keeps the clipped sum and releases nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ghostclip.errors import MissingGradientError
+
+
+class BatchToken(NamedTuple):
+    """Says where a physical batch belongs; it travels with the batch from the sampler to the optimizer."""
+
+    logical_id: int
+    """Number of the logical batch within its pass over the loader."""
+    chunk: int
+    """Number of this physical batch within the logical batch, from 0."""
+    is_last: bool
+    """Whether the logical batch is complete with this one."""
+    size: int
+    """Samples in this physical batch; 0 only when the whole logical batch is empty."""
+
+
+class LogicalBatch:
+    """Progress of the logical batch that is being accumulated.
+
+    Attributes:
+        token: The token of the physical batch handed out last, or None when batches come without tokens.
+        skip_next: Whether the next step() is virtual.
+        open: Whether a virtual step was taken and nothing has been released since.
+        uses: The largest number of backward passes that one physical batch of this logical batch went through.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything, as after a release or an abandoned loop."""
+        self.token: BatchToken | None = None
+        self.skip_next = False
+        self.open = False
+        self.uses = 0
+        self._passes_seen = 0
+
+    def enter(self, token: BatchToken) -> None:
+        """Take note of the physical batch that is about to be processed.
+
+        Args:
+            token: The token that came with it.
+
+        Raises:
+            MissingGradientError: If physical batches were left out or two loops over the loader are interleaved.
+        """
+        if token.chunk > 0:
+            expected = None if self.token is None else (self.token.logical_id, self.token.chunk + 1)
+            if expected != (token.logical_id, token.chunk):
+                raise MissingGradientError(
+                    f"physical batch {token.chunk} of logical batch {token.logical_id} does not continue what was "
+                    f"accumulated ({self.token}). Iterate over one private loader at a time, and start over after a "
+                    "loop that was left early."
+                )
+        self.token = token
+        self.skip_next = not token.is_last
+
+    def count_passes(self, total: int) -> None:
+        """Take note of the backward passes since the last step.
+
+        Args:
+            total: Backward passes accumulated in the clipper since the last release.
+        """
+        self.uses = max(self.uses, total - self._passes_seen)
+        self._passes_seen = total
+
+    def close_virtual_step(self) -> None:
+        """A virtual step was taken: the sum stays and the next physical batch adds to it."""
+        self.skip_next = False
+        self.open = True

@@ -1,0 +1,1 @@
+"""Tools around a private training loop."""

@@ -1,0 +1,149 @@
+"""How much memory a piece of work takes, on the CPU (resident set) and on CUDA (allocator), and how much is left."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+_SELF = Path("/proc/self")
+_SAMPLING_SECONDS = 0.002
+
+
+def _status_bytes(field: str) -> int | None:
+    """Read one of the memory fields of this process, in bytes; None where the system has no such file."""
+    try:
+        text = (_SELF / "status").read_text()
+    except OSError:
+        return None
+    for line in text.splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _high_water_since_start() -> int:
+    """Return the largest resident set of this process so far, in bytes, where /proc does not tell it."""
+    import resource  # only where it is called: the module does not exist on Windows
+
+    kilo = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilo
+
+
+def _cgroup_room() -> int | None:
+    """Return how much this process's control group may still take, in bytes; None without a limit."""
+    root = Path("/sys/fs/cgroup")
+    pairs = (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    )
+    for limit_name, used_name in pairs:
+        try:
+            limit, used = (root / limit_name).read_text().strip(), (root / used_name).read_text().strip()
+        except OSError:
+            continue
+        if limit.isdigit():
+            return max(0, int(limit) - int(used))
+    return None
+
+
+def _system_room() -> int | None:
+    """Return the memory that new work may take without swapping, in bytes; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return found[0] if found else None
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Return how much more memory this process can take on a device.
+
+    Args:
+        device: A CPU or CUDA device.
+
+    Returns:
+        Bytes; on the CPU the smaller of what the system and the control group leave, on CUDA what the driver has free
+        plus what torch's allocator holds without using it. None where the system does not say.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    rooms = [room for room in (_system_room(), _cgroup_room()) if room is not None]
+    return min(rooms) if rooms else None
+
+
+class PeakMemory:
+    """Measures the peak of memory between `start()` and `stop()`.
+
+    On CUDA the allocator's own counter is reset. On Linux the kernel's high-water mark of the resident set is reset;
+    where that is not allowed a thread samples the resident set, and elsewhere the mark since the process began is used,
+    which can only be too high.
+
+    Args:
+        device: A CPU or CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sampler: _ResidentSampler | None = None
+
+    def in_use(self) -> int:
+        """Return the memory in use now, in bytes."""
+        if self._device.type == "cuda":
+            return torch.cuda.memory_allocated(self._device)
+        return _status_bytes("VmRSS") or _high_water_since_start()
+
+    def start(self) -> None:
+        """Begin to measure."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return
+        try:
+            (_SELF / "clear_refs").write_text("5")
+        except OSError:
+            if _status_bytes("VmRSS") is not None:
+                self._sampler = _ResidentSampler()
+                self._sampler.start()
+
+    def stop(self) -> int:
+        """End the measurement.
+
+        Returns:
+            The peak since `start()`, in bytes.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            return torch.cuda.max_memory_allocated(self._device)
+        if self._sampler is not None:
+            sampler, self._sampler = self._sampler, None
+            return sampler.finish()
+        return _status_bytes("VmHWM") or _high_water_since_start()
+
+
+class _ResidentSampler(threading.Thread):
+    """Reads the resident set every few milliseconds; torch's operations let other threads run meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._done = threading.Event()
+        self._peak = 0
+
+    def run(self) -> None:
+        """Sample until told to finish."""
+        while not self._done.wait(_SAMPLING_SECONDS):
+            self._look()
+
+    def _look(self) -> None:
+        self._peak = max(self._peak, _status_bytes("VmRSS") or 0)
+
+    def finish(self) -> int:
+        """Stop and return the largest resident set seen, in bytes."""
+        self._done.set()
+        self.join()
+        self._look()
+        return self._peak
