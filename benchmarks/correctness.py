@@ -1,0 +1,100 @@
+"""An engine is timed only if it is right: its clipped sum against one-sample autograd in float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.engines import Engine
+from benchmarks.tasks import Batch, Task, per_sample_losses
+
+# Relative error of a float32 engine. Opacus divides by norm + 1e-6, which alone may cost 1e-6 / norm.
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What every private engine has to compute.
+
+    Attributes:
+        max_grad_norm: The clipping norm: the median of the samples' norms, so that half of them are clipped.
+        clipped_sum: One float64 tensor for each trainable parameter, in the model's order.
+    """
+
+    max_grad_norm: float
+    clipped_sum: list[Tensor]
+
+
+def _per_sample_gradients(model: nn.Module, batch: Batch) -> list[list[Tensor]]:
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    inputs, target = batch
+    gradients = []
+    for i in range(len(target)):
+        loss = per_sample_losses(model, (inputs[i : i + 1], target[i : i + 1])).sum()
+        gradients.append(list(torch.autograd.grad(loss, parameters)))
+    return gradients
+
+
+def reference(task: Task, device: torch.device) -> Reference:
+    """Compute the clipped sum one sample at a time, in float64.
+
+    Args:
+        task: Gives the model and the batch.
+        device: Where it is computed.
+
+    Returns:
+        The clipping norm and the sum.
+
+    Cost: B times forward and backward of one sample, in float64.
+    """
+    inputs, target = task.batch(device)
+    batch = (inputs.double() if inputs.is_floating_point() else inputs, target)
+    gradients = _per_sample_gradients(task.model(device).double(), batch)
+    norms_B = torch.stack([torch.stack([g.square().sum() for g in sample]).sum().sqrt() for sample in gradients])
+    max_grad_norm = float(norms_B.median())
+    coef_B = (max_grad_norm / norms_B).clamp(max=1.0)
+    summed = [torch.zeros_like(g) for g in gradients[0]]
+    for coef, sample in zip(coef_B, gradients, strict=True):
+        for total, gradient in zip(summed, sample, strict=True):
+            total.add_(coef * gradient)
+    return Reference(max_grad_norm=max_grad_norm, clipped_sum=summed)
+
+
+def relative_error(computed: list[Tensor | None], expected: list[Tensor]) -> float:
+    """The largest, over parameters, of |computed - expected| / |expected| in Euclidean norm.
+
+    Args:
+        computed: A gradient for each parameter; None counts as zero.
+        expected: What it should be, float64.
+
+    Returns:
+        The error; infinite where a value is not finite.
+    """
+    worst = 0.0
+    for got, want in zip(computed, expected, strict=True):
+        value = torch.zeros_like(want) if got is None else got.double()
+        error = float((value - want).norm() / want.norm().clamp(min=torch.finfo(torch.float64).tiny))
+        worst = max(worst, float("inf") if math.isnan(error) else error)
+    return worst
+
+
+def error_of(engine: Engine, task: Task, device: torch.device, expected: Reference) -> float:
+    """Run an engine once and compare.
+
+    Args:
+        engine: The engine, private.
+        task: Gives the model and the batch.
+        device: Where it runs.
+        expected: Of the same task.
+
+    Returns:
+        The relative error of its clipped sum, after a second step, so that what a step leaves behind shows.
+    """
+    runner = engine.attach(task.model(device), expected.max_grad_norm)
+    batch = task.batch(device)
+    runner.step(batch)
+    runner.step(batch)
+    return relative_error(runner.result(), expected.clipped_sum)

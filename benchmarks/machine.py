@@ -1,0 +1,87 @@
+"""What a measurement was made on and with: a number without its machine says nothing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+PACKAGES = ("torch", "opacus", "numpy", "scipy", "opt_einsum")
+
+
+def describe(device: torch.device) -> dict[str, object]:
+    """Describe the machine, the versions and the code.
+
+    Args:
+        device: The device that is measured.
+
+    Returns:
+        Plain values, ready for JSON.
+    """
+    about: dict[str, object] = {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gib": _memory_gib(),
+        "os": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "device": str(device),
+        **_commit(),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        about["gpu"] = properties.name
+        about["gpu_memory_gib"] = round(properties.total_memory / 2**30, 1)
+        about["cuda"] = torch.version.cuda
+        about["tf32"] = torch.backends.cuda.matmul.allow_tf32
+    return about
+
+
+def exact_float32() -> None:
+    """Switch TF32 off: engines are compared, and checked, in the float32 that they are said to be in."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        match = re.search(r"^model name\s*:\s*(.+)$", information.read_text(), flags=re.MULTILINE)
+        if match:
+            return match.group(1).strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (AttributeError, OSError, ValueError):
+        return None  # not a POSIX system
+
+
+def _commit() -> dict[str, object]:
+    """The commit of the code, and whether files that git follows differ from it."""
+    root = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return None
+        return done.stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/ghostclip", ":/benchmarks/*.py")
+    return {"commit": git("rev-parse", "HEAD"), "changed_since_commit": bool(changed) if changed is not None else None}

@@ -1,0 +1,43 @@
+"""Time of forward, backward and clipping of single layers; shapes as in the layer benchmarks of Opacus.
+
+Not collected by the default test run: it says how fast, not whether right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.engines import Engine, engines
+
+BATCH_SIZE = 16
+LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "linear": (lambda: nn.Linear(512, 512), lambda: torch.randn(BATCH_SIZE, 512)),
+    "linear-long": (lambda: nn.Linear(256, 256), lambda: torch.randn(BATCH_SIZE, 512, 256)),
+    "conv": (lambda: nn.Conv2d(64, 64, 8), lambda: torch.randn(BATCH_SIZE, 64, 50, 100)),
+    "layernorm": (lambda: nn.LayerNorm(64), lambda: torch.randn(BATCH_SIZE, 64)),
+    "groupnorm": (lambda: nn.GroupNorm(16, 256), lambda: torch.randn(BATCH_SIZE, 256, 64)),
+    "embedding": (lambda: nn.Embedding(20_000, 100), lambda: torch.randint(0, 20_000, (BATCH_SIZE, 1))),
+}
+
+
+@pytest.mark.parametrize("engine", engines(), ids=lambda engine: engine.name)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_layer(benchmark: Callable[..., None], layer: str, engine: Engine) -> None:
+    """One step of a layer whose flattened output serves as logits.
+
+    Args:
+        benchmark: Fixture of pytest-benchmark.
+        layer: Which layer.
+        engine: Which way to its gradient.
+    """
+    torch.manual_seed(3)
+    make_layer, make_input = LAYERS[layer]
+    runner = engine.attach(nn.Sequential(make_layer(), nn.Flatten()), 1.0)
+    batch = (make_input(), torch.zeros(BATCH_SIZE, dtype=torch.int64))
+    runner.step(batch)
+    benchmark.group = layer
+    benchmark(runner.step, batch)

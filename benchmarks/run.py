@@ -1,0 +1,105 @@
+"""One task, all engines: check, time in turns, count operations, measure memory."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from benchmarks import flops, memory, timing
+from benchmarks.correctness import TOLERANCE, Reference, error_of, reference
+from benchmarks.engines import Engine
+from benchmarks.tasks import Task
+
+Row = dict[str, object]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _checked(engine: Engine, task: Task, device: torch.device, expected: Reference) -> Row:
+    """The engine's row with its error and whether it may be timed."""
+    row: Row = {"name": engine.name, "title": engine.title, "private": engine.private, "status": "ok"}
+    if not engine.private:
+        return row
+    try:
+        error = error_of(engine, task, device, expected)
+    except Exception as problem:  # noqa: BLE001 - whatever an engine raises is a result of the comparison
+        return {**row, "status": "failed", "problem": f"{type(problem).__name__}: {problem}"[:300]}
+    return {**row, "status": "ok" if error <= TOLERANCE else "wrong", "error": error}
+
+
+def _time(
+    rows: Sequence[Row],
+    chosen: Sequence[Engine],
+    task: Task,
+    device: torch.device,
+    expected: Reference,
+    *,
+    limits: dict[str, float],
+) -> int:
+    """Add times and operations to the rows; give the number of rounds."""
+    batch = task.batch(device)
+    runners = [engine.attach(task.model(device), expected.max_grad_norm) for engine in chosen]
+    times = timing.measure(runners, batch, device, rounds=int(limits["rounds"]), seconds=limits["seconds"])
+    operations = [flops.count(runner, batch) for runner in runners]
+    for row, taken, counted in zip(rows, times, operations, strict=True):
+        row["wall_seconds"] = statistics.median(taken.wall)
+        row["cpu_seconds"] = statistics.median(taken.cpu)
+        row["wall_ratio"] = timing.ratio(taken.wall, times[0].wall)
+        row["cpu_ratio"] = timing.ratio(taken.cpu, times[0].cpu)
+        row["flops"] = counted
+        row["flops_ratio"] = counted / operations[0]
+        row["rounds"] = {"wall": taken.wall, "cpu": taken.cpu}
+    return len(times[0].wall)
+
+
+def measure_task(
+    task: Task, wanted: Sequence[Engine], device: torch.device, *, rounds: int, seconds: float, quick: bool
+) -> dict[str, object]:
+    """Measure one task.
+
+    Args:
+        task: The model and its batch.
+        wanted: The engines, the non-private one first.
+        device: Where they run.
+        rounds: Most rounds of timing.
+        seconds: Timing stops after about this time.
+        quick: Whether the task is one of the small ones.
+
+    Returns:
+        The task's part of the report: plain values, ready for JSON.
+    """
+    _say(f"== {task.title}\n   one-sample reference in float64")
+    expected = reference(task, device)
+    rows = []
+    for engine in wanted:
+        rows.append(_checked(engine, task, device, expected))
+        _say(f"   {engine.title}: {rows[-1]['status']} {rows[-1].get('error', '')} {rows[-1].get('problem', '')}")
+    right = [(row, engine) for row, engine in zip(rows, wanted, strict=True) if row["status"] == "ok"]
+    _say(f"   timing {len(right)} engines in turns, about {seconds:.0f} s")
+    done = _time(
+        [row for row, _ in right],
+        [engine for _, engine in right],
+        task,
+        device,
+        expected,
+        limits={"rounds": rounds, "seconds": seconds},
+    )
+    _say(f"   {done} rounds; memory, one process an engine")
+    for row, engine in right:
+        row.update(memory.measure(task.name, engine.name, device, quick=quick))
+    parameters = sum(parameter.numel() for parameter in task.model(torch.device("cpu")).parameters())
+    return {
+        "name": task.name,
+        "title": task.title,
+        "batch_size": task.batch_size,
+        "parameters": parameters,
+        "max_grad_norm": expected.max_grad_norm,
+        "tolerance": TOLERANCE,
+        "rounds": done,
+        "engines": rows,
+    }

@@ -1,0 +1,57 @@
+"""The README's first example runs as it stands and prints what it says it prints."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ghostclip
+from tests.project.source import ROOT
+
+README = ROOT / "README.md"
+
+
+def _python_blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def _user_objects() -> dict[str, object]:
+    """What the reader of the README already has."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 3))
+    data = TensorDataset(torch.randn(150, 7), torch.randint(0, 3, (150,)))
+    return {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loader": DataLoader(data, batch_size=15),
+        "criterion": nn.CrossEntropyLoss(),
+    }
+
+
+def test_the_loop_runs_and_prints_the_epsilon_it_shows(capsys):
+    block = _python_blocks()[0]
+    exec(compile(block, str(README), "exec"), _user_objects())
+    shown = re.search(r"# (ε = [\d.]+)$", block.strip().splitlines()[-1])
+    assert shown, "the last line of the example shows no ε"
+    assert capsys.readouterr().out.strip() == shown.group(1)
+
+
+def test_the_change_to_a_loop_is_short():
+    lines = [line for line in _python_blocks()[0].splitlines() if line.strip()]
+    assert len(lines) <= 12
+
+
+def test_the_clipper_alone_runs(capsys):
+    names = {**_user_objects(), "x": torch.randn(4, 7), "y": torch.tensor([0, 1, 2, 0]), "ghostclip": ghostclip}
+    names["criterion"] = nn.CrossEntropyLoss(reduction="none")
+    exec(compile(_python_blocks()[1], str(README), "exec"), names)
+    assert "0.weight" in capsys.readouterr().out
+
+
+def test_files_that_are_linked_exist():
+    links = re.findall(r"\]\(([^)#:]+)\)", README.read_text(encoding="utf-8"))
+    assert links
+    assert not [link for link in links if not (ROOT / link).exists()]
