@@ -10,5 +10,6 @@ from ghostclip.factors.inner import inner
 from ghostclip.factors.outer import Outer
 from ghostclip.factors.placed import Placed
 from ghostclip.factors.rows import Rows
+from ghostclip.factors.stacked import Stacked
 
-__all__ = ["Dense", "Diagonal", "Factor", "Outer", "Placed", "Rows", "SquaredNorm", "accumulation_dtype", "inner"]
+__all__ = ["Dense", "Diagonal", "Factor", "Outer", "Placed", "Rows", "SquaredNorm", "Stacked", "accumulation_dtype", "inner"]

@@ -15,6 +15,7 @@ from ghostclip.factors.dense import Dense
 from ghostclip.factors.outer import Outer
 from ghostclip.factors.placed import Placed
 from ghostclip.factors.rows import Rows
+from ghostclip.factors.stacked import Stacked, sum_tensors
 
 
 def inner(first: Factor, second: Factor) -> Tensor:
@@ -29,6 +30,8 @@ def inner(first: Factor, second: Factor) -> Tensor:
     """
     if isinstance(first, Placed) and isinstance(second, Placed):
         return _placed_placed(first, second)
+    if isinstance(first, Stacked) and isinstance(second, Stacked):
+        return _stacked_stacked(first, second)
     if isinstance(first, Outer) and isinstance(second, Outer) and first.slots == second.slots:
         return _outer_outer(first, second)
     if isinstance(first, Outer) and isinstance(second, Rows) and first.slots == 1:
@@ -48,9 +51,14 @@ def inner(first: Factor, second: Factor) -> Tensor:
 def _placed_placed(first: Placed, second: Placed) -> Tensor:
     if first.index == second.index:
         return inner(first.inner, second.inner)
-    if first.disjoint_from(second):
-        return torch.zeros_like(first.sqnorm().value_B)
     return inner(Dense(first.materialize()), Dense(second.materialize()))
+
+
+def _stacked_stacked(first: Stacked, second: Stacked) -> Tensor:
+    common = [number for number in first.parts if number in second.parts]
+    if not common:
+        return torch.zeros_like(first.sqnorm().value_B)
+    return sum_tensors([inner(first.parts[number], second.parts[number]) for number in common])
 
 
 def _outer_outer(first: Outer, second: Outer) -> Tensor:

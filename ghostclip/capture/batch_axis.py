@@ -1,0 +1,109 @@
+"""Which rows of a tensor belong to which sample.
+
+Rows are the leading axes of a layer's input and output (everything but its features). A *row map* sends them to the
+canonical layout ``(B, T, ...)``. Shapes suggest candidates; the call site remembers which one the evidence of the
+probe confirmed, so that a coincidence of sizes later on cannot change it.
+
+Shape letters: B samples, T positions of a sample, L the leading (row) axes, F features.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RowMap:
+    """Rows lie along one axis of the tensor.
+
+    Attributes:
+        kind: ``"axis"`` (the axis has one row a sample), ``"major"`` (folded, all rows of a sample together),
+            ``"minor"`` (folded, samples alternate), ``"whole"`` (one sample owns everything) or ``"listed"``.
+        axis: The axis, of the tensor's leading ones.
+        samples: For ``"listed"``: the sample of every row, shape ``(n,)``, int64.
+    """
+
+    kind: str
+    axis: int = 0
+    samples: Tensor | None = None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What a call site remembers of the map."""
+        return self.kind, self.axis
+
+    def split(self, tensor: Tensor, lead: int, batch_size: int) -> Tensor:
+        """Bring a tensor into the canonical layout.
+
+        Args:
+            tensor: Shape ``(*L, *F)``.
+            lead: How many leading axes are rows.
+            batch_size: B.
+
+        Returns:
+            Shape ``(B, T, *F)``; T is the largest number of rows of a sample, shorter samples padded with zeros.
+        """
+        features = tensor.shape[lead:]
+        if self.kind == "whole":
+            return tensor.reshape(1, -1, *features)
+        if self.kind == "listed":
+            return self._pack(tensor.movedim(self.axis, 0), lead, batch_size)
+        axis, size = self.axis, tensor.shape[self.axis]
+        if self.kind == "major":
+            tensor = tensor.unflatten(axis, (batch_size, size // batch_size))
+        elif self.kind == "minor":
+            tensor = tensor.unflatten(axis, (size // batch_size, batch_size))
+            axis += 1
+        tensor = tensor.movedim(axis, 0)
+        positions = prod(tensor.shape[1 : tensor.dim() - len(features)])
+        return tensor.reshape(batch_size, positions, *features)
+
+    def _pack(self, tensor: Tensor, lead: int, batch_size: int) -> Tensor:
+        assert self.samples is not None
+        order = torch.argsort(self.samples, stable=True)
+        counts_B = torch.bincount(self.samples, minlength=batch_size)
+        first_B = torch.cumsum(counts_B, 0) - counts_B
+        sample = self.samples[order]
+        place = torch.arange(order.numel(), device=order.device) - first_B[sample]
+        longest = int(counts_B.max()) if order.numel() else 0
+        packed = tensor.new_zeros(batch_size, longest, *tensor.shape[1:])
+        packed[sample, place] = tensor[order]
+        inner = prod(tensor.shape[1:lead])
+        return packed.reshape(batch_size, longest * inner, *tensor.shape[lead:])
+
+    def samples_of(self, size: int, batch_size: int) -> Tensor:
+        """Return the sample of every row along the axis, shape ``(size,)``, int64."""
+        if self.samples is not None:
+            return self.samples
+        index = torch.arange(size)
+        if self.kind == "minor":
+            return index % batch_size
+        return index // max(1, size // max(1, batch_size)) if batch_size > 1 else torch.zeros_like(index)
+
+
+WHOLE = RowMap("whole")
+
+
+def candidates(lead: Sequence[int], batch_size: int, *, axis: int) -> list[RowMap]:
+    """List the row maps that the sizes allow, the expected one first.
+
+    Args:
+        lead: Sizes of the leading axes.
+        batch_size: B.
+        axis: Where the batch axis is expected (0, or 1 for ``batch_first=False``).
+
+    Returns:
+        Candidates in order of preference; empty when no axis can hold the samples.
+    """
+    if batch_size == 1:
+        return [WHOLE]
+    order = [axis, *(k for k in range(len(lead)) if k != axis)] if axis < len(lead) else list(range(len(lead)))
+    exact = [RowMap("axis", k) for k in order if lead[k] == batch_size]
+    if batch_size == 0:
+        return exact
+    folded = [k for k in order if lead[k] > batch_size and lead[k] % batch_size == 0]
+    kinds = ("major", "minor") if axis == 0 else ("minor", "major")
+    return exact + [RowMap(kind, k) for k in folded for kind in kinds]

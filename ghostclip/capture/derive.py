@@ -1,0 +1,270 @@
+"""Tensors computed from parameters alone, and how a factor of one becomes a factor of the parameters.
+
+A derived tensor is an ordinary autograd graph from the parameters' aliases, so any function is exact: the materialised
+per-sample gradient is pulled back through it for all samples at once. Functions that only move entries (casts, views,
+transposes, slices) keep the factored form.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ghostclip.capture.tracked import Origin, TrackedTensor, replace_tracked, tracked_leaves, wrap
+from ghostclip.factors import Dense, Diagonal, Factor, Outer, Placed, Rows, Stacked
+
+_VIEWS = {
+    "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "contiguous", "clone", "view_as", "reshape_as",
+    "to", "float", "double", "half", "bfloat16", "type", "type_as", "cpu", "cuda", "unsqueeze_", "squeeze_", "ravel",
+}  # fmt: skip
+_SPREADS = {"expand", "expand_as", "broadcast_to", "repeat", "tile"}
+
+
+def derive(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function of tracked tensors (and constants) and track its result.
+
+    Args:
+        func: The torch function.
+        name: Its name.
+        args: Its arguments, some of them tracked.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        What the function returns, with floating tensors tracked.
+    """
+    parents = list(tracked_leaves((args, kwargs)))
+    graph_args = replace_tracked(args, lambda tracked: tracked.origin.graph)
+    graph_kwargs = replace_tracked(kwargs, lambda tracked: tracked.origin.graph)
+    with torch.enable_grad():
+        result = func(*graph_args, **graph_kwargs)
+    by_graph = {id(parent.origin.graph): parent for parent in parents}
+
+    def follow(tensor: Tensor, place: int | None) -> Any:
+        if not tensor.requires_grad:
+            return tensor
+        if id(tensor) in by_graph:
+            return by_graph[id(tensor)]
+        leaves = {leaf_name: leaf for parent in parents for leaf_name, leaf in parent.origin.leaves.items()}
+        single = parents[0] if len(parents) == 1 and (not args or isinstance(args[0], TrackedTensor)) else None
+        arguments = args[1:] if place is None else (*args[1:], place)
+        first = parents[0].origin
+        if name == "embedding":
+            single, arguments = _embedding_parent(args, kwargs)
+        origin = Origin(first.interceptor, tensor, tensor.detach(), leaves, single, name, arguments, kwargs)
+        return wrap(origin)
+
+    return _follow_tree(result, follow)
+
+
+def _follow_tree(result: Any, follow: Callable[[Tensor, int | None], Any]) -> Any:
+    if isinstance(result, Tensor):
+        return follow(result, None)
+    if isinstance(result, (tuple, list)):
+        items = [follow(item, place) if isinstance(item, Tensor) else item for place, item in enumerate(result)]
+        return type(result)(items) if not hasattr(result, "_fields") else type(result)(*items)
+    return result
+
+
+def _embedding_parent(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[TrackedTensor | None, tuple[Any, ...]]:
+    ids = args[0] if args else kwargs.get("input")
+    table = args[1] if len(args) > 1 else kwargs.get("weight")
+    padding = args[2] if len(args) > 2 else kwargs.get("padding_idx")
+    return (table if isinstance(table, TrackedTensor) else None), (ids, padding)
+
+
+def pull_back(tracked: TrackedTensor, factor: Factor) -> list[tuple[str, Factor]]:
+    """Return the factors of the parameters behind a tracked tensor.
+
+    Args:
+        tracked: A parameter's stand-in or something derived from parameters.
+        factor: Its per-sample gradients.
+
+    Returns:
+        (parameter name, factor) pairs; a parameter may appear once only.
+    """
+    origin = tracked.origin
+    while origin.func:
+        shortcut = _shortcut(origin, factor) if origin.parent is not None else None
+        if shortcut is None:
+            return _through_graph(origin, factor)
+        assert origin.parent is not None
+        origin, factor = origin.parent.origin, shortcut
+    (name,) = origin.leaves
+    return [(name, factor)]
+
+
+def _through_graph(origin: Origin, factor: Factor) -> list[tuple[str, Factor]]:
+    grad_BP = factor.materialize().to(origin.graph.dtype)
+    names, leaves = list(origin.leaves), [leaf.graph for leaf in origin.leaves.values()]
+    grads = batched_grad(origin.graph, leaves, grad_BP)
+    return [(name, Dense(grad)) for name, grad in zip(names, grads, strict=True) if grad is not None]
+
+
+def batched_grad(output: Tensor, inputs: Sequence[Tensor], grads_B: Tensor) -> list[Tensor | None]:
+    """Return gradients of ``inputs`` for a batch of output gradients at once, one by one where vmap cannot.
+
+    Args:
+        output: A tensor of shape ``*S`` with a graph.
+        inputs: Tensors in that graph.
+        grads_B: Output gradients, shape ``(B, *S)``.
+
+    Returns:
+        For every input its gradients ``(B, *shape)``, or None where the output does not depend on it.
+    """
+    if grads_B.shape[0] == 0:
+        return [tensor.new_zeros(0, *tensor.shape) for tensor in inputs]
+    with torch.enable_grad():
+        try:
+            return list(
+                torch.autograd.grad(
+                    output, inputs, grads_B, retain_graph=True, allow_unused=True, is_grads_batched=True
+                )
+            )
+        except RuntimeError:
+            rows = [
+                torch.autograd.grad(output, inputs, grad, retain_graph=True, allow_unused=True) for grad in grads_B
+            ]
+    columns = zip(*rows, strict=True)
+    return [None if column[0] is None else torch.stack(column) for column in columns]
+
+
+def _shortcut(origin: Origin, factor: Factor) -> Factor | None:
+    """Return the parent's factor in factored form, or None where only the general way serves."""
+    assert origin.parent is not None
+    parent = origin.parent.origin.value
+    name = origin.func
+    if name in _VIEWS and parent.numel() == origin.value.numel():
+        return _through_view(factor, parent.shape)
+    if name in ("t", "T", "mT", "transpose", "swapaxes", "permute"):
+        return _through_transpose(origin, factor, parent)
+    if name in ("__getitem__", "select", "narrow", "chunk", "split", "unbind", "tensor_split"):
+        index = _slice_of(origin, parent)
+        return None if index is None else _through_index(factor, index, parent)
+    if name in _SPREADS and isinstance(factor, Diagonal):
+        return _through_spread(factor, parent)
+    if name == "embedding":
+        return _through_embedding(origin, factor, parent)
+    return None
+
+
+def _through_view(factor: Factor, shape: torch.Size) -> Factor | None:
+    if isinstance(factor, (Rows, Stacked, Placed, Diagonal)) and shape != factor.shape:
+        return None
+    return factor.reshaped(shape)
+
+
+def _through_transpose(origin: Origin, factor: Factor, parent: Tensor) -> Factor | None:
+    order = list(range(parent.dim()))
+    if origin.func in ("transpose", "swapaxes"):
+        first, second = (*origin.arguments, *origin.keywords.values())[:2]
+        order[first], order[second] = order[second], order[first]
+    elif origin.func == "permute":
+        given = origin.arguments[0] if isinstance(origin.arguments[0], (tuple, list)) else origin.arguments
+        order = [axis % parent.dim() for axis in given]
+    else:
+        order = [*order[:-2], *reversed(order[-2:])] if origin.func == "mT" else list(reversed(order))
+    if order == list(range(parent.dim())):
+        return factor
+    if isinstance(factor, Outer) and factor.slots == 1 and parent.dim() == 2:
+        return factor.transposed()
+    if isinstance(factor, Stacked) and order == [0, 2, 1]:
+        parts = {number: part.transposed() for number, part in factor.parts.items() if isinstance(part, Outer)}
+        return factor.with_parts(parts, parent.shape) if len(parts) == len(factor.parts) else None
+    inverse = [order.index(axis) + 1 for axis in range(parent.dim())]
+    return Dense(factor.materialize().permute(0, *inverse))
+
+
+def _slice_of(origin: Origin, parent: Tensor) -> tuple[Any, ...] | None:
+    """Return the integers and slices that select the derived tensor from its parent, or None."""
+    if origin.func == "__getitem__":
+        return basic_index(origin.arguments[0], parent.dim())
+    if origin.keywords or not origin.arguments:
+        dim = 0 if not origin.keywords else origin.keywords.get("dim", 0)
+    else:
+        dim = None
+    place = origin.arguments[-1] if origin.arguments else None
+    view = origin.value
+    if origin.func in ("select", "narrow", "tensor_split") or place is None:
+        return None
+    if origin.func == "unbind":
+        axis = (dim if dim is not None else (origin.arguments[0] if len(origin.arguments) > 1 else 0)) % parent.dim()
+        return (*[slice(None)] * axis, int(place))
+    # chunk and split of a parameter: the piece's own offset into the parent says where it lies.
+    differing = [axis for axis in range(parent.dim()) if view.shape[axis] != parent.shape[axis]]
+    if not differing:
+        return (slice(0, parent.shape[0]),)
+    (axis,) = differing
+    start = (view.storage_offset() - parent.storage_offset()) // max(1, parent.stride(axis))
+    return (*[slice(None)] * axis, slice(start, start + view.shape[axis]))
+
+
+def basic_index(index: Any, dims: int) -> tuple[Any, ...] | None:
+    """Return an index as integers and slices only, or None if it copies, repeats or adds axes.
+
+    Args:
+        index: What stood between the brackets.
+        dims: Number of axes of the indexed tensor.
+
+    Returns:
+        A tuple of integers and slices.
+    """
+    entries = list(index) if isinstance(index, tuple) else [index]
+    if sum(entry is Ellipsis for entry in entries) == 1:
+        at = next(place for place, entry in enumerate(entries) if entry is Ellipsis)
+        entries[at : at + 1] = [slice(None)] * (dims - len(entries) + 1)
+    plain: list[Any] = []
+    for entry in entries:
+        if isinstance(entry, Tensor) and entry.dim() == 0 and entry.dtype in (torch.int64, torch.int32):
+            entry = int(entry)
+        if isinstance(entry, bool) or not isinstance(entry, (int, slice)):
+            return None
+        plain.append(entry)
+    return tuple(plain)
+
+
+def _through_index(factor: Factor, index: tuple[Any, ...], parent: Tensor) -> Factor:
+    if isinstance(factor, Placed):
+        return Dense(Placed(Dense(factor.materialize()), index, shape=parent.shape).materialize())
+    return Placed(factor, index, shape=parent.shape)
+
+
+def _through_spread(factor: Diagonal, parent: Tensor) -> Factor | None:
+    """``expand`` over the batch: every sample has a copy of the same entries."""
+    axis = factor.axis - (len(factor.shape) - parent.dim())
+    rest = [*factor.shape[: factor.axis], *factor.shape[factor.axis + 1 :]]
+    own = [size for place, size in enumerate(parent.shape) if place != axis]
+    if axis >= 0 and parent.shape[axis] != 1:
+        return None
+    if [size for size in rest if size != 1] != [size for size in own if size != 1]:
+        return None
+    return Dense(factor.grad_BR.reshape(factor.batch_size, *parent.shape))
+
+
+def spread_over(tracked: TrackedTensor, batch_size: int, axis: int) -> bool:
+    """Return whether a derived tensor was expanded or repeated to one copy a sample along the batch axis."""
+    value = tracked.origin.value
+    if axis >= value.dim() or value.shape[axis] != batch_size:
+        return False
+    origin = tracked.origin
+    while origin.parent is not None:
+        if origin.func in _SPREADS:
+            return True
+        origin = origin.parent.origin
+    return False
+
+
+def _through_embedding(origin: Origin, factor: Factor, parent: Tensor) -> Factor | None:
+    ids, padding = origin.arguments
+    if not isinstance(ids, Tensor) or isinstance(ids, TrackedTensor):
+        return None
+    samples = factor.batch_size
+    if isinstance(factor, Diagonal) and factor.axis == 0 and len(factor.shape) == ids.dim() + 1:
+        ids_BT = ids.reshape(samples, -1)
+        g_BTI = factor.grad_BR.reshape(samples, ids_BT.shape[1], parent.shape[1])
+    else:
+        ids_BT = ids.reshape(1, -1).expand(samples, -1)
+        g_BTI = factor.materialize().reshape(samples, ids_BT.shape[1], parent.shape[1])
+    if padding is not None:
+        g_BTI = g_BTI.masked_fill((ids_BT == padding % parent.shape[0]).unsqueeze(-1), 0.0)
+    return Rows(ids_BT, g_BTI, shape=parent.shape)

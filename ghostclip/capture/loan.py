@@ -1,0 +1,190 @@
+"""Lending a model's parameters: hooks that swap tracked tensors in for the time of a forward, and guards outside it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ghostclip.capture.tracked import TrackedTensor
+from ghostclip.errors import UncoveredParameterError
+
+if TYPE_CHECKING:
+    from ghostclip.capture.session import Session
+
+
+class Loan:
+    """Which parameters are lent out at the moment."""
+
+    def __init__(self, model: nn.Module, session: "Session") -> None:
+        """Prepare to lend a model's parameters.
+
+        Args:
+            model: The model.
+            session: Makes the tracked stand-ins.
+        """
+        self._model = model
+        self._session = session
+        self._depth = 0
+        self._lent: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        self._flat: list[tuple[nn.RNNBase, list[Any]]] = []
+        self._cache: dict[int, TrackedTensor] = {}
+        self._guards: dict[int, RemovableHandle] = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                self._guard(name, parameter)
+
+    def begin(self) -> bool:
+        """Note that a module call begins; return whether it is the outermost."""
+        self._depth += 1
+        return self._depth == 1
+
+    def end(self) -> bool:
+        """Note that a module call ends; return whether it was the outermost, with all parameters back in place."""
+        self._depth = max(0, self._depth - 1)
+        if self._depth:
+            return False
+        for parameters, key, parameter in self._lent:
+            parameters[key] = parameter
+        for module, weights in self._flat:
+            module._flat_weights = weights
+        self._lent.clear()
+        self._flat.clear()
+        return True
+
+    def lend_all(self) -> None:
+        """Put tracked stand-ins in the place of all trainable parameters."""
+        for path, module in self._model.named_modules():
+            parameters = module._parameters
+            for key, parameter in parameters.items():
+                if parameter is None or not parameter.requires_grad or isinstance(parameter, TrackedTensor):
+                    continue
+                self._lent.append((parameters, key, parameter))
+                parameters[key] = self._stand_in(f"{path}.{key}" if path else key, parameter)  # type: ignore[assignment]
+            if isinstance(module, nn.RNNBase):
+                self._flat.append((module, module._flat_weights))
+                own = [parameters.get(name) for name in module._flat_weights_names]
+                module._flat_weights = own  # type: ignore[assignment]
+
+    def _stand_in(self, name: str, parameter: nn.Parameter) -> TrackedTensor:
+        """Return the stand-in, made anew when the parameter's storage was exchanged (``.to``, ``.data = ...``)."""
+        cached = self._cache.get(id(parameter))
+        if cached is not None:
+            value = cached.origin.value
+            same = value.data_ptr() == parameter.data_ptr() and value.dtype == parameter.dtype
+            if same and value.shape == parameter.shape and cached.origin.leaves[cached.origin.names[0]].parameter is parameter:
+                return cached
+        self._guard(name, parameter)
+        tracked = self._session.lend(name, parameter)
+        self._cache[id(parameter)] = tracked
+        return tracked
+
+    def _guard(self, name: str, parameter: nn.Parameter) -> None:
+        """Make any gradient that reaches the parameter past the engine an error."""
+        if id(parameter) in self._guards:
+            return
+
+        def refuse(grad: Tensor) -> None:
+            message = (
+                f"parameter '{name}' received a gradient that was not clipped per sample: it was used outside the forward of its "
+                "modules (a method called directly, or a penalty built from parameters). Call the module itself; for an "
+                "L2 penalty use the optimizer's weight_decay."
+            )
+            raise UncoveredParameterError(message)
+
+        self._guards[id(parameter)] = parameter.register_hook(refuse)
+
+    def close(self) -> None:
+        """Take every parameter back and remove the guards."""
+        self._depth = 1
+        self.end()
+        for handle in self._guards.values():
+            handle.remove()
+        self._guards.clear()
+        self._cache.clear()
+
+
+class _Hook:
+    """A hook that a copy or a pickle of the model does not carry along."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Hook":
+        return _Hook(_nothing)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (_nothing,)
+
+
+def _nothing(*args: Any) -> None:
+    return None
+
+
+def attach(model: nn.Module, session: "Session") -> list[RemovableHandle]:
+    """Register the session's hooks on every module that has parameters in its tree.
+
+    Args:
+        model: The model.
+        session: Whom the hooks tell.
+
+    Returns:
+        Handles that remove the hooks.
+    """
+
+    # ``always_call`` runs the second hook after an exception as well; it cannot tell, so the first failure is noted by
+    # the output: a module that raised has none.
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return session.enter(args, kwargs)
+
+    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        return session.leave(output, failed=output is None)
+
+    handles = []
+    for module in model.modules():
+        if next(module.parameters(), None) is None:
+            continue
+        handles.append(module.register_forward_pre_hook(_Hook(before), with_kwargs=True, prepend=True))
+        handles.append(module.register_forward_hook(_Hook(after), with_kwargs=True, always_call=True))
+    return handles
+
+
+@contextmanager
+def untouched_grads(outputs: Sequence[Tensor]) -> Iterator[None]:
+    """Restore the ``.grad`` of every leaf in the graph of ``outputs`` afterwards.
+
+    Args:
+        outputs: Where a full backward will start.
+
+    Yields:
+        Nothing.
+    """
+    saved = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone()) for leaf in _leaves(outputs)]
+    try:
+        yield
+    finally:
+        for leaf, grad, copy in saved:
+            if grad is not None and copy is not None:
+                grad.copy_(copy)
+            leaf.grad = grad
+
+
+def _leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
+    pending: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen: set[Any] = set()
+    leaves: list[Tensor] = []
+    with torch.no_grad():
+        while pending:
+            node = pending.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if hasattr(node, "variable"):
+                leaves.append(node.variable)
+            pending += [following for following, _ in node.next_functions if following is not None]
+    return leaves

@@ -1,0 +1,135 @@
+"""Small autograd functions that carry captured tensors through autograd without taking part in the computation."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Keep(torch.autograd.Function):
+    """A side node whose context holds tensors, so that checkpointing and saved-tensor hooks treat them as usual."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return anchor.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        raise AssertionError("a side node never takes part in a backward")
+
+
+class _Enter(torch.autograd.Function):
+    """Make a fresh tensor part of the graph in place, so that in-place operations after it still work."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+class _Source(torch.autograd.Function):
+    """An alias of a tensor outside the graph, as a node of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+class _Tie(torch.autograd.Function):
+    """An alias of a tensor in the graph, with the anchor as second parent."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        return None, grads[0]
+
+
+class Region(torch.autograd.Function):
+    """One node of the user's graph that holds an operation as a small graph of its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        run: Callable[[Sequence[Tensor]], list[Tensor]],
+        deliver: Callable[[Sequence[Tensor], Sequence[Tensor | None]], None],
+        anchor: Tensor,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        local = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+        with torch.enable_grad():
+            ctx.outputs = run(local)
+        ctx.local, ctx.deliver = local, deliver
+        ctx.set_materialize_grads(False)
+        return tuple(output.detach() for output in ctx.outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.deliver(ctx.outputs, grads)
+        wanted = [tensor for tensor in ctx.local if tensor.requires_grad]
+        arrived = [(output, grad) for output, grad in zip(ctx.outputs, grads, strict=True) if grad is not None]
+        if not wanted or not arrived:
+            return (None,) * (3 + len(ctx.local))
+        outputs, given = zip(*arrived, strict=True)
+        found = iter(torch.autograd.grad(outputs, wanted, given, retain_graph=True, allow_unused=True))
+        return None, None, None, *(next(found) if tensor.requires_grad else None for tensor in ctx.local)
+
+
+def keep(tensors: Sequence[Tensor]) -> Any:
+    """Save tensors through autograd.
+
+    Args:
+        tensors: What the backward will want back.
+
+    Returns:
+        A node; its ``saved_tensors`` gives them back (recomputed under activation checkpointing).
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        anchor = torch.zeros((), requires_grad=True)
+        return _Keep.apply(anchor, *tensors).grad_fn
+
+
+def enter_graph(tensor: Tensor, anchor: Tensor) -> Tensor:
+    """Return ``tensor`` (same storage, no gradient history) as a non-leaf that requires grad.
+
+    Args:
+        tensor: A floating tensor that autograd does not track.
+        anchor: A leaf that requires grad; every captured path of the graph ends there, so that a backward restricted to
+            it visits all captured operations and no parameter outside them.
+
+    Returns:
+        A tensor on which a gradient hook can be set and which may be changed in place afterwards.
+    """
+    # A view would drag its base into the graph; detaching makes it a tensor of its own on the same storage.
+    own = tensor.detach() if tensor._is_view() else tensor
+    return _Enter.apply(anchor, own)
+
+
+def source(tensor: Tensor, anchor: Tensor) -> Tensor:
+    """Return an alias of ``tensor`` that is a graph node of its own, ending at ``anchor``.
+
+    Args:
+        tensor: A tensor that autograd does not track.
+        anchor: As in ``enter_graph``.
+
+    Returns:
+        An alias that requires grad and receives the gradient of everything it enters.
+    """
+    return _Source.apply(anchor, tensor)
+
+
+def tie(tensor: Tensor, anchor: Tensor) -> Tensor:
+    """Return an alias of ``tensor`` that passes gradients on to it and leads to ``anchor`` as well."""
+    return _Tie.apply(anchor, tensor)

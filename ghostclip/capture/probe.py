@@ -1,0 +1,122 @@
+"""Evidence for which rows are whose: the gradient of one sample alone.
+
+A backward that starts from one sample's outputs leaves exact zeros in every row that is not that sample's. That decides
+between the row maps that the sizes allow, and it proves that samples do not mix: where no map explains the zeros, the
+model is refused.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ghostclip.capture.usage import Use
+from ghostclip.errors import BatchAxisError, SampleMixingError
+
+# A call site that no gradient reaches (zero-initialised layers) is asked again in this many forwards.
+MAX_ATTEMPTS = 3
+
+
+@dataclass(eq=False)
+class Probe:
+    """Receives the gradients of one sample's outputs and judges every call site.
+
+    Attributes:
+        sample: The sample.
+        describe_module: Names the module that owns a parameter.
+        failures: What is wrong, in the order in which gradients arrived (nearest to the output first).
+    """
+
+    sample: int
+    describe_module: Callable[[str], str]
+    failures: list[tuple[Use, str]] = field(default_factory=list)
+
+    def receive(self, use: Use, grad: Tensor) -> None:
+        """Judge the row maps of one use.
+
+        Args:
+            use: The use.
+            grad: Gradient of its output from this sample alone.
+        """
+        if not bool((grad != 0).any()):
+            use.site.attempts += 1
+            return
+        for row_map in use.maps:
+            if _explains(row_map, use, grad, self.sample):
+                if row_map.kind != "listed":
+                    use.site.chosen = row_map.key
+                use.site.attempts = MAX_ATTEMPTS
+                return
+        self.failures.append((use, _shapes(grad, use)))
+
+    def verdict(self) -> None:
+        """Raise if a use could not be explained.
+
+        Raises:
+            SampleMixingError: Rows of other samples received a gradient under every row map.
+            BatchAxisError: The same where the sizes left only a doubtful row map.
+        """
+        if not self.failures:
+            return
+        use, shapes = self.failures[-1]
+        place = self.describe_module(use.site.names[0])
+        record = use.record
+        coincidence = [size for size in use.lead_sizes[1:] if size == record.batch_size] if use.lead_sizes else []
+        if coincidence or use.maps[0].kind in ("major", "minor"):
+            message = (
+                f"{place}: {use.site.describe()} has rows {shapes} that cannot be assigned to the {record.batch_size} samples: "
+                "another axis has the batch's size, or rows are folded in an order of their own. Start with a batch size "
+                "that no other axis has; later steps may have any size."
+            )
+            raise BatchAxisError(message)
+        message = (
+            f"{place}: the output of one sample depends on other samples of the batch (gradient of {use.site.describe()}, "
+            f"rows {shapes}). Per-sample gradients do not exist for such a model: replace layers that use batch "
+            "statistics (BatchNorm by GroupNorm) or that attend across the batch."
+        )
+        raise SampleMixingError(message)
+
+
+def _explains(row_map: Any, use: Use, grad: Tensor, sample: int) -> bool:
+    if row_map.kind == "whole":
+        return True
+    rows_B = row_map.split(grad, use.lead, use.record.batch_size)
+    others = torch.ones(rows_B.shape[0], dtype=torch.bool, device=rows_B.device)
+    others[sample] = False
+    # NaN counts as non-zero: a sample that poisons others mixes with them.
+    return not bool((rows_B[others] != 0).any())
+
+
+def _shapes(grad: Tensor, use: Use) -> str:
+    return str(tuple(grad.shape[: use.lead]))
+
+
+def cotangents(outputs: Sequence[Tensor], *, batch_size: int, axis: int, sample: int) -> list[tuple[Tensor, Tensor]]:
+    """Return (output, gradient) pairs that start a backward from one sample's outputs.
+
+    Args:
+        outputs: The model's output tensors.
+        batch_size: B.
+        axis: The expected batch axis.
+        sample: The sample.
+
+    Returns:
+        Pairs for the outputs that have a batch axis; the gradient is random in the sample's rows, zero elsewhere.
+    """
+    pairs = []
+    generator = torch.Generator().manual_seed(0)
+    for output in outputs:
+        if not (output.requires_grad and output.is_floating_point()):
+            continue
+        place = axis if axis < output.dim() and output.shape[axis] == batch_size else 0
+        if output.dim() == 0 or output.shape[place] != batch_size:
+            continue
+        grad = torch.zeros_like(output, memory_format=torch.contiguous_format)
+        target = grad.select(place, sample)
+        # Never zero, so that no row of the sample can be missed.
+        noise = torch.rand(target.shape, generator=generator) + 0.5
+        target.copy_(noise)
+        pairs.append((output, grad))
+    return pairs

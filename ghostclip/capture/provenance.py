@@ -1,0 +1,106 @@
+"""Follow routed rows back through the autograd graph to the samples they came from.
+
+A mixture of experts hands each expert some rows of the batch (``x[token_idx]``). How many rows arrive says nothing
+about whose they are; the index that picked them does, and autograd keeps it. The walk goes from a layer's input up to
+the nearest captured layer and looks only at nodes that select rows.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MAX_NODES = 256
+METADATA_KEY = "ghostclip_use"
+
+
+def routed_samples(x: Tensor, axis: int, batch_size: int, expected_axis: int) -> Tensor | None:
+    """Return the sample of every row of ``x`` along ``axis`` if rows were selected on the way to it.
+
+    Args:
+        x: A layer's input.
+        axis: The axis whose rows are meant.
+        batch_size: B.
+        expected_axis: The model's batch axis (0 or 1).
+
+    Returns:
+        Sample numbers, shape ``(x.shape[axis],)``, int64; None when no selection was found.
+    """
+    if x.grad_fn is None or axis != 0 or x.dim() == 0:
+        return None
+    return _samples(x.grad_fn, x.output_nr, x.shape[0], batch_size, expected_axis)
+
+
+def _samples(node: Any, output_nr: int, rows: int, batch_size: int, expected_axis: int) -> Tensor | None:
+    for _ in range(_MAX_NODES):
+        use = node.metadata.get(METADATA_KEY)
+        if use is not None:
+            return use.listed_samples(rows)
+        selection = _selection(node, output_nr, rows)
+        if selection is not None:
+            index, parent_rows = selection
+            parent = _parent_samples(node, parent_rows, batch_size, expected_axis)
+            return None if parent is None else parent.to(index.device)[index]
+        following = _same_rows(node, rows)
+        if following is None:
+            return None
+        node, output_nr = following
+    return None
+
+
+def _parent_samples(node: Any, rows: int, batch_size: int, expected_axis: int) -> Tensor | None:
+    parent, parent_nr = node.next_functions[0]
+    if parent is not None:
+        listed = _samples(parent, parent_nr, rows, batch_size, expected_axis)
+        if listed is not None:
+            return listed
+    if batch_size <= 0 or rows % batch_size:
+        return None
+    index = torch.arange(rows)
+    return index % batch_size if expected_axis == 1 and rows > batch_size else index // (rows // batch_size)
+
+
+def _selection(node: Any, output_nr: int, rows: int) -> tuple[Tensor, int] | None:
+    """Return (index into the parent's rows, number of the parent's rows) if the node selects rows."""
+    name = node.name()
+    if name == "IndexBackward0":
+        return _advanced_index(node, rows)
+    if name == "IndexSelectBackward0" and node._saved_dim == 0:
+        return node._saved_index, node._saved_self_sym_sizes[0]
+    if name in ("SliceBackward0", "SplitBackward0", "SplitWithSizesBackward0") and node._saved_dim == 0:
+        size = node._saved_self_sym_sizes[0]
+        start = _start(node, name, output_nr)
+        step = node._saved_step if name == "SliceBackward0" else 1
+        index = torch.arange(size)[start::step][:rows]
+        return None if rows == size else (index, size)
+    return None
+
+
+def _advanced_index(node: Any, rows: int) -> tuple[Tensor, int] | None:
+    index = node._saved_indices[0]
+    if index is None:
+        return None
+    sizes = node._saved_self_sym_sizes
+    if index.dtype in (torch.bool, torch.uint8):
+        index = index.nonzero()[:, 0]
+    if index.dim() != 1 or index.numel() != rows:
+        return None
+    return index % sizes[0], sizes[0]
+
+
+def _start(node: Any, name: str, output_nr: int) -> int:
+    if name == "SliceBackward0":
+        return int(node._saved_start)
+    if name == "SplitBackward0":
+        return int(node._saved_split_size) * output_nr
+    return int(sum(node._saved_split_sizes[:output_nr]))
+
+
+def _same_rows(node: Any, rows: int) -> tuple[Any, int] | None:
+    for following, number in node.next_functions:
+        if following is None or following.name().endswith("AccumulateGrad"):
+            continue
+        shape = following._input_metadata[number].shape
+        if len(shape) > 0 and shape[0] == rows:
+            return following, number
+    return None

@@ -1,0 +1,155 @@
+"""Tracked tensors: parameters (and what is computed from parameters alone) on loan to the model's forward.
+
+A tracked tensor behaves like the parameter it stands for. Every torch function that receives one is seen by
+``__torch_function__``: an operation on tracked tensors alone is *derived* (casts, transposes, slices, ``1 + weight``);
+one that brings in per-sample data is *consumed*.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ghostclip.errors import UncoveredParameterError
+
+
+class Interceptor(Protocol):
+    """Whoever is told of the operations on tracked tensors."""
+
+    def intercept(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operation that received tracked tensors and return its result."""
+
+
+@dataclass(eq=False)
+class Origin:
+    """Where a tracked tensor comes from.
+
+    Attributes:
+        interceptor: The session that lent it.
+        graph: The same value as a plain tensor that requires grad and hangs on the leaves' ``graph`` tensors.
+        value: The same value, detached.
+        leaves: The parameters it is computed from, with their ``graph`` tensors.
+        parent: The tracked tensor it was made from by ``func``, when there was exactly one.
+        func: Name of the function that made it; empty for a parameter.
+        arguments: That function's other arguments.
+    """
+
+    interceptor: Interceptor
+    graph: Tensor
+    value: Tensor
+    leaves: dict[str, "Leaf"]
+    parent: "TrackedTensor | None" = None
+    func: str = ""
+    arguments: tuple[Any, ...] = ()
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the parameters it is computed from."""
+        return tuple(self.leaves)
+
+
+@dataclass(eq=False)
+class Leaf:
+    """A trainable parameter and the plain alias that derived values hang on."""
+
+    name: str
+    parameter: nn.Parameter
+    graph: Tensor
+
+
+class TrackedTensor(torch.Tensor):
+    """A tensor whose uses are reported to a session. Never visible outside a forward."""
+
+    origin: Origin
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Hand the operation to the session that lent the first tracked argument."""
+        kwargs = kwargs or {}
+        first = next(tracked_leaves((args, kwargs)))
+        with torch._C.DisableTorchFunctionSubclass():
+            return first.origin.interceptor.intercept(func, args, kwargs)
+
+
+def wrap(origin: Origin) -> TrackedTensor:
+    """Return the tracked tensor for an origin.
+
+    Its own autograd leaf is a trap: an operation that escaped interception (a custom autograd function) delivers the
+    parameter's gradient there, which is an error instead of a parameter dropped from training.
+    """
+    tracked = torch.Tensor._make_subclass(TrackedTensor, origin.value, True)
+    tracked.origin = origin
+    names = origin.names
+
+    def refuse(grad: Tensor) -> Tensor:
+        listed = ", ".join(names)
+        message = (
+            f"parameter '{listed}' is used by an operation that cannot be captured (a custom autograd.Function or a "
+            "scripted module). Write the operation with torch functions, or freeze the parameter."
+        )
+        raise UncoveredParameterError(message)
+
+    with torch._C.DisableTorchFunctionSubclass():
+        tracked.register_hook(refuse)
+    return tracked
+
+
+def lend(name: str, parameter: nn.Parameter, interceptor: Interceptor) -> TrackedTensor:
+    """Return a tracked stand-in for a parameter; it shares the parameter's memory."""
+    value = parameter.detach()
+    graph = parameter.detach().requires_grad_()
+    leaf = Leaf(name, parameter, graph)
+    return wrap(Origin(interceptor, graph, value, {name: leaf}))
+
+
+def tracked_leaves(tree: Any) -> Iterator[TrackedTensor]:
+    """Yield the tracked tensors in nested tuples, lists and dicts, in order."""
+    if isinstance(tree, TrackedTensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from tracked_leaves(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from tracked_leaves(item)
+
+
+def plain_leaves(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors that are not tracked in nested tuples, lists and dicts, in order."""
+    if isinstance(tree, Tensor):
+        if not isinstance(tree, TrackedTensor):
+            yield tree
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from plain_leaves(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from plain_leaves(item)
+
+
+def replace_tracked(tree: Any, replacement: Callable[[TrackedTensor], Any]) -> Any:
+    """Return the tree with every tracked tensor replaced."""
+    if isinstance(tree, TrackedTensor):
+        return replacement(tree)
+    if isinstance(tree, tuple):
+        items = [replace_tracked(item, replacement) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
+    if isinstance(tree, list):
+        return [replace_tracked(item, replacement) for item in tree]
+    if isinstance(tree, dict):
+        return {key: replace_tracked(item, replacement) for key, item in tree.items()}
+    return tree
+
+
+def plain(tree: Any) -> Any:
+    """Return the tree with tracked tensors replaced by their detached values."""
+    return replace_tracked(tree, lambda tracked: tracked.origin.value)

@@ -1,0 +1,140 @@
+"""A use: one operation that brought a parameter and per-sample data together.
+
+Uses live in the autograd graph (in the closure of the hook on their output), so a forward whose graph is dropped leaves
+nothing behind. What outlives them is the call site's memory of how rows map to samples.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ghostclip.capture.batch_axis import RowMap
+from ghostclip.capture.derive import pull_back
+from ghostclip.capture.tracked import TrackedTensor
+from ghostclip.errors import BatchAxisError
+from ghostclip.factors import Factor
+
+
+@dataclass(eq=False)
+class Site:
+    """A place in the model's code where parameters are consumed, told apart by parameters and operation.
+
+    Attributes:
+        names: The parameters.
+        operation: The torch function.
+        forms: What each parameter's factors are there.
+        chosen: The row map that evidence confirmed (its key), once there was evidence.
+        attempts: How many probes passed it without a gradient to judge by.
+    """
+
+    names: tuple[str, ...]
+    operation: str
+    forms: dict[str, str] = field(default_factory=dict)
+    chosen: tuple[str, int] | None = None
+    attempts: int = 0
+
+    def describe(self) -> str:
+        """Name the place for an error message."""
+        return f"parameter '{', '.join(self.names)}' in {self.operation}"
+
+
+@dataclass(eq=False)
+class Record:
+    """One forward of the model: what all its uses share.
+
+    Attributes:
+        batch_size: B.
+        axis: The expected batch axis.
+        padded: The batch was empty and one made-up sample stands in for it.
+        use_counts: How often each parameter was consumed, by name.
+        checkpointed: Activation checkpointing was active somewhere in it.
+        spent: A backward has gone through it.
+    """
+
+    batch_size: int
+    axis: int
+    padded: bool = False
+    use_counts: Counter[str] = field(default_factory=Counter)
+    checkpointed: bool = False
+    spent: bool = False
+
+
+class Listener(Protocol):
+    """Whoever receives gradients of captured outputs."""
+
+    def receive(self, use: "Use", grad: Tensor) -> None:
+        """Take the gradient of a use's output."""
+
+
+# (saved tensors, gradient, split) -> factors by argument name
+FactorFunction = Callable[[Sequence[Tensor], Tensor, Callable[[Tensor, int], Tensor]], Mapping[str, Factor]]
+
+
+@dataclass(eq=False)
+class Use:
+    """One consumption, with all that its backward needs.
+
+    Attributes:
+        site: Its call site.
+        record: Its forward.
+        targets: The tracked arguments by name.
+        factors: The rule's closure.
+        lead: How many leading axes of the output are rows.
+        maps: Row maps that the sizes allow, the preferred one first.
+        node: The side node that keeps saved tensors, or None.
+        lead_sizes: Sizes of the leading axes.
+    """
+
+    site: Site
+    record: Record
+    targets: dict[str, TrackedTensor]
+    factors: FactorFunction
+    lead: int
+    maps: list[RowMap]
+    node: Any = None
+    lead_sizes: tuple[int, ...] = ()
+
+    @property
+    def row_map(self) -> RowMap:
+        """The row map in force: the one confirmed at this site if the sizes allow it, else the preferred one."""
+        for row_map in self.maps:
+            if row_map.kind in ("listed", "whole") or row_map.key == self.site.chosen:
+                return row_map
+        if self.site.chosen is None and self.maps:
+            return self.maps[0]
+        message = (
+            f"{self.site.describe()}: rows were found to map to samples as {self.site.chosen}, but the sizes of this "
+            f"step (batch size {self.record.batch_size}) do not allow it. Keep the layout of the batch constant."
+        )
+        raise BatchAxisError(message)
+
+    def listed_samples(self, rows: int) -> Tensor | None:
+        """Return the sample of each of ``rows`` rows when they were routed here, for operations further on."""
+        first = self.maps[0] if self.maps else None
+        if first is None or first.samples is None or first.samples.numel() != rows:
+            return None
+        return first.samples
+
+    def parameter_factors(self, grad: Tensor) -> list[tuple[str, Factor]]:
+        """Return the factors of this use for every parameter behind it.
+
+        Args:
+            grad: Gradient of the output.
+
+        Returns:
+            (parameter name, factor) pairs.
+        """
+        saved = self.node.saved_tensors if self.node is not None else ()
+        row_map, batch_size = self.row_map, self.record.batch_size
+
+        def split(tensor: Tensor, lead: int) -> Tensor:
+            return row_map.split(tensor, lead, batch_size)
+
+        found = self.factors(saved, grad, split)
+        pairs: list[tuple[str, Factor]] = []
+        for name, factor in found.items():
+            pairs += pull_back(self.targets[name], factor)
+        return pairs

@@ -1,0 +1,320 @@
+"""``GhostClipper``: attach to a model, call backward, find the clipped sum in ``.grad``."""
+
+import logging
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from ghostclip.capture.session import Session
+from ghostclip.capture.usage import Use
+from ghostclip.clipping.coefficients import clip_coefficients
+from ghostclip.clipping.coverage import Coverage, coverage_of
+from ghostclip.clipping.norms import NormSum
+from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, Pass, SumPass
+from ghostclip.clipping.store import GradientStore
+from ghostclip.errors import GhostClipError, InvalidOptionError, LossReductionError, UnsupportedModelError
+
+_log = logging.getLogger(__name__)
+
+Strategy = Literal["auto", "bookkeeping", "ghost", "fast", "hooks"]
+Reduction = Literal["mean", "sum"]
+_TWO_PASS: Final = ("ghost", "fast")
+
+
+class GhostClipper:
+    """Clips every sample's gradient on any model, without wrapping it and without forming per-sample gradients.
+
+    After a backward each trainable ``p.grad`` has gained ``Σ_b min(1, C/‖g_b‖)·g_b``, where g_b is the gradient of sample b's
+    own loss over all trainable parameters together. Losses are given per sample, shape ``(B,)``, to :meth:`backward`, or as a
+    scalar whose reduction was declared (then a plain ``loss.backward()`` does as well, except for the strategies of two
+    backwards).
+
+    Strategies, all exact:
+
+    - ``"bookkeeping"``: one backward; layer inputs and output gradients are kept until one contraction a layer.
+    - ``"ghost"``: a backward for the norms, a second one for the clipped sums; holds nothing, works with activation
+      checkpointing of both kinds without losing its saving.
+    - ``"fast"``: as ghost, with per-layer per-sample gradients formed for the norm and dropped.
+    - ``"hooks"``: per-sample gradients materialised in ``p.grad_sample``.
+    - ``"auto"``: book-keeping, or ghost when activation checkpointing is active.
+
+    Privacy:
+        The sum's L2 sensitivity is ``max_grad_norm`` when one sample is added, removed, or replaced by nothing. No noise
+        is added here. ``per_sample_norms``, ``clip_coefficients`` and the loss are *not* private.
+
+    Example:
+        >>> clipper = GhostClipper(model, max_grad_norm=1.0)
+        >>> losses = torch.nn.functional.cross_entropy(model(x), y, reduction="none")
+        >>> clipper.backward(losses)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        max_grad_norm: float,
+        strategy: Strategy = "auto",
+        loss_reduction: Reduction = "mean",
+        batch_first: bool = True,
+    ) -> None:
+        """Attach to a model.
+
+        Args:
+            model: Any module; hooks are added, nothing else changes.
+            max_grad_norm: C, the bound on each sample's gradient norm, above 0 (``inf`` clips nothing).
+            strategy: How the clipped sum is formed; see the class.
+            loss_reduction: How a scalar loss was reduced over the samples.
+            batch_first: Whether samples lie along axis 0 of the model's inputs (else axis 1).
+
+        Raises:
+            InvalidOptionError: An option has a value that is not listed.
+            UnsupportedModelError: The model has no trainable parameter, or has a clipper already.
+        """
+        _check_choice("strategy", strategy, get_args(Strategy))
+        _check_choice("loss_reduction", loss_reduction, get_args(Reduction))
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise UnsupportedModelError(f"{type(model).__name__} has no trainable parameter: nothing to clip.")
+        self.model = model
+        self.max_grad_norm = max_grad_norm
+        self.strategy = strategy
+        self.loss_reduction = loss_reduction
+        self.batch_first = batch_first
+        self._norm_B: Tensor | None = None
+        self._coef_B: Tensor | None = None
+        self._non_finite = 0
+        self._shared: set[str] = set()
+        self._said: set[str] = set()
+        self._session = Session(model, batch_first=batch_first, on_backward=self._open_implicit_pass)
+        self._store = GradientStore(self._session.parameters)
+
+    # -- backward -------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor) -> None:
+        """Back-propagate, leaving clipped sums in ``.grad``.
+
+        Args:
+            loss: Per-sample losses, shape ``(B,)``, or a scalar reduced over the samples as ``loss_reduction`` says.
+
+        Raises:
+            LossReductionError: The loss has another shape.
+            UncoveredParameterError: A parameter's gradient could not be clipped per sample.
+        """
+        record = self._session.record
+        if loss.dim() > 1:
+            message = (
+                f"the loss has shape {tuple(loss.shape)}; expected per-sample losses of shape (B,) or a scalar. "
+                "Remove extra axes with loss.flatten() or loss.squeeze(1) after checking that there is one value a sample."
+            )
+            raise LossReductionError(message)
+        if loss.dim() == 1 and not record.padded and record.batch_size != loss.shape[0]:
+            message = (
+                f"{loss.shape[0]} losses were given for a batch of {record.batch_size} samples. Reduce the loss over everything "
+                "but the samples (reduction='none', then a mean over each sample's own positions)."
+            )
+            raise LossReductionError(message)
+        per_sample = loss.dim() == 1
+        strategy = self.resolve_strategy()
+        if strategy in _TWO_PASS:
+            self._two_passes(loss.sum(), per_sample, instantiate=strategy == "fast")
+            return
+        listener = Hooks() if strategy == "hooks" else BookKeeping()
+        self._listen(listener, lambda: loss.sum().backward())
+        self._complete(listener, per_sample=per_sample)
+
+    def resolve_strategy(self) -> str:
+        """Return the strategy for the latest forward: what was asked for, or what ``"auto"`` decides and why."""
+        if self.strategy != "auto":
+            return self.strategy
+        if self._session.record.checkpointed:
+            self._say("strategy 'auto': two backward passes ('ghost'), because activation checkpointing is active.")
+            return "ghost"
+        self._say("strategy 'auto': book-keeping, one backward pass.")
+        return "bookkeeping"
+
+    def _two_passes(self, loss: Tensor, per_sample: bool, *, instantiate: bool) -> None:
+        scale = self._scale(per_sample)
+        exact = False
+        while True:
+            norms = NormPass(shared=self._shared, instantiate=instantiate, exact=exact)
+            same_uses = self._listen(norms, lambda: self._session.run_backward([loss], [None]))
+            if norms.late:
+                self._shared |= norms.late
+                continue
+            total = norms.norms()
+            if exact or total.value_B is None or not bool(total.doubtful_B().any()):
+                break
+            exact = True
+        coef_B, keep_B = self._coefficients(norms, total, scale)
+        sums = SumPass(self._store, coef_B * scale, keep_B, expected=norms.seen if same_uses else None)
+        self._listen(sums, loss.backward)
+        self._close(norms)
+
+    def _listen(self, listener: Pass, run: Callable[[], bool | None]) -> bool | None:
+        if self._session.listener is not None:
+            raise GhostClipError("a backward of this model is running already.")
+        self._session.listener = listener
+        try:
+            return run()
+        finally:
+            self._session.listener = None
+
+    def _open_implicit_pass(self, use: Use | None) -> None:
+        """Begin listening to a plain ``loss.backward()``; it completes when that backward ends."""
+        strategy = "bookkeeping" if self.strategy == "auto" else self.strategy
+        if strategy in _TWO_PASS:
+            message = (
+                f"strategy '{strategy}' takes two backward passes: call clipper.backward(loss) instead of loss.backward(), or "
+                "choose strategy='bookkeeping'."
+            )
+            raise GhostClipError(message)
+        if self._session.record.checkpointed:
+            self._say("loss.backward() under activation checkpointing keeps every layer's input; clipper.backward(loss) does not.")
+        listener = Hooks() if strategy == "hooks" else BookKeeping()
+        self._session.listener = listener
+
+        def complete() -> None:
+            self._session.listener = None
+            self._complete(listener, per_sample=False)
+
+        torch.autograd.Variable._execution_engine.queue_callback(complete)  # type: ignore[attr-defined]
+
+    def _complete(self, listener: BookKeeping, *, per_sample: bool) -> None:
+        with torch.no_grad():
+            scale = self._scale(per_sample)
+            coef_B, keep_B = self._coefficients(listener, listener.norms(), scale)
+            listener.add_sums(self._store, coef_B, keep_B, scale)
+        self._close(listener)
+
+    def _close(self, listener: Pass) -> None:
+        for record in listener.records:
+            record.spent = True
+        self._store.finish()
+
+    def _scale(self, per_sample: bool) -> float:
+        """A mean divided every sample's gradient by B; undo it."""
+        mean = self.loss_reduction == "mean" and not per_sample
+        return float(max(1, self._session.record.batch_size)) if mean else 1.0
+
+    def _coefficients(self, listener: Pass, total: NormSum, scale: float) -> tuple[Tensor, Tensor | None]:
+        record = listener.records[0] if listener.records else self._session.record
+        if total.value_B is None:
+            norm_B = torch.zeros(record.batch_size)
+        else:
+            norm_B = total.norm_B() * scale
+        coef_B = clip_coefficients(norm_B, self.max_grad_norm)
+        finite_B = norm_B.isfinite()
+        if record.padded:
+            self._norm_B, self._coef_B, self._non_finite = norm_B[:0], coef_B[:0], 0
+            return torch.zeros_like(coef_B), torch.zeros_like(finite_B)
+        self._norm_B, self._coef_B = norm_B, coef_B
+        self._non_finite = int((~finite_B).sum())
+        return coef_B, finite_B if self._non_finite else None
+
+    # -- what can be asked ----------------------------------------------------------------------------------------
+
+    @property
+    def max_grad_norm(self) -> float:
+        """C, the bound on every sample's gradient norm; noise is calibrated to the same value."""
+        return self._max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float) -> None:
+        if not isinstance(value, (int, float)) or not value > 0:
+            raise InvalidOptionError(f"max_grad_norm must be a number above 0, got {value!r}.")
+        self._max_grad_norm = float(value)
+
+    @property
+    def per_sample_norms(self) -> Tensor:
+        """Gradient norm of every sample of the last backward, shape ``(B,)``, rounded up. Not private."""
+        if self._norm_B is None:
+            raise GhostClipError("per_sample_norms: no backward has been run yet.")
+        return self._norm_B
+
+    @property
+    def clip_coefficients(self) -> Tensor:
+        """Clip coefficient of every sample of the last backward, shape ``(B,)``. Not private."""
+        if self._coef_B is None:
+            raise GhostClipError("clip_coefficients: no backward has been run yet.")
+        return self._coef_B
+
+    @property
+    def non_finite_samples(self) -> int:
+        """How many samples of the last backward had a NaN or infinite gradient and contributed nothing. Not private."""
+        return self._non_finite
+
+    @property
+    def batch_size(self) -> int:
+        """Samples in the last backward."""
+        return 0 if self._norm_B is None else self._norm_B.numel()
+
+    def sensitivity(self) -> float:
+        """Return how far one sample can move the clipped sum (L2): what noise must be calibrated to."""
+        return self.max_grad_norm
+
+    def coverage(self) -> Coverage:
+        """Return how every trainable parameter is handled: a table, printed with ``str()``."""
+        return coverage_of(self.model, self._session.sites.values())
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that are clipped: all that require grad."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    # -- the optimizer's side -------------------------------------------------------------------------------------
+
+    def own_gradients(self) -> None:
+        """Let an optimizer own the sums: they persist over ``model.zero_grad()`` until :meth:`reset`."""
+        self._store.owned = True
+
+    @property
+    def has_clipped_sum(self) -> bool:
+        """Whether a backward (also of an empty batch) has completed since the last :meth:`reset`."""
+        return self._store.has_sum
+
+    def summed_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return a parameter's clipped sum, float32 at least, or None when nothing contributed.
+
+        Args:
+            parameter: One of the trainable parameters.
+
+        Returns:
+            The accumulator itself, which the caller may change in place.
+
+        Raises:
+            TamperedGradientError: ``p.grad`` was changed since the backward.
+        """
+        return self._store.summed_gradient(parameter)
+
+    def mark_empty_batch(self) -> None:
+        """Count a batch without samples as a clipped sum of zero."""
+        self._store.has_sum = True
+
+    def reset(self) -> None:
+        """Forget the sums; sets ``p.grad`` to None."""
+        self._store.reset()
+
+    # -- life -----------------------------------------------------------------------------------------------------
+
+    def remove(self) -> None:
+        """Detach from the model: every hook is removed, the model is as it was."""
+        self._session.close()
+
+    def __enter__(self) -> "GhostClipper":
+        """Return the clipper itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        """Detach from the model."""
+        self.remove()
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            _log.info(text)
+
+
+def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise InvalidOptionError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}.")

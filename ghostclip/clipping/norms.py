@@ -1,0 +1,109 @@
+"""Norms of whole samples from the factors of all parameters, with cross terms and certified against rounding.
+
+Shape letters: B samples.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ghostclip.factors import Factor, Outer, Placed, SquaredNorm, Stacked, inner
+
+# Rounding may add this share to a squared norm before the norm is computed again, by a form that does not cancel.
+TOLERANCE: Final = {torch.float32: 2e-6, torch.float64: 1e-12}
+
+
+class NormSum:
+    """Adds up squared norms and their error bounds over factors.
+
+    Attributes:
+        value_B: Sum of squares, or None before the first.
+        error_B: Sum of error bounds.
+    """
+
+    def __init__(self) -> None:
+        """Start at nothing."""
+        self.value_B: Tensor | None = None
+        self.error_B: Tensor | None = None
+
+    def add(self, norm: SquaredNorm) -> None:
+        """Add one factor's squared norms."""
+        if self.value_B is None or self.error_B is None:
+            self.value_B, self.error_B = norm.value_B.clone(), norm.error_B.clone()
+            return
+        if norm.value_B.dtype == torch.float64 and self.value_B.dtype != torch.float64:
+            self.value_B, self.error_B = self.value_B.double(), self.error_B.double()
+        self.value_B += norm.value_B.to(self.value_B.device)
+        self.error_B += norm.error_B.to(self.value_B.device)
+
+    def norm_B(self) -> Tensor:
+        """Return the norms, rounded up: the root of the sum and its error bound."""
+        assert self.value_B is not None and self.error_B is not None
+        eps = torch.finfo(self.value_B.dtype).eps
+        return (self.value_B + self.error_B).clamp(min=0).sqrt() * (1 + 8 * eps)
+
+    def doubtful_B(self) -> Tensor:
+        """Return which samples' norms rounding may have changed by more than the tolerance."""
+        assert self.value_B is not None and self.error_B is not None
+        return self.error_B > TOLERANCE[self.value_B.dtype] * self.value_B
+
+
+def cross_terms(factors: Sequence[Factor]) -> SquaredNorm | None:
+    """Return 2·Σ_{j<k} ⟨f_j, f_k⟩ of one parameter's factors, or None if no two of them meet.
+
+    Args:
+        factors: All factors of one parameter.
+
+    Returns:
+        The cross terms with their error bound. They cancel against the squared norms where uses oppose each other, so
+        the bound scales with the norms themselves.
+    """
+    total_B: Tensor | None = None
+    for place, first in enumerate(factors):
+        for second in factors[:place]:
+            if isinstance(first, Placed) and isinstance(second, Placed) and first.disjoint_from(second):
+                continue
+            product_B = 2 * inner(first, second)
+            total_B = product_B if total_B is None else total_B + product_B
+    if total_B is None:
+        return None
+    eps = torch.finfo(total_B.dtype).eps
+    return SquaredNorm(total_B, 8 * eps * total_B.abs())
+
+
+def exact_sqnorm(factor: Factor) -> SquaredNorm:
+    """Return a factor's squared norms by instantiation in float64, where nothing cancels unseen."""
+    if isinstance(factor, Outer):
+        double = Outer(factor.a_NTI.double(), factor.g_NTO.double(), shape=factor.shape, slots=factor.slots)
+        return double.instantiated_sqnorm()
+    if isinstance(factor, Placed):
+        return exact_sqnorm(factor.inner)
+    if isinstance(factor, Stacked):
+        total = NormSum()
+        for part in factor.parts.values():
+            total.add(exact_sqnorm(part))
+        if total.value_B is not None and total.error_B is not None:
+            return SquaredNorm(total.value_B, total.error_B)
+    return factor.sqnorm()
+
+
+def exact_norms(by_parameter: Mapping[str, Sequence[Factor]]) -> NormSum:
+    """Return the norms of all samples in float64 without a Gram; shared parameters are summed before squaring.
+
+    Args:
+        by_parameter: All factors of every parameter.
+
+    Returns:
+        The sum.
+    """
+    total = NormSum()
+    for factors in by_parameter.values():
+        if len(factors) == 1:
+            total.add(exact_sqnorm(factors[0]))
+            continue
+        summed = sum(factor.materialize().double() for factor in factors[1:]) + factors[0].materialize().double()
+        value_B = summed.flatten(1).square().sum(1)
+        total.add(SquaredNorm(value_B, torch.zeros_like(value_B)))
+    return total

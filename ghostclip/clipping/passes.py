@@ -1,0 +1,222 @@
+"""What happens to a factor when it arrives: the strategies are different answers to that.
+
+Every pass listens to one backward. Book-keeping and hooks need one; ghost and fast clipping listen to two: norms
+first, then the clipped sums, contracted layer by layer as the same gradients arrive again.
+"""
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ghostclip.capture.usage import Record, Use
+from ghostclip.clipping.norms import NormSum, cross_terms, exact_norms, exact_sqnorm
+from ghostclip.errors import BatchAxisError, GhostClipError
+from ghostclip.factors import Dense, Factor, Outer, Placed, SquaredNorm, planner
+
+
+class Sums(Protocol):
+    """Where clipped sums go."""
+
+    def buffer(self, name: str) -> Tensor:
+        """Return the accumulator of a parameter, float32 or float64, contiguous."""
+
+    def keep_sample_gradients(self, name: str, grad_BP: Tensor) -> None:
+        """Take the materialised per-sample gradients of a parameter (hooks only)."""
+
+
+class Pass(ABC):
+    """Listens to one backward.
+
+    Attributes:
+        records: The forwards whose uses arrived.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing heard."""
+        self.records: list[Record] = []
+
+    def receive(self, use: Use, grad: Tensor) -> None:
+        """Take the gradient of a use's output and pass its factors on."""
+        if use.record not in self.records:
+            self.admit(use.record)
+        with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
+            for name, factor in use.parameter_factors(grad):
+                self.consume(use, name, factor)
+
+    def admit(self, record: Record) -> None:
+        """Take in a forward; all forwards of one backward must have the same samples."""
+        if self.records and self.records[0].batch_size != record.batch_size:
+            message = (
+                f"one backward went through forwards of {self.records[0].batch_size} and {record.batch_size} samples: which sample "
+                "is which cannot be known. Give every call of the model the same batch."
+            )
+            raise BatchAxisError(message)
+        self.records.append(record)
+
+    @abstractmethod
+    def consume(self, use: Use, name: str, factor: Factor) -> None:
+        """Take one parameter's factor."""
+
+
+class BookKeeping(Pass):
+    """One backward: keep every factor (or the per-sample gradient where that is smaller), then contract once."""
+
+    def __init__(self) -> None:
+        """Start with nothing kept."""
+        super().__init__()
+        self.factors: defaultdict[str, list[Factor]] = defaultdict(list)
+        self.total = NormSum()
+
+    def consume(self, use: Use, name: str, factor: Factor) -> None:
+        """Keep a factor and add its squared norm."""
+        kept = smaller_form(factor)
+        self.factors[name].append(kept)
+        self.total.add(kept.sqnorm())
+
+    def norms(self) -> NormSum:
+        """Return the norms of all samples; recomputed without cancellation where rounding could matter."""
+        for factors in self.factors.values():
+            crossed = cross_terms(factors)
+            if crossed is not None:
+                self.total.add(crossed)
+        if self.total.value_B is not None and bool(self.total.doubtful_B().any()):
+            return exact_norms(self.factors)
+        return self.total
+
+    def add_sums(self, sums: Sums, coef_B: Tensor, keep_B: Tensor | None, scale: float) -> None:
+        """Contract every factor into its parameter's sum, dropping it at once.
+
+        Args:
+            sums: Where sums go.
+            coef_B: Coefficients.
+            keep_B: Which samples are finite; None when all are.
+            scale: What the arrived gradients must be multiplied by to be those of each sample's own loss.
+        """
+        for name in list(self.factors):
+            buffer = sums.buffer(name)
+            for factor in self.factors.pop(name):
+                contract_into(buffer, factor, coef_B * scale, keep_B)
+
+
+class Hooks(BookKeeping):
+    """Per-sample gradients materialised for every parameter, as Opacus's hooks do."""
+
+    def consume(self, use: Use, name: str, factor: Factor) -> None:
+        """Materialise a factor and add it to the parameter's per-sample gradients."""
+        grad_BP = factor.materialize()
+        before = self.factors[name]
+        if before:
+            grad_BP = before.pop().materialize() + grad_BP
+        before.append(Dense(grad_BP))
+
+    def norms(self) -> NormSum:
+        """Return the norms of the materialised gradients."""
+        total = NormSum()
+        for (factor,) in self.factors.values():
+            total.add(factor.sqnorm())
+        return total
+
+    def add_sums(self, sums: Sums, coef_B: Tensor, keep_B: Tensor | None, scale: float) -> None:
+        """Leave the per-sample gradients to the user and add the clipped sums."""
+        for name, (factor,) in self.factors.items():
+            sums.keep_sample_gradients(name, factor.materialize().mul_(scale))
+        super().add_sums(sums, coef_B, keep_B, 1.0)
+
+
+class NormPass(Pass):
+    """The first of two backwards: norms only. Factors of shared parameters stay until all have arrived."""
+
+    def __init__(self, *, shared: set[str], instantiate: bool = False, exact: bool = False) -> None:
+        """Start with nothing heard.
+
+        Args:
+            shared: Parameters known to be used more than once.
+            instantiate: Form each layer's per-sample gradient for its norm (fast gradient clipping).
+            exact: Compute norms in float64 without a Gram.
+        """
+        super().__init__()
+        self.total = NormSum()
+        self.seen: set[int] = set()
+        self.arrived: set[str] = set()
+        self.late: set[str] = set()
+        self._shared = shared
+        self._instantiate, self._exact = instantiate, exact
+        self._waiting: defaultdict[str, list[Factor]] = defaultdict(list)
+
+    def consume(self, use: Use, name: str, factor: Factor) -> None:
+        """Add a factor's squared norm and drop it, or keep it for cross terms."""
+        self.seen.add(id(use))
+        if name in self._shared or use.record.use_counts[name] > 1:
+            self._waiting[name].append(factor)
+            return
+        if name in self.arrived:
+            # A second use came after the first one was dropped: only the whole pass again can give the cross term.
+            self.late.add(name)
+        self.arrived.add(name)
+        self.total.add(self._sqnorm(factor))
+
+    def norms(self) -> NormSum:
+        """Return the norms of all samples."""
+        if self._exact:
+            rest = exact_norms(self._waiting)
+            if rest.value_B is not None and rest.error_B is not None:
+                self.total.add(SquaredNorm(rest.value_B, rest.error_B))
+            return self.total
+        for factors in self._waiting.values():
+            for factor in factors:
+                self.total.add(self._sqnorm(factor))
+            crossed = cross_terms(factors)
+            if crossed is not None:
+                self.total.add(crossed)
+        self._waiting.clear()
+        return self.total
+
+    def _sqnorm(self, factor: Factor) -> SquaredNorm:
+        if self._exact:
+            return exact_sqnorm(factor)
+        if self._instantiate and isinstance(factor, Outer):
+            return factor.instantiated_sqnorm()
+        return factor.sqnorm()
+
+
+class SumPass(Pass):
+    """The second backward: every layer's clipped sum is contracted as its gradient arrives, and dropped at once."""
+
+    def __init__(self, sums: Sums, coef_B: Tensor, keep_B: Tensor | None, *, expected: set[int] | None) -> None:
+        """Start.
+
+        Args:
+            sums: Where sums go.
+            coef_B: Coefficients including the loss scale.
+            keep_B: Which samples are finite; None when all are.
+            expected: The uses that the norm pass heard of; None where recomputation makes new ones.
+        """
+        super().__init__()
+        self._sums, self._coef_B, self._keep_B, self._expected = sums, coef_B, keep_B, expected
+
+    def consume(self, use: Use, name: str, factor: Factor) -> None:
+        """Contract a factor into its parameter's sum."""
+        if self._expected is not None and id(use) not in self._expected:
+            message = f"{use.site.describe()}: its gradient arrived in the second backward but not in the first, so it has no norm."
+            raise GhostClipError(message)
+        contract_into(self._sums.buffer(name), factor, self._coef_B, self._keep_B)
+
+
+def contract_into(buffer: Tensor, factor: Factor, coef_B: Tensor, keep_B: Tensor | None) -> None:
+    """Add a factor's clipped sum to a buffer, with non-finite samples masked out (0·NaN is NaN)."""
+    kept = factor if keep_B is None else factor.masked(keep_B)
+    kept.add_clipped_sum_(coef_B.to(device=buffer.device, dtype=buffer.dtype), buffer)
+
+
+def smaller_form(factor: Factor) -> Factor:
+    """Return the per-sample gradient itself where it is no larger than the factors it replaces."""
+    if isinstance(factor, Placed):
+        return Placed(smaller_form(factor.inner), factor.index, shape=factor.shape)
+    if isinstance(factor, Outer) and factor.batch_size > 0:
+        positions, inputs, outputs = factor.sizes
+        if positions > 0 and planner.keeps_per_sample(positions, inputs, outputs):
+            return Dense(factor.materialize())
+    return factor

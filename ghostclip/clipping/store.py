@@ -1,0 +1,121 @@
+"""Where clipped sums are kept: in ``p.grad`` where its precision allows, in a float32 buffer beside it otherwise."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ghostclip.errors import TamperedGradientError
+
+_FULL_PRECISION = (torch.float32, torch.float64)
+
+
+class GradientStore:
+    """Accumulators of the clipped sums, by parameter.
+
+    Two modes. By default ``p.grad`` is the truth: a caller who sets it to None starts a new sum. When an optimizer *owns* the
+    sums they survive ``model.zero_grad()`` in the middle of a logical batch, and a change of ``p.grad`` by anyone else
+    between backward and step is an error, because it would change the sensitivity of what is released.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Start empty.
+
+        Args:
+            parameters: Parameters by name; read when a sum is asked for.
+        """
+        self.owned = False
+        self.has_sum = False
+        self._parameters = parameters
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._versions: dict[nn.Parameter, int] = {}
+
+    def buffer(self, name: str) -> Tensor:
+        """Return the accumulator of a parameter: float32 or float64, contiguous, holding the sum so far."""
+        parameter = self._parameters[name]
+        kept = self._sums.get(parameter)
+        if self.owned:
+            self._check(parameter)
+            if kept is None:
+                kept = self._new(parameter)
+            elif parameter.grad is None and parameter.dtype in _FULL_PRECISION:
+                parameter.grad = kept
+            return kept
+        if parameter.grad is None:
+            return self._new(parameter)
+        if parameter.dtype in _FULL_PRECISION and parameter.grad.is_contiguous():
+            return parameter.grad
+        if kept is None or self._versions.get(parameter) != parameter.grad._version:
+            kept = parameter.grad.to(torch.promote_types(parameter.dtype, torch.float32)).contiguous().clone()
+            self._sums[parameter] = kept
+        return kept
+
+    def _new(self, parameter: nn.Parameter) -> Tensor:
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        buffer = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+        self._sums[parameter] = buffer
+        if parameter.dtype in _FULL_PRECISION:
+            parameter.grad = buffer
+        return buffer
+
+    def keep_sample_gradients(self, name: str, grad_BP: Tensor) -> None:
+        """Leave materialised per-sample gradients in ``p.grad_sample`` (a list once several backwards accumulate)."""
+        parameter = self._parameters[name]
+        before = getattr(parameter, "grad_sample", None)
+        if before is None or (parameter.grad is None and not self.has_sum):
+            parameter.grad_sample = grad_BP  # type: ignore[attr-defined]
+        else:
+            earlier = before if isinstance(before, list) else [before]
+            parameter.grad_sample = [*earlier, grad_BP]  # type: ignore[attr-defined]
+
+    def finish(self) -> None:
+        """Note that a backward is complete: sums of 16-bit parameters are shown in ``p.grad``."""
+        self.has_sum = True
+        for parameter, kept in self._sums.items():
+            if parameter.grad is not kept:
+                if parameter.dtype in _FULL_PRECISION and parameter.grad is None:
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = kept.to(parameter.dtype)
+                else:
+                    parameter.grad.copy_(kept)
+            if parameter.grad is not None:
+                self._versions[parameter] = parameter.grad._version
+
+    def summed_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return a parameter's clipped sum, float32 at least; None when nothing contributed.
+
+        Args:
+            parameter: The parameter.
+
+        Returns:
+            The accumulator itself, shape of the parameter.
+
+        Raises:
+            TamperedGradientError: ``p.grad`` was changed since the backward.
+        """
+        self._check(parameter)
+        return self._sums.get(parameter)
+
+    def _check(self, parameter: nn.Parameter) -> None:
+        kept, grad = self._sums.get(parameter), parameter.grad
+        if kept is None or grad is None:
+            return
+        stranger = parameter.dtype in _FULL_PRECISION and grad is not kept
+        if stranger or grad._version != self._versions.get(parameter, grad._version):
+            name = next((key for key, value in self._parameters.items() if value is parameter), "?")
+            message = (
+                f"the gradient of parameter '{name}' was changed between backward and step. What is released must be the clipped "
+                "sum: set max_grad_norm instead of clipping again, and let the private optimizer scale and accumulate."
+            )
+            raise TamperedGradientError(message)
+
+    def reset(self) -> None:
+        """Forget all sums and per-sample gradients."""
+        for parameter in [*self._sums, *self._parameters.values()]:
+            parameter.grad = None
+            if getattr(parameter, "grad_sample", None) is not None:
+                parameter.grad_sample = None  # type: ignore[attr-defined]
+        self._sums.clear()
+        self._versions.clear()
+        self.has_sum = False

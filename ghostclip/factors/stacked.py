@@ -1,0 +1,72 @@
+"""Per-sample gradients of a stack of matrices, one factor for each: the experts of a mixture."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ghostclip.factors.base import Factor, SquaredNorm, no_error
+from ghostclip.factors.dense import Dense
+
+
+class Stacked(Factor):
+    """The gradient of ``parameter[e]`` is ``parts[e]``'s; slices without a part receive nothing."""
+
+    def __init__(self, parts: Mapping[int, Factor], *, shape: Sequence[int], like: Tensor) -> None:
+        """Keep the parts.
+
+        Args:
+            parts: Factor of each slice that was used, by its number.
+            shape: The whole parameter's shape; slices lie along the first axis.
+            like: A tensor with the batch as first axis, for device and dtype.
+        """
+        self.parts = dict(parts)
+        self.shape = torch.Size(shape)
+        self.batch_size = like.shape[0]
+        self._zero_B = like.new_zeros(like.shape[0], dtype=torch.promote_types(like.dtype, torch.float32))
+
+    def sqnorm(self) -> SquaredNorm:
+        """Return the sum of the parts' squared norms: slices do not overlap."""
+        norms = [part.sqnorm() for part in self.parts.values()]
+        if not norms:
+            return no_error(self._zero_B)
+        return SquaredNorm(sum_tensors([n.value_B for n in norms]), sum_tensors([n.error_B for n in norms]))
+
+    def materialize(self) -> Tensor:
+        """Return the per-sample gradients, shape ``(B, *P)``."""
+        full = self._zero_B.new_zeros(self.batch_size, *self.shape)
+        for number, part in self.parts.items():
+            full[:, number] = part.materialize()
+        return full
+
+    def add_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:
+        """Add every part's clipped sum to its slice of ``out``."""
+        for number, part in self.parts.items():
+            part.add_clipped_sum_(coef_B, out[number])
+
+    def masked(self, keep_B: Tensor) -> "Stacked":
+        """Return the factor with dropped samples set to zero."""
+        parts = {number: part.masked(keep_B) for number, part in self.parts.items()}
+        return Stacked(parts, shape=self.shape, like=self._zero_B)
+
+    def reshaped(self, shape: Sequence[int]) -> Factor:
+        """Return the factor of the same values for a parameter of ``shape``."""
+        if torch.Size(shape) == self.shape:
+            return self
+        return Dense(self.materialize()).reshaped(shape)
+
+    def with_parts(self, parts: Mapping[int, Factor], shape: Sequence[int]) -> "Stacked":
+        """Return a stack of other parts for the same batch."""
+        return Stacked(parts, shape=shape, like=self._zero_B)
+
+    def element_count(self) -> int:
+        """Return how many tensor elements the factor keeps alive."""
+        return sum(part.element_count() for part in self.parts.values())
+
+
+def sum_tensors(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum of tensors of one shape (at least one)."""
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total

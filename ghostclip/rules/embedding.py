@@ -1,0 +1,48 @@
+"""Table look-ups: ``F.embedding``.
+
+Shape letters: B samples, T positions, I features, V rows of the table.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ghostclip.errors import UnsupportedModelError
+from ghostclip.factors import Factor, Rows
+from ghostclip.rules.registry import Call, Captured, Split, register_op
+
+
+@register_op("embedding", arguments="input weight padding_idx max_norm norm_type scale_grad_by_freq sparse")
+def embedding(call: Call) -> Captured | None:
+    """Rule for a look-up: ``Rows``; rows of ``padding_idx`` receive nothing, as in torch."""
+    ids, weight = call.values["input"], call.values["weight"]
+    if call.get("scale_grad_by_freq", False):
+        message = (
+            "embedding: scale_grad_by_freq=True divides each gradient by counts over the whole batch, so that samples "
+            "depend on each other. Set scale_grad_by_freq=False."
+        )
+        raise UnsupportedModelError(message)
+    padding = padding_row(call, weight.shape[0])
+    lead, shape = ids.dim(), weight.shape
+
+    def factors(saved: Sequence[Tensor], grad: Tensor, split: Split) -> Mapping[str, Factor]:
+        ids_BT, g_BTI = split(saved[0], lead), split(grad, lead)
+        return {"weight": rows_factor(ids_BT, g_BTI, shape, padding)}
+
+    return Captured((ids,), ids, lead, factors, "rows")
+
+
+def padding_row(call: Call, rows: int) -> int | None:
+    """Return the number of the row that takes no gradient, counted from the front, or None."""
+    padding = call.get("padding_idx")
+    if padding is None:
+        return None
+    return int(padding) % rows if padding >= -rows else None
+
+
+def rows_factor(ids_BT: Tensor, g_BTI: Tensor, shape: torch.Size, padding: int | None) -> Rows:
+    """Return the ``Rows`` factor of a look-up with the padding row's gradient left out."""
+    if padding is not None:
+        g_BTI = g_BTI.masked_fill((ids_BT == padding).unsqueeze(-1), 0.0)
+    return Rows(ids_BT, g_BTI, shape=shape)

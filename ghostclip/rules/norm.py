@@ -1,0 +1,105 @@
+"""Normalisation layers with an affine part: layer, RMS, group and instance norm; batch norm is refused.
+
+Shape letters: B samples, T positions, C channels, F normalised features, L the leading (row) axes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+from torch.nn import functional
+
+from ghostclip.errors import SampleMixingError
+from ghostclip.factors import Dense, Factor
+from ghostclip.factors.base import to_accumulation
+from ghostclip.rules.registry import Call, Captured, Split, register_op
+
+
+@register_op("layer_norm", arguments="input normalized_shape weight bias eps")
+def layer_norm(call: Call) -> Captured | None:
+    """Rule for layer norm: both affine parameters ``Dense``."""
+    shape, eps = list(call.values["normalized_shape"]), call.get("eps", 1e-5)
+    return _feature_affine(call, shape, lambda x: functional.layer_norm(x, shape, eps=eps))
+
+
+@register_op("rms_norm", arguments="input normalized_shape weight eps")
+def rms_norm(call: Call) -> Captured | None:
+    """Rule for RMS norm: the weight is ``Dense``."""
+    shape, eps = list(call.values["normalized_shape"]), call.values.get("eps")
+    return _feature_affine(call, shape, lambda x: functional.rms_norm(x, shape, eps=eps))
+
+
+def _feature_affine(call: Call, shape: list[int], normalize: Callable[[Tensor], Tensor]) -> Captured | None:
+    if "input" in call.tracked:
+        return None
+    x = call.values["input"]
+    tracked, lead = call.tracked, x.dim() - len(shape)
+
+    def factors(saved: Sequence[Tensor], grad: Tensor, split: Split) -> Mapping[str, Factor]:
+        g_BTF = to_accumulation(split(grad, lead))
+        found: dict[str, Factor] = {}
+        if "weight" in tracked:
+            x_BTF = split(normalize(to_accumulation(saved[0])), lead)
+            found["weight"] = Dense((g_BTF * x_BTF).sum(1))
+        if "bias" in tracked:
+            found["bias"] = Dense(g_BTF.sum(1))
+        return found
+
+    return Captured((x,) if "weight" in call.tracked else (), x, lead, factors, "dense")
+
+
+@register_op("group_norm", arguments="input num_groups weight bias eps")
+def group_norm(call: Call) -> Captured | None:
+    """Rule for group norm: channels follow the row axis; both affine parameters ``Dense``."""
+    groups, eps = call.values["num_groups"], call.get("eps", 1e-5)
+    return _channel_affine(call, lambda x: functional.group_norm(x, groups, eps=eps))
+
+
+@register_op(
+    "instance_norm",
+    arguments="input running_mean running_var weight bias use_input_stats momentum eps",
+)
+def instance_norm(call: Call) -> Captured | None:
+    """Rule for instance norm on its own statistics; running statistics mix samples and are refused in training."""
+    if call.get("running_mean") is not None and call.get("use_input_stats", True):
+        message = (
+            "instance_norm: track_running_stats=True stores statistics of private samples in a buffer. "
+            "Build the layer with track_running_stats=False."
+        )
+        raise SampleMixingError(message)
+    if call.get("running_mean") is not None:
+        return None
+    eps = call.get("eps", 1e-5)
+    return _channel_affine(call, lambda x: functional.instance_norm(x, eps=eps))
+
+
+@register_op("batch_norm", arguments="input running_mean running_var weight bias training momentum eps")
+def batch_norm(call: Call) -> Captured | None:
+    """Refuse batch norm on batch statistics; with fixed statistics it is an affine map of each channel."""
+    if call.get("training", False):
+        message = (
+            "batch_norm: in training mode every sample's output depends on the whole batch, so that per-sample "
+            "gradients do not exist. Replace BatchNorm by GroupNorm, or put the layer in eval mode."
+        )
+        raise SampleMixingError(message)
+    mean, var, eps = call.values["running_mean"], call.values["running_var"], call.get("eps", 1e-5)
+    return _channel_affine(call, lambda x: functional.batch_norm(x, mean.to(x.dtype), var.to(x.dtype), eps=eps))
+
+
+def _channel_affine(call: Call, normalize: Callable[[Tensor], Tensor]) -> Captured | None:
+    if "input" in call.tracked:
+        return None
+    x, tracked = call.values["input"], call.tracked
+
+    def factors(saved: Sequence[Tensor], grad: Tensor, split: Split) -> Mapping[str, Factor]:
+        g_BTC = split(to_accumulation(grad).flatten(2).sum(2) if grad.dim() > 2 else grad, 1)
+        found: dict[str, Factor] = {}
+        if "weight" in tracked:
+            product = to_accumulation(grad) * normalize(to_accumulation(saved[0]))
+            found["weight"] = Dense(split(product.flatten(2).sum(2) if grad.dim() > 2 else product, 1).sum(1))
+        if "bias" in tracked:
+            found["bias"] = Dense(to_accumulation(g_BTC).sum(1))
+        return found
+
+    return Captured((x,) if "weight" in call.tracked else (), x, 1, factors, "dense")
+
+
