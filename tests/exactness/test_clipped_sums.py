@@ -1,0 +1,39 @@
+"""Every case and strategy against one sample at a time: sums, norms, coefficients, sensitivity."""
+
+import pytest
+import torch
+
+from ghostclip.errors import GhostClipError
+from tests.cases import ALL_CASES
+from tests.exactness.runs import check_norms, check_sensitivity, check_sum, engine, expected, run
+
+_RUNS = [pytest.param(case, dtype, id=f"{case.name}-{str(dtype)[6:]}") for case in ALL_CASES for dtype in case.dtypes]
+# Masks drawn for another batch size are other masks, so that leaving a sample out changes the others' gradients.
+_REPEATABLE = [case for case in ALL_CASES if "random" not in case.tags]
+
+
+def _unless_refused(case, check):
+    """Run the check; where the table allows it, a clear refusal is an answer too."""
+    try:
+        check()
+    except GhostClipError as error:
+        if not case.may_refuse:
+            raise
+        pytest.skip(f"refused: {type(error).__name__}: {error}")
+
+
+@pytest.mark.parametrize(("case", "dtype"), _RUNS)
+def test_matches_one_sample_autograd(case, dtype, strategy):
+    def check():
+        outcome = run(case, engine(strategy, batch_first=case.batch_first), dtype)
+        check_sum(outcome, expected(case.name), dtype)
+        check_norms(outcome, expected(case.name), dtype)
+
+    _unless_refused(case, check)
+
+
+@pytest.mark.parametrize("case", _REPEATABLE, ids=lambda case: case.name)
+def test_one_sample_moves_the_sum_by_at_most_the_bound(case, strategy):
+    """Held in float32, where rounding could break it."""
+    make = engine(strategy, batch_first=case.batch_first)
+    _unless_refused(case, lambda: check_sensitivity(case, make, torch.float32))

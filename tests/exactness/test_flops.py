@@ -1,0 +1,93 @@
+"""Operations of a private step, counted exactly: the price of privacy cannot creep up unseen."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.models import GPT
+from tests.cases import CORE_CASES
+from tests.exactness.runs import engine, expected
+
+# Operations over those of a non-private step (54.38 GFLOP).
+LIMITS = {"bookkeeping": 1.22, "ghost": 1.56}
+SAMPLES, TOKENS, VOCABULARY = 16, 128, 5000
+
+
+def _losses(model, ids_BT):
+    """Per-sample cross entropy of the next token `[B]`."""
+    logits_BVT = model(ids_BT).transpose(1, 2)
+    targets_BT = ids_BT.roll(-1, 1)
+    return functional.cross_entropy(logits_BVT, targets_BT, reduction="none").mean(1)
+
+
+def _count(step):
+    with FlopCounterMode(display=False) as counter:
+        step()
+    return counter.get_total_flops()
+
+
+@pytest.fixture(scope="module")
+def gpt():
+    torch.manual_seed(0)
+    return GPT(vocabulary=VOCABULARY, positions=TOKENS), torch.randint(VOCABULARY, (SAMPLES, TOKENS))
+
+
+@pytest.fixture(scope="module")
+def non_private(gpt):
+    model, ids = gpt
+    return _count(lambda: _losses(model, ids).mean().backward())
+
+
+def test_non_private_step_is_the_one_the_limits_are_for(non_private):
+    assert non_private / 1e9 == pytest.approx(54.38, abs=0.01)
+
+
+@pytest.mark.parametrize("strategy", LIMITS)
+def test_private_step(gpt, non_private, strategy):
+    model, ids = gpt
+    clipper = engine(strategy)(model, 1.0)
+    try:
+        # Whatever an engine finds out about a model in its first step is paid once, so the second is counted.
+        clipper.backward(_losses(model, ids[:2]))
+        model.zero_grad(set_to_none=True)
+        ratio = _count(lambda: clipper.backward(_losses(model, ids))) / non_private
+    finally:
+        clipper.remove()
+        model.zero_grad(set_to_none=True)
+    assert ratio <= LIMITS[strategy], f"{ratio:.3f} times a non-private step"
+
+
+def _weight_gradients_built(model, step):
+    """Return the names of the parameters whose gradient autograd itself computes during `step`."""
+    built = set()
+    handles = [p.register_hook(lambda _, name=name: built.add(name)) for name, p in model.named_parameters()]
+    step()
+    for handle in handles:
+        handle.remove()
+    return built
+
+
+@pytest.mark.parametrize("case", CORE_CASES, ids=lambda case: case.name)
+def test_autograd_builds_no_weight_gradient_in_bookkeeping(case):
+    model, batch = case.model(torch.float64), case.data(torch.float64)
+    assert _weight_gradients_built(model, lambda: case.losses(model, batch).sum().backward()) == {
+        name for name, _ in model.named_parameters()
+    }
+    model.zero_grad(set_to_none=True)
+    clipper = engine("bookkeeping")(model, expected(case.name).max_grad_norm)
+    assert _weight_gradients_built(model, lambda: clipper.backward(case.losses(model, batch))) == set()
+
+
+def test_bookkeeping_runs_each_product_of_a_layer_once():
+    """Forward, input gradient and clipped sum are three products; a layer whose input needs no gradient has two."""
+    samples, tokens, width, out = 4, 3, 64, 48
+    model = nn.Linear(width, out)
+    clipper = engine("bookkeeping")(model, 1.0)
+    x = torch.randn(samples, tokens, width)
+    clipper.backward(model(x).square().mean((1, 2)))
+    counted = _count(lambda: clipper.backward(model(x).square().mean((1, 2))))
+    product = 2 * samples * tokens * width * out
+    gram = 2 * samples * tokens * tokens * (width + out)
+    assert counted <= 2 * product + gram

@@ -1,0 +1,161 @@
+"""Attaching changes nothing that a user can see, and detaching leaves the model as it was."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+from ghostclip.errors import GhostClipError
+from tests.cases import ALL_CASES, CORE_CASES, by_name
+from tests.exactness.runs import engine, expected
+from tests.reference import trainable
+
+F64 = torch.float64
+core = pytest.mark.parametrize("case", CORE_CASES, ids=lambda case: case.name)
+
+
+def _attach(case, strategy, model):
+    return engine(strategy, batch_first=case.batch_first)(model, expected(case.name).max_grad_norm)
+
+
+def _snapshot(model):
+    """Describe every module and parameter: attributes, hooks, identities, classes, and what hangs on parameters."""
+    modules = {
+        name: (
+            type(module),
+            sorted(module.__dict__),
+            {key: list(value) for key, value in module.__dict__.items() if "hooks" in key and value},
+            {key: id(p) for key, p in module._parameters.items()},
+            {key: id(child) for key, child in module._modules.items()},
+        )
+        for name, module in model.named_modules()
+    }
+    parameters = {
+        name: (type(p), p.requires_grad, p.is_leaf, sorted(p.__dict__), list(p._backward_hooks or ()), p.data_ptr())
+        for name, p in model.named_parameters()
+    }
+    return modules, parameters
+
+
+@pytest.mark.parametrize("case", ALL_CASES, ids=lambda case: case.name)
+def test_model_is_as_before_after_remove(case, strategy):
+    dtype = case.dtypes[0]
+    model, batch = case.model(dtype), case.data(dtype)
+    # Some models keep things on themselves in their first forward, with and without us.
+    with torch.no_grad(), case.numerics(dtype):
+        case.losses(model, batch)
+    before, keys = _snapshot(model), list(model.state_dict())
+    values = {key: value.clone() for key, value in model.state_dict().items()}
+    try:
+        clipper = _attach(case, strategy, model)
+        with case.numerics(dtype):
+            clipper.backward(case.losses(model, batch))
+    except GhostClipError as error:
+        if not case.may_refuse:
+            raise
+        pytest.skip(f"refused: {type(error).__name__}")
+    assert list(model.state_dict()) == keys
+    clipper.remove()
+    assert _snapshot(model) == before
+    for key, value in model.state_dict().items():
+        # max_norm renormalises its rows in the forward, with and without us.
+        assert torch.equal(value, values[key]) or "max_norm" in case.name, f"{key} changed"
+
+
+@core
+def test_ordinary_training_is_back_after_remove(case, strategy):
+    model, batch = case.model(F64), case.data(F64)
+    clipper = _attach(case, strategy, model)
+    clipper.backward(case.losses(model, batch))
+    clipper.remove()
+    model.zero_grad(set_to_none=True)
+    case.losses(model, batch).sum().backward()
+    plain = case.model(F64)
+    case.losses(plain, batch).sum().backward()
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad), name
+
+
+@core
+def test_context_manager_removes_also_after_an_error(case, strategy):
+    model, batch = case.model(F64), case.data(F64)
+    before = _snapshot(model)
+
+    def step_that_fails():
+        with _attach(case, strategy, model):
+            case.losses(model, batch)
+            raise RuntimeError("the user's own")
+
+    with pytest.raises(RuntimeError, match="the user's own"):
+        step_that_fails()
+    assert _snapshot(model) == before
+
+
+@core
+def test_remove_twice_is_harmless(case, strategy):
+    model = case.model(F64)
+    before = _snapshot(model)
+    clipper = _attach(case, strategy, model)
+    clipper.remove()
+    clipper.remove()
+    assert _snapshot(model) == before
+
+
+def _copies(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return {
+        "deepcopy": copy.deepcopy(model),
+        "pickle": pickle.loads(pickle.dumps(model)),
+        "torch.save": torch.load(buffer, weights_only=False),
+    }
+
+
+@pytest.mark.parametrize("name", ["linear_3d", "custom_vit", "shared_tied_head", "inplace_residual"])
+def test_copies_while_attached(name, strategy):
+    """Copies compute the same, and using them does not disturb the clipper of the original."""
+    case = by_name(name)
+    model, batch = case.model(F64), case.data(F64)
+    clipper = _attach(case, strategy, model)
+    clipper.backward(case.losses(model, batch))
+    grads = [p.grad.clone() for p in model.parameters()]
+    for copied in _copies(model).values():
+        assert list(copied.state_dict()) == list(model.state_dict())
+        with torch.no_grad():
+            torch.testing.assert_close(case.losses(copied, batch), case.losses(model, batch))
+        copied.zero_grad(set_to_none=True)
+        case.losses(copied, batch).sum().backward()
+        assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), grads, strict=True))
+    model.zero_grad(set_to_none=True)
+    clipper.backward(case.losses(model, batch))
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), grads, strict=True))
+
+
+@core
+def test_state_dict_loads_while_attached(case, strategy):
+    model = case.model(F64)
+    clipper = _attach(case, strategy, model)
+    state = {key: value + 1 for key, value in case.model(F64).state_dict().items()}
+    model.load_state_dict(state)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    clipper.remove()
+
+
+@pytest.mark.parametrize("case", ALL_CASES, ids=lambda case: case.name)
+def test_coverage_lists_every_trainable_parameter(case):
+    model, batch = case.model(case.dtypes[0]), case.data(case.dtypes[0])
+    try:
+        clipper = _attach(case, "auto", model)
+        with case.numerics(case.dtypes[0]):
+            clipper.backward(case.losses(model, batch))
+    except GhostClipError as error:
+        if not case.may_refuse:
+            raise
+        pytest.skip(f"refused: {type(error).__name__}")
+    lines = str(clipper.coverage()).splitlines()
+    for name in trainable(model):
+        path, _, own = name.rpartition(".")
+        assert any(path in line and own in line for line in lines), f"{name} is not in the coverage table"

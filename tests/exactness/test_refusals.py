@@ -1,0 +1,196 @@
+"""What cannot be clipped per sample is refused by name, before anything is trained."""
+
+import pytest
+import torch
+from torch import nn
+
+from ghostclip.errors import GhostClipError, LossReductionError
+from tests.cases import by_name
+from tests.exactness.runs import engine, expected
+
+F64 = torch.float64
+
+
+def _ready(strategy, name="linear_3d", loss_reduction="mean"):
+    case = by_name(name)
+    model = case.model(F64)
+    clipper = engine(strategy, loss_reduction=loss_reduction)(model, expected(name).max_grad_norm)
+    return case, model, case.data(F64), clipper
+
+
+def _attach_and_step(strategy, model, x):
+    """Refused when attached, in forward or in backward: any of them is before the first step."""
+    clipper = engine(strategy)(model, 1.0)
+    clipper.backward(model(x).square().flatten(1).mean(1))
+
+
+def _nothing_trained(model):
+    return all(p.grad is None for p in model.parameters())
+
+
+def test_losses_with_a_second_axis(strategy):
+    """Shape [B, 1] is refused or exact, never broadcast."""
+    case, model, batch, clipper = _ready(strategy)
+    with pytest.raises(LossReductionError, match=r"\(?4, ?1\)?"):
+        clipper.backward(case.losses(model, batch)[:, None])
+    assert _nothing_trained(model)
+
+
+def test_losses_of_another_length(strategy):
+    case, model, batch, clipper = _ready(strategy)
+    with pytest.raises(GhostClipError):
+        clipper.backward(case.losses(model, batch)[:2])
+    assert _nothing_trained(model)
+
+
+def test_loss_summed_but_declared_mean(strategy):
+    """A reduction that was declared wrongly changes every norm by B."""
+    case, model, batch, clipper = _ready(strategy)
+    with pytest.raises(LossReductionError, match="mean"):
+        clipper.backward(case.losses(model, batch).sum())
+    assert _nothing_trained(model)
+
+
+def test_loss_averaged_but_declared_sum(strategy):
+    case, model, batch, clipper = _ready(strategy, loss_reduction="sum")
+    with pytest.raises(LossReductionError, match="sum"):
+        clipper.backward(case.losses(model, batch).mean())
+    assert _nothing_trained(model)
+
+
+@pytest.mark.parametrize("strategy", ["ghost", "fast"])
+def test_plain_backward_where_two_passes_are_needed(strategy):
+    """A plain backward cannot be reweighted, so it is refused, or the engine does it some other exact way."""
+    case, model, batch, _ = _ready(strategy)
+    losses = case.losses(model, batch)
+    try:
+        losses.mean().backward()
+    except GhostClipError:
+        assert _nothing_trained(model)
+        return
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected("linear_3d").clipped[name])
+
+
+@pytest.mark.parametrize("shape", ["per_sample", "scalar"])
+def test_penalty_on_parameters(strategy, shape):
+    """An L2 penalty is no sample's loss: its gradient would be neither clipped nor noised."""
+    case, model, batch, clipper = _ready(strategy)
+    penalty = sum(p.square().sum() for p in model.parameters())
+    losses = case.losses(model, batch)
+    loss = losses + penalty if shape == "per_sample" else losses.mean() + penalty
+    with pytest.raises(GhostClipError):
+        clipper.backward(loss)
+    assert _nothing_trained(model)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "bookkeeping", "hooks"])
+def test_penalty_on_parameters_with_plain_backward(strategy):
+    case, model, batch, _ = _ready(strategy)
+    penalty = sum(p.square().sum() for p in model.parameters())
+    with pytest.raises(GhostClipError):
+        (case.losses(model, batch).mean() + penalty).backward()
+    assert _nothing_trained(model)
+
+
+def test_penalty_on_one_raw_parameter(strategy):
+    case, model, batch, clipper = _ready(strategy, "custom_vit")
+    with pytest.raises(GhostClipError):
+        clipper.backward(case.losses(model, batch) + model.gamma.abs().sum())
+    assert _nothing_trained(model)
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.SyncBatchNorm])
+def test_batch_norm_in_training_mode(strategy, kind):
+    model = nn.Sequential(nn.Linear(5, 4), kind(4), nn.Linear(4, 2)).double()
+    with pytest.raises(GhostClipError, match=kind.__name__):
+        _attach_and_step(strategy, model, torch.randn(4, 5, dtype=F64))
+    assert _nothing_trained(model)
+
+
+def test_running_statistics(strategy):
+    """track_running_stats keeps sums over samples in a buffer that is neither clipped nor noised."""
+    model = nn.Sequential(nn.Conv1d(3, 4, 2), nn.InstanceNorm1d(4, affine=True, track_running_stats=True)).double()
+    with pytest.raises(GhostClipError, match="running"):
+        _attach_and_step(strategy, model, torch.randn(4, 3, 5, dtype=F64))
+    assert _nothing_trained(model)
+
+
+class _Mixes(nn.Module):
+    """Subtracts the mean over the batch: samples are not independent."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 4)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.last(h - h.mean(0, keepdim=True)).sin()
+
+
+class _MixesInModule(nn.Module):
+    """The same inside a module with a raw parameter, where a fallback would re-run it sample by sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(5))
+        self.last = nn.Linear(5, 2)
+
+    def forward(self, x):
+        return self.last((x * self.scale - (x * self.scale).mean(0)).sin())
+
+
+@pytest.mark.parametrize("kind", [_Mixes, _MixesInModule])
+def test_samples_that_mix(strategy, kind):
+    model = kind().double()
+    clipper = engine(strategy)(model, 1.0)
+    with pytest.raises(GhostClipError):
+        clipper.backward(model(torch.randn(4, 5, dtype=F64)).square().mean(1))
+    assert _nothing_trained(model)
+
+
+def test_embedding_scaled_by_frequency(strategy):
+    model = nn.Embedding(7, 3, scale_grad_by_freq=True).double()
+    with pytest.raises(GhostClipError, match="scale_grad_by_freq"):
+        _attach_and_step(strategy, model, torch.randint(7, (4, 5)))
+    assert _nothing_trained(model)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "bookeeping"},
+        {"max_grad_norm": -1.0},
+        {"max_grad_norm": float("nan")},
+        {"loss_reduction": "none"},
+        {"loss_reduction": "avg"},
+    ],
+    ids=str,
+)
+def test_wrong_options(options):
+    import ghostclip
+
+    with pytest.raises(GhostClipError, match=next(iter(options))):
+        ghostclip.GhostClipper(nn.Linear(2, 2), **{"max_grad_norm": 1.0, **options})
+
+
+def test_misspelt_option():
+    import ghostclip
+
+    with pytest.raises(TypeError, match="max_gradnorm"):
+        ghostclip.GhostClipper(nn.Linear(2, 2), max_gradnorm=1.0)
+
+
+def test_model_without_trainable_parameters(strategy):
+    with pytest.raises(GhostClipError, match="trainable"):
+        engine(strategy)(nn.Linear(2, 2).requires_grad_(False), 1.0)
+
+
+def test_two_clippers_on_one_model(strategy):
+    """Two would clip twice, or one would see what the other left."""
+    _, model, _, clipper = _ready(strategy)
+    with pytest.raises(GhostClipError):
+        engine(strategy)(model, 1.0)
+    clipper.remove()
+    engine(strategy)(model, 1.0).remove()
