@@ -77,6 +77,9 @@ class GradSampleModule(nn.Module):
     def _attached(self) -> GhostClipper:
         """Return the clipper.
 
+        Returns:
+            The clipper attached to the model.
+
         Raises:
             AttributeError: On a copy, which has none.
         """

@@ -88,7 +88,7 @@ class DPOptimizer(WrappedOptimizer):
             self.expected_batch_size = _validate.positive(expected_batch_size, "expected_batch_size")
         self._batch = LogicalBatch()
         self._step_hooks: list[StepHook] = []
-        self._noise_source = noise_source
+        self.noise_source = noise_source
         self._rehearsing = False
         self._warned: set[str] = set()
         self.noise_multiplier = noise_multiplier
@@ -219,7 +219,7 @@ class DPOptimizer(WrappedOptimizer):
                 "clipper.backward(loss) in the two-pass strategies) on the private model first; for a batch without "
                 "rows call clipper.mark_empty_batch()."
             )
-        self._batch.count_passes(self.clipper.backward_passes)
+        self._batch.count_passes(getattr(self.clipper, "backward_passes", 0))
 
     def _release(self) -> None:
         """Replace the clipped sums in `p.grad` by the noisy, scaled release.
@@ -257,7 +257,7 @@ class DPOptimizer(WrappedOptimizer):
         if clipped is None:
             clipped = torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
         if std > 0:
-            self._noise_source.add_(clipped, std=std)
+            self.noise_source.add_(clipped, std=std)
         if self.loss_reduction == "mean":
             assert self.expected_batch_size is not None, "checked when the optimizer was made"
             clipped.div_(self.expected_batch_size)

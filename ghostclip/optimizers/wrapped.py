@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.optim import Optimizer
@@ -99,7 +99,7 @@ class WrappedOptimizer(Optimizer):
             raise AttributeError(name)
         return getattr(self.original_optimizer, name)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> NoReturn:
         """Refuse copies and pickles: a second one would release from the same clipped sums.
 
         Raises:

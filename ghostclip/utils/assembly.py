@@ -1,0 +1,149 @@
+"""Puts a model, its clipper and the private optimizer together, once it is settled what is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from ghostclip import _validate
+from ghostclip.clipping.clipper import GhostClipper, Reduction, Strategy
+from ghostclip.errors import GhostClipError, UncoveredParameterError, UnsupportedModelError
+from ghostclip.grad_sample import GradSampleHooks, GradSampleModule, PrivateCriterion
+from ghostclip.noise import NoiseSource
+from ghostclip.optimizers import DPOptimizer
+from ghostclip.utils.sampling_plan import SamplingPlan
+
+STRATEGIES = ("auto", "bookkeeping", "ghost", "fast", "hooks")
+_TWO_PASS = ("ghost", "fast")
+
+PrivateModule = GradSampleModule | GradSampleHooks
+Private = tuple[PrivateModule, DPOptimizer, DataLoader[Any]]
+PrivateWithCriterion = tuple[PrivateModule, DPOptimizer, PrivateCriterion, DataLoader[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the user asked of `make_private`, once the noise multiplier and the sampling are known."""
+
+    module: nn.Module
+    optimizer: Optimizer
+    criterion: Callable[..., torch.Tensor] | None
+    plan: SamplingPlan
+    noise_multiplier: float
+    max_grad_norm: float
+    batch_first: bool
+    loss_reduction: str
+    noise_generator: torch.Generator | None
+    grad_sample_mode: str
+    wrap_model: bool
+
+
+def assemble(request: Request, noise_source: NoiseSource) -> Private | PrivateWithCriterion:
+    """Attach a clipper to the model and build the private objects around it.
+
+    Args:
+        request: What the user asked for.
+        noise_source: Where the noise comes from.
+
+    Returns:
+        (module, optimizer, loader), or (module, optimizer, criterion, loader) in a two-pass strategy with a criterion.
+
+    Raises:
+        InvalidOptionError: If an option is unknown or out of range; nothing stays attached to the model then.
+        UnsupportedModelError: If the model is in evaluation mode or distributed.
+        UncoveredParameterError: If the optimizer holds parameters that are not the model's.
+    """
+    module = _bare(request.module)
+    optimizer = request.optimizer
+    if isinstance(optimizer, DPOptimizer):
+        optimizer = optimizer.original_optimizer
+    _check_objects(module, optimizer)
+    clipper = GhostClipper(
+        module,
+        max_grad_norm=_validate.positive(request.max_grad_norm, "max_grad_norm", allow_infinity=True),
+        strategy=cast(Strategy, _validate.choice(request.grad_sample_mode, "grad_sample_mode", STRATEGIES)),
+        loss_reduction=cast(Reduction, _validate.choice(request.loss_reduction, "loss_reduction", ("mean", "sum"))),
+        batch_first=request.batch_first,
+    )
+    try:
+        return _around(clipper, optimizer, request, noise_source)
+    except GhostClipError:
+        clipper.remove()
+        raise
+
+
+def _around(
+    clipper: GhostClipper, optimizer: Optimizer, request: Request, noise_source: NoiseSource
+) -> Private | PrivateWithCriterion:
+    """Build what is handed back.
+
+    Args:
+        clipper: Attached to the bare model.
+        optimizer: The bare optimizer.
+        request: What the user asked for.
+        noise_source: Where the noise comes from.
+
+    Returns:
+        As `assemble`.
+    """
+    loader = request.plan.loader
+    private_optimizer = DPOptimizer(
+        optimizer,
+        noise_multiplier=request.noise_multiplier,
+        expected_batch_size=request.plan.expected_batch_size,
+        loss_reduction=request.loss_reduction,
+        clipper=clipper,
+        noise_source=noise_source,
+    )
+    wrap = GradSampleModule if request.wrap_model else GradSampleHooks
+    private_module = wrap(clipper.model, clipper=clipper)
+    criterion = request.criterion
+    if criterion is None and request.grad_sample_mode == "ghost":
+        # Opacus's default, which scripts for its ghost mode rely on.
+        criterion = nn.CrossEntropyLoss(reduction=request.loss_reduction)
+    if criterion is None:
+        return private_module, private_optimizer, loader
+    # Built for every strategy: it refuses a reduction that would scale the gradients before they are clipped.
+    private_criterion = PrivateCriterion(clipper, criterion)
+    if request.grad_sample_mode in _TWO_PASS:
+        return private_module, private_optimizer, private_criterion, loader
+    return private_module, private_optimizer, loader
+
+
+def _bare(module: nn.Module) -> nn.Module:
+    """Return the model itself, without what an earlier `make_private` put around it."""
+    return module.to_standard_module() if isinstance(module, GradSampleModule) else module
+
+
+def _check_objects(module: nn.Module, optimizer: Optimizer) -> None:
+    """Check that model and optimizer go together.
+
+    Args:
+        module: The bare model.
+        optimizer: The bare optimizer.
+
+    Raises:
+        UnsupportedModelError: If the model is in evaluation mode or distributed.
+        UncoveredParameterError: If the optimizer holds parameters that are not the model's.
+    """
+    if not module.training:
+        raise UnsupportedModelError(
+            f"module {type(module).__name__} is in evaluation mode. Call module.train() before making it private."
+        )
+    if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise UnsupportedModelError(
+            f"module {type(module).__name__}: training on several devices is not supported. Pass the model inside it."
+        )
+    own = {id(p) for p in module.parameters()}
+    strange = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    if strange:
+        raise UncoveredParameterError(
+            f"optimizer holds {len(strange)} parameter(s) that are not the module's (the first has shape "
+            f"{tuple(strange[0].shape)}). Build the optimizer from module.parameters()."
+        )
