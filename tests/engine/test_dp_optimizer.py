@@ -1,0 +1,341 @@
+"""What one step releases, in which order, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import ghostclip
+from ghostclip.errors import (
+    GhostClipError,
+    InvalidOptionError,
+    LossReductionError,
+    MissingGradientError,
+    TamperedGradientError,
+    UncoveredParameterError,
+)
+from ghostclip.optimizers import DPOptimizer
+from tests.engine.training import Training, batch_of, clipped_sum, parameters_of, small_data, small_model
+
+DATA = small_data()
+NO_NOISE = pytest.mark.filterwarnings("ignore:noise_multiplier=0")
+
+
+@NO_NOISE
+@pytest.mark.parametrize(("reduction", "divisor"), [("mean", 4.5), ("sum", 1.0)])
+def test_step_without_noise_applies_the_clipped_sum(reduction, divisor):
+    training = Training(sigma=0.0, bound=0.7, expected=4.5, reduction=reduction)
+    before, batch = parameters_of(training.model), batch_of(DATA, start=0, stop=6)
+    expected = clipped_sum(training.model, batch, 0.7) / divisor
+    training.step(batch)
+    moved = before - parameters_of(training.model)
+    torch.testing.assert_close(moved.double(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_every_parameter_gets_noise_of_the_right_size():
+    class Partly(nn.Module):
+        """Its second layer takes no part in the forward."""
+
+        def __init__(self):
+            super().__init__()
+            self.used = nn.Linear(5, 40)
+            self.unused = nn.Linear(50, 40)
+
+        def forward(self, x):
+            return self.used(x)
+
+    training = Training(model=Partly(), sigma=3.0, bound=0.5, expected=10.0)
+    before, batch = copy.deepcopy(training.model), batch_of(DATA, start=0, stop=1)
+    training.step([batch[0], torch.zeros(1, dtype=torch.long)])
+    expected = 3.0 * 0.5 / 10.0
+    for (name, old), new in zip(before.named_parameters(), training.model.parameters(), strict=True):
+        spread = (old - new).detach().std().item()
+        assert 0.7 * expected < spread < 1.4 * expected, name
+    assert (before.unused.weight - training.model.unused.weight).std().item() == pytest.approx(expected, rel=0.06)
+    assert training.noise.stds == [1.5] * 4
+
+
+def test_noise_is_calibrated_to_the_clippers_current_bound():
+    training = Training(sigma=2.0, bound=1.0)
+    training.optimizer.max_grad_norm = 0.25
+    assert training.clipper.max_grad_norm == 0.25
+    training.clipper.max_grad_norm = 0.75
+    training.optimizer.noise_multiplier = 4.0
+    training.step(batch_of(DATA, start=0, stop=3))
+    assert set(training.noise.stds) == {3.0}
+
+
+def test_half_precision_sum_and_noise_are_formed_in_float32():
+    training = Training(model=small_model().bfloat16(), sigma=1.0)
+    seen = []
+    training.noise.add_ = lambda tensor, std: seen.append(tensor.dtype)
+    inputs, targets = batch_of(DATA, start=0, stop=3)
+    training.step([inputs.bfloat16(), targets])
+    assert set(seen) == {torch.float32}
+    assert {p.grad.dtype for p in training.model.parameters()} == {torch.bfloat16}
+
+
+def test_no_noise_warns_once():
+    training = Training(sigma=0.0)
+    with pytest.warns(UserWarning, match="not differentially private"):
+        training.step(batch_of(DATA, start=0, stop=2))
+    training.step(batch_of(DATA, start=0, stop=2))
+
+
+def test_step_before_any_backward_is_refused():
+    with pytest.raises(MissingGradientError, match="without a clipped gradient"):
+        Training().optimizer.step()
+
+
+def test_second_step_on_one_backward_is_refused():
+    training = Training()
+    training.step(batch_of(DATA, start=0, stop=2))
+    after = parameters_of(training.model)
+    with pytest.raises(MissingGradientError):
+        training.optimizer.step()
+    assert training.releases == 1
+    assert torch.equal(parameters_of(training.model), after)
+
+
+def test_gradient_cleared_before_step_is_refused():
+    training = Training()
+    training.backward(batch_of(DATA, start=0, stop=2))
+    training.optimizer.zero_grad()
+    with pytest.raises(MissingGradientError):
+        training.optimizer.step()
+
+
+@NO_NOISE
+def test_forgotten_zero_grad_does_not_add_released_gradients_again():
+    training, twin = Training(sigma=0.0), Training(sigma=0.0)
+    twin.model.load_state_dict(training.model.state_dict())
+    for start in (0, 3):
+        batch = batch_of(DATA, start=start, stop=start + 3)
+        training.step(batch)
+        twin.backward(batch)
+        twin.optimizer.step()
+    assert torch.equal(parameters_of(training.model), parameters_of(twin.model))
+
+
+def test_changed_sum_is_refused():
+    training = Training()
+    training.backward(batch_of(DATA, start=0, stop=2))
+    nn.utils.clip_grad_norm_(training.model.parameters(), 0.1)
+    with pytest.raises(TamperedGradientError):
+        training.optimizer.step()
+    assert training.releases == 0
+    assert training.noise.stds == []
+
+
+def test_empty_batch_is_a_step_of_noise():
+    training = Training(sigma=1.0)
+    training.optimizer.zero_grad()
+    training.clipper.mark_empty_batch()
+    before = parameters_of(training.model)
+    training.optimizer.step()
+    assert training.releases == 1
+    assert bool((parameters_of(training.model) != before).all())
+
+
+def test_hook_that_raises_stops_the_release():
+    training = Training()
+    before = parameters_of(training.model)
+
+    def over_budget(optimizer):
+        assert isinstance(optimizer, DPOptimizer)
+        raise GhostClipError("spent")
+
+    training.optimizer.attach_step_hook(over_budget)
+    training.backward(batch_of(DATA, start=0, stop=2))
+    with pytest.raises(GhostClipError, match="spent"):
+        training.optimizer.step()
+    assert training.noise.stds == []
+    assert torch.equal(parameters_of(training.model), before)
+
+
+def test_ledger_is_written_before_the_update():
+    training = Training()
+    before, seen = parameters_of(training.model), []
+    training.optimizer.attach_step_hook(lambda _: seen.append(torch.equal(parameters_of(training.model), before)))
+    training.step(batch_of(DATA, start=0, stop=2))
+    assert seen == [True]
+
+
+def test_parameter_frozen_after_backward_keeps_no_unprotected_gradient():
+    training = Training(sigma=1.0)
+    training.backward(batch_of(DATA, start=0, stop=2))
+    frozen = training.model[0].weight
+    frozen.requires_grad_(False)
+    before = frozen.detach().clone()
+    training.optimizer.step()
+    assert torch.equal(frozen, before)
+    assert frozen.grad is None
+
+
+def test_optimizer_with_a_strange_parameter_is_refused():
+    model, strange = small_model(), nn.Linear(2, 2)
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=1.0)
+    inner = torch.optim.SGD([*model.parameters(), *strange.parameters()], lr=0.1)
+    with pytest.raises(UncoveredParameterError, match="outside the model"):
+        DPOptimizer(inner, noise_multiplier=1.0, expected_batch_size=1, clipper=clipper, noise_source=None)
+
+
+def test_parameter_group_that_is_not_clipped_is_refused():
+    training, strange = Training(), nn.Linear(2, 2)
+    with pytest.raises(UncoveredParameterError):
+        training.optimizer.add_param_group({"params": strange.parameters()})
+    assert len(training.optimizer.param_groups) == 1
+
+
+def test_optimizer_over_a_part_of_the_model_warns_and_protects_that_part():
+    model = small_model()
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=1.0)
+    with pytest.warns(UserWarning, match="2 trainable parameter"):
+        optimizer = DPOptimizer(
+            torch.optim.SGD(model[2].parameters(), lr=1.0),
+            noise_multiplier=1.0,
+            expected_batch_size=1,
+            clipper=clipper,
+            noise_source=Training().noise,
+        )
+    before = copy.deepcopy(model)
+    inputs, targets = batch_of(DATA, start=0, stop=2)
+    clipper.backward(nn.functional.cross_entropy(model(inputs), targets, reduction="none"))
+    optimizer.step()
+    assert torch.equal(before[0].weight, model[0].weight)
+    assert not torch.equal(before[2].weight, model[2].weight)
+    assert model[0].weight.grad is None
+
+
+def test_closure_is_run_once_and_its_loss_returned():
+    training, calls = Training(), []
+
+    def closure():
+        calls.append(1)
+        training.optimizer.zero_grad()
+        training.backward(batch_of(DATA, start=0, stop=2))
+        return 17.0
+
+    assert training.optimizer.step(closure) == 17.0
+    assert len(calls) == training.releases == 1
+
+
+def test_lbfgs_is_refused():
+    model = small_model()
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=1.0)
+    with pytest.raises(InvalidOptionError, match="LBFGS"):
+        DPOptimizer(
+            torch.optim.LBFGS(model.parameters()),
+            noise_multiplier=1.0,
+            expected_batch_size=1,
+            clipper=clipper,
+            noise_source=None,
+        )
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("noise_multiplier", -1.0),
+        ("noise_multiplier", float("nan")),
+        ("noise_multiplier", None),
+        ("max_grad_norm", 0.0),
+        ("max_grad_norm", [1.0, 2.0]),
+        ("expected_batch_size", 0),
+        ("expected_batch_size", None),
+        ("loss_reduction", "none"),
+        ("loss_reduction", "sum"),
+    ],
+)
+def test_options_out_of_range_are_refused(option, value):
+    model = small_model()
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=1.0)
+    options = {"noise_multiplier": 1.0, "expected_batch_size": 4, "max_grad_norm": None, "loss_reduction": "mean"}
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(InvalidOptionError, match=option):
+        DPOptimizer(inner, **{**options, option: value}, clipper=clipper, noise_source=None)
+
+
+def test_unbounded_sensitivity_with_noise_is_refused():
+    training = Training(sigma=1.0, bound=float("inf"))
+    with pytest.raises(InvalidOptionError, match="unbounded"):
+        training.step(batch_of(DATA, start=0, stop=2))
+
+
+def test_bound_cannot_change_between_backward_and_step():
+    training = Training()
+    training.backward(batch_of(DATA, start=0, stop=2))
+    with pytest.raises(InvalidOptionError, match="already clipped"):
+        training.optimizer.max_grad_norm = 5.0
+
+
+def test_learning_rate_scheduler_takes_it_for_an_optimizer():
+    training = Training(learning_rate=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(training.optimizer, step_size=1, gamma=0.5)
+    for _ in range(2):
+        training.step(batch_of(DATA, start=0, stop=2))
+        scheduler.step()
+    assert training.optimizer.original_optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_scheduler_before_the_first_step_is_noticed():
+    training = Training()
+    scheduler = torch.optim.lr_scheduler.StepLR(training.optimizer, step_size=1)
+    with pytest.warns(UserWarning, match="before `optimizer.step\\(\\)`"):
+        scheduler.step()
+
+
+def test_state_is_the_inner_optimizers():
+    training = Training()
+    inner = torch.optim.Adam(training.model.parameters(), lr=0.1)
+    optimizer = DPOptimizer(
+        inner, noise_multiplier=1.0, expected_batch_size=2, clipper=training.clipper, noise_source=training.noise
+    )
+    training.backward(batch_of(DATA, start=0, stop=2))
+    optimizer.step()
+    other = torch.optim.Adam(training.model.parameters(), lr=0.5)
+    other.load_state_dict(optimizer.state_dict())
+    assert other.param_groups[0]["lr"] == 0.1
+    assert optimizer.state is inner.state
+    assert optimizer.defaults is inner.defaults
+    optimizer.load_state_dict(other.state_dict())
+    assert isinstance(optimizer, torch.optim.Optimizer)
+
+
+def test_torch_step_hooks_see_the_released_gradient():
+    training, seen = Training(sigma=1.0), []
+    training.optimizer.register_step_pre_hook(lambda *_: seen.append(training.model[0].weight.grad.clone()))
+    training.step(batch_of(DATA, start=0, stop=2))
+    assert torch.equal(seen[0], training.model[0].weight.grad)
+
+
+def test_grad_scaler_is_refused_when_it_scales():
+    training = Training()
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    training.backward(batch_of(DATA, start=0, stop=2))
+    off.step(training.optimizer)
+    scaler = torch.amp.GradScaler("cpu")
+    inputs, targets = batch_of(DATA, start=0, stop=2)
+    losses = nn.functional.cross_entropy(training.model(inputs), targets, reduction="none")
+    training.clipper.backward(scaler.scale(losses))
+    with pytest.raises(InvalidOptionError, match="GradScaler"):
+        scaler.step(training.optimizer)
+    assert training.releases == 1
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, pickle.dumps])
+def test_copies_are_refused(copier):
+    with pytest.raises(InvalidOptionError, match="state_dict"):
+        copier(Training().optimizer)
+
+
+def test_losses_of_shape_b_by_one_are_refused():
+    training = Training()
+    inputs, targets = batch_of(DATA, start=0, stop=4)
+    losses = nn.functional.cross_entropy(training.model(inputs), targets, reduction="none")
+    with pytest.raises(LossReductionError):
+        training.clipper.backward(losses[:, None])

@@ -1,0 +1,164 @@
+"""The search for the largest physical batch: against a model of memory, and against this machine's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ghostclip.errors import InvalidOptionError
+from ghostclip.utils.memory import PeakMemory, _ResidentSampler, available_bytes
+from ghostclip.utils.physical_batch_size import BatchSizeSearch, find_max_physical_batch_size, memory_limit
+
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+def run(search: BatchSizeSearch, *, fixed: float, slope: float, capacity: float | None = None) -> list[int]:
+    """Play a device whose peak is fixed + slope·size and that fails above its capacity."""
+    tried = []
+    while not search.settled and not search.nothing_fits:
+        tried.append(search.size)
+        peak = int(fixed + slope * search.size)
+        if capacity is not None and peak > capacity:
+            search.record_failure(search.size)
+        else:
+            search.record(search.size, peak)
+        assert len(tried) < 100
+    return tried
+
+
+@given(
+    fixed=st.integers(0, 10_000), slope=st.integers(0, 500), limit=st.integers(1, 100_000), upper=st.integers(1, 4096)
+)
+def test_search_never_settles_above_the_limit_and_comes_close(fixed, slope, limit, upper):
+    search = BatchSizeSearch(upper=upper, limit=limit)
+    tried = run(search, fixed=fixed, slope=slope)
+    best = upper if slope == 0 and fixed <= limit else min(upper, (limit - fixed) // max(slope, 1))
+    if best < 1:
+        assert search.nothing_fits
+        return
+    assert search.size <= best
+    assert search.size >= min(best, 7 * best // 8)
+    # Memory that is linear in the size is extrapolated: it is never exceeded after the first two sizes.
+    assert all(fixed + slope * size <= limit for size in tried[2:])
+
+
+@given(fixed=st.integers(0, 10_000), slope=st.integers(1, 500), capacity=st.integers(1, 100_000))
+def test_search_backs_off_from_failures(fixed, slope, capacity):
+    search = BatchSizeSearch(upper=10**6, limit=None)
+    run(search, fixed=fixed, slope=slope, capacity=capacity)
+    best = (capacity - fixed) // slope
+    if best < 1:
+        assert search.nothing_fits
+    else:
+        assert 7 * best // 8 <= search.size <= best
+
+
+def test_size_that_no_longer_fits_is_halved():
+    search = BatchSizeSearch(upper=64, limit=1000)
+    run(search, fixed=0, slope=1)
+    assert search.size == 64
+    search.record(64, 2000)
+    assert search.size == 32
+    assert search.settled
+
+
+def test_smaller_parts_than_asked_for_count_as_measured():
+    search = BatchSizeSearch(upper=64, limit=None)
+    search.record(1, 10)
+    search.record(2, 10)
+    search.record(3, 10)
+    assert search.size == 6
+
+
+def test_out_of_memory_is_survived_and_backed_off_from():
+    tried = []
+
+    def step(samples: int) -> None:
+        tried.append(samples)
+        if samples > 21:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    found = find_max_physical_batch_size(step, upper=1000, memory_budget=2**40)
+    assert 19 <= found <= 21
+    assert max(tried) <= 64
+
+
+def test_out_of_memory_for_one_sample_is_passed_on():
+    def step(_: int) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        find_max_physical_batch_size(step, upper=8, memory_budget=2**30)
+
+
+def test_other_errors_are_passed_on():
+    def step(samples: int) -> None:
+        if samples == 4:
+            raise RuntimeError("shapes do not match")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        find_max_physical_batch_size(step, upper=8, memory_budget=2**30)
+
+
+def test_budget_is_kept_on_the_cpu():
+    """A step of 8 MiB per sample within a budget of 100 MiB: at most 12 samples, and not far fewer."""
+    peaks = {}
+
+    def step(samples: int) -> None:
+        peaks[samples] = torch.ones(samples * 8 * MIB // 4).sum()
+
+    found = find_max_physical_batch_size(step, upper=1000, memory_budget=100 * MIB)
+    assert 8 <= found <= 12
+    assert max(peaks) <= 16
+
+
+def test_one_sample_over_the_budget_is_refused():
+    with pytest.raises(InvalidOptionError, match="one sample"):
+        find_max_physical_batch_size(lambda n: torch.ones(n * 16 * MIB).sum(), upper=8, memory_budget=MIB)
+
+
+@pytest.mark.parametrize("option", [{"upper": 0}, {"upper": 2.5}, {"upper": 4, "memory_budget": 0}])
+def test_options_out_of_range_are_refused(option):
+    with pytest.raises(InvalidOptionError, match=list(option)[-1]):
+        find_max_physical_batch_size(lambda _: None, **option)
+
+
+def test_default_budget_is_a_share_of_what_is_available():
+    room = available_bytes(CPU)
+    if room is None:
+        pytest.skip("this system does not say what memory is available")
+    limit = memory_limit(CPU, None)
+    assert 0.4 * room < limit - PeakMemory(CPU).in_use() < 0.6 * room
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_peak_is_seen_although_the_memory_is_free_again(sampled):
+    meter = PeakMemory(CPU)
+    before = meter.in_use()
+    meter.start()
+    if sampled:
+        meter._sampler = _ResidentSampler()
+        meter._sampler.start()
+    for _ in range(3):
+        torch.ones(64 * MIB // 4).sum()
+    peak = meter.stop()
+    assert 48 * MIB < peak - before < 160 * MIB
+
+
+@pytest.mark.gpu
+def test_cuda_limits_are_found_by_trying():
+    device = torch.device("cuda")
+    free, _ = torch.cuda.mem_get_info(device)
+    sample = free // 40
+
+    def step(samples: int) -> None:
+        torch.empty(samples * sample, dtype=torch.uint8, device=device)
+
+    found = find_max_physical_batch_size(step, upper=1000, device=device)
+    assert 30 <= found <= 40
+    assert torch.cuda.memory_allocated(device) < sample
+    budgeted = find_max_physical_batch_size(step, upper=1000, memory_budget=10 * sample, device=device)
+    assert 8 <= budgeted <= 10
