@@ -1,0 +1,75 @@
+"""The ``ghostclip`` command: one sub-command per job, each imported when it is asked for.
+
+Exit status: 0 done, 1 stopped by the machine (disk, memory), 2 wrong input (one line on stderr says what and where),
+130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from ghostclip.errors import GhostClipError
+
+EXIT_MACHINE = 1
+EXIT_WRONG_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    """A parser whose complaints are one line, like those of the jobs."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_WRONG_INPUT, f"{self.prog}: error: {message} ({self.prog} --help lists the options)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: The arguments after the program's name; ``None`` takes those of the process.
+
+    Returns:
+        The exit status.
+    """
+    arguments = vars(_parser().parse_args(argv))
+    job: Callable[[dict[str, object]], int] = arguments.pop("job")
+    prog = f"ghostclip {arguments.pop('command')}"
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    logging.captureWarnings(True)
+    try:
+        return job(arguments)
+    except GhostClipError as error:
+        return _complain(prog, error, EXIT_WRONG_INPUT)
+    except (OSError, MemoryError) as error:
+        return _complain(prog, error, EXIT_MACHINE)
+    except KeyboardInterrupt:
+        return _complain(prog, "interrupted", EXIT_INTERRUPTED)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _OneLineParser(prog="ghostclip", description="Train PyTorch models with differential privacy.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    summary = "train a causal transformer on text with differential privacy"
+    finetune = commands.add_parser(
+        "finetune", help=summary, description=summary.capitalize() + ".", argument_default=argparse.SUPPRESS
+    )
+    from ghostclip.finetune.arguments import add_arguments
+
+    add_arguments(finetune)
+    finetune.set_defaults(job=_finetune)
+    return parser
+
+
+def _finetune(given: dict[str, object]) -> int:
+    from ghostclip.finetune.job import run
+
+    return run(given)
+
+
+def _complain(prog: str, error: object, status: int) -> int:
+    print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return status

@@ -1,0 +1,155 @@
+"""A few ordinary, non-private steps of the same model, measured beside the private ones.
+
+Privacy:
+    They run on a copy with fresh weights, on made-up tokens, and the copy is thrown away: nothing of them reaches the
+    trained weights, and no private passage is read.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+
+from ghostclip.finetune.losses import passage_losses, precision
+from ghostclip.finetune.memory import peak_bytes
+from ghostclip.finetune.options import FinetuneOptions
+from ghostclip.finetune.steps import UNTIMED_STEPS, StepMeasures, adamw, made_up_passages, vocabulary_of
+
+
+class OrdinarySteps:
+    """Ordinary steps with the same shapes, optimizer and precision as the private ones.
+
+    Args:
+        model: A fresh copy of the model, on the device.
+        options: The run's options.
+        width: Tokens of a passage.
+        physical_batch: Samples computed at once, as in the private steps.
+    """
+
+    def __init__(self, model: nn.Module, options: FinetuneOptions, *, width: int, physical_batch: int) -> None:
+        self.measures = StepMeasures(physical_batch=physical_batch)
+        self._model = model.train()
+        self._device = next(model.parameters()).device
+        self._dtype = options.dtype
+        self._optimizer = adamw(model, options.learning_rate)
+        ids_BT, _ = made_up_passages(options.batch_size, width, vocabulary_of(model), self._device)
+        self._samples = len(ids_BT)
+        self._parts = ids_BT.split(physical_batch)
+
+    def measure(self, count: int) -> None:
+        """Take steps and time them; the first time, also warm up and measure memory.
+
+        Args:
+            count: Steps to time.
+        """
+        if not self.measures.timed:
+            self._step(measure_memory=False)
+            self._step(measure_memory=True)
+        for _ in range(count):
+            began = time.perf_counter()
+            self._step(measure_memory=False)
+            self.measures.timed.append((self._samples, time.perf_counter() - began))
+
+    def _step(self, *, measure_memory: bool) -> None:
+        for number, ids_BT in enumerate(self._parts, start=1):
+            work = partial(self._part, ids_BT, last=number == len(self._parts))
+            if measure_memory:
+                peak = peak_bytes(work, self._device)
+                self.measures.peak_bytes = max(self.measures.peak_bytes or 0, peak or 0) or None
+            else:
+                work()
+
+    def _part(self, ids_BT: torch.Tensor, *, last: bool) -> None:
+        lengths_B = torch.full((len(ids_BT),), ids_BT.shape[1], device=self._device)
+        with precision(self._device, self._dtype):
+            loss = passage_losses(self._model, ids_BT, lengths_B).sum() / self._samples
+        loss.backward()
+        float(loss.detach())  # the private loop reads its loss too, which waits for the device
+        if last:
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+
+
+class Comparison:
+    """Decides when ordinary steps are measured, and sees to it that a failure there costs the run nothing.
+
+    On the CPU they are spread over the run, so that both kinds of step see the same machine, busy or idle. On other
+    devices they wait for the end, when the trained model has left the device: a copy beside it might not fit.
+
+    Args:
+        make_copy: Gives a fresh copy of the model, on the CPU.
+        options: The run's options.
+        width: Tokens of a passage.
+        device: Where the private steps run.
+    """
+
+    def __init__(
+        self, make_copy: Callable[[], nn.Module], options: FinetuneOptions, *, width: int, device: torch.device
+    ) -> None:
+        self._make_copy = make_copy
+        self._options = options
+        self._width = width
+        self._device = device
+        self._steps: OrdinarySteps | None = None
+        self.missing = "not measured (--comparison-steps 0)" if options.comparison_steps == 0 else ""
+
+    @property
+    def measures(self) -> StepMeasures | None:
+        """What was measured, if anything was."""
+        return None if self._steps is None or self.missing else self._steps.measures
+
+    def after_private_step(self, done: int, total: int, *, physical_batch: int) -> None:
+        """Measure on the CPU, when the time for another ordinary step has come.
+
+        Args:
+            done: Private steps of this session so far.
+            total: Private steps that this session will have.
+            physical_batch: Samples computed at once.
+        """
+        if self._device.type == "cpu" and done > UNTIMED_STEPS:
+            share = (done - UNTIMED_STEPS) / max(1, total - UNTIMED_STEPS)
+            self._measure_up_to(math.ceil(share * self._options.comparison_steps), physical_batch)
+
+    def finish(self, *, physical_batch: int) -> None:
+        """Measure what is left, after the last private step.
+
+        Args:
+            physical_batch: Samples computed at once; 0 where this session took no step.
+        """
+        if physical_batch == 0:
+            self.missing = "not measured (this session took no private step)"
+        self._measure_up_to(self._options.comparison_steps, physical_batch)
+
+    def _measure_up_to(self, count: int, physical_batch: int) -> None:
+        if self.missing:
+            return
+        # Building the copy and its dropout draw random numbers, which must not change those of the private run.
+        with torch.random.fork_rng(devices=[]):
+            try:
+                if self._steps is None:
+                    copy = self._make_copy().to(self._device)
+                    self._steps = OrdinarySteps(copy, self._options, width=self._width, physical_batch=physical_batch)
+                self._steps.measure(count - len(self._steps.measures.timed))
+            except (torch.OutOfMemoryError, MemoryError):
+                self.missing = "not measured (out of memory)"
+
+
+def seconds_per_step(measures: StepMeasures, batch_size: int) -> float | None:
+    """Give the time of a step of ``batch_size`` samples.
+
+    Poisson batches differ in size, so a step's time is scaled by its samples; the median ignores a machine's hiccups.
+
+    Args:
+        measures: What was measured.
+        batch_size: Samples of the step in question.
+
+    Returns:
+        Seconds, or ``None`` where nothing was timed.
+    """
+    rates = sorted(seconds / samples for samples, seconds in measures.timed if samples > 0)
+    return batch_size * rates[len(rates) // 2] if rates else None

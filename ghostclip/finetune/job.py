@@ -1,0 +1,228 @@
+"""The main job, in order: check, plan, train privately, compare, write the results.
+
+Everything that can be refused is refused before the output folder is touched.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ghostclip.errors import InvalidOptionError
+from ghostclip.finetune import output as files
+from ghostclip.finetune.models import require_known_model
+from ghostclip.finetune.options import FinetuneOptions, resumed_options
+from ghostclip.finetune.plot import Curves, draw, require_plotting
+from ghostclip.finetune.tokens import go_offline
+
+if TYPE_CHECKING:
+    from ghostclip.finetune.checkpoint import ResumePoint
+    from ghostclip.finetune.comparison import Comparison
+    from ghostclip.finetune.prepare import Prepared
+    from ghostclip.finetune.progress import ProgressBar
+    from ghostclip.finetune.record import Outcome
+    from ghostclip.finetune.training import PrivateTraining
+
+EXIT_INTERRUPTED = 130
+
+
+def run(given: dict[str, object]) -> int:
+    """Run the job.
+
+    Args:
+        given: The options that were given, by field name of ``FinetuneOptions``.
+
+    Returns:
+        The exit status: 0, or 130 when it was interrupted and can be resumed.
+    """
+    options, resume = _options(given)
+    go_offline()
+    _require_libraries()
+    from ghostclip.finetune.prepare import prepare
+    from ghostclip.finetune.report import plan_text, result_text
+
+    prepared = prepare(options, resume)
+    print(plan_text(prepared.data, prepared.model_text, prepared.mechanism, state=prepared.state, options=options))
+    for line in prepared.warnings:
+        print(f"warning: {line}", file=sys.stderr)
+    try:
+        training, comparison = _train(prepared, resume)
+        if prepared.state.step < prepared.mechanism.steps:
+            return _interrupted(prepared)
+        outcome = _finish(prepared, training, comparison)
+    except KeyboardInterrupt:
+        return _interrupted(prepared)
+    print(result_text(outcome))
+    return 0
+
+
+def _options(given: dict[str, object]) -> tuple[FinetuneOptions, ResumePoint | None]:
+    from ghostclip.finetune.checkpoint import ResumePoint
+
+    resuming = bool(given.get("resume"))
+    FinetuneOptions(**given).validate()  # type: ignore[arg-type]
+    asked = given.get("output")
+    folder = files.choose_folder(asked if isinstance(asked, Path) else None, resume=resuming)
+    if resuming:
+        point = ResumePoint(folder)
+        options = resumed_options(point.recorded_options(), {**given, "output": folder})
+        options.validate()
+        return options, point
+    options = FinetuneOptions(**{**given, "output": folder})  # type: ignore[arg-type]
+    require_known_model(options.model)
+    files.require_usable(folder, overwrite=options.overwrite)
+    return options, None
+
+
+def _require_libraries() -> None:
+    try:
+        import safetensors
+        import tqdm
+        import transformers
+    except ImportError as error:
+        raise InvalidOptionError(f"{error.name} is not installed: pip install 'ghostclip[transformers]'") from error
+    require_plotting()
+    # The checkpoint is written after minutes of training; its own progress bars and advice are noise there.
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    del safetensors, tqdm
+
+
+def _train(prepared: Prepared, resume: ResumePoint | None) -> tuple[PrivateTraining, Comparison]:
+    """Train until the steps are spent or stopping is asked for; what happened is on disk afterwards."""
+    import torch
+
+    from ghostclip.finetune.comparison import Comparison
+    from ghostclip.finetune.interrupts import StopRequest
+    from ghostclip.finetune.ledger import Ledger
+    from ghostclip.finetune.models import fresh_copy
+    from ghostclip.finetune.progress import ProgressBar
+    from ghostclip.finetune.training import PrivateTraining
+
+    state, steps, width = prepared.state, prepared.mechanism.steps, prepared.split.training.width
+    training = PrivateTraining(prepared.model, prepared.split.training, prepared.mechanism, prepared.options, state)
+    if prepared.tensors is not None:
+        training.restore(prepared.tensors)
+    point = resume if resume is not None else _begin(prepared, training)
+    copy = partial(fresh_copy, prepared.model)
+    comparison = Comparison(copy, prepared.options, width=width, device=prepared.device)
+    try:
+        with (
+            StopRequest() as stop,
+            Ledger(point.ledger_path) as ledger,
+            ProgressBar(steps=steps, done=state.step, epsilon=training.epsilon) as bar,
+        ):
+            on_step = _on_step(prepared, training, point, comparison, bar)
+            training.run(ledger=ledger, stop=stop, on_step=on_step)
+            point.save(state, training.snapshot())
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(_memory_advice(prepared, str(error).splitlines()[0])) from error
+    finally:
+        training.close()
+    return training, comparison
+
+
+def _on_step(
+    prepared: Prepared, training: PrivateTraining, point: ResumePoint, comparison: Comparison, bar: ProgressBar
+) -> Callable[[], None]:
+    state, first = prepared.state, prepared.state.step
+    saved = time.monotonic()
+
+    def on_step() -> None:
+        nonlocal saved
+        physical_batch = training.measures.physical_batch
+        bar.step(state.losses[-1], state.samples[-1] or 0, physical_batch)
+        comparison.after_private_step(
+            state.step - first, prepared.mechanism.steps - first, physical_batch=physical_batch
+        )
+        if time.monotonic() - saved >= prepared.options.checkpoint_seconds:
+            point.save(state, training.snapshot())
+            saved = time.monotonic()
+
+    return on_step
+
+
+def _begin(prepared: Prepared, training: PrivateTraining) -> ResumePoint:
+    """Make the output folder and the first resume point."""
+    from ghostclip.finetune.checkpoint import ResumePoint
+
+    files.start_anew(prepared.output)
+    point = ResumePoint(prepared.output)
+    point.begin(prepared.options)
+    point.save(prepared.state, training.snapshot())
+    return point
+
+
+def _interrupted(prepared: Prepared) -> int:
+    mechanism, step = prepared.mechanism, prepared.state.step
+    print(
+        f"\nstopped after step {step} of {mechanism.steps}, ε = {mechanism.epsilon_after(step):.3f} spent so far; "
+        f"continue with: ghostclip finetune --resume --output {prepared.output}",
+        file=sys.stderr,
+    )
+    return EXIT_INTERRUPTED
+
+
+def _memory_advice(prepared: Prepared, reason: str) -> str:
+    return (
+        f"out of memory ({reason}); continue with: ghostclip finetune --resume --output {prepared.output} "
+        "--physical-batch-size B, with a smaller B"
+    )
+
+
+def _finish(prepared: Prepared, training: PrivateTraining, comparison: Comparison) -> Outcome:
+    """Evaluate, write the checkpoint, compare, and write plot and record; then the run cannot be resumed any more."""
+    from ghostclip.finetune.checkpoint import ResumePoint
+    from ghostclip.finetune.prepare import evaluate
+    from ghostclip.finetune.record import write_record
+
+    after = evaluate(prepared.model, prepared.split, prepared.options)
+    prepared.model.to("cpu")
+    files.save_model(prepared.model, prepared.tokens, prepared.output)
+    comparison.finish(physical_batch=training.measures.physical_batch)
+    outcome = _outcome(prepared, training, comparison, after)
+    draw(_curves(outcome), prepared.output / files.PLOT)
+    write_record(outcome, prepared.output / files.RECORD)
+    ResumePoint(prepared.output).remove()
+    return outcome
+
+
+def _outcome(prepared: Prepared, training: PrivateTraining, comparison: Comparison, after: float) -> Outcome:
+    from ghostclip.finetune.privacy import assumptions
+    from ghostclip.finetune.record import Outcome
+
+    options, mechanism = prepared.options, prepared.mechanism
+    return Outcome(
+        options=options,
+        output=prepared.output,
+        data=prepared.data,
+        model=prepared.model_text,
+        strategy=training.strategy,
+        device=str(prepared.device),
+        mechanism=mechanism,
+        assumptions=tuple(assumptions(mechanism, prepared.data.most_per_document, options)),
+        warnings=prepared.warnings,
+        state=prepared.state,
+        # The accountant's own ledger, not the plan: it counted what was released.
+        epsilon=training.epsilon(),
+        perplexity_after=after,
+        private=training.measures,
+        ordinary=comparison.measures,
+        ordinary_missing=comparison.missing,
+    )
+
+
+def _curves(outcome: Outcome) -> Curves:
+    mechanism = outcome.mechanism
+    return Curves(
+        losses=outcome.state.losses,
+        epsilons=mechanism.curve(outcome.state.step),
+        held_out=(math.log(outcome.state.perplexity_before), math.log(outcome.perplexity_after)),
+        target_epsilon=mechanism.target_epsilon,
+        delta=mechanism.delta,
+    )

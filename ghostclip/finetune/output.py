@@ -1,0 +1,169 @@
+"""The output folder: refusing to overwrite, writing atomically, saving a model that transformers loads.
+
+Every file appears by a rename, so that a crash leaves the old file or the new one, never half of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ghostclip.errors import OutputError, ResumeError
+from ghostclip.finetune.options import FinetuneOptions
+from ghostclip.finetune.tokens import Tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+RECORD = "run.json"
+PLOT = "plot.png"
+RESUME_FOLDER = "resume"
+RESUME_STATE = "state.pt"
+
+
+def choose_folder(given: Path | None, *, resume: bool) -> Path:
+    """Pick the output folder.
+
+    Args:
+        given: What ``--output`` says, or ``None``.
+        resume: Whether an interrupted run is to be continued.
+
+    Returns:
+        The given one; else the newest interrupted ``ghostclip-run*`` when resuming, else the first of
+        ``ghostclip-run``, ``ghostclip-run-2``, … that holds nothing.
+
+    Raises:
+        ResumeError: Nothing here can be resumed.
+    """
+    if given is not None:
+        return given
+    base = FinetuneOptions.output
+    if resume:
+        states = list(base.parent.glob(f"{base.name}*/{RESUME_FOLDER}/{RESUME_STATE}"))
+        if not states:
+            raise ResumeError(f"no interrupted run {base.name}* lies in this folder: name its folder with --output")
+        return max(states, key=lambda state: state.stat().st_mtime).parent.parent
+    number = 1
+    folder = base
+    while _occupied(folder):
+        number += 1
+        folder = base.with_name(f"{base.name}-{number}")
+    return folder
+
+
+def require_usable(folder: Path, *, overwrite: bool) -> None:
+    """Refuse a folder whose contents a new run would replace, or that cannot be made; changes nothing.
+
+    Args:
+        folder: The output folder.
+        overwrite: Whether replacing was asked for.
+
+    Raises:
+        OutputError: It is in use, is a file, or cannot be written.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise OutputError(f"--output {folder}: a file lies there, not a folder")
+    if _occupied(folder) and not overwrite:
+        interrupted = (folder / RESUME_FOLDER / RESUME_STATE).is_file()
+        remedy = (
+            "--resume continues the interrupted run in it, --overwrite"
+            if interrupted
+            else "name another folder; --overwrite"
+        )
+        raise OutputError(f"--output {folder}: the folder is not empty; {remedy} replaces what lies there")
+    nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise OutputError(
+            f"--output {folder}: cannot be written ({nearest} is {'read-only' if nearest.is_dir() else 'a file'})"
+        )
+
+
+def start_anew(folder: Path) -> None:
+    """Make the folder, and drop what an earlier run of ours left for resuming; files of others stay.
+
+    Args:
+        folder: The output folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / RESUME_FOLDER).exists():
+        shutil.rmtree(folder / RESUME_FOLDER)
+
+
+@contextlib.contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Give a temporary path beside ``path`` that takes its place when the block ends well, and vanishes otherwise.
+
+    Args:
+        path: The file to be written.
+
+    Yields:
+        Where to write it; the suffix is that of ``path``.
+    """
+    handle, name = tempfile.mkstemp(prefix=".", suffix=path.suffix, dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.chmod(0o666 & ~_umask())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 file atomically.
+
+    Args:
+        path: The file.
+        text: What it will hold.
+    """
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def save_model(model: PreTrainedModel, tokens: Tokens, folder: Path) -> None:
+    """Save model and tokenizer so that ``from_pretrained(folder)`` loads them.
+
+    They are written whole into a temporary folder first; only then does each file take its place.
+
+    Args:
+        model: The model, without hooks of the engine.
+        tokens: Its tokenizer.
+        folder: The output folder, which exists.
+    """
+    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as name:
+        written = Path(name)
+        model.save_pretrained(str(written))
+        tokens.save(written)
+        files = sorted(path for path in written.rglob("*") if path.is_file())
+        # Weights before config.json: a reader who finds the new configuration finds the new weights too.
+        for path in sorted(files, key=lambda path: path.name == "config.json"):
+            target = folder / path.relative_to(written)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.replace(target)
+        _remove_stale_weights(folder, kept={path.name for path in files})
+
+
+def _remove_stale_weights(folder: Path, *, kept: set[str]) -> None:
+    # A larger model's shards and index, left from the run that is overwritten, would be loaded instead of ours.
+    for pattern in ("model*.safetensors*", "pytorch_model*"):
+        for path in folder.glob(pattern):
+            if path.name not in kept:
+                path.unlink()
+
+
+def _occupied(folder: Path) -> bool:
+    return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,136 @@
+"""Getting ready: everything of a run is loaded and checked here, before anything is written."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from ghostclip.errors import InvalidOptionError, ResumeError
+from ghostclip.finetune.checkpoint import ResumePoint, RunState, TensorState
+from ghostclip.finetune.losses import perplexity
+from ghostclip.finetune.models import context_length, describe_model, make_model, require_causal
+from ghostclip.finetune.options import FinetuneOptions
+from ghostclip.finetune.passages import Split, split_passages
+from ghostclip.finetune.privacy import Mechanism, plan_mechanism, warnings_about
+from ghostclip.finetune.record import DataFacts
+from ghostclip.finetune.sources import describe_source, read_documents
+from ghostclip.finetune.steps import check_private
+from ghostclip.finetune.tokens import Tokens, choose_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ghostclip.clipping.clipper import Strategy
+
+EVALUATION_BATCH = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A run that can begin: everything is loaded and checked, nothing is written. ``tensors`` is None for a new run."""
+
+    options: FinetuneOptions
+    output: Path
+    device: torch.device
+    tokens: Tokens
+    split: Split
+    data: DataFacts
+    model: PreTrainedModel
+    model_text: str
+    mechanism: Mechanism
+    warnings: tuple[str, ...]
+    state: RunState
+    tensors: TensorState | None
+
+
+def prepare(options: FinetuneOptions, resume: ResumePoint | None) -> Prepared:
+    """Load and check everything, and write nothing.
+
+    Args:
+        options: The run's options.
+        resume: The interrupted run's resume point, or ``None`` for a new run.
+
+    Returns:
+        The run, ready to begin.
+    """
+    device = _device(options.device)
+    documents = read_documents(options.data, text_column=options.text_column)
+    state, tensors = resume.load() if resume is not None else (None, None)
+    seed = state.seed if state is not None else _seed(options)
+    tokens = choose_tokens(options.tokenizer, options.model)
+    model = make_model(options, tokens, seed=seed)
+    split = split_passages(
+        documents, tokens, context_length=context_length(model, options),
+        most_per_document=options.max_passages_per_document, eval_fraction=options.eval_fraction, seed=seed,
+    )  # fmt: skip
+    mechanism = plan_mechanism(options, len(split.training))
+    require_causal(model, length=split.training.width)
+    model.to(device)
+    _check_private(model, split, options)
+    return Prepared(
+        options=options, output=options.output, device=device, tokens=tokens, split=split,
+        data=_facts(options, tokens, split), model=model, model_text=describe_model(model, options),
+        mechanism=mechanism, warnings=tuple(warnings_about(mechanism, options)), tensors=tensors,
+        state=_checked_state(state, split) if state is not None else _first_state(model, split, options, seed),
+    )  # fmt: skip
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise InvalidOptionError(f"--device {name}: not usable on this machine ({reason})") from error
+    return device
+
+
+def _seed(options: FinetuneOptions) -> int:
+    return secrets.randbits(48) if options.seed is None else options.seed
+
+
+def _facts(options: FinetuneOptions, tokens: Tokens, split: Split) -> DataFacts:
+    return DataFacts(
+        source=describe_source(options.data), tokens=tokens.description, documents=split.documents,
+        training=len(split.training), held_out=len(split.held_out),
+        evaluated=min(options.eval_samples, len(split.held_out)), most_per_document=split.most_per_document,
+        passage_length=split.training.width,
+    )  # fmt: skip
+
+
+def _check_private(model: PreTrainedModel, split: Split, options: FinetuneOptions) -> None:
+    check_private(model, width=split.training.width, strategy=cast("Strategy", options.strategy), dtype=options.dtype)
+
+
+def _checked_state(state: RunState, split: Split) -> RunState:
+    if state.fingerprint != split.training.fingerprint():
+        raise ResumeError("the data (or its tokenizer) changed since the run was interrupted: start anew elsewhere")
+    return state
+
+
+def _first_state(model: PreTrainedModel, split: Split, options: FinetuneOptions, seed: int) -> RunState:
+    return RunState(
+        seed=seed, fingerprint=split.training.fingerprint(), perplexity_before=evaluate(model, split, options)
+    )
+
+
+def evaluate(model: PreTrainedModel, split: Split, options: FinetuneOptions) -> float:
+    """Measure held-out perplexity.
+
+    Args:
+        model: The model, on its device.
+        split: The passages.
+        options: The run's options.
+
+    Returns:
+        Perplexity per token.
+    """
+    return perplexity(
+        model, split.held_out, limit=options.eval_samples, batch_size=EVALUATION_BATCH, dtype=options.dtype
+    )

@@ -1,0 +1,176 @@
+"""The mechanism of a run: how much noise over how many steps, and what its (ε, δ) assumes.
+
+Symbols: N training passages, B expected batch size, q = B/N sampling rate, σ noise multiplier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ghostclip.accounting import create_accountant, get_noise_multiplier
+from ghostclip.errors import InvalidOptionError
+from ghostclip.finetune.options import ARCHITECTURES, DEFAULT_EPOCHS, FinetuneOptions
+
+ACCOUNTANT = "rdp"
+_NOISE = {True: "secure (a cryptographic keystream", False: "fast (a statistical generator"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mechanism:
+    """A run's private mechanism: ``steps`` Poisson-subsampled Gaussian releases.
+
+    ``sample_rate`` is q, ``noise_multiplier`` is σ (standard deviation of the noise over ``max_grad_norm``).
+    """
+
+    passages: int
+    batch_size: int
+    sample_rate: float
+    steps: int
+    noise_multiplier: float
+    max_grad_norm: float
+    target_epsilon: float
+    delta: float
+
+    def epsilon_after(self, steps: int) -> float:
+        """Bound ε after some steps.
+
+        Args:
+            steps: Steps released.
+
+        Returns:
+            An upper bound; 0 before the first step.
+        """
+        if steps == 0:
+            return 0.0
+        accountant = create_accountant(ACCOUNTANT)
+        accountant.load_state_dict(
+            {"mechanism": ACCOUNTANT, "history": [(self.noise_multiplier, self.sample_rate, steps)]}
+        )
+        return accountant.get_epsilon(self.delta)
+
+    def curve(self, steps: int, *, points: int = 60) -> list[tuple[int, float]]:
+        """Give ε at evenly spaced steps from 0 on.
+
+        Args:
+            steps: The last step.
+            points: Intervals at most.
+
+        Returns:
+            Pairs (step, ε).
+        """
+        at = sorted({round(steps * i / points) for i in range(points + 1)})
+        return [(step, self.epsilon_after(step)) for step in at]
+
+
+def plan_mechanism(options: FinetuneOptions, passages: int) -> Mechanism:
+    """Find the noise that keeps the whole run within the budget.
+
+    Without ``--delta``, δ = 1/(10 N): a mechanism that publishes one random passage in the clear satisfies δ = 1/N,
+    so δ must lie well below that, and a tenth of it is the usual compromise between that and the noise a smaller δ
+    costs.
+
+    Args:
+        options: The run's options.
+        passages: N.
+
+    Returns:
+        The mechanism.
+
+    Raises:
+        InvalidOptionError: The batch is larger than the data.
+    """
+    if options.batch_size > passages:
+        raise InvalidOptionError(
+            f"--batch-size {options.batch_size} is larger than the data ({passages} training passages): "
+            f"give at most {passages}, and far less for better privacy"
+        )
+    sample_rate = options.batch_size / passages
+    epochs = DEFAULT_EPOCHS if options.epochs is None else options.epochs
+    steps = options.steps if options.steps is not None else max(1, round(epochs / sample_rate))
+    delta = default_delta(passages) if options.delta is None else options.delta
+    sigma = get_noise_multiplier(
+        target_epsilon=options.epsilon, target_delta=delta, sample_rate=sample_rate, steps=steps, accountant=ACCOUNTANT
+    )
+    return Mechanism(
+        passages=passages, batch_size=options.batch_size, sample_rate=sample_rate, steps=steps, noise_multiplier=sigma,
+        max_grad_norm=options.max_grad_norm, target_epsilon=options.epsilon, delta=delta,
+    )  # fmt: skip
+
+
+def default_delta(passages: int) -> float:
+    """Give δ = 1/(10 N).
+
+    Args:
+        passages: N.
+
+    Returns:
+        δ.
+    """
+    return 1.0 / (10.0 * passages)
+
+
+def warnings_about(mechanism: Mechanism, options: FinetuneOptions) -> list[str]:
+    """Say what weakens the guarantee, in one line each.
+
+    Args:
+        mechanism: The planned mechanism.
+        options: The run's options.
+
+    Returns:
+        The lines, most often none.
+    """
+    lines: list[str] = []
+    if mechanism.delta >= 1.0 / mechanism.passages:
+        lines.append(
+            f"δ = {mechanism.delta:.3g} is not below 1/N = {1.0 / mechanism.passages:.3g}: "
+            "publishing one random passage in the clear would satisfy it"
+        )
+    if mechanism.target_epsilon > 10.0:
+        lines.append(f"ε = {mechanism.target_epsilon:g} promises little: an attacker's odds may grow by e^ε")
+    if options.seed is not None:
+        lines.append(
+            "--seed fixes the split, initial weights and dropout; noise and sampling stay random, as they must"
+        )
+    if options.unsafe_noise_seed is not None:
+        lines.append("--unsafe-noise-seed fixes the noise: whoever knows it removes it, so THIS RUN IS NOT PRIVATE")
+    return lines
+
+
+def assumptions(mechanism: Mechanism, most_per_document: int, options: FinetuneOptions) -> Sequence[str]:
+    """List what the (ε, δ) of a run holds under, and what it does not cover.
+
+    Args:
+        mechanism: The mechanism.
+        most_per_document: Training and held-out passages that the longest document makes.
+        options: The run's options.
+
+    Returns:
+        Sentences.
+    """
+    lines = [
+        "Unit of privacy: one passage. Neighbouring data sets differ by one passage added, removed, or emptied; "
+        f"the number of training passages (N = {mechanism.passages}) is public.",
+        f"Mechanism: {mechanism.steps} Gaussian steps over Poisson samples (each passage joins with probability "
+        f"q = {mechanism.sample_rate:.5g}), gradients clipped to C = {mechanism.max_grad_norm:g} per passage, "
+        f"noise multiplier σ = {mechanism.noise_multiplier:.4f}; accounted with Rényi divergences ({ACCOUNTANT}).",
+        "Protected: the weights after every step, and so the checkpoint. "
+        f"Noise level {_NOISE[options.secure_noise]} "
+        "with a fresh secret key), in floating point: attacks on rounding or timing are not covered.",
+        "Not protected: the training losses, batch sizes and speeds shown, plotted and recorded, the held-out passages "
+        "and their perplexity, and choices made by looking at them (such as trying several settings).",
+    ]
+    if most_per_document > 1:
+        lines.insert(1, _document_line(most_per_document))
+    if options.tokenizer is not None:
+        lines.append("Assumed: the tokenizer was not trained on this text.")
+    if options.model not in ARCHITECTURES:
+        lines.append("Assumed: the initial weights do not depend on this text.")
+    return lines
+
+
+def _document_line(most: int) -> str:
+    return (
+        f"A document is several samples (up to {most} passages), so a whole document is protected far less than a "
+        "passage; --max-passages-per-document 1 makes the two the same."
+    )

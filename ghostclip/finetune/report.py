@@ -1,0 +1,133 @@
+"""What a person reads: the plan before the run, and the results after it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+
+from ghostclip.finetune.checkpoint import RunState
+from ghostclip.finetune.options import FinetuneOptions
+from ghostclip.finetune.output import PLOT, RECORD
+from ghostclip.finetune.privacy import Mechanism
+from ghostclip.finetune.record import DataFacts, Outcome
+
+_WIDTH = 100
+_LABEL = 14
+
+
+def plan_text(data: DataFacts, model: str, mechanism: Mechanism, *, state: RunState, options: FinetuneOptions) -> str:
+    """Say what is about to happen.
+
+    Args:
+        data: The samples.
+        model: The model in words.
+        mechanism: The mechanism.
+        state: What happened so far.
+        options: The run's options.
+
+    Returns:
+        Lines.
+    """
+    privacy = (
+        f"ε ≤ {mechanism.target_epsilon:g} at δ = {mechanism.delta:.3g}"
+        f"{'' if options.delta is not None else ' (1/(10 N), N = training passages)'}, for one passage; "
+        f"σ = {mechanism.noise_multiplier:.3f}, C = {mechanism.max_grad_norm:g}, q = {mechanism.sample_rate:.4f}"
+    )
+    epochs = mechanism.steps * mechanism.sample_rate
+    steps = f"{mechanism.steps} private steps of {mechanism.batch_size} passages on average ({epochs:.3g} epochs)"
+    if state.step:
+        steps += f", of which {state.step} are done or counted as spent"
+    return "\n".join(
+        (_item("data", _data_text(data)), _item("model", model), _item("privacy", privacy), _item("training", steps))
+    )
+
+
+def result_text(outcome: Outcome) -> str:
+    """Say what came out.
+
+    Args:
+        outcome: The run.
+
+    Returns:
+        Lines.
+    """
+    before, after = outcome.state.perplexity_before, outcome.perplexity_after
+    mechanism = outcome.mechanism
+    guarantee = (
+        f"(ε = {outcome.epsilon:.3f}, δ = {mechanism.delta:.3g}) after {outcome.state.step} steps"
+        if outcome.is_private
+        else "NONE: the noise was fixed with --unsafe-noise-seed"
+    )
+    lines = [
+        "",
+        _item("perplexity", f"{before:.2f} → {after:.2f} per token on {outcome.data.evaluated} held-out passages"),
+        _item("privacy", guarantee),
+        *(_item("", f"- {line}") for line in outcome.assumptions),
+        *(_item("warning", line) for line in outcome.warnings),
+        *_cost_lines(outcome),
+        *_file_lines(outcome),
+    ]
+    return "\n".join(lines)
+
+
+def _data_text(data: DataFacts) -> str:
+    return (
+        f"{data.source}: {data.documents} documents → {data.training} training and {data.held_out} held-out passages "
+        f"of up to {data.passage_length} tokens ({data.tokens}); one passage is one sample and the unit of privacy "
+        f"(the longest document makes {data.most_per_document})"
+    )
+
+
+def _cost_lines(outcome: Outcome) -> list[str]:
+    return [
+        _item("step time", _beside(outcome.private_seconds, outcome.ordinary_seconds, _seconds)),
+        _item("step memory", _beside(*_peaks(outcome), _mebibytes) + ", peak above weights and optimizer state"),
+        _item(
+            "",
+            f"for {outcome.mechanism.batch_size} samples, {outcome.private.physical_batch} at once, clipped by "
+            f"{outcome.strategy} on {outcome.device}; ordinary: {_ordinary_text(outcome)}",
+        ),
+    ]
+
+
+def _ordinary_text(outcome: Outcome) -> str:
+    if outcome.ordinary is None:
+        return outcome.ordinary_missing
+    return f"{len(outcome.ordinary.timed)} non-private steps of a copy with fresh weights, which was thrown away"
+
+
+def _peaks(outcome: Outcome) -> tuple[float | None, float | None]:
+    return outcome.private.peak_bytes, None if outcome.ordinary is None else outcome.ordinary.peak_bytes
+
+
+def _file_lines(outcome: Outcome) -> list[str]:
+    folder = outcome.output
+    return [
+        _item("checkpoint", f"{folder} (transformers.AutoModelForCausalLM.from_pretrained loads it)"),
+        _item("plot", f"{folder / PLOT} (exact losses: as private as the data)"),
+        _item("record", f"{folder / RECORD} (exact losses: as private as the data)"),
+    ]
+
+
+def _beside(private: float | None, ordinary: float | None, unit: Callable[[float], str]) -> str:
+    if private is None:
+        return "not measured (too few steps)"
+    if ordinary is None:
+        return f"{unit(private)} private, ordinary not measured"
+    return f"{unit(private)} private, {unit(ordinary)} ordinary: {private / ordinary:.2f} ×"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1.0 else f"{1e3 * value:.3g} ms"
+
+
+def _mebibytes(value: float) -> str:
+    return f"{value / 2**20:.4g} MiB"
+
+
+def _item(label: str, text: str) -> str:
+    head = f"{label}:" if label else ""
+    return textwrap.fill(
+        text, _WIDTH, initial_indent=head.ljust(_LABEL), subsequent_indent=" " * _LABEL, break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
