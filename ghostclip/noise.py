@@ -101,8 +101,10 @@ class _KeyedNoise:
             InvalidOptionError: If the tensor is not floating-point or std is not finite.
 
         Privacy:
-            Every call uses noise that no other call uses. The temporary memory is at most `CHUNK` (`GPU_CHUNK`) float64 values,
-            or one copy of a tensor that is not contiguous.
+            Every call uses noise that no other call uses.
+
+        Cost:
+            Temporary memory for `CHUNK` (`GPU_CHUNK`) float64 values, and a copy of a tensor that is not contiguous.
         """
         std = non_negative(std, "std")
         if not tensor.dtype.is_floating_point:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import numbers
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -24,8 +23,9 @@ class EmptyBatchCollate:
     """Collate function that also accepts an empty list of records.
 
     Privacy:
-        An empty batch has the types, dtypes and trailing shapes that the first record of the data set gives a batch;
-        none of that record's values.
+        An empty batch has the types, dtypes and trailing shapes that the first record of the data set gives a batch,
+        and none of its rows. Parts whose size does not depend on the number of records are kept as they are for that
+        record; without rows no loss depends on them.
 
     Args:
         dataset: Where one record is read from, when the first empty batch occurs.
@@ -83,9 +83,9 @@ def empty_like(one: Any, two: Any, *, path: str = "batch") -> Any:
         return _empty_mapping(one, two, path)
     if one is None or isinstance(one, (str, bytes, bool)):
         return one
-    if isinstance(one, numbers.Number):
+    if isinstance(one, (int, float, complex, np.number)):
         # A number that counts the records (1, then 2) counts none of them.
-        return type(one)() if (one, two) == (1, 2) else one
+        return type(one)() if one == 1 and two == 2 else one
     if isinstance(one, Sequence):
         return _empty_sequence(one, two, path)
     if dataclasses.is_dataclass(one) and not isinstance(one, type):

@@ -1,0 +1,275 @@
+"""The accountant: composition, conversion, ledger, state."""
+
+from __future__ import annotations
+
+import io
+import math
+import random
+import subprocess
+import sys
+import warnings
+
+import dp_accounting
+import numpy as np
+import opacus.accountants
+import pytest
+import torch
+from dp_accounting.rdp import RdpAccountant as Oracle
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.special import log_ndtr
+
+from ghostclip.accounting import Accountant, RDPAccountant, create_accountant, register_accountant, steps_per_epoch
+from ghostclip.accounting.registry import _ACCOUNTANTS
+from ghostclip.errors import InvalidOptionError
+
+# (σ, q, steps, δ, ε of a certified privacy-loss-distribution accountant, how far above it Rényi bounds lie)
+SETTINGS = [
+    (1.0, 0.01, 1_000, 1e-5, 1.828, 1.16),
+    (0.5, 1e-3, 10_000, 1e-5, 5.227, 1.24),
+    (0.5, 1e-4, 100, 1e-8, 1.942, 2.08),
+    (4.0, 0.01, 100_000, 1e-8, 4.541, 1.06),
+    (4.0, 1e-4, 1_000_000, 1e-5, 0.0763, 1.13),
+    (1.0, 0.1, 10_000, 1e-5, 127.9, 1.06),
+    (0.5, 1e-3, 1_000_000, 1e-5, 52.34, 1.07),
+]
+
+
+def spent(history, delta=1e-5, **options):
+    accountant = RDPAccountant()
+    accountant.history = list(history)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return accountant.get_privacy_spent(delta=delta, **options)
+
+
+def epsilon(sigma, rate, steps, delta=1e-5):
+    return spent([(sigma, rate, steps)], delta)[0]
+
+
+@pytest.mark.parametrize(("sigma", "rate", "steps", "delta", "best_known", "factor"), SETTINGS)
+def test_epsilon_is_an_upper_bound_and_close(sigma, rate, steps, delta, best_known, factor):
+    assert 0.999 * best_known <= epsilon(sigma, rate, steps, delta) <= factor * best_known
+
+
+@pytest.mark.parametrize(("sigma", "rate", "steps", "delta", "_best", "_factor"), SETTINGS)
+def test_equal_to_dp_accounting_at_the_same_orders(sigma, rate, steps, delta, _best, _factor):
+    orders = [2.0, 3.0, 4.0, 5.0, 8.0, 20.0, 64.0, 144.0]
+    oracle = Oracle(orders=orders)
+    step = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(sigma))
+    oracle.compose(dp_accounting.SelfComposedDpEvent(step, steps))
+    ours = spent([(sigma, rate, steps)], delta, alphas=orders)[0]
+    assert ours == pytest.approx(oracle.get_epsilon(delta), rel=1e-8)
+
+
+@pytest.mark.parametrize(("sigma", "rate", "steps", "delta", "_best", "_factor"), SETTINGS)
+def test_never_above_opacus_over_its_own_orders(sigma, rate, steps, delta, _best, _factor):
+    theirs = opacus.accountants.RDPAccountant()
+    theirs.history = [(sigma, rate, steps)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert epsilon(sigma, rate, steps, delta) <= theirs.get_epsilon(delta) * (1 + 1e-8)
+
+
+@pytest.mark.parametrize("sigma", [0.5, 1.0, 3.0, 20.0])
+def test_gaussian_mechanism_is_never_below_its_exact_epsilon(sigma):
+    """Balle and Wang 2018: δ(ε) of the Gaussian mechanism, so the ε we claim must have at most the δ asked for."""
+    claimed = epsilon(sigma, 1.0, 1, 1e-6)
+    first = math.exp(log_ndtr(1 / (2 * sigma) - claimed * sigma))
+    second = math.exp(claimed + log_ndtr(-1 / (2 * sigma) - claimed * sigma))
+    assert 1e-8 < first - second <= 1e-6
+
+
+@settings(max_examples=20)
+@given(
+    sigma=st.floats(0.2, 1e3),
+    rate=st.floats(1e-6, 1),
+    steps=st.integers(1, 10**7),
+    delta=st.floats(1e-12, 0.1),
+    more=st.floats(1, 3),
+)
+def test_epsilon_moves_the_right_way(sigma, rate, steps, delta, more):
+    base = epsilon(sigma, rate, steps, delta)
+    assert 0 <= base < math.inf
+    slack = 1 + 1e-8
+    assert epsilon(sigma * more, rate, steps, delta) <= base * slack
+    assert epsilon(sigma, rate / more, steps, delta) <= base * slack
+    assert epsilon(sigma, rate, math.ceil(steps * more), delta) * slack >= base
+    assert epsilon(sigma, rate, steps, delta / more) * slack >= base
+
+
+def test_order_and_grouping_of_steps_do_not_matter():
+    steps = [(1.0, 0.01)] * 30 + [(2.0, 0.05)] * 20 + [(0.8, 0.001)] * 10
+    together, shuffled = RDPAccountant(), RDPAccountant()
+    for sigma, rate in steps:
+        together.step(noise_multiplier=sigma, sample_rate=rate)
+    random.Random(1).shuffle(steps)
+    for sigma, rate in steps:
+        shuffled.step(noise_multiplier=sigma, sample_rate=rate)
+    assert len(together.history) == 3 < len(shuffled.history)
+    assert len(together) == len(shuffled) == 60
+    assert together.get_epsilon(1e-5) == pytest.approx(shuffled.get_epsilon(1e-5), rel=1e-12)
+    assert together.get_epsilon(1e-5) > epsilon(1.0, 0.01, 30)
+
+
+def test_a_step_costs_the_same_whatever_came_before():
+    accountant = RDPAccountant()
+    for _ in range(20_000):
+        accountant.step(noise_multiplier=1.0, sample_rate=0.01)
+    assert accountant.history == [(1.0, 0.01, 20_000)]
+
+
+def test_curves_are_computed_once(monkeypatch):
+    accountant = RDPAccountant()
+    accountant.history = [(1.0, 0.01, 5), (2.0, 0.01, 5), (1.0, 0.01, 5)]
+    first = accountant.get_epsilon(1e-5)
+    monkeypatch.setattr("ghostclip.accounting.rdp.rdp_curve", lambda **_: pytest.fail("computed again"))
+    assert accountant.get_epsilon(1e-5) == first
+    accountant.step(noise_multiplier=2.0, sample_rate=0.01)
+    assert accountant.get_epsilon(1e-5) > first
+
+
+def test_edges():
+    accountant = RDPAccountant()
+    assert accountant.get_privacy_spent(delta=1e-5) == (0.0, 0.0)
+    assert accountant
+    assert epsilon(0.0, 0.5, 1) == math.inf
+    assert epsilon(0.0, 0.0, 1) == 0.0
+    assert epsilon(math.inf, 1.0, 10) == 0.0
+    assert epsilon(1.0, 0.0, 10) == 0.0
+    assert epsilon(1e9, 1.0, 1) == 0.0
+    assert 0 < epsilon(1e-10, 0.5, 10) < math.inf
+    assert 0 < epsilon(1.0, 0.5, 10, delta=5e-324) < math.inf
+
+
+@pytest.mark.parametrize("alphas", [[2.0, 3.0], [100.0, 200.0]])
+def test_warns_at_either_end_of_the_orders(alphas):
+    accountant = RDPAccountant()
+    accountant.history = [(1.0, 0.01, 1_000)]
+    with pytest.warns(UserWarning, match="end of the range"):
+        accountant.get_epsilon(1e-5, alphas=alphas)
+
+
+@pytest.mark.parametrize("delta", [0, 1, -1e-5, math.nan, 1.5])
+def test_refuses_delta(delta):
+    with pytest.raises(InvalidOptionError, match="delta"):
+        RDPAccountant().get_epsilon(delta)
+
+
+@pytest.mark.parametrize("alphas", [[], [1.0, 2.0], [math.inf], [0.5]])
+def test_refuses_orders(alphas):
+    accountant = RDPAccountant()
+    accountant.step(noise_multiplier=1.0, sample_rate=0.1)
+    with pytest.raises(InvalidOptionError, match="alphas"):
+        accountant.get_epsilon(1e-5, alphas=alphas)
+
+
+@pytest.mark.parametrize(
+    ("sigma", "rate", "match"),
+    [
+        (-1, 0.1, "noise_multiplier"),
+        (math.nan, 0.1, "noise_multiplier"),
+        (1, 1.1, "sample_rate"),
+        (1, math.nan, "sample"),
+    ],
+)
+def test_refused_steps_are_not_recorded(sigma, rate, match):
+    accountant = RDPAccountant()
+    with pytest.raises(InvalidOptionError, match=match):
+        accountant.step(noise_multiplier=sigma, sample_rate=rate)
+    assert accountant.history == []
+
+
+def test_state_survives_a_checkpoint():
+    accountant = RDPAccountant()
+    accountant.history = [(1.0, 0.01, 7), (2.0, 0.02, 3)]
+    file = io.BytesIO()
+    torch.save(accountant.state_dict(), file)
+    file.seek(0)
+    restored = create_accountant("rdp")
+    restored.load_state_dict(torch.load(file, weights_only=True))
+    assert restored.history == accountant.history
+    assert restored.get_epsilon(1e-5) == accountant.get_epsilon(1e-5)
+    restored.step(noise_multiplier=2.0, sample_rate=0.02)
+    assert len(restored) == 11
+    assert len(accountant) == 10
+
+
+@pytest.mark.parametrize(
+    ("state", "match"),
+    [
+        ({}, "missing history, mechanism"),
+        ({"history": []}, "missing mechanism"),
+        ({"history": [], "mechanism": "prv"}, "saved by 'prv'"),
+        ({"history": [(1.0, 0.1)], "mechanism": "rdp"}, "entry 0"),
+        ({"history": [(1.0, 0.1, 1), (1.0, 2.0, 1)], "mechanism": "rdp"}, "sample_rate"),
+        ({"history": [(1.0, 0.1, -1)], "mechanism": "rdp"}, "entry 0"),
+    ],
+)
+def test_refuses_foreign_state(state, match):
+    accountant = RDPAccountant()
+    accountant.step(noise_multiplier=1.0, sample_rate=0.5)
+    with pytest.raises(InvalidOptionError, match=match):
+        accountant.load_state_dict(state)
+    assert len(accountant) == 1
+
+
+class FakeOptimizer:
+    def __init__(self, noise_multiplier, accumulated_iterations=1):
+        self.noise_multiplier = noise_multiplier
+        self.accumulated_iterations = accumulated_iterations
+
+
+def test_hook_records_what_the_optimizer_released():
+    accountant = RDPAccountant()
+    hook = accountant.get_optimizer_hook_fn(0.01)
+    hook(FakeOptimizer(1.5))
+    hook(FakeOptimizer(1.5))
+    hook(FakeOptimizer(1.5, accumulated_iterations=3))
+    assert accountant.history == [(1.5, 0.01, 2), (0.5, 0.03, 1)]
+
+
+def test_accumulation_is_covered_by_what_the_hook_records():
+    """Two independent batches under one draw: the divergence of the true pair at order 2, in closed form."""
+    sigma, rate = 1.0, 0.05
+    weights = {0: (1 - rate) ** 2, 1: 2 * rate * (1 - rate), 2: rate**2}
+    moment = sum(a * b * math.exp(i * j / sigma**2) for i, a in weights.items() for j, b in weights.items())
+    accountant = RDPAccountant()
+    accountant.get_optimizer_hook_fn(rate)(FakeOptimizer(sigma, accumulated_iterations=2))
+    (recorded,) = accountant._total(np.array([2.0]), cached=False)
+    assert math.log(moment) <= recorded
+    accountant.history = [(sigma, 2 * rate, 1)]
+    (often_reported,) = accountant._total(np.array([2.0]), cached=False)
+    assert often_reported < math.log(moment)
+
+
+@pytest.mark.parametrize(
+    ("name", "match"), [("prv", "not certified"), ("gdp", "estimate"), ("pld", "choose from: 'rdp'")]
+)
+def test_unknown_accountants_are_refused_with_what_exists(name, match):
+    with pytest.raises(InvalidOptionError, match=match):
+        create_accountant(name)
+
+
+def test_accountants_can_be_registered(monkeypatch):
+    monkeypatch.setattr("ghostclip.accounting.registry._ACCOUNTANTS", dict(_ACCOUNTANTS))
+
+    class Other(RDPAccountant):
+        @classmethod
+        def mechanism(cls):
+            return "other"
+
+    register_accountant("other", Other)
+    assert isinstance(create_accountant("other"), Accountant)
+    with pytest.raises(InvalidOptionError, match="registered already"):
+        register_accountant("rdp", Other)
+
+
+@pytest.mark.parametrize(("rate", "steps"), [(3 / 147, 49), (1.0, 1), (0.7, 1), (0.01, 100), (1 / 3, 3), (7 / 100, 14)])
+def test_steps_per_epoch(rate, steps):
+    assert steps_per_epoch(rate) == steps
+
+
+def test_importing_it_loads_neither_torch_nor_scipy():
+    code = "import sys, ghostclip.accounting; sys.exit(bool({'torch', 'scipy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

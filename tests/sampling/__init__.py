@@ -1,0 +1,1 @@
+"""Tests of sampling, noise and the private loader."""

@@ -1,0 +1,323 @@
+"""The private loader: honest rates, empty batches of every structure, refusals, resume past prefetching workers."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import warnings
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import distributed
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+from ghostclip.accounting import steps_per_epoch
+from ghostclip.data_loader import DPDataLoader
+from ghostclip.errors import DataError, FixedSeedWarning, InvalidOptionError, ResumeError
+
+RECORDS = TensorDataset(torch.arange(40.0).reshape(40, 1).expand(40, 5), torch.arange(40))
+
+
+class Listed(Dataset):
+    def __init__(self, records):
+        self.records = records
+
+    def __getitem__(self, index):
+        return self.records[index]
+
+    def __len__(self):
+        return len(self.records)
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@dataclasses.dataclass
+class Item:
+    x: torch.Tensor
+    name: str
+
+
+class Encoding(collections.UserDict):
+    """As transformers' BatchEncoding: a mapping that carries more than its items."""
+
+    def __init__(self, data=None, kind="?"):
+        super().__init__(data or {})
+        self.kind = kind
+
+
+def private(dataset=RECORDS, batch_size=4, **options):
+    return DPDataLoader.from_data_loader(DataLoader(dataset, batch_size=batch_size, **options))
+
+
+def empties(loader):
+    """Empty batches as a loop meets them, the very first batch included."""
+    loader.poisson_sampler.draw = lambda position: [] if position != 1 else [0, 1, 2]
+    batches = list(loader)
+    return [batches[0], batches[2]], batches[1]
+
+
+@pytest.mark.parametrize(("records", "size"), [(147, 3), (10, 10), (100, 7), (1, 1), (1000, 999)])
+def test_rate_and_expected_size_are_not_truncated(records, size):
+    loader = private(TensorDataset(torch.zeros(records, 2)), size, shuffle=True, drop_last=True)
+    assert loader.sample_rate == size / records == loader.batch_sampler.sample_rate
+    assert loader.expected_batch_size == size
+    assert len(loader) == steps_per_epoch(size / records) == len(list(loader))
+
+
+def test_batches_hold_the_records_drawn():
+    loader = private()
+    for records, (x, y) in zip([loader.poisson_sampler.draw(i) for i in range(10)], loader, strict=True):
+        assert y.tolist() == records
+        assert x.shape == (len(records), 5)
+        assert x.dtype == torch.float32
+
+
+def test_options_are_kept():
+    def collate(records):
+        return torch.stack([x for x, _ in records]).sum(1)
+
+    def init(worker):
+        return None
+
+    source = DataLoader(
+        RECORDS, batch_size=4, num_workers=2, collate_fn=collate, timeout=30, worker_init_fn=init, prefetch_factor=3,
+        persistent_workers=True, multiprocessing_context="fork",
+    )  # fmt: skip
+    loader = DPDataLoader.from_data_loader(source)
+    for name in ("dataset", "num_workers", "timeout", "worker_init_fn", "prefetch_factor", "persistent_workers"):
+        assert getattr(loader, name) == getattr(source, name)
+    assert loader.multiprocessing_context.get_start_method() == "fork"
+    assert loader.collate_fn([RECORDS[3]]).tolist() == [15.0]
+    assert loader.collate_fn([]).shape == (0,)
+    assert DPDataLoader.from_data_loader(loader) is loader
+
+
+def collate_encoding(records):
+    return Encoding({"input_ids": torch.stack([r[0] for r in records]), "n": len(records)}, kind="bert")
+
+
+STRUCTURES = {
+    "tuple": ([(torch.ones(5), 1)], None, lambda b: (b[0].shape, b[1].shape, b[1].dtype), ((0, 5), (0,), torch.int64)),
+    "dict": (
+        [{"x": torch.ones(2, 3, dtype=torch.float16), "label": 2.5}], None,
+        lambda b: (type(b), b["x"].shape, b["x"].dtype, b["label"].shape, b["label"].dtype),
+        (dict, (0, 2, 3), torch.float16, (0,), torch.float64),
+    ),
+    "strings": ([("a text", torch.tensor(True))], None, lambda b: (list(b[0]), b[1].dtype), ([], torch.bool)),
+    "nested": (
+        [{"a": {"b": [torch.ones(2), np.ones(3)]}, "c": "s"}], None,
+        lambda b: (b["a"]["b"][0].shape, b["a"]["b"][1].shape, b["c"]), ((0, 2), (0, 3), []),
+    ),
+    "namedtuple": ([Pair(torch.ones(2), torch.tensor(1))], None, lambda b: (type(b), b.x.shape), (Pair, (0, 2))),
+    "plain list": ([("x", 1)], list, lambda b: b, []),
+    "numpy": ([np.ones((3, 2), np.int16)], np.stack, lambda b: (b.shape, b.dtype), ((0, 3, 2), np.int16)),
+    "mapping with more": (
+        [(torch.ones(7), 0)], collate_encoding,
+        lambda b: (type(b), b.kind, b["input_ids"].shape, b["n"]), (Encoding, "bert", (0, 7), 0),
+    ),
+    "dataclass": (
+        [torch.ones(2)], lambda rs: Item(torch.stack(rs), "fixed"), lambda b: (type(b), b.x.shape, b.name),
+        (Item, (0, 2), "fixed"),
+    ),
+    "batch second": ([torch.ones(6)], lambda rs: torch.stack(rs, dim=1), lambda b: b.shape, (6, 0)),
+    "folded": ([torch.ones(3, 2)], torch.cat, lambda b: b.shape, (0, 2)),
+    "broadcast": (
+        [torch.ones(6)], lambda rs: {"x": torch.stack(rs), "position": torch.arange(6)[None], "mask": None},
+        lambda b: (b["x"].shape, b["position"].shape, b["mask"]), ((0, 6), (1, 6), None),
+    ),
+    "as long as wide": ([torch.ones(1, 2)], None, lambda b: b.shape, (0, 1, 2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_empty_batches_have_the_structure_of_the_others(name):
+    records, collate, describe, expected = STRUCTURES[name]
+    found, full = empties(private(Listed(records * 9), 3, collate_fn=collate))
+    for batch in found:
+        assert type(batch) is type(full)
+        assert describe(batch) == expected
+
+
+@pytest.mark.integration
+def test_empty_batch_encoding():
+    from transformers import BatchEncoding
+
+    def collate(records):
+        return BatchEncoding({"input_ids": torch.stack(records), "labels": torch.stack(records)})
+
+    batch = private(Listed([torch.arange(4)] * 9), 3, collate_fn=collate).empty_batch()
+    assert type(batch) is BatchEncoding
+    assert batch["input_ids"].shape == batch.labels.shape == (0, 4)
+    assert batch.to("cpu")["labels"].dtype == torch.int64
+
+
+def test_an_empty_batch_shares_no_memory_with_the_next():
+    loader = private(Listed([{"x": [torch.ones(2)]}] * 9), 3)
+    first = loader.empty_batch()
+    first["x"].append("mine")
+    assert len(loader.empty_batch()["x"]) == 1
+
+
+def test_the_user_function_never_sees_an_empty_list():
+    def collate(records):
+        assert records
+        return default_collate(records)
+
+    assert empties(private(collate_fn=collate))[0][0][0].shape == (0, 5)
+
+
+@pytest.mark.parametrize(
+    ("collate", "match"),
+    [
+        (lambda rs: {"out": object()}, r"batch\['out'\]: an empty batch of object"),
+        (lambda rs: (0, pack_sequence(rs)), r"batch\[1\]: torch has no empty PackedSequence"),
+        (lambda rs: torch.ones((1,) * len(rs)), "the batch axis is unclear"),
+    ],
+)
+def test_structures_without_an_empty_form_are_named(collate, match):
+    with pytest.raises(DataError, match=match):
+        private(Listed([torch.ones(2)] * 9), 3, collate_fn=collate).empty_batch()
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+class Every(SequentialSampler):
+    pass
+
+
+class Batches:
+    def __iter__(self):
+        return iter([[0]])
+
+    def __len__(self):
+        return 1
+
+
+REFUSED = {
+    "stream": (lambda: DataLoader(Stream(), batch_size=2), DataError, "map-style"),
+    "weights": (lambda: DataLoader(RECORDS, 4, sampler=WeightedRandomSampler([1.0] * 40, 40)), ValueError, "weights"),
+    "replicas": (
+        lambda: DataLoader(RECORDS, 4, sampler=DistributedSampler(RECORDS, 2, 0)), ValueError, "distributed=True",
+    ),
+    "subset": (lambda: DataLoader(RECORDS, 4, sampler=SubsetRandomSampler([1, 2])), ValueError, r"Subset\(dataset"),
+    "own sampler": (lambda: DataLoader(RECORDS, 4, sampler=Every(RECORDS)), ValueError, "sampler Every"),
+    "half": (lambda: DataLoader(RECORDS, 4, sampler=SequentialSampler(RECORDS)), None, ""),
+    "bootstrap": (
+        lambda: DataLoader(RECORDS, 4, sampler=RandomSampler(RECORDS, replacement=True)), ValueError, "RandomSampler",
+    ),
+    "part of an epoch": (
+        lambda: DataLoader(RECORDS, 4, sampler=RandomSampler(RECORDS, num_samples=8)), ValueError, "RandomSampler",
+    ),
+    "own batches": (lambda: DataLoader(RECORDS, batch_sampler=Batches()), ValueError, "batch_sampler Batches"),
+    "no batches": (lambda: DataLoader(RECORDS, batch_size=None), ValueError, "batch_size=None"),
+    "no records": (lambda: DataLoader(Listed([]), 4), DataError, "is empty"),
+    "too large": (lambda: DataLoader(RECORDS, 41), DataError, "batch_size=41: the data set has only 40"),
+    "out of order": (
+        lambda: DataLoader(RECORDS, 4, num_workers=1, in_order=False), InvalidOptionError, "in_order=False",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_breaks_the_analysis_is_refused(name):
+    build, error, match = REFUSED[name]
+    if error is None:
+        assert len(DPDataLoader.from_data_loader(build())) == 10
+        return
+    with pytest.raises(error, match=match):
+        DPDataLoader.from_data_loader(build())
+
+
+def test_other_refusals():
+    with pytest.raises(InvalidOptionError, match="twice the clipping bound"):
+        DPDataLoader.from_data_loader(DataLoader(RECORDS, 4), rand_on_empty=True)
+    with pytest.raises(InvalidOptionError, match="init_process_group"):
+        DPDataLoader.from_data_loader(DataLoader(RECORDS, 4), distributed=True)
+    with pytest.raises(TypeError, match="posson"):
+        DPDataLoader(RECORDS, batch_size=4, posson=True)
+
+
+def test_a_plain_batch_sampler_and_a_subset_are_accepted():
+    batches = BatchSampler(RandomSampler(RECORDS), 5, drop_last=False)
+    assert DPDataLoader.from_data_loader(DataLoader(RECORDS, batch_sampler=batches)).sample_rate == 5 / 40
+    assert private(Subset(RECORDS, range(20)), 5).sample_rate == 5 / 20
+
+
+def test_replacement_is_logged(caplog):
+    with caplog.at_level("INFO", logger="ghostclip"):
+        private(shuffle=True)
+    assert "RandomSampler" in caplog.text
+
+
+def test_a_generator_repeats_and_warns():
+    drawn = []
+    for seed in (1, 1, 2):
+        source = DataLoader(RECORDS, 4, generator=torch.Generator().manual_seed(seed))
+        with pytest.warns(FixedSeedWarning):
+            drawn.append([y.tolist() for _, y in DPDataLoader.from_data_loader(source)])
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_a_seeded_random_sampler_does_not_fix_the_draw():
+    drawn = []
+    for _ in range(2):
+        sampler = RandomSampler(RECORDS, generator=torch.Generator().manual_seed(1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            drawn.append([y.tolist() for _, y in private(sampler=sampler)])
+    assert drawn[0] != drawn[1]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_checkpoint_counts_what_was_delivered_not_what_was_prefetched(workers):
+    options = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+    loader = private(**options)
+    expected = [loader.poisson_sampler.draw(i) for i in range(20)]
+    got = []
+    for _, y in loader:
+        got.append(y.tolist())
+        if len(got) == 4:
+            state = loader.state_dict()
+            break
+    assert state["position"] == 4
+    resumed = private()
+    resumed.load_state_dict(state)
+    rest = [y.tolist() for epoch in range(2) for _, y in resumed]
+    assert got + rest == expected
+    continued = [y.tolist() for _, y in loader]
+    assert len(continued) == 10
+    assert not set(map(tuple, got)) & {tuple(batch) for batch in continued if len(batch) > 2}
+    with pytest.raises(ResumeError, match="num_samples"):
+        private(Subset(RECORDS, range(20)), 2).load_state_dict(state)
+
+
+def test_ranks_share_the_key_of_the_first():
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        loader = DPDataLoader.from_data_loader(DataLoader(RECORDS, 4), distributed=True)
+    finally:
+        distributed.destroy_process_group()
+    assert loader.poisson_sampler.num_replicas == 1
+    assert len(list(loader)) == 10

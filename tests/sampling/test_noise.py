@@ -1,0 +1,216 @@
+"""Noise: right moments and tails at every level, never the same twice, the same on resume."""
+
+from __future__ import annotations
+
+import io
+import math
+import tracemalloc
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from ghostclip import noise as noise_module
+from ghostclip.errors import FixedSeedWarning, InvalidOptionError, ResumeError
+from ghostclip.noise import LEVELS, FastNoise, SecureNoise, box_muller, make_noise_source
+
+DRAWS = 200_000
+
+
+def seeded(number=11):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FixedSeedWarning)
+        return FastNoise(seed=number)
+
+
+def repeatable(level):
+    """A source that draws the same in every run of the tests, so that a statistical bound cannot fail by chance."""
+    source = make_noise_source(level=level)
+    source.load_state_dict({**source.state_dict(), "key": "0123456789abcdef0123456789abcdef"})
+    return source
+
+
+def drawn(source, *shape, std=1.0, **options):
+    tensor = torch.zeros(*shape, **options)
+    source.add_(tensor, std)
+    return tensor
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("level", LEVELS)
+def test_moments_and_shape_of_the_distribution(level, dtype, device):
+    values = drawn(repeatable(level), DRAWS, std=3.0, dtype=dtype, device=device).double().cpu().numpy() / 3.0
+    assert abs(values.mean()) < 4.5 / math.sqrt(DRAWS)
+    assert abs(values.var() - 1) < 4.5 * math.sqrt(2 / DRAWS)
+    assert abs((values**4).mean() - 3) < 4.5 * math.sqrt(96 / DRAWS)
+    if dtype in {torch.float64, torch.float32}:
+        assert stats.kstest(values, "norm").pvalue > 1e-4
+        beyond_four = int((np.abs(values) > 4).sum())
+        assert 1 <= beyond_four <= 35
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_neighbours_and_calls_are_uncorrelated(level):
+    source = repeatable(level)
+    first, second = drawn(source, DRAWS, dtype=torch.float64), drawn(source, DRAWS, dtype=torch.float64)
+    bound = 4.5 / math.sqrt(DRAWS)
+    assert abs((first * second).mean()) < bound
+    half = noise_module.CHUNK // 2
+    for lag in (1, 2, half, noise_module.CHUNK):
+        assert abs((first[lag:] * first[:-lag]).mean()) < bound * 1.2
+        assert abs((first[lag:] ** 2 * first[:-lag] ** 2).mean() - 1) < 3 * bound * 1.2
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_values_lie_on_no_coarse_grid(level, device):
+    """A float32 generator has 2^24 radii, so that values repeat; ours fill float64."""
+    values = drawn(repeatable(level), DRAWS, dtype=torch.float64, device=device)
+    assert values.unique().numel() == DRAWS
+    assert (values.float().double() != values).double().mean() > 0.99
+
+
+def test_fast_noise_goes_beyond_the_cut_of_a_float32_generator(monkeypatch):
+    """Conditioned on a state of the bit generator that leads into the far tail: chance would take 1e9 draws."""
+    bits = np.random.SFC64(0)
+    state = bits.state
+    words = [14719570192965289060, 3727173880744262043, 7784108895711134484, 1]
+    state["state"]["state"] = np.array(words, dtype=np.uint64)
+    bits.state = state
+    source = FastNoise()
+    monkeypatch.setattr(source._key, "stream", lambda position: np.random.Generator(bits))
+    float32_cut = math.sqrt(2 * 24 * math.log(2))
+    value = drawn(source, 1).item()
+    assert value == pytest.approx(-6.3297381)
+    assert value < -float32_cut
+
+
+@pytest.mark.parametrize(("bits", "radius"), [(0, 9.41928), (2**9, 8.65205), (2**62, 1.17741), (2**63 - 1, 0.0)])
+def test_secure_noise_has_the_tails_of_its_uniforms(bits, radius):
+    """The radius √(-2 log u) at u = (k + 1/2) / 2^63, down to the smallest u; the sign bit does not count."""
+    for word in (bits, bits - 2**63):
+        assert box_muller(torch.tensor([word, 0])).tolist() == pytest.approx([radius, 0.0], abs=1e-5)
+
+
+def test_box_muller_is_finite_at_every_extreme():
+    extremes = [-(2**63), -1, 0, 1, 2**63 - 1]
+    words = torch.tensor([radius for radius in extremes for _ in extremes] + extremes * len(extremes))
+    values = box_muller(words)
+    assert values.isfinite().all()
+    assert values.abs().max() < 9.42
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_global_seeds_do_not_fix_it(level):
+    values = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        before = torch.get_rng_state()
+        values.append(drawn(make_noise_source(level=level), 100))
+        assert torch.equal(before, torch.get_rng_state())
+    assert not torch.equal(*values)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_no_call_repeats_another(level, device):
+    source = repeatable(level)
+    calls = torch.stack([drawn(source, 64, device=device) for _ in range(20)])
+    assert calls.unique().numel() == calls.numel()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_resume_continues_exactly(level, device):
+    source = make_noise_source(level=level)
+    drawn(source, 1000, device=device)
+    file = io.BytesIO()
+    torch.save(source.state_dict(), file)
+    file.seek(0)
+    expected = [drawn(source, 777, device=device), drawn(source, 3, 5, device=device)]
+    resumed = make_noise_source(level=level)
+    drawn(resumed, 10, device=device)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    for tensor in expected:
+        assert torch.equal(drawn(resumed, *tensor.shape, device=device), tensor)
+
+
+def test_an_explicit_seed_or_generator_repeats_and_warns(device):
+    with pytest.warns(FixedSeedWarning, match="explicit seed"):
+        source = FastNoise(seed=11)
+    assert torch.equal(drawn(source, 9, device=device), drawn(seeded(11), 9, device=device))
+    assert not torch.equal(drawn(seeded(11), 9, device=device), drawn(seeded(12), 9, device=device))
+    with pytest.warns(FixedSeedWarning, match="explicit generator"):
+        first, second = (make_noise_source(generator=torch.Generator(device).manual_seed(1)) for _ in range(2))
+    assert torch.equal(drawn(first, 9), drawn(second, 9))
+
+
+@pytest.mark.parametrize("source_type", [FastNoise, SecureNoise])
+def test_noise_is_added_not_written(source_type, device):
+    source = source_type()
+    tensor = torch.full((50_001,), 100.0, device=device)
+    source.add_(tensor, std=0.5)
+    assert abs(tensor.mean().item() - 100) < 0.02
+    assert 0.48 < tensor.std().item() < 0.52
+
+
+def test_memory_layout_and_chunks_do_not_change_the_noise(monkeypatch):
+    expected = drawn(seeded(), 6, 10)
+    base = torch.zeros(10, 6)
+    seeded().add_(base.t(), 1.0)
+    assert torch.equal(base.t(), expected)
+    monkeypatch.setattr(noise_module, "CHUNK", 7)
+    assert torch.equal(drawn(seeded(), 6, 10), expected)
+
+
+def test_temporary_memory_does_not_grow_with_the_parameter():
+    tensor = torch.zeros(4_000_000)
+    source = FastNoise()
+    tracemalloc.start()
+    source.add_(tensor, 1.0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2 * 8 * noise_module.CHUNK
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 0), (63, 61)])
+def test_every_shape(level, shape):
+    values = drawn(make_noise_source(level=level), shape)
+    assert values.shape == shape
+    assert (values != 0).all()
+
+
+def test_a_16_bit_sum_is_rounded_once():
+    tensor = torch.full((1000,), 1.0, dtype=torch.bfloat16)
+    exact = torch.full((1000,), 1.0, dtype=torch.float64)
+    seeded().add_(tensor, 0.3)
+    seeded().add_(exact, 0.3)
+    assert torch.equal(tensor, exact.to(torch.bfloat16))
+
+
+def test_parameters_that_need_gradients_and_no_noise():
+    parameter = torch.nn.Parameter(torch.zeros(5))
+    FastNoise().add_(parameter, 0.0)
+    assert not parameter.any()
+    FastNoise().add_(parameter, 1.0)
+    assert parameter.all()
+
+
+@pytest.mark.parametrize("std", [-1.0, math.nan, math.inf])
+def test_refuses_std(std):
+    with pytest.raises(InvalidOptionError, match="std"):
+        FastNoise().add_(torch.zeros(3), std)
+
+
+def test_refuses_what_cannot_be_noised_or_resumed():
+    with pytest.raises(InvalidOptionError, match="int64"):
+        FastNoise().add_(torch.zeros(3, dtype=torch.int64), 1.0)
+    with pytest.raises(InvalidOptionError, match="'fast', 'secure'"):
+        make_noise_source(level="exact")
+    with pytest.raises(InvalidOptionError, match="predictable"):
+        make_noise_source(level="secure", seed=1)
+    with pytest.raises(ResumeError, match="level 'fast' was saved"):
+        SecureNoise().load_state_dict(FastNoise().state_dict())
+    with pytest.raises(ResumeError, match="missing key, position"):
+        FastNoise().load_state_dict({"level": "fast"})

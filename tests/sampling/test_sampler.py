@@ -1,0 +1,187 @@
+"""Poisson sampling: the distribution the accountant assumes, no batch twice, exact resume."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch.utils.data import DataLoader
+
+from ghostclip.errors import FixedSeedWarning, InvalidOptionError, ResumeError
+from ghostclip.sampling import PoissonSampler, RandomKey, UniformWithReplacementSampler
+
+
+def seeded(number=7, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FixedSeedWarning)
+        return PoissonSampler(**{"num_samples": 50, "sample_rate": 0.1, "seed": number} | options)
+
+
+def masks(sampler, count):
+    mask = np.zeros((count, sampler.num_samples), dtype=bool)
+    for row in range(count):
+        mask[row, sampler.draw(row)] = True
+    return mask
+
+
+def test_every_record_joins_independently_with_probability_q():
+    q, draws = 0.1, 20_000
+    mask = masks(seeded(), draws)
+    records = mask.shape[1]
+    inclusions = mask.sum(axis=0)
+    assert stats.chi2.sf(((inclusions - draws * q) ** 2).sum() / (draws * q * (1 - q)), records) > 1e-4
+    observed = np.bincount(mask.sum(axis=1), minlength=records + 1)[:12]
+    expected = draws * stats.binom.pmf(np.arange(12), records, q)
+    assert stats.chi2.sf((((observed - expected) ** 2) / expected).sum(), 11) > 1e-4
+    together = (mask.T.astype(float) @ mask.astype(float))[np.triu_indices(records, 1)] / draws
+    assert np.abs(together - q * q).max() < 5.5 * np.sqrt(q * q * (1 - q * q) / draws)
+    following = (mask[1:] & mask[:-1]).mean(axis=0)
+    assert np.abs(following - q * q).max() < 5 * np.sqrt(q * q / draws)
+
+
+def test_large_batches_hold_distinct_records():
+    batch = seeded(num_samples=1_000, sample_rate=0.9).draw(0)
+    assert batch == sorted(set(batch))
+    assert 0 <= batch[0] <= batch[-1] < 1_000
+    assert all(type(record) is int for record in batch)
+    assert seeded(sample_rate=1.0).draw(3) == list(range(50))
+
+
+def test_the_cost_does_not_grow_with_the_data():
+    batch = seeded(num_samples=10**12, sample_rate=1e-10).draw(0)
+    assert 40 < len(batch) < 180
+
+
+@pytest.mark.parametrize(("records", "size", "steps"), [(147, 3, 49), (10, 10, 1), (10, 9, 1), (100, 7, 14), (3, 1, 3)])
+def test_an_epoch_has_as_many_steps_as_batches_fit(records, size, steps):
+    sampler = PoissonSampler(num_samples=records, sample_rate=size / records)
+    assert len(sampler) == steps == len(list(sampler))
+
+
+def test_neither_torch_nor_numpy_seeds_reach_it():
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        random.seed(0)
+        drawn.append(list(PoissonSampler(num_samples=1000, sample_rate=0.1)))
+    assert drawn[0] != drawn[1]
+    before = torch.get_rng_state()
+    list(PoissonSampler(num_samples=1000, sample_rate=0.1))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_an_explicit_seed_or_generator_repeats_and_warns():
+    with pytest.warns(FixedSeedWarning, match="explicit seed"):
+        first = PoissonSampler(num_samples=50, sample_rate=0.1, seed=3)
+    assert list(first) == list(seeded(3)) != list(seeded(4))
+    with pytest.warns(FixedSeedWarning, match="explicit generator"):
+        by_generator = [
+            list(PoissonSampler(num_samples=50, sample_rate=0.1, generator=torch.Generator().manual_seed(s)))
+            for s in (5, 5, 6)
+        ]
+    assert by_generator[0] == by_generator[1] != by_generator[2]
+    with pytest.raises(InvalidOptionError, match="both given"):
+        PoissonSampler(num_samples=5, sample_rate=0.1, seed=1, generator=torch.Generator())
+
+
+def test_purposes_with_one_seed_share_no_stream():
+    with pytest.warns(FixedSeedWarning):
+        noise, sampling = RandomKey("noise", seed=1), RandomKey("sampling", seed=1)
+    assert noise.secret != sampling.secret
+    assert noise.digest(0, 8) != noise.digest(1, 8)
+
+
+def test_no_batch_is_drawn_twice_even_after_an_abandoned_epoch():
+    sampler = seeded(sample_rate=0.2)
+    seen = []
+    for _ in range(3):
+        for batch in sampler:
+            seen.append(batch)
+            if len(seen) % 5 == 2:
+                break
+    seen += list(sampler)
+    assert seen == [seeded(sample_rate=0.2).draw(i) for i in range(len(seen))]
+
+
+@pytest.mark.parametrize("taken", [0, 1, 4, 10, 13])
+def test_a_resumed_run_draws_what_was_left(taken):
+    whole = [seeded().draw(i) for i in range(30)]
+    sampler, got = seeded(), []
+    while len(got) < taken:
+        for batch in sampler:
+            got.append(batch)
+            if len(got) == taken:
+                break
+    file = io.BytesIO()
+    torch.save(sampler.state_dict(), file)
+    file.seek(0)
+    resumed = PoissonSampler(num_samples=50, sample_rate=0.1)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    rest = list(resumed)
+    assert len(rest) == (10 - taken % 10 if taken % 10 else 10)
+    assert got + rest + list(resumed) == whole[: taken + len(rest) + 10]
+
+
+def test_interleaved_loops_are_refused():
+    sampler = seeded()
+    first, second = iter(sampler), iter(sampler)
+    next(first)
+    next(second)
+    with pytest.raises(InvalidOptionError, match="newer loop"):
+        next(first)
+    assert len(list(second)) == 9
+
+
+def test_replicas_share_one_draw():
+    whole = seeded()
+    key = whole.state_dict()["key"]
+    parts = []
+    for rank in range(3):
+        part = PoissonSampler(num_samples=50, sample_rate=0.1)
+        part.share(rank=rank, num_replicas=3, key=key)
+        parts.append(list(part))
+    for batch, *shards in zip(whole, *parts, strict=True):
+        assert sorted(itertools.chain(*shards)) == batch
+    with pytest.raises(InvalidOptionError, match="rank=3"):
+        whole.share(rank=3, num_replicas=3, key=key)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"num_samples": 51}, "num_samples=51"),
+        ({"sample_rate": 0.2}, "sample_rate=0.2"),
+        ({"key": "xyz"}, "hexadecimal"),
+        ({"key": None}, "hexadecimal"),
+        ({"key": "00"}, "1 bytes"),
+        ({"position": ...}, "missing position"),
+    ],
+)
+def test_foreign_state_is_refused(change, match):
+    state = {key: value for key, value in (seeded().state_dict() | change).items() if value is not ...}
+    with pytest.raises(ResumeError, match=match):
+        seeded().load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [({"num_samples": 0}, "num_samples"), ({"sample_rate": 0}, "sample_rate"), ({"sample_rate": 1.1}, "sample_rate"),
+     ({"steps": 0}, "steps")],
+)  # fmt: skip
+def test_refuses(change, match):
+    with pytest.raises(InvalidOptionError, match=match):
+        PoissonSampler(**{"num_samples": 10, "sample_rate": 0.1} | change)
+
+
+def test_the_opacus_name_works_in_a_plain_loader():
+    sampler = UniformWithReplacementSampler(num_samples=40, sample_rate=0.5, generator=None, steps=4)
+    sizes = [len(batch) for batch in DataLoader(torch.arange(40), batch_sampler=sampler, collate_fn=list)]
+    assert len(sizes) == 4
+    assert sum(sizes) > 20
