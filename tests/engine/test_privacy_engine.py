@@ -1,0 +1,333 @@
+"""`PrivacyEngine` from the outside: what comes back, what is accounted, what is refused."""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+
+from ghostclip import PrivacyEngine
+from ghostclip.accounting import RDPAccountant
+from ghostclip.errors import (
+    DataError,
+    GhostClipError,
+    InvalidOptionError,
+    LossReductionError,
+    UncoveredParameterError,
+    UnsupportedModelError,
+)
+from ghostclip.grad_sample import GradSampleHooks, GradSampleModule, PrivateCriterion
+from ghostclip.utils.batch_memory_manager import BatchMemoryManager
+from tests.engine.training import parameters_of, small_data, small_model
+
+DATA = small_data(147)
+DELTA = 1e-5
+STRATEGIES = ["auto", "bookkeeping", "ghost", "fast", "hooks"]
+SHUFFLED = pytest.mark.filterwarnings("ignore:poisson_sampling=False")
+
+
+def made_private(engine: PrivacyEngine | None = None, **options):
+    engine = PrivacyEngine() if engine is None else engine
+    model = options.pop("module", None) or small_model()
+    arguments = {
+        "module": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "data_loader": DataLoader(DATA, batch_size=20),
+        "noise_multiplier": 1.1,
+        "max_grad_norm": 1.0,
+        **options,
+    }
+    return engine, engine.make_private(**arguments)
+
+
+def one_epoch(model, optimizer, loader, criterion=None):
+    criterion = nn.CrossEntropyLoss() if criterion is None else criterion
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        loss = criterion(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("mode", STRATEGIES)
+def test_epsilon_grows_as_the_accountant_says(mode):
+    engine, private = made_private(grad_sample_mode=mode, criterion=nn.CrossEntropyLoss())
+    model, optimizer, loader = private[0], private[1], private[-1]
+    criterion = private[2] if len(private) == 4 else None
+    assert len(private) == (4 if mode in ("ghost", "fast") else 3)
+    before, spent = parameters_of(model), [engine.get_epsilon(DELTA)]
+    accountant = RDPAccountant()
+    for _ in range(2):
+        one_epoch(model, optimizer, loader, criterion)
+        for _ in range(len(loader)):
+            accountant.step(noise_multiplier=1.1, sample_rate=20 / 147)
+        spent.append(engine.get_epsilon(delta=DELTA))
+        assert spent[-1] == pytest.approx(accountant.get_epsilon(DELTA))
+    assert spent == sorted(spent)
+    assert spent[0] == 0 < spent[1]
+    assert bool((parameters_of(model) != before).all())
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("mode", STRATEGIES)
+def test_physical_batches_leave_the_account_as_it_is(mode):
+    engine, private = made_private(grad_sample_mode=mode, criterion=nn.CrossEntropyLoss())
+    criterion = private[2] if len(private) == 4 else None
+    with BatchMemoryManager(data_loader=private[-1], max_physical_batch_size=6, optimizer=private[1]) as loader:
+        one_epoch(private[0], private[1], loader, criterion)
+    assert len(engine.accountant) == len(private[-1])
+
+
+@pytest.mark.parametrize(("records", "batch"), [(147, 3), (147, 147), (10, 7), (1, 1)])
+def test_rate_and_expected_batch_size_are_exact(records, batch):
+    data = small_data(records)
+    engine, (_, optimizer, loader) = made_private(data_loader=DataLoader(data, batch_size=batch))
+    assert optimizer.expected_batch_size == batch
+    assert loader.sample_rate * records == pytest.approx(batch, rel=1e-15)
+    optimizer.clipper.mark_empty_batch()
+    optimizer.step()
+    assert engine.accountant.history == [(1.1, batch / records, 1)]
+
+
+def test_arguments_and_defaults_are_opacus_own():
+    opacus = pytest.importorskip("opacus")
+    for name in ("make_private", "make_private_with_epsilon", "save_checkpoint", "load_checkpoint"):
+        theirs = inspect.signature(getattr(opacus.PrivacyEngine, name)).parameters
+        ours = inspect.signature(getattr(PrivacyEngine, name)).parameters
+        assert set(theirs) - {"kwargs"} <= set(ours), name
+        for argument, parameter in ours.items():
+            if argument in theirs and argument not in ("self", "criterion", "grad_sample_mode"):
+                assert parameter.default == theirs[argument].default, f"{name}({argument})"
+                assert parameter.kind == theirs[argument].kind
+        assert all(p.default is not p.empty for argument, p in ours.items() if argument not in theirs)
+
+
+def with_budget(engine: PrivacyEngine, **options):
+    model = small_model()
+    arguments = {
+        "module": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "data_loader": DataLoader(DATA, batch_size=20),
+        "target_epsilon": 2.0,
+        "target_delta": DELTA,
+        "epochs": 3,
+        "max_grad_norm": 1.0,
+    }
+    return engine.make_private_with_epsilon(**{**arguments, **options})
+
+
+def test_target_epsilon_is_reached_and_not_exceeded():
+    engine = PrivacyEngine()
+    model, optimizer, loader = with_budget(engine)
+    for _ in range(3):
+        one_epoch(model, optimizer, loader)
+    assert 1.9 < engine.get_epsilon(DELTA) <= 2.0
+
+
+def test_second_budget_on_one_account_warns():
+    engine = PrivacyEngine()
+    _, optimizer, _ = with_budget(engine)
+    optimizer.clipper.mark_empty_batch()
+    optimizer.step()
+    with pytest.warns(UserWarning, match="accounted for already"):
+        with_budget(engine)
+
+
+def test_scheduled_noise_is_accounted_step_by_step():
+    engine, (model, optimizer, loader) = made_private()
+    one_epoch(model, optimizer, loader)
+    optimizer.noise_multiplier = 2.0
+    one_epoch(model, optimizer, loader)
+    assert engine.accountant.history == [(1.1, 20 / 147, len(loader)), (2.0, 20 / 147, len(loader))]
+
+
+@SHUFFLED
+def test_shuffled_batches_are_charged_a_full_participation_a_pass():
+    engine, (model, optimizer, loader) = made_private(
+        poisson_sampling=False, data_loader=DataLoader(DATA, batch_size=20, shuffle=True)
+    )
+    assert len(loader) == 8
+    assert optimizer.expected_batch_size == 20
+    one_epoch(model, optimizer, loader)
+    assert engine.accountant.history == [(1.1, 1.0, 1)]
+    for number, (inputs, targets) in enumerate(loader):
+        if number == 2:
+            break
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    one_epoch(model, optimizer, loader)
+    assert engine.accountant.history == [(1.1, 1.0, 3)]
+
+
+@SHUFFLED
+def test_shuffled_batches_from_elsewhere_or_with_less_noise_are_charged_again():
+    engine, (model, optimizer, loader) = made_private(poisson_sampling=False)
+    elsewhere = [(inputs, targets) for inputs, targets in loader] * 2
+    one_epoch(model, optimizer, elsewhere)
+    assert len(engine.accountant) == 2
+    optimizer.noise_multiplier = 0.5
+    one_epoch(model, optimizer, elsewhere[:1])
+    assert engine.accountant.history[0] == (1.1, 1.0, 2)
+    assert engine.accountant.history[1] == (0.5, 1.0, 1)
+
+
+@SHUFFLED
+def test_shuffled_target_epsilon_is_that_of_the_passes():
+    engine = PrivacyEngine()
+    model, optimizer, loader = with_budget(engine, target_epsilon=8.0, epochs=2, poisson_sampling=False)
+    for _ in range(2):
+        one_epoch(model, optimizer, loader)
+    assert 7.8 < engine.get_epsilon(DELTA) <= 8.0
+
+
+def test_shuffled_batches_warn():
+    with pytest.warns(UserWarning, match="no amplification"):
+        made_private(poisson_sampling=False)
+
+
+@pytest.mark.parametrize("poisson_sampling", [True, False])
+def test_weighted_sampling_is_refused(poisson_sampling):
+    weighted = DataLoader(DATA, batch_size=20, sampler=WeightedRandomSampler([1.0] * 147, 147))
+    with pytest.raises((DataError, InvalidOptionError), match="WeightedRandomSampler"):
+        made_private(poisson_sampling=poisson_sampling, data_loader=weighted)
+
+
+def test_ghost_mode_returns_a_criterion_as_opacus_does():
+    _, private = made_private(grad_sample_mode="ghost")
+    assert len(private) == 4
+    assert isinstance(private[2], PrivateCriterion)
+    assert isinstance(private[2].criterion, nn.CrossEntropyLoss)
+    _, private = made_private(grad_sample_mode="fast")
+    assert len(private) == 3
+
+
+def test_unwrapped_model_stays_the_users_own():
+    model = small_model()
+    engine, (handle, optimizer, loader) = made_private(module=model, wrap_model=False)
+    assert isinstance(handle, GradSampleHooks)
+    one_epoch(model, optimizer, loader)
+    assert len(engine.accountant) == len(loader)
+    handle.cleanup()
+    nn.functional.cross_entropy(model(DATA.tensors[0]), DATA.tensors[1]).backward()
+    with pytest.raises(GhostClipError):
+        optimizer.step()
+
+
+def test_private_objects_can_be_made_private_again():
+    engine, (model, optimizer, loader) = made_private()
+    again = PrivacyEngine()
+    model, optimizer, loader = again.make_private(
+        module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=2.0, max_grad_norm=0.5
+    )
+    one_epoch(model, optimizer, loader)
+    assert len(engine.accountant) == 0
+    assert again.accountant.history == [(2.0, 20 / 147, len(loader))]
+    assert isinstance(model._module, nn.Sequential)
+
+
+def test_misspelt_option_is_refused():
+    with pytest.raises(TypeError, match="posson_sampling"):
+        made_private(posson_sampling=False)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("clipping", "per_layer"),
+        ("clipping", "adaptive"),
+        ("grad_sample_mode", "functorch"),
+        ("grad_sample_mode", "ew"),
+        ("loss_reduction", "none"),
+        ("max_grad_norm", [1.0, 1.0]),
+        ("max_grad_norm", -1),
+        ("noise_multiplier", "1.0"),
+        ("rand_on_empty", True),
+    ],
+)
+def test_options_without_a_meaning_are_refused_and_nothing_stays_attached(option, value):
+    model = small_model()
+    with pytest.raises(InvalidOptionError, match=option):
+        made_private(module=model, **{option: value})
+    made_private(module=model)
+
+
+@pytest.mark.parametrize("accountant", ["prv", "gdp", "RDP"])
+def test_unknown_accountant_is_refused_by_name(accountant):
+    with pytest.raises(InvalidOptionError, match=accountant):
+        PrivacyEngine(accountant=accountant)
+
+
+def test_model_in_evaluation_mode_is_refused():
+    with pytest.raises(UnsupportedModelError, match="train"):
+        made_private(module=small_model().eval())
+
+
+def test_parameters_of_another_model_are_refused():
+    with pytest.raises(UncoveredParameterError, match="not the module's"):
+        made_private(optimizer=torch.optim.SGD(small_model().parameters(), lr=0.1))
+
+
+def test_criterion_that_contradicts_the_declared_reduction_is_refused():
+    for mode in ("auto", "ghost"):
+        with pytest.raises(LossReductionError, match="sum"):
+            made_private(criterion=nn.CrossEntropyLoss(reduction="sum"), grad_sample_mode=mode)
+
+
+def test_other_data_in_one_account_warns():
+    engine, _ = made_private()
+    with pytest.warns(UserWarning, match="another data set"):
+        made_private(engine, data_loader=DataLoader(small_data(50), batch_size=5))
+
+
+def test_secure_mode_draws_secure_noise_and_takes_no_seed():
+    engine = PrivacyEngine(secure_mode=True)
+    with pytest.raises(InvalidOptionError, match="secure_mode"):
+        made_private(engine, noise_generator=torch.Generator())
+    _, (model, optimizer, loader) = made_private(engine)
+    assert optimizer.noise_source.level == "secure"
+    one_epoch(model, optimizer, loader)
+    assert len(engine.accountant) == len(loader)
+
+
+@pytest.mark.filterwarnings("ignore::ghostclip.errors.FixedSeedWarning")
+def test_noise_generator_makes_noise_repeatable():
+    moved = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        _, (model, optimizer, _) = made_private(noise_generator=torch.Generator().manual_seed(7))
+        before = parameters_of(model)
+        optimizer.clipper.mark_empty_batch()
+        optimizer.step()
+        moved.append(parameters_of(model) - before)
+    assert torch.equal(*moved)
+
+
+def test_expected_batches_without_records_release_noise():
+    """With 2 records at rate 1/2 a quarter of all batches is empty; each is a step like any other."""
+    data = TensorDataset(torch.randn(2, 5), torch.tensor([0, 1]))
+    engine, (model, optimizer, loader) = made_private(data_loader=DataLoader(data, batch_size=1))
+    sizes = []
+    for _ in range(20):
+        for inputs, targets in loader:
+            sizes.append(len(inputs))
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), targets, reduction="sum").backward()
+            optimizer.step()
+    assert 0 in sizes
+    assert len(engine.accountant) == len(sizes) == 40
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert math.isfinite(engine.get_epsilon(DELTA))
+
+
+def test_mean_loss_of_an_empty_batch_is_a_step_of_noise():
+    """torch's mean over nothing is NaN; it must not reach the parameters."""
+    _, (model, optimizer, _) = made_private()
+    assert isinstance(model, GradSampleModule)
+    nn.functional.cross_entropy(model(torch.zeros(0, 5)), torch.zeros(0, dtype=torch.long)).backward()
+    optimizer.step()
+    assert all(torch.isfinite(p).all() for p in model.parameters())
