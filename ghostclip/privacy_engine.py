@@ -279,6 +279,7 @@ class PrivacyEngine:
             saved = checkpoint.pop(checkpoints.SCHEDULERS[name], None)
             if scheduler is not None and saved is not None:
                 scheduler.load_state_dict(saved)
+                checkpoints.continue_schedule(name, checkpoint, optimizer)
         return checkpoint
 
     def _check_options(self, *, clipping: str, rand_on_empty: bool, noise_generator: torch.Generator | None) -> None:

@@ -38,12 +38,20 @@ class PrivateLoss:
         self._clipper.backward(self.per_sample)
 
     def detach(self) -> torch.Tensor:
-        """Return the reduced loss, without a graph."""
+        """Return the reduced loss, without a graph.
+
+        Returns:
+            Scalar tensor.
+        """
         loss_B = self.per_sample.detach()
         return loss_B.mean() if self._clipper.loss_reduction == "mean" else loss_B.sum()
 
     def item(self) -> float:
-        """Return the reduced loss as a number."""
+        """Return the reduced loss as a number.
+
+        Returns:
+            The number.
+        """
         return self.detach().item()
 
     def _with(self, per_sample: torch.Tensor) -> PrivateLoss:

@@ -66,26 +66,13 @@ class GradSampleModule(nn.Module):
 
     @property
     def batch_first(self) -> bool:
-        """Whether the leading axis of the model's inputs is the batch."""
-        return self._attached().batch_first
+        """Whether the leading axis of the model's inputs is the batch; a copy, which has no clipper, does not say."""
+        return self.clipper.batch_first
 
     @property
     def loss_reduction(self) -> str:
-        """The reduction that the loss was declared to have: "mean" or "sum"."""
-        return self._attached().loss_reduction
-
-    def _attached(self) -> GhostClipper:
-        """Return the clipper.
-
-        Returns:
-            The clipper attached to the model.
-
-        Raises:
-            AttributeError: On a copy, which has none.
-        """
-        if self.clipper is None:
-            raise AttributeError(f"{type(self).__name__}: a copy of a private model has no clipper; make it private.")
-        return self.clipper
+        """The declared reduction of the loss, "mean" or "sum"; a copy, which has no clipper, does not say."""
+        return self.clipper.loss_reduction
 
     def to_standard_module(self) -> nn.Module:
         """Detach the clipper and return the model as it was.

@@ -126,6 +126,19 @@ def restore(
         optimizer.noise_source.load_state_dict(checkpoint[NOISE])
 
 
+def continue_schedule(name: str, checkpoint: Mapping[str, Any], optimizer: DPOptimizer | None) -> None:
+    """Set what a scheduler had changed to where the saved training had got.
+
+    Args:
+        name: What is scheduled: `noise_multiplier` or `max_grad_norm`.
+        checkpoint: What was loaded.
+        optimizer: The private optimizer, if it is restored.
+    """
+    saved = checkpoint.get(MECHANISM, {})
+    if optimizer is not None and name in saved:
+        setattr(optimizer, name, saved[name])
+
+
 def save(state: dict[str, Any], place: Place, options: Mapping[str, Any]) -> None:
     """Write a checkpoint; a file appears under its name only when it is complete.
 

@@ -92,7 +92,11 @@ class PeakMemory:
         self._sampler: _ResidentSampler | None = None
 
     def in_use(self) -> int:
-        """Return the memory in use now, in bytes."""
+        """Return the memory in use now.
+
+        Returns:
+            Bytes.
+        """
         if self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device)
         return _status_bytes("VmRSS") or _high_water_since_start()

@@ -29,7 +29,11 @@ class SizePolicy(Protocol):
         """A physical batch is about to be processed."""
 
     def after(self, size: int) -> None:
-        """A physical batch of `size` samples was processed."""
+        """A physical batch was processed.
+
+        Args:
+            size: Its number of samples.
+        """
 
 
 class _Chunk(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -20,9 +21,7 @@ NO_NOISE = pytest.mark.filterwarnings("ignore:noise_multiplier=0")
 
 def manager(training: Training, *batches: list[int], size: int | str = 4, **options) -> BatchMemoryManager:
     loader = fixed_loader(DATA, *batches, workers=options.pop("workers", 0))
-    return BatchMemoryManager(
-        data_loader=loader, max_physical_batch_size=size, optimizer=training.optimizer, **options
-    )
+    return BatchMemoryManager(data_loader=loader, max_physical_batch_size=size, optimizer=training.optimizer, **options)
 
 
 def twins(**options) -> tuple[Training, Training]:
@@ -113,10 +112,8 @@ def test_loop_left_early_leaves_nothing_behind(way_out):
             break
 
     with manager(training, list(range(11)), list(range(11, 14))) as loader:
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             left_early(loader)
-        except KeyboardInterrupt:
-            pass
         assert not training.clipper.has_clipped_sum
         assert all(p.grad is None for p in training.model.parameters())
     assert training.releases == 0
@@ -156,26 +153,31 @@ def test_loop_that_is_finalised_late_does_not_drop_a_newer_sum():
 
 
 def test_error_inside_the_block_is_not_swallowed_and_leaves_nothing_behind():
-    training = Training(sigma=1.0)
-    with pytest.raises(ValueError, match="from the loop"):
+    training, held = Training(sigma=1.0), []
+
+    def failing():
         with manager(training, list(range(11))) as loader:
-            held = iter(loader)
-            training.step(next(held))
+            held.append(iter(loader))
+            training.step(next(held[0]))
             raise ValueError("from the loop")
+
+    with pytest.raises(ValueError, match="from the loop"):
+        failing()
     assert not training.clipper.has_clipped_sum
     assert not training.optimizer.last_step_was_virtual
 
 
 def test_logical_batch_without_step_is_noticed():
     training = Training(sigma=1.0)
-    with manager(training, [0, 1], [2, 3]) as loader:
-        with pytest.raises(MissingGradientError, match="not released"):
-            for batch in loader:
-                training.backward(batch)
-    with manager(training, [0, 1]) as loader:
-        with pytest.raises(MissingGradientError, match="not released"):
-            for batch in loader:
-                training.backward(batch)
+
+    def never_stepping(loader):
+        for batch in loader:
+            training.backward(batch)
+
+    for batches in ([[0, 1], [2, 3]], [[0, 1]]):
+        with manager(training, *batches) as loader:
+            with pytest.raises(MissingGradientError, match="not released"):
+                never_stepping(loader)
 
 
 @NO_NOISE

@@ -325,7 +325,7 @@ def test_expected_batches_without_records_release_noise():
 
 
 def test_mean_loss_of_an_empty_batch_is_a_step_of_noise():
-    """torch's mean over nothing is NaN; it must not reach the parameters."""
+    """The mean over nothing is NaN; it must not reach the parameters."""
     _, (model, optimizer, _) = made_private()
     assert isinstance(model, GradSampleModule)
     nn.functional.cross_entropy(model(torch.zeros(0, 5)), torch.zeros(0, dtype=torch.long)).backward()

@@ -1,0 +1,150 @@
+"""The facade stands for the model in everything that is not clipping."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import ghostclip
+from ghostclip.grad_sample import GradSampleModule
+from tests.engine.training import small_model
+
+
+class Named(nn.Module):
+    """A model with attributes, a method and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3).eval()
+        self.norm.requires_grad_(False)
+        self.config = {"size": 3}
+
+    def forward(self, x, *, twice=False):
+        return self.norm(self.body(x)) * (2 if twice else 1)
+
+    def describe(self) -> str:
+        return f"size {self.config['size']}"
+
+
+def facade_of(model: nn.Module) -> GradSampleModule:
+    return GradSampleModule(model, clipper=ghostclip.GhostClipper(model, max_grad_norm=1.0))
+
+
+def test_forward_attributes_and_methods_are_the_models():
+    model = Named()
+    facade, x = facade_of(model), torch.randn(2, 3)
+    assert torch.equal(facade(x, twice=True), 2 * model(x))
+    assert facade.config is model.config
+    assert facade.describe() == "size 3"
+    assert facade.body is model.body
+    assert facade.clipper.model is facade._module is model
+    assert facade.batch_first is True
+    assert facade.loss_reduction == "mean"
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        _ = facade.nothing_like_it
+
+
+def test_assignments_reach_the_model():
+    model = Named()
+    facade = facade_of(model)
+    facade.config = {"size": 4}
+    facade.extra = nn.Linear(1, 1)
+    assert model.config == {"size": 4}
+    assert model.extra is facade.extra
+    assert "extra" not in facade._modules
+    del facade.extra
+    assert not hasattr(model, "extra")
+
+
+def test_training_mode_and_moves_reach_the_model():
+    model = Named()
+    facade = facade_of(model)
+    facade.eval()
+    assert not model.training
+    facade.train().double()
+    assert model.training
+    assert model.body.weight.dtype == torch.float64
+    assert next(facade.parameters()) is model.body.weight
+
+
+def test_state_has_the_models_own_keys():
+    model = Named()
+    facade = facade_of(model)
+    assert list(facade.state_dict()) == list(model.state_dict())
+    state = {key: torch.ones_like(value) for key, value in model.state_dict().items()}
+    facade.load_state_dict(state)
+    assert bool((model.body.weight == 1).all())
+    facade.load_state_dict({f"_module.{key}": torch.zeros_like(value) for key, value in state.items()})
+    assert bool((model.body.weight == 0).all())
+    with pytest.raises(RuntimeError, match="Missing key"):
+        facade.load_state_dict({key: value for key, value in state.items() if key != "body.weight"})
+    with pytest.raises(RuntimeError, match="strange"):
+        facade.load_state_dict({**state, "strange": torch.zeros(1)})
+
+
+def test_state_inside_another_module():
+    plain = nn.ModuleDict({"inner": small_model()})
+    outer = nn.ModuleDict({"inner": facade_of(small_model())})
+    assert list(outer.state_dict()) == list(plain.state_dict())
+    outer.load_state_dict(plain.state_dict())
+    for ours, theirs in zip(outer.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copy_is_the_model_alone(copier):
+    facade, x = facade_of(small_model()), torch.randn(4, 5)
+    duplicate = copier(facade)
+    assert duplicate.clipper is None
+    assert torch.equal(duplicate(x), facade(x))
+    duplicate(x).sum().backward()
+    assert not facade.clipper.has_clipped_sum
+    assert all(p.grad is None for p in facade.parameters())
+    with pytest.raises(AttributeError, match="batch_first"):
+        _ = duplicate.batch_first
+
+
+def test_exponential_moving_average_works():
+    facade = facade_of(small_model())
+    average = torch.optim.swa_utils.AveragedModel(facade)
+    average.update_parameters(facade)
+    assert torch.equal(average(torch.ones(2, 5)), facade(torch.ones(2, 5)))
+
+
+def test_whole_object_can_be_saved():
+    facade, file = facade_of(small_model()), io.BytesIO()
+    torch.save(facade, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert torch.equal(loaded(torch.ones(2, 5)), facade(torch.ones(2, 5)))
+
+
+def test_standard_module_is_left_as_it_was():
+    model = small_model()
+    facade = facade_of(model)
+    x = torch.randn(4, 5)
+    assert facade.to_standard_module() is model
+    model(x).sum().backward()
+    copied = copy.deepcopy(model)
+    copied.zero_grad()
+    copied(x).sum().backward()
+    assert torch.equal(model[0].weight.grad, copied[0].weight.grad)
+
+
+@pytest.mark.integration
+def test_transformers_model_keeps_its_own_methods(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16)
+    facade = facade_of(transformers.GPT2LMHeadModel(config))
+    assert facade.config is config
+    generated = facade.generate(torch.tensor([[1, 2]]), max_new_tokens=2, do_sample=False, pad_token_id=0)
+    assert generated.shape == (1, 4)
+    facade.save_pretrained(tmp_path)
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
+    assert torch.equal(loaded.transformer.wte.weight, facade.transformer.wte.weight)
