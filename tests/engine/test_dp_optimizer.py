@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -42,8 +43,8 @@ def test_every_parameter_gets_noise_of_the_right_size():
 
         def __init__(self):
             super().__init__()
-            self.used = nn.Linear(5, 40)
-            self.unused = nn.Linear(50, 40)
+            self.used = nn.Linear(5, 400)
+            self.unused = nn.Linear(50, 400)
 
         def forward(self, x):
             return self.used(x)
@@ -54,8 +55,8 @@ def test_every_parameter_gets_noise_of_the_right_size():
     expected = 3.0 * 0.5 / 10.0
     for (name, old), new in zip(before.named_parameters(), training.model.parameters(), strict=True):
         spread = (old - new).detach().std().item()
-        assert 0.7 * expected < spread < 1.4 * expected, name
-    assert (before.unused.weight - training.model.unused.weight).std().item() == pytest.approx(expected, rel=0.06)
+        # Six standard errors of a standard deviation measured on that many values; the noise has no fixed seed.
+        assert spread == pytest.approx(expected, rel=6 / math.sqrt(2 * old.numel())), name
     assert training.noise.stds == [1.5] * 4
 
 
