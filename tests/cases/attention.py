@@ -104,6 +104,18 @@ class EncoderDecoder(nn.Module):
         return out if self.batch_first else out.transpose(0, 1)
 
 
+class PaddedAttention(nn.Module):
+    """A key padding mask with another length for every sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, x_BTI: Tensor, padding_BT: Tensor) -> Tensor:
+        """Map (B, T, 6) to itself."""
+        return self.attention(x_BTI, x_BTI, x_BTI, key_padding_mask=padding_BT)[0]
+
+
 def _batch_second(name: str, build: Callable[[], nn.Module], length: int, width: int) -> Case:
     """Make a case whose whole model has the batch on axis 1."""
     return Case(
@@ -160,6 +172,13 @@ CASES = [
     _recurrent("rnn_tanh", nn.RNN, batch_first=True),
     _recurrent("rnn_relu_both_ways", nn.RNN, nonlinearity="relu", bidirectional=True),
     layer_case("recurrent_cells", Cells, 3, 4, 4, tags=("recurrent",)),
+    Case(
+        "mha_key_padding",
+        PaddedAttention,
+        lambda: {"x": torch.randn(4, 5, 6), "padding": torch.arange(5) >= torch.tensor([[5], [2], [4], [1]])},
+        lambda model, batch: probe_loss(model(batch["x"], batch["padding"])),
+        tags=frozenset({"attention"}),
+    ),
     Case(
         "lstm_packed",
         Packed,

@@ -158,6 +158,15 @@ def _causal_loss(model: nn.Module, batch: dict) -> Tensor:
     return next_token_loss(model(input_ids=batch["ids"]).logits, batch["ids"])
 
 
+def _ids_and_positions() -> dict:
+    return {**_ids(), "positions": torch.arange(2, 9)[None]}
+
+
+def _positions_loss(model: nn.Module, batch: dict) -> Tensor:
+    """Give the position ids by hand, once for all samples: shape (1, T)."""
+    return next_token_loss(model(input_ids=batch["ids"], position_ids=batch["positions"]).logits, batch["ids"])
+
+
 def _masked_loss(model: nn.Module, batch: dict) -> Tensor:
     return probe_loss(model(input_ids=batch["ids"], attention_mask=batch["mask"]).logits)
 
@@ -177,11 +186,7 @@ def _t5_loss(model: nn.Module, batch: dict) -> Tensor:
 
 def _own_loss(model: nn.Module, batch: dict) -> Tensor:
     """Let the model compute its logits beside its own loss, as scripts that pass labels do."""
-    return _causal_loss_from(model(input_ids=batch["ids"], labels=batch["ids"]).logits, batch)
-
-
-def _causal_loss_from(logits_BTV: Tensor, batch: dict) -> Tensor:
-    return next_token_loss(logits_BTV, batch["ids"])
+    return next_token_loss(model(input_ids=batch["ids"], labels=batch["ids"]).logits, batch["ids"])
 
 
 def _checkpointed(reentrant: bool) -> nn.Module:
@@ -215,6 +220,10 @@ CASES = [
     ),
     *(_case(name, spec, _padded_ids, _masked_loss) for name, spec in _ENCODERS.items()),
     _GPT2_CASE,
+    replace(
+        _case("gpt2_position_ids_given", _CAUSAL["gpt2_tied"], _ids_and_positions, _positions_loss),
+        axes={"positions": None},
+    ),
     _case("gpt2_own_loss", _CAUSAL["gpt2_tied"], _ids, _own_loss),
     replace(
         _GPT2_CASE,

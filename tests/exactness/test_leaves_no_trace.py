@@ -167,7 +167,9 @@ def test_coverage_lists_every_trainable_parameter(case):
         if not case.may_refuse:
             raise
         pytest.skip(f"refused: {type(error).__name__}")
-    lines = str(clipper.coverage()).splitlines()
+    table = clipper.coverage()
+    assert sorted(row.name for row in table) == sorted(trainable(model))
+    lines = str(table).splitlines()
     for name in trainable(model):
         path, _, own = name.rpartition(".")
-        assert any(path in line and own in line for line in lines), f"{name} is not in the coverage table"
+        assert any(path in line and own in line for line in lines), f"{name} is not in the printed table"
