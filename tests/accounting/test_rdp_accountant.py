@@ -19,7 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import log_ndtr
 
-from ghostclip.accounting import Accountant, RDPAccountant, create_accountant, register_accountant, steps_per_epoch
+from ghostclip.accounting import (
+    Accountant,
+    RDPAccountant,
+    create_accountant,
+    epsilon_from_rdp,
+    register_accountant,
+    steps_per_epoch,
+)
 from ghostclip.accounting.registry import _ACCOUNTANTS
 from ghostclip.errors import InvalidOptionError
 
@@ -140,6 +147,22 @@ def test_edges():
     assert epsilon(1e9, 1.0, 1) == 0.0
     assert 0 < epsilon(1e-10, 0.5, 10) < math.inf
     assert 0 < epsilon(1.0, 0.5, 10, delta=5e-324) < math.inf
+
+
+def test_epsilon_is_zero_only_where_total_variation_meets_delta():
+    """√(1 - e^-r) ≤ δ is r ≤ δ² for small r."""
+    for delta in (1e-3, 1e-8, 1e-100):
+        orders = np.array([2.0, 8.0])
+        assert epsilon_from_rdp(orders, np.full(2, 0.99 * delta**2), delta=delta)[0] == 0
+        assert epsilon_from_rdp(orders, np.full(2, 1.01 * delta**2), delta=delta)[0] > 0
+
+
+def test_a_saved_state_does_not_change_with_the_accountant():
+    accountant = RDPAccountant()
+    accountant.step(noise_multiplier=1.0, sample_rate=0.5)
+    state = accountant.state_dict()
+    accountant.step(noise_multiplier=1.0, sample_rate=0.5)
+    assert state == {"history": [(1.0, 0.5, 1)], "mechanism": "rdp"}
 
 
 @pytest.mark.parametrize("alphas", [[2.0, 3.0], [100.0, 200.0]])
@@ -265,7 +288,9 @@ def test_accountants_can_be_registered(monkeypatch):
         register_accountant("rdp", Other)
 
 
-@pytest.mark.parametrize(("rate", "steps"), [(3 / 147, 49), (1.0, 1), (0.7, 1), (0.01, 100), (1 / 3, 3), (7 / 100, 14)])
+@pytest.mark.parametrize(
+    ("rate", "steps"), [(3 / 147, 49), (1.0, 1), (0.7, 1), (0.6, 2), (0.01, 100), (1 / 3, 3), (7 / 100, 14)]
+)
 def test_steps_per_epoch(rate, steps):
     assert steps_per_epoch(rate) == steps
 
