@@ -116,7 +116,7 @@ class PoissonSampler(Sampler[list[int]]):
         the guarantee. Replicas (see `share`) all draw the same batch and keep every n-th record.
 
     Cost:
-        20 μs for a batch of 1,000 out of 50,000 records, 43 μs for 2,000 out of 20 million (one core).
+        Proportional to the batch when q is small, whatever the number of records; never more than to N.
 
     Args:
         num_samples: N, the number of records.

@@ -35,7 +35,11 @@ class Accountant(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def mechanism(cls) -> str:
-        """Return the name under which `create_accountant` finds this accountant."""
+        """Return the name under which `create_accountant` finds this accountant.
+
+        Returns:
+            The name.
+        """
 
     @abc.abstractmethod
     def get_epsilon(self, delta: float) -> float:

@@ -19,8 +19,8 @@ class RDPAccountant(Accountant):
 
     Privacy:
         The ε it returns is an upper bound for every ledger, also when σ and q change between steps, as long as
-        they do not depend on the private data. It is not tight: expect up to about 10 % above the best known bound,
-        more at very small ε.
+        they do not depend on the private data. It is not tight: a Rényi bound always lies above the best (ε, δ) curve,
+        most of all for few steps with little noise and small δ.
 
     Reference:
         Mironov 2017; Mironov, Talwar, Zhang 2019; Canonne, Kamath, Steinke 2020.
