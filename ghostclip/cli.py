@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -35,19 +36,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    arguments = vars(_parser().parse_args(argv))
+    parsed, unknown = _parser().parse_known_args(argv)
+    arguments = vars(parsed)
+    parser: argparse.ArgumentParser = arguments.pop("parser")
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     job: Callable[[dict[str, object]], int] = arguments.pop("job")
-    prog = f"ghostclip {arguments.pop('command')}"
+    del arguments["command"]
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
-    logging.captureWarnings(True)
     try:
-        return job(arguments)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            return job(arguments)
     except GhostClipError as error:
-        return _complain(prog, error, EXIT_WRONG_INPUT)
+        return _complain(parser.prog, error, EXIT_WRONG_INPUT)
     except (OSError, MemoryError) as error:
-        return _complain(prog, error, EXIT_MACHINE)
+        return _complain(parser.prog, error, EXIT_MACHINE)
     except KeyboardInterrupt:
-        return _complain(prog, "interrupted", EXIT_INTERRUPTED)
+        return _complain(parser.prog, "interrupted", EXIT_INTERRUPTED)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -55,12 +61,17 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     summary = "train a causal transformer on text with differential privacy"
     finetune = commands.add_parser(
-        "finetune", help=summary, description=summary.capitalize() + ".", argument_default=argparse.SUPPRESS
+        "finetune",
+        help=summary,
+        description=f"{summary.capitalize()}.",
+        argument_default=argparse.SUPPRESS,
+        # A misspelt option that is taken for another one is an option that is silently wrong.
+        allow_abbrev=False,
     )
     from ghostclip.finetune.arguments import add_arguments
 
     add_arguments(finetune)
-    finetune.set_defaults(job=_finetune)
+    finetune.set_defaults(job=_finetune, parser=finetune)
     return parser
 
 
@@ -68,6 +79,10 @@ def _finetune(given: dict[str, object]) -> int:
     from ghostclip.finetune.job import run
 
     return run(given)
+
+
+def _show_warning(message: Warning | str, *_: object) -> None:
+    print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
 
 
 def _complain(prog: str, error: object, status: int) -> int:

@@ -68,10 +68,10 @@ def draw(curves: Curves, path: Path) -> None:
     left.set_xlim(0, max(1, len(curves.losses)))
     left.grid(alpha=0.25)
     left.set_title("Private training: loss and ε")
-    left.legend(
-        lines, [str(line.get_label()) for line in lines], loc="upper center", ncols=2, fontsize=8, framealpha=0.9
-    )
-    left.margins(y=0.2)
+    left.margins(y=0.1)
+    # Outside: inside, the lines of one of the two axes would run through it.
+    labels = [str(line.get_label()) for line in lines]
+    figure.legend(lines, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     with atomic_path(path) as temporary:
         figure.savefig(temporary, format="png")
 

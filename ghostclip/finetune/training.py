@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import ghostclip
+from ghostclip.errors import FixedSeedWarning
 from ghostclip.finetune.checkpoint import RunState, TensorState, generator_states, restore_generators
 from ghostclip.finetune.interrupts import StopRequest
 from ghostclip.finetune.ledger import Ledger
@@ -74,18 +76,22 @@ class PrivateTraining:
         self._width, self._vocabulary = passages.width, vocabulary_of(model)
         self.device = next(model.parameters()).device
         engine = ghostclip.PrivacyEngine(accountant=ACCOUNTANT, secure_mode=options.secure_noise)
-        private = engine.make_private(
-            module=model,
-            optimizer=adamw(model, options.learning_rate),
-            data_loader=DataLoader(
-                passages, batch_size=mechanism.batch_size, generator=_unsafe_generator(options, state, stream=0)
-            ),
-            noise_multiplier=mechanism.noise_multiplier,
-            max_grad_norm=mechanism.max_grad_norm,
-            poisson_sampling=True,
-            grad_sample_mode=options.strategy,
-            noise_generator=_unsafe_generator(options, state, stream=1),
+        loader = DataLoader(
+            passages, batch_size=mechanism.batch_size, generator=_unsafe_generator(options, state, stream=0)
         )
+        with warnings.catch_warnings():
+            # Said once, and louder, before the run.
+            warnings.simplefilter("ignore", FixedSeedWarning)
+            private = engine.make_private(
+                module=model,
+                optimizer=adamw(model, options.learning_rate),
+                data_loader=loader,
+                noise_multiplier=mechanism.noise_multiplier,
+                max_grad_norm=mechanism.max_grad_norm,
+                poisson_sampling=True,
+                grad_sample_mode=options.strategy,
+                noise_generator=_unsafe_generator(options, state, stream=1),
+            )
         # Between optimizer and loader some strategies return a criterion; the losses here are per passage already.
         self.model = cast("nn.Module", private[0])
         self.optimizer: DPOptimizer = private[1]

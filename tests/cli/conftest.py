@@ -1,0 +1,63 @@
+"""A text, a model small enough for any machine, and the command run inside this process."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ghostclip.cli import main
+
+TEXT = " ".join(f"The {n}th sentence says that {n} times {n} is {n * n}." for n in range(60))
+# Odd sizes on purpose; every run of it takes a second or two.
+TINY_MODEL = ["--layers", "1", "--hidden-size", "18", "--heads", "3", "--context-length", "23"]
+TINY_RUN = ["--steps", "5", "--batch-size", "7", "--physical-batch-size", "4", "--eval-samples", "5"]
+TINY = [*TINY_MODEL, *TINY_RUN, "--device", "cpu", "--comparison-steps", "1"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run of the command left behind."""
+
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def finetune(capfd):
+    """Run ``ghostclip finetune`` with the given words, and give status and output."""
+
+    def run(*words: object) -> Result:
+        capfd.readouterr()
+        with warnings.catch_warnings():
+            # Whatever the libraries announce is theirs; the command itself reports through its output.
+            warnings.simplefilter("ignore")
+            try:
+                status = main(["finetune", *map(str, words)])
+            except SystemExit as stopped:
+                status = int(stopped.code or 0)
+        captured = capfd.readouterr()
+        return Result(status, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def record_of():
+    """Read the record that a run wrote."""
+
+    def read(folder: Path) -> dict:
+        return json.loads((folder / "run.json").read_text(encoding="utf-8"))
+
+    return read

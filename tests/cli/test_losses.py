@@ -1,0 +1,72 @@
+"""A passage's loss is its own: no other passage and no padding moves it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from ghostclip.finetune.losses import next_token_losses, passage_losses, perplexity
+from ghostclip.finetune.models import make_model
+from ghostclip.finetune.options import FinetuneOptions
+from ghostclip.finetune.passages import PassageDataset
+from ghostclip.finetune.steps import learning_rate_at
+from ghostclip.finetune.tokens import ByteTokens
+
+WINDOWS = [[1, 5, 9, 4, 7], [1, 8], [1, 6, 6], [1, 200, 3, 77, 258, 31, 90]]
+
+
+@pytest.fixture(params=["gpt2", "llama"])
+def model(request):
+    options = FinetuneOptions(model=request.param, layers=1, hidden_size=18, heads=3, context_length=9)
+    return make_model(options, ByteTokens(), seed=1)
+
+
+def batch(windows, width=9):
+    return PassageDataset(windows, pad_id=0, width=width).rows(0, len(windows))
+
+
+def test_loss_of_a_passage_is_that_of_the_passage_alone(model):
+    together_B = passage_losses(model, *batch(WINDOWS))
+    for window, loss in zip(WINDOWS, together_B, strict=True):
+        alone = model(input_ids=torch.tensor([window]), labels=torch.tensor([window])).loss
+        torch.testing.assert_close(loss, alone, rtol=1e-5, atol=1e-6)
+
+
+def test_passage_without_a_token_to_predict_costs_nothing(model):
+    losses_B = passage_losses(model, *batch([[1], *WINDOWS]))
+    assert losses_B[0] == 0
+    assert losses_B.isfinite().all()
+
+
+def test_perplexity_weighs_tokens_and_restores_the_mode(model):
+    passages = PassageDataset(WINDOWS, pad_id=0, width=9)
+    sums_B, counts_B = next_token_losses(model, *passages.rows(0, 3))
+    expected = math.exp(float(sums_B.detach().sum() / counts_B.sum()))
+    assert counts_B.tolist() == [4, 1, 2]
+    assert perplexity(model, passages, limit=3, batch_size=2, dtype="float32") == pytest.approx(expected, rel=1e-5)
+    assert model.training
+
+
+def test_embeddings_stay_tied(model):
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def test_same_seed_same_weights_whatever_the_global_generator_says():
+    options = FinetuneOptions(layers=1, hidden_size=18, heads=3, context_length=9)
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = make_model(options, ByteTokens(), seed=5)
+    assert torch.equal(before, torch.get_rng_state())
+    torch.manual_seed(2)
+    second = make_model(options, ByteTokens(), seed=5)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7, 100])
+def test_learning_rate_rises_falls_and_never_vanishes(steps):
+    rates = [learning_rate_at(step, steps=steps, peak=0.5) for step in range(steps)]
+    assert all(0 < rate <= 0.5 for rate in rates)
+    assert max(rates) == pytest.approx(0.5)
+    assert rates[rates.index(max(rates)) :] == sorted(rates[rates.index(max(rates)) :], reverse=True)

@@ -1,0 +1,90 @@
+"""The output folder, the ledger and the picture: atomic, never overwritten by accident, never under-counted."""
+
+from __future__ import annotations
+
+import pytest
+
+from ghostclip.errors import OutputError, ResumeError
+from ghostclip.finetune import output
+from ghostclip.finetune.ledger import Ledger, read_ledger
+from ghostclip.finetune.plot import Curves, draw, smoothed
+
+
+def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "run.json"
+    output.write_text(path, "old")
+    with pytest.raises(RuntimeError, match="disk"), output.atomic_path(path) as temporary:
+        temporary.write_text("half of the n")
+        raise RuntimeError("disk")
+    assert path.read_text() == "old"
+    assert [file.name for file in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_empty_and_missing_folders_are_usable(tmp_path):
+    output.require_usable(tmp_path, overwrite=False)
+    output.require_usable(tmp_path / "new" / "er", overwrite=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_in_use_is_refused_unless_asked(tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(OutputError, match="not empty; name another folder; --overwrite"):
+        output.require_usable(tmp_path, overwrite=False)
+    output.require_usable(tmp_path, overwrite=True)
+    output.start_anew(tmp_path)
+    assert (tmp_path / "thesis.txt").read_text() == "mine"
+
+
+def test_file_is_no_folder(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("")
+    with pytest.raises(OutputError, match="a file lies there"):
+        output.require_usable(path, overwrite=True)
+    with pytest.raises(OutputError, match="cannot be written"):
+        output.require_usable(path / "below", overwrite=False)
+
+
+def test_default_folder_is_the_first_free_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert output.choose_folder(None, resume=False).name == "ghostclip-run"
+    (tmp_path / "ghostclip-run").mkdir()
+    (tmp_path / "ghostclip-run" / "run.json").write_text("{}")
+    assert output.choose_folder(None, resume=False).name == "ghostclip-run-2"
+    with pytest.raises(ResumeError, match="no interrupted run"):
+        output.choose_folder(None, resume=True)
+    (tmp_path / "ghostclip-run-2" / "resume").mkdir(parents=True)
+    (tmp_path / "ghostclip-run-2" / "resume" / "state.pt").write_text("")
+    assert output.choose_folder(None, resume=True).name == "ghostclip-run-2"
+
+
+def test_ledger_is_on_disk_before_the_step(tmp_path):
+    path = tmp_path / "ledger.txt"
+    assert read_ledger(path) == 0
+    with Ledger(path) as ledger:
+        for count in (1, 2, 3):
+            ledger.begin_step()
+            assert ledger.begun == read_ledger(path) == count
+
+
+def test_torn_line_counts_as_a_step(tmp_path):
+    path = tmp_path / "ledger.txt"
+    path.write_bytes(b"\n1\n2\n1")
+    with Ledger(path) as ledger:
+        assert ledger.begun == 3
+        ledger.begin_step()
+    assert read_ledger(path) == 4
+
+
+def test_smoothing_starts_at_the_first_value_and_keeps_constants():
+    assert smoothed([]) == []
+    assert smoothed([2.0, 4.0])[0] == 2.0
+    assert smoothed([3.0] * 50) == pytest.approx([3.0] * 50)
+
+
+@pytest.mark.parametrize("losses", [[], [None], [5.0], [5.0, None, 4.0] * 20])
+def test_picture_is_a_png_whatever_the_losses(tmp_path, losses):
+    curves = Curves(
+        losses=losses, epsilons=[(0, 0.0), (len(losses), 2.5)], held_out=(5.5, 4.0), target_epsilon=3.0, delta=1e-5
+    )
+    draw(curves, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG\r\n")

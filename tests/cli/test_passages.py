@@ -1,0 +1,74 @@
+"""Tokens and passages: nothing is lost, windows fit, the split is disjoint and fixed by its seed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ghostclip.errors import DataError
+from ghostclip.finetune.passages import cut, split_passages
+from ghostclip.finetune.tokens import ByteTokens
+
+TOKENS = ByteTokens()
+
+
+def text_of(ids):
+    return bytes(int(token) - 3 for token in ids if int(token) >= 3).decode("utf-8", errors="replace")
+
+
+def test_bytes_are_what_transformers_calls_them():
+    transformers = pytest.importorskip("transformers")
+    text = "Grüße, 世界\n\x00"
+    theirs = transformers.ByT5Tokenizer(extra_ids=0).encode(text, add_special_tokens=False)
+    assert TOKENS.encode(text) == theirs
+    assert len(transformers.ByT5Tokenizer(extra_ids=0)) == TOKENS.vocab_size
+
+
+@given(st.text(max_size=300), st.integers(2, 40))
+def test_cutting_loses_nothing(text, length):
+    ids = TOKENS.encode(text)
+    windows = cut(ids, start_id=TOKENS.start_id, context_length=length)
+    assert all(2 <= len(window) <= length and window[0] == TOKENS.start_id for window in windows)
+    assert [token for window in windows for token in window[1:]] == ids
+
+
+def test_window_without_a_token_to_predict_is_left_out():
+    assert cut([5, 6, 7], start_id=None, context_length=2) == [[5, 6]]
+
+
+def split(documents, *, seed=3, length=11, most=None, fraction=0.25):
+    return split_passages(
+        documents, TOKENS, context_length=length, most_per_document=most, eval_fraction=fraction, seed=seed
+    )
+
+
+def test_split_is_disjoint_complete_and_fixed_by_the_seed():
+    documents = ["abcdefghij" * 4, "0123456789" * 3]
+    parts = split(documents)
+    rows = [text_of(part[i][0]) for part in (parts.training, parts.held_out) for i in range(len(part))]
+    assert sorted(rows) == sorted(["abcdefghij"] * 4 + ["0123456789"] * 3)
+    assert (len(parts.training), len(parts.held_out)) == (5, 2)
+    assert (parts.documents, parts.most_per_document) == (2, 4)
+    assert parts.training.fingerprint() == split(documents).training.fingerprint()
+    assert parts.training.fingerprint() != split(["x" * 40, *documents]).training.fingerprint()
+
+
+def test_rows_are_padded_to_one_width():
+    parts = split(["abc", "abcdefghij", "abcdefg"])
+    ids_T, length = parts.training[0]
+    assert ids_T.shape == (11,)
+    assert ids_T.dtype == length.dtype == torch.int64
+    assert (ids_T[int(length) :] == TOKENS.pad_id).all()
+
+
+def test_passages_of_a_document_can_be_limited():
+    parts = split(["abcdefghij" * 9, "0123456789" * 9], most=1, fraction=0.5)
+    assert parts.most_per_document == 1
+    assert len(parts.training) == len(parts.held_out) == 1
+
+
+def test_one_passage_cannot_be_split():
+    with pytest.raises(DataError, match=r"makes 1 passage\(s\) of up to 11 tokens"):
+        split(["short"])

@@ -1,0 +1,265 @@
+"""Whole runs on real files: what they write, what they say, and that they can be stopped and continued."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+import torch
+
+from ghostclip.finetune import progress
+from ghostclip.finetune.checkpoint import ResumePoint
+from ghostclip.finetune.ledger import read_ledger
+from tests.cli.conftest import TEXT, TINY, TINY_MODEL
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def after_step(monkeypatch):
+    """Do something right after a given step of the next run, as a signal or a crash would."""
+
+    def install(number, action):
+        taken = {"steps": 0}
+        plain = progress.ProgressBar.step
+
+        def step(self, loss, samples, physical_batch):
+            plain(self, loss, samples, physical_batch)
+            taken["steps"] += 1
+            if taken["steps"] == number:
+                action()
+
+        monkeypatch.setattr(progress.ProgressBar, "step", step)
+
+    yield install
+    monkeypatch.undo()
+
+
+def interrupt():
+    signal.raise_signal(signal.SIGINT)
+
+
+def crash():
+    raise RuntimeError("the machine went away")
+
+
+def weights(folder):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_run_writes_what_it_promises(finetune, text_file, tmp_path, record_of, model):
+    out = tmp_path / "out"
+    result = finetune("--data", text_file, "--output", out, "--model", model, *TINY)
+    assert result.status == 0, result.err
+    for words in (
+        "passage",
+        "perplexity",
+        "ε = ",
+        "Poisson",
+        "σ",
+        "Not protected",
+        "step time",
+        "step memory",
+        str(out),
+    ):
+        assert words in result.out
+    record = record_of(out)
+    privacy = record["privacy"]
+    assert privacy["private"] is True
+    assert 7.9 < privacy["epsilon"] <= 8.0
+    assert privacy["delta"] == pytest.approx(1 / (10 * record["data"]["training"]))
+    assert privacy["sample_rate"] == pytest.approx(7 / record["data"]["training"])
+    assert privacy["steps_spent"] == len(record["not_private"]["losses"]) == 5
+    assert record["held_out_perplexity"]["before"] > 1
+    assert record["cost"]["private"]["seconds_per_step"] > 0
+    assert record["cost"]["private"]["peak_bytes_above_weights_and_optimizer"] > 10_000
+    assert record["cost"]["ordinary"]["seconds_per_step"] > 0
+    assert (out / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert not (out / "resume").exists()
+    assert not [file for file in out.iterdir() if file.name.startswith(".")]
+
+
+def test_checkpoint_is_what_transformers_loads(finetune, text_file, tmp_path, record_of):
+    out = tmp_path / "out"
+    assert finetune("--data", text_file, "--output", out, *TINY).status == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    ids = torch.tensor([[1, *tokenizer("The 5th", add_special_tokens=False).input_ids]])
+    assert tokenizer.decode(ids[0, 1:]) == "The 5th"
+    with torch.no_grad():
+        assert model(input_ids=ids).logits.isfinite().all()
+    assert model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] > ids.shape[1]
+
+
+@pytest.mark.parametrize("strategy", ["bookkeeping", "ghost", "fast", "hooks"])
+def test_strategies_give_the_same_weights(finetune, text_file, tmp_path, strategy):
+    """With noise and sampling fixed, which is for tests only, what clips must not matter."""
+    common = ["--data", text_file, "--seed", "1", "--unsafe-noise-seed", "2", *TINY, "--comparison-steps", "0"]
+    for name in ("auto", strategy):
+        result = finetune(*common, "--output", tmp_path / name, "--strategy", name)
+        assert result.status == 0, result.err
+    assert "NOT PRIVATE" in result.err
+    assert "NONE" in result.out
+    reference, other = weights(tmp_path / "auto"), weights(tmp_path / strategy)
+    for name, tensor in reference.items():
+        torch.testing.assert_close(other[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_seed_fixes_the_split_and_never_the_noise(finetune, text_file, tmp_path, record_of):
+    for name in ("one", "two"):
+        result = finetune("--data", text_file, "--seed", "1", "--output", tmp_path / name, *TINY)
+        assert result.status == 0, result.err
+        assert "noise and sampling stay random" in result.err
+    one, two = record_of(tmp_path / "one"), record_of(tmp_path / "two")
+    assert one["held_out_perplexity"]["before"] == pytest.approx(two["held_out_perplexity"]["before"])
+    assert one["seed"] == two["seed"] == 1
+    different = [
+        not torch.equal(a, b) for a, b in zip(weights(tmp_path / "one").values(), weights(tmp_path / "two").values())
+    ]
+    assert all(different)
+
+
+def test_bfloat16_auto_batch_and_secure_noise(finetune, text_file, tmp_path, record_of):
+    out = tmp_path / "out"
+    options = ["--dtype", "bfloat16", "--physical-batch-size", "auto", "--secure-noise", "--delta", "0.5"]
+    result = finetune("--data", text_file, "--output", out, *TINY, *options)
+    assert result.status == 0, result.err
+    assert "δ = 0.5 is not below 1/N" in result.err
+    assert "cryptographic keystream" in result.out
+    assert record_of(out)["cost"]["private"]["physical_batch"] >= 1
+    assert weights(out)["transformer.wte.weight"].dtype == torch.float32
+
+
+def test_local_model_and_tokenizer(finetune, tmp_path, record_of):
+    """A folder with a model and its own tokenizer, rows of a table, one passage a row, nothing from the network."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "[END]": 1, "says": 2, "that": 3}, "[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="[END]", unk_token="[UNK]")
+    tokenizer.save_pretrained(tmp_path / "base")
+    config = transformers.LlamaConfig(
+        vocab_size=7, hidden_size=12, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=16, tie_word_embeddings=False,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"body": f"he says that {i} says that"}) for i in range(40)))
+    words = ["--data", rows, "--text-column", "body", "--model", tmp_path / "base", "--max-passages-per-document", "1"]
+    result = finetune(*words, *TINY, "--output", tmp_path / "out")
+    assert result.status == 0, result.err
+    assert "Assumed: the initial weights do not depend on this text" in result.out
+    record = record_of(tmp_path / "out")
+    assert record["data"]["passage_length"] == 7
+    assert record["data"]["most_per_document"] == 1
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "[END]"
+
+
+def test_stop_and_resume_is_the_same_run(finetune, text_file, tmp_path, record_of, after_step):
+    common = ["--data", text_file, "--seed", "1", "--unsafe-noise-seed", "2", *TINY, "--comparison-steps", "0"]
+    assert finetune(*common, "--output", tmp_path / "whole").status == 0
+    after_step(2, interrupt)
+    stopped = finetune(*common, "--output", tmp_path / "parts")
+    assert stopped.status == 130
+    assert "stopped after step 2 of 5" in stopped.err
+    assert "--resume" in stopped.err
+    refused = finetune(*common, "--output", tmp_path / "parts")
+    assert refused.status == 2
+    assert "--resume continues the interrupted run" in refused.err
+    resumed = finetune("--resume", "--output", tmp_path / "parts")
+    assert resumed.status == 0, resumed.err
+    whole, parts = record_of(tmp_path / "whole"), record_of(tmp_path / "parts")
+    assert parts["sessions"] == 2
+    assert parts["privacy"]["epsilon"] == whole["privacy"]["epsilon"]
+    assert parts["not_private"]["losses"] == pytest.approx(whole["not_private"]["losses"])
+    for one, two in zip(weights(tmp_path / "whole").values(), weights(tmp_path / "parts").values(), strict=True):
+        torch.testing.assert_close(one, two)
+    again = finetune("--resume", "--output", tmp_path / "parts")
+    assert again.status == 2
+    assert "holds no interrupted run" in again.err
+
+
+def test_crash_over_counts_and_never_under_counts(finetune, text_file, tmp_path, record_of, after_step):
+    out = tmp_path / "out"
+    after_step(3, crash)
+    with pytest.raises(RuntimeError, match="went away"):
+        finetune("--data", text_file, "--output", out, *TINY)
+    assert read_ledger(out / "resume" / "ledger.txt") == 3
+    resumed = finetune("--resume", "--output", out)
+    assert resumed.status == 0, resumed.err
+    assert "of which 3 are done or counted as spent" in resumed.out
+    record = record_of(out)
+    # Three steps may have been released and are lost: they stay spent, and only two more are taken.
+    assert [loss is None for loss in record["not_private"]["losses"]] == [True, True, True, False, False]
+    assert record["privacy"]["steps_spent"] == 5
+    assert record["privacy"]["epsilon"] <= 8.0
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (["--epsilon", "3"], "--epsilon is 3.0 but the interrupted run has 8.0"),
+        (["--batch-size", "9"], "--batch-size is 9 but the interrupted run has 7"),
+        (["--data", "elsewhere.txt"], "--data is"),
+        (["--seed", "5"], "--seed is 5 but the interrupted run has None"),
+    ],
+)
+def test_resume_with_another_mechanism_is_refused(finetune, text_file, tmp_path, after_step, options, part):
+    out = tmp_path / "out"
+    after_step(1, interrupt)
+    assert finetune("--data", text_file, "--output", out, *TINY).status == 130
+    before = (out / "resume" / "state.pt").read_bytes()
+    result = finetune("--resume", "--output", out, *options)
+    assert result.status == 2
+    assert part in result.err
+    assert (out / "resume" / "state.pt").read_bytes() == before
+
+
+def test_resume_with_other_data_or_a_damaged_state_is_refused(finetune, text_file, tmp_path, after_step):
+    out = tmp_path / "out"
+    after_step(1, interrupt)
+    assert finetune("--data", text_file, "--output", out, *TINY).status == 130
+    text_file.write_text(TEXT.replace("sentence", "SENTENCE"))
+    assert "the data (or its tokenizer) changed" in finetune("--resume", "--output", out).err
+    text_file.write_text(TEXT)
+    state = ResumePoint(out).folder / "state.pt"
+    state.write_bytes(state.read_bytes()[:100])
+    damaged = finetune("--resume", "--output", out)
+    assert damaged.status == 2
+    assert "state.pt: cannot be read" in damaged.err
+
+
+def test_overwrite_replaces_a_run_and_spares_other_files(finetune, text_file, tmp_path, record_of):
+    out = tmp_path / "out"
+    assert finetune("--data", text_file, "--output", out, *TINY).status == 0
+    (out / "notes.txt").write_text("mine")
+    (out / "model-00001-of-00002.safetensors").write_text("a shard of an earlier, larger model")
+    again = finetune("--data", text_file, "--output", out, *TINY, "--overwrite", "--epsilon", "2")
+    assert again.status == 0, again.err
+    assert record_of(out)["privacy"]["target_epsilon"] == 2
+    assert (out / "notes.txt").read_text() == "mine"
+    assert not (out / "model-00001-of-00002.safetensors").exists()
+
+
+def test_empty_poisson_batches_are_steps(finetune, text_file, tmp_path, record_of):
+    """At one expected sample a third of the batches is empty: each is a noise-only step that counts."""
+    out = tmp_path / "out"
+    words = ["--steps", "25", "--batch-size", "1", "--device", "cpu", "--unsafe-noise-seed", "4"]
+    result = finetune("--data", text_file, "--output", out, *TINY_MODEL, *words)
+    assert result.status == 0, result.err
+    record = record_of(out)
+    assert 0 in record["not_private"]["samples"]
+    assert record["privacy"]["steps_spent"] == 25
+
+
+@pytest.mark.slow
+def test_defaults_learn(finetune, tmp_path, record_of):
+    out = tmp_path / "out"
+    assert finetune("--output", out).status == 0
+    record = record_of(out)
+    assert record["privacy"]["epsilon"] <= 8.0
+    assert record["held_out_perplexity"]["after"] < 0.1 * record["held_out_perplexity"]["before"]

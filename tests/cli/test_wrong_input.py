@@ -1,0 +1,176 @@
+"""Wrong input: one clear line on stderr, exit status 2, no traceback, and nothing on disk is touched."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.cli.conftest import TINY
+
+
+def assert_refused(result, *parts):
+    assert result.status == 2, result
+    lines = result.err.strip().splitlines()
+    assert len(lines) == 1, result.err
+    assert lines[0].startswith("ghostclip finetune: error: ")
+    for part in parts:
+        assert part in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--epsilon", "0"], ["--epsilon is 0", "above 0"]),
+        (["--epsilon", "-1"], ["--epsilon is -1"]),
+        (["--epsilon", "nan"], ["--epsilon is nan"]),
+        (["--epsilon", "inf"], ["--epsilon is inf"]),
+        (["--epsilon", "none"], ["--epsilon", "invalid float value: 'none'"]),
+        (["--delta", "0"], ["--delta is 0", "between 0 and 1"]),
+        (["--delta", "1"], ["--delta is 1"]),
+        (["--max-grad-norm", "0"], ["--max-grad-norm is 0"]),
+        (["--batch-size", "0"], ["--batch-size is 0", "at least 1"]),
+        (["--batch-size", "100000"], ["--batch-size 100000 is larger than the data", "training passages"]),
+        (["--steps", "0"], ["--steps is 0"]),
+        (["--epochs", "2"], ["--epochs and --steps"]),
+        (["--physical-batch-size", "all"], ["'all' is neither a whole number nor auto"]),
+        (["--physical-batch-size", "-3"], ["--physical-batch-size is -3"]),
+        (["--learning-rate", "0"], ["--learning-rate is 0"]),
+        (["--eval-fraction", "1"], ["--eval-fraction is 1"]),
+        (["--context-length", "1"], ["--context-length is 1"]),
+        (["--strategy", "magic"], ["--strategy is 'magic'", "bookkeeping"]),
+        (["--dtype", "float16"], ["--dtype is 'float16'", "bfloat16"]),
+        (["--device", "quantum"], ["--device quantum: not usable"]),
+        (["--seed", "-1"], ["--seed is -1"]),
+        (["--model", "gpt9"], ["--model gpt9: unknown architecture (known: gpt2, llama)"]),
+        (["--hidden-size", "19"], ["--hidden-size 19 is no multiple of --heads 3"]),
+        (["--model", "llama", "--hidden-size", "9"], ["--hidden-size 9", "rotary"]),
+        (["--tokenizer", "nowhere"], ["--tokenizer nowhere: no such file or folder"]),
+        (["--text-colum", "body"], ["unrecognized arguments: --text-colum body"]),
+        (["--resume", "--overwrite"], ["--overwrite", "--resume"]),
+        (["--secure-noise", "--unsafe-noise-seed", "1"], ["--secure-noise"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_option_is_refused(finetune, text_file, tmp_path, options, parts):
+    result = finetune("--data", text_file, "--output", tmp_path / "out", *TINY, *options)
+    assert_refused(result, *parts)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "part"),
+    [
+        ("gone.txt", None, "no such file or folder"),
+        ("empty.txt", b"", "holds no text"),
+        ("short.txt", b"Hi", "makes 1 passage(s)"),
+        ("latin.txt", "Größe".encode("latin-1"), "not UTF-8"),
+        ("rows.csv", b"id,body\n1,b\n", "no text column 'text' (found: id, body)"),
+        ("rows.jsonl", b"{}\n", "no text column 'text' (found: none)"),
+    ],
+)
+def test_data_is_refused(finetune, tmp_path, name, content, part):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    result = finetune("--data", path, "--output", tmp_path / "out", *TINY)
+    assert_refused(result, str(path) if name != "short.txt" else "", part)
+    assert not (tmp_path / "out").exists()
+
+
+def test_folder_in_use_is_refused_and_untouched(finetune, text_file, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "run.json").write_text("precious")
+    result = finetune("--data", text_file, "--output", out, *TINY)
+    assert_refused(result, "the folder is not empty", "--overwrite")
+    assert [(file.name, file.read_text()) for file in out.iterdir()] == [("run.json", "precious")]
+
+
+def test_wrong_option_beside_overwrite_touches_nothing(finetune, tmp_path):
+    out = tmp_path / "out"
+    (out / "resume").mkdir(parents=True)
+    (out / "resume" / "state.pt").write_text("precious")
+    result = finetune("--data", tmp_path / "gone.txt", "--output", out, "--overwrite", *TINY)
+    assert_refused(result, "no such file")
+    assert (out / "resume" / "state.pt").read_text() == "precious"
+
+
+def test_nothing_to_resume_is_said(finetune, tmp_path):
+    assert_refused(finetune("--resume", "--output", tmp_path), "holds no interrupted run")
+
+
+def test_folder_without_a_model_is_refused(finetune, text_file, tmp_path):
+    result = finetune("--data", text_file, "--output", tmp_path / "out", "--model", tmp_path, *TINY)
+    assert_refused(result, "config.json is missing")
+
+
+def test_damaged_model_is_refused(finetune, text_file, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": ')
+    result = finetune("--data", text_file, "--output", tmp_path / "out", "--model", tmp_path, *TINY)
+    assert_refused(result, "cannot be loaded as a causal language model")
+
+
+def test_model_that_looks_ahead_is_refused(finetune, text_file, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=259, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    transformers.BertLMHeadModel(config).save_pretrained(tmp_path / "bert")
+    result = finetune("--data", text_file, "--output", tmp_path / "out", "--model", tmp_path / "bert", *TINY)
+    assert_refused(result, "BertLMHeadModel", "from later ones")
+    assert not (tmp_path / "out").exists()
+
+
+def test_model_that_cannot_be_private_is_refused_with_the_reason(finetune, text_file, tmp_path, monkeypatch):
+    """Batch statistics mix samples; the line says so, and nothing was written."""
+    import torch
+
+    from ghostclip.finetune import prepare
+
+    def with_batch_norm(options, tokens, *, seed):
+        model = make_model(options, tokens, seed=seed)
+        norm = torch.nn.BatchNorm1d(options.context_length)
+        model.transformer.h[0].ln_1 = torch.nn.Sequential(model.transformer.h[0].ln_1, norm)
+        return model
+
+    make_model = prepare.make_model
+    monkeypatch.setattr(prepare, "make_model", with_batch_norm)
+    monkeypatch.setattr(prepare, "require_causal", lambda model, length: None)
+    result = finetune("--data", text_file, "--output", tmp_path / "out", *TINY)
+    assert_refused(result, "BatchNorm")
+    assert not (tmp_path / "out").exists()
+
+
+def test_vocabulary_that_is_too_small_is_refused(finetune, text_file, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=50, n_embd=8, n_layer=1, n_head=1, n_positions=32)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "small")
+    result = finetune("--data", text_file, "--output", tmp_path / "out", "--model", tmp_path / "small", *TINY)
+    assert_refused(result, "vocabulary has 50 rows", "bytes needs 259")
+
+
+def test_tokenizer_file_that_is_none_is_refused(finetune, text_file, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": "none"}))
+    path = tmp_path / "tokenizer.json"
+    result = finetune("--data", text_file, "--output", tmp_path / "out", "--tokenizer", path, *TINY)
+    assert_refused(result, "no tokenizer could be loaded")
+
+
+def test_missing_library_is_named(finetune, text_file, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = finetune("--data", text_file, "--output", tmp_path / "out", *TINY)
+    assert_refused(result, "matplotlib", "pip install 'ghostclip[transformers]'")
+
+
+def test_as_a_program(tmp_path):
+    """The same through ``python -m ghostclip``: exit status and stderr as a shell sees them."""
+    command = [sys.executable, "-m", "ghostclip", "finetune", "--data", str(tmp_path / "gone.txt")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == f"ghostclip finetune: error: {tmp_path / 'gone.txt'}: no such file or folder\n"
+    assert list(tmp_path.iterdir()) == []
