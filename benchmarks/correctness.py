@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from benchmarks.engines import Engine
 from benchmarks.tasks import Batch, Task, per_sample_losses
 
-# Relative error of a float32 engine. Opacus divides by norm + 1e-6, which alone may cost 1e-6 / norm.
+# Largest relative error in float32 that ghostclip allows itself; beyond it, it counts as wrong.
 TOLERANCE = 1e-5
+# Others are allowed rounding. Measured: 1.2e-4 for the hooks mode of Opacus on the GPT, whose norms over more than a
+# million values are summed one by one in float32. What is beyond this is no rounding.
+ROUNDING = 1e-3
 
 
 @dataclass(frozen=True)

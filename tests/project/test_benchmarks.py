@@ -11,7 +11,7 @@ from torch import nn
 from benchmarks import readme
 from benchmarks.correctness import relative_error
 from benchmarks.engines import NON_PRIVATE, STRATEGIES
-from benchmarks.flops import count
+from benchmarks.flops import count, counter
 from benchmarks.report import markdown
 from benchmarks.tasks import PerSampleCrossEntropy, per_sample_losses, tasks
 
@@ -89,3 +89,24 @@ def test_models_are_plain_torch():
         modules = list(task.model(CPU).modules())[1:]
         leaves = [module for module in modules if not list(module.children())]
         assert all(type(leaf).__module__.startswith(nn.__name__) for leaf in leaves)
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda a, b: a.mm(b),
+        lambda a, b: torch.zeros(3, 7).addmm_(a, b),
+        lambda a, b: torch.zeros(1, 3, 7).baddbmm_(a[None], b[None], alpha=2.0),
+        lambda a, b: torch.addbmm(torch.zeros(3, 7), a[None], b[None]),
+        lambda a, b: torch.zeros(3, 7).addbmm_(a[None], b[None]),
+        lambda a, b: [a.mv(column) for column in b.t()],
+        lambda a, b: [torch.zeros(3).addmv_(a, column) for column in b.t()],
+        lambda a, b: [torch.zeros(3, 7).addr_(a[:, i], b[i]) for i in range(5)],
+        lambda a, b: [row.dot(column) for row in a for column in b.t()],
+        lambda a, b: torch.einsum("ik,kj->ij", a, b),
+    ],
+)
+def test_a_product_costs_the_same_however_it_is_written(product):
+    with counter() as counted:
+        product(torch.ones(3, 5), torch.ones(5, 7))
+    assert counted.get_total_flops() == 2 * 3 * 5 * 7

@@ -1,7 +1,8 @@
 """Documentation that is missing or stale fails here; its form is ruff's matter, stale entries pydoclint's.
 
 Public means: no leading underscore in the function, in its classes, or in its module's path. A method that overrides
-one documented in the package needs no second text: the contract is written where it is declared.
+one documented in the package needs no second text: the contract is written where it is declared. Where one sentence says it
+all, one sentence will do: "Return ..." describes a result, and a lone parameter is what the sentence is about.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tests.project.source import FunctionNode, functions, module_name, python_fi
 FILES = python_files("ghostclip")
 # Their meaning is Python's or torch's, not ours to explain again.
 GIVEN_ELSEWHERE = {"forward", "backward", "setup_context", "vmap", "jvp", "extra_repr", "state_dict", "load_state_dict"}
+SAYS_THE_RESULT = re.compile(r"(?:Return|Yield|Whether|Give|Compute|Count|Build|Make|Find|List)")
 SECTION = r"^\s*{}:\s*$"
 
 
@@ -111,9 +113,10 @@ def _problems(node: FunctionNode) -> Iterator[str]:
         return any(re.search(SECTION.format(title), text, flags=re.MULTILINE) for title in titles)
 
     parameters = _parameters(node)
-    if parameters and not has("Args"):
+    sentence = "\n" not in text
+    if parameters and not has("Args") and not (sentence and len(parameters) == 1):
         yield f"no Args section for {', '.join(parameters)}"
-    if _returns_something(node) and not has("Returns", "Yields"):
+    if _returns_something(node) and not has("Returns", "Yields") and not (sentence and SAYS_THE_RESULT.match(text)):
         yield "no Returns section"
     missing = [name for name in sorted(_raised(node)) if not re.search(rf"^\s*{name}:", text, flags=re.MULTILINE)]
     if missing:

@@ -58,6 +58,8 @@ def test_every_error_derives_from_the_base_and_a_builtin():
 
     classes = [c for _, c in inspect.getmembers(errors, inspect.isclass) if c.__module__ == errors.__name__]
     for error in classes:
+        if issubclass(error, Warning):
+            continue
         assert issubclass(error, errors.GhostClipError)
         builtin = [
             base

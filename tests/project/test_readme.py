@@ -48,7 +48,9 @@ def test_the_clipper_alone_runs(capsys):
     names = {**_user_objects(), "x": torch.randn(4, 7), "y": torch.tensor([0, 1, 2, 0]), "ghostclip": ghostclip}
     names["criterion"] = nn.CrossEntropyLoss(reduction="none")
     exec(compile(_python_blocks()[1], str(README), "exec"), names)
-    assert "0.weight" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert "Linear" in table
+    assert table.count("weight") >= 2
 
 
 def test_files_that_are_linked_exist():
