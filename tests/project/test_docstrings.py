@@ -1,8 +1,8 @@
 """Documentation that is missing or stale fails here; its form is ruff's matter, stale entries pydoclint's.
 
 Public means: no leading underscore in the function, in its classes, or in its module's path. A method that overrides
-one documented in the package needs no second text: the contract is written where it is declared. Where one sentence says it
-all, one sentence will do: "Return ..." describes a result, and a lone parameter is what the sentence is about.
+one documented in the package needs no second text: the contract is written where it is declared. Where one sentence
+says it all, one sentence will do: "Return ..." describes a result, and a lone parameter is what the sentence is about.
 """
 
 from __future__ import annotations
