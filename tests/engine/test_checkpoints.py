@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine
 from ghostclip.errors import MissingGradientError, ResumeError
+from ghostclip.utils.batch_memory_manager import BatchMemoryManager
 from tests.engine.training import parameters_of, small_data, small_model
 
 DATA = small_data(50)
@@ -59,6 +60,33 @@ def test_resumed_run_is_the_same_run(tmp_path):
     assert resumed.engine.accountant.history == run.engine.accountant.history
     assert resumed.engine.get_epsilon(1e-5) == run.engine.get_epsilon(1e-5) > 0
     assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
+
+
+def test_run_resumed_between_logical_batches_of_physical_ones_is_the_same_run(tmp_path):
+    def train(run, logical, *, save_after=None):
+        manager = BatchMemoryManager(data_loader=run.loader, max_physical_batch_size=3, optimizer=run.optimizer)
+        done = 0
+        with manager as loader:
+            for inputs, targets in loader:
+                run.seen.append(inputs[:, 0].tolist())
+                nn.functional.cross_entropy(run.model(inputs), targets).backward()
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+                done += not run.optimizer.last_step_was_virtual
+                if done == save_after and not run.optimizer.last_step_was_virtual:
+                    run.save(tmp_path / "run.pt")
+                    saved.append(len(run.seen))
+                if done == logical:
+                    return
+
+    saved: list[int] = []
+    run, resumed = Run(), Run()
+    train(run, 4, save_after=2)
+    resumed.load(tmp_path / "run.pt")
+    train(resumed, 2)
+    assert resumed.seen == run.seen[saved[0] :]
+    assert torch.equal(parameters_of(resumed.model), parameters_of(run.model))
+    assert resumed.engine.accountant.history == run.engine.accountant.history
 
 
 def test_checkpoint_holds_plain_values_and_the_models_keys(tmp_path):

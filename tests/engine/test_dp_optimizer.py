@@ -177,6 +177,16 @@ def test_parameter_frozen_after_backward_keeps_no_unprotected_gradient():
     assert frozen.grad is None
 
 
+def test_gradient_put_on_a_frozen_parameter_is_not_applied():
+    training = Training(sigma=1.0)
+    frozen = training.model[0].weight.requires_grad_(False)
+    frozen.grad = torch.ones_like(frozen)
+    before = frozen.clone()
+    training.backward(batch_of(DATA, start=0, stop=2))
+    training.optimizer.step()
+    assert torch.equal(frozen, before)
+
+
 def test_optimizer_with_a_strange_parameter_is_refused():
     model, strange = small_model(), nn.Linear(2, 2)
     clipper = ghostclip.GhostClipper(model, max_grad_norm=1.0)

@@ -168,12 +168,34 @@ def test_shuffled_batches_are_charged_a_full_participation_a_pass():
 def test_shuffled_batches_from_elsewhere_or_with_less_noise_are_charged_again():
     engine, (model, optimizer, loader) = made_private(poisson_sampling=False)
     elsewhere = [(inputs, targets) for inputs, targets in loader] * 2
-    one_epoch(model, optimizer, elsewhere)
-    assert len(engine.accountant) == 2
+    one_epoch(model, optimizer, elsewhere[:-1])
+    assert engine.accountant.history == [(1.1, 1.0, 2)]
     optimizer.noise_multiplier = 0.5
     one_epoch(model, optimizer, elsewhere[:1])
-    assert engine.accountant.history[0] == (1.1, 1.0, 2)
-    assert engine.accountant.history[1] == (0.5, 1.0, 1)
+    assert engine.accountant.history == [(1.1, 1.0, 2), (0.5, 1.0, 1)]
+
+
+@pytest.mark.parametrize("physical", [147, 7])
+def test_undeclared_accumulation_is_charged_at_its_true_sensitivity(physical, monkeypatch):
+    """Two losses of the same batch, clipped one after the other, move the sum by up to 2·C."""
+    engine, (model, optimizer, loader) = made_private()
+    passes = 0
+
+    def one_logical_batch():
+        nonlocal passes
+        with BatchMemoryManager(data_loader=loader, max_physical_batch_size=physical, optimizer=optimizer) as batches:
+            for inputs, targets in batches:
+                for _ in range(2):
+                    nn.functional.cross_entropy(model(inputs), targets).backward()
+                    passes += 1
+                monkeypatch.setattr(type(optimizer.clipper), "backward_passes", passes, raising=False)
+                optimizer.step()
+                if not optimizer.last_step_was_virtual:
+                    return
+
+    with pytest.warns(UserWarning, match="2 backward passes"):
+        one_logical_batch()
+    assert engine.accountant.history == [(0.55, 40 / 147, 1)]
 
 
 @SHUFFLED
