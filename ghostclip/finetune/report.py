@@ -71,8 +71,9 @@ def result_text(outcome: Outcome) -> str:
 
 
 def _data_text(data: DataFacts) -> str:
+    documents = "1 document" if data.documents == 1 else f"{data.documents} documents"
     return (
-        f"{data.source}: {data.documents} documents → {data.training} training and {data.held_out} held-out passages "
+        f"{data.source}: {documents} → {data.training} training and {data.held_out} held-out passages "
         f"of up to {data.passage_length} tokens ({data.tokens}); one passage is one sample and the unit of privacy "
         f"(the longest document makes {data.most_per_document})"
     )

@@ -13,9 +13,14 @@ from ghostclip.finetune.plot import Curves, draw, smoothed
 def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     path = tmp_path / "run.json"
     output.write_text(path, "old")
-    with pytest.raises(RuntimeError, match="disk"), output.atomic_path(path) as temporary:
-        temporary.write_text("half of the n")
-        raise RuntimeError("disk")
+
+    def fail():
+        with output.atomic_path(path) as temporary:
+            temporary.write_text("half of the n")
+            raise RuntimeError("disk")
+
+    with pytest.raises(RuntimeError, match="disk"):
+        fail()
     assert path.read_text() == "old"
     assert [file.name for file in tmp_path.iterdir()] == ["run.json"]
 
