@@ -15,11 +15,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ghostclip.capture import broadcast
 from ghostclip.capture.batch_axis import RowMap, candidates
 from ghostclip.capture.derive import batched_grad, spread_over
-from ghostclip.capture.nodes import Region, enter_graph, keep, source
+from ghostclip.capture.nodes import Region, enter_graph, keep, own, source
+from ghostclip.capture.probe import MAX_ATTEMPTS
 from ghostclip.capture.provenance import METADATA_KEY, routed_samples
 from ghostclip.capture.tracked import TrackedTensor, plain, plain_leaves, replace_tracked, tracked_leaves
 from ghostclip.capture.usage import Record, Site, Use
-from ghostclip.errors import BatchAxisError
+from ghostclip.errors import BatchAxisError, GhostClipError
 from ghostclip.factors import Dense, Factor
 from ghostclip.rules import Call, Captured, rule_for
 
@@ -47,10 +48,14 @@ def consume(session: "Session", func: Callable[..., Any], name: str, args: tuple
         BatchAxisError: No axis of the data can hold the samples.
     """
     record = session.record
-    bound = _bind(name, args, kwargs)
+    try:
+        bound = _bind(name, args, kwargs)
+    except GhostClipError as error:
+        place = session.describe_module(next(tracked_leaves((args, kwargs))).origin.names[0])
+        raise type(error)(f"{place}: {error}") from None
     if bound is not None:
-        call, targets, captured = bound
-        return _by_rule(session, record, call, targets, captured, plain(args), plain(kwargs), func)
+        use, captured = _use_of(session, record, name, args, kwargs, *bound)
+        return _by_rule(session, use, captured, func, plain(args), plain(kwargs))
     if broadcast.is_elementwise(name):
         spread = _by_spreading(session, record, func, name, args, kwargs)
         if spread is not NotImplemented:
@@ -60,7 +65,7 @@ def consume(session: "Session", func: Callable[..., Any], name: str, args: tuple
 
 def _bind(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Call, dict[str, TrackedTensor], Captured] | None:
+) -> tuple[dict[str, TrackedTensor], Captured] | None:
     entry = rule_for(name)
     if entry is None:
         return None
@@ -71,30 +76,38 @@ def _bind(
         return None
     call = Call(name, plain(given), frozenset(targets))
     captured = rule(call)
-    return None if captured is None else (call, targets, captured)
+    return None if captured is None else (targets, captured)
 
 
-def _by_rule(
+def _use_of(
     session: "Session",
     record: Record,
-    call: Call,
-    targets: dict[str, TrackedTensor],
-    captured: Captured,
+    name: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    func: Callable[..., Any],
-) -> Any:
-    site = session.site(targets.values(), call.name, captured.form)
+    targets: dict[str, TrackedTensor],
+    captured: Captured,
+) -> tuple[Use, Captured]:
+    site = session.site(targets.values(), name, captured.form)
     sizes = captured.rows.shape[: captured.lead]
     maps = row_maps(captured.rows, sizes, record)
     if not maps:
         raise BatchAxisError(_no_axis(site, captured.rows, record))
     use = Use(site, record, targets, captured.factors, captured.lead, maps, lead_sizes=tuple(sizes))
+    if not captured.rows.requires_grad:
+        use.constant_key = session.constant_key(name, args, kwargs)
+        if site.attempts < MAX_ATTEMPTS:
+            session.witness(use.constant_key, captured.rows)
+    return use, captured
+
+
+def _by_rule(
+    session: "Session", use: Use, captured: Captured, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     # Kept before the operation runs, which may change its input in place (then reading it back is an error).
     use.node = keep(captured.saved) if captured.saved else None
     output = func(*args, **kwargs)
-    if not output.requires_grad:
-        output = enter_graph(output, session.anchor)
+    output = own(output) if output.requires_grad else enter_graph(output, session.anchor)
     session.register(use)
     output.register_hook(_deliver(session, use))
     output.grad_fn.metadata[METADATA_KEY] = use

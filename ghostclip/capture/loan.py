@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ghostclip.capture.tracked import TrackedTensor
-from ghostclip.errors import UncoveredParameterError
+from ghostclip.errors import GhostClipError, SampleMixingError, UncoveredParameterError
 
 if TYPE_CHECKING:
     from ghostclip.capture.session import Session
@@ -63,7 +63,9 @@ class Loan:
                     continue
                 self._lent.append((parameters, key, parameter))
                 parameters[key] = self._stand_in(f"{path}.{key}" if path else key, parameter)  # type: ignore[assignment]
-            if isinstance(module, nn.RNNBase):
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+                raise SampleMixingError(_batch_norm(path, module))
+            if isinstance(module, nn.RNNBase) and module._flat_weights is not None and not _is_lent(module):
                 self._flat.append((module, module._flat_weights))
                 own = [parameters.get(name) for name in module._flat_weights_names]
                 module._flat_weights = own  # type: ignore[assignment]
@@ -106,11 +108,26 @@ class Loan:
         self._cache.clear()
 
 
+def _is_lent(module: nn.RNNBase) -> bool:
+    return any(isinstance(weight, TrackedTensor) for weight in module._flat_weights)
+
+
+def _batch_norm(path: str, module: nn.Module) -> str:
+    return (
+        f"{path or 'model'} ({type(module).__name__}): in training mode every sample's output depends on the whole batch, so that "
+        "per-sample gradients do not exist. Replace it by GroupNorm, or put the layer in eval mode."
+    )
+
+
 class _Hook:
     """A hook that a copy or a pickle of the model does not carry along."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
+
+    @property
+    def active(self) -> bool:
+        return self._call is not _nothing
 
     def __call__(self, *args: Any) -> Any:
         return self._call(*args)
@@ -143,8 +160,11 @@ def attach(model: nn.Module, session: "Session") -> list[RemovableHandle]:
         return session.enter(args, kwargs)
 
     def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        return session.leave(output, failed=output is None)
+        return session.leave(module, args, kwargs, output, failed=output is None)
 
+    if any(isinstance(hook, _Hook) and hook.active for module in model.modules() for hook in module._forward_hooks.values()):
+        message = f"{type(model).__name__} has a clipper already, on it or on a part of it. Call remove() on that one first."
+        raise GhostClipError(message)
     handles = []
     for module in model.modules():
         if next(module.parameters(), None) is None:

@@ -45,6 +45,18 @@ class _Source(torch.autograd.Function):
         return None, None
 
 
+class _Own(torch.autograd.Function):
+    """An alias that is no view, so that in-place operations later on cannot bypass hooks set on it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
 class _Tie(torch.autograd.Function):
     """An alias of a tensor in the graph, with the anchor as second parent."""
 
@@ -128,6 +140,14 @@ def source(tensor: Tensor, anchor: Tensor) -> Tensor:
         An alias that requires grad and receives the gradient of everything it enters.
     """
     return _Source.apply(anchor, tensor)
+
+
+def own(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` as a tensor that is no view of another (same storage).
+
+    An in-place operation on a view rewrites the history of its base and drops the view's own node, with the hooks on it.
+    """
+    return _Own.apply(tensor) if tensor._is_view() else tensor
 
 
 def tie(tensor: Tensor, anchor: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ class Probe:
             use: The use.
             grad: Gradient of its output from this sample alone.
         """
-        if not bool((grad != 0).any()):
+        if not bool((grad.nan_to_num(nan=0.0) != 0).any()):
             use.site.attempts += 1
             return
         for row_map in use.maps:
@@ -50,6 +50,10 @@ class Probe:
                 use.site.attempts = MAX_ATTEMPTS
                 return
         self.failures.append((use, _shapes(grad, use)))
+
+    def constants(self) -> set[Any]:
+        """Return the call sites whose data turned out not to be rows of samples (positions where T equals B)."""
+        return {use.constant_key for use, _ in self.failures if use.constant_key is not None}
 
     def verdict(self) -> None:
         """Raise if a use could not be explained.
@@ -85,8 +89,8 @@ def _explains(row_map: Any, use: Use, grad: Tensor, sample: int) -> bool:
     rows_B = row_map.split(grad, use.lead, use.record.batch_size)
     others = torch.ones(rows_B.shape[0], dtype=torch.bool, device=rows_B.device)
     others[sample] = False
-    # NaN counts as non-zero: a sample that poisons others mixes with them.
-    return not bool((rows_B[others] != 0).any())
+    # A zero gradient through a sample that is not finite gives NaN there: no evidence of anything.
+    return not bool((rows_B[others].nan_to_num(nan=0.0) != 0).any())
 
 
 def _shapes(grad: Tensor, use: Use) -> str:

@@ -1,7 +1,8 @@
 """A session: the hooks on one model, and what they lend, see and deliver."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,17 +14,23 @@ from ghostclip.capture import loan
 from ghostclip.capture.consume import consume
 from ghostclip.capture.decompose import decompose
 from ghostclip.capture.derive import derive
+from ghostclip.capture.inputs import batch_size_of, emptied, padded, rolled, same_tensors, under_checkpoint
 from ghostclip.capture.nodes import tie
 from ghostclip.capture.probe import MAX_ATTEMPTS, Probe, cotangents
 from ghostclip.capture.tracked import TrackedTensor, lend, plain, plain_leaves, tracked_leaves
 from ghostclip.capture.usage import Listener, Record, Site, Use
-from ghostclip.errors import BatchAxisError, UncoveredParameterError
+from ghostclip.errors import UncoveredParameterError
 
 _log = logging.getLogger(__name__)
 
 _UNTRACKED = {"detach", "detach_", "data", "grad", "numpy", "item", "tolist", "requires_grad_", "__deepcopy__", "__reduce_ex__"}
 # Data that autograd does not track may be folded (``x.view(-1, d)``) only where a layer with rows takes it.
-_ROW_OPERATIONS = {"linear", "addmm", "mm", "matmul", "__matmul__", "conv1d", "conv2d", "conv3d"}
+_ROW_OPERATIONS = {
+    "linear", "addmm", "mm", "matmul", "__matmul__", "conv1d", "conv2d", "conv3d", "embedding_bag", "layer_norm", "rms_norm",
+    "lstm", "gru", "rnn_tanh", "rnn_relu", "multi_head_attention_forward",
+}  # fmt: skip
+# A forward is read again at most this often before its evidence is final.
+_MAX_READINGS = 4
 
 
 class Session:
@@ -54,7 +61,11 @@ class Session:
         self.parameters: dict[str, nn.Parameter] = {}
         self._loan = loan.Loan(model, self)
         self._derived_only: set[Any] = set()
-        self._registered: list[Site] = []
+        self._any_axis = False
+        self._reentrant = False
+        self._full_backward = False
+        self._witnesses: dict[Any, Tensor] = {}
+        self._open: ExitStack | None = None
         self._handles: list[RemovableHandle] = loan.attach(model, self)
 
     def close(self) -> None:
@@ -72,11 +83,11 @@ class Session:
             return None
         changed = None
         if not _in_backward():
+            self.discard_listener()
             self.record = Record(batch_size=0, axis=self.axis)
-            self._registered.clear()
             size = batch_size_of(args, kwargs, self.axis)
             if size == 0:
-                args, kwargs = tree_map(lambda item: _padded(item, self.axis), (args, kwargs))
+                args, kwargs = tree_map(lambda item: padded(item, self.axis), (args, kwargs))
                 changed, size = (args, kwargs), 1
                 self.record.padded = True
             self.record.batch_size = size
@@ -85,19 +96,64 @@ class Session:
         self._loan.lend_all()
         return changed
 
-    def leave(self, output: Any, *, failed: bool) -> Any:
-        """End a module call: the outermost one takes the parameters back and probes what is new."""
+    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, *, failed: bool) -> Any:
+        """End a module call: the outermost one takes the parameters back and weighs the evidence on what is new."""
         outermost = self._loan.end()
         if not outermost or failed or not torch.is_grad_enabled() or _in_backward():
             return None
-        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and not isinstance(leaf, TrackedTensor)]
-        self._probe(outputs)
-        for leaf in outputs:
+        result = output
+        for _ in range(_MAX_READINGS):
+            if not self._misread(result, module, args, kwargs):
+                break
+            # What was taken for rows of samples (or for a constant) was not: only running the forward again mends that.
+            result = self._again(module, args, kwargs)
+        self._witnesses.clear()
+        for leaf in _tensors(result):
             if leaf.requires_grad:
                 leaf.register_hook(lambda grad: self._announce())
         if self.record.padded:
-            return tree_map(lambda item: _emptied(item, self.axis), output)
-        return None
+            return tree_map(lambda item: emptied(item, self.axis), result)
+        return None if result is output else result
+
+    def _misread(self, output: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether the forward must be read anew; raises where no reading can help."""
+        record = self.record
+        escaped = any(isinstance(leaf, TrackedTensor) for leaf in tree_leaves(output))
+        if escaped and not self._any_axis and record.batch_size > 1:
+            self._any_axis = True
+            return True
+        probe = self._probe(_tensors(output))
+        if probe is None:
+            return False
+        doubted = probe.constants() - self._derived_only
+        flipped = self._constants(doubted, module, args, kwargs) if doubted else set()
+        if not flipped:
+            probe.verdict()
+            return False
+        self._derived_only |= flipped
+        return True
+
+    def _constants(self, doubted: set[Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[Any]:
+        """Return the call sites whose data does not follow the samples: the same although the batch was rolled."""
+        axis, size = self.record.axis, self.record.batch_size
+        moved = tree_map(lambda item: rolled(item, axis, size), (args, kwargs))
+        if same_tensors(moved, (args, kwargs)):
+            return set()
+        before = dict(self._witnesses)
+        kept = self.record
+        self._again(module, *moved)
+        after, self.record = dict(self._witnesses), kept
+        return {key for key in doubted if key in before and key in after and same_tensors(before[key], after[key])}
+
+    def _again(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        old = self.record
+        self.record = Record(batch_size=old.batch_size, axis=old.axis, padded=old.padded)
+        self._loan.begin()
+        try:
+            self._loan.lend_all()
+            return module.forward(*args, **kwargs)
+        finally:
+            self._loan.end()
 
     def _tied(self, item: Any) -> Any:
         if isinstance(item, Tensor) and item.requires_grad and not isinstance(item, TrackedTensor):
@@ -108,12 +164,56 @@ class Session:
         if self.listener is None:
             self.on_backward(None)
 
+    @contextmanager
+    def lending(self) -> Iterator[None]:
+        """Lend the parameters for the time of a backward, in which checkpointed functions run their forward again."""
+        if not (self.record.checkpointed or self.record.silent):
+            yield
+            return
+        self._loan.begin()
+        try:
+            self._loan.lend_all()
+            yield
+        finally:
+            self._loan.end()
+
+    def open_listener(self, listener: Listener) -> Callable[[], None]:
+        """Listen to a backward that somebody else runs.
+
+        Args:
+            listener: Who receives its gradients.
+
+        Returns:
+            To be called when the backward ends. If it never ends (an exception), the next forward cleans up.
+        """
+        self.listener = listener
+        stack = ExitStack()
+        stack.enter_context(self.lending())
+        self._open = stack
+
+        def close() -> None:
+            self.listener = None
+            stack.close()
+
+        return close
+
+    def discard_listener(self) -> None:
+        """Forget a backward that was broken off by an exception."""
+        if self._open is not None:
+            self.listener = None
+            self._open.close()
+            self._open = None
+
     # -- operations ---------------------------------------------------------------------------------------------
 
     def intercept(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operation on tracked tensors: derived, consumed, or merely looked at."""
         name = operation_name(func)
-        if not torch.is_grad_enabled() or name in _UNTRACKED:
+        if not torch.is_grad_enabled():
+            # Reentrant checkpointing runs its forward like this first.
+            self.record.silent = True
+            return func(*plain(args), **plain(kwargs))
+        if name in _UNTRACKED:
             return func(*plain(args), **plain(kwargs))
         if any(tracked.origin.interceptor is not self for tracked in tracked_leaves((args, kwargs))):
             message = f"{name}: parameters of two models with separate clippers meet in one operation. Use one clipper for both."
@@ -136,21 +236,27 @@ class Session:
             return False
         if size == 1 or tensor.shape[0] == size or (axis < tensor.dim() and tensor.shape[axis] == size):
             return True
-        return name in _ROW_OPERATIONS and tensor.shape[0] > size and tensor.shape[0] % size == 0
+        if name in _ROW_OPERATIONS:
+            folded = tensor.shape[0] > size and tensor.shape[0] % size == 0
+            return folded or size in tensor.shape[1:-1]
+        return self._any_axis and size in tensor.shape
 
     def _stays_derived(self, name: str, args: Any, kwargs: Any, data: list[Tensor]) -> bool:
         """Return whether this call site took constants before, whatever the sizes suggest now (T == B)."""
         if any(tensor.requires_grad for tensor in data):
             return False
-        key = (*self._key(tracked_leaves((args, kwargs)), name), tuple(t.dim() for t in plain_leaves((args, kwargs))))
-        return key in self._derived_only and self.record.batch_size > 1
+        return self.record.batch_size > 1 and self.constant_key(name, args, kwargs) in self._derived_only
 
     def _remember_derived(self, name: str, args: Any, kwargs: Any) -> None:
         """Remember that this call site takes constants, if their size could ever be taken for a batch's."""
         constants = list(plain_leaves((args, kwargs)))
         if any(tensor.dim() > 0 and tensor.shape[0] > 1 for tensor in constants):
-            key = (*self._key(tracked_leaves((args, kwargs)), name), tuple(t.dim() for t in constants))
-            self._derived_only.add(key)
+            self._derived_only.add(self.constant_key(name, args, kwargs))
+
+    def constant_key(self, name: str, args: Any, kwargs: Any) -> Any:
+        """Return the key of a call site that may take constants: parameters, operation and number of axes."""
+        dims = tuple(tensor.dim() for tensor in plain_leaves((args, kwargs)))
+        return *self._key(tracked_leaves((args, kwargs)), name), dims
 
     def _key(self, tracked: Iterable[TrackedTensor], name: str) -> tuple[Any, ...]:
         return tuple(t.origin.names for t in tracked), name
@@ -158,7 +264,10 @@ class Session:
     def site(self, tracked: Iterable[TrackedTensor], name: str, form: str) -> Site:
         """Return the call site of an operation on these tensors, made on first sight."""
         tracked = list(tracked)
-        key = self._key(tracked, name)
+        key: Any = self._key(tracked, name)
+        # A layer called several times may see another layout each time.
+        self.record.visits[key] += 1
+        key = (key, self.record.visits[key])
         if key not in self.sites:
             names = tuple(dict.fromkeys(leaf for t in tracked for leaf in t.origin.names))
             self.sites[key] = Site(names, name)
@@ -168,13 +277,21 @@ class Session:
             site.forms.update(dict.fromkeys(t.origin.names, shown))
         return site
 
+    def witness(self, key: Any, rows: Tensor) -> None:
+        """Keep what a call site took for rows of samples until the evidence of this forward is in."""
+        self._witnesses[key] = rows.detach()
+
     def register(self, use: Use) -> None:
         """Note a new use of the current forward."""
         for tracked in use.targets.values():
             self.record.use_counts.update(tracked.origin.names)
-        self.record.checkpointed = self.record.checkpointed or _under_checkpoint()
-        if use.site.attempts < MAX_ATTEMPTS:
-            self._registered.append(use.site)
+        self.record.checkpointed = self.record.checkpointed or under_checkpoint()
+        self._reentrant = self._reentrant or _in_backward()
+        self.record.unproven = self.record.unproven or use.site.attempts < MAX_ATTEMPTS
+
+    def is_checkpointed(self) -> bool:
+        """Return whether activation checkpointing (of either kind) was active in the latest forward."""
+        return self.record.checkpointed or (self.record.silent and self._reentrant)
 
     def deliver(self, use: Use, grad: Tensor) -> None:
         """Hand the gradient of a use's output to the listener, opening a pass if there is none."""
@@ -185,25 +302,25 @@ class Session:
 
     # -- evidence -----------------------------------------------------------------------------------------------
 
-    def _probe(self, outputs: list[Tensor]) -> None:
+    def _probe(self, outputs: list[Tensor]) -> Probe | None:
         record = self.record
-        unproven = any(site.attempts < MAX_ATTEMPTS for site in self._registered)
-        self._registered.clear()
-        if not unproven or record.batch_size < 2:
-            return
+        if not record.unproven or record.batch_size < 2:
+            return None
         sample = record.batch_size // 2
         pairs = cotangents(outputs, batch_size=record.batch_size, axis=record.axis, sample=sample)
         if not pairs:
-            return
+            return None
         probe = Probe(sample, self.describe_module)
         self.listener = probe
         try:
-            self.run_backward([output for output, _ in pairs], [grad for _, grad in pairs])
+            outputs, grads = [output for output, _ in pairs], [grad for _, grad in pairs]
+            if self.run_backward(outputs, grads) is None:
+                self.run_backward(outputs, grads)
         finally:
             self.listener = None
-        probe.verdict()
+        return probe
 
-    def run_backward(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
+    def run_backward(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool | None:
         """Run a backward through captured operations only, keeping the graph and every ``.grad`` outside.
 
         Args:
@@ -211,15 +328,20 @@ class Session:
             grads: Their gradients.
 
         Returns:
-            Whether the operations are the forward's own (reentrant checkpointing makes new ones).
+            Whether the operations are the forward's own (reentrant checkpointing makes new ones); None when the backward broke
+            off because it met reentrant checkpointing unawares: call again, with a new listener.
         """
-        try:
-            torch.autograd.backward(outputs, grads, retain_graph=True, inputs=[self.anchor])
-            return True
-        except RuntimeError as error:
-            # Reentrant checkpointing accepts no ``inputs``.
-            if "heckpoint" not in str(error):
-                raise
+        with self.lending():
+            if not (self._full_backward or self._reentrant):
+                try:
+                    torch.autograd.backward(outputs, grads, retain_graph=True, inputs=[self.anchor, *self.parameters.values()])
+                    return True
+                except RuntimeError as error:
+                    # Reentrant checkpointing accepts no ``inputs``.
+                    if "use_reentrant=True" not in str(error):
+                        raise
+                    self._full_backward = True
+                    return None
             with loan.untouched_grads(outputs):
                 torch.autograd.backward(outputs, grads, retain_graph=True)
             return False
@@ -238,58 +360,17 @@ class Session:
         return lend(name, parameter, self)
 
 
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and not isinstance(leaf, TrackedTensor)]
+
+
 def operation_name(func: Callable[..., Any]) -> str:
     """Return the name under which rules know a torch function (properties by their own name)."""
     name = getattr(func, "__name__", "") or str(func)
     if name == "__get__":
         return getattr(getattr(func, "__self__", None), "__name__", name)
-    return name.split(".")[0] if "::" not in name else name
-
-
-def batch_size_of(args: tuple[Any, ...], kwargs: dict[str, Any], axis: int) -> int:
-    """Return the number of samples in a model's inputs: the batch axis of the first tensor.
-
-    Args:
-        args: Positional inputs.
-        kwargs: Keyword inputs.
-        axis: The batch axis.
-
-    Returns:
-        B.
-
-    Raises:
-        BatchAxisError: There is no tensor among the inputs.
-    """
-    first = [kwargs[key] for key in ("input_ids", "inputs_embeds", "pixel_values", "input_features") if key in kwargs]
-    for leaf in tree_leaves((args, first, kwargs)):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            return leaf.shape[axis if axis < leaf.dim() else 0]
-    message = "the model was called without a tensor that has a batch axis, so the number of samples is unknown."
-    raise BatchAxisError(message)
-
-
-def _padded(item: Any, axis: int) -> Any:
-    if not isinstance(item, Tensor) or item.dim() == 0:
-        return item
-    place = axis if axis < item.dim() else 0
-    if item.shape[place] != 0:
-        return item
-    shape = list(item.shape)
-    shape[place] = 1
-    return item.new_zeros(shape)
-
-
-def _emptied(item: Any, axis: int) -> Any:
-    if not isinstance(item, Tensor) or item.dim() == 0:
-        return item
-    place = axis if axis < item.dim() else 0
-    return item.narrow(place, 0, 0) if item.shape[place] == 1 else item
+    return name
 
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _under_checkpoint() -> bool:
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and "checkpoint" in getattr(hooks[0], "__module__", "")

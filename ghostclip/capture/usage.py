@@ -52,6 +52,9 @@ class Record:
         use_counts: How often each parameter was consumed, by name.
         checkpointed: Activation checkpointing was active somewhere in it.
         spent: A backward has gone through it.
+        unproven: A use came from a call site on which there is no evidence yet.
+        silent: Parameters were used with gradients switched off.
+        visits: How often each call site was passed.
     """
 
     batch_size: int
@@ -60,6 +63,9 @@ class Record:
     use_counts: Counter[str] = field(default_factory=Counter)
     checkpointed: bool = False
     spent: bool = False
+    unproven: bool = False
+    silent: bool = False
+    visits: Counter[Any] = field(default_factory=Counter)
 
 
 class Listener(Protocol):
@@ -86,6 +92,7 @@ class Use:
         maps: Row maps that the sizes allow, the preferred one first.
         node: The side node that keeps saved tensors, or None.
         lead_sizes: Sizes of the leading axes.
+        constant_key: Where it is remembered, should its data prove to be a constant after all; None where it cannot be.
     """
 
     site: Site
@@ -96,6 +103,7 @@ class Use:
     maps: list[RowMap]
     node: Any = None
     lead_sizes: tuple[int, ...] = ()
+    constant_key: Any = None
 
     @property
     def row_map(self) -> RowMap:

@@ -1,7 +1,8 @@
 """``GhostClipper``: attach to a model, call backward, find the clipped sum in ``.grad``."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Final, Literal, get_args
 
@@ -11,11 +12,12 @@ from torch import Tensor, nn
 from ghostclip.capture.session import Session
 from ghostclip.capture.usage import Use
 from ghostclip.clipping.coefficients import clip_coefficients
+from ghostclip.clipping.loss import check_loss
 from ghostclip.clipping.coverage import Coverage, coverage_of
 from ghostclip.clipping.norms import NormSum
-from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, Pass, SumPass
+from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, Pass, Release, SumPass
 from ghostclip.clipping.store import GradientStore
-from ghostclip.errors import GhostClipError, InvalidOptionError, LossReductionError, UnsupportedModelError
+from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
 
 _log = logging.getLogger(__name__)
 
@@ -103,18 +105,7 @@ class GhostClipper:
             UncoveredParameterError: A parameter's gradient could not be clipped per sample.
         """
         record = self._session.record
-        if loss.dim() > 1:
-            message = (
-                f"the loss has shape {tuple(loss.shape)}; expected per-sample losses of shape (B,) or a scalar. "
-                "Remove extra axes with loss.flatten() or loss.squeeze(1) after checking that there is one value a sample."
-            )
-            raise LossReductionError(message)
-        if loss.dim() == 1 and not record.padded and record.batch_size != loss.shape[0]:
-            message = (
-                f"{loss.shape[0]} losses were given for a batch of {record.batch_size} samples. Reduce the loss over everything "
-                "but the samples (reduction='none', then a mean over each sample's own positions)."
-            )
-            raise LossReductionError(message)
+        check_loss(loss, reduction=self.loss_reduction, batch_size=0 if record.padded else record.batch_size)
         per_sample = loss.dim() == 1
         strategy = self.resolve_strategy()
         if strategy in _TWO_PASS:
@@ -128,7 +119,7 @@ class GhostClipper:
         """Return the strategy for the latest forward: what was asked for, or what ``"auto"`` decides and why."""
         if self.strategy != "auto":
             return self.strategy
-        if self._session.record.checkpointed:
+        if self._session.is_checkpointed():
             self._say("strategy 'auto': two backward passes ('ghost'), because activation checkpointing is active.")
             return "ghost"
         self._say("strategy 'auto': book-keeping, one backward pass.")
@@ -136,20 +127,24 @@ class GhostClipper:
 
     def _two_passes(self, loss: Tensor, per_sample: bool, *, instantiate: bool) -> None:
         scale = self._scale(per_sample)
-        exact = False
+        doubtful_B: Tensor | None = None
         while True:
-            norms = NormPass(shared=self._shared, instantiate=instantiate, exact=exact)
+            norms = NormPass(shared=self._shared, instantiate=instantiate, doubtful_B=doubtful_B)
             same_uses = self._listen(norms, lambda: self._session.run_backward([loss], [None]))
+            if same_uses is None:
+                continue
             if norms.late:
                 self._shared |= norms.late
                 continue
             total = norms.norms()
-            if exact or total.value_B is None or not bool(total.doubtful_B().any()):
+            if doubtful_B is not None or total.value_B is None or not bool(total.doubtful_B().any()):
                 break
-            exact = True
+            doubtful_B = total.doubtful_B()
         coef_B, keep_B = self._coefficients(norms, total, scale)
-        sums = SumPass(self._store, coef_B * scale, keep_B, expected=norms.seen if same_uses else None)
-        self._listen(sums, loss.backward)
+        release = Release(coef_B * scale, keep_B, norms.doubtful_B)
+        sums = SumPass(self._store, release, expected=norms.seen if same_uses else None)
+        with self._all_or_nothing():
+            self._listen(sums, loss.backward)
         self._close(norms)
 
     def _listen(self, listener: Pass, run: Callable[[], bool | None]) -> bool | None:
@@ -157,7 +152,8 @@ class GhostClipper:
             raise GhostClipError("a backward of this model is running already.")
         self._session.listener = listener
         try:
-            return run()
+            with self._session.lending():
+                return run()
         finally:
             self._session.listener = None
 
@@ -170,13 +166,13 @@ class GhostClipper:
                 "choose strategy='bookkeeping'."
             )
             raise GhostClipError(message)
-        if self._session.record.checkpointed:
+        if self._session.is_checkpointed():
             self._say("loss.backward() under activation checkpointing keeps every layer's input; clipper.backward(loss) does not.")
         listener = Hooks() if strategy == "hooks" else BookKeeping()
-        self._session.listener = listener
+        close = self._session.open_listener(listener)
 
         def complete() -> None:
-            self._session.listener = None
+            close()
             self._complete(listener, per_sample=False)
 
         torch.autograd.Variable._execution_engine.queue_callback(complete)  # type: ignore[attr-defined]
@@ -185,8 +181,18 @@ class GhostClipper:
         with torch.no_grad():
             scale = self._scale(per_sample)
             coef_B, keep_B = self._coefficients(listener, listener.norms(), scale)
-            listener.add_sums(self._store, coef_B, keep_B, scale)
+            with self._all_or_nothing():
+                listener.add_sums(self._store, Release(coef_B * scale, keep_B, listener.doubtful_B), scale)
         self._close(listener)
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Drop every sum when adding to them fails half-way: half a batch must never be released."""
+        try:
+            yield
+        except BaseException:
+            self._store.reset()
+            raise
 
     def _close(self, listener: Pass) -> None:
         for record in listener.records:
@@ -300,6 +306,7 @@ class GhostClipper:
     def remove(self) -> None:
         """Detach from the model: every hook is removed, the model is as it was."""
         self._session.close()
+        self._store.release_samples()
 
     def __enter__(self) -> "GhostClipper":
         """Return the clipper itself."""

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ghostclip.factors import Factor, Outer, Placed, SquaredNorm, Stacked, inner
+from ghostclip.factors.stacked import sum_tensors
 
 # Rounding may add this share to a squared norm before the norm is computed again, by a form that does not cancel.
-TOLERANCE: Final = {torch.float32: 2e-6, torch.float64: 1e-12}
+TOLERANCE: Final = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 
 class NormSum:
@@ -73,10 +74,22 @@ def cross_terms(factors: Sequence[Factor]) -> SquaredNorm | None:
     return SquaredNorm(total_B, 8 * eps * total_B.abs())
 
 
+def in_double(factor: Factor) -> Factor:
+    """Return the factor with its outer products in float64."""
+    if isinstance(factor, Outer):
+        return Outer(factor.a_NTI.double(), factor.g_NTO.double(), shape=factor.shape, slots=factor.slots)
+    if isinstance(factor, Placed):
+        return Placed(in_double(factor.inner), factor.index, shape=factor.shape)
+    if isinstance(factor, Stacked):
+        return factor.with_parts({number: in_double(part) for number, part in factor.parts.items()}, factor.shape)
+    return factor
+
+
 def exact_sqnorm(factor: Factor) -> SquaredNorm:
     """Return a factor's squared norms by instantiation in float64, where nothing cancels unseen."""
     if isinstance(factor, Outer):
-        double = Outer(factor.a_NTI.double(), factor.g_NTO.double(), shape=factor.shape, slots=factor.slots)
+        double = in_double(factor)
+        assert isinstance(double, Outer)
         return double.instantiated_sqnorm()
     if isinstance(factor, Placed):
         return exact_sqnorm(factor.inner)
@@ -103,7 +116,7 @@ def exact_norms(by_parameter: Mapping[str, Sequence[Factor]]) -> NormSum:
         if len(factors) == 1:
             total.add(exact_sqnorm(factors[0]))
             continue
-        summed = sum(factor.materialize().double() for factor in factors[1:]) + factors[0].materialize().double()
+        summed = sum_tensors([in_double(factor).materialize().double() for factor in factors])
         value_B = summed.flatten(1).square().sum(1)
         total.add(SquaredNorm(value_B, torch.zeros_like(value_B)))
     return total

@@ -6,15 +6,16 @@ first, then the clipped sums, contracted layer by layer as the same gradients ar
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ghostclip.capture.usage import Record, Use
-from ghostclip.clipping.norms import NormSum, cross_terms, exact_norms, exact_sqnorm
+from ghostclip.clipping.norms import NormSum, cross_terms, exact_norms, exact_sqnorm, in_double
 from ghostclip.errors import BatchAxisError, GhostClipError
-from ghostclip.factors import Dense, Factor, Outer, Placed, SquaredNorm, planner
+from ghostclip.factors import Dense, Factor, Outer, Placed, Rows, SquaredNorm, planner
 
 
 class Sums(Protocol):
@@ -47,7 +48,13 @@ class Pass(ABC):
                 self.consume(use, name, factor)
 
     def admit(self, record: Record) -> None:
-        """Take in a forward; all forwards of one backward must have the same samples."""
+        """Take in a forward; all forwards of one backward must have the same samples, and each is taken once."""
+        if record.spent:
+            message = (
+                "a second backward went through the same forward: its samples would be clipped twice and contribute twice. Add "
+                "the losses before one backward, or run the model again."
+            )
+            raise GhostClipError(message)
         if self.records and self.records[0].batch_size != record.batch_size:
             message = (
                 f"one backward went through forwards of {self.records[0].batch_size} and {record.batch_size} samples: which sample "
@@ -76,6 +83,8 @@ class BookKeeping(Pass):
         self.factors[name].append(kept)
         self.total.add(kept.sqnorm())
 
+    doubtful_B: Tensor | None = None
+
     def norms(self) -> NormSum:
         """Return the norms of all samples; recomputed without cancellation where rounding could matter."""
         for factors in self.factors.values():
@@ -83,22 +92,22 @@ class BookKeeping(Pass):
             if crossed is not None:
                 self.total.add(crossed)
         if self.total.value_B is not None and bool(self.total.doubtful_B().any()):
+            self.doubtful_B = self.total.doubtful_B()
             return exact_norms(self.factors)
         return self.total
 
-    def add_sums(self, sums: Sums, coef_B: Tensor, keep_B: Tensor | None, scale: float) -> None:
+    def add_sums(self, sums: Sums, release: "Release", scale: float) -> None:
         """Contract every factor into its parameter's sum, dropping it at once.
 
         Args:
             sums: Where sums go.
-            coef_B: Coefficients.
-            keep_B: Which samples are finite; None when all are.
+            release: How much of each sample is released.
             scale: What the arrived gradients must be multiplied by to be those of each sample's own loss.
         """
         for name in list(self.factors):
             buffer = sums.buffer(name)
             for factor in self.factors.pop(name):
-                contract_into(buffer, factor, coef_B * scale, keep_B)
+                release.into(buffer, factor)
 
 
 class Hooks(BookKeeping):
@@ -119,23 +128,24 @@ class Hooks(BookKeeping):
             total.add(factor.sqnorm())
         return total
 
-    def add_sums(self, sums: Sums, coef_B: Tensor, keep_B: Tensor | None, scale: float) -> None:
+    def add_sums(self, sums: Sums, release: "Release", scale: float) -> None:
         """Leave the per-sample gradients to the user and add the clipped sums."""
         for name, (factor,) in self.factors.items():
-            sums.keep_sample_gradients(name, factor.materialize().mul_(scale))
-        super().add_sums(sums, coef_B, keep_B, 1.0)
+            sums.keep_sample_gradients(name, factor.materialize() if scale == 1 else factor.materialize() * scale)
+        super().add_sums(sums, release, scale)
 
 
 class NormPass(Pass):
     """The first of two backwards: norms only. Factors of shared parameters stay until all have arrived."""
 
-    def __init__(self, *, shared: set[str], instantiate: bool = False, exact: bool = False) -> None:
+    def __init__(self, *, shared: set[str], instantiate: bool = False, doubtful_B: Tensor | None = None) -> None:
         """Start with nothing heard.
 
         Args:
             shared: Parameters known to be used more than once.
             instantiate: Form each layer's per-sample gradient for its norm (fast gradient clipping).
-            exact: Compute norms in float64 without a Gram.
+            doubtful_B: Samples whose norms rounding may have changed; if given, norms are computed in float64 without
+                a Gram.
         """
         super().__init__()
         self.total = NormSum()
@@ -143,18 +153,19 @@ class NormPass(Pass):
         self.arrived: set[str] = set()
         self.late: set[str] = set()
         self._shared = shared
-        self._instantiate, self._exact = instantiate, exact
+        self.doubtful_B = doubtful_B
+        self._instantiate, self._exact = instantiate, doubtful_B is not None
         self._waiting: defaultdict[str, list[Factor]] = defaultdict(list)
 
     def consume(self, use: Use, name: str, factor: Factor) -> None:
         """Add a factor's squared norm and drop it, or keep it for cross terms."""
         self.seen.add(id(use))
-        if name in self._shared or use.record.use_counts[name] > 1:
-            self._waiting[name].append(factor)
-            return
         if name in self.arrived:
             # A second use came after the first one was dropped: only the whole pass again can give the cross term.
             self.late.add(name)
+        elif name in self._shared or use.record.use_counts[name] > 1:
+            self._waiting[name].append(factor)
+            return
         self.arrived.add(name)
         self.total.add(self._sqnorm(factor))
 
@@ -185,30 +196,52 @@ class NormPass(Pass):
 class SumPass(Pass):
     """The second backward: every layer's clipped sum is contracted as its gradient arrives, and dropped at once."""
 
-    def __init__(self, sums: Sums, coef_B: Tensor, keep_B: Tensor | None, *, expected: set[int] | None) -> None:
+    def __init__(self, sums: Sums, release: "Release", *, expected: set[int] | None) -> None:
         """Start.
 
         Args:
             sums: Where sums go.
-            coef_B: Coefficients including the loss scale.
-            keep_B: Which samples are finite; None when all are.
+            release: How much of each sample is released.
             expected: The uses that the norm pass heard of; None where recomputation makes new ones.
         """
         super().__init__()
-        self._sums, self._coef_B, self._keep_B, self._expected = sums, coef_B, keep_B, expected
+        self._sums, self._release, self._expected = sums, release, expected
 
     def consume(self, use: Use, name: str, factor: Factor) -> None:
         """Contract a factor into its parameter's sum."""
         if self._expected is not None and id(use) not in self._expected:
             message = f"{use.site.describe()}: its gradient arrived in the second backward but not in the first, so it has no norm."
             raise GhostClipError(message)
-        contract_into(self._sums.buffer(name), factor, self._coef_B, self._keep_B)
+        self._release.into(self._sums.buffer(name), factor)
 
 
-def contract_into(buffer: Tensor, factor: Factor, coef_B: Tensor, keep_B: Tensor | None) -> None:
-    """Add a factor's clipped sum to a buffer, with non-finite samples masked out (0·NaN is NaN)."""
-    kept = factor if keep_B is None else factor.masked(keep_B)
-    kept.add_clipped_sum_(coef_B.to(device=buffer.device, dtype=buffer.dtype), buffer)
+@dataclass(frozen=True)
+class Release:
+    """How much of each sample goes into the clipped sum.
+
+    Attributes:
+        coef_B: Coefficients, including the scale of the loss.
+        keep_B: Which samples are finite; None when all are. The others are masked out (0·NaN is NaN).
+        doubtful_B: Samples whose gradients nearly cancel; their contribution is formed in float64, so that what is added
+            has the norm that was computed for it.
+    """
+
+    coef_B: Tensor
+    keep_B: Tensor | None = None
+    doubtful_B: Tensor | None = None
+
+    def into(self, buffer: Tensor, factor: Factor) -> None:
+        """Add a factor's clipped sum to a buffer."""
+        kept = factor if self.keep_B is None else factor.masked(self.keep_B)
+        coef_B = self.coef_B.to(device=buffer.device, dtype=buffer.dtype)
+        if self.doubtful_B is None or isinstance(kept, (Dense, Rows)):
+            kept.add_clipped_sum_(coef_B, buffer)
+            return
+        doubtful_B = self.doubtful_B.to(buffer.device)
+        kept.masked(~doubtful_B).add_clipped_sum_(coef_B, buffer)
+        exact = torch.zeros_like(buffer, dtype=torch.float64)
+        in_double(kept.masked(doubtful_B)).add_clipped_sum_(coef_B.double(), exact)
+        buffer += exact
 
 
 def smaller_form(factor: Factor) -> Factor:

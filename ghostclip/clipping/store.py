@@ -110,6 +110,12 @@ class GradientStore:
             )
             raise TamperedGradientError(message)
 
+    def release_samples(self) -> None:
+        """Take ``grad_sample`` off the parameters."""
+        for parameter in self._parameters.values():
+            if hasattr(parameter, "grad_sample"):
+                del parameter.grad_sample
+
     def reset(self) -> None:
         """Forget all sums and per-sample gradients."""
         for parameter in [*self._sums, *self._parameters.values()]:

@@ -57,12 +57,11 @@ class Outer(Factor):
         The double sum cancels when positions oppose each other; ``error_B`` bounds what rounding may have hidden.
         """
         a_NTI, g_NTO = to_accumulation(self.a_NTI), to_accumulation(self.g_NTO)
-        squares_NT = a_NTI.square().sum(2) * g_NTO.square().sum(2)
-        scale_B = self._per_sample(squares_NT.sum(1))
+        scale_B = self._scale()
         positions, inputs, outputs = self.sizes
         if positions == 1:
             return no_error(scale_B)
-        total_N = torch.zeros_like(squares_NT[:, 0])
+        total_N = a_NTI.new_zeros(a_NTI.shape[0])
         rows = planner.gram_rows(positions, a_NTI.shape[0])
         for start in range(0, positions, rows):
             stop = min(start + rows, positions)
@@ -71,14 +70,25 @@ class Outer(Factor):
             total_N += product[:, :, : stop - start].sum((1, 2)) + 2 * product[:, :, stop - start :].sum((1, 2))
         value_B = self._per_sample(total_N)
         # Rounding of T² dot products behaves like a random walk: it scales with the sum of squares, not with the result.
-        unit = torch.finfo(value_B.dtype).eps * (8 + (sqrt(inputs) + sqrt(outputs)) / 4)
+        unit = torch.finfo(value_B.dtype).eps * (2 + (sqrt(inputs) + sqrt(outputs)) / 16)
         error_B = unit * scale_B
         return SquaredNorm(value_B.clamp(min=0), error_B)
 
     def instantiated_sqnorm(self) -> SquaredNorm:
-        """Return squared norms of the gradients, formed a few samples at a time."""
-        parts = [grad.square_().sum((1, 2)) for grad in self._instantiate()]
-        return no_error(self._per_sample(torch.cat(parts)))
+        """Return squared norms of the gradients, formed a few samples at a time.
+
+        The contraction that forms the clipped sum later rounds differently; ``error_B`` bounds by how much.
+        """
+        value_B = self._per_sample(torch.cat([grad.square_().sum((1, 2)) for grad in self._instantiate()]))
+        # (norm + δ)² - norm², where δ is the rounding of a sum of T products.
+        delta_B = 4 * torch.finfo(value_B.dtype).eps * self._scale().to(value_B.dtype).sqrt()
+        return SquaredNorm(value_B, delta_B * (2 * value_B.sqrt() + delta_B))
+
+    def _scale(self) -> Tensor:
+        """Return ``Σ_t |a_t|²·|g_t|²``: what the squared norm would be if no two positions met, shape ``(B,)``."""
+        a_NT = torch.linalg.vector_norm(to_accumulation(self.a_NTI), dim=2)
+        g_NT = torch.linalg.vector_norm(to_accumulation(self.g_NTO), dim=2)
+        return self._per_sample((a_NT * g_NT).square().sum(1))
 
     def materialize(self) -> Tensor:
         """Return the per-sample gradients, shape ``(B, *P)``. Cost: 2·T·I·O a sample."""

@@ -1,0 +1,71 @@
+"""What a model's inputs say about a forward: the number of samples, empty batches, activation checkpointing."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ghostclip.errors import BatchAxisError
+
+
+def batch_size_of(args: tuple[Any, ...], kwargs: dict[str, Any], axis: int) -> int:
+    """Return the number of samples in a model's inputs: the batch axis of the first tensor.
+
+    Args:
+        args: Positional inputs.
+        kwargs: Keyword inputs.
+        axis: The batch axis.
+
+    Returns:
+        B.
+
+    Raises:
+        BatchAxisError: There is no tensor among the inputs.
+    """
+    first = [kwargs[key] for key in ("input_ids", "inputs_embeds", "pixel_values", "input_features") if key in kwargs]
+    for leaf in tree_leaves((args, first, kwargs)):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            return leaf.shape[axis if axis < leaf.dim() else 0]
+    message = "the model was called without a tensor that has a batch axis, so the number of samples is unknown."
+    raise BatchAxisError(message)
+
+
+def padded(item: Any, axis: int) -> Any:
+    """Return an empty batch's tensor with one made-up sample of zeros; anything else as it is."""
+    if not isinstance(item, Tensor) or item.dim() == 0:
+        return item
+    place = axis if axis < item.dim() else 0
+    if item.shape[place] != 0:
+        return item
+    shape = list(item.shape)
+    shape[place] = 1
+    return item.new_zeros(shape)
+
+
+def emptied(item: Any, axis: int) -> Any:
+    """Return an output tensor without the made-up sample."""
+    if not isinstance(item, Tensor) or item.dim() == 0:
+        return item
+    place = axis if axis < item.dim() else 0
+    return item.narrow(place, 0, 0) if item.shape[place] == 1 else item
+
+
+def rolled(item: Any, axis: int, batch_size: int) -> Any:
+    """Return a tensor with every sample in the place of the one before; anything without a batch axis as it is."""
+    if not isinstance(item, Tensor) or item.dim() == 0:
+        return item
+    place = axis if axis < item.dim() else 0
+    return item.detach().roll(1, place).requires_grad_(item.requires_grad) if item.shape[place] == batch_size else item
+
+
+def same_tensors(first: Any, second: Any) -> bool:
+    """Return whether all tensors of two trees are equal."""
+    pairs = zip(tree_leaves(first), tree_leaves(second), strict=True)
+    return all(torch.equal(one, two) for one, two in pairs if isinstance(one, Tensor))
+
+
+def under_checkpoint() -> bool:
+    """Return whether activation checkpointing of the non-reentrant kind is active right now."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and "checkpoint" in getattr(hooks[0], "__module__", "")

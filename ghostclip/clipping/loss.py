@@ -1,0 +1,69 @@
+"""What a loss must look like, and what autograd knows of how it was reduced."""
+
+from math import prod
+from typing import Any, Final
+
+from torch import Tensor
+
+from ghostclip.errors import LossReductionError
+
+# torch's own losses keep their reduction as a number: 0 none, 1 mean, 2 sum.
+_NAMES: Final = {1: "mean", 2: "sum"}
+
+
+def check_loss(loss: Tensor, *, reduction: str, batch_size: int) -> None:
+    """Refuse a loss that is neither one value a sample nor a scalar reduced as declared.
+
+    Args:
+        loss: The loss.
+        reduction: The declared reduction of scalars, ``"mean"`` or ``"sum"``.
+        batch_size: B; 0 for an empty batch, whose losses have any length.
+
+    Raises:
+        LossReductionError: The shape is wrong, or autograd shows another reduction than the declared one.
+    """
+    if loss.dim() > 1:
+        message = (
+            f"the loss has shape {tuple(loss.shape)}; expected per-sample losses of shape (B,) or a scalar. "
+            "Remove extra axes with loss.flatten() or loss.squeeze(1) after checking that there is one value a sample."
+        )
+        raise LossReductionError(message)
+    if loss.dim() == 1:
+        if batch_size and loss.shape[0] != batch_size:
+            message = (
+                f"{loss.shape[0]} losses were given for a batch of {batch_size} samples. Reduce the loss over everything but the "
+                "samples (reduction='none', then a mean over each sample's own positions)."
+            )
+            raise LossReductionError(message)
+        return
+    shown = shown_reduction(loss.grad_fn, batch_size)
+    if batch_size > 1 and shown is not None and shown != reduction:
+        message = (
+            f"loss_reduction={reduction!r} was declared, but the loss was reduced over the samples by a {shown}: every norm would be "
+            f"off by the batch size. Pass loss_reduction={shown!r}, or give per-sample losses of shape (B,)."
+        )
+        raise LossReductionError(message)
+
+
+def shown_reduction(node: Any, batch_size: int) -> str | None:
+    """Return the reduction that the last operation of a loss shows, or None where it shows none.
+
+    Args:
+        node: The loss's ``grad_fn``.
+        batch_size: B.
+
+    Returns:
+        ``"mean"``, ``"sum"`` or None.
+    """
+    if node is None:
+        return None
+    reduction = getattr(node, "_saved_reduction", None)
+    if reduction in _NAMES:
+        return _NAMES[reduction]
+    name = node.name()
+    if name not in ("MeanBackward0", "SumBackward0") or len(node._saved_self_sym_sizes) == 0:
+        return None
+    # Only one value a sample is sure to be a reduction over samples; over more axes a sum may be part of each loss.
+    if prod(node._saved_self_sym_sizes) != batch_size:
+        return None
+    return "mean" if name == "MeanBackward0" else "sum"

@@ -1,0 +1,60 @@
+"""Every error ghostclip raises, so that a caller can catch the library by one base class.
+
+Each class also derives from the built-in exception a user would expect at that place.
+"""
+
+
+class GhostClipError(Exception):
+    """Base class of every error that ghostclip raises on purpose."""
+
+
+class InvalidOptionError(GhostClipError, ValueError):
+    """An option has a value that no mechanism can honour (wrong range, unknown name, contradiction)."""
+
+
+class UnsupportedModelError(GhostClipError, NotImplementedError):
+    """A model, module or operation cannot be clipped per sample exactly."""
+
+
+class UncoveredParameterError(UnsupportedModelError):
+    """A trainable parameter received a gradient that was not clipped per sample."""
+
+
+class BatchAxisError(GhostClipError, ValueError):
+    """The rows of a tensor cannot be assigned to samples with certainty."""
+
+
+class SampleMixingError(UnsupportedModelError):
+    """One sample's output depends on another sample, so per-sample gradients do not exist."""
+
+
+class LossReductionError(GhostClipError, ValueError):
+    """The loss has a shape or reduction other than the one that was declared."""
+
+
+class MissingGradientError(GhostClipError, RuntimeError):
+    """A private step was asked for without a clipped gradient to release."""
+
+
+class TamperedGradientError(GhostClipError, RuntimeError):
+    """A clipped sum was changed between backward and the private step."""
+
+
+class DataError(GhostClipError, ValueError):
+    """The data handed over cannot be trained on (missing, empty, or of the wrong form)."""
+
+
+class BudgetError(GhostClipError, ValueError):
+    """No setting reaches the privacy budget that was asked for."""
+
+
+class OutputError(GhostClipError, FileExistsError):
+    """Results would land where something already lies, or cannot be written there."""
+
+
+class ResumeError(GhostClipError, ValueError):
+    """An interrupted run cannot be continued with what was given."""
+
+
+class FixedSeedWarning(UserWarning):
+    """Noise or sampling follows from a seed that somebody may know; whoever knows it can remove the noise."""
