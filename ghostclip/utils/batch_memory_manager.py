@@ -58,6 +58,7 @@ class _LearnedSize:
         self._search = search
         self._meter = PeakMemory(device)
         self._measuring = False
+        self._warned = False
 
     @property
     def size(self) -> int:
@@ -80,6 +81,9 @@ class _LearnedSize:
             self._search.record(size, self._meter.stop())
             if self._search.settled:
                 _log.info("physical batch size settled at %d", self._search.size)
+            elif self._search.nothing_fits and not self._warned:
+                self._warned = True
+                _log.warning("one sample at a time already exceeds memory_budget; continuing with one")
 
 
 class BatchMemoryManager:

@@ -49,8 +49,8 @@ class BatchSizeSearch:
     """Decides which size to try next from what the sizes so far took.
 
     Sizes double while the memory per sample, as measured between the last two sizes, says that twice as much fits;
-    then one extrapolated step goes as far as the limit. A size that failed (out of memory, or over the limit) is
-    halved towards the largest that worked. Each size is confirmed by its own measurement before it counts.
+    then one extrapolated step goes as far as the limit. After a size that failed (out of memory, or over the limit)
+    comes the middle between it and the largest that worked. Each size is confirmed by its own measurement before it counts.
 
     Args:
         upper: The largest size that is of use.
@@ -94,8 +94,8 @@ class BatchSizeSearch:
             size: Samples in the physical batch.
         """
         if size <= self._largest:
-            # What fitted before no longer does (longer samples, new state of the optimizer): leave a wide margin.
-            self._largest = size // 2
+            # What fitted before no longer does (longer samples, new state of the optimizer): leave a margin.
+            self._largest = 3 * size // 4
             self._too_large = self._largest + 1
         else:
             self._too_large = min(self._too_large, size)
