@@ -50,7 +50,8 @@ class BatchSizeSearch:
 
     Sizes double while the memory per sample, as measured between the last two sizes, says that twice as much fits;
     then one extrapolated step goes as far as the limit. After a size that failed (out of memory, or over the limit)
-    comes the middle between it and the largest that worked. Each size is confirmed by its own measurement before it counts.
+    comes the middle between it and the largest that worked. Each size is confirmed by its own measurement before it
+    counts.
 
     Args:
         upper: The largest size that is of use.
