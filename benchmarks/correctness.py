@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -31,14 +33,16 @@ class Reference:
     clipped_sum: list[Tensor]
 
 
-def _per_sample_gradients(model: nn.Module, batch: Batch) -> list[list[Tensor]]:
+def _per_sample_gradients(model: nn.Module, batch: Batch) -> Iterator[list[Tensor]]:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     inputs, target = batch
-    gradients = []
     for i in range(len(target)):
         loss = per_sample_losses(model, (inputs[i : i + 1], target[i : i + 1])).sum()
-        gradients.append(list(torch.autograd.grad(loss, parameters)))
-    return gradients
+        yield list(torch.autograd.grad(loss, parameters))
+
+
+def _norm(gradient: list[Tensor]) -> float:
+    return math.sqrt(sum(float(g.square().sum()) for g in gradient))
 
 
 def reference(task: Task, device: torch.device) -> Reference:
@@ -51,18 +55,18 @@ def reference(task: Task, device: torch.device) -> Reference:
     Returns:
         The clipping norm and the sum.
 
-    Cost: B times forward and backward of one sample, in float64.
+    Cost: 2B times forward and backward of one sample, in float64: once for the norms, once for the sum, so that one
+    sample's gradient is held at a time.
     """
     inputs, target = task.batch(device)
     batch = (inputs.double() if inputs.is_floating_point() else inputs, target)
-    gradients = _per_sample_gradients(task.model(device).double(), batch)
-    norms_B = torch.stack([torch.stack([g.square().sum() for g in sample]).sum().sqrt() for sample in gradients])
-    max_grad_norm = float(norms_B.median())
-    coef_B = (max_grad_norm / norms_B).clamp(max=1.0)
-    summed = [torch.zeros_like(g) for g in gradients[0]]
-    for coef, sample in zip(coef_B, gradients, strict=True):
-        for total, gradient in zip(summed, sample, strict=True):
-            total.add_(coef * gradient)
+    model = task.model(device).double()
+    norms = [_norm(gradient) for gradient in _per_sample_gradients(model, batch)]
+    max_grad_norm = statistics.median_low(norms)
+    summed = [torch.zeros_like(parameter) for parameter in model.parameters() if parameter.requires_grad]
+    for norm, gradient in zip(norms, _per_sample_gradients(model, batch), strict=True):
+        for total, part in zip(summed, gradient, strict=True):
+            total.add_(part, alpha=min(1.0, max_grad_norm / norm))
     return Reference(max_grad_norm=max_grad_norm, clipped_sum=summed)
 
 

@@ -125,5 +125,5 @@ def tasks(*, quick: bool) -> list[Task]:
     return [
         Task("gpt", "GPT, 4 layers, d 256, 4 heads, T 128, V 5000, B 16", 16, GPT, _token_batch(5000, 128)),
         Task("cnn", "MNIST CNN (26,010 parameters), B 256", 256, MnistCNN, _labelled_batch(1, 28, 28)),
-        Task("mlp", "MLP 784-1024-1024-10, B 256", 256, MLP, _labelled_batch(784)),
+        Task("mlp", "MLP 784-1024-1024-10, B 128", 128, MLP, _labelled_batch(784)),
     ]
