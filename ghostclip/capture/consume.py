@@ -114,9 +114,12 @@ def _by_rule(
     return output
 
 
-def _deliver(session: "Session", use: Use) -> Callable[[Tensor], None]:
-    def hook(grad: Tensor) -> None:
+def _deliver(session: "Session", use: Use) -> Callable[[Tensor], Tensor]:
+    def hook(grad: Tensor) -> Tensor:
+        # Handed on to autograd as well: one copy serves the norm, the clipped sum and the layer's own backward.
+        grad = grad.contiguous()
         session.deliver(use, grad)
+        return grad
 
     return hook
 

@@ -88,6 +88,7 @@ class GhostClipper:
         self._coef_B: Tensor | None = None
         self._non_finite = 0
         self._shared: set[str] = set()
+        self._bounds_used: list[float] = []
         self._said: set[str] = set()
         self._session = Session(model, batch_first=batch_first, on_backward=self._open_implicit_pass)
         self._store = GradientStore(self._session.parameters)
@@ -197,6 +198,7 @@ class GhostClipper:
     def _close(self, listener: Pass) -> None:
         for record in listener.records:
             record.spent = True
+        self._bounds_used.append(self.max_grad_norm)
         self._store.finish()
 
     def _scale(self, per_sample: bool) -> float:
@@ -257,8 +259,18 @@ class GhostClipper:
         return 0 if self._norm_B is None else self._norm_B.numel()
 
     def sensitivity(self) -> float:
-        """Return how far one sample can move the clipped sum (L2): what noise must be calibrated to."""
-        return self.max_grad_norm
+        """Return how far one sample can move the clipped sum (L2): what noise must be calibrated to.
+
+        Returns:
+            The largest bound that any backward since the last :meth:`reset` clipped at; before the first, the bound in
+            force. Changing ``max_grad_norm`` between backward and step can therefore not lower the noise.
+        """
+        return max(self._bounds_used, default=self.max_grad_norm)
+
+    @property
+    def backward_passes(self) -> int:
+        """How many backwards have completed since the last :meth:`reset`."""
+        return len(self._bounds_used)
 
     def coverage(self) -> Coverage:
         """Return how every trainable parameter is handled: a table, printed with ``str()``."""
@@ -299,6 +311,7 @@ class GhostClipper:
 
     def reset(self) -> None:
         """Forget the sums; sets ``p.grad`` to None."""
+        self._bounds_used.clear()
         self._store.reset()
 
     # -- life -----------------------------------------------------------------------------------------------------

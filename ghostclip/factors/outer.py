@@ -110,7 +110,8 @@ class Outer(Factor):
             a_NTI = a_NTI * coef
         else:
             g_NTO = g_NTO * coef
-        out.view(outputs, inputs).addmm_(g_NTO.reshape(-1, outputs).t(), a_NTI.reshape(-1, inputs))
+        out_OI = out.view(outputs, inputs)
+        torch.addmm(out_OI, g_NTO.reshape(-1, outputs).t(), a_NTI.reshape(-1, inputs), out=out_OI)
 
     def masked(self, keep_B: Tensor) -> "Outer":
         """Return the factor with dropped samples set to zero."""
