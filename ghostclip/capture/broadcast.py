@@ -1,12 +1,12 @@
 """Elementwise operations: the parameter is spread over the batch, and autograd itself sums over the rest.
 
-``x * weight`` runs as ``x * weight.expand(B, ...)`` with the expanded tensor as a graph node of its own: the gradient that
-arrives there is the per-sample gradient. The same holds for whatever already has a batch axis of its own
+``x * weight`` runs as ``x * weight.expand(B, ...)`` with the expanded tensor as a graph node of its own: the gradient
+that arrives there is the per-sample gradient. The same holds for whatever already has a batch axis of its own
 (``cls_token.expand(B, -1, -1)``), which may then enter any operation.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,16 +16,35 @@ from ghostclip.factors import Dense, Diagonal, Factor
 from ghostclip.factors.base import to_accumulation
 
 ELEMENTWISE = {
-    "add", "sub", "rsub", "mul", "multiply", "subtract", "div", "divide", "true_divide", "pow", "maximum", "minimum", "fmax",
-    "fmin", "where", "addcmul", "addcdiv", "lerp", "atan2", "hypot", "clamp", "clip", "copysign", "xlogy", "float_power",
-    "logaddexp", "masked_fill",
+    "add", "sub", "rsub", "mul", "multiply", "subtract", "div", "divide", "true_divide", "pow", "maximum", "minimum",
+    "fmax", "fmin", "where", "addcmul", "addcdiv", "lerp", "atan2", "hypot", "clamp", "clip", "copysign", "xlogy",
+    "float_power", "logaddexp", "masked_fill",
 }  # fmt: skip
-_DUNDERS = {f"__{prefix}{name}__" for prefix in ("", "r", "i") for name in ("add", "sub", "mul", "truediv", "pow", "div")}
+_DUNDERS = {
+    f"__{prefix}{name}__" for prefix in ("", "r", "i") for name in ("add", "sub", "mul", "truediv", "pow", "div")
+}
 
 
 def is_elementwise(name: str) -> bool:
     """Return whether an operation (also in-place) acts entry by entry with broadcasting."""
     return name in ELEMENTWISE or name in _DUNDERS or (name.endswith("_") and name[:-1] in ELEMENTWISE)
+
+
+@dataclass(frozen=True)
+class RowAxis:
+    """The axis of an operation's result along which rows of samples lie.
+
+    Attributes:
+        axis: Where it lies.
+        size: How many rows there are.
+        row_map: How rows map to samples.
+        batch_size: B.
+    """
+
+    axis: int
+    size: int
+    row_map: RowMap
+    batch_size: int
 
 
 class Spread:
@@ -34,42 +53,40 @@ class Spread:
     Attributes:
         tensor: What takes its place in the operation, before it enters the graph.
         row_axis: Where the row axis lies in ``tensor``.
+        rows: The rows.
     """
 
-    def __init__(self, value: Tensor, *, dims: int, row_axis: int, rows: int, row_map: RowMap, batch_size: int) -> None:
+    def __init__(self, value: Tensor, dims: int, rows: RowAxis) -> None:
         """Spread a value.
 
         Args:
             value: The tracked tensor's value.
             dims: Number of axes of the operation's result.
-            row_axis: Where its row axis lies.
-            rows: Its size there.
-            row_map: How rows map to samples.
-            batch_size: B.
+            rows: Where its rows lie.
         """
-        self.shape, self.row_map, self.batch_size = value.shape, row_map, batch_size
-        self.row_axis = row_axis
+        self.shape, self.rows, self.row_axis = value.shape, rows, rows.axis
         aligned = value.reshape([1] * (dims - value.dim()) + list(value.shape))
-        self.own_rows = row_map.kind != "whole" and aligned.shape[row_axis] != 1
-        if self.own_rows or row_map.kind == "whole":
+        self.own_rows = rows.row_map.kind != "whole" and aligned.shape[rows.axis] != 1
+        if self.own_rows or rows.row_map.kind == "whole":
             self.row_axis -= dims - value.dim()
             self.tensor = value
         else:
             sizes = list(aligned.shape)
-            sizes[row_axis] = rows
+            sizes[rows.axis] = rows.size
             self.tensor = aligned.expand(sizes)
 
     def factor(self, grad: Tensor) -> Factor:
         """Return the per-sample gradient of the tracked tensor from that of the spread one."""
-        if self.row_map.kind == "whole":
+        row_map, batch_size = self.rows.row_map, self.rows.batch_size
+        if row_map.kind == "whole":
             return Dense(grad.reshape(1, *self.shape))
         moved = to_accumulation(grad).movedim(self.row_axis, 0)
         if not self.own_rows:
-            rows_BT = self.row_map.split(moved, 1, self.batch_size) if self.row_map.kind != "axis" else moved.unsqueeze(1)
-            return Dense(rows_BT.sum(1).reshape(self.batch_size, *self.shape))
-        if self.row_map.kind == "axis":
+            rows_BT = moved.unsqueeze(1) if row_map.kind == "axis" else row_map.split(moved, 1, batch_size)
+            return Dense(rows_BT.sum(1).reshape(batch_size, *self.shape))
+        if row_map.kind == "axis":
             return Diagonal(moved, axis=self.row_axis)
-        return Dense(own_rows(moved, self.row_map, self.batch_size).movedim(1, self.row_axis + 1))
+        return Dense(own_rows(moved, row_map, batch_size).movedim(1, self.row_axis + 1))
 
 
 def own_rows(moved: Tensor, row_map: RowMap, batch_size: int) -> Tensor:
@@ -105,14 +122,11 @@ def row_axis_of(data: Sequence[Tensor], dims: int, batch_size: int, axis: int) -
                 if place >= tensor.dim():
                     continue
                 size = tensor.shape[place]
-                if size == batch_size or (not exact and (tensor.requires_grad or size % max(1, batch_size) == 0) and size > 1):
+                if size == batch_size or (
+                    not exact and (tensor.requires_grad or size % max(1, batch_size) == 0) and size > 1
+                ):
                     return dims - tensor.dim() + place, size, tensor
     return None
-
-
-def spread_factors(spreads: Mapping[str, Spread], name: str, grad: Tensor) -> Mapping[str, Factor]:
-    """Return the factor of one spread argument."""
-    return {name: spreads[name].factor(grad)}
 
 
 def map_of_rows(size: int, batch_size: int, axis: int, listed: Tensor | None) -> list[RowMap]:
@@ -127,8 +141,3 @@ def map_of_rows(size: int, batch_size: int, axis: int, listed: Tensor | None) ->
         return []
     kinds = ("major", "minor") if axis == 0 else ("minor", "major")
     return [RowMap(kind) for kind in kinds]
-
-
-def describe(value: Any) -> str:
-    """Return a tensor's shape for an error message."""
-    return str(tuple(value.shape)) if isinstance(value, Tensor) else repr(value)

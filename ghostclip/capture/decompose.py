@@ -1,8 +1,10 @@
-"""Functions of ``torch.nn.functional`` that are written in Python: look inside instead of treating them as one operation."""
+"""Functions of ``torch.nn.functional`` written in Python: look inside instead of taking them for one operation."""
 
 from collections.abc import Callable
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
+
+import torch
 
 from ghostclip.rules import rule_for
 
@@ -60,10 +62,9 @@ def _never(*args: Any) -> bool:
 
 def _reentered(func: Callable[..., Any]) -> Callable[..., Any]:
     """Run a function with interception switched on again (it is off inside ``__torch_function__``)."""
-    import torch
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._EnableTorchFunction():  # type: ignore[attr-defined]
+        with torch._C._EnableTorchFunction():
             return func(*args, **kwargs)
 
     return run

@@ -122,9 +122,7 @@ def batched_grad(output: Tensor, inputs: Sequence[Tensor], grads_B: Tensor) -> l
                 )
             )
         except RuntimeError:
-            rows = [
-                torch.autograd.grad(output, inputs, grad, retain_graph=True, allow_unused=True) for grad in grads_B
-            ]
+            rows = [torch.autograd.grad(output, inputs, grad, retain_graph=True, allow_unused=True) for grad in grads_B]
     columns = zip(*rows, strict=True)
     return [None if column[0] is None else torch.stack(column) for column in columns]
 
@@ -215,11 +213,10 @@ def basic_index(index: Any, dims: int) -> tuple[Any, ...] | None:
         entries[at : at + 1] = [slice(None)] * (dims - len(entries) + 1)
     plain: list[Any] = []
     for entry in entries:
-        if isinstance(entry, Tensor) and entry.dim() == 0 and entry.dtype in (torch.int64, torch.int32):
-            entry = int(entry)
-        if isinstance(entry, bool) or not isinstance(entry, (int, slice)):
+        scalar = isinstance(entry, Tensor) and entry.dim() == 0 and entry.dtype in (torch.int64, torch.int32)
+        if not scalar and (isinstance(entry, bool) or not isinstance(entry, (int, slice))):
             return None
-        plain.append(entry)
+        plain.append(int(entry) if scalar else entry)
     return tuple(plain)
 
 

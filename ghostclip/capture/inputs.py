@@ -67,5 +67,5 @@ def same_tensors(first: Any, second: Any) -> bool:
 
 def under_checkpoint() -> bool:
     """Return whether activation checkpointing of the non-reentrant kind is active right now."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and "checkpoint" in getattr(hooks[0], "__module__", "")

@@ -62,13 +62,13 @@ class Loan:
                 if parameter is None or not parameter.requires_grad or isinstance(parameter, TrackedTensor):
                     continue
                 self._lent.append((parameters, key, parameter))
-                parameters[key] = self._stand_in(f"{path}.{key}" if path else key, parameter)  # type: ignore[assignment]
+                parameters[key] = self._stand_in(f"{path}.{key}" if path else key, parameter)
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
                 raise SampleMixingError(_batch_norm(path, module))
-            if isinstance(module, nn.RNNBase) and module._flat_weights is not None and not _is_lent(module):
+            if isinstance(module, nn.RNNBase) and not _is_lent(module):
                 self._flat.append((module, module._flat_weights))
                 own = [parameters.get(name) for name in module._flat_weights_names]
-                module._flat_weights = own  # type: ignore[assignment]
+                module._flat_weights = own
 
     def _stand_in(self, name: str, parameter: nn.Parameter) -> TrackedTensor:
         """Return the stand-in, made anew when the parameter's storage was exchanged (``.to``, ``.data = ...``)."""
@@ -76,7 +76,11 @@ class Loan:
         if cached is not None:
             value = cached.origin.value
             same = value.data_ptr() == parameter.data_ptr() and value.dtype == parameter.dtype
-            if same and value.shape == parameter.shape and cached.origin.leaves[cached.origin.names[0]].parameter is parameter:
+            if (
+                same
+                and value.shape == parameter.shape
+                and cached.origin.leaves[cached.origin.names[0]].parameter is parameter
+            ):
                 return cached
         self._guard(name, parameter)
         tracked = self._session.lend(name, parameter)
@@ -90,8 +94,10 @@ class Loan:
 
         def refuse(grad: Tensor) -> None:
             message = (
-                f"parameter '{name}' received a gradient that was not clipped per sample: it was used outside the forward of its "
-                "modules (a method called directly, or a penalty built from parameters). Call the module itself; for an "
+                f"parameter '{name}' received a gradient that was not clipped per sample: it was used outside the "
+                "forward of its "
+                "modules (a method called directly, or a penalty built from parameters). Call the module itself; "
+                "for an "
                 "L2 penalty use the optimizer's weight_decay."
             )
             raise UncoveredParameterError(message)
@@ -114,7 +120,8 @@ def _is_lent(module: nn.RNNBase) -> bool:
 
 def _batch_norm(path: str, module: nn.Module) -> str:
     return (
-        f"{path or 'model'} ({type(module).__name__}): in training mode every sample's output depends on the whole batch, so that "
+        f"{path or 'model'} ({type(module).__name__}): in training mode every sample's output depends on the whole "
+        "batch, so that "
         "per-sample gradients do not exist. Replace it by GroupNorm, or put the layer in eval mode."
     )
 
@@ -162,8 +169,12 @@ def attach(model: nn.Module, session: "Session") -> list[RemovableHandle]:
     def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         return session.leave(module, args, kwargs, output, failed=output is None)
 
-    if any(isinstance(hook, _Hook) and hook.active for module in model.modules() for hook in module._forward_hooks.values()):
-        message = f"{type(model).__name__} has a clipper already, on it or on a part of it. Call remove() on that one first."
+    if any(
+        isinstance(hook, _Hook) and hook.active for module in model.modules() for hook in module._forward_hooks.values()
+    ):
+        message = (
+            f"{type(model).__name__} has a clipper already, on it or on a part of it. Call remove() on that one first."
+        )
         raise GhostClipError(message)
     handles = []
     for module in model.modules():

@@ -12,11 +12,13 @@ class _Keep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        """Run it."""
         ctx.save_for_backward(*tensors)
         return anchor.detach().clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        """Pass gradients back."""
         raise AssertionError("a side node never takes part in a backward")
 
 
@@ -25,11 +27,13 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
+        """Run it."""
         ctx.mark_dirty(tensor)
         return tensor
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        """Pass gradients back."""
         return None, None
 
 
@@ -38,10 +42,12 @@ class _Source(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
+        """Run it."""
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        """Pass gradients back."""
         return None, None
 
 
@@ -50,10 +56,12 @@ class _Own(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        """Run it."""
         return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        """Pass gradients back."""
         return grads[0]
 
 
@@ -62,10 +70,12 @@ class _Tie(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
+        """Run it."""
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        """Pass gradients back."""
         return None, grads[0]
 
 
@@ -80,6 +90,7 @@ class Region(torch.autograd.Function):
         anchor: Tensor,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
+        """Run it."""
         local = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
         with torch.enable_grad():
             ctx.outputs = run(local)
@@ -89,6 +100,7 @@ class Region(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Pass gradients back."""
         ctx.deliver(ctx.outputs, grads)
         wanted = [tensor for tensor in ctx.local if tensor.requires_grad]
         arrived = [(output, grad) for output, grad in zip(ctx.outputs, grads, strict=True) if grad is not None]
@@ -145,7 +157,8 @@ def source(tensor: Tensor, anchor: Tensor) -> Tensor:
 def own(tensor: Tensor) -> Tensor:
     """Return ``tensor`` as a tensor that is no view of another (same storage).
 
-    An in-place operation on a view rewrites the history of its base and drops the view's own node, with the hooks on it.
+    An in-place operation on a view rewrites the history of its base and drops the view's own node, with the hooks on
+    it.
     """
     return _Own.apply(tensor) if tensor._is_view() else tensor
 

@@ -70,13 +70,16 @@ class Probe:
         coincidence = [size for size in use.lead_sizes[1:] if size == record.batch_size] if use.lead_sizes else []
         if coincidence or use.maps[0].kind in ("major", "minor"):
             message = (
-                f"{place}: {use.site.describe()} has rows {shapes} that cannot be assigned to the {record.batch_size} samples: "
-                "another axis has the batch's size, or rows are folded in an order of their own. Start with a batch size "
+                f"{place}: {use.site.describe()} has rows {shapes} that cannot be assigned to the "
+                f"{record.batch_size} samples: "
+                "another axis has the batch's size, or rows are folded in an order of their own. Start with a batch "
+                "size "
                 "that no other axis has; later steps may have any size."
             )
             raise BatchAxisError(message)
         message = (
-            f"{place}: the output of one sample depends on other samples of the batch (gradient of {use.site.describe()}, "
+            f"{place}: the output of one sample depends on other samples of the batch (gradient of "
+            f"{use.site.describe()}, "
             f"rows {shapes}). Per-sample gradients do not exist for such a model: replace layers that use batch "
             "statistics (BatchNorm by GroupNorm) or that attend across the batch."
         )

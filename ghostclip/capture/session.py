@@ -16,18 +16,30 @@ from ghostclip.capture.decompose import decompose
 from ghostclip.capture.derive import derive
 from ghostclip.capture.inputs import batch_size_of, emptied, padded, rolled, same_tensors, under_checkpoint
 from ghostclip.capture.nodes import tie
+from ghostclip.capture.operation import Operation
 from ghostclip.capture.probe import MAX_ATTEMPTS, Probe, cotangents
-from ghostclip.capture.tracked import TrackedTensor, lend, plain, plain_leaves, tracked_leaves
+from ghostclip.capture.tracked import TrackedTensor, lend, plain, tracked_leaves
 from ghostclip.capture.usage import Listener, Record, Site, Use
 from ghostclip.errors import UncoveredParameterError
 
 _log = logging.getLogger(__name__)
 
-_UNTRACKED = {"detach", "detach_", "data", "grad", "numpy", "item", "tolist", "requires_grad_", "__deepcopy__", "__reduce_ex__"}
+_UNTRACKED = {
+    "detach",
+    "detach_",
+    "data",
+    "grad",
+    "numpy",
+    "item",
+    "tolist",
+    "requires_grad_",
+    "__deepcopy__",
+    "__reduce_ex__",
+}
 # Data that autograd does not track may be folded (``x.view(-1, d)``) only where a layer with rows takes it.
 _ROW_OPERATIONS = {
-    "linear", "addmm", "mm", "matmul", "__matmul__", "conv1d", "conv2d", "conv3d", "embedding_bag", "layer_norm", "rms_norm",
-    "lstm", "gru", "rnn_tanh", "rnn_relu", "multi_head_attention_forward",
+    "linear", "addmm", "mm", "matmul", "__matmul__", "conv1d", "conv2d", "conv3d", "embedding_bag", "layer_norm",
+    "rms_norm", "lstm", "gru", "rnn_tanh", "rnn_relu", "multi_head_attention_forward",
 }  # fmt: skip
 # A forward is read again at most this often before its evidence is final.
 _MAX_READINGS = 4
@@ -96,7 +108,9 @@ class Session:
         self._loan.lend_all()
         return changed
 
-    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, *, failed: bool) -> Any:
+    def leave(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, *, failed: bool
+    ) -> Any:
         """End a module call: the outermost one takes the parameters back and weighs the evidence on what is new."""
         outermost = self._loan.end()
         if not outermost or failed or not torch.is_grad_enabled() or _in_backward():
@@ -133,7 +147,9 @@ class Session:
         self._derived_only |= flipped
         return True
 
-    def _constants(self, doubted: set[Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[Any]:
+    def _constants(
+        self, doubted: set[Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> set[Any]:
         """Return the call sites whose data does not follow the samples: the same although the batch was rolled."""
         axis, size = self.record.axis, self.record.batch_size
         moved = tree_map(lambda item: rolled(item, axis, size), (args, kwargs))
@@ -216,16 +232,17 @@ class Session:
         if name in _UNTRACKED:
             return func(*plain(args), **plain(kwargs))
         if any(tracked.origin.interceptor is not self for tracked in tracked_leaves((args, kwargs))):
-            message = f"{name}: parameters of two models with separate clippers meet in one operation. Use one clipper for both."
+            message = f"{name}: parameters of two models with separate clippers meet. Use one clipper for both."
             raise UncoveredParameterError(message)
-        data = [tensor for tensor in plain_leaves((args, kwargs)) if self.is_data(tensor, name)]
-        if not data or self._stays_derived(name, args, kwargs, data):
-            self._remember_derived(name, args, kwargs)
+        operation = Operation(func, name, args, kwargs)
+        data = [tensor for tensor in operation.plain if self.is_data(tensor, name)]
+        if not data or self._stays_derived(operation, data):
+            self._remember_derived(operation)
             return derive(func, name, args, kwargs)
         decomposed = decompose(func, name, self)
         if decomposed is not None:
             return decomposed(*args, **kwargs)
-        return consume(self, func, name, args, kwargs)
+        return consume(self, operation)
 
     def is_data(self, tensor: Tensor, name: str) -> bool:
         """Return whether a tensor carries rows of samples (as against a constant such as a mask or a table)."""
@@ -241,22 +258,21 @@ class Session:
             return folded or size in tensor.shape[1:-1]
         return self._any_axis and size in tensor.shape
 
-    def _stays_derived(self, name: str, args: Any, kwargs: Any, data: list[Tensor]) -> bool:
+    def _stays_derived(self, operation: Operation, data: list[Tensor]) -> bool:
         """Return whether this call site took constants before, whatever the sizes suggest now (T == B)."""
-        if any(tensor.requires_grad for tensor in data):
+        if self.record.batch_size < 2 or any(tensor.requires_grad for tensor in data):
             return False
-        return self.record.batch_size > 1 and self.constant_key(name, args, kwargs) in self._derived_only
+        return self.constant_key(operation) in self._derived_only
 
-    def _remember_derived(self, name: str, args: Any, kwargs: Any) -> None:
+    def _remember_derived(self, operation: Operation) -> None:
         """Remember that this call site takes constants, if their size could ever be taken for a batch's."""
-        constants = list(plain_leaves((args, kwargs)))
-        if any(tensor.dim() > 0 and tensor.shape[0] > 1 for tensor in constants):
-            self._derived_only.add(self.constant_key(name, args, kwargs))
+        if any(tensor.dim() > 0 and tensor.shape[0] > 1 for tensor in operation.plain):
+            self._derived_only.add(self.constant_key(operation))
 
-    def constant_key(self, name: str, args: Any, kwargs: Any) -> Any:
+    def constant_key(self, operation: Operation) -> Any:
         """Return the key of a call site that may take constants: parameters, operation and number of axes."""
-        dims = tuple(tensor.dim() for tensor in plain_leaves((args, kwargs)))
-        return *self._key(tracked_leaves((args, kwargs)), name), dims
+        dims = tuple(tensor.dim() for tensor in operation.plain)
+        return *self._key(operation.tracked, operation.name), dims
 
     def _key(self, tracked: Iterable[TrackedTensor], name: str) -> tuple[Any, ...]:
         return tuple(t.origin.names for t in tracked), name
@@ -328,13 +344,15 @@ class Session:
             grads: Their gradients.
 
         Returns:
-            Whether the operations are the forward's own (reentrant checkpointing makes new ones); None when the backward broke
-            off because it met reentrant checkpointing unawares: call again, with a new listener.
+            Whether the operations are the forward's own (reentrant checkpointing makes new ones); None when the
+            backward broke off because it met reentrant checkpointing unawares: call again, with a new listener.
         """
         with self.lending():
             if not (self._full_backward or self._reentrant):
                 try:
-                    torch.autograd.backward(outputs, grads, retain_graph=True, inputs=[self.anchor, *self.parameters.values()])
+                    torch.autograd.backward(
+                        outputs, grads, retain_graph=True, inputs=[self.anchor, *self.parameters.values()]
+                    )
                     return True
                 except RuntimeError as error:
                     # Reentrant checkpointing accepts no ``inputs``.

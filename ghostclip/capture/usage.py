@@ -68,6 +68,15 @@ class Record:
     visits: Counter[Any] = field(default_factory=Counter)
 
 
+def no_axis(site: Site, rows: Tensor, record: Record) -> str:
+    """Say that a tensor has no axis for the samples, and what to do."""
+    return (
+        f"{site.describe()}: an input of shape {tuple(rows.shape)} has no axis for the {record.batch_size} samples of "
+        "this batch, so its rows cannot be assigned to samples. Give every sample its own rows (batch axis first, or "
+        "batch_first=False for axis 1), or freeze the parameter."
+    )
+
+
 class Listener(Protocol):
     """Whoever receives gradients of captured outputs."""
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ghostclip.capture.session import Session
 from ghostclip.capture.usage import Use
 from ghostclip.clipping.coefficients import clip_coefficients
-from ghostclip.clipping.loss import check_loss
 from ghostclip.clipping.coverage import Coverage, coverage_of
+from ghostclip.clipping.loss import check_loss
 from ghostclip.clipping.norms import NormSum
 from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, Pass, Release, SumPass
 from ghostclip.clipping.store import GradientStore
@@ -29,8 +29,10 @@ _TWO_PASS: Final = ("ghost", "fast")
 class GhostClipper:
     """Clips every sample's gradient on any model, without wrapping it and without forming per-sample gradients.
 
-    After a backward each trainable ``p.grad`` has gained ``Σ_b min(1, C/‖g_b‖)·g_b``, where g_b is the gradient of sample b's
-    own loss over all trainable parameters together. Losses are given per sample, shape ``(B,)``, to :meth:`backward`, or as a
+    After a backward each trainable ``p.grad`` has gained ``Σ_b min(1, C/‖g_b‖)·g_b``, where g_b is the gradient of
+    sample b's
+    own loss over all trainable parameters together. Losses are given per sample, shape ``(B,)``, to :meth:`backward`,
+    or as a
     scalar whose reduction was declared (then a plain ``loss.backward()`` does as well, except for the strategies of two
     backwards).
 
@@ -44,8 +46,8 @@ class GhostClipper:
     - ``"auto"``: book-keeping, or ghost when activation checkpointing is active.
 
     Privacy:
-        The sum's L2 sensitivity is ``max_grad_norm`` when one sample is added, removed, or replaced by nothing. No noise
-        is added here. ``per_sample_norms``, ``clip_coefficients`` and the loss are *not* private.
+        The sum's L2 sensitivity is ``max_grad_norm`` when one sample is added, removed, or replaced by nothing. No
+        noise is added here. ``per_sample_norms``, ``clip_coefficients`` and the loss are *not* private.
 
     Example:
         >>> clipper = GhostClipper(model, max_grad_norm=1.0)
@@ -110,7 +112,7 @@ class GhostClipper:
         per_sample = loss.dim() == 1
         strategy = self.resolve_strategy()
         if strategy in _TWO_PASS:
-            self._two_passes(loss.sum(), per_sample, instantiate=strategy == "fast")
+            self._two_passes(loss.sum(), per_sample=per_sample, instantiate=strategy == "fast")
             return
         listener = Hooks() if strategy == "hooks" else BookKeeping()
         self._listen(listener, lambda: loss.sum().backward())
@@ -126,8 +128,8 @@ class GhostClipper:
         self._say("strategy 'auto': book-keeping, one backward pass.")
         return "bookkeeping"
 
-    def _two_passes(self, loss: Tensor, per_sample: bool, *, instantiate: bool) -> None:
-        scale = self._scale(per_sample)
+    def _two_passes(self, loss: Tensor, *, per_sample: bool, instantiate: bool) -> None:
+        scale = self._scale(per_sample=per_sample)
         doubtful_B: Tensor | None = None
         while True:
             norms = NormPass(shared=self._shared, instantiate=instantiate, doubtful_B=doubtful_B)
@@ -163,12 +165,16 @@ class GhostClipper:
         strategy = "bookkeeping" if self.strategy == "auto" else self.strategy
         if strategy in _TWO_PASS:
             message = (
-                f"strategy '{strategy}' takes two backward passes: call clipper.backward(loss) instead of loss.backward(), or "
+                f"strategy '{strategy}' takes two backward passes: call clipper.backward(loss) instead of "
+                "loss.backward(), or "
                 "choose strategy='bookkeeping'."
             )
             raise GhostClipError(message)
         if self._session.is_checkpointed():
-            self._say("loss.backward() under activation checkpointing keeps every layer's input; clipper.backward(loss) does not.")
+            self._say(
+                "loss.backward() under activation checkpointing keeps every layer's input; clipper.backward(loss) "
+                "does not."
+            )
         listener = Hooks() if strategy == "hooks" else BookKeeping()
         close = self._session.open_listener(listener)
 
@@ -176,11 +182,11 @@ class GhostClipper:
             close()
             self._complete(listener, per_sample=False)
 
-        torch.autograd.Variable._execution_engine.queue_callback(complete)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(complete)
 
     def _complete(self, listener: BookKeeping, *, per_sample: bool) -> None:
         with torch.no_grad():
-            scale = self._scale(per_sample)
+            scale = self._scale(per_sample=per_sample)
             coef_B, keep_B = self._coefficients(listener, listener.norms(), scale)
             with self._all_or_nothing():
                 listener.add_sums(self._store, Release(coef_B * scale, keep_B, listener.doubtful_B), scale)
@@ -201,7 +207,7 @@ class GhostClipper:
         self._bounds_used.append(self.max_grad_norm)
         self._store.finish()
 
-    def _scale(self, per_sample: bool) -> float:
+    def _scale(self, *, per_sample: bool) -> float:
         """A mean divided every sample's gradient by B; undo it."""
         mean = self.loss_reduction == "mean" and not per_sample
         return float(max(1, self._session.record.batch_size)) if mean else 1.0
@@ -230,7 +236,7 @@ class GhostClipper:
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float) -> None:
-        if not isinstance(value, (int, float)) or not value > 0:
+        if not value > 0:
             raise InvalidOptionError(f"max_grad_norm must be a number above 0, got {value!r}.")
         self._max_grad_norm = float(value)
 
@@ -325,7 +331,9 @@ class GhostClipper:
         """Return the clipper itself."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Detach from the model."""
         self.remove()
 

@@ -52,7 +52,10 @@ class Coverage:
         header = ("module", "type", "parameter", "shape", "handled")
         lines = [(r.module or "(model)", r.module_type, r.parameter, str(r.shape), r.handled) for r in self.rows]
         widths = [max(len(row[column]) for row in [header, *lines]) for column in range(len(header))]
-        text = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [header, *lines]]
+        text = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in [header, *lines]
+        ]
         return "\n".join([text[0], "  ".join("-" * width for width in widths), *text[1:]])
 
 

@@ -31,7 +31,8 @@ def check_loss(loss: Tensor, *, reduction: str, batch_size: int) -> None:
     if loss.dim() == 1:
         if batch_size and loss.shape[0] != batch_size:
             message = (
-                f"{loss.shape[0]} losses were given for a batch of {batch_size} samples. Reduce the loss over everything but the "
+                f"{loss.shape[0]} losses were given for a batch of {batch_size} samples. Reduce the loss over "
+                "everything but the "
                 "samples (reduction='none', then a mean over each sample's own positions)."
             )
             raise LossReductionError(message)
@@ -39,7 +40,8 @@ def check_loss(loss: Tensor, *, reduction: str, batch_size: int) -> None:
     shown = shown_reduction(loss.grad_fn, batch_size)
     if batch_size > 1 and shown is not None and shown != reduction:
         message = (
-            f"loss_reduction={reduction!r} was declared, but the loss was reduced over the samples by a {shown}: every norm would be "
+            f"loss_reduction={reduction!r} was declared, but the loss was reduced over the samples by a {shown}: "
+            "every norm would be "
             f"off by the batch size. Pass loss_reduction={shown!r}, or give per-sample losses of shape (B,)."
         )
         raise LossReductionError(message)

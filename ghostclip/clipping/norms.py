@@ -41,13 +41,15 @@ class NormSum:
 
     def norm_B(self) -> Tensor:
         """Return the norms, rounded up: the root of the sum and its error bound."""
-        assert self.value_B is not None and self.error_B is not None
+        assert self.value_B is not None
+        assert self.error_B is not None
         eps = torch.finfo(self.value_B.dtype).eps
         return (self.value_B + self.error_B).clamp(min=0).sqrt() * (1 + 8 * eps)
 
     def doubtful_B(self) -> Tensor:
         """Return which samples' norms rounding may have changed by more than the tolerance."""
-        assert self.value_B is not None and self.error_B is not None
+        assert self.value_B is not None
+        assert self.error_B is not None
         return self.error_B > TOLERANCE[self.value_B.dtype] * self.value_B
 
 

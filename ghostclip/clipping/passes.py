@@ -51,13 +51,15 @@ class Pass(ABC):
         """Take in a forward; all forwards of one backward must have the same samples, and each is taken once."""
         if record.spent:
             message = (
-                "a second backward went through the same forward: its samples would be clipped twice and contribute twice. Add "
+                "a second backward went through the same forward: its samples would be clipped twice and contribute "
+                "twice. Add "
                 "the losses before one backward, or run the model again."
             )
             raise GhostClipError(message)
         if self.records and self.records[0].batch_size != record.batch_size:
             message = (
-                f"one backward went through forwards of {self.records[0].batch_size} and {record.batch_size} samples: which sample "
+                f"one backward went through forwards of {self.records[0].batch_size} and {record.batch_size} "
+                "samples: which sample "
                 "is which cannot be known. Give every call of the model the same batch."
             )
             raise BatchAxisError(message)
@@ -210,7 +212,7 @@ class SumPass(Pass):
     def consume(self, use: Use, name: str, factor: Factor) -> None:
         """Contract a factor into its parameter's sum."""
         if self._expected is not None and id(use) not in self._expected:
-            message = f"{use.site.describe()}: its gradient arrived in the second backward but not in the first, so it has no norm."
+            message = f"{use.site.describe()}: its gradient arrived in the second backward only, so it has no norm."
             raise GhostClipError(message)
         self._release.into(self._sums.buffer(name), factor)
 
@@ -222,7 +224,8 @@ class Release:
     Attributes:
         coef_B: Coefficients, including the scale of the loss.
         keep_B: Which samples are finite; None when all are. The others are masked out (0·NaN is NaN).
-        doubtful_B: Samples whose gradients nearly cancel; their contribution is formed in float64, so that what is added
+        doubtful_B: Samples whose gradients nearly cancel; their contribution is formed in float64, so that what is
+        added
             has the norm that was computed for it.
     """
 

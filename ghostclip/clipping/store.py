@@ -13,7 +13,8 @@ _FULL_PRECISION = (torch.float32, torch.float64)
 class GradientStore:
     """Accumulators of the clipped sums, by parameter.
 
-    Two modes. By default ``p.grad`` is the truth: a caller who sets it to None starts a new sum. When an optimizer *owns* the
+    Two modes. By default ``p.grad`` is the truth: a caller who sets it to None starts a new sum. When an optimizer
+    *owns* the
     sums they survive ``model.zero_grad()`` in the middle of a logical batch, and a change of ``p.grad`` by anyone else
     between backward and step is an error, because it would change the sensitivity of what is released.
     """
@@ -105,7 +106,8 @@ class GradientStore:
         if stranger or grad._version != self._versions.get(parameter, grad._version):
             name = next((key for key, value in self._parameters.items() if value is parameter), "?")
             message = (
-                f"the gradient of parameter '{name}' was changed between backward and step. What is released must be the clipped "
+                f"the gradient of parameter '{name}' was changed between backward and step. What is released must "
+                "be the clipped "
                 "sum: set max_grad_norm instead of clipping again, and let the private optimizer scale and accumulate."
             )
             raise TamperedGradientError(message)

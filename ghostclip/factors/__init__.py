@@ -12,4 +12,15 @@ from ghostclip.factors.placed import Placed
 from ghostclip.factors.rows import Rows
 from ghostclip.factors.stacked import Stacked
 
-__all__ = ["Dense", "Diagonal", "Factor", "Outer", "Placed", "Rows", "SquaredNorm", "Stacked", "accumulation_dtype", "inner"]
+__all__ = [
+    "Dense",
+    "Diagonal",
+    "Factor",
+    "Outer",
+    "Placed",
+    "Rows",
+    "SquaredNorm",
+    "Stacked",
+    "accumulation_dtype",
+    "inner",
+]

@@ -5,6 +5,9 @@ They are the cross terms of a shared parameter: ``‖Σ_k f_k‖² = Σ_k ‖f_k
 Shape letters: B samples, T and U positions, I inputs, O outputs, V rows, ``*P`` the parameter's own shape.
 """
 
+from collections.abc import Callable
+from typing import Final
+
 import torch
 from opt_einsum import contract
 from torch import Tensor
@@ -28,24 +31,19 @@ def inner(first: Factor, second: Factor) -> Tensor:
     Returns:
         Inner products, shape ``(B,)``, float32 or float64.
     """
-    if isinstance(first, Placed) and isinstance(second, Placed):
-        return _placed_placed(first, second)
-    if isinstance(first, Stacked) and isinstance(second, Stacked):
-        return _stacked_stacked(first, second)
-    if isinstance(first, Outer) and isinstance(second, Outer) and first.slots == second.slots:
-        return _outer_outer(first, second)
-    if isinstance(first, Outer) and isinstance(second, Rows) and first.slots == 1:
-        return _outer_rows(first, second)
-    if isinstance(first, Rows) and isinstance(second, Outer) and second.slots == 1:
-        return _outer_rows(second, first)
-    if isinstance(first, Rows) and isinstance(second, Rows):
-        return _rows_rows(first, second)
-    if isinstance(first, Dense) and isinstance(second, Rows):
-        return _dense_rows(first, second)
-    if isinstance(first, Rows) and isinstance(second, Dense):
-        return _dense_rows(second, first)
+    for (kind, other), pair in _PAIRS.items():
+        if isinstance(first, kind) and isinstance(second, other) and _same_slots(first, second):
+            return pair(first, second)
+        if isinstance(second, kind) and isinstance(first, other) and _same_slots(first, second):
+            return pair(second, first)
     flat = (first.materialize().reshape(first.batch_size, -1), second.materialize().reshape(first.batch_size, -1))
     return torch.linalg.vecdot(*flat)
+
+
+def _same_slots(first: Factor, second: Factor) -> bool:
+    """A convolution's groups have no cheap product with anything but another convolution of the same groups."""
+    slots = [factor.slots if isinstance(factor, Outer) else 1 for factor in (first, second)]
+    return slots[0] == slots[1]
 
 
 def _placed_placed(first: Placed, second: Placed) -> Tensor:
@@ -107,3 +105,13 @@ def _dense_rows(dense: Dense, rows: Rows) -> Tensor:
     index = rows.ids_BT.unsqueeze(-1).expand(-1, -1, rows.shape[-1])
     picked_BTI = dense.grad_BP.gather(1, index)
     return (picked_BTI * to_accumulation(rows.g_BTI)).sum((1, 2))
+
+
+_PAIRS: Final[dict[tuple[type[Factor], type[Factor]], Callable[..., Tensor]]] = {
+    (Placed, Placed): _placed_placed,
+    (Stacked, Stacked): _stacked_stacked,
+    (Outer, Outer): _outer_outer,
+    (Outer, Rows): _outer_rows,
+    (Rows, Rows): _rows_rows,
+    (Dense, Rows): _dense_rows,
+}

@@ -1,6 +1,7 @@
 """Per-sample gradients that are sums of outer products: linear maps and convolutions.
 
-Shape letters: B samples, S independent slots (convolution groups; 1 otherwise), N = B·S, T positions, I inputs, O outputs.
+Shape letters: B samples, S independent slots (convolution groups; 1 otherwise), N = B·S, T positions, I inputs, O
+outputs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,8 @@ from ghostclip.factors.base import Factor, SquaredNorm, no_error, to_accumulatio
 class Outer(Factor):
     """The gradient of sample b, slot s, is ``sum_t g[b,s,t] ⊗ a[b,s,t]``, a matrix (O, I).
 
-    Reference: ghost norm, Li et al. 2022 (arXiv 2110.05679), section 4; book-keeping, Bu et al. 2023 (arXiv 2210.00038).
+    Reference: ghost norm, Li et al. 2022 (arXiv 2110.05679), section 4; book-keeping, Bu et al. 2023 (arXiv
+    2210.00038).
     """
 
     def __init__(self, a_NTI: Tensor, g_NTO: Tensor, *, shape: Sequence[int], slots: int = 1) -> None:
@@ -69,7 +71,8 @@ class Outer(Factor):
             product *= torch.bmm(g_NTO[:, start:stop], g_NTO[:, start:].mT)
             total_N += product[:, :, : stop - start].sum((1, 2)) + 2 * product[:, :, stop - start :].sum((1, 2))
         value_B = self._per_sample(total_N)
-        # Rounding of T² dot products behaves like a random walk: it scales with the sum of squares, not with the result.
+        # Rounding of T² dot products behaves like a random walk: it scales with the sum of squares, not with the
+        # result.
         unit = torch.finfo(value_B.dtype).eps * (2 + (sqrt(inputs) + sqrt(outputs)) / 16)
         error_B = unit * scale_B
         return SquaredNorm(value_B.clamp(min=0), error_B)

@@ -1,7 +1,8 @@
 """The cost model: how an ``Outer`` norm is computed and what is kept until the clipped sum.
 
 Per sample, T positions, I inputs, O outputs, h = 2·I·O/(I+O). All counts are multiply-adds ×2 (FLOPs):
-a symmetric Gram in n blocks costs (1 + 1/n)·T²·(I+O), instantiation 2·T·I·O, the backward's own weight gradient 2·T·I·O.
+a symmetric Gram in n blocks costs (1 + 1/n)·T²·(I+O), instantiation 2·T·I·O, the backward's own weight gradient
+2·T·I·O.
 """
 
 from math import ceil

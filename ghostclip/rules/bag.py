@@ -14,7 +14,8 @@ from ghostclip.rules.embedding import padding_row, rows_factor
 from ghostclip.rules.registry import Call, Captured, Split, register_op
 
 _ARGUMENTS = (
-    "input weight offsets max_norm norm_type scale_grad_by_freq mode sparse per_sample_weights include_last_offset padding_idx"
+    "input weight offsets max_norm norm_type scale_grad_by_freq mode sparse "
+    "per_sample_weights include_last_offset padding_idx"
 )
 
 
@@ -46,13 +47,21 @@ def _bags(call: Call, padding: int | None) -> tuple[Tensor, Tensor]:
     """Return ids and weights with one row a bag; look-ups that do not exist have weight 0."""
     ids, offsets = call.values["input"], call.get("offsets")
     given = call.get("per_sample_weights")
-    weights = torch.ones_like(ids, dtype=torch.promote_types(call.values["weight"].dtype, torch.float32)) if given is None else given.detach()
+    weights = (
+        torch.ones_like(ids, dtype=torch.promote_types(call.values["weight"].dtype, torch.float32))
+        if given is None
+        else given.detach()
+    )
     if ids.dim() == 2:
         ids_nK, weights_nK = ids, weights
     else:
         starts = offsets[:-1] if call.get("include_last_offset", False) else offsets
-        ends = torch.cat([starts[1:], offsets[-1:] if call.get("include_last_offset", False) else offsets.new_tensor([ids.numel()])])
-        place_nK = starts.unsqueeze(1) + torch.arange(int((ends - starts).max()) if ends.numel() else 0, device=ids.device)
+        ends = torch.cat(
+            [starts[1:], offsets[-1:] if call.get("include_last_offset", False) else offsets.new_tensor([ids.numel()])]
+        )
+        place_nK = starts.unsqueeze(1) + torch.arange(
+            int((ends - starts).max()) if ends.numel() else 0, device=ids.device
+        )
         real_nK = place_nK < ends.unsqueeze(1)
         place_nK = place_nK.clamp(max=max(ids.numel() - 1, 0))
         ids_nK, weights_nK = ids[place_nK], weights[place_nK] * real_nK

@@ -47,7 +47,9 @@ def convolution(call: Call) -> Captured | None:
 class _Geometry:
     """Stride, padding, dilation and groups of one convolution."""
 
-    def __init__(self, *, stride: tuple[int, ...], padding: Sequence[int], dilation: tuple[int, ...], groups: int) -> None:
+    def __init__(
+        self, *, stride: tuple[int, ...], padding: Sequence[int], dilation: tuple[int, ...], groups: int
+    ) -> None:
         self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
 
     @classmethod

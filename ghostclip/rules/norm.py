@@ -101,5 +101,3 @@ def _channel_affine(call: Call, normalize: Callable[[Tensor], Tensor]) -> Captur
         return found
 
     return Captured((x,) if "weight" in call.tracked else (), x, 1, factors, "dense")
-
-

@@ -1,0 +1,166 @@
+"""The general way to consume: ask autograd for one sample's gradient after the other, through one operation alone.
+
+Exact for any operation that keeps samples apart, also a random one (it runs once), at the cost of B backwards through
+it: one vmapped call where the operation can be vmapped, a loop where it cannot.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ghostclip.capture import broadcast
+from ghostclip.capture.batch_axis import WHOLE, RowMap, candidates
+from ghostclip.capture.derive import batched_grad
+from ghostclip.capture.nodes import Region
+from ghostclip.capture.operation import Operation
+from ghostclip.capture.tracked import TrackedTensor
+from ghostclip.capture.usage import Record, Site, Use, no_axis
+from ghostclip.errors import BatchAxisError
+from ghostclip.factors import Dense, Factor
+
+if TYPE_CHECKING:
+    from ghostclip.capture.session import Session
+
+# Recurrent kernels: the batch axis of the output, and of the states behind it, is known from the call.
+_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+
+
+@dataclass(eq=False)
+class _Local:
+    """The operation in a small graph of its own behind one node of the user's graph: nothing upstream is touched."""
+
+    operation: Operation
+    entered: dict[int, Tensor]
+
+    def run(self, local: Sequence[Tensor], items: list[Any]) -> Any:
+        """Run it on local copies of its plain tensors; leaves what it returned in ``items``, returns its structure."""
+        leaves, structure = tree_flatten((self.operation.args, self.operation.kwargs))
+        given = iter(local)
+        own = [self.entered.get(id(leaf), leaf) for leaf in leaves]
+        own = [next(given) if _is_plain(leaf) else mine for leaf, mine in zip(leaves, own, strict=True)]
+        args, kwargs = tree_unflatten(own, structure)
+        found, spec = tree_flatten(self.operation.func(*args, **kwargs))
+        items[:] = found
+        return spec
+
+
+def in_general(session: "Session", operation: Operation) -> Any:
+    """Run an operation and register its use.
+
+    Args:
+        session: Who lent the tracked tensors.
+        operation: The operation.
+
+    Returns:
+        What the function returns, in the graph.
+
+    Raises:
+        BatchAxisError: No axis of its output can hold the samples.
+    """
+    if operation.is_in_place:
+        return _in_place(session, operation)
+    tracked = operation.tracked
+    entered = {id(t): t.origin.value.detach().requires_grad_() for t in tracked}
+    local = _Local(operation, entered)
+    site = session.site(tracked, operation.name, "one gradient a sample")
+    targets = {str(number): t for number, t in enumerate(tracked)}
+    use = Use(site, session.record, targets, _unset, 1, [])
+    output_maps: list[list[RowMap]] = []
+    items: list[Any] = []
+    specs: list[Any] = []
+
+    def run(tensors: Sequence[Tensor]) -> list[Tensor]:
+        specs.append(local.run(tensors, items))
+        return [item for item in items if _in_graph(item)]
+
+    session.register(use)
+    deliver = _delivery(session, use, list(entered.values()), output_maps)
+    results = list(Region.apply(run, deliver, session.anchor, *operation.plain))
+    output_maps += [
+        _output_maps(output, place, operation, session.record, site) for place, output in enumerate(results)
+    ]
+    fresh = iter(results)
+    return tree_unflatten([next(fresh) if _in_graph(item) else item for item in items], specs[-1])
+
+
+def _delivery(
+    session: "Session", use: Use, inputs: list[Tensor], output_maps: list[list[RowMap]]
+) -> Callable[[Sequence[Tensor], Sequence[Tensor | None]], None]:
+    def deliver(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        arrived = [
+            (output, grad, maps)
+            for output, grad, maps in zip(outputs, grads, output_maps, strict=True)
+            if grad is not None
+        ]
+        if not arrived:
+            return
+        # Evidence decides between the row maps of the first output that takes part.
+        use.maps = arrived[0][2]
+        use.lead = max(row_map.axis for row_map in use.maps) + 1
+
+        def factors(saved: Sequence[Tensor], grad: Tensor, split: Any) -> Mapping[str, Factor]:
+            rest = [(output, other, maps[0]) for output, other, maps in arrived[1:]]
+            return _one_by_one([(arrived[0][0], grad, use.row_map), *rest], inputs, use.record.batch_size)
+
+        use.factors = factors
+        session.deliver(use, arrived[0][1])
+
+    return deliver
+
+
+def _in_place(session: "Session", operation: Operation) -> Any:
+    """Run an in-place operation on a copy of its first argument, then write the result back."""
+    changed = operation.args[0]
+
+    def on_copy(first: Tensor, *rest: Any, **named: Any) -> Tensor:
+        copy = first.clone()
+        operation.func(copy, *rest, **named)
+        return copy
+
+    changed.copy_(in_general(session, replace(operation, func=on_copy, name=f"copied {operation.name.strip('_')}")))
+    return None if operation.name == "__setitem__" else changed
+
+
+def _is_plain(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not isinstance(leaf, TrackedTensor)
+
+
+def _in_graph(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.requires_grad
+
+
+def _unset(saved: Sequence[Tensor], grad: Tensor, split: Any) -> Mapping[str, Factor]:
+    raise AssertionError("set when the gradient arrives")
+
+
+def _output_maps(output: Tensor, place: int, operation: Operation, record: Record, site: Site) -> list[RowMap]:
+    axis = record.axis
+    if operation.name in _RECURRENT:
+        axis = 0 if (place == 0 and bool(operation.args[-1])) else 1
+        if output.dim() == 3 and output.shape[axis] == record.batch_size:
+            return [WHOLE] if record.batch_size == 1 else [RowMap("axis", axis)]
+    maps = candidates(output.shape, record.batch_size, axis=axis) if output.dim() else []
+    if not maps:
+        raise BatchAxisError(no_axis(site, output, record))
+    return maps
+
+
+def _one_by_one(
+    arrived: Sequence[tuple[Tensor, Tensor, RowMap]], inputs: Sequence[Tensor], batch_size: int
+) -> Mapping[str, Factor]:
+    """Return per-sample gradients of ``inputs`` by masking the output gradient to one sample at a time."""
+    totals: dict[str, Tensor] = {}
+    for output, grad, row_map in arrived:
+        if row_map.kind == "whole":
+            masked_B = grad.unsqueeze(0)
+        else:
+            moved = broadcast.own_rows(grad.movedim(row_map.axis, 0), row_map, batch_size)
+            masked_B = moved.movedim(1, row_map.axis + 1)
+        for number, found in enumerate(batched_grad(output, inputs, masked_B)):
+            if found is not None:
+                key = str(number)
+                totals[key] = totals[key] + found if key in totals else found
+    return {key: Dense(total) for key, total in totals.items()}

@@ -1,0 +1,52 @@
+"""One intercepted torch function call, as the ways of consuming it see it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ghostclip.capture.tracked import TrackedTensor, plain_leaves, replace_tracked, tracked_leaves
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """A torch function with its arguments, some of them tracked.
+
+    Attributes:
+        func: The function.
+        name: The name under which rules know it.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+    """
+
+    func: Callable[..., Any]
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def tracked(self) -> list[TrackedTensor]:
+        """The tracked arguments, each once, in order."""
+        return list({id(t): t for t in tracked_leaves((self.args, self.kwargs))}.values())
+
+    @property
+    def plain(self) -> list[Tensor]:
+        """The other tensors among the arguments."""
+        return list(plain_leaves((self.args, self.kwargs)))
+
+    def run(self, replacement: Callable[[TrackedTensor], Any]) -> Any:
+        """Run the function with every tracked argument replaced."""
+        return self.func(*replace_tracked(self.args, replacement), **replace_tracked(self.kwargs, replacement))
+
+    def run_plain(self) -> Any:
+        """Run the function with detached parameters."""
+        return self.run(lambda tracked: tracked.origin.value)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether it changes its first argument, by its name."""
+        name = self.name
+        if name in ("__setitem__", "index_put_") or name.startswith("__i"):
+            return True
+        return name.endswith("_") and not name.endswith("__")
