@@ -1,6 +1,6 @@
 """The loss of one passage, and held-out perplexity.
 
-Shapes: B samples, T tokens, V vocabulary.
+Shapes: B samples, T tokens, N = B·(T-1) predictions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def next_token_losses(model: nn.Module, ids_BT: Tensor, lengths_B: Tensor) -> tu
     mask_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device) < lengths_B[:, None]
     logits_BTV = model(input_ids=ids_BT, attention_mask=mask_BT.long(), use_cache=False).logits
     targets_BT = ids_BT[:, 1:].masked_fill(~mask_BT[:, 1:], _IGNORED)
-    losses_BT = functional.cross_entropy(
-        logits_BTV[:, :-1].float().transpose(1, 2), targets_BT, ignore_index=_IGNORED, reduction="none"
-    )
+    logits_NV = logits_BTV[:, :-1].float().flatten(0, 1)
+    losses_N = functional.cross_entropy(logits_NV, targets_BT.flatten(), ignore_index=_IGNORED, reduction="none")
+    losses_BT = losses_N.view(targets_BT.shape)
     return losses_BT.sum(1), (targets_BT != _IGNORED).sum(1).float()
 
 

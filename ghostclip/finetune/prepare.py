@@ -68,6 +68,8 @@ def prepare(options: FinetuneOptions, resume: ResumePoint | None) -> Prepared:
         most_per_document=options.max_passages_per_document, eval_fraction=options.eval_fraction, seed=seed,
     )  # fmt: skip
     mechanism = plan_mechanism(options, len(split.training))
+    if state is not None and tensors is not None:
+        _require_same_run(state, tensors, split, mechanism)
     require_causal(model, length=split.training.width)
     model.to(device)
     _check_private(model, split, options)
@@ -75,7 +77,7 @@ def prepare(options: FinetuneOptions, resume: ResumePoint | None) -> Prepared:
         options=options, output=options.output, device=device, tokens=tokens, split=split,
         data=_facts(options, tokens, split), model=model, model_text=describe_model(model, options),
         mechanism=mechanism, warnings=tuple(warnings_about(mechanism, options)), tensors=tensors,
-        state=_checked_state(state, split) if state is not None else _first_state(model, split, options, seed),
+        state=state if state is not None else _first_state(model, split, options, seed),
     )  # fmt: skip
 
 
@@ -84,7 +86,7 @@ def _device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise InvalidOptionError(f"--device {name}: not usable on this machine ({reason})") from error
@@ -108,10 +110,16 @@ def _check_private(model: PreTrainedModel, split: Split, options: FinetuneOption
     check_private(model, width=split.training.width, strategy=cast("Strategy", options.strategy), dtype=options.dtype)
 
 
-def _checked_state(state: RunState, split: Split) -> RunState:
+def _require_same_run(state: RunState, tensors: TensorState, split: Split, mechanism: Mechanism) -> None:
     if state.fingerprint != split.training.fingerprint():
         raise ResumeError("the data (or its tokenizer) changed since the run was interrupted: start anew elsewhere")
-    return state
+    history = cast("list[tuple[float, float, int]]", tensors.accountant["history"])
+    spent = {(sigma, rate) for sigma, rate, _ in history}
+    if not spent <= {(mechanism.noise_multiplier, mechanism.sample_rate)}:
+        raise ResumeError(
+            f"this version plans noise σ = {mechanism.noise_multiplier} at rate {mechanism.sample_rate}, "
+            f"the interrupted run spent steps at {sorted(spent)}: continue with the version that began it"
+        )
 
 
 def _first_state(model: PreTrainedModel, split: Split, options: FinetuneOptions, seed: int) -> RunState:

@@ -49,7 +49,7 @@ class Mechanism:
         )
         return accountant.get_epsilon(self.delta)
 
-    def curve(self, steps: int, *, points: int = 60) -> list[tuple[int, float]]:
+    def curve(self, steps: int, *, points: int = 40) -> list[tuple[int, float]]:
         """Give ε at evenly spaced steps from 0 on.
 
         Args:

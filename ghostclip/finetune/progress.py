@@ -9,8 +9,8 @@ from types import TracebackType
 
 from ghostclip.finetune.plot import smoothed
 
-# ε takes the accountant some milliseconds; a person reads no faster than this.
-_REFRESH_SECONDS = 0.5
+# ε takes the accountant some ten milliseconds; more often would slow a run of short steps.
+_REFRESH_SECONDS = 2.0
 
 
 class ProgressBar:
@@ -56,7 +56,7 @@ class ProgressBar:
         if loss is not None:
             self._losses = [*self._losses[-19:], loss]
         now = time.perf_counter()
-        if now - self._shown >= _REFRESH_SECONDS:
+        if now - self._shown >= _REFRESH_SECONDS or self._bar.n + 1 == self._bar.total:
             self._shown = now
             mean = smoothed(self._losses)[-1] if self._losses else float("nan")
             rate = self._samples / (now - self._began)

@@ -48,7 +48,14 @@ def read_documents(path: Path | None, *, text_column: str = "text") -> list[str]
 
 
 def describe_source(path: Path | None) -> str:
-    """Name the source for people."""
+    """Name the source for people.
+
+    Args:
+        path: As ``read_documents`` takes it.
+
+    Returns:
+        A name.
+    """
     return "Python's own documentation (pydoc_data.topics)" if path is None else str(path)
 
 

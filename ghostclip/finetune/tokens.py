@@ -10,6 +10,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ghostclip.errors import DataError
 
 if TYPE_CHECKING:
@@ -37,7 +40,7 @@ class Tokens(Protocol):
     pad_id: int
     start_id: int | None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> NDArray[np.int32]:
         """Give the ids of a text, without special tokens around it."""
         ...
 
@@ -54,10 +57,11 @@ class ByteTokens:
     pad_id = _PAD
     start_id: int | None = _END
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> NDArray[np.int32]:
         """Give the ids of a text."""
         # A lone surrogate can come out of a JSON escape; it has no UTF-8 form of its own.
-        return [byte + _FIRST_BYTE for byte in text.encode("utf-8", errors="surrogatepass")]
+        encoded = text.encode("utf-8", errors="surrogatepass")
+        return np.frombuffer(encoded, dtype=np.uint8).astype(np.int32) + _FIRST_BYTE
 
     def save(self, folder: Path) -> None:
         """Write the equal tokenizer of transformers."""
@@ -78,9 +82,9 @@ class LocalTokenizer:
         candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         self.pad_id: int = next(token for token in candidates if token is not None)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> NDArray[np.int32]:
         """Give the ids of a text."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False, verbose=False), dtype=np.int32)
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer beside the model."""

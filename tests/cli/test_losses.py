@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,8 +24,12 @@ def model(request):
     return make_model(options, ByteTokens(), seed=1)
 
 
+def dataset(windows, width=9):
+    return PassageDataset([np.array(window, dtype=np.int32) for window in windows], pad_id=0, width=width)
+
+
 def batch(windows, width=9):
-    return PassageDataset(windows, pad_id=0, width=width).rows(0, len(windows))
+    return dataset(windows, width).rows(0, len(windows))
 
 
 def test_loss_of_a_passage_is_that_of_the_passage_alone(model):
@@ -41,7 +46,7 @@ def test_passage_without_a_token_to_predict_costs_nothing(model):
 
 
 def test_perplexity_weighs_tokens_and_restores_the_mode(model):
-    passages = PassageDataset(WINDOWS, pad_id=0, width=9)
+    passages = dataset(WINDOWS)
     sums_B, counts_B = next_token_losses(model, *passages.rows(0, 3))
     expected = math.exp(float(sums_B.detach().sum() / counts_B.sum()))
     assert counts_B.tolist() == [4, 1, 2]

@@ -96,18 +96,20 @@ def test_checkpoint_is_what_transformers_loads(finetune, text_file, tmp_path, re
     assert model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] > ids.shape[1]
 
 
-@pytest.mark.parametrize("strategy", ["bookkeeping", "ghost", "fast", "hooks"])
-def test_strategies_give_the_same_weights(finetune, text_file, tmp_path, strategy):
-    """With noise and sampling fixed, which is for tests only, what clips must not matter."""
+def test_strategies_give_the_same_weights(finetune, text_file, tmp_path):
+    """With noise and sampling fixed, which is for tests only, it does not matter what clips."""
     common = ["--data", text_file, "--seed", "1", "--unsafe-noise-seed", "2", *TINY, "--comparison-steps", "0"]
-    for name in ("auto", strategy):
-        result = finetune(*common, "--output", tmp_path / name, "--strategy", name)
+    trained = {}
+    for strategy in ("bookkeeping", "ghost", "fast", "hooks"):
+        result = finetune(*common, "--output", tmp_path / strategy, "--strategy", strategy)
         assert result.status == 0, result.err
-    assert "NOT PRIVATE" in result.err
-    assert "NONE" in result.out
-    reference, other = weights(tmp_path / "auto"), weights(tmp_path / strategy)
-    for name, tensor in reference.items():
-        torch.testing.assert_close(other[name], tensor, rtol=1e-3, atol=1e-4)
+        assert "NOT PRIVATE" in result.err
+        assert "NONE" in result.out
+        trained[strategy] = weights(tmp_path / strategy)
+    for strategy, tensors in trained.items():
+        for name, tensor in trained["bookkeeping"].items():
+            # Adam divides by the gradient's own size, which turns rounding of tiny gradients into 1e-5 of a weight.
+            torch.testing.assert_close(tensors[name], tensor, rtol=1e-3, atol=1e-4, msg=f"{strategy}: {name}")
 
 
 def test_seed_fixes_the_split_and_never_the_noise(finetune, text_file, tmp_path, record_of):
