@@ -75,7 +75,15 @@ class RowMap:
         return packed.reshape(batch_size, longest * inner, *tensor.shape[lead:])
 
     def samples_of(self, size: int, batch_size: int) -> Tensor:
-        """Return the sample of every row along the axis, shape ``(size,)``, int64."""
+        """Return the sample of every row along the axis.
+
+        Args:
+            size: How many rows lie along the axis.
+            batch_size: B.
+
+        Returns:
+            Shape ``(size,)``, int64; on the device of ``samples`` for ``"listed"``, else on the CPU.
+        """
         if self.samples is not None:
             return self.samples
         index = torch.arange(size)

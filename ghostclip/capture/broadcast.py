@@ -90,12 +90,15 @@ class Spread:
 
 
 def own_rows(moved: Tensor, row_map: RowMap, batch_size: int) -> Tensor:
-    """Return ``(B, rows, ...)``: for every sample the rows that are its own, zero elsewhere.
+    """Give every sample the rows that are its own, with zeros in the place of all others.
 
     Args:
-        moved: A gradient with the row axis first.
+        moved: A gradient with the row axis first, shape ``(rows, ...)``.
         row_map: How rows map to samples.
         batch_size: B.
+
+    Returns:
+        Shape ``(B, rows, ...)``, dtype of ``moved``.
     """
     sample = row_map.samples_of(moved.shape[0], batch_size).to(moved.device)
     full = moved.new_zeros(batch_size, *moved.shape)
@@ -130,7 +133,17 @@ def row_axis_of(data: Sequence[Tensor], dims: int, batch_size: int, axis: int) -
 
 
 def map_of_rows(size: int, batch_size: int, axis: int, listed: Tensor | None) -> list[RowMap]:
-    """Return the row maps possible for one row axis (axis 0 of the moved gradient)."""
+    """List the row maps possible for one row axis (axis 0 of the moved gradient).
+
+    Args:
+        size: How many rows it has.
+        batch_size: B.
+        axis: The expected batch axis of the model; folded rows keep a sample together for 0, alternate for 1.
+        listed: The sample of every row where rows were routed, shape ``(size,)``, int64.
+
+    Returns:
+        Row maps, the preferred one first; empty when the samples cannot share the rows evenly.
+    """
     if batch_size == 1:
         return [WHOLE]
     if listed is not None:

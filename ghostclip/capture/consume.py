@@ -87,16 +87,16 @@ def _by_rule(session: "Session", operation: Operation, targets: dict[str, Tracke
 
 def _use_of(session: "Session", operation: Operation, targets: dict[str, TrackedTensor], captured: Captured) -> Use:
     record = session.record
-    site = session.site(targets.values(), operation.name, captured.form)
+    site = session.sites.at(targets.values(), operation.name, captured.form)
     sizes = tuple(captured.rows.shape[: captured.lead])
     maps = row_maps(captured.rows, sizes, record)
     if not maps:
         raise BatchAxisError(no_axis(site, captured.rows, record))
     use = Use(site, record, targets, captured.factors, captured.lead, maps, lead_sizes=sizes)
     if not captured.rows.requires_grad:
-        use.constant_key = session.constant_key(operation)
+        use.constant_key = session.sites.constant_key(operation)
         if site.attempts < MAX_ATTEMPTS:
-            session.witness(use.constant_key, captured.rows)
+            session.sites.witnesses[use.constant_key] = captured.rows.detach()
     return use
 
 
@@ -132,7 +132,7 @@ def row_maps(rows: Tensor, sizes: Sequence[int], record: Record) -> list[RowMap]
 def _by_spreading(session: "Session", operation: Operation) -> Any:
     """Spread every tracked argument over the batch axis of the data; ``NotImplemented`` where none is found."""
     record = session.record
-    data = [tensor for tensor in operation.plain if session.is_data(tensor, operation.name)]
+    data = [tensor for tensor in operation.plain if session.sites.is_data(tensor, operation.name)]
     shapes = [t.shape for t in operation.plain] + [t.origin.value.shape for t in operation.tracked]
     dims = len(torch.broadcast_shapes(*shapes))
     found = broadcast.row_axis_of(data, dims, record.batch_size, record.axis)
@@ -166,7 +166,7 @@ def _with_own_rows(session: "Session", operation: Operation) -> Any:
 
 
 def _enter_spread(session: "Session", name: str, tracked: TrackedTensor, spread: broadcast.Spread) -> Tensor:
-    site = session.site([tracked], name, "dense")
+    site = session.sites.at([tracked], name, "dense")
 
     def factors(saved: Sequence[Tensor], grad: Tensor, split: Any) -> Mapping[str, Factor]:
         return {"value": spread.factor(grad)}

@@ -239,7 +239,16 @@ def _through_spread(factor: Diagonal, parent: Tensor) -> Factor | None:
 
 
 def spread_over(tracked: TrackedTensor, batch_size: int, axis: int) -> bool:
-    """Return whether a derived tensor was expanded or repeated to one copy a sample along the batch axis."""
+    """Return whether a derived tensor was expanded or repeated to one copy a sample along the batch axis.
+
+    Args:
+        tracked: The tensor.
+        batch_size: B.
+        axis: The expected batch axis.
+
+    Returns:
+        True when that axis has B entries and a spreading operation lies between the tensor and its parameter.
+    """
     value = tracked.origin.value
     if axis >= value.dim() or value.shape[axis] != batch_size:
         return False

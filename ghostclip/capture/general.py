@@ -65,7 +65,8 @@ def in_general(session: "Session", operation: Operation) -> Any:
     tracked = operation.tracked
     entered = {id(t): t.origin.value.detach().requires_grad_() for t in tracked}
     local = _Local(operation, entered)
-    site = session.site(tracked, operation.name, "one gradient a sample")
+    site = session.sites.at(tracked, operation.name, "one gradient a sample")
+    session.sites.tell_slow(site, session.describe_module)
     targets = {str(number): t for number, t in enumerate(tracked)}
     use = Use(site, session.record, targets, _unset, 1, [])
     output_maps: list[list[RowMap]] = []

@@ -32,7 +32,15 @@ def batch_size_of(args: tuple[Any, ...], kwargs: dict[str, Any], axis: int) -> i
 
 
 def padded(item: Any, axis: int) -> Any:
-    """Return an empty batch's tensor with one made-up sample of zeros; anything else as it is."""
+    """Give an empty batch's tensor one made-up sample.
+
+    Args:
+        item: A leaf of the model's inputs.
+        axis: The batch axis; axis 0 serves where a tensor has too few.
+
+    Returns:
+        Zeros of size 1 along the batch axis, same dtype and device; anything but a tensor of no samples as it is.
+    """
     if not isinstance(item, Tensor) or item.dim() == 0:
         return item
     place = axis if axis < item.dim() else 0
@@ -44,7 +52,15 @@ def padded(item: Any, axis: int) -> Any:
 
 
 def emptied(item: Any, axis: int) -> Any:
-    """Return an output tensor without the made-up sample."""
+    """Take the made-up sample out of an empty batch's output.
+
+    Args:
+        item: A leaf of the model's output.
+        axis: As for ``padded``.
+
+    Returns:
+        A view of size 0 along the batch axis; anything but a tensor of one sample as it is.
+    """
     if not isinstance(item, Tensor) or item.dim() == 0:
         return item
     place = axis if axis < item.dim() else 0
@@ -52,7 +68,16 @@ def emptied(item: Any, axis: int) -> Any:
 
 
 def rolled(item: Any, axis: int, batch_size: int) -> Any:
-    """Return a tensor with every sample in the place of the one before; anything without a batch axis as it is."""
+    """Move every sample of an input one place on, the last one to the front.
+
+    Args:
+        item: A leaf of the model's inputs.
+        axis: As for ``padded``.
+        batch_size: B.
+
+    Returns:
+        A copy outside the graph that requires grad where ``item`` does; anything without B samples as it is.
+    """
     if not isinstance(item, Tensor) or item.dim() == 0:
         return item
     place = axis if axis < item.dim() else 0
@@ -60,7 +85,15 @@ def rolled(item: Any, axis: int, batch_size: int) -> Any:
 
 
 def same_tensors(first: Any, second: Any) -> bool:
-    """Return whether all tensors of two trees are equal."""
+    """Return whether all tensors of two trees are equal.
+
+    Args:
+        first: Nested tuples, lists and dicts.
+        second: The same with as many leaves.
+
+    Returns:
+        True when shapes and values agree; leaves that are no tensors are not compared.
+    """
     pairs = zip(tree_leaves(first), tree_leaves(second), strict=True)
     return all(torch.equal(one, two) for one, two in pairs if isinstance(one, Tensor))
 

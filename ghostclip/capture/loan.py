@@ -37,12 +37,12 @@ class Loan:
                 self._guard(name, parameter)
 
     def begin(self) -> bool:
-        """Note that a module call begins; return whether it is the outermost."""
+        """Count a module call that begins and return whether it is the outermost."""
         self._depth += 1
         return self._depth == 1
 
     def end(self) -> bool:
-        """Note that a module call ends; return whether it was the outermost, with all parameters back in place."""
+        """Count a module call off and return whether it was the outermost, with all parameters back in place."""
         self._depth = max(0, self._depth - 1)
         if self._depth:
             return False
@@ -55,7 +55,11 @@ class Loan:
         return True
 
     def lend_all(self) -> None:
-        """Put tracked stand-ins in the place of all trainable parameters."""
+        """Put tracked stand-ins in the place of all trainable parameters.
+
+        Raises:
+            SampleMixingError: A batch norm is in training mode.
+        """
         for path, module in self._model.named_modules():
             parameters = module._parameters
             for key, parameter in parameters.items():
@@ -159,6 +163,9 @@ def attach(model: nn.Module, session: "Session") -> list[RemovableHandle]:
 
     Returns:
         Handles that remove the hooks.
+
+    Raises:
+        GhostClipError: The model or a part of it has a clipper already.
     """
 
     # ``always_call`` runs the second hook after an exception as well; it cannot tell, so the first failure is noted by

@@ -155,14 +155,28 @@ def source(tensor: Tensor, anchor: Tensor) -> Tensor:
 
 
 def own(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` as a tensor that is no view of another (same storage).
+    """Return ``tensor`` as a tensor that is no view of another.
 
     An in-place operation on a view rewrites the history of its base and drops the view's own node, with the hooks on
     it.
+
+    Args:
+        tensor: A tensor in the graph.
+
+    Returns:
+        The tensor itself, or in the place of a view an alias on the same storage that passes gradients on to it.
     """
     return _Own.apply(tensor) if tensor._is_view() else tensor
 
 
 def tie(tensor: Tensor, anchor: Tensor) -> Tensor:
-    """Return an alias of ``tensor`` that passes gradients on to it and leads to ``anchor`` as well."""
+    """Make a graph that goes on upstream of the model lead to ``anchor`` as well.
+
+    Args:
+        tensor: An input of the model that requires grad.
+        anchor: As in ``enter_graph``.
+
+    Returns:
+        An alias that passes gradients on to ``tensor`` and none to ``anchor``.
+    """
     return _Tie.apply(anchor, tensor)

@@ -36,11 +36,11 @@ class Operation:
         return list(plain_leaves((self.args, self.kwargs)))
 
     def run(self, replacement: Callable[[TrackedTensor], Any]) -> Any:
-        """Run the function with every tracked argument replaced."""
+        """Return the function's result with ``replacement(argument)`` in the place of every tracked argument."""
         return self.func(*replace_tracked(self.args, replacement), **replace_tracked(self.kwargs, replacement))
 
     def run_plain(self) -> Any:
-        """Run the function with detached parameters."""
+        """Return the function's result on the detached values of its tracked arguments."""
         return self.run(lambda tracked: tracked.origin.value)
 
     @property

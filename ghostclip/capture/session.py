@@ -1,7 +1,6 @@
 """A session: the hooks on one model, and what they lend, see and deliver."""
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,11 +17,10 @@ from ghostclip.capture.inputs import batch_size_of, emptied, padded, rolled, sam
 from ghostclip.capture.nodes import tie
 from ghostclip.capture.operation import Operation
 from ghostclip.capture.probe import MAX_ATTEMPTS, Probe, cotangents
+from ghostclip.capture.sites import Sites
 from ghostclip.capture.tracked import TrackedTensor, lend, plain, tracked_leaves
-from ghostclip.capture.usage import Listener, Record, Site, Use
+from ghostclip.capture.usage import Listener, Record, Use
 from ghostclip.errors import UncoveredParameterError
-
-_log = logging.getLogger(__name__)
 
 _UNTRACKED = {
     "detach",
@@ -36,11 +34,6 @@ _UNTRACKED = {
     "__deepcopy__",
     "__reduce_ex__",
 }
-# Data that autograd does not track may be folded (``x.view(-1, d)``) only where a layer with rows takes it.
-_ROW_OPERATIONS = {
-    "linear", "addmm", "mm", "matmul", "__matmul__", "conv1d", "conv2d", "conv3d", "embedding_bag", "layer_norm",
-    "rms_norm", "lstm", "gru", "rnn_tanh", "rnn_relu", "multi_head_attention_forward",
-}  # fmt: skip
 # A forward is read again at most this often before its evidence is final.
 _MAX_READINGS = 4
 
@@ -50,33 +43,39 @@ class Session:
 
     Attributes:
         record: The latest forward.
-        sites: Every call site seen so far.
+        sites: What is remembered of every call site.
         listener: Who receives gradients during a backward; set by the engine.
         parameters: Every parameter lent so far, by name.
     """
 
-    def __init__(self, model: nn.Module, *, batch_first: bool, on_backward: Callable[[Use | None], None]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        batch_first: bool,
+        on_backward: Callable[[Use | None], None],
+        on_loss: Callable[[Any, int], None],
+    ) -> None:
         """Attach to a model.
 
         Args:
             model: The model; nothing but hooks is added to it.
             batch_first: Whether the batch axis is axis 0 (else 1).
             on_backward: Called when a gradient arrives and no listener is set.
+            on_loss: Called with the node of a scalar that the model itself returned and B when a backward starts there.
         """
         self.model = model
         self.axis = 0 if batch_first else 1
         self.record = Record(batch_size=0, axis=self.axis)
-        self.sites: dict[Any, Site] = {}
+        self.sites = Sites(self)
         self.listener: Listener | None = None
         self.on_backward = on_backward
+        self.on_loss = on_loss
         self.anchor = torch.zeros((), requires_grad=True)
         self.parameters: dict[str, nn.Parameter] = {}
         self._loan = loan.Loan(model, self)
-        self._derived_only: set[Any] = set()
-        self._any_axis = False
         self._reentrant = False
         self._full_backward = False
-        self._witnesses: dict[Any, Tensor] = {}
         self._open: ExitStack | None = None
         self._handles: list[RemovableHandle] = loan.attach(model, self)
 
@@ -121,10 +120,10 @@ class Session:
                 break
             # What was taken for rows of samples (or for a constant) was not: only running the forward again mends that.
             result = self._again(module, args, kwargs)
-        self._witnesses.clear()
+        self.sites.witnesses.clear()
         for leaf in _tensors(result):
             if leaf.requires_grad:
-                leaf.register_hook(lambda grad: self._announce())
+                leaf.register_hook(self._announcement(leaf.grad_fn if leaf.dim() == 0 else None))
         if self.record.padded:
             return tree_map(lambda item: emptied(item, self.axis), result)
         return None if result is output else result
@@ -133,18 +132,18 @@ class Session:
         """Return whether the forward must be read anew; raises where no reading can help."""
         record = self.record
         escaped = any(isinstance(leaf, TrackedTensor) for leaf in tree_leaves(output))
-        if escaped and not self._any_axis and record.batch_size > 1:
-            self._any_axis = True
+        if escaped and not self.sites.any_axis and record.batch_size > 1:
+            self.sites.any_axis = True
             return True
         probe = self._probe(_tensors(output))
         if probe is None:
             return False
-        doubted = probe.constants() - self._derived_only
+        doubted = probe.constants() - self.sites.constants
         flipped = self._constants(doubted, module, args, kwargs) if doubted else set()
         if not flipped:
             probe.verdict()
             return False
-        self._derived_only |= flipped
+        self.sites.constants |= flipped
         return True
 
     def _constants(
@@ -155,10 +154,10 @@ class Session:
         moved = tree_map(lambda item: rolled(item, axis, size), (args, kwargs))
         if same_tensors(moved, (args, kwargs)):
             return set()
-        before = dict(self._witnesses)
+        before = dict(self.sites.witnesses)
         kept = self.record
         self._again(module, *moved)
-        after, self.record = dict(self._witnesses), kept
+        after, self.record = dict(self.sites.witnesses), kept
         return {key for key in doubted if key in before and key in after and same_tensors(before[key], after[key])}
 
     def _again(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -176,9 +175,17 @@ class Session:
             return tie(item, self.anchor)
         return item
 
-    def _announce(self) -> None:
-        if self.listener is None:
-            self.on_backward(None)
+    def _announcement(self, node: Any) -> Callable[[Tensor], None]:
+        """Return a hook that tells of a backward before any layer hears of it; ``node`` made the model's own loss."""
+        size = self.record.batch_size
+
+        def announce(grad: Tensor) -> None:
+            if node is not None:
+                self.on_loss(node, size)
+            if self.listener is None:
+                self.on_backward(None)
+
+        return announce
 
     @contextmanager
     def lending(self) -> Iterator[None]:
@@ -235,74 +242,22 @@ class Session:
             message = f"{name}: parameters of two models with separate clippers meet. Use one clipper for both."
             raise UncoveredParameterError(message)
         operation = Operation(func, name, args, kwargs)
-        data = [tensor for tensor in operation.plain if self.is_data(tensor, name)]
-        if not data or self._stays_derived(operation, data):
-            self._remember_derived(operation)
+        data = [tensor for tensor in operation.plain if self.sites.is_data(tensor, name)]
+        if not data or self.sites.takes_constants(operation, data):
+            self.sites.remember_constants(operation)
             return derive(func, name, args, kwargs)
         decomposed = decompose(func, name, self)
         if decomposed is not None:
             return decomposed(*args, **kwargs)
         return consume(self, operation)
 
-    def is_data(self, tensor: Tensor, name: str) -> bool:
-        """Return whether a tensor carries rows of samples (as against a constant such as a mask or a table)."""
-        if tensor.requires_grad:
-            return True
-        size, axis = self.record.batch_size, self.record.axis
-        if tensor.dim() == 0 or size == 0:
-            return False
-        if size == 1 or tensor.shape[0] == size or (axis < tensor.dim() and tensor.shape[axis] == size):
-            return True
-        if name in _ROW_OPERATIONS:
-            folded = tensor.shape[0] > size and tensor.shape[0] % size == 0
-            return folded or size in tensor.shape[1:-1]
-        return self._any_axis and size in tensor.shape
-
-    def _stays_derived(self, operation: Operation, data: list[Tensor]) -> bool:
-        """Return whether this call site took constants before, whatever the sizes suggest now (T == B)."""
-        if self.record.batch_size < 2 or any(tensor.requires_grad for tensor in data):
-            return False
-        return self.constant_key(operation) in self._derived_only
-
-    def _remember_derived(self, operation: Operation) -> None:
-        """Remember that this call site takes constants, if their size could ever be taken for a batch's."""
-        if any(tensor.dim() > 0 and tensor.shape[0] > 1 for tensor in operation.plain):
-            self._derived_only.add(self.constant_key(operation))
-
-    def constant_key(self, operation: Operation) -> Any:
-        """Return the key of a call site that may take constants: parameters, operation and number of axes."""
-        dims = tuple(tensor.dim() for tensor in operation.plain)
-        return *self._key(operation.tracked, operation.name), dims
-
-    def _key(self, tracked: Iterable[TrackedTensor], name: str) -> tuple[Any, ...]:
-        return tuple(t.origin.names for t in tracked), name
-
-    def site(self, tracked: Iterable[TrackedTensor], name: str, form: str) -> Site:
-        """Return the call site of an operation on these tensors, made on first sight."""
-        tracked = list(tracked)
-        key: Any = self._key(tracked, name)
-        # A layer called several times may see another layout each time.
-        self.record.visits[key] += 1
-        key = (key, self.record.visits[key])
-        if key not in self.sites:
-            names = tuple(dict.fromkeys(leaf for t in tracked for leaf in t.origin.names))
-            self.sites[key] = Site(names, name)
-        site = self.sites[key]
-        for t in tracked:
-            shown = "dense" if form.startswith("outer") and t.origin.value.dim() < 2 else form
-            site.forms.update(dict.fromkeys(t.origin.names, shown))
-        return site
-
-    def witness(self, key: Any, rows: Tensor) -> None:
-        """Keep what a call site took for rows of samples until the evidence of this forward is in."""
-        self._witnesses[key] = rows.detach()
-
     def register(self, use: Use) -> None:
         """Note a new use of the current forward."""
         for tracked in use.targets.values():
             self.record.use_counts.update(tracked.origin.names)
         self.record.checkpointed = self.record.checkpointed or under_checkpoint()
-        self._reentrant = self._reentrant or _in_backward()
+        # The other kind recomputes under hooks of its own, and what it registers then is dropped.
+        self._reentrant = self._reentrant or (_in_backward() and not under_checkpoint())
         self.record.unproven = self.record.unproven or use.site.attempts < MAX_ATTEMPTS
 
     def is_checkpointed(self) -> bool:

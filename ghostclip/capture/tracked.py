@@ -19,7 +19,16 @@ class Interceptor(Protocol):
     """Whoever is told of the operations on tracked tensors."""
 
     def intercept(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one operation that received tracked tensors and return its result."""
+        """Run one operation that received tracked tensors.
+
+        Args:
+            func: The torch function.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            What the function returns; tracked where parameters alone went in.
+        """
 
 
 @dataclass(eq=False)
@@ -85,6 +94,12 @@ def wrap(origin: Origin) -> TrackedTensor:
 
     Its own autograd leaf is a trap: an operation that escaped interception (a custom autograd function) delivers the
     parameter's gradient there, which is an error instead of a parameter dropped from training.
+
+    Args:
+        origin: Where its value comes from.
+
+    Returns:
+        A tensor on the memory of ``origin.value``.
     """
     tracked = torch.Tensor._make_subclass(TrackedTensor, origin.value, True)
     tracked.origin = origin
@@ -104,7 +119,16 @@ def wrap(origin: Origin) -> TrackedTensor:
 
 
 def lend(name: str, parameter: nn.Parameter, interceptor: Interceptor) -> TrackedTensor:
-    """Return a tracked stand-in for a parameter; it shares the parameter's memory."""
+    """Return a tracked stand-in for a parameter.
+
+    Args:
+        name: The parameter's name in the model.
+        parameter: The parameter.
+        interceptor: Who is told of its uses.
+
+    Returns:
+        A tracked tensor that shares the parameter's memory.
+    """
     value = parameter.detach()
     graph = parameter.detach().requires_grad_()
     leaf = Leaf(name, parameter, graph)
@@ -137,7 +161,15 @@ def plain_leaves(tree: Any) -> Iterator[Tensor]:
 
 
 def replace_tracked(tree: Any, replacement: Callable[[TrackedTensor], Any]) -> Any:
-    """Return the tree with every tracked tensor replaced."""
+    """Return the tree with every tracked tensor replaced.
+
+    Args:
+        tree: Nested tuples (also named ones), lists and dicts.
+        replacement: Called with each tracked tensor.
+
+    Returns:
+        New containers around the same other leaves.
+    """
     if isinstance(tree, TrackedTensor):
         return replacement(tree)
     if isinstance(tree, tuple):

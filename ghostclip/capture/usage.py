@@ -37,7 +37,7 @@ class Site:
     attempts: int = 0
 
     def describe(self) -> str:
-        """Name the place for an error message."""
+        """Return the name of the place for an error message."""
         return f"parameter '{', '.join(self.names)}' in {self.operation}"
 
 
@@ -69,7 +69,16 @@ class Record:
 
 
 def no_axis(site: Site, rows: Tensor, record: Record) -> str:
-    """Say that a tensor has no axis for the samples, and what to do."""
+    """Say that a tensor has no axis for the samples, and what to do.
+
+    Args:
+        site: Where it met parameters.
+        rows: The tensor.
+        record: The forward, for the number of samples.
+
+    Returns:
+        The text for a ``BatchAxisError``.
+    """
     return (
         f"{site.describe()}: an input of shape {tuple(rows.shape)} has no axis for the {record.batch_size} samples of "
         "this batch, so its rows cannot be assigned to samples. Give every sample its own rows (batch axis first, or "
@@ -81,7 +90,12 @@ class Listener(Protocol):
     """Whoever receives gradients of captured outputs."""
 
     def receive(self, use: "Use", grad: Tensor) -> None:
-        """Take the gradient of a use's output."""
+        """Take the gradient of a use's output.
+
+        Args:
+            use: The use.
+            grad: Shape and dtype of the output.
+        """
 
 
 # (saved tensors, gradient, split) -> factors by argument name

@@ -13,7 +13,7 @@ from ghostclip.capture.session import Session
 from ghostclip.capture.usage import Use
 from ghostclip.clipping.coefficients import clip_coefficients
 from ghostclip.clipping.coverage import Coverage, coverage_of
-from ghostclip.clipping.loss import check_loss
+from ghostclip.clipping.loss import check_loss, check_normaliser
 from ghostclip.clipping.norms import NormSum
 from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, Pass, Release, SumPass
 from ghostclip.clipping.store import GradientStore
@@ -92,7 +92,9 @@ class GhostClipper:
         self._shared: set[str] = set()
         self._bounds_used: list[float] = []
         self._said: set[str] = set()
-        self._session = Session(model, batch_first=batch_first, on_backward=self._open_implicit_pass)
+        self._session = Session(
+            model, batch_first=batch_first, on_backward=self._open_implicit_pass, on_loss=check_normaliser
+        )
         self._store = GradientStore(self._session.parameters)
 
     # -- backward -------------------------------------------------------------------------------------------------
@@ -280,7 +282,7 @@ class GhostClipper:
 
     def coverage(self) -> Coverage:
         """Return how every trainable parameter is handled: a table, printed with ``str()``."""
-        return coverage_of(self.model, self._session.sites.values())
+        return coverage_of(self.model, self._session.sites.table.values())
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that are clipped: all that require grad."""

@@ -3,6 +3,7 @@
 from math import prod
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from ghostclip.errors import LossReductionError
@@ -41,8 +42,40 @@ def check_loss(loss: Tensor, *, reduction: str, batch_size: int) -> None:
     if batch_size > 1 and shown is not None and shown != reduction:
         message = (
             f"loss_reduction={reduction!r} was declared, but the loss was reduced over the samples by a {shown}: "
-            "every norm would be "
-            f"off by the batch size. Pass loss_reduction={shown!r}, or give per-sample losses of shape (B,)."
+            f"every norm would be off by the batch size. Pass loss_reduction={shown!r}, or give losses of shape (B,)."
+        )
+        raise LossReductionError(message)
+    check_normaliser(loss.grad_fn, batch_size)
+
+
+def check_normaliser(node: Any, batch_size: int) -> None:
+    """Refuse a mean whose divisor depends on all samples together.
+
+    ``cross_entropy(..., ignore_index=-100)`` over the tokens of a batch divides by the number of tokens that count in
+    the whole batch (or by the sum of their class weights). Where samples differ in that number, removing one sample
+    rescales all others, so that no bound on one sample's influence holds.
+
+    Args:
+        node: The loss's ``grad_fn``.
+        batch_size: B.
+
+    Raises:
+        LossReductionError: Samples have different shares of the divisor.
+    """
+    if batch_size < 2 or getattr(node, "_saved_reduction", None) != 1 or not hasattr(node, "_saved_total_weight"):
+        return
+    target = node._saved_target
+    if target.numel() % batch_size:
+        return
+    weight = node._saved_weight
+    share = torch.ones_like(target, dtype=torch.float64) if weight is None else weight.double()[target.clamp(min=0)]
+    share = share.masked_fill(target == node._saved_ignore_index, 0.0)
+    share_B = share.reshape(batch_size, -1).sum(1)
+    if not torch.allclose(share_B, share_B[0].expand_as(share_B), rtol=1e-6, atol=0.0):
+        message = (
+            "the loss is a mean over all counted positions of the batch, and the samples count differently many "
+            f"(between {share_B.min().item():g} and {share_B.max().item():g}): each sample's gradient would depend on "
+            "the others' lengths. Use reduction='none' and average each sample over its own positions, giving (B,)."
         )
         raise LossReductionError(message)
 

@@ -25,7 +25,12 @@ class Sums(Protocol):
         """Return the accumulator of a parameter, float32 or float64, contiguous."""
 
     def keep_sample_gradients(self, name: str, grad_BP: Tensor) -> None:
-        """Take the materialised per-sample gradients of a parameter (hooks only)."""
+        """Take the materialised per-sample gradients of a parameter (hooks only).
+
+        Args:
+            name: The parameter's name.
+            grad_BP: Gradients of each sample's own loss, shape ``(B, *P)``, P the parameter's, float32 or float64.
+        """
 
 
 class Pass(ABC):
@@ -40,7 +45,12 @@ class Pass(ABC):
         self.records: list[Record] = []
 
     def receive(self, use: Use, grad: Tensor) -> None:
-        """Take the gradient of a use's output and pass its factors on."""
+        """Take the gradient of a use's output and pass its factors on.
+
+        Args:
+            use: The use.
+            grad: Shape and dtype of the output.
+        """
         if use.record not in self.records:
             self.admit(use.record)
         with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
@@ -48,7 +58,15 @@ class Pass(ABC):
                 self.consume(use, name, factor)
 
     def admit(self, record: Record) -> None:
-        """Take in a forward; all forwards of one backward must have the same samples, and each is taken once."""
+        """Take in a forward; all forwards of one backward must have the same samples, and each is taken once.
+
+        Args:
+            record: The forward.
+
+        Raises:
+            GhostClipError: A backward went through it before.
+            BatchAxisError: Its number of samples differs from that of a forward taken in before.
+        """
         if record.spent:
             message = (
                 "a second backward went through the same forward: its samples would be clipped twice and contribute "
@@ -67,7 +85,13 @@ class Pass(ABC):
 
     @abstractmethod
     def consume(self, use: Use, name: str, factor: Factor) -> None:
-        """Take one parameter's factor."""
+        """Take one parameter's factor.
+
+        Args:
+            use: The use that it comes from.
+            name: The parameter's name.
+            factor: The parameter's per-sample gradients through this use alone.
+        """
 
 
 class BookKeeping(Pass):
@@ -234,7 +258,12 @@ class Release:
     doubtful_B: Tensor | None = None
 
     def into(self, buffer: Tensor, factor: Factor) -> None:
-        """Add a factor's clipped sum to a buffer."""
+        """Add a factor's clipped sum to a buffer.
+
+        Args:
+            buffer: The parameter's accumulator, float32 or float64, changed in place.
+            factor: Its per-sample gradients through one use.
+        """
         kept = factor if self.keep_B is None else factor.masked(self.keep_B)
         coef_B = self.coef_B.to(device=buffer.device, dtype=buffer.dtype)
         if self.doubtful_B is None or isinstance(kept, (Dense, Rows)):

@@ -60,7 +60,12 @@ class GradientStore:
         return buffer
 
     def keep_sample_gradients(self, name: str, grad_BP: Tensor) -> None:
-        """Leave materialised per-sample gradients in ``p.grad_sample`` (a list once several backwards accumulate)."""
+        """Leave materialised per-sample gradients in ``p.grad_sample`` (a list once several backwards accumulate).
+
+        Args:
+            name: The parameter's name.
+            grad_BP: Shape ``(B, *P)``, P the parameter's, float32 or float64.
+        """
         parameter = self._parameters[name]
         before = getattr(parameter, "grad_sample", None)
         if before is None or (parameter.grad is None and not self.has_sum):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ghostclip.factors.base import Factor, SquaredNorm, no_error, to_accumulation, where_kept
+from ghostclip.factors.base import Factor, SquaredNorm, no_error, square_sums, to_accumulation, where_kept
 
 
 class Dense(Factor):
@@ -26,8 +26,7 @@ class Dense(Factor):
 
     def sqnorm(self) -> SquaredNorm:
         """Return the squared norm of every sample's gradient. Cost: 2·B·|P|."""
-        flat = self.grad_BP.flatten(1) if self.grad_BP.dim() > 1 else self.grad_BP.unsqueeze(1)
-        return no_error(torch.linalg.vector_norm(flat, dim=1).square())
+        return no_error(square_sums(self.grad_BP.reshape(self.batch_size, -1)))
 
     def materialize(self) -> Tensor:
         """Return the per-sample gradients, shape ``(B, *P)``."""
@@ -35,8 +34,9 @@ class Dense(Factor):
 
     def add_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:
         """Add the weighted sum of the gradients to ``out``. Cost: 2·B·|P|."""
-        flat_BP = self.grad_BP.reshape(self.batch_size, -1)
-        out.view(-1).addmv_(flat_BP.t().to(out.dtype), coef_B)
+        flat_BP = self.grad_BP.reshape(self.batch_size, -1).to(out.dtype)
+        row = out.view(1, -1)
+        torch.addmm(row, coef_B.unsqueeze(0), flat_BP, out=row)
 
     def masked(self, keep_B: Tensor) -> "Dense":
         """Return the factor with dropped samples set to zero."""

@@ -13,7 +13,7 @@ from opt_einsum import contract
 from torch import Tensor
 
 from ghostclip.factors import planner
-from ghostclip.factors.base import Factor, to_accumulation
+from ghostclip.factors.base import Factor, dot_products, to_accumulation
 from ghostclip.factors.dense import Dense
 from ghostclip.factors.outer import Outer
 from ghostclip.factors.placed import Placed
@@ -37,7 +37,7 @@ def inner(first: Factor, second: Factor) -> Tensor:
         if isinstance(second, kind) and isinstance(first, other) and _same_slots(first, second):
             return pair(second, first)
     flat = (first.materialize().reshape(first.batch_size, -1), second.materialize().reshape(first.batch_size, -1))
-    return torch.linalg.vecdot(*flat)
+    return dot_products(*flat)
 
 
 def _same_slots(first: Factor, second: Factor) -> bool:
@@ -64,7 +64,7 @@ def _outer_outer(first: Outer, second: Outer) -> Tensor:
     other = second.sizes[0]
     if positions * other * (inputs + outputs) > (positions + other) * inputs * outputs:
         products = (first.materialize().flatten(1), second.materialize().flatten(1))
-        return torch.linalg.vecdot(*products)
+        return dot_products(*products)
     a_NUI, g_NUO = to_accumulation(second.a_NTI), to_accumulation(second.g_NTO)
     total_N = a_NUI.new_zeros(a_NUI.shape[0])
     rows = planner.gram_rows(positions, max(1, a_NUI.shape[0] * other // max(1, positions)))

@@ -34,7 +34,8 @@ class Placed(Factor):
         """Return the per-sample gradients with the zeros around the slice, shape ``(B, *P)``."""
         part = self.inner.materialize()
         full = part.new_zeros(self.batch_size, *self.shape)
-        full[(slice(None), *self.index)] = part
+        index = (slice(None), *self.index)
+        full[index] = part
         return full
 
     def add_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:

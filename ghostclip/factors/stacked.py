@@ -56,7 +56,15 @@ class Stacked(Factor):
         return Dense(self.materialize()).reshaped(shape)
 
     def with_parts(self, parts: Mapping[int, Factor], shape: Sequence[int]) -> "Stacked":
-        """Return a stack of other parts for the same batch."""
+        """Return a stack of other parts for the same batch.
+
+        Args:
+            parts: Factor of each slice that was used, by its number.
+            shape: The whole parameter's shape.
+
+        Returns:
+            A stack with this one's batch size, device and dtype.
+        """
         return Stacked(parts, shape=shape, like=self._zero_B)
 
     def element_count(self) -> int:

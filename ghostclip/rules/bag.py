@@ -21,7 +21,17 @@ _ARGUMENTS = (
 
 @register_op("embedding_bag", arguments=_ARGUMENTS)
 def embedding_bag(call: Call) -> Captured | None:
-    """Rule for a bag: each look-up receives its bag's gradient, weighted; ``max`` is left to the general way."""
+    """Rule for a bag: each look-up receives its bag's gradient, weighted; ``max`` is left to the general way.
+
+    Args:
+        call: Ids of shape ``(n, K)``, or ``(look-ups,)`` with offsets ``(n,)``; a table.
+
+    Returns:
+        The table's ``Rows``; None for ``max`` and for trainable weights of look-ups.
+
+    Raises:
+        UnsupportedModelError: ``scale_grad_by_freq`` is set.
+    """
     mode = call.get("mode", "mean")
     if mode == "max" or "per_sample_weights" in call.tracked:
         return None

@@ -24,7 +24,14 @@ def _tuple(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
 
 @register_op("conv1d", "conv2d", "conv3d", arguments="input weight bias stride padding dilation groups")
 def convolution(call: Call) -> Captured | None:
-    """Rule for a convolution: weight ``Outer`` over unfolded windows (or its gradient where that is smaller)."""
+    """Rule for a convolution: weight ``Outer`` over unfolded windows (or its gradient where that is smaller).
+
+    Args:
+        call: An input of shape ``(N, S·I, *space)`` before unfolding, a kernel, perhaps a bias.
+
+    Returns:
+        What it captures; None for a tracked input or one without a row axis.
+    """
     x, weight = call.values["input"], call.values["weight"]
     dims = weight.dim() - 2
     if "input" in call.tracked or x.dim() != dims + 2:
@@ -81,6 +88,9 @@ class _Geometry:
             x_BKC: Inputs, ``(B, rows of a sample, channels, *space)``.
             g_BKOT: Output gradients, ``(B, rows of a sample, S·O, positions)``.
             shape: The kernel's shape ``(S·O, channels/S, *kernel)``.
+
+        Returns:
+            ``Outer`` with S slots, or ``Dense``.
         """
         samples, rows = x_BKC.shape[:2]
         outputs, inputs = shape[0] // self.groups, prod(shape[1:])

@@ -15,7 +15,17 @@ from ghostclip.rules.registry import Call, Captured, Split, register_op
 
 @register_op("embedding", arguments="input weight padding_idx max_norm norm_type scale_grad_by_freq sparse")
 def embedding(call: Call) -> Captured | None:
-    """Rule for a look-up: ``Rows``; rows of ``padding_idx`` receive nothing, as in torch."""
+    """Rule for a look-up: ``Rows``; rows of ``padding_idx`` receive nothing, as in torch.
+
+    Args:
+        call: Ids of any shape, all their axes leading, and a table of shape ``(V, I)``.
+
+    Returns:
+        What it captures.
+
+    Raises:
+        UnsupportedModelError: ``scale_grad_by_freq`` is set.
+    """
     ids, weight = call.values["input"], call.values["weight"]
     if call.get("scale_grad_by_freq", False):
         message = (
@@ -34,7 +44,15 @@ def embedding(call: Call) -> Captured | None:
 
 
 def padding_row(call: Call, rows: int) -> int | None:
-    """Return the number of the row that takes no gradient, counted from the front, or None."""
+    """Return the number of the row that takes no gradient.
+
+    Args:
+        call: The look-up.
+        rows: V.
+
+    Returns:
+        Counted from the front; None where every row takes gradients.
+    """
     padding = call.get("padding_idx")
     if padding is None:
         return None
@@ -42,7 +60,17 @@ def padding_row(call: Call, rows: int) -> int | None:
 
 
 def rows_factor(ids_BT: Tensor, g_BTI: Tensor, shape: torch.Size, padding: int | None) -> Rows:
-    """Return the ``Rows`` factor of a look-up with the padding row's gradient left out."""
+    """Return the factor of a look-up with the padding row's gradient left out.
+
+    Args:
+        ids_BT: The rows looked up, shape ``(B, T)``, integers.
+        g_BTI: Gradients of what was looked up, shape ``(B, T, I)``.
+        shape: The table's shape ``(V, I)``.
+        padding: As ``padding_row`` returns it.
+
+    Returns:
+        ``Rows`` of the table.
+    """
     if padding is not None:
         g_BTI = g_BTI.masked_fill((ids_BT == padding).unsqueeze(-1), 0.0)
     return Rows(ids_BT, g_BTI, shape=shape)

@@ -19,7 +19,7 @@ def position_sum(g_BTO: Tensor) -> Dense:
 
 @register_op("linear", arguments="input weight bias")
 def linear(call: Call) -> Captured | None:
-    """Rule for ``y = x Wᵀ + b``: weight ``Outer``, bias ``Dense``."""
+    """Return the capture of ``y = x Wᵀ + b``: weight ``Outer``, bias ``Dense``; None where x is tracked."""
     x, weight = call.values["input"], call.values["weight"]
     if "input" in call.tracked or weight.dim() != 2:
         return None
@@ -41,7 +41,7 @@ def linear(call: Call) -> Captured | None:
 
 @register_op("addmm", arguments="input mat1 mat2")
 def addmm(call: Call) -> Captured | None:
-    """Rule for ``y = b + x W`` on two-dimensional x, as transformers' ``Conv1D`` writes it."""
+    """Return the capture of ``y = b + x W``, as transformers' ``Conv1D`` writes it; None for scaled terms."""
     x, weight = call.values["mat1"], call.values["mat2"]
     if "mat1" in call.tracked or call.get("alpha", 1) != 1 or call.get("beta", 1) != 1:
         return None
@@ -52,7 +52,7 @@ def addmm(call: Call) -> Captured | None:
 
 @register_op("mm", "matmul", "__matmul__", arguments="input mat2")
 def matmul(call: Call) -> Captured | None:
-    """Rule for ``y = x W`` with a tracked matrix on the right."""
+    """Return the capture of ``y = x W`` with a tracked matrix on the right, None for any other product."""
     x, weight = call.values["input"], call.values.get("mat2", call.values.get("other"))
     if weight is None or "input" in call.tracked or weight.dim() != 2 or x.dim() < 2:
         return None
@@ -62,7 +62,7 @@ def matmul(call: Call) -> Captured | None:
 
 @register_op("__rmatmul__", arguments="mat2 input")
 def reflected_matmul(call: Call) -> Captured | None:
-    """Rule for ``x @ W`` as Python calls it on the right operand."""
+    """Return the capture of ``x @ W`` as Python calls it on the right operand."""
     return matmul(call)
 
 

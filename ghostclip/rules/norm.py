@@ -16,14 +16,14 @@ from ghostclip.rules.registry import Call, Captured, Split, register_op
 
 @register_op("layer_norm", arguments="input normalized_shape weight bias eps")
 def layer_norm(call: Call) -> Captured | None:
-    """Rule for layer norm: both affine parameters ``Dense``."""
+    """Return the capture of layer norm: both affine parameters ``Dense``; None where the input is tracked."""
     shape, eps = list(call.values["normalized_shape"]), call.get("eps", 1e-5)
     return _feature_affine(call, shape, lambda x: functional.layer_norm(x, shape, eps=eps))
 
 
 @register_op("rms_norm", arguments="input normalized_shape weight eps")
 def rms_norm(call: Call) -> Captured | None:
-    """Rule for RMS norm: the weight is ``Dense``."""
+    """Return the capture of RMS norm: the weight ``Dense``; None where the input is tracked."""
     shape, eps = list(call.values["normalized_shape"]), call.values.get("eps")
     return _feature_affine(call, shape, lambda x: functional.rms_norm(x, shape, eps=eps))
 
@@ -49,7 +49,7 @@ def _feature_affine(call: Call, shape: list[int], normalize: Callable[[Tensor], 
 
 @register_op("group_norm", arguments="input num_groups weight bias eps")
 def group_norm(call: Call) -> Captured | None:
-    """Rule for group norm: channels follow the row axis; both affine parameters ``Dense``."""
+    """Return the capture of group norm: channels follow the row axis; both affine parameters ``Dense``."""
     groups, eps = call.values["num_groups"], call.get("eps", 1e-5)
     return _channel_affine(call, lambda x: functional.group_norm(x, groups, eps=eps))
 
@@ -59,7 +59,17 @@ def group_norm(call: Call) -> Captured | None:
     arguments="input running_mean running_var weight bias use_input_stats momentum eps",
 )
 def instance_norm(call: Call) -> Captured | None:
-    """Rule for instance norm on its own statistics; running statistics mix samples and are refused in training."""
+    """Rule for instance norm on its own statistics: both affine parameters ``Dense``.
+
+    Args:
+        call: An input of shape ``(B, C, *space)``.
+
+    Returns:
+        What it captures; None where running statistics are given but not updated, or the input is tracked.
+
+    Raises:
+        SampleMixingError: Running statistics would be updated, which stores those of private samples.
+    """
     if call.get("running_mean") is not None and call.get("use_input_stats", True):
         message = (
             "instance_norm: track_running_stats=True stores statistics of private samples in a buffer. "
@@ -74,7 +84,17 @@ def instance_norm(call: Call) -> Captured | None:
 
 @register_op("batch_norm", arguments="input running_mean running_var weight bias training momentum eps")
 def batch_norm(call: Call) -> Captured | None:
-    """Refuse batch norm on batch statistics; with fixed statistics it is an affine map of each channel."""
+    """Rule for batch norm with fixed statistics, an affine map of each channel: both parameters ``Dense``.
+
+    Args:
+        call: An input of shape ``(B, C, *space)``.
+
+    Returns:
+        What it captures; None where the input is tracked.
+
+    Raises:
+        SampleMixingError: It normalises by the statistics of the batch.
+    """
     if call.get("training", False):
         message = (
             "batch_norm: in training mode every sample's output depends on the whole batch, so that per-sample "

@@ -32,7 +32,15 @@ class Call:
     tracked: frozenset[str]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the argument called ``name``, or ``default`` where it was not given or is None."""
+        """Return an argument's value.
+
+        Args:
+            name: The argument's name.
+            default: What serves where it was not given or is None.
+
+        Returns:
+            The value; a tracked tensor's is detached.
+        """
         value = self.values.get(name)
         return default if value is None else value
 
@@ -73,7 +81,7 @@ def register_op(*names: str, arguments: str) -> Callable[[Rule], Rule]:
     """Register a rule for operations by their ``__name__``.
 
     Args:
-        names: Names under which the operation appears (``"linear"``, ``"__matmul__"``).
+        *names: Names under which the operation appears (``"linear"``, ``"__matmul__"``).
         arguments: The operation's positional argument names in order, separated by blanks.
 
     Returns:

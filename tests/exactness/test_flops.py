@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.flops import counter
 from benchmarks.models import GPT
 from tests.cases import CORE_CASES
 from tests.exactness.runs import engine, expected
 
 # Operations over those of a non-private step (54.38 GFLOP).
-LIMITS = {"bookkeeping": 1.22, "ghost": 1.56}
+LIMITS = {"bookkeeping": 1.13, "ghost": 1.47, "fast": 1.68, "hooks": 1.01}
 SAMPLES, TOKENS, VOCABULARY = 16, 128, 5000
 
 
@@ -23,9 +23,10 @@ def _losses(model, ids_BT):
 
 
 def _count(step):
-    with FlopCounterMode(display=False) as counter:
+    """Count every product, also those that torch's own counter passes over (`addmm_` and the like)."""
+    with counter() as counted:
         step()
-    return counter.get_total_flops()
+    return counted.get_total_flops()
 
 
 @pytest.fixture(scope="module")
@@ -90,4 +91,5 @@ def test_bookkeeping_runs_each_product_of_a_layer_once():
     counted = _count(lambda: clipper.backward(model(x).square().mean((1, 2))))
     product = 2 * samples * tokens * width * out
     gram = 2 * samples * tokens * tokens * (width + out)
-    assert counted <= 2 * product + gram
+    bias = 2 * samples * out
+    assert counted <= 2 * product + gram + bias

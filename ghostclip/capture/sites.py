@@ -1,0 +1,134 @@
+"""Call sites: where parameters are consumed, and what the evidence has shown about each."""
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ghostclip.capture.operation import Operation
+from ghostclip.capture.tracked import TrackedTensor
+from ghostclip.capture.usage import Site
+
+if TYPE_CHECKING:
+    from ghostclip.capture.session import Session
+
+_log = logging.getLogger(__name__)
+
+# Data that autograd does not track may be folded (``x.view(-1, d)``) only where a layer with rows takes it.
+_ROW_OPERATIONS = {
+    "linear", "addmm", "mm", "matmul", "__matmul__", "conv1d", "conv2d", "conv3d", "embedding_bag", "layer_norm",
+    "rms_norm", "lstm", "gru", "rnn_tanh", "rnn_relu", "multi_head_attention_forward",
+}  # fmt: skip
+
+
+class Sites:
+    """What a session remembers from forward to forward.
+
+    Attributes:
+        table: Every call site seen so far.
+        constants: Keys of call sites whose data is the same for all samples, whatever its size suggests (T == B).
+        any_axis: Data of elementwise operations may have the batch on any axis (a forward has shown that it must).
+        witnesses: What call sites took for rows of samples in a forward whose evidence is not in yet.
+    """
+
+    def __init__(self, session: "Session") -> None:
+        """Start with nothing seen.
+
+        Args:
+            session: Whose forwards they belong to.
+        """
+        self.table: dict[Any, Site] = {}
+        self.constants: set[Any] = set()
+        self.any_axis = False
+        self.witnesses: dict[Any, Tensor] = {}
+        self._session = session
+        self._told: set[tuple[str, ...]] = set()
+
+    def is_data(self, tensor: Tensor, name: str) -> bool:
+        """Tell data from constants.
+
+        Args:
+            tensor: A tensor among an operation's arguments.
+            name: The operation.
+
+        Returns:
+            Whether it carries rows of samples (as against a mask or a table).
+        """
+        if tensor.requires_grad:
+            return True
+        record = self._session.record
+        size, axis = record.batch_size, record.axis
+        if tensor.dim() == 0 or size == 0:
+            return False
+        if size == 1 or tensor.shape[0] == size or (axis < tensor.dim() and tensor.shape[axis] == size):
+            return True
+        if name in _ROW_OPERATIONS:
+            folded = tensor.shape[0] > size and tensor.shape[0] % size == 0
+            return folded or size in tensor.shape[1:-1]
+        return self.any_axis and size in tensor.shape
+
+    def takes_constants(self, operation: Operation, data: list[Tensor]) -> bool:
+        """Say whether a call site took constants before.
+
+        Args:
+            operation: The operation.
+            data: What looks like data among its arguments.
+
+        Returns:
+            Whether it must be taken for a constant again, whatever the sizes suggest now.
+        """
+        if self._session.record.batch_size < 2 or any(tensor.requires_grad for tensor in data):
+            return False
+        return self.constant_key(operation) in self.constants
+
+    def remember_constants(self, operation: Operation) -> None:
+        """Remember that this call site takes constants, if their size could ever be taken for a batch's."""
+        if any(tensor.dim() > 0 and tensor.shape[0] > 1 for tensor in operation.plain):
+            self.constants.add(self.constant_key(operation))
+
+    def constant_key(self, operation: Operation) -> Any:
+        """Return the key of a call site that may take constants: parameters, operation and number of axes."""
+        dims = tuple(tensor.dim() for tensor in operation.plain)
+        return *_key(operation.tracked, operation.name), dims
+
+    def at(self, tracked: Iterable[TrackedTensor], name: str, form: str) -> Site:
+        """Return the call site of an operation, made on first sight.
+
+        Args:
+            tracked: The tracked tensors it consumes.
+            name: Its name.
+            form: What its factors are, for the coverage table.
+
+        Returns:
+            The site; a layer called several times in a forward has one for each call, since layouts may differ.
+        """
+        tracked = list(tracked)
+        key = _key(tracked, name)
+        visits = self._session.record.visits
+        visits[key] += 1
+        numbered = (key, visits[key])
+        if numbered not in self.table:
+            names = tuple(dict.fromkeys(leaf for t in tracked for leaf in t.origin.names))
+            self.table[numbered] = Site(names, name)
+        site = self.table[numbered]
+        for t in tracked:
+            shown = "dense" if form.startswith("outer") and t.origin.value.dim() < 2 else form
+            site.forms.update(dict.fromkeys(t.origin.names, shown))
+        return site
+
+    def tell_slow(self, site: Site, describe: Callable[[str], str]) -> None:
+        """Say once that a parameter has no rule.
+
+        Args:
+            site: Where it is consumed.
+            describe: Names the module that owns a parameter.
+        """
+        if site.names not in self._told:
+            self._told.add(site.names)
+            place = describe(site.names[0])
+            _log.warning("%s: %s has no rule; its per-sample gradients are formed one by one.", place, site.describe())
+
+
+def _key(tracked: Iterable[TrackedTensor], name: str) -> tuple[Any, ...]:
+    return tuple(t.origin.names for t in tracked), name

@@ -1,0 +1,1 @@
+"""Every operation on every factor against its materialised twin."""

@@ -1,0 +1,155 @@
+"""Norms, cross terms, clipped sums and masks of each factor against the gradients it stands for, odd sizes included."""
+
+import itertools
+
+import pytest
+import torch
+
+from ghostclip.factors import Dense, Diagonal, Outer, Placed, Rows, Stacked, inner, planner
+from ghostclip.factors.base import dot_products, square_sums
+
+F64 = torch.float64
+B = 3
+
+
+def _outer(shape=(7, 5), positions=6, slots=1):
+    outputs, inputs = shape[0] // slots, shape[1]
+    a = torch.randn(B * slots, positions, inputs, dtype=F64)
+    return Outer(a, torch.randn(B * slots, positions, outputs, dtype=F64), shape=shape, slots=slots)
+
+
+def _rows(shape=(7, 5), positions=9):
+    ids = torch.randint(shape[0], (B, positions))
+    return Rows(ids, torch.randn(B, positions, shape[1], dtype=F64), shape=shape)
+
+
+def _stacked(shape=(4, 7, 5)):
+    parts = {number: _outer(shape[1:], positions=number + 1) for number in (0, 2)}
+    return Stacked(parts, shape=shape, like=torch.zeros(B, 1, dtype=F64))
+
+
+MATRIX = {
+    "outer": _outer,
+    "outer_one_position": lambda: _outer(positions=1),
+    "outer_long": lambda: _outer(positions=63),
+    "rows": _rows,
+    "dense": lambda: Dense(torch.randn(B, 7, 5, dtype=F64)),
+    "diagonal": lambda: Diagonal(torch.randn(B, 4, dtype=F64), axis=1),
+    "placed_row": lambda: Placed(Dense(torch.randn(B, 5, dtype=F64)), (2,), shape=(7, 5)),
+    "placed_block": lambda: Placed(_outer((3, 5)), (slice(2, 5),), shape=(7, 5)),
+    "placed_columns": lambda: Placed(_outer((7, 2)), (slice(None), slice(1, 3)), shape=(7, 5)),
+    "grouped": lambda: _outer((8, 5), slots=2),
+    "stacked": _stacked,
+}
+
+
+@pytest.fixture(params=MATRIX)
+def factor(request):
+    return MATRIX[request.param]()
+
+
+def test_squared_norm(factor):
+    value, error = factor.sqnorm()
+    expected = factor.materialize().flatten(1).square().sum(1)
+    torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
+    assert (error >= 0).all()
+    assert (error <= 1e-10 * expected).all()
+
+
+def test_clipped_sum_adds_to_what_is_there(factor):
+    coef = torch.rand(B, dtype=F64)
+    out = torch.randn(factor.shape, dtype=F64)
+    expected = out + torch.einsum("b,b...->...", coef, factor.materialize())
+    factor.add_clipped_sum_(coef, out)
+    torch.testing.assert_close(out, expected)
+
+
+def test_masked_samples_are_gone_even_if_they_are_not_finite(factor):
+    keep = torch.tensor([True, False, True])
+    expected = factor.materialize() * keep.view(-1, *[1] * len(factor.shape))
+    torch.testing.assert_close(factor.masked(keep).materialize(), expected)
+
+
+def test_reshaped(factor):
+    flat = factor.reshaped((factor.numel(),))
+    torch.testing.assert_close(flat.materialize(), factor.materialize().flatten(1))
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.combinations_with_replacement(MATRIX, 2)))
+def test_inner_product(first, second):
+    one, two = MATRIX[first](), MATRIX[second]()
+    if one.shape != two.shape:
+        two = one
+    expected = (one.materialize() * two.materialize()).flatten(1).sum(1)
+    torch.testing.assert_close(inner(one, two), expected)
+    torch.testing.assert_close(inner(two, one), expected)
+
+
+def test_gram_and_instantiation_agree(positions=63, shape=(60, 33)):
+    outer = _outer(shape, positions)
+    torch.testing.assert_close(outer.gram_sqnorm().value_B, outer.instantiated_sqnorm().value_B)
+
+
+def test_instantiation_in_chunks(monkeypatch):
+    outer = _outer()
+    whole = outer.instantiated_sqnorm().value_B
+    monkeypatch.setattr(planner, "WORKSPACE_ELEMENTS", 40)
+    torch.testing.assert_close(outer.instantiated_sqnorm().value_B, whole)
+    torch.testing.assert_close(outer.gram_sqnorm().value_B, whole)
+
+
+def test_gram_in_float32_over_estimates_what_it_cannot_resolve():
+    """Two positions cancel but for 1e-4: the error bound covers what the Gram lost."""
+    a = torch.randn(1, 1, 300).repeat(1, 2, 1)
+    g = torch.randn(1, 1, 200).repeat(1, 2, 1)
+    g[:, 1] *= -(1 - 1e-4)
+    outer = Outer(a, g, shape=(200, 300))
+    exact = Outer(a.double(), g.double(), shape=(200, 300)).instantiated_sqnorm().value_B
+    value, error = outer.gram_sqnorm()
+    assert (value + error).item() >= exact.item()
+
+
+def test_norm_of_a_million_values_does_not_drift():
+    """torch's own float32 norm is 2e-5 too small here, which would break the bound."""
+    x = torch.randn(2, 1_280_001)
+    exact = x.double().square().sum(1)
+    assert ((square_sums(x).double() - exact).abs() / exact).max() < 1e-6
+    y = x + 0.1 * torch.randn_like(x)
+    exact = (x.double() * y.double()).sum(1)
+    assert ((dot_products(x, y).double() - exact).abs() / exact).max() < 1e-5
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (2, 4096), (2, 4097)])
+def test_square_sums_of_odd_sizes(shape):
+    x = torch.randn(shape, dtype=F64)
+    torch.testing.assert_close(square_sums(x), x.square().sum(1))
+
+
+@pytest.mark.parametrize("positions", [0, 1, 5])
+def test_no_samples(positions):
+    a, g = torch.zeros(0, positions, 4), torch.zeros(0, positions, 3)
+    outer = Outer(a, g, shape=(3, 4))
+    assert outer.sqnorm().value_B.shape == (0,)
+    out = torch.zeros(3, 4)
+    outer.add_clipped_sum_(torch.zeros(0), out)
+    assert not out.any()
+
+
+def test_no_positions():
+    outer = Outer(torch.zeros(2, 0, 4), torch.zeros(2, 0, 3), shape=(3, 4))
+    assert outer.sqnorm().value_B.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("positions", [1, 7, 64, 128, 500, 3000])
+@pytest.mark.parametrize(("inputs", "outputs"), [(16, 16), (256, 768), (768, 50), (256, 5000)])
+def test_plan_never_costs_more_than_seven_sixths(positions, inputs, outputs):
+    """Book-keeping over non-private: one sixth for the norm at most, and what blocks of the triangle waste."""
+    step = 6 * positions * inputs * outputs
+    if planner.keeps_per_sample(positions, inputs, outputs):
+        return
+    rows = planner.gram_rows(positions, 1)
+    blocks = -(-positions // rows)
+    gram = (1 + 1 / blocks) * positions**2 * (inputs + outputs)
+    norm = gram if planner.prefers_gram(positions, inputs, outputs) else 2 * positions * inputs * outputs
+    waste = 2 if positions <= planner.MIN_GRAM_ROWS else 1 + 1 / min(blocks, planner.GRAM_BLOCKS)
+    assert norm <= step / 6 * waste
