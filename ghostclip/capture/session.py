@@ -89,7 +89,15 @@ class Session:
     # -- forward ------------------------------------------------------------------------------------------------
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """Begin a module call: the outermost one opens a record and lends the parameters."""
+        """Begin a module call: the outermost one opens a record and lends the parameters.
+
+        Args:
+            args: The module's positional inputs.
+            kwargs: Its keyword inputs.
+
+        Returns:
+            Inputs to run on in their place (an empty batch padded, those with a gradient tied in); None to keep them.
+        """
         if not self._loan.begin() or not torch.is_grad_enabled():
             return None
         changed = None
@@ -110,7 +118,18 @@ class Session:
     def leave(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, *, failed: bool
     ) -> Any:
-        """End a module call: the outermost one takes the parameters back and weighs the evidence on what is new."""
+        """End a module call: the outermost one takes the parameters back and weighs the evidence on what is new.
+
+        Args:
+            module: The module.
+            args: The positional inputs it ran on.
+            kwargs: The keyword inputs it ran on.
+            output: What it returned.
+            failed: Whether it raised.
+
+        Returns:
+            The output to hand on (of a forward read anew, or without the made-up sample); None to keep it.
+        """
         outermost = self._loan.end()
         if not outermost or failed or not torch.is_grad_enabled() or _in_backward():
             return None
@@ -189,7 +208,7 @@ class Session:
 
     @contextmanager
     def lending(self) -> Iterator[None]:
-        """Lend the parameters for the time of a backward, in which checkpointed functions run their forward again."""
+        """Yield with parameters lent for the time of a backward, where checkpointed functions run their forward again."""
         if not (self.record.checkpointed or self.record.silent):
             yield
             return
@@ -230,7 +249,19 @@ class Session:
     # -- operations ---------------------------------------------------------------------------------------------
 
     def intercept(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one operation on tracked tensors: derived, consumed, or merely looked at."""
+        """Run one operation on tracked tensors: derived, consumed, or merely looked at.
+
+        Args:
+            func: The torch function.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            What the function returns; tracked where it is derived.
+
+        Raises:
+            UncoveredParameterError: Some of the tensors were lent by another session.
+        """
         name = operation_name(func)
         if not torch.is_grad_enabled():
             # Reentrant checkpointing runs its forward like this first.
@@ -265,7 +296,12 @@ class Session:
         return self.record.checkpointed or (self.record.silent and self._reentrant)
 
     def deliver(self, use: Use, grad: Tensor) -> None:
-        """Hand the gradient of a use's output to the listener, opening a pass if there is none."""
+        """Hand the gradient of a use's output to the listener, opening a pass if there is none.
+
+        Args:
+            use: The use.
+            grad: Shape and dtype of the output.
+        """
         if self.listener is None:
             self.on_backward(use)
         assert self.listener is not None
@@ -328,7 +364,15 @@ class Session:
             return path
 
     def lend(self, name: str, parameter: nn.Parameter) -> TrackedTensor:
-        """Return a tracked stand-in for a parameter."""
+        """Lend one parameter, and remember it for backwards.
+
+        Args:
+            name: Its name in the model.
+            parameter: The parameter.
+
+        Returns:
+            Its tracked stand-in.
+        """
         self.parameters[name] = parameter
         return lend(name, parameter, self)
 
