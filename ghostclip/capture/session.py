@@ -72,6 +72,7 @@ class Session:
         self.on_backward = on_backward
         self.on_loss = on_loss
         self.anchor = torch.zeros((), requires_grad=True)
+        self._anchor_node = _accumulation_node(self.anchor)
         self.parameters: dict[str, nn.Parameter] = {}
         self._loan = loan.Loan(model, self)
         self._reentrant = False
@@ -201,14 +202,14 @@ class Session:
         def announce(grad: Tensor) -> None:
             if node is not None:
                 self.on_loss(node, size)
-            if self.listener is None:
+            if self.listener is None and self._trains():
                 self.on_backward(None)
 
         return announce
 
     @contextmanager
     def lending(self) -> Iterator[None]:
-        """Yield with parameters lent for the time of a backward, where checkpointed functions run their forward again."""
+        """Yield with parameters lent for a backward, in which checkpointed functions run their forward again."""
         if not (self.record.checkpointed or self.record.silent):
             yield
             return
@@ -272,6 +273,8 @@ class Session:
         if any(tracked.origin.interceptor is not self for tracked in tracked_leaves((args, kwargs))):
             message = f"{name}: parameters of two models with separate clippers meet. Use one clipper for both."
             raise UncoveredParameterError(message)
+        if name == "backward":
+            raise UncoveredParameterError(_without_samples(operation_parameters(args)))
         operation = Operation(func, name, args, kwargs)
         data = [tensor for tensor in operation.plain if self.sites.is_data(tensor, name)]
         if not data or self.sites.takes_constants(operation, data):
@@ -303,9 +306,15 @@ class Session:
             grad: Shape and dtype of the output.
         """
         if self.listener is None:
+            if not self._trains():
+                return
             self.on_backward(use)
         assert self.listener is not None
         self.listener.receive(use, grad)
+
+    def _trains(self) -> bool:
+        """Return whether the running backward is for the parameters, not for inputs alone (``autograd.grad(loss, x)``)."""
+        return bool(torch._C._will_engine_execute_node(self._anchor_node))
 
     # -- evidence -----------------------------------------------------------------------------------------------
 
@@ -342,7 +351,7 @@ class Session:
             if not (self._full_backward or self._reentrant):
                 try:
                     torch.autograd.backward(
-                        outputs, grads, retain_graph=True, inputs=[self.anchor, *self.parameters.values()]
+                        outputs, grads, retain_graph=True, inputs=self._ends()
                     )
                     return True
                 except RuntimeError as error:
@@ -354,6 +363,10 @@ class Session:
             with loan.untouched_grads(outputs):
                 torch.autograd.backward(outputs, grads, retain_graph=True)
             return False
+
+    def _ends(self) -> list[Tensor]:
+        """Return where a backward restricted to captured operations ends; a parameter may have been frozen since."""
+        return [self.anchor, *(parameter for parameter in self.parameters.values() if parameter.requires_grad)]
 
     def describe_module(self, name: str) -> str:
         """Return ``path (Type)`` of the module that owns a parameter."""
@@ -387,6 +400,24 @@ def operation_name(func: Callable[..., Any]) -> str:
     if name == "__get__":
         return getattr(getattr(func, "__self__", None), "__name__", name)
     return name
+
+
+def operation_parameters(args: tuple[Any, ...]) -> str:
+    """Return the names of the parameters behind the tracked tensors among ``args``, for an error message."""
+    return ", ".join(dict.fromkeys(name for tracked in tracked_leaves(args) for name in tracked.origin.names))
+
+
+def _without_samples(names: str) -> str:
+    return (
+        f"parameter '{names}' met no tensor with a batch axis on its way to the loss (a part of the batch, one sample at a "
+        "time in a loop, or constants only), so its gradient cannot be split into samples. Give the layer the whole "
+        "batch, or freeze the parameter."
+    )
+
+
+def _accumulation_node(leaf: Tensor) -> Any:
+    with torch.enable_grad():
+        return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 def _in_backward() -> bool:
