@@ -30,22 +30,32 @@ class GradientStore:
         self._parameters = parameters
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._versions: dict[nn.Parameter, int] = {}
+        self._in_progress: dict[nn.Parameter, Tensor] = {}
 
     def buffer(self, name: str) -> Tensor:
         """Return the accumulator of a parameter: float32 or float64, contiguous, holding the sum so far."""
         parameter = self._parameters[name]
+        if parameter not in self._in_progress:
+            # Later uses of a shared parameter in the same backward add to the same accumulator.
+            choose = self._owned_buffer if self.owned else self._free_buffer
+            self._in_progress[parameter] = choose(parameter)
+        return self._in_progress[parameter]
+
+    def _owned_buffer(self, parameter: nn.Parameter) -> Tensor:
+        self._check(parameter)
         kept = self._sums.get(parameter)
-        if self.owned:
-            self._check(parameter)
-            if kept is None:
-                kept = self._new(parameter)
-            elif parameter.grad is None and parameter.dtype in _FULL_PRECISION:
-                parameter.grad = kept
-            return kept
+        if kept is None:
+            return self._new(parameter)
+        if parameter.grad is None and parameter.dtype in _FULL_PRECISION:
+            parameter.grad = kept
+        return kept
+
+    def _free_buffer(self, parameter: nn.Parameter) -> Tensor:
         if parameter.grad is None:
             return self._new(parameter)
         if parameter.dtype in _FULL_PRECISION and parameter.grad.is_contiguous():
             return parameter.grad
+        kept = self._sums.get(parameter)
         if kept is None or self._versions.get(parameter) != parameter.grad._version:
             kept = parameter.grad.to(torch.promote_types(parameter.dtype, torch.float32)).contiguous().clone()
             self._sums[parameter] = kept
@@ -77,6 +87,7 @@ class GradientStore:
     def finish(self) -> None:
         """Note that a backward is complete: sums of 16-bit parameters are shown in ``p.grad``."""
         self.has_sum = True
+        self._in_progress.clear()
         for parameter, kept in self._sums.items():
             if parameter.grad is not kept:
                 if parameter.dtype in _FULL_PRECISION and parameter.grad is None:
@@ -129,6 +140,7 @@ class GradientStore:
             parameter.grad = None
             if getattr(parameter, "grad_sample", None) is not None:
                 parameter.grad_sample = None  # type: ignore[attr-defined]
+        self._in_progress.clear()
         self._sums.clear()
         self._versions.clear()
         self.has_sum = False

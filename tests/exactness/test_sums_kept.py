@@ -1,0 +1,116 @@
+"""Where clipped sums are kept: shared and 16-bit parameters, an optimizer that owns the sums, foreign changes."""
+
+import pytest
+import torch
+from torch import nn
+
+import ghostclip
+from ghostclip.errors import TamperedGradientError
+
+
+class _Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(9, 6)
+        self.mix = nn.Linear(6, 6)
+
+    def forward(self, ids):
+        return nn.functional.linear(self.mix(self.mix(self.table(ids))), self.table.weight)
+
+
+def _losses(model, ids):
+    return nn.functional.cross_entropy(model(ids).float().mT, ids, reduction="none").mean(1)
+
+
+def _sum_of(clipper):
+    return {name: clipper.summed_gradient(p).clone() for name, p in clipper.model.named_parameters()}
+
+
+@pytest.mark.parametrize("owned", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_use_of_a_shared_parameter_counts(strategy, dtype, owned):
+    """Two uses a layer and two backwards: what one strategy sums, all sum."""
+    model, ids = _Tied().to(dtype), torch.randint(9, (4, 5))
+    sums = {}
+    for name in ("hooks", strategy):
+        with ghostclip.GhostClipper(model, max_grad_norm=0.1, strategy=name) as clipper:
+            if owned:
+                clipper.own_gradients()
+            for _ in range(2):
+                clipper.backward(_losses(model, ids))
+            sums[name] = _sum_of(clipper)
+            clipper.reset()
+    for name, expected in sums["hooks"].items():
+        assert expected.dtype == torch.float32
+        torch.testing.assert_close(
+            sums[strategy][name], expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-4
+        )
+        assert expected.abs().sum() > 0
+
+
+def test_sums_survive_zero_grad_of_the_model(strategy):
+    model, ids = _Tied(), torch.randint(9, (4, 5))
+    with ghostclip.GhostClipper(model, max_grad_norm=0.1, strategy=strategy) as clipper:
+        clipper.own_gradients()
+        clipper.backward(_losses(model, ids))
+        once = _sum_of(clipper)
+        model.zero_grad()
+        clipper.backward(_losses(model, ids))
+        for name, twice in _sum_of(clipper).items():
+            torch.testing.assert_close(twice, 2 * once[name])
+
+
+def test_a_gradient_changed_before_the_step_is_noticed(strategy):
+    """Clipping the sum again by its norm would make what is released depend on all samples without bound."""
+    model, ids = _Tied(), torch.randint(9, (4, 5))
+    with ghostclip.GhostClipper(model, max_grad_norm=10.0, strategy=strategy) as clipper:
+        clipper.own_gradients()
+        clipper.backward(_losses(model, ids))
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        with pytest.raises(TamperedGradientError, match=r"mix\.bias"):
+            clipper.summed_gradient(model.mix.bias)
+
+
+def test_noise_follows_the_bound_that_was_used():
+    model, ids = _Tied(), torch.randint(9, (4, 5))
+    with ghostclip.GhostClipper(model, max_grad_norm=2.0) as clipper:
+        clipper.backward(_losses(model, ids))
+        clipper.max_grad_norm = 0.5
+        assert clipper.sensitivity() == 2.0
+        clipper.reset()
+        assert clipper.sensitivity() == 0.5
+
+
+def test_a_second_backward_through_the_same_forward_is_refused(strategy):
+    """It would clip the same samples twice, each time up to the bound."""
+    model, ids = _Tied(), torch.randint(9, (4, 5))
+    with ghostclip.GhostClipper(model, max_grad_norm=1.0, strategy=strategy) as clipper:
+        first = _losses(model, ids)
+        second = first * 2
+        clipper.backward(first) if strategy in ("ghost", "fast") else first.sum().backward(retain_graph=True)
+        with pytest.raises((ghostclip.errors.GhostClipError, RuntimeError)):
+            clipper.backward(second)
+
+
+def test_exception_half_way_leaves_no_half_batch(strategy, monkeypatch):
+    from ghostclip.clipping.passes import Release
+
+    model, ids = _Tied(), torch.randint(9, (4, 5))
+    with ghostclip.GhostClipper(model, max_grad_norm=1.0, strategy=strategy) as clipper:
+        clipper.own_gradients()
+        calls = []
+
+        def fails(self, buffer, factor):
+            calls.append(1)
+            if len(calls) == 2:
+                raise MemoryError
+            buffer.fill_(1.0)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Release, "into", fails)
+            with pytest.raises(MemoryError):
+                clipper.backward(_losses(model, ids))
+        assert not clipper.has_clipped_sum
+        assert all(p.grad is None for p in model.parameters())
+        clipper.backward(_losses(model, ids))
+        assert clipper.has_clipped_sum
