@@ -122,7 +122,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         "--physical-batch-size",
         type=_physical,
         metavar="B|auto",
-        help="samples computed at once; auto finds what fits (default: auto)",
+        help="samples computed at once; auto finds what fits, at most 64 on a CPU (default: auto)",
     )
     group.add_argument(
         "--learning-rate", type=float, metavar="R", help=_default("peak learning rate of AdamW", "learning_rate")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from ghostclip.finetune.losses import passage_losses, precision
 from ghostclip.finetune.memory import peak_bytes
 from ghostclip.finetune.options import FinetuneOptions
-from ghostclip.finetune.steps import UNTIMED_STEPS, StepMeasures, adamw, made_up_passages, vocabulary_of
+from ghostclip.finetune.steps import StepMeasures, adamw, made_up_passages, vocabulary_of
 
 
 class OrdinarySteps:
@@ -78,8 +79,9 @@ class OrdinarySteps:
 class Comparison:
     """Decides when ordinary steps are measured, and sees to it that a failure there costs the run nothing.
 
-    On the CPU they are spread over the run, so that both kinds of step see the same machine, busy or idle. On other
-    devices they wait for the end, when the trained model has left the device: a copy beside it might not fit.
+    On the CPU each follows right after a private step, spread over the run, and is compared with that one: both kinds
+    of step then see the same machine, busy or idle. On other devices they wait for the end, when the trained model
+    has left the device: a copy beside it might not fit.
 
     Args:
         make_copy: Gives a fresh copy of the model, on the CPU.
@@ -96,6 +98,7 @@ class Comparison:
         self._width = width
         self._device = device
         self._steps: OrdinarySteps | None = None
+        self._neighbours: list[tuple[int, float]] = []
         self.missing = "not measured (--comparison-steps 0)" if options.comparison_steps == 0 else ""
 
     @property
@@ -103,17 +106,30 @@ class Comparison:
         """What was measured, if anything was."""
         return None if self._steps is None or self.missing else self._steps.measures
 
-    def after_private_step(self, done: int, total: int, *, physical_batch: int) -> None:
+    def private_steps(self, measures: StepMeasures) -> StepMeasures:
+        """Give the private steps that ordinary ones are compared with.
+
+        Args:
+            measures: All of this session.
+
+        Returns:
+            Those right before an ordinary step; all, where there are none.
+        """
+        return replace(measures, timed=self._neighbours) if self._neighbours else measures
+
+    def after_private_step(self, private: StepMeasures, *, left: int) -> None:
         """Measure on the CPU, when the time for another ordinary step has come.
 
         Args:
-            done: Private steps of this session so far.
-            total: Private steps that this session will have.
-            physical_batch: Samples computed at once.
+            private: The private steps of this session so far.
+            left: Private steps to come.
         """
-        if self._device.type == "cpu" and done > UNTIMED_STEPS:
-            share = (done - UNTIMED_STEPS) / max(1, total - UNTIMED_STEPS)
-            self._measure_up_to(math.ceil(share * self._options.comparison_steps), physical_batch)
+        done = len(private.timed)
+        if self._device.type != "cpu" or done == 0:
+            return
+        due = math.ceil(done / (done + left) * self._options.comparison_steps)
+        if self._measure_up_to(due, private.physical_batch):
+            self._neighbours.append(private.timed[-1])
 
     def finish(self, *, physical_batch: int) -> None:
         """Measure what is left, after the last private step.
@@ -125,18 +141,21 @@ class Comparison:
             self.missing = "not measured (this session took no private step)"
         self._measure_up_to(self._options.comparison_steps, physical_batch)
 
-    def _measure_up_to(self, count: int, physical_batch: int) -> None:
-        if self.missing:
-            return
+    def _measure_up_to(self, count: int, physical_batch: int) -> bool:
+        """Measure until there are ``count``, and say whether anything was measured."""
+        before = 0 if self._steps is None else len(self._steps.measures.timed)
+        if self.missing or count <= before:
+            return False
         # Building the copy and its dropout draw random numbers, which must not change those of the private run.
         with torch.random.fork_rng(devices=[]):
             try:
                 if self._steps is None:
                     copy = self._make_copy().to(self._device)
                     self._steps = OrdinarySteps(copy, self._options, width=self._width, physical_batch=physical_batch)
-                self._steps.measure(count - len(self._steps.measures.timed))
+                self._steps.measure(count - before)
             except (torch.OutOfMemoryError, MemoryError):
                 self.missing = "not measured (out of memory)"
+        return not self.missing
 
 
 def seconds_per_step(measures: StepMeasures, batch_size: int) -> float | None:

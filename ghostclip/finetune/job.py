@@ -130,16 +130,13 @@ def _train(prepared: Prepared, resume: ResumePoint | None) -> tuple[PrivateTrain
 def _on_step(
     prepared: Prepared, training: PrivateTraining, point: ResumePoint, comparison: Comparison, bar: ProgressBar
 ) -> Callable[[], None]:
-    state, first = prepared.state, prepared.state.step
+    state = prepared.state
     saved = time.monotonic()
 
     def on_step() -> None:
         nonlocal saved
-        physical_batch = training.measures.physical_batch
-        bar.step(state.losses[-1], state.samples[-1] or 0, physical_batch)
-        comparison.after_private_step(
-            state.step - first, prepared.mechanism.steps - first, physical_batch=physical_batch
-        )
+        bar.step(state.losses[-1], state.samples[-1] or 0, training.measures.physical_batch)
+        comparison.after_private_step(training.measures, left=prepared.mechanism.steps - state.step)
         if time.monotonic() - saved >= prepared.options.checkpoint_seconds:
             point.save(state, training.snapshot())
             saved = time.monotonic()
@@ -211,7 +208,8 @@ def _outcome(prepared: Prepared, training: PrivateTraining, comparison: Comparis
         # The accountant's own ledger, not the plan: it counted what was released.
         epsilon=training.epsilon(),
         perplexity_after=after,
-        private=training.measures,
+        private=comparison.private_steps(training.measures),
+        all_private=training.measures,
         ordinary=comparison.measures,
         ordinary_missing=comparison.missing,
     )

@@ -15,7 +15,7 @@ from ghostclip.errors import InvalidOptionError, ResumeError
 ARCHITECTURES = ("gpt2", "llama")
 STRATEGIES = ("auto", "bookkeeping", "ghost", "fast", "hooks")
 DTYPES = ("float32", "bfloat16")
-DEFAULT_EPOCHS = 12.0
+DEFAULT_EPOCHS = 5.0
 
 # What these decide does not enter the mechanism or the model, so an interrupted run may go on with other values.
 CHANGEABLE_ON_RESUME = frozenset({"device", "physical_batch_size", "comparison_steps", "checkpoint_seconds"})
@@ -44,7 +44,7 @@ class FinetuneOptions:
     layers: int = 2
     hidden_size: int = 128
     heads: int = 4
-    context_length: int = 128
+    context_length: int = 64
     epsilon: float = 8.0
     delta: float | None = None
     max_grad_norm: float = 1.0
@@ -52,14 +52,14 @@ class FinetuneOptions:
     steps: int | None = None
     batch_size: int = 256
     physical_batch_size: int | None = None
-    learning_rate: float = 2e-3
+    learning_rate: float = 6e-3
     strategy: str = "auto"
     device: str = "auto"
     dtype: str = "float32"
     seed: int | None = None
     secure_noise: bool = False
     unsafe_noise_seed: int | None = None
-    comparison_steps: int = 5
+    comparison_steps: int = 7
     checkpoint_seconds: float = 60.0
     output: Path = Path("ghostclip-run")
     overwrite: bool = False

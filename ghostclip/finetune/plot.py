@@ -105,7 +105,7 @@ def _draw_epsilon(axes: Axes, curves: Curves) -> list[Artist]:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Average exponentially over about a twentieth of the run, without pulling the start towards zero.
+    """Average exponentially over about a fortieth of the run, without pulling the start towards zero.
 
     Args:
         values: A series.
@@ -113,7 +113,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
     Returns:
         A series of the same length.
     """
-    keep = math.exp(-1.0 / max(1.0, len(values) / 20.0))
+    keep = math.exp(-1.0 / max(1.0, len(values) / 40.0))
     total = weight = 0.0
     averages: list[float] = []
     for value in values:

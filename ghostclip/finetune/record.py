@@ -38,7 +38,11 @@ class DataFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Everything that report, plot and record are made from. ``measures`` are None where nothing was measured."""
+    """Everything that report, plot and record are made from.
+
+    ``private`` are the private steps that ``ordinary`` ones are compared with; ``ordinary`` is None where none was
+    taken.
+    """
 
     options: FinetuneOptions
     output: Path
@@ -53,6 +57,7 @@ class Outcome:
     epsilon: float
     perplexity_after: float
     private: StepMeasures
+    all_private: StepMeasures
     ordinary: StepMeasures | None
     ordinary_missing: str
 
@@ -94,6 +99,7 @@ def as_json(outcome: Outcome) -> dict[str, object]:
     Returns:
         Nested dictionaries; a number that JSON cannot hold is None.
     """
+    batch_size = outcome.mechanism.batch_size
     ordinary = None if outcome.ordinary is None else _cost(outcome.ordinary, outcome.ordinary_seconds)
     return {
         "schema": SCHEMA,
@@ -126,6 +132,7 @@ def as_json(outcome: Outcome) -> dict[str, object]:
         "cost": {
             "private": _cost(outcome.private, outcome.private_seconds),
             "ordinary": ordinary,
+            "all_private": _cost(outcome.all_private, seconds_per_step(outcome.all_private, batch_size)),
             "ordinary_missing": outcome.ordinary_missing or None,
         },
         "not_private": {"losses": outcome.state.losses, "samples": outcome.state.samples},

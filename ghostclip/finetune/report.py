@@ -94,7 +94,10 @@ def _cost_lines(outcome: Outcome) -> list[str]:
 def _ordinary_text(outcome: Outcome) -> str:
     if outcome.ordinary is None:
         return outcome.ordinary_missing
-    return f"{len(outcome.ordinary.timed)} non-private steps of a copy with fresh weights, which was thrown away"
+    return (
+        f"{len(outcome.ordinary.timed)} non-private steps of a copy with fresh weights, which was thrown away "
+        "(medians; on a CPU each beside a private step)"
+    )
 
 
 def _peaks(outcome: Outcome) -> tuple[float | None, float | None]:
