@@ -85,7 +85,7 @@ def _cost_lines(outcome: Outcome) -> list[str]:
         _item("step memory", _beside(*_peaks(outcome), _mebibytes) + ", peak above weights and optimizer state"),
         _item(
             "",
-            f"for {outcome.mechanism.batch_size} samples, {outcome.private.physical_batch} at once, clipped by "
+            f"for {outcome.mechanism.batch_size} samples, at most {outcome.private.physical_batch} at once, clipped by "
             f"{outcome.strategy} on {outcome.device}; ordinary: {_ordinary_text(outcome)}",
         ),
     ]

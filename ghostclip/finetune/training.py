@@ -177,7 +177,10 @@ class PrivateTraining:
         """
         self.optimizer.attach_step_hook(_ledger_hook(ledger))
         self.model.train()
+        if not self._unfinished(stop):
+            return
         physical = self.options.physical_batch_size or self._find_physical_batch()
+        self.measures.physical_batch = physical
         manager = BatchMemoryManager(
             data_loader=self._loader, max_physical_batch_size=physical, optimizer=self.optimizer
         )
@@ -220,7 +223,6 @@ class PrivateTraining:
         rate = learning_rate_at(self.state.step, steps=self.mechanism.steps, peak=self.options.learning_rate)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.measures.physical_batch = max(self.measures.physical_batch, len(ids_BT))
         if self._session_steps == UNTIMED_STEPS - 1:
             peak = peak_bytes(lambda: self._forward_backward_step(ids_BT, lengths_B), self.device)
             self._peak = max(self._peak, peak or 0)
