@@ -18,7 +18,7 @@ from ghostclip.factors.base import to_accumulation
 ELEMENTWISE = {
     "add", "sub", "rsub", "mul", "multiply", "subtract", "div", "divide", "true_divide", "pow", "maximum", "minimum",
     "fmax", "fmin", "where", "addcmul", "addcdiv", "lerp", "atan2", "hypot", "clamp", "clip", "copysign", "xlogy",
-    "float_power", "logaddexp", "masked_fill",
+    "float_power", "logaddexp",
 }  # fmt: skip
 _DUNDERS = {
     f"__{prefix}{name}__" for prefix in ("", "r", "i") for name in ("add", "sub", "mul", "truediv", "pow", "div")
@@ -118,7 +118,8 @@ def row_axis_of(data: Sequence[Tensor], dims: int, batch_size: int, axis: int) -
     Returns:
         (axis in the result, its size, the tensor that shows it), or None where no size fits.
     """
-    ordered = sorted(data, key=lambda tensor: not tensor.requires_grad)
+    # Of constants, the one with most axes: a mask of shape (T,) says nothing about the samples when T equals B.
+    ordered = sorted(data, key=lambda tensor: (not tensor.requires_grad, -tensor.dim()))
     for exact in (True, False):
         for tensor in ordered:
             for place in dict.fromkeys((axis, 0)):

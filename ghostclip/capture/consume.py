@@ -17,7 +17,7 @@ from ghostclip.capture.general import in_general
 from ghostclip.capture.nodes import enter_graph, keep, own, source
 from ghostclip.capture.operation import Operation
 from ghostclip.capture.probe import MAX_ATTEMPTS
-from ghostclip.capture.provenance import METADATA_KEY, routed_samples
+from ghostclip.capture.provenance import METADATA_KEY, leads_to, routed_samples
 from ghostclip.capture.tracked import TrackedTensor, plain
 from ghostclip.capture.usage import Record, Use, no_axis
 from ghostclip.errors import BatchAxisError, GhostClipError
@@ -61,7 +61,8 @@ def consume(session: "Session", operation: Operation) -> Any:
 
 def _bind(operation: Operation) -> tuple[dict[str, TrackedTensor], Captured] | None:
     entry = rule_for(operation.name)
-    if entry is None:
+    if entry is None or any(tracked.origin.value.is_complex() for tracked in operation.tracked):
+        # Rules multiply without conjugating.
         return None
     rule, names = entry
     given = {**dict(zip(names, operation.args, strict=False)), **operation.kwargs}
@@ -77,7 +78,10 @@ def _by_rule(session: "Session", operation: Operation, targets: dict[str, Tracke
     # Kept before the operation runs, which may change its input in place (then reading it back is an error).
     use.node = keep(captured.saved) if captured.saved else None
     output: Tensor = operation.run_plain()
-    output = own(output) if output.requires_grad else enter_graph(output, session.anchor)
+    if output.requires_grad:
+        output = own(output, session.anchor, anchored=leads_to(captured.rows, session.anchor_node))
+    else:
+        output = enter_graph(output, session.anchor)
     session.register(use)
     output.register_hook(_deliver(session, use))
     node: Any = output.grad_fn

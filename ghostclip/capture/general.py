@@ -108,6 +108,8 @@ def _delivery(
 
         use.factors = factors
         session.deliver(use, arrived[0][1])
+        # The closure holds the local graph and the use holds the closure: without this, both wait for the collector.
+        use.factors = _unset
 
     return deliver
 

@@ -55,14 +55,14 @@ class _Own(torch.autograd.Function):
     """An alias that is no view, so that in-place operations later on cannot bypass hooks set on it."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, anchor: Tensor) -> Tensor:
         """Run it."""
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         """Pass gradients back."""
-        return grads[0]
+        return grads[0], None
 
 
 class _Tie(torch.autograd.Function):
@@ -154,19 +154,34 @@ def source(tensor: Tensor, anchor: Tensor) -> Tensor:
     return _Source.apply(anchor, tensor)
 
 
-def own(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` as a tensor that is no view of another.
+def accumulation_node(leaf: Tensor) -> Any:
+    """Return the node that accumulates a leaf's gradient.
+
+    Args:
+        leaf: A leaf that requires grad.
+
+    Returns:
+        The node; every graph that leads to the leaf has it.
+    """
+    with torch.enable_grad():
+        return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+def own(tensor: Tensor, anchor: Tensor, *, anchored: bool) -> Tensor:
+    """Return ``tensor`` as a tensor that is no view of another (same storage) and leads to ``anchor``.
 
     An in-place operation on a view rewrites the history of its base and drops the view's own node, with the hooks on
     it.
 
     Args:
         tensor: A tensor in the graph.
+        anchor: As in ``enter_graph``.
+        anchored: Whether the graph of ``tensor`` leads to it already.
 
     Returns:
-        The tensor itself, or in the place of a view an alias on the same storage that passes gradients on to it.
+        ``tensor`` itself where nothing is to be done, else an alias.
     """
-    return _Own.apply(tensor) if tensor._is_view() else tensor
+    return _Own.apply(tensor, anchor) if tensor._is_view() or not anchored else tensor
 
 
 def tie(tensor: Tensor, anchor: Tensor) -> Tensor:

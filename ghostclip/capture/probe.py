@@ -1,8 +1,9 @@
-"""Evidence for which rows are whose: the gradient of one sample alone.
+"""Evidence for which rows are whose: the gradient of some samples alone.
 
-A backward that starts from one sample's outputs leaves exact zeros in every row that is not that sample's. That decides
-between the row maps that the sizes allow, and it proves that samples do not mix: where no map explains the zeros, the
-model is refused.
+A backward that starts from some samples' outputs leaves exact zeros in every row that is not theirs. It is asked of one
+sample alone and, for every binary digit, of the samples whose number has it: no reordering of the batch looks right to
+all of them. That decides between the row maps that the sizes allow, and it proves that samples do not mix: where no map
+explains the zeros, the model is refused.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ghostclip.capture.usage import Use
+from ghostclip.capture.usage import Record, Site, Use
 from ghostclip.errors import BatchAxisError, SampleMixingError
 
 # A call site that no gradient reaches (zero-initialised layers) is asked again in this many forwards.
@@ -21,34 +22,41 @@ MAX_ATTEMPTS = 3
 
 @dataclass(eq=False)
 class Probe:
-    """Receives the gradients of one sample's outputs and judges every call site.
+    """Receives the gradients of some samples' outputs and judges every call site, once for every set of samples.
 
     Attributes:
-        sample: The sample.
+        samples: The samples of the backward that runs.
         describe_module: Names the module that owns a parameter.
         failures: What is wrong, in the order in which gradients arrived (nearest to the output first).
     """
 
-    sample: int
+    samples: set[int]
     describe_module: Callable[[str], str]
     failures: list[tuple[Use, str]] = field(default_factory=list)
+    _rejected: set[tuple[Site, tuple[str, int]]] = field(default_factory=set)
 
     def receive(self, use: Use, grad: Tensor) -> None:
         """Judge the row maps of one use.
 
         Args:
             use: The use.
-            grad: Gradient of its output from this sample alone.
+            grad: Gradient of its output from these samples alone.
         """
         if not bool((grad.nan_to_num(nan=0.0) != 0).any()):
             use.site.attempts += 1
             return
         for row_map in use.maps:
-            if _explains(row_map, use, grad, self.sample):
+            key = (use.site, row_map.key)
+            if key in self._rejected:
+                continue
+            if _explains(row_map, use, grad, self.samples):
                 if row_map.kind != "listed":
                     use.site.chosen = row_map.key
                 use.site.attempts = MAX_ATTEMPTS
                 return
+            self._rejected.add(key)
+        # Whatever an earlier set of samples seemed to show.
+        use.site.attempts = 0
         self.failures.append((use, _shapes(grad, use)))
 
     def constants(self) -> set[Any]:
@@ -86,12 +94,12 @@ class Probe:
         raise SampleMixingError(message)
 
 
-def _explains(row_map: Any, use: Use, grad: Tensor, sample: int) -> bool:
+def _explains(row_map: Any, use: Use, grad: Tensor, samples: set[int]) -> bool:
     if row_map.kind == "whole":
         return True
     rows_B = row_map.split(grad, use.lead, use.record.batch_size)
     others = torch.ones(rows_B.shape[0], dtype=torch.bool, device=rows_B.device)
-    others[sample] = False
+    others[list(samples)] = False
     # A zero gradient through a sample that is not finite gives NaN there: no evidence of anything.
     return not bool((rows_B[others].nan_to_num(nan=0.0) != 0).any())
 
@@ -100,17 +108,27 @@ def _shapes(grad: Tensor, use: Use) -> str:
     return str(tuple(grad.shape[: use.lead]))
 
 
-def cotangents(outputs: Sequence[Tensor], *, batch_size: int, axis: int, sample: int) -> list[tuple[Tensor, Tensor]]:
-    """Return (output, gradient) pairs that start a backward from one sample's outputs.
+def sample_sets(batch_size: int) -> list[set[int]]:
+    """Return the sets of samples to ask about: one sample alone, then those with each binary digit in their number."""
+    places = range((batch_size - 1).bit_length())
+    digits = [{sample for sample in range(batch_size) if sample >> place & 1} for place in places]
+    alone = {batch_size // 2}
+    return [alone, *(chosen for chosen in digits if chosen != alone)]
+
+
+def cotangents(
+    outputs: Sequence[Tensor], *, batch_size: int, axis: int, samples: set[int]
+) -> list[tuple[Tensor, Tensor]]:
+    """Return (output, gradient) pairs that start a backward from some samples' outputs.
 
     Args:
         outputs: The model's output tensors.
         batch_size: B.
         axis: The expected batch axis.
-        sample: The sample.
+        samples: The samples.
 
     Returns:
-        Pairs for the outputs that have a batch axis; the gradient is random in the sample's rows, zero elsewhere.
+        Pairs for the outputs that have a batch axis; the gradient is random in the samples' rows, zero elsewhere.
     """
     pairs = []
     generator = torch.Generator().manual_seed(0)
@@ -121,9 +139,33 @@ def cotangents(outputs: Sequence[Tensor], *, batch_size: int, axis: int, sample:
         if output.dim() == 0 or output.shape[place] != batch_size:
             continue
         grad = torch.zeros_like(output, memory_format=torch.contiguous_format)
-        target = grad.select(place, sample)
-        # Never zero, so that no row of the sample can be missed.
-        noise = torch.rand(target.shape, generator=generator) + 0.5
-        target.copy_(noise)
+        chosen = torch.tensor(sorted(samples), device=grad.device)
+        # Never zero, so that no row of a sample can be missed.
+        shape = [*grad.shape[:place], len(samples), *grad.shape[place + 1 :]]
+        noise = torch.rand(shape, generator=generator) + 0.5
+        grad.index_copy_(place, chosen, noise.to(device=grad.device, dtype=grad.dtype))
         pairs.append((output, grad))
     return pairs
+
+
+def ask(probe: Probe, outputs: Sequence[Tensor], *, record: Record, run: Callable[..., bool | None]) -> bool:
+    """Run the backwards that bring a probe its evidence.
+
+    Args:
+        probe: The probe, listening already.
+        outputs: The model's output tensors.
+        record: The forward.
+        run: Runs one backward; says None when it must be called again.
+
+    Returns:
+        Whether there was anything to ask: False where no output has a batch axis.
+    """
+    for samples in sample_sets(record.batch_size):
+        probe.samples = samples
+        pairs = cotangents(outputs, batch_size=record.batch_size, axis=record.axis, samples=samples)
+        if not pairs:
+            return False
+        starts, grads = [output for output, _ in pairs], [grad for _, grad in pairs]
+        if run(starts, grads) is None:
+            run(starts, grads)
+    return True

@@ -48,6 +48,28 @@ def _samples(node: Any, output_nr: int, rows: int, batch_size: int, expected_axi
     return None
 
 
+def leads_to(tensor: Tensor, anchor_node: Any) -> bool:
+    """Return whether a captured operation, and with it the anchor, is found near ``tensor`` in the graph behind it.
+
+    Args:
+        tensor: A layer's input.
+        anchor_node: The node that accumulates the anchor's gradient.
+
+    Returns:
+        False also where the search was given up: then an edge too many does no harm.
+    """
+    pending, seen = [tensor.grad_fn], 0
+    while pending and seen < _MAX_NODES:
+        node: Any = pending.pop()
+        if node is None:
+            continue
+        if node is anchor_node or node.metadata.get(METADATA_KEY) is not None:
+            return True
+        seen += 1
+        pending += [following for following, _ in reversed(node.next_functions)]
+    return False
+
+
 def _parent_samples(node: Any, rows: int, batch_size: int, expected_axis: int) -> Tensor | None:
     parent, parent_nr = node.next_functions[0]
     if parent is not None:

@@ -14,11 +14,11 @@ from ghostclip.capture.consume import consume
 from ghostclip.capture.decompose import decompose
 from ghostclip.capture.derive import derive
 from ghostclip.capture.inputs import batch_size_of, emptied, padded, rolled, same_tensors, under_checkpoint
-from ghostclip.capture.nodes import tie
+from ghostclip.capture.nodes import accumulation_node, tie
 from ghostclip.capture.operation import Operation
-from ghostclip.capture.probe import MAX_ATTEMPTS, Probe, cotangents
+from ghostclip.capture.probe import MAX_ATTEMPTS, Probe, ask
 from ghostclip.capture.sites import Sites
-from ghostclip.capture.tracked import TrackedTensor, lend, plain, tracked_leaves
+from ghostclip.capture.tracked import TrackedTensor, lend, plain, tracked_leaves, without_samples
 from ghostclip.capture.usage import Listener, Record, Use
 from ghostclip.errors import UncoveredParameterError
 
@@ -72,7 +72,7 @@ class Session:
         self.on_backward = on_backward
         self.on_loss = on_loss
         self.anchor = torch.zeros((), requires_grad=True)
-        self._anchor_node = _accumulation_node(self.anchor)
+        self.anchor_node = accumulation_node(self.anchor)
         self.parameters: dict[str, nn.Parameter] = {}
         self._loan = loan.Loan(model, self)
         self._reentrant = False
@@ -261,7 +261,7 @@ class Session:
             What the function returns; tracked where it is derived.
 
         Raises:
-            UncoveredParameterError: Some of the tensors were lent by another session.
+            UncoveredParameterError: Some were lent by another session, or a backward starts where no data came in.
         """
         name = operation_name(func)
         if not torch.is_grad_enabled():
@@ -274,7 +274,7 @@ class Session:
             message = f"{name}: parameters of two models with separate clippers meet. Use one clipper for both."
             raise UncoveredParameterError(message)
         if name == "backward":
-            raise UncoveredParameterError(_without_samples(operation_parameters(args)))
+            raise UncoveredParameterError(without_samples(args))
         operation = Operation(func, name, args, kwargs)
         data = [tensor for tensor in operation.plain if self.sites.is_data(tensor, name)]
         if not data or self.sites.takes_constants(operation, data):
@@ -313,8 +313,9 @@ class Session:
         self.listener.receive(use, grad)
 
     def _trains(self) -> bool:
-        """Return whether the running backward is for the parameters, not for inputs alone (``autograd.grad(loss, x)``)."""
-        return bool(torch._C._will_engine_execute_node(self._anchor_node))
+        """Return whether the running backward is for the parameters, not for inputs alone."""
+        # Reentrant checkpointing hides the anchor from the outer graph, and accepts no backward for inputs alone.
+        return self.record.silent or bool(torch._C._will_engine_execute_node(self.anchor_node))
 
     # -- evidence -----------------------------------------------------------------------------------------------
 
@@ -322,19 +323,12 @@ class Session:
         record = self.record
         if not record.unproven or record.batch_size < 2:
             return None
-        sample = record.batch_size // 2
-        pairs = cotangents(outputs, batch_size=record.batch_size, axis=record.axis, sample=sample)
-        if not pairs:
-            return None
-        probe = Probe(sample, self.describe_module)
+        probe = Probe(set(), self.describe_module)
         self.listener = probe
         try:
-            outputs, grads = [output for output, _ in pairs], [grad for _, grad in pairs]
-            if self.run_backward(outputs, grads) is None:
-                self.run_backward(outputs, grads)
+            return probe if ask(probe, outputs, record=record, run=self.run_backward) else None
         finally:
             self.listener = None
-        return probe
 
     def run_backward(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool | None:
         """Run a backward through captured operations only, keeping the graph and every ``.grad`` outside.
@@ -400,24 +394,6 @@ def operation_name(func: Callable[..., Any]) -> str:
     if name == "__get__":
         return getattr(getattr(func, "__self__", None), "__name__", name)
     return name
-
-
-def operation_parameters(args: tuple[Any, ...]) -> str:
-    """Return the names of the parameters behind the tracked tensors among ``args``, for an error message."""
-    return ", ".join(dict.fromkeys(name for tracked in tracked_leaves(args) for name in tracked.origin.names))
-
-
-def _without_samples(names: str) -> str:
-    return (
-        f"parameter '{names}' met no tensor with a batch axis on its way to the loss (a part of the batch, one sample at a "
-        "time in a loop, or constants only), so its gradient cannot be split into samples. Give the layer the whole "
-        "batch, or freeze the parameter."
-    )
-
-
-def _accumulation_node(leaf: Tensor) -> Any:
-    with torch.enable_grad():
-        return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 def _in_backward() -> bool:

@@ -185,3 +185,20 @@ def replace_tracked(tree: Any, replacement: Callable[[TrackedTensor], Any]) -> A
 def plain(tree: Any) -> Any:
     """Return the tree with tracked tensors replaced by their detached values."""
     return replace_tracked(tree, lambda tracked: tracked.origin.value)
+
+
+def without_samples(tree: Any) -> str:
+    """Say that the parameters behind the tracked tensors of a tree met nothing that has samples.
+
+    Args:
+        tree: Nested tuples, lists and dicts.
+
+    Returns:
+        An error message.
+    """
+    names = ", ".join(dict.fromkeys(name for tracked in tracked_leaves(tree) for name in tracked.origin.names))
+    return (
+        f"parameter '{names}' met no tensor with a batch axis on its way to the loss (a part of the batch, one sample "
+        "at a time in a loop, or constants only), so its gradient cannot be split into samples. Give the layer the "
+        "whole batch, or freeze the parameter."
+    )

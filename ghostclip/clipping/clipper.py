@@ -141,7 +141,8 @@ class GhostClipper:
             if norms.late:
                 self._shared |= norms.late
                 continue
-            total = norms.norms()
+            with torch.no_grad():
+                total = norms.norms()
             if doubtful_B is not None or total.value_B is None or not bool(total.doubtful_B().any()):
                 break
             doubtful_B = total.doubtful_B()

@@ -74,8 +74,10 @@ class Factor(ABC):
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which norms and sums are accumulated: float64 for float64, else float32."""
-    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+    """Return the dtype in which norms and sums are accumulated: 64 bits for float64, else 32; complex stays complex."""
+    if dtype.is_complex:
+        return torch.complex128 if dtype == torch.complex128 else torch.complex64
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def to_accumulation(tensor: Tensor) -> Tensor:

@@ -135,6 +135,10 @@ _EXPRESSIONS: dict[str, tuple[tuple[int, ...], Callable[[Tensor, Tensor], Tensor
     "stacked": ((5,), lambda p, x: torch.stack([p * x[:, t] for t in range(x.shape[1])], 1)),
     "conv_functional": ((4, 3, 2), lambda p, x: functional.pad(functional.conv1d(x, p), (0, 1))),
     "layer_norm_functional": ((5,), lambda p, x: functional.layer_norm(x, (5,), p)),
+    "where_constant_mask": ((5,), lambda p, x: torch.where(torch.tensor([True, False, True, False, True]), p, x)),
+    "masked_fill": ((), lambda p, x: x.masked_fill(x < 0, p)),
+    "spectrum": ((5,), lambda p, x: torch.fft.irfft(torch.fft.rfft(x) * torch.fft.rfft(p), n=5)),
+    "input_requires_grad": ((5,), lambda p, x: functional.layer_norm(x.detach().requires_grad_(), (5,), p)),
     "squared_twice": ((5,), lambda p, x: (x * p) * p + p.square().sum()),
 }
 
@@ -155,9 +159,16 @@ def _square(name: str) -> Case:
     return layer_case(f"custom_{name}_samples_equal_tokens", lambda: OneParameter(shape, use), 3, 3, 5)
 
 
+def _mask_of_the_batch_size(name: str) -> Case:
+    """Make a case in which a constant without a batch axis has as many entries as there are samples."""
+    shape, use = _EXPRESSIONS[name]
+    return layer_case(f"custom_{name}_samples_equal_entries", lambda: Owner(shape, use), 5, 3, 5)
+
+
 CASES = [
     *map(_between, _EXPRESSIONS),
     *map(_alone, ("matmul", "cumsum", "add_without_batch", "einsum", "concatenated")),
+    _mask_of_the_batch_size("where_constant_mask"),
     *map(_square, ("add_without_batch", "einsum_on_tokens", "matmul", "cumsum")),
     layer_case("custom_hf_rmsnorm", lambda: nn.Sequential(nn.Linear(5, 5), HfRmsNorm(5), nn.Linear(5, 3)), 4, 3, 5),
     layer_case("custom_gemma_rmsnorm", lambda: nn.Sequential(nn.Linear(5, 5), HfRmsNorm(5, plus_one=True)), 4, 3, 5),

@@ -1,0 +1,81 @@
+"""A backward that is not for the parameters, and a loss that samples never reach."""
+
+import pytest
+import torch
+from torch import nn
+
+import ghostclip
+from ghostclip.errors import SampleMixingError, UncoveredParameterError
+
+
+def _model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+
+def _losses(model, x):
+    return model(x).square().sum(1)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "bookkeeping", "hooks", "ghost", "fast"])
+def test_gradient_of_the_input_alone_adds_nothing(strategy):
+    """Adversarial examples and saliency maps: otherwise every sample would contribute twice."""
+    model, x = _model(), torch.randn(4, 5, dtype=torch.float64)
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=0.5, strategy=strategy)
+    clipper.backward(_losses(model, x))
+    want = [p.grad.clone() for p in model.parameters()]
+    clipper.reset()
+    seen = x.clone().requires_grad_()
+    torch.autograd.grad(_losses(model, seen).sum(), seen)
+    _losses(model, seen).sum().backward(inputs=[seen])
+    assert all(p.grad is None for p in model.parameters())
+    assert not clipper.has_clipped_sum
+    clipper.backward(_losses(model, x))
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), want, strict=True))
+
+
+class _SampleByOne(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return torch.stack([self.linear(one) for one in x])
+
+
+def test_loop_over_samples_is_refused():
+    model, x = _SampleByOne(), torch.randn(4, 2, 5)
+    ghostclip.GhostClipper(model, max_grad_norm=0.5)
+    with pytest.raises(UncoveredParameterError, match="met no tensor with a batch axis"):
+        model(x).square().sum((1, 2)).mean().backward()
+
+
+class _Reversed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.linear(x.flip(0)).flip(0)
+
+
+@pytest.mark.parametrize("samples", [2, 3, 4, 5, 8])
+def test_reordered_batch_is_refused(samples):
+    """Also where the sample in the middle stays in its place."""
+    model = _Reversed()
+    ghostclip.GhostClipper(model, max_grad_norm=0.5)
+    with pytest.raises(SampleMixingError):
+        model(torch.randn(samples, 5))
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ghost"])
+def test_frozen_after_a_step(strategy):
+    model, x = _model(), torch.randn(4, 5, dtype=torch.float64)
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=0.5, strategy=strategy)
+    clipper.backward(_losses(model, x))
+    clipper.reset()
+    model[0].requires_grad_(False)
+    clipper.backward(_losses(model, x))
+    assert model[0].weight.grad is None
+    assert model[2].weight.grad is not None
+    assert not clipper.per_sample_norms.requires_grad
