@@ -79,7 +79,7 @@ def _by_rule(session: "Session", operation: Operation, targets: dict[str, Tracke
     use.node = keep(captured.saved) if captured.saved else None
     output: Tensor = operation.run_plain()
     if output.requires_grad:
-        output = own(output, session.anchor, anchored=leads_to(captured.rows, session.anchor_node))
+        output = own(output, session.anchor, anchored=leads_to(captured.rows, session.anchor))
     else:
         output = enter_graph(output, session.anchor)
     session.register(use)

@@ -48,12 +48,12 @@ def _samples(node: Any, output_nr: int, rows: int, batch_size: int, expected_axi
     return None
 
 
-def leads_to(tensor: Tensor, anchor_node: Any) -> bool:
+def leads_to(tensor: Tensor, anchor: Tensor) -> bool:
     """Return whether a captured operation, and with it the anchor, is found near ``tensor`` in the graph behind it.
 
     Args:
         tensor: A layer's input.
-        anchor_node: The node that accumulates the anchor's gradient.
+        anchor: The leaf.
 
     Returns:
         False also where the search was given up: then an edge too many does no harm.
@@ -63,7 +63,7 @@ def leads_to(tensor: Tensor, anchor_node: Any) -> bool:
         node: Any = pending.pop()
         if node is None:
             continue
-        if node is anchor_node or node.metadata.get(METADATA_KEY) is not None:
+        if getattr(node, "variable", None) is anchor or node.metadata.get(METADATA_KEY) is not None:
             return True
         seen += 1
         pending += [following for following, _ in reversed(node.next_functions)]

@@ -72,7 +72,6 @@ class Session:
         self.on_backward = on_backward
         self.on_loss = on_loss
         self.anchor = torch.zeros((), requires_grad=True)
-        self.anchor_node = accumulation_node(self.anchor)
         self.parameters: dict[str, nn.Parameter] = {}
         self._loan = loan.Loan(model, self)
         self._reentrant = False
@@ -315,7 +314,7 @@ class Session:
     def _trains(self) -> bool:
         """Return whether the running backward is for the parameters, not for inputs alone."""
         # Reentrant checkpointing hides the anchor from the outer graph, and accepts no backward for inputs alone.
-        return self.record.silent or bool(torch._C._will_engine_execute_node(self.anchor_node))
+        return self.record.silent or bool(torch._C._will_engine_execute_node(accumulation_node(self.anchor)))
 
     # -- evidence -----------------------------------------------------------------------------------------------
 

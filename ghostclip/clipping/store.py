@@ -78,7 +78,7 @@ class GradientStore:
         """
         parameter = self._parameters[name]
         before = getattr(parameter, "grad_sample", None)
-        if before is None or (parameter.grad is None and not self.has_sum):
+        if before is None or (parameter.grad is None and not (self.owned and self.has_sum)):
             parameter.grad_sample = grad_BP  # type: ignore[attr-defined]
         else:
             earlier = before if isinstance(before, list) else [before]

@@ -1,5 +1,7 @@
 """A backward that is not for the parameters, and a loss that samples never reach."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -79,3 +81,18 @@ def test_frozen_after_a_step(strategy):
     assert model[0].weight.grad is None
     assert model[2].weight.grad is not None
     assert not clipper.per_sample_norms.requires_grad
+
+
+def test_clipper_can_be_copied():
+    clipper = ghostclip.GhostClipper(_model(), max_grad_norm=0.5)
+    assert copy.deepcopy(clipper).max_grad_norm == 0.5
+
+
+def test_per_sample_gradients_do_not_pile_up():
+    """The model's own zero_grad begins a new sum when no optimizer owns the sums."""
+    model, x = _model(), torch.randn(4, 5, dtype=torch.float64)
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=0.5, strategy="hooks")
+    for _ in range(3):
+        model.zero_grad()
+        clipper.backward(_losses(model, x))
+    assert all(p.grad_sample.shape == (4, *p.shape) for p in model.parameters())
