@@ -11,7 +11,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from ghostclip.errors import GhostClipError
 
@@ -81,7 +81,14 @@ def _finetune(given: dict[str, object]) -> int:
     return run(given)
 
 
-def _show_warning(message: Warning | str, *_: object) -> None:
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
     print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
 
 

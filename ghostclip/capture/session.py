@@ -13,10 +13,11 @@ from ghostclip.capture import loan
 from ghostclip.capture.consume import consume
 from ghostclip.capture.decompose import decompose
 from ghostclip.capture.derive import derive
+from ghostclip.capture.evidence import probe_outputs
 from ghostclip.capture.inputs import batch_size_of, emptied, padded, rolled, same_tensors, under_checkpoint
 from ghostclip.capture.nodes import accumulation_node, tie
 from ghostclip.capture.operation import Operation
-from ghostclip.capture.probe import MAX_ATTEMPTS, Probe, ask
+from ghostclip.capture.probe import MAX_ATTEMPTS
 from ghostclip.capture.sites import Sites
 from ghostclip.capture.tracked import TrackedTensor, lend, plain, tracked_leaves, without_samples
 from ghostclip.capture.usage import Listener, Record, Use
@@ -154,7 +155,7 @@ class Session:
         if escaped and not self.sites.any_axis and record.batch_size > 1:
             self.sites.any_axis = True
             return True
-        probe = self._probe(_tensors(output))
+        probe = probe_outputs(self, _tensors(output))
         if probe is None:
             return False
         doubted = probe.constants() - self.sites.constants
@@ -316,19 +317,6 @@ class Session:
         # Reentrant checkpointing hides the anchor from the outer graph, and accepts no backward for inputs alone.
         return self.record.silent or bool(torch._C._will_engine_execute_node(accumulation_node(self.anchor)))
 
-    # -- evidence -----------------------------------------------------------------------------------------------
-
-    def _probe(self, outputs: list[Tensor]) -> Probe | None:
-        record = self.record
-        if not record.unproven or record.batch_size < 2:
-            return None
-        probe = Probe(set(), self.describe_module)
-        self.listener = probe
-        try:
-            return probe if ask(probe, outputs, record=record, run=self.run_backward) else None
-        finally:
-            self.listener = None
-
     def run_backward(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool | None:
         """Run a backward through captured operations only, keeping the graph and every ``.grad`` outside.
 
@@ -343,9 +331,7 @@ class Session:
         with self.lending():
             if not (self._full_backward or self._reentrant):
                 try:
-                    torch.autograd.backward(
-                        outputs, grads, retain_graph=True, inputs=self._ends()
-                    )
+                    torch.autograd.backward(outputs, grads, retain_graph=True, inputs=self._ends())
                     return True
                 except RuntimeError as error:
                     # Reentrant checkpointing accepts no ``inputs``.

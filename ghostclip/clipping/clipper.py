@@ -9,6 +9,7 @@ from typing import Final, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from ghostclip.capture.evidence import probe_losses
 from ghostclip.capture.session import Session
 from ghostclip.capture.usage import Use
 from ghostclip.clipping.coefficients import clip_coefficients
@@ -24,6 +25,8 @@ _log = logging.getLogger(__name__)
 Strategy = Literal["auto", "bookkeeping", "ghost", "fast", "hooks"]
 Reduction = Literal["mean", "sum"]
 _TWO_PASS: Final = ("ghost", "fast")
+# Per-sample losses are proved to be each sample's own in the first backward.
+_PROBED_LOSSES: Final = 1
 
 
 class GhostClipper:
@@ -91,6 +94,7 @@ class GhostClipper:
         self._non_finite = 0
         self._shared: set[str] = set()
         self._bounds_used: list[float] = []
+        self._losses_to_probe = _PROBED_LOSSES
         self._said: set[str] = set()
         self._session = Session(
             model, batch_first=batch_first, on_backward=self._open_implicit_pass, on_loss=check_normaliser
@@ -112,6 +116,9 @@ class GhostClipper:
         record = self._session.record
         check_loss(loss, reduction=self.loss_reduction, batch_size=0 if record.padded else record.batch_size)
         per_sample = loss.dim() == 1
+        if per_sample and record.batch_size > 1 and self._losses_to_probe > 0:
+            self._losses_to_probe -= 1
+            probe_losses(self._session, loss)
         strategy = self.resolve_strategy()
         if strategy in _TWO_PASS:
             self._two_passes(loss.sum(), per_sample=per_sample, instantiate=strategy == "fast")

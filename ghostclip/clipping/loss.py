@@ -66,7 +66,7 @@ def check_normaliser(node: Any, batch_size: int) -> None:
         return
     target = node._saved_target
     if target.numel() % batch_size:
-        return
+        raise LossReductionError(_not_over_samples(target.numel(), batch_size))
     weight = node._saved_weight
     share = torch.ones_like(target, dtype=torch.float64) if weight is None else weight.double()[target.clamp(min=0)]
     share = share.masked_fill(target == node._saved_ignore_index, 0.0)
@@ -80,6 +80,13 @@ def check_normaliser(node: Any, batch_size: int) -> None:
         raise LossReductionError(message)
 
 
+def _not_over_samples(count: int, batch_size: int) -> str:
+    return (
+        f"the loss is a mean over {count} values for a batch of {batch_size} samples: part of the batch was left out, "
+        "or samples have different numbers of values. Use reduction='none' and give one loss a sample, shape (B,)."
+    )
+
+
 def shown_reduction(node: Any, batch_size: int) -> str | None:
     """Return the reduction that the last operation of a loss shows, or None where it shows none.
 
@@ -89,6 +96,9 @@ def shown_reduction(node: Any, batch_size: int) -> str | None:
 
     Returns:
         ``"mean"``, ``"sum"`` or None.
+
+    Raises:
+        LossReductionError: A mean was taken over a number of values that the samples cannot share evenly.
     """
     if node is None:
         return None
@@ -98,6 +108,9 @@ def shown_reduction(node: Any, batch_size: int) -> str | None:
     name = node.name()
     if name not in ("MeanBackward0", "SumBackward0") or len(node._saved_self_sym_sizes) == 0:
         return None
+    count = prod(node._saved_self_sym_sizes)
+    if name == "MeanBackward0" and batch_size > 1 and count % batch_size:
+        raise LossReductionError(_not_over_samples(count, batch_size))
     # Only one value a sample is sure to be a reduction over samples; over more axes a sum may be part of each loss.
     if prod(node._saved_self_sym_sizes) != batch_size:
         return None

@@ -11,7 +11,6 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-
 _BLOCK: Final = 4096
 
 
