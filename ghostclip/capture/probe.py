@@ -34,6 +34,7 @@ class Probe:
     describe_module: Callable[[str], str]
     failures: list[tuple[Use, str]] = field(default_factory=list)
     _rejected: set[tuple[Site, tuple[str, int]]] = field(default_factory=set)
+    _known: dict[Site, tuple[str, int] | None] = field(default_factory=dict)
 
     def receive(self, use: Use, grad: Tensor) -> None:
         """Judge the row maps of one use.
@@ -45,9 +46,11 @@ class Probe:
         if not bool((grad.nan_to_num(nan=0.0) != 0).any()):
             use.site.attempts += 1
             return
+        # What an earlier forward has shown must hold for good: rows may not change their order from batch to batch.
+        known = self._known.setdefault(use.site, use.site.chosen)
         for row_map in use.maps:
             key = (use.site, row_map.key)
-            if key in self._rejected:
+            if key in self._rejected or (known not in (None, row_map.key) and row_map.kind not in ("listed", "whole")):
                 continue
             if _explains(row_map, use, grad, self.samples):
                 if row_map.kind != "listed":

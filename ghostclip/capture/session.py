@@ -14,7 +14,15 @@ from ghostclip.capture.consume import consume
 from ghostclip.capture.decompose import decompose
 from ghostclip.capture.derive import derive
 from ghostclip.capture.evidence import probe_outputs
-from ghostclip.capture.inputs import batch_size_of, emptied, padded, rolled, same_tensors, under_checkpoint
+from ghostclip.capture.inputs import (
+    batch_size_of,
+    emptied,
+    is_power_of_four,
+    padded,
+    rolled,
+    same_tensors,
+    under_checkpoint,
+)
 from ghostclip.capture.nodes import accumulation_node, tie
 from ghostclip.capture.operation import Operation
 from ghostclip.capture.probe import MAX_ATTEMPTS
@@ -77,6 +85,7 @@ class Session:
         self._loan = loan.Loan(model, self)
         self._reentrant = False
         self._full_backward = False
+        self._forwards = 0
         self._open: ExitStack | None = None
         self._handles: list[RemovableHandle] = loan.attach(model, self)
 
@@ -111,6 +120,8 @@ class Session:
                 changed, size = (args, kwargs), 1
                 self.record.padded = True
             self.record.batch_size = size
+            self._forwards += 1
+            self.record.unproven = is_power_of_four(self._forwards)
             if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs))):
                 changed = tree_map(self._tied, (args, kwargs))
         self._loan.lend_all()

@@ -123,7 +123,7 @@ class GhostClipper:
         if strategy in _TWO_PASS:
             self._two_passes(loss.sum(), per_sample=per_sample, instantiate=strategy == "fast")
             return
-        listener = Hooks() if strategy == "hooks" else BookKeeping()
+        listener = self._one_pass(strategy)
         self._listen(listener, lambda: loss.sum().backward())
         self._complete(listener, per_sample=per_sample)
 
@@ -170,6 +170,12 @@ class GhostClipper:
         finally:
             self._session.listener = None
 
+    def _one_pass(self, strategy: str) -> BookKeeping:
+        if strategy != "hooks":
+            return BookKeeping()
+        self._store.drop_stale_samples()
+        return Hooks()
+
     def _open_implicit_pass(self, use: Use | None) -> None:
         """Begin listening to a plain ``loss.backward()``; it completes when that backward ends."""
         strategy = "bookkeeping" if self.strategy == "auto" else self.strategy
@@ -185,7 +191,7 @@ class GhostClipper:
                 "loss.backward() under activation checkpointing keeps every layer's input; clipper.backward(loss) "
                 "does not."
             )
-        listener = Hooks() if strategy == "hooks" else BookKeeping()
+        listener = self._one_pass(strategy)
         close = self._session.open_listener(listener)
 
         def complete() -> None:

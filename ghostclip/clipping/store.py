@@ -78,11 +78,18 @@ class GradientStore:
         """
         parameter = self._parameters[name]
         before = getattr(parameter, "grad_sample", None)
-        if before is None or (parameter.grad is None and not (self.owned and self.has_sum)):
+        if before is None:
             parameter.grad_sample = grad_BP  # type: ignore[attr-defined]
         else:
             earlier = before if isinstance(before, list) else [before]
             parameter.grad_sample = [*earlier, grad_BP]  # type: ignore[attr-defined]
+
+    def drop_stale_samples(self) -> None:
+        """Drop per-sample gradients of a batch that is over, before those of the next are formed beside them."""
+        for parameter in self._parameters.values():
+            stale = parameter.grad is None and not (self.owned and self.has_sum)
+            if stale and getattr(parameter, "grad_sample", None) is not None:
+                parameter.grad_sample = None  # type: ignore[attr-defined]
 
     def finish(self) -> None:
         """Note that a backward is complete: sums of 16-bit parameters are shown in ``p.grad``."""

@@ -110,7 +110,7 @@ CASES = [
     layer_case("linear_folded_after_layer", FoldAfterLayer, 4, 6, 5),
     layer_case("linear_folded_tokens_equal_samples", FoldAfterLayer, 4, 4, 5),
     layer_case("linear_folded_one_sample", lambda: FoldTokens(5), 1, 6, 5),
-    layer_case("linear_folded_token_major", lambda: FoldTokensMajor(5), 4, 6, 5, may_refuse=True),
+    layer_case("linear_folded_token_major", lambda: FoldTokensMajor(5), 4, 6, 5),
     layer_case("linear_windows", lambda: Windows(2, 5), 3, 4, 6, 5),
     layer_case("linear_windows_equal_samples", lambda: Windows(2, 5), 4, 4, 4, 5),
     layer_case("linear_non_contiguous", NonContiguous, 4, 7, 4),

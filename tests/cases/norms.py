@@ -48,6 +48,6 @@ CASES = [
         lambda: nn.Sequential(nn.Conv3d(2, 2, 2), nn.InstanceNorm3d(2, affine=True)),
         *(3, 2, 3, 4, 3),
     ),
-    layer_case("weight_norm", lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 4)), 4, 6, may_refuse=True),
+    layer_case("weight_norm", lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 4)), 4, 6),
     layer_case("local_response_norm", lambda: nn.Sequential(nn.Conv2d(2, 4, 2), nn.LocalResponseNorm(2)), 3, 2, 4, 4),
 ]
