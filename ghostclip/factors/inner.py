@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Final
 
 import torch
-from opt_einsum import contract
 from torch import Tensor
 
 from ghostclip.factors import planner
 from ghostclip.factors.base import Factor, dot_products, to_accumulation
+from ghostclip.factors.contraction import contraction
 from ghostclip.factors.dense import Dense
 from ghostclip.factors.outer import Outer
 from ghostclip.factors.placed import Placed
@@ -86,7 +86,7 @@ def _outer_rows(outer: Outer, rows: Rows) -> Tensor:
         piece = slice(start, start + block)
         g_BTV = to_accumulation(outer.g_NTO[:, piece])
         picked_BTU = g_BTV.gather(2, rows.ids_BT.unsqueeze(1).expand(-1, g_BTV.shape[1], -1))
-        total_B += contract("bti,bui,btu->b", a_BTI[:, piece], r_BUI, picked_BTU)
+        total_B += contraction("bti,bui,btu->b", a_BTI[:, piece], r_BUI, picked_BTU)
     return total_B
 
 

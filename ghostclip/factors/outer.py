@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from math import sqrt
 
 import torch
-from opt_einsum import contract
 from torch import Tensor
 
 from ghostclip.factors import planner
 from ghostclip.factors.base import Factor, SquaredNorm, no_error, to_accumulation, where_kept
+from ghostclip.factors.contraction import contraction
 
 
 class Outer(Factor):
@@ -115,7 +115,7 @@ class Outer(Factor):
         if self.slots > 1:
             out_SOI = out.view(self.slots, outputs, inputs)
             shape_a, shape_g = (self.batch_size, self.slots, -1, inputs), (self.batch_size, self.slots, -1, outputs)
-            out_SOI += contract("b,bsto,bsti->soi", coef_B, g_NTO.reshape(shape_g), a_NTI.reshape(shape_a))
+            out_SOI += contraction("b,bsto,bsti->soi", coef_B, g_NTO.reshape(shape_g), a_NTI.reshape(shape_a))
             return
         coef = coef_B.view(-1, 1, 1)
         # The coefficients go to the smaller side: fewer elements to multiply and to copy.

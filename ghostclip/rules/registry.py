@@ -4,7 +4,7 @@ Shape letters: B samples, T positions, L the leading (row) axes, F features.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from torch import Tensor
@@ -71,7 +71,6 @@ Rule = Callable[[Call], Captured | None]
 class _Entry:
     rule: Rule
     arguments: tuple[str, ...]
-    required: frozenset[str] = field(default_factory=frozenset)
 
 
 _RULES: Final[dict[str, _Entry]] = {}
