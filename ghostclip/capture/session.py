@@ -298,8 +298,10 @@ class Session:
 
     def register(self, use: Use) -> None:
         """Note a new use of the current forward."""
-        for tracked in use.targets.values():
-            self.record.use_counts.update(tracked.origin.names)
+        if not _in_backward():
+            # What checkpointing runs again in a backward is no further use: counting it would keep its factors waiting.
+            for tracked in use.targets.values():
+                self.record.use_counts.update(tracked.origin.names)
         self.record.checkpointed = self.record.checkpointed or under_checkpoint()
         # The other kind recomputes under hooks of its own, and what it registers then is dropped.
         self._reentrant = self._reentrant or (_in_backward() and not under_checkpoint())
