@@ -12,7 +12,7 @@ def contraction(subscripts: str, *tensors: Tensor) -> Tensor:
 
     Args:
         subscripts: As for ``einsum``, with an explicit output.
-        tensors: The operands.
+        *tensors: The operands.
 
     Returns:
         The contraction, in the operands' dtype.
