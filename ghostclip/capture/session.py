@@ -245,14 +245,10 @@ class Session:
         stack.enter_context(self.lending())
         self._open = stack
 
-        def close() -> None:
-            self.listener = None
-            stack.close()
-
-        return close
+        return self.discard_listener
 
     def discard_listener(self) -> None:
-        """Forget a backward that was broken off by an exception."""
+        """Stop listening to a backward that ended or was broken off by an exception."""
         if self._open is not None:
             self.listener = None
             self._open.close()
