@@ -21,6 +21,7 @@ from torch.utils.data import (
 
 from ghostclip._validate import positive_int
 from ghostclip.data_loader.empty_batch import EmptyBatchCollate
+from ghostclip.data_loader.workers import worker_options
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.sampling import PoissonSampler
 
@@ -158,13 +159,7 @@ class DPDataLoader(DataLoader):
             batch_size=batch_size,
             collate_fn=data_loader.collate_fn,
             generator=data_loader.generator if generator is None else generator,
-            num_workers=data_loader.num_workers,
-            pin_memory=data_loader.pin_memory,
-            timeout=data_loader.timeout,
-            worker_init_fn=data_loader.worker_init_fn,
-            multiprocessing_context=data_loader.multiprocessing_context,
-            prefetch_factor=data_loader.prefetch_factor,
-            persistent_workers=data_loader.persistent_workers,
+            **worker_options(data_loader),
             pin_memory_device=data_loader.pin_memory_device,
         )
         if distributed:

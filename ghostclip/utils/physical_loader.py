@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from ghostclip.data_loader.workers import worker_options
 from ghostclip.errors import DataError
 from ghostclip.optimizers import BatchToken, DPOptimizer
 from ghostclip.sampling import PoissonSampler
@@ -150,14 +151,8 @@ class PhysicalBatchLoader(DataLoader[Any]):
             _TokenDataset(loader.dataset),
             batch_sampler=_SplittingSampler(self._logical_batches, policy),
             collate_fn=_TokenCollate(loader.collate_fn),
-            num_workers=loader.num_workers,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
             generator=loader.generator,
-            prefetch_factor=loader.prefetch_factor,
-            persistent_workers=loader.persistent_workers,
+            **worker_options(loader),
         )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]

@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, S
 
 from ghostclip.accounting import Accountant
 from ghostclip.data_loader import DPDataLoader
+from ghostclip.data_loader.workers import worker_options
 from ghostclip.errors import DataError
 from ghostclip.optimizers import DPOptimizer
 from ghostclip.utils.physical_loader import splittable_batches
@@ -105,15 +106,9 @@ class ShuffledPlan:
         self.loader: DataLoader[Any] = DataLoader(
             loader.dataset,
             batch_sampler=self._passes,
-            num_workers=loader.num_workers,
             collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
             generator=loader.generator,
-            prefetch_factor=loader.prefetch_factor,
-            persistent_workers=loader.persistent_workers,
+            **worker_options(loader),
         )
         self.expected_batch_size = float(self._passes.batch_size)
         warnings.warn(

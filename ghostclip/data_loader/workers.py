@@ -1,0 +1,25 @@
+"""How a loader fetches its records, as options for another loader that takes its place."""
+
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+
+def worker_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the options of a loader that say how records are fetched, not which.
+
+    Args:
+        loader: The loader that is replaced.
+
+    Returns:
+        Keyword arguments of torch's `DataLoader`: workers, pinning, time limit; neither sampling nor collation.
+    """
+    return {
+        "num_workers": loader.num_workers,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+    }
