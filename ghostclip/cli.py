@@ -7,17 +7,29 @@ Exit status: 0 done, 1 stopped by the machine (disk, memory), 2 wrong input (one
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import NoReturn, TextIO
+from functools import partial
+from typing import Final, NoReturn, TextIO
 
 from ghostclip.errors import GhostClipError
 
 EXIT_MACHINE = 1
 EXIT_WRONG_INPUT = 2
 EXIT_INTERRUPTED = 130
+
+# Name: what it does, the module with `add_arguments(parser)`, the module with `run(given) -> exit status`. Both are light
+# to import until `run` is called; `given` holds the options that were given.
+_COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
+    "finetune": (
+        "train a causal transformer on text with differential privacy",
+        "finetune.arguments",
+        "finetune.job",
+    ),
+}
 
 
 class _OneLineParser(argparse.ArgumentParser):
@@ -57,28 +69,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _OneLineParser(prog="ghostclip", description="Train PyTorch models with differential privacy.")
+    parser = _OneLineParser(prog="ghostclip", description="Differentially private training of PyTorch models.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    summary = "train a causal transformer on text with differential privacy"
-    finetune = commands.add_parser(
-        "finetune",
-        help=summary,
-        description=f"{summary.capitalize()}.",
-        argument_default=argparse.SUPPRESS,
-        # A misspelt option that is taken for another one is an option that is silently wrong.
-        allow_abbrev=False,
-    )
-    from ghostclip.finetune.arguments import add_arguments
-
-    add_arguments(finetune)
-    finetune.set_defaults(job=_finetune, parser=finetune)
+    for name, (summary, arguments, job) in _COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.",
+            argument_default=argparse.SUPPRESS,
+            # A misspelt option that is taken for another one is an option that is silently wrong.
+            allow_abbrev=False,
+        )
+        importlib.import_module(f"ghostclip.{arguments}").add_arguments(command)
+        command.set_defaults(job=partial(_run, job), parser=command)
     return parser
 
 
-def _finetune(given: dict[str, object]) -> int:
-    from ghostclip.finetune.job import run
-
-    return run(given)
+def _run(module: str, given: dict[str, object]) -> int:
+    return importlib.import_module(f"ghostclip.{module}").run(given)
 
 
 def _show_warning(

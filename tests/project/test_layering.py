@@ -30,13 +30,17 @@ LAYERS = (
     "data_loader",
     "utils",
     "privacy_engine",
+    "validation",
+    "inspection",
+    "audit",
     "integrations",
     "finetune",
+    "commands",
     "cli",
     "__main__",
 )
 # Programs that use the library as a stranger would, through `import ghostclip`.
-USES_THE_PUBLIC_NAMES = {"integrations", "finetune", "cli", "__main__"}
+USES_THE_PUBLIC_NAMES = {"integrations", "finetune", "commands", "cli", "__main__"}
 # Named in pieces, so that this file is not itself a match.
 MODULE_HOOKS = ("register_" + "forward_hook", "register_" + "forward_pre_hook", "register_" + "full_backward_hook")
 
