@@ -8,6 +8,7 @@ from ghostclip.factors.base import Factor, SquaredNorm, accumulation_dtype
 from ghostclip.factors.dense import Dense, Diagonal
 from ghostclip.factors.inner import inner
 from ghostclip.factors.outer import Outer
+from ghostclip.factors.permuted import Permuted
 from ghostclip.factors.placed import Placed
 from ghostclip.factors.rows import Rows
 from ghostclip.factors.stacked import Stacked
@@ -17,6 +18,7 @@ __all__ = [
     "Diagonal",
     "Factor",
     "Outer",
+    "Permuted",
     "Placed",
     "Rows",
     "SquaredNorm",

@@ -16,6 +16,7 @@ from ghostclip.factors.base import Factor, dot_products, to_accumulation
 from ghostclip.factors.contraction import contraction
 from ghostclip.factors.dense import Dense
 from ghostclip.factors.outer import Outer
+from ghostclip.factors.permuted import Permuted
 from ghostclip.factors.placed import Placed
 from ghostclip.factors.rows import Rows
 from ghostclip.factors.stacked import Stacked, sum_tensors
@@ -32,22 +33,34 @@ def inner(first: Factor, second: Factor) -> Tensor:
         Inner products, shape ``(B,)``, float32 or float64.
     """
     for (kind, other), pair in _PAIRS.items():
-        if isinstance(first, kind) and isinstance(second, other) and _same_slots(first, second):
+        if isinstance(first, kind) and isinstance(second, other) and _same_form(first, second):
             return pair(first, second)
-        if isinstance(second, kind) and isinstance(first, other) and _same_slots(first, second):
+        if isinstance(second, kind) and isinstance(first, other) and _same_form(first, second):
             return pair(second, first)
     flat = (first.materialize().reshape(first.batch_size, -1), second.materialize().reshape(first.batch_size, -1))
     return dot_products(*flat)
 
 
-def _same_slots(first: Factor, second: Factor) -> bool:
-    """A convolution's groups have no cheap product with anything but another convolution of the same groups."""
-    slots = [factor.slots if isinstance(factor, Outer) else 1 for factor in (first, second)]
-    return slots[0] == slots[1]
+def _same_form(first: Factor, second: Factor) -> bool:
+    """Return whether both see the parameter as the same matrices: other forms have no cheap product."""
+    forms = [_form(factor) for factor in (first, second)]
+    return None in forms or forms[0] == forms[1]
+
+
+def _form(factor: Factor) -> tuple[int, int, int] | None:
+    if isinstance(factor, Outer):
+        return factor.slots, factor.sizes[2], factor.sizes[1]
+    return (1, *factor.matrix) if isinstance(factor, Rows) else None
 
 
 def _placed_placed(first: Placed, second: Placed) -> Tensor:
     if first.index == second.index:
+        return inner(first.inner, second.inner)
+    return inner(Dense(first.materialize()), Dense(second.materialize()))
+
+
+def _permuted_permuted(first: Permuted, second: Permuted) -> Tensor:
+    if first.order == second.order:
         return inner(first.inner, second.inner)
     return inner(Dense(first.materialize()), Dense(second.materialize()))
 
@@ -78,7 +91,7 @@ def _outer_outer(first: Outer, second: Outer) -> Tensor:
 
 def _outer_rows(outer: Outer, rows: Rows) -> Tensor:
     """Return ``Σ_{t,u} ⟨a_t, r_u⟩ · g_t[ids_u]``: the embedding-to-head cross term without a V×I tensor."""
-    outer = outer.reshaped(rows.shape)
+    outer = outer.reshaped(rows.matrix)
     a_BTI, r_BUI = to_accumulation(outer.a_NTI), to_accumulation(rows.g_BTI)
     total_B = a_BTI.new_zeros(rows.batch_size)
     block = planner.gram_rows(a_BTI.shape[1], rows.batch_size)
@@ -98,17 +111,18 @@ def _rows_rows(first: Rows, second: Rows) -> Tensor:
     if pairs_1.numel() == 0 or pairs_2.numel() == 0:
         return total_B
     products = torch.linalg.vecdot(sums_1, sums_2[place]) * (pairs_2[place] == pairs_1)
-    return total_B.index_add_(0, pairs_1 // first.shape[0], products)
+    return total_B.index_add_(0, pairs_1 // first.matrix[0], products)
 
 
 def _dense_rows(dense: Dense, rows: Rows) -> Tensor:
-    index = rows.ids_BT.unsqueeze(-1).expand(-1, -1, rows.shape[-1])
-    picked_BTI = dense.grad_BP.gather(1, index)
+    index = rows.ids_BT.unsqueeze(-1).expand(-1, -1, rows.matrix[1])
+    picked_BTI = dense.grad_BP.reshape(dense.batch_size, *rows.matrix).gather(1, index)
     return (picked_BTI * to_accumulation(rows.g_BTI)).sum((1, 2))
 
 
 _PAIRS: Final[dict[tuple[type[Factor], type[Factor]], Callable[..., Tensor]]] = {
     (Placed, Placed): _placed_placed,
+    (Permuted, Permuted): _permuted_permuted,
     (Stacked, Stacked): _stacked_stacked,
     (Outer, Outer): _outer_outer,
     (Outer, Rows): _outer_rows,

@@ -4,12 +4,12 @@ Shape letters: B samples, T positions, I features, V rows of the table, K distin
 """
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
 
 from ghostclip.factors.base import Factor, SquaredNorm, no_error, to_accumulation, where_kept
-from ghostclip.factors.dense import Dense
 
 
 class Rows(Factor):
@@ -21,11 +21,13 @@ class Rows(Factor):
         Args:
             ids_BT: Row numbers, shape ``(B, T)``, integer.
             g_BTI: Gradient of every looked-up row, shape ``(B, T, I)``.
-            shape: The table's shape ``(V, I)``.
+            shape: The parameter's shape; V·I elements, row-major in (V, I).
         """
         self.ids_BT = ids_BT.long()
         self.g_BTI = g_BTI
         self.shape = torch.Size(shape)
+        features = g_BTI.shape[-1]
+        self.matrix = (prod(self.shape) // max(1, features), features)
         self.batch_size = ids_BT.shape[0]
 
     def sqnorm(self) -> SquaredNorm:
@@ -35,7 +37,7 @@ class Rows(Factor):
         """
         pairs_K, sums_KI = self.segments()
         value_B = sums_KI.new_zeros(self.batch_size)
-        value_B.index_add_(0, pairs_K // self.shape[0], sums_KI.square().sum(1))
+        value_B.index_add_(0, pairs_K // self.matrix[0], sums_KI.square().sum(1))
         return no_error(value_B)
 
     def segments(self) -> tuple[Tensor, Tensor]:
@@ -53,29 +55,27 @@ class Rows(Factor):
     def pairs(self) -> Tensor:
         """Return ``sample · V + row`` for every position, shape ``(B, T)``."""
         sample_B1 = torch.arange(self.batch_size, device=self.ids_BT.device).unsqueeze(1)
-        return sample_B1 * self.shape[0] + self.ids_BT
+        return sample_B1 * self.matrix[0] + self.ids_BT
 
     def materialize(self) -> Tensor:
-        """Return the per-sample gradients, shape ``(B, V, I)``."""
+        """Return the per-sample gradients, shape ``(B, *P)``."""
         g_BTI = to_accumulation(self.g_BTI)
-        full = g_BTI.new_zeros(self.batch_size * self.shape[0], g_BTI.shape[-1])
+        full = g_BTI.new_zeros(self.batch_size * self.matrix[0], g_BTI.shape[-1])
         full.index_add_(0, self.pairs().flatten(), g_BTI.reshape(-1, g_BTI.shape[-1]))
         return full.view(self.batch_size, *self.shape)
 
     def add_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:
         """Add the weighted rows to ``out`` with ``index_add_``, never a one-hot product. Cost: 2·B·T·I."""
         weighted_BTI = self.g_BTI.to(out.dtype) * coef_B.view(-1, 1, 1)
-        out.index_add_(0, self.ids_BT.flatten(), weighted_BTI.reshape(-1, out.shape[-1]))
+        out.view(self.matrix).index_add_(0, self.ids_BT.flatten(), weighted_BTI.reshape(-1, self.matrix[1]))
 
     def masked(self, keep_B: Tensor) -> "Rows":
         """Return the factor with dropped samples set to zero."""
         return Rows(self.ids_BT, where_kept(keep_B, self.g_BTI), shape=self.shape)
 
-    def reshaped(self, shape: Sequence[int]) -> Factor:
+    def reshaped(self, shape: Sequence[int]) -> "Rows":
         """Return the factor of the same values for a parameter of ``shape``."""
-        if torch.Size(shape) == self.shape:
-            return self
-        return Dense(self.materialize()).reshaped(shape)
+        return Rows(self.ids_BT, self.g_BTI, shape=shape)
 
     def element_count(self) -> int:
         """Return how many tensor elements the factor keeps alive."""

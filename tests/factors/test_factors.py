@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from ghostclip.factors import Dense, Diagonal, Outer, Placed, Rows, Stacked, inner, planner
+from ghostclip.factors import Dense, Diagonal, Outer, Permuted, Placed, Rows, Stacked, inner, planner
 from ghostclip.factors.base import dot_products, square_sums
 
 F64 = torch.float64
@@ -40,6 +40,11 @@ MATRIX = {
     "placed_columns": lambda: Placed(_outer((7, 2)), (slice(None), slice(1, 3)), shape=(7, 5)),
     "grouped": lambda: _outer((8, 5), slots=2),
     "stacked": _stacked,
+    "permuted": lambda: Permuted(_outer((5, 7)), (1, 0)),
+    "permuted_grouped": lambda: Permuted(_outer((8, 5), slots=2).reshaped((2, 4, 5)), (1, 2, 0)),
+    "permuted_otherwise": lambda: Permuted(_outer((8, 5)).reshaped((2, 4, 5)), (1, 2, 0)),
+    "rows_of_a_view": lambda: _rows((4, 10)).reshaped((4, 5, 2)),
+    "rows_of_numbers": lambda: _rows((35, 1)).reshaped((7, 5)),
 }
 
 
