@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ghostclip.capture import broadcast
+from ghostclip.capture.arrivals import GENERAL_FORM
 from ghostclip.capture.batch_axis import WHOLE, RowMap, candidates
 from ghostclip.capture.derive import batched_grad
 from ghostclip.capture.nodes import Region
@@ -65,7 +66,7 @@ def in_general(session: "Session", operation: Operation) -> Any:
     tracked = operation.tracked
     entered = {id(t): t.origin.value.detach().requires_grad_() for t in tracked}
     local = _Local(operation, entered)
-    site = session.sites.at(tracked, operation.name, "one gradient a sample")
+    site = session.sites.at(tracked, operation.name, GENERAL_FORM)
     session.sites.tell_slow(site, session.describe_module)
     targets = {str(number): t for number, t in enumerate(tracked)}
     use = Use(site, session.record, targets, _unset, 1, [])

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ghostclip.capture.arrivals import Arrival, Circumstances, arrival
 from ghostclip.capture.batch_axis import RowMap
 from ghostclip.capture.derive import pull_back
 from ghostclip.capture.tracked import TrackedTensor
@@ -28,6 +29,7 @@ class Site:
         forms: What each parameter's factors are there.
         chosen: The row map that evidence confirmed (its key), once there was evidence.
         attempts: How many probes passed it without a gradient to judge by.
+        arrivals: What came in for each of its arguments in the last backward.
     """
 
     names: tuple[str, ...]
@@ -35,6 +37,7 @@ class Site:
     forms: dict[str, str] = field(default_factory=dict)
     chosen: tuple[str, int] | None = None
     attempts: int = 0
+    arrivals: dict[str, Arrival] = field(default_factory=dict)
 
     def describe(self) -> str:
         """Return the name of the place for an error message."""
@@ -166,6 +169,20 @@ class Use:
 
         found = self.factors(saved, grad, split)
         pairs: list[tuple[str, Factor]] = []
-        for name, factor in found.items():
-            pairs += pull_back(self.targets[name], factor)
+        for key, factor in found.items():
+            pulled = pull_back(self.targets[key], factor)
+            self.site.arrivals[key] = arrival(
+                self.targets[key],
+                factor,
+                grad,
+                where=self._circumstances(key, saved),
+                pulled=pulled[0][1] if len(pulled) == 1 else None,
+            )
+            pairs += pulled
         return pairs
+
+    def _circumstances(self, key: str, saved: Sequence[Tensor]) -> Circumstances:
+        form = self.site.forms.get(self.targets[key].origin.names[0], "")
+        recomputed = self.record.checkpointed or self.record.silent
+        # Data outside the graph could turn out to be a constant; what is in the graph wants its gradient.
+        return Circumstances(self.site.operation, form, self.constant_key is None, recomputed, saved)

@@ -295,8 +295,11 @@ class GhostClipper:
         return len(self._bounds_used)
 
     def coverage(self) -> Coverage:
-        """Return how every trainable parameter is handled: a table, printed with ``str()``."""
-        return coverage_of(self.model, self._session.sites.table.values())
+        """Return how every trainable parameter is handled, and its cost at the last batch's sizes; print with str()."""
+        strategy = self.strategy
+        if strategy == "auto":
+            strategy = "ghost" if self._session.is_checkpointed() else "bookkeeping"
+        return coverage_of(self.model, self._session.sites.table.values(), strategy=strategy)
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that are clipped: all that require grad."""

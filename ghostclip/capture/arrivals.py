@@ -1,0 +1,184 @@
+"""What arrived at a call site in its last backward: the sizes that say what a parameter costs, and no tensor.
+
+Shape letters: B samples, S slots (groups of a convolution), N = B·S, T positions, I inputs, O outputs.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Final
+
+from torch import Tensor
+
+from ghostclip.capture.tracked import TrackedTensor
+from ghostclip.factors import Dense, Diagonal, Factor, Outer, Placed, Rows, Stacked
+
+_CONVOLUTIONS: Final = ("conv1d", "conv2d", "conv3d")
+# The form that call sites of the general way carry in the coverage table.
+GENERAL_FORM: Final = "one gradient a sample"
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of matrices, one for each of N = B·S: ``(O, T) x (T, I)``.
+
+    Attributes:
+        count: N.
+        positions: T.
+        inputs: I.
+        outputs: O.
+    """
+
+    count: int
+    positions: int
+    inputs: int
+    outputs: int
+
+    @property
+    def flops(self) -> int:
+        """What the product costs once: ``2·N·T·I·O``."""
+        return 2 * self.count * self.positions * self.inputs * self.outputs
+
+    @property
+    def entries(self) -> int:
+        """Elements of the per-sample gradients, ``N·I·O``."""
+        return self.count * self.inputs * self.outputs
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One argument of one operation, as its gradient came in.
+
+    Attributes:
+        names: The parameters behind it.
+        kind: ``"outer"``, ``"rows"``, ``"dense"``, ``"diagonal"`` or ``"general"``.
+        samples: B.
+        products: Products of matrices that the operation's forward consists of, none where it has none.
+        materialised: The per-sample gradient was formed at once (a convolution's that is smaller than its factors, or
+            one that had to be pulled back to the parameters).
+        derived: The argument was computed from the parameters, and was not a parameter itself.
+        elements: Elements that the factor keeps alive and that an ordinary backward would not: the gradients, and the
+            unfolded windows of a convolution.
+        itemsize: Bytes of an element.
+        recomputed: Activation checkpointing runs the forward again in every backward.
+        input_key: Identity of the input that an ordinary backward keeps as well.
+        input_elements: Its elements; 0 where none is kept.
+        needs_input_gradient: The operation's input needs a gradient in ordinary training as well.
+        slice_of: Where in the parameter a confined gradient lies, as text; empty for the whole of it.
+    """
+
+    names: tuple[str, ...]
+    kind: str
+    samples: int
+    products: tuple[Product, ...]
+    materialised: bool
+    derived: bool
+    elements: int
+    itemsize: int
+    needs_input_gradient: bool
+    recomputed: bool
+    input_key: int
+    input_elements: int
+    slice_of: str = ""
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """Where and how a gradient arrived.
+
+    Attributes:
+        operation: The operation's name.
+        form: The form noted at its call site.
+        needs_input_gradient: As in ``Arrival``.
+        recomputed: As in ``Arrival``.
+        saved: What the operation keeps for its backward.
+    """
+
+    operation: str
+    form: str
+    needs_input_gradient: bool
+    recomputed: bool
+    saved: Sequence[Tensor]
+
+
+def arrival(
+    tracked: TrackedTensor, factor: Factor, grad: Tensor, *, where: Circumstances, pulled: Factor | None
+) -> Arrival:
+    """Describe what arrived.
+
+    Args:
+        tracked: The argument.
+        factor: Its per-sample gradients.
+        grad: The gradient of the operation's output.
+        where: Where and how it arrived.
+        pulled: The factor of the parameter behind the argument where there is one only.
+
+    Returns:
+        The description; it holds no tensor.
+    """
+    operation, form = where.operation, where.form
+    value = tracked.origin.value
+    parts = list(_parts(factor))
+    products = tuple(_product(part) for part in parts if isinstance(part, Outer))
+    kind = _kind(parts[0]) if parts else "dense"
+    conv = operation in _CONVOLUTIONS and value.dim() > 2 and isinstance(factor, Dense)
+    if form == GENERAL_FORM:
+        kind, products = "general", _guessed(value, grad, factor.batch_size)
+    elif conv:
+        kind, products = "outer", _of_convolution(value, grad, factor.batch_size)
+    inside = next((item.index for item in (factor, pulled) if isinstance(item, Placed)), ())
+    return Arrival(
+        names=tracked.origin.names,
+        kind=kind,
+        samples=factor.batch_size,
+        products=products,
+        materialised=bool(products) and (conv or not _stays_factored(pulled)),
+        derived=bool(tracked.origin.func),
+        elements=sum(_added_elements(part, unfolded=operation in _CONVOLUTIONS) for part in parts),
+        itemsize=grad.element_size(),
+        needs_input_gradient=where.needs_input_gradient,
+        recomputed=where.recomputed,
+        input_key=hash((where.saved[0].data_ptr(), where.saved[0].shape)) if where.saved else 0,
+        input_elements=where.saved[0].numel() if where.saved else 0,
+        slice_of=str(inside) if inside else "",
+    )
+
+
+def _parts(factor: Factor) -> Iterator[Factor]:
+    if isinstance(factor, Placed):
+        yield from _parts(factor.inner)
+    elif isinstance(factor, Stacked):
+        for part in factor.parts.values():
+            yield from _parts(part)
+    else:
+        yield factor
+
+
+def _stays_factored(pulled: Factor | None) -> bool:
+    return pulled is not None and any(isinstance(part, Outer) for part in _parts(pulled))
+
+
+def _kind(part: Factor) -> str:
+    kinds = {Outer: "outer", Rows: "rows", Diagonal: "diagonal"}
+    return kinds.get(type(part), "dense")
+
+
+def _product(outer: Outer) -> Product:
+    return Product(outer.a_NTI.shape[0], *outer.sizes)
+
+
+def _added_elements(part: Factor, *, unfolded: bool) -> int:
+    return part.g_NTO.numel() if isinstance(part, Outer) and not unfolded else part.element_count()
+
+
+def _of_convolution(weight: Tensor, grad: Tensor, samples: int) -> tuple[Product, ...]:
+    # Groups split inputs and outputs alike: one product of all outputs with one group's inputs costs the same.
+    outputs = weight.shape[0]
+    return (Product(samples, grad.numel() // max(1, samples * outputs), prod(weight.shape[1:]), outputs),)
+
+
+def _guessed(weight: Tensor, grad: Tensor, samples: int) -> tuple[Product, ...]:
+    if weight.dim() < 2 or grad.dim() == 0:
+        return ()
+    positions = grad.numel() // max(1, grad.shape[-1] * samples)
+    return (Product(samples, positions, weight.shape[-1], weight.numel() // max(1, weight.shape[-1])),)

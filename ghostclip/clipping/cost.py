@@ -1,0 +1,198 @@
+"""What clipping a parameter costs, priced as the passes and the factor planner run it.
+
+FLOPs are those of products of matrices, a multiplication and an addition as two: what torch's counter and
+``benchmarks.flops`` count. Elementwise work and sums are left out on both sides.
+
+Shape letters: B samples, N samples times slots, T positions, I inputs, O outputs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import ceil
+
+from ghostclip.capture.arrivals import Arrival, Product
+from ghostclip.factors import planner
+
+# Strategies that hold something of every layer until the backward ends.
+_HOLDING = ("bookkeeping", "hooks")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Operations and memory of one parameter in one step.
+
+    Attributes:
+        base: FLOPs of its layer's products in a non-private step: forward, weight gradient, input gradient.
+        private: FLOPs of the same layer with clipping.
+        held: Bytes held until the backward ends that a non-private step does not hold.
+    """
+
+    base: int = 0
+    private: int = 0
+    held: int = 0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        """Return the cost of both."""
+        return Cost(self.base + other.base, self.private + other.private, self.held + other.held)
+
+
+def cost_of(arrivals: Sequence[Arrival], *, count: int, strategy: str) -> Cost:
+    """Price all uses of one parameter.
+
+    Args:
+        arrivals: What came in for it, one for each use.
+        count: Its number of elements.
+        strategy: ``"bookkeeping"``, ``"ghost"``, ``"fast"`` or ``"hooks"``.
+
+    Returns:
+        The sum over its uses, and the cross terms between them.
+    """
+    total = Cost()
+    for arrived in arrivals:
+        total += _use(arrived, count=count, strategy=strategy)
+    if strategy == "hooks":
+        # Per-sample gradients of all uses are added up first, so that there is one sum.
+        again = [item for item in arrivals if item.kind != "diagonal"][1:]
+        return total + Cost(private=-sum(2 * item.samples * count for item in again))
+    pairs = combinations(arrivals, 2)
+    return total + Cost(private=sum(_cross(first, second, strategy=strategy) for first, second in pairs))
+
+
+def _use(arrived: Arrival, *, count: int, strategy: str) -> Cost:
+    product = sum(item.flops for item in arrived.products)
+    input_gradient = product if arrived.needs_input_gradient else 0
+    backwards = 1 if strategy in _HOLDING else 2
+    again = product if arrived.recomputed else 0
+    base = 2 * product + input_gradient + again
+    run = product + backwards * (input_gradient + again)
+    held = _held(arrived, count=count, strategy=strategy)
+    return Cost(base, run + _clipping(arrived, count=count, strategy=strategy), held)
+
+
+def _clipping(arrived: Arrival, *, count: int, strategy: str) -> int:
+    """Return the FLOPs of norms and clipped sums, the backwards themselves left out."""
+    dense_sum = 2 * arrived.samples * count
+    product = sum(item.flops for item in arrived.products)
+    if arrived.kind == "general":
+        # The operation's whole backward, over all samples, once for every sample.
+        passes = 1 if strategy in _HOLDING else 2
+        return 2 * arrived.samples * product * passes + dense_sum
+    if not arrived.products:
+        nothing = arrived.kind == "diagonal" or (arrived.kind == "rows" and strategy != "hooks")
+        return 0 if nothing else dense_sum
+    if strategy == "hooks":
+        return product + dense_sum
+    total = 0
+    for item in arrived.products:
+        if arrived.materialised:
+            total += item.flops * (1 if strategy == "bookkeeping" else 2) + 2 * item.entries
+        elif strategy == "bookkeeping" and keeps(item):
+            total += item.flops + 2 * item.entries
+        else:
+            total += norm_flops(item, instantiate=strategy == "fast") + item.flops
+    return total
+
+
+def keeps(item: Product) -> bool:
+    """Return whether book-keeping keeps a layer's per-sample gradients in the place of its two factors."""
+    return item.positions > 0 and planner.keeps_per_sample(item.positions, item.inputs, item.outputs)
+
+
+def norm_flops(item: Product, *, instantiate: bool = False) -> int:
+    """Price the norms of a sum of outer products.
+
+    Args:
+        item: The product's sizes.
+        instantiate: Form the gradients whatever is cheaper.
+
+    Returns:
+        FLOPs for all samples: those of the blocked Gram's products, or of the gradients.
+    """
+    positions, inputs, outputs = item.positions, item.inputs, item.outputs
+    if positions == 0:
+        return 0
+    if instantiate or not planner.prefers_gram(positions, inputs, outputs):
+        return item.flops
+    if positions == 1:
+        return 0
+    rows = planner.gram_rows(positions, item.count)
+    entries = sum(min(rows, positions - start) * (positions - start) for start in range(0, positions, rows))
+    return 2 * item.count * entries * (inputs + outputs)
+
+
+def _held(arrived: Arrival, *, count: int, strategy: str) -> int:
+    wide = max(arrived.itemsize, 4)
+    if strategy == "hooks":
+        return arrived.samples * count * wide
+    if strategy != "bookkeeping":
+        return 0
+    if arrived.kind == "general" or (arrived.derived and arrived.materialised):
+        return arrived.samples * count * wide
+    if not all(map(keeps, arrived.products)) or not arrived.products or arrived.materialised:
+        return arrived.elements * arrived.itemsize
+    return sum(item.entries for item in arrived.products) * wide
+
+
+def _cross(first: Arrival, second: Arrival, *, strategy: str) -> int:
+    """Price the inner products of two uses of one parameter."""
+    if first.slice_of != second.slice_of and first.slice_of and second.slice_of:
+        return 0
+    factored = [item for item in (first, second) if _is_factored(item, strategy=strategy)]
+    if len(factored) == 2:
+        return sum(map(_cross_outer, first.products, second.products))
+    if not factored:
+        return 0
+    outer, other = (first, second) if factored[0] is first else (second, first)
+    if other.kind == "rows":
+        # The looked-up rows meet every position's input.
+        positions = other.elements // max(1, other.samples * outer.products[0].inputs)
+        return sum(2 * item.count * item.positions * item.inputs * positions for item in outer.products)
+    return sum(item.flops for item in outer.products)
+
+
+def _is_factored(item: Arrival, *, strategy: str) -> bool:
+    if not item.products or item.materialised or item.kind == "general":
+        return False
+    return strategy != "bookkeeping" or not all(map(keeps, item.products))
+
+
+def _cross_outer(first: Product, second: Product) -> int:
+    gram = 2 * first.count * first.positions * second.positions * (first.inputs + first.outputs)
+    return min(gram, first.flops + second.flops)
+
+
+def plan_of(arrived: Arrival, *, strategy: str) -> str:
+    """Say how norm and clipped sum are formed.
+
+    Args:
+        arrived: What came in.
+        strategy: As in ``cost_of``.
+
+    Returns:
+        A few words.
+    """
+    if arrived.kind == "general":
+        return "one backward a sample"
+    if strategy == "hooks":
+        return "per-sample gradient"
+    if arrived.kind == "rows":
+        return "segments of rows"
+    if not arrived.products:
+        return "dense"
+    if arrived.derived and arrived.materialised:
+        return "form per-sample gradient, pull back"
+    if arrived.materialised or (strategy == "bookkeeping" and all(map(keeps, arrived.products))):
+        return "keep per-sample gradient" if strategy == "bookkeeping" else "form per-sample gradient"
+    return _norm_plan(max(arrived.products, key=lambda item: item.flops), instantiate=strategy == "fast")
+
+
+def _norm_plan(item: Product, *, instantiate: bool) -> str:
+    if item.positions == 0:
+        return "no rows"
+    if instantiate or not planner.prefers_gram(item.positions, item.inputs, item.outputs):
+        return "instantiate, contract"
+    if item.positions <= 1:
+        return "product of two norms, contract"
+    blocks = ceil(item.positions / planner.gram_rows(item.positions, item.count))
+    return f"symmetric Gram in {blocks} block{'s' if blocks > 1 else ''}, contract"

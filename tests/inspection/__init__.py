@@ -1,0 +1,1 @@
+"""Tests of what is said about a model before it is trained: coverage, plans and costs."""
