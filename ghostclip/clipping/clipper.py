@@ -1,7 +1,7 @@
 """``GhostClipper``: attach to a model, call backward, find the clipped sum in ``.grad``."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Final, Literal, get_args
@@ -9,14 +9,16 @@ from typing import Final, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from ghostclip import _validate
 from ghostclip.capture.evidence import probe_losses
 from ghostclip.capture.session import Session
-from ghostclip.capture.usage import Use
-from ghostclip.clipping.coefficients import clip_coefficients
+from ghostclip.capture.usage import Record, Use
 from ghostclip.clipping.coverage import Coverage, coverage_of
+from ghostclip.clipping.decisions import Decisions, columns
 from ghostclip.clipping.loss import check_loss, check_normaliser
-from ghostclip.clipping.norms import NormSum
-from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, Pass, Release, SumPass
+from ghostclip.clipping.norms import GroupNorms
+from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, Pass, SumPass
+from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.clipping.store import GradientStore
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
 
@@ -33,11 +35,9 @@ class GhostClipper:
     """Clips every sample's gradient on any model, without wrapping it and without forming per-sample gradients.
 
     After a backward each trainable ``p.grad`` has gained ``Σ_b min(1, C/‖g_b‖)·g_b``, where g_b is the gradient of
-    sample b's
-    own loss over all trainable parameters together. Losses are given per sample, shape ``(B,)``, to :meth:`backward`,
-    or as a
-    scalar whose reduction was declared (then a plain ``loss.backward()`` does as well, except for the strategies of two
-    backwards).
+    sample b's own loss over all trainable parameters together, or what another clip policy makes of it. Losses are
+    given per sample, shape ``(B,)``, to :meth:`backward`, or as a scalar whose reduction was declared (then a plain
+    ``loss.backward()`` does as well, except for the strategies of two backwards).
 
     Strategies, all exact:
 
@@ -49,8 +49,9 @@ class GhostClipper:
     - ``"auto"``: book-keeping, or ghost when activation checkpointing is active.
 
     Privacy:
-        The sum's L2 sensitivity is ``max_grad_norm`` when one sample is added, removed, or replaced by nothing. No
-        noise is added here. ``per_sample_norms``, ``clip_coefficients`` and the loss are *not* private.
+        The sum's L2 sensitivity is :meth:`sensitivity`: ``max_grad_norm`` when one sample is added, removed, or
+        replaced by nothing. A sample whose gradient is not finite contributes nothing. No noise is added here.
+        ``per_sample_norms``, ``clip_coefficients`` and the loss are *not* private.
 
     Example:
         >>> clipper = GhostClipper(model, max_grad_norm=1.0)
@@ -58,48 +59,50 @@ class GhostClipper:
         >>> clipper.backward(losses)
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the public constructor names every choice
         self,
         model: nn.Module,
         *,
-        max_grad_norm: float,
+        max_grad_norm: float | None = None,
+        policy: ClipPolicy | None = None,
         strategy: Strategy = "auto",
         loss_reduction: Reduction = "mean",
         batch_first: bool = True,
+        relation: str = "zero_out",
     ) -> None:
         """Attach to a model.
 
         Args:
             model: Any module; hooks are added, nothing else changes.
             max_grad_norm: C, the bound on each sample's gradient norm, above 0 (``inf`` clips nothing).
+            policy: How samples are clipped, in place of ``max_grad_norm``; see `ghostclip.clipping.policies`.
             strategy: How the clipped sum is formed; see the class.
             loss_reduction: How a scalar loss was reduced over the samples.
             batch_first: Whether samples lie along axis 0 of the model's inputs (else axis 1).
+            relation: Which data sets count as neighbours: "zero_out", "add_remove" or "replace_one".
 
         Raises:
             InvalidOptionError: An option has a value that is not listed.
             UnsupportedModelError: The model has no trainable parameter, or has a clipper already.
         """
-        _check_choice("strategy", strategy, get_args(Strategy))
-        _check_choice("loss_reduction", loss_reduction, get_args(Reduction))
+        _validate.choice(strategy, "strategy", get_args(Strategy))
+        _validate.choice(loss_reduction, "loss_reduction", get_args(Reduction))
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise UnsupportedModelError(f"{type(model).__name__} has no trainable parameter: nothing to clip.")
         self.model = model
-        self.max_grad_norm = max_grad_norm
+        self._decisions = Decisions(_policy_of(max_grad_norm, policy), relation)
         self.strategy = strategy
         self.loss_reduction = loss_reduction
         self.batch_first = batch_first
-        self._norm_B: Tensor | None = None
-        self._coef_B: Tensor | None = None
-        self._non_finite = 0
         self._shared: set[str] = set()
-        self._bounds_used: list[float] = []
         self._losses_to_probe = _PROBED_LOSSES
         self._said: set[str] = set()
+        self.generation = 0
         self._session = Session(
             model, batch_first=batch_first, on_backward=self._open_implicit_pass, on_loss=check_normaliser
         )
         self._store = GradientStore(self._session.parameters)
+        self._groups()
 
     # -- backward -------------------------------------------------------------------------------------------------
 
@@ -140,8 +143,10 @@ class GhostClipper:
     def _two_passes(self, loss: Tensor, *, per_sample: bool, instantiate: bool) -> None:
         scale = self._scale(per_sample=per_sample)
         doubtful_B: Tensor | None = None
+        total: GroupNorms | None = None
+        group_of = self._groups()
         while True:
-            norms = NormPass(shared=self._shared, instantiate=instantiate, doubtful_B=doubtful_B)
+            norms = NormPass(group_of, shared=self._shared, instantiate=instantiate, doubtful_B=doubtful_B)
             same_uses = self._listen(norms, lambda: self._session.run_backward([loss], [None]))
             if same_uses is None:
                 continue
@@ -149,12 +154,14 @@ class GhostClipper:
                 self._shared |= norms.late
                 continue
             with torch.no_grad():
+                if total is not None and doubtful_B is not None:
+                    total.refine(norms.norms(), doubtful_B)
+                    break
                 total = norms.norms()
-            if doubtful_B is not None or total.value_B is None or not bool(total.doubtful_B().any()):
+                doubtful_B = total.doubtful_B()
+            if doubtful_B is None:
                 break
-            doubtful_B = total.doubtful_B()
-        coef_B, keep_B = self._coefficients(norms, total, scale)
-        release = Release(coef_B * scale, keep_B, norms.doubtful_B)
+        release = self._decisions.release(total, self._record_of(norms), scale, norms.doubtful_B)
         sums = SumPass(self._store, release, expected=norms.seen if same_uses else None)
         with self._all_or_nothing():
             self._listen(sums, loss.backward)
@@ -172,9 +179,9 @@ class GhostClipper:
 
     def _one_pass(self, strategy: str) -> BookKeeping:
         if strategy != "hooks":
-            return BookKeeping()
+            return BookKeeping(self._groups())
         self._store.drop_stale_samples()
-        return Hooks()
+        return Hooks(self._groups())
 
     def _open_implicit_pass(self, use: Use | None) -> None:
         """Begin listening to a plain ``loss.backward()``; it completes when that backward ends."""
@@ -203,9 +210,10 @@ class GhostClipper:
     def _complete(self, listener: BookKeeping, *, per_sample: bool) -> None:
         with torch.no_grad():
             scale = self._scale(per_sample=per_sample)
-            coef_B, keep_B = self._coefficients(listener, listener.norms(), scale)
+            total = listener.norms()
+            release = self._decisions.release(total, self._record_of(listener), scale, listener.doubtful_B)
             with self._all_or_nothing():
-                listener.add_sums(self._store, Release(coef_B * scale, keep_B, listener.doubtful_B), scale)
+                listener.add_sums(self._store, release, scale)
         self._close(listener)
 
     @contextmanager
@@ -214,13 +222,13 @@ class GhostClipper:
         try:
             yield
         except BaseException:
-            self._store.reset()
+            self.reset()
             raise
 
     def _close(self, listener: Pass) -> None:
         for record in listener.records:
             record.spent = True
-        self._bounds_used.append(self.max_grad_norm)
+        self._decisions.close()
         self._store.finish()
 
     def _scale(self, *, per_sample: bool) -> float:
@@ -228,71 +236,86 @@ class GhostClipper:
         mean = self.loss_reduction == "mean" and not per_sample
         return float(max(1, self._session.record.batch_size)) if mean else 1.0
 
-    def _coefficients(self, listener: Pass, total: NormSum, scale: float) -> tuple[Tensor, Tensor | None]:
-        record = listener.records[0] if listener.records else self._session.record
-        if total.value_B is None:
-            norm_B = torch.zeros(record.batch_size)
-        else:
-            norm_B = total.norm_B() * scale
-        coef_B = clip_coefficients(norm_B, self.max_grad_norm)
-        finite_B = norm_B.isfinite()
-        if record.padded:
-            self._norm_B, self._coef_B, self._non_finite = norm_B[:0], coef_B[:0], 0
-            return torch.zeros_like(coef_B), torch.zeros_like(finite_B)
-        self._norm_B, self._coef_B = norm_B, coef_B
-        self._non_finite = int((~finite_B).sum())
-        return coef_B, finite_B if self._non_finite else None
+    def _record_of(self, listener: Pass) -> Record:
+        return listener.records[0] if listener.records else self._session.record
+
+    def _groups(self) -> Mapping[str, int]:
+        """Return the clip group of every trainable parameter, as the policy says for those that are trainable now."""
+        named = self.model.named_parameters()
+        return self._decisions.open([name for name, parameter in named if parameter.requires_grad]).group_of
 
     # -- what can be asked ----------------------------------------------------------------------------------------
 
     @property
     def max_grad_norm(self) -> float:
-        """C, the bound on every sample's gradient norm; noise is calibrated to the same value."""
-        return self._max_grad_norm
+        """C, the bound on every sample's gradient norm, which the policy holds."""
+        return self.policy.max_grad_norm
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float) -> None:
-        if not value > 0:
-            raise InvalidOptionError(f"max_grad_norm must be a number above 0, got {value!r}.")
-        self._max_grad_norm = float(value)
+        self.policy.max_grad_norm = value
+
+    @property
+    def policy(self) -> ClipPolicy:
+        """How samples are clipped."""
+        return self._decisions.policy
+
+    @property
+    def relation(self) -> str:
+        """Which data sets count as neighbours."""
+        return self._decisions.relation
 
     @property
     def per_sample_norms(self) -> Tensor:
-        """Gradient norm of every sample of the last backward, shape ``(B,)``, rounded up. Not private."""
-        if self._norm_B is None:
+        """Norm of every sample's whole gradient in the last backward, shape ``(B,)``, rounded up. Not private."""
+        if self._decisions.norm_GB is None:
             raise GhostClipError("per_sample_norms: no backward has been run yet.")
-        return self._norm_B
+        return self._decisions.whole_norms()
+
+    @property
+    def group_norms(self) -> Tensor:
+        """Norm of every sample's gradient in each clip group, shape ``(B, G)``, rounded up. Not private."""
+        if self._decisions.norm_GB is None:
+            raise GhostClipError("group_norms: no backward has been run yet.")
+        return columns(self._decisions.norm_GB)
 
     @property
     def clip_coefficients(self) -> Tensor:
-        """Clip coefficient of every sample of the last backward, shape ``(B,)``. Not private."""
-        if self._coef_B is None:
+        """Clip coefficients of the last backward, ``(B,)``, or ``(B, G)`` with several clip groups. Not private."""
+        if self._decisions.coef_GB is None:
             raise GhostClipError("clip_coefficients: no backward has been run yet.")
-        return self._coef_B
+        coef_GB = self._decisions.coef_GB
+        return coef_GB[0] if len(coef_GB) == 1 else columns(coef_GB)
 
     @property
     def non_finite_samples(self) -> int:
         """How many samples of the last backward had a NaN or infinite gradient and contributed nothing. Not private."""
-        return self._non_finite
+        return self._decisions.non_finite
+
+    @property
+    def non_finite_total(self) -> int:
+        """The same over all backwards since the clipper was attached. Not private."""
+        return self._decisions.non_finite_total
 
     @property
     def batch_size(self) -> int:
         """Samples in the last backward."""
-        return 0 if self._norm_B is None else self._norm_B.numel()
+        return 0 if self._decisions.norm_GB is None else self._decisions.norm_GB[0].numel()
 
     def sensitivity(self) -> float:
         """Return how far one sample can move the clipped sum (L2): what noise must be calibrated to.
 
         Returns:
-            The largest bound that any backward since the last :meth:`reset` clipped at; before the first, the bound in
-            force. Changing ``max_grad_norm`` between backward and step can therefore not lower the noise.
+            What the policy states under the relation, the largest of all backwards since the last :meth:`reset`; before
+            the first, the one in force. Changing ``max_grad_norm`` between backward and step can therefore not lower
+            the noise.
         """
-        return max(self._bounds_used, default=self.max_grad_norm)
+        return self._decisions.sensitivity()
 
     @property
     def backward_passes(self) -> int:
         """How many backwards have completed since the last :meth:`reset`."""
-        return len(self._bounds_used)
+        return self._decisions.passes
 
     def coverage(self) -> Coverage:
         """Return how every trainable parameter is handled, and its cost at the last batch's sizes; print with str()."""
@@ -336,7 +359,8 @@ class GhostClipper:
 
     def reset(self) -> None:
         """Forget the sums; sets ``p.grad`` to None."""
-        self._bounds_used.clear()
+        self.generation += 1
+        self._decisions.forget()
         self._store.reset()
 
     # -- life -----------------------------------------------------------------------------------------------------
@@ -362,6 +386,11 @@ class GhostClipper:
             _log.info(text)
 
 
-def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise InvalidOptionError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}.")
+def _policy_of(max_grad_norm: float | None, policy: ClipPolicy | None) -> ClipPolicy:
+    if (max_grad_norm is None) == (policy is None):
+        raise InvalidOptionError("give exactly one of max_grad_norm and policy.")
+    return (
+        policy
+        if policy is not None
+        else ClipPolicy(_validate.positive(max_grad_norm, "max_grad_norm", allow_infinity=True))
+    )

@@ -1,17 +1,63 @@
-"""The clip factor, defined once.
+"""The clip factor, defined once: how a sample's gradient norm becomes the share of it that is kept.
 
-| norm | max_grad_norm | coefficient | why |
-|---|---|---|---|
-| 0 | any | 1 | nothing to clip; 0/0 never arises |
-| at most C | C | 1 | inside the ball |
-| above C | C | C / norm, rounded down | the clipped norm must not exceed C in floating point |
-| NaN or Inf | any | 0 | such a sample contributes nothing (its values are masked as well) |
-| any finite | Inf | 1 | no clipping asked for |
-| above 0 | 0 | 0 | everything is clipped away |
+A rule is asked for coefficients and promises one thing: coefficient · norm ≤ C for every sample, in floating point.
+Which parameters share a norm and a bound is not its business (see `policies`).
+
+| norm | max_grad_norm | `Flat` | `AutoS`, `Normalised`, `PSAC` | why |
+|---|---|---|---|---|
+| 0 | any finite | 1 | C / s, with s the rule's denominator at norm 0 | the product is 0; 0/0 never arises |
+| at most C | C | 1 | C / s(norm) | inside the ball only `Flat` keeps a gradient as it is |
+| above C | C | C / norm, rounded down | C / s(norm), rounded down | must not exceed C in floating point |
+| above C / tiny | any | 0 | 0 | the quotient would be no normal number, and could be rounded up |
+| NaN or Inf | any | 0 | 0 | such a sample contributes nothing (its values are masked as well) |
+| any finite | Inf | 1 | refused | no clipping asked for; C is a scale in the other rules |
+| any | 0, negative, NaN | refused | refused | by the policy that holds C |
+| below the floor | any | as at 0 | C / s(floor) | squares of so small values lose digits, so the norm is not known |
+
+The floor is 1e-12 for float32 norms and 1e-150 for float64: down to it a norm is exact even where the loss was divided
+by a batch of ten thousand and the values' squares leave the range of normal numbers. A bound C below the floor clips
+every sample as if its norm were at least the floor.
+
+Shape letters: B samples.
 """
+
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
+
+from ghostclip import _validate
+
+_FLOOR: Final = {torch.float32: 1e-12, torch.float64: 1e-150}
+# A coefficient is multiplied by the scale of the loss later; it must not become infinite there.
+_HEADROOM: Final = 2.0**-40
+
+
+class ClipRule(Protocol):
+    """Turns norms into coefficients with coefficient · norm ≤ C."""
+
+    @property
+    def name(self) -> str:
+        """What the rule is called in a checkpoint."""
+
+    @property
+    def bounded(self) -> bool:
+        """Whether C must be finite."""
+
+    def coefficients(self, norm_B: Tensor, max_grad_norm: float) -> Tensor:
+        """Return the share of every sample's gradient that is kept.
+
+        Args:
+            norm_B: Gradient norms, shape ``(B,)``, float32 or float64, already rounded up.
+            max_grad_norm: C, above 0.
+
+        Returns:
+            Coefficients, shape and dtype of the norms.
+        """
+
+    def describe(self) -> dict[str, float]:
+        """Return the rule's own constants by name."""
 
 
 def clip_coefficients(norm_B: Tensor, max_grad_norm: float) -> Tensor:
@@ -30,9 +76,164 @@ def clip_coefficients(norm_B: Tensor, max_grad_norm: float) -> Tensor:
 
     Reference: Abadi et al. 2016 (arXiv 1607.00133), algorithm 1.
     """
-    # Two roundings follow (the quotient here, the product with the gradient later).
-    bound = max_grad_norm * (1 - 4 * torch.finfo(norm_B.dtype).eps)
-    quotient_B = bound / norm_B.clamp(min=torch.finfo(norm_B.dtype).tiny)
-    inside_B = norm_B <= max_grad_norm
-    coef_B = torch.where(inside_B, torch.ones_like(norm_B), quotient_B.clamp(max=1.0))
+    quotient_B = _quotient(norm_B, max_grad_norm, norm_B)
+    if max_grad_norm < _FLOOR[norm_B.dtype]:
+        return quotient_B.clamp(max=1.0)
+    coef_B = torch.where(norm_B <= max_grad_norm, torch.ones_like(norm_B), quotient_B.clamp(max=1.0))
     return torch.where(norm_B.isfinite(), coef_B, torch.zeros_like(norm_B))
+
+
+def _quotient(norm_B: Tensor, max_grad_norm: float, denominator_B: Tensor) -> Tensor:
+    """Return C over the denominator, rounded down, finite; 0 for samples that are not finite.
+
+    Args:
+        norm_B: Gradient norms, shape ``(B,)``.
+        max_grad_norm: C.
+        denominator_B: At least the norm, same shape.
+
+    Returns:
+        Quotients, same shape and dtype.
+    """
+    limits = torch.finfo(norm_B.dtype)
+    # Two roundings follow (the quotient here, the product with the gradient later).
+    bound = max_grad_norm * (1 - 4 * limits.eps)
+    quotient_B = (bound / denominator_B.clamp(min=_FLOOR[norm_B.dtype])).clamp(max=limits.max * _HEADROOM)
+    # Below the normal numbers a quotient has few digits and may be rounded up by half of itself.
+    usable_B = norm_B.isfinite() & (quotient_B >= limits.tiny)
+    return torch.where(usable_B, quotient_B, torch.zeros_like(norm_B))
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Clipping: min(1, C/‖g‖).
+
+    Reference: Abadi et al. 2016 (arXiv 1607.00133), algorithm 1.
+    """
+
+    name = "flat"
+    bounded = False
+
+    def coefficients(self, norm_B: Tensor, max_grad_norm: float) -> Tensor:
+        """Return min(1, C/‖g_b‖); see `clip_coefficients`.
+
+        Args:
+            norm_B: Gradient norms, shape ``(B,)``.
+            max_grad_norm: C.
+
+        Returns:
+            Coefficients, shape and dtype of the norms.
+        """
+        return clip_coefficients(norm_B, max_grad_norm)
+
+    def describe(self) -> dict[str, float]:
+        """Return no constants."""
+        return {}
+
+
+@dataclass(frozen=True)
+class AutoS:
+    """Automatic clipping with a stabiliser: C / (‖g‖ + γ).
+
+    Every gradient is scaled to a length just below C; γ lets small gradients, and with them the direction of the true
+    gradient near a minimum, keep some of their size. C can be merged with the learning rate, so it needs no tuning.
+
+    Args:
+        gamma: γ, above 0.
+
+    Raises:
+        InvalidOptionError: If γ is no such number.
+
+    Reference: Bu et al. 2022 (arXiv 2206.07136), AUTO-S.
+    """
+
+    gamma: float = 0.01
+    name = "automatic"
+    bounded = True
+
+    def __post_init__(self) -> None:
+        _validate.positive(self.gamma, "gamma")
+
+    def coefficients(self, norm_B: Tensor, max_grad_norm: float) -> Tensor:
+        """Return C/(‖g_b‖ + γ).
+
+        Args:
+            norm_B: Gradient norms, shape ``(B,)``.
+            max_grad_norm: C.
+
+        Returns:
+            Coefficients, shape and dtype of the norms.
+        """
+        return _quotient(norm_B, max_grad_norm, norm_B + self.gamma)
+
+    def describe(self) -> dict[str, float]:
+        """Return γ."""
+        return {"gamma": self.gamma}
+
+
+@dataclass(frozen=True)
+class Normalised:
+    """Every gradient is scaled to length C: C / ‖g‖ (AUTO-V).
+
+    A gradient of norm 0 stays 0; below the floor (see the table) it is scaled as if its norm were the floor.
+
+    Reference: Bu et al. 2022 (arXiv 2206.07136), AUTO-V; Das et al. 2021 (arXiv 2106.07094), normalised updates.
+    """
+
+    name = "normalised"
+    bounded = True
+
+    def coefficients(self, norm_B: Tensor, max_grad_norm: float) -> Tensor:
+        """Return C/‖g_b‖.
+
+        Args:
+            norm_B: Gradient norms, shape ``(B,)``.
+            max_grad_norm: C.
+
+        Returns:
+            Coefficients, shape and dtype of the norms.
+        """
+        return _quotient(norm_B, max_grad_norm, norm_B)
+
+    def describe(self) -> dict[str, float]:
+        """Return no constants."""
+        return {}
+
+
+@dataclass(frozen=True)
+class PSAC:
+    """Per-sample adaptive clipping: C / (‖g‖ + r/(‖g‖ + r)).
+
+    Unlike `Normalised` it does not give tiny gradients the weight of large ones: the weight has its maximum at a norm
+    of about √r and falls towards C at norm 0.
+
+    Args:
+        r: r, above 0.
+
+    Raises:
+        InvalidOptionError: If r is no such number.
+
+    Reference: Xia et al. 2023 (arXiv 2212.00328), equation for the weight of DP-PSAC.
+    """
+
+    r: float = 0.1
+    name = "psac"
+    bounded = True
+
+    def __post_init__(self) -> None:
+        _validate.positive(self.r, "r")
+
+    def coefficients(self, norm_B: Tensor, max_grad_norm: float) -> Tensor:
+        """Return C/(‖g_b‖ + r/(‖g_b‖ + r)).
+
+        Args:
+            norm_B: Gradient norms, shape ``(B,)``.
+            max_grad_norm: C.
+
+        Returns:
+            Coefficients, shape and dtype of the norms.
+        """
+        return _quotient(norm_B, max_grad_norm, norm_B + self.r / (norm_B + self.r))
+
+    def describe(self) -> dict[str, float]:
+        """Return r."""
+        return {"r": self.r}

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ghostclip.factors import Factor, Outer, Placed, SquaredNorm, Stacked, inner
+from ghostclip.factors import Factor, Outer, Permuted, Placed, SquaredNorm, Stacked, inner
 from ghostclip.factors.stacked import sum_tensors
 
 # Rounding may add this share to a squared norm before the norm is computed again, by a form that does not cancel.
@@ -53,6 +53,77 @@ class NormSum:
         return self.error_B > TOLERANCE[self.value_B.dtype] * self.value_B
 
 
+class GroupNorms:
+    """One `NormSum` for every clip group.
+
+    Attributes:
+        sums: The sums, in the order of the groups' numbers.
+    """
+
+    def __init__(self, group_of: Mapping[str, int]) -> None:
+        """Start at nothing.
+
+        Args:
+            group_of: Number of each parameter's group by parameter name; names that are not listed belong to group 0.
+        """
+        self.group_of = group_of
+        self.sums = [NormSum() for _ in range(1 + max(group_of.values(), default=0))]
+
+    def add(self, name: str, norm: SquaredNorm) -> None:
+        """Add the squared norms of one factor of a parameter.
+
+        Args:
+            name: The parameter's name.
+            norm: Its squared norms.
+        """
+        self.sums[self.group_of.get(name, 0)].add(norm)
+
+    def merge(self, other: "GroupNorms") -> None:
+        """Add the sums of other parameters of the same groups.
+
+        Args:
+            other: Sums that are not used any more.
+        """
+        for own, more in zip(self.sums, other.sums, strict=True):
+            if more.value_B is not None and more.error_B is not None:
+                own.add(SquaredNorm(more.value_B, more.error_B))
+
+    def refine(self, exact: "GroupNorms", doubtful_B: Tensor) -> None:
+        """Replace the norms of doubtful samples, and of no others, so that no sample's norm depends on another sample.
+
+        Args:
+            exact: The norms of all samples, computed without cancellation.
+            doubtful_B: Which samples are doubtful.
+        """
+        for own, better in zip(self.sums, exact.sums, strict=True):
+            if own.value_B is not None and own.error_B is not None and better.value_B is not None:
+                # Kept in its own dtype, which tells how small a norm can be known; rounded up on the way.
+                margin = 1 + 4 * torch.finfo(own.value_B.dtype).eps
+                value_B = (better.value_B * margin).to(own.value_B)
+                own.value_B = torch.where(doubtful_B.to(value_B.device), value_B, own.value_B)
+                own.error_B = own.error_B.masked_fill(doubtful_B.to(value_B.device), 0.0)
+
+    def norm_GB(self, batch_size: int) -> list[Tensor]:
+        """Return the norms of every group, rounded up; zeros for a group that nothing arrived for.
+
+        Args:
+            batch_size: B.
+
+        Returns:
+            One tensor of shape ``(B,)`` for each group.
+        """
+        return [torch.zeros(batch_size) if total.value_B is None else total.norm_B() for total in self.sums]
+
+    def doubtful_B(self) -> Tensor | None:
+        """Return which samples' norms rounding may have changed in some group; None when there are none."""
+        doubtful_B: Tensor | None = None
+        for total in self.sums:
+            if total.value_B is not None:
+                more_B = total.doubtful_B()
+                doubtful_B = more_B if doubtful_B is None else doubtful_B | more_B.to(doubtful_B.device)
+        return None if doubtful_B is None or not bool(doubtful_B.any()) else doubtful_B
+
+
 def cross_terms(factors: Sequence[Factor]) -> SquaredNorm | None:
     """Return 2·Σ_{j<k} ⟨f_j, f_k⟩ of one parameter's factors, or None if no two of them meet.
 
@@ -82,6 +153,8 @@ def in_double(factor: Factor) -> Factor:
         return Outer(factor.a_NTI.double(), factor.g_NTO.double(), shape=factor.shape, slots=factor.slots)
     if isinstance(factor, Placed):
         return Placed(in_double(factor.inner), factor.index, shape=factor.shape)
+    if isinstance(factor, Permuted):
+        return Permuted(in_double(factor.inner), factor.order)
     if isinstance(factor, Stacked):
         return factor.with_parts({number: in_double(part) for number, part in factor.parts.items()}, factor.shape)
     return factor
@@ -93,7 +166,7 @@ def exact_sqnorm(factor: Factor) -> SquaredNorm:
         double = in_double(factor)
         assert isinstance(double, Outer)
         return double.instantiated_sqnorm()
-    if isinstance(factor, Placed):
+    if isinstance(factor, (Placed, Permuted)):
         return exact_sqnorm(factor.inner)
     if isinstance(factor, Stacked):
         total = NormSum()
@@ -104,21 +177,22 @@ def exact_sqnorm(factor: Factor) -> SquaredNorm:
     return factor.sqnorm()
 
 
-def exact_norms(by_parameter: Mapping[str, Sequence[Factor]]) -> NormSum:
+def exact_norms(by_parameter: Mapping[str, Sequence[Factor]], group_of: Mapping[str, int]) -> GroupNorms:
     """Return the norms of all samples in float64 without a Gram; shared parameters are summed before squaring.
 
     Args:
         by_parameter: All factors of every parameter.
+        group_of: The parameters' clip groups, see `GroupNorms`.
 
     Returns:
-        The sum.
+        The sums.
     """
-    total = NormSum()
-    for factors in by_parameter.values():
+    total = GroupNorms(group_of)
+    for name, factors in by_parameter.items():
         if len(factors) == 1:
-            total.add(exact_sqnorm(factors[0]))
+            total.add(name, exact_sqnorm(factors[0]))
             continue
         summed = sum_tensors([in_double(factor).materialize().double() for factor in factors])
         value_B = summed.flatten(1).square().sum(1)
-        total.add(SquaredNorm(value_B, torch.zeros_like(value_B)))
+        total.add(name, SquaredNorm(value_B, torch.zeros_like(value_B)))
     return total

@@ -6,16 +6,17 @@ first, then the clipped sums, contracted layer by layer as the same gradients ar
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ghostclip.capture.usage import Record, Use
-from ghostclip.clipping.norms import NormSum, cross_terms, exact_norms, exact_sqnorm, in_double
+from ghostclip.clipping.norms import GroupNorms, cross_terms, exact_norms, exact_sqnorm, in_double
 from ghostclip.errors import BatchAxisError, GhostClipError
-from ghostclip.factors import Dense, Factor, Outer, Placed, Rows, SquaredNorm, planner
+from ghostclip.factors import Dense, Factor, Outer, Permuted, Placed, Rows, SquaredNorm, planner
 
 
 class Sums(Protocol):
@@ -97,29 +98,33 @@ class Pass(ABC):
 class BookKeeping(Pass):
     """One backward: keep every factor (or the per-sample gradient where that is smaller), then contract once."""
 
-    def __init__(self) -> None:
-        """Start with nothing kept."""
+    def __init__(self, group_of: Mapping[str, int]) -> None:
+        """Start with nothing kept.
+
+        Args:
+            group_of: The parameters' clip groups, see `GroupNorms`.
+        """
         super().__init__()
         self.factors: defaultdict[str, list[Factor]] = defaultdict(list)
-        self.total = NormSum()
+        self.total = GroupNorms(group_of)
 
     def consume(self, use: Use, name: str, factor: Factor) -> None:
         """Keep a factor and add its squared norm."""
         kept = smaller_form(factor)
         self.factors[name].append(kept)
-        self.total.add(kept.sqnorm())
+        self.total.add(name, kept.sqnorm())
 
     doubtful_B: Tensor | None = None
 
-    def norms(self) -> NormSum:
+    def norms(self) -> GroupNorms:
         """Return the norms of all samples; recomputed without cancellation where rounding could matter."""
-        for factors in self.factors.values():
+        for name, factors in self.factors.items():
             crossed = cross_terms(factors)
             if crossed is not None:
-                self.total.add(crossed)
-        if self.total.value_B is not None and bool(self.total.doubtful_B().any()):
-            self.doubtful_B = self.total.doubtful_B()
-            return exact_norms(self.factors)
+                self.total.add(name, crossed)
+        self.doubtful_B = self.total.doubtful_B()
+        if self.doubtful_B is not None:
+            self.total.refine(exact_norms(self.factors, self.total.group_of), self.doubtful_B)
         return self.total
 
     def add_sums(self, sums: Sums, release: "Release", scale: float) -> None:
@@ -133,7 +138,7 @@ class BookKeeping(Pass):
         for name in list(self.factors):
             buffer = sums.buffer(name)
             for factor in self.factors.pop(name):
-                release.into(buffer, factor)
+                release.into(buffer, factor, name)
 
 
 class Hooks(BookKeeping):
@@ -147,12 +152,11 @@ class Hooks(BookKeeping):
             grad_BP = before.pop().materialize() + grad_BP
         before.append(Dense(grad_BP))
 
-    def norms(self) -> NormSum:
+    def norms(self) -> GroupNorms:
         """Return the norms of the materialised gradients."""
-        total = NormSum()
-        for (factor,) in self.factors.values():
-            total.add(factor.sqnorm())
-        return total
+        for name, (factor,) in self.factors.items():
+            self.total.add(name, factor.sqnorm())
+        return self.total
 
     def add_sums(self, sums: Sums, release: "Release", scale: float) -> None:
         """Leave the per-sample gradients to the user and add the clipped sums."""
@@ -164,17 +168,25 @@ class Hooks(BookKeeping):
 class NormPass(Pass):
     """The first of two backwards: norms only. Factors of shared parameters stay until all have arrived."""
 
-    def __init__(self, *, shared: set[str], instantiate: bool = False, doubtful_B: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        group_of: Mapping[str, int],
+        *,
+        shared: set[str],
+        instantiate: bool = False,
+        doubtful_B: Tensor | None = None,
+    ) -> None:
         """Start with nothing heard.
 
         Args:
+            group_of: The parameters' clip groups, see `GroupNorms`.
             shared: Parameters known to be used more than once.
             instantiate: Form each layer's per-sample gradient for its norm (fast gradient clipping).
             doubtful_B: Samples whose norms rounding may have changed; if given, norms are computed in float64 without
                 a Gram.
         """
         super().__init__()
-        self.total = NormSum()
+        self.total = GroupNorms(group_of)
         self.seen: set[int] = set()
         self.arrived: set[str] = set()
         self.late: set[str] = set()
@@ -193,21 +205,19 @@ class NormPass(Pass):
             self._waiting[name].append(factor)
             return
         self.arrived.add(name)
-        self.total.add(self._sqnorm(factor))
+        self.total.add(name, self._sqnorm(factor))
 
-    def norms(self) -> NormSum:
+    def norms(self) -> GroupNorms:
         """Return the norms of all samples."""
         if self._exact:
-            rest = exact_norms(self._waiting)
-            if rest.value_B is not None and rest.error_B is not None:
-                self.total.add(SquaredNorm(rest.value_B, rest.error_B))
+            self.total.merge(exact_norms(self._waiting, self.total.group_of))
             return self.total
-        for factors in self._waiting.values():
+        for name, factors in self._waiting.items():
             for factor in factors:
-                self.total.add(self._sqnorm(factor))
+                self.total.add(name, self._sqnorm(factor))
             crossed = cross_terms(factors)
             if crossed is not None:
-                self.total.add(crossed)
+                self.total.add(name, crossed)
         self._waiting.clear()
         return self.total
 
@@ -238,7 +248,7 @@ class SumPass(Pass):
         if self._expected is not None and id(use) not in self._expected:
             message = f"{use.site.describe()}: its gradient arrived in the second backward only, so it has no norm."
             raise GhostClipError(message)
-        self._release.into(self._sums.buffer(name), factor)
+        self._release.into(self._sums.buffer(name), factor, name)
 
 
 @dataclass(frozen=True)
@@ -246,26 +256,29 @@ class Release:
     """How much of each sample goes into the clipped sum.
 
     Attributes:
-        coef_B: Coefficients, including the scale of the loss.
+        coef_GB: Coefficients of every clip group, including the scale of the loss.
+        group_of: The parameters' clip groups, see `GroupNorms`.
         keep_B: Which samples are finite; None when all are. The others are masked out (0·NaN is NaN).
         doubtful_B: Samples whose gradients nearly cancel; their contribution is formed in float64, so that what is
         added
             has the norm that was computed for it.
     """
 
-    coef_B: Tensor
+    coef_GB: Sequence[Tensor]
+    group_of: Mapping[str, int] = field(default_factory=dict)
     keep_B: Tensor | None = None
     doubtful_B: Tensor | None = None
 
-    def into(self, buffer: Tensor, factor: Factor) -> None:
+    def into(self, buffer: Tensor, factor: Factor, name: str) -> None:
         """Add a factor's clipped sum to a buffer.
 
         Args:
             buffer: The parameter's accumulator, float32 or float64, changed in place.
             factor: Its per-sample gradients through one use.
+            name: The parameter's name.
         """
         kept = factor if self.keep_B is None else factor.masked(self.keep_B)
-        coef_B = self.coef_B.to(device=buffer.device, dtype=buffer.dtype)
+        coef_B = self.coef_GB[self.group_of.get(name, 0)].to(device=buffer.device, dtype=buffer.dtype)
         if self.doubtful_B is None or isinstance(kept, (Dense, Rows)):
             kept.add_clipped_sum_(coef_B, buffer)
             return
@@ -280,6 +293,8 @@ def smaller_form(factor: Factor) -> Factor:
     """Return the per-sample gradient itself where it is no larger than the factors it replaces."""
     if isinstance(factor, Placed):
         return Placed(smaller_form(factor.inner), factor.index, shape=factor.shape)
+    if isinstance(factor, Permuted):
+        return Permuted(smaller_form(factor.inner), factor.order)
     if isinstance(factor, Outer) and factor.batch_size > 0:
         positions, inputs, outputs = factor.sizes
         if positions > 0 and planner.keeps_per_sample(positions, inputs, outputs):

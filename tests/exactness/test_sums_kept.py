@@ -100,7 +100,7 @@ def test_exception_half_way_leaves_no_half_batch(strategy, monkeypatch):
         clipper.own_gradients()
         calls = []
 
-        def fails(self, buffer, factor):
+        def fails(self, buffer, factor, name):
             calls.append(1)
             if len(calls) == 2:
                 raise MemoryError

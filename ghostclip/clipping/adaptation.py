@@ -1,0 +1,161 @@
+"""A clip bound that follows a quantile of the gradient norms, at a privacy cost that is part of the step's.
+
+Shape letters: B samples, G clip groups.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ghostclip import _validate
+from ghostclip.errors import InvalidOptionError
+
+# exp() of more than this is a bound at one of its ends anyway.
+_LARGEST_EXPONENT = 100.0
+
+
+class Noise(Protocol):
+    """What the count is hidden with; see `ghostclip.noise.NoiseSource`."""
+
+    def add_(self, tensor: Tensor, std: float) -> None:
+        """Add N(0, std²) to every element, in place.
+
+        Args:
+            tensor: Real floating-point tensor.
+            std: Standard deviation.
+        """
+
+
+class QuantileAdaptation:
+    """Moves C after every step towards the `target_unclipped_quantile` of the norms.
+
+        b = ½ + (Σ_b (1[‖g_b‖ ≤ C] - ½) + N(0, σ_b²)) / m,   C ← C·exp(-η·(b - target))
+
+    with m the expected batch size, a public constant (the true size of a batch is not).
+
+    Privacy:
+        A record changes the shifted count by at most ½, so the count is a Gaussian mechanism with noise multiplier
+        2σ_b. Released together with a sum of noise multiplier σ_Δ = (σ⁻² - (2σ_b)⁻²)^-½ it costs exactly what one
+        release with σ costs: a step is accounted with σ, the sum gets the larger σ_Δ, nothing is added to the ledger.
+        Without the shift by ½ the count would have twice the sensitivity and the split would be wrong. C is a function
+        of what was released, and so public. Under "replace_one" both sensitivities double, and so does σ_b.
+
+    Args:
+        target_unclipped_quantile: Share of samples that should stay unclipped, in [0, 1].
+        clipbound_learning_rate: η, above 0.
+        unclipped_num_std: σ_b; more than half of the σ of the steps.
+        min_clipbound: Smallest C.
+        max_clipbound: Largest C.
+
+    Raises:
+        InvalidOptionError: If an option is out of range.
+
+    Reference: Andrew et al. 2021 (arXiv 1905.03871), algorithm 1 and theorem 1.
+    """
+
+    def __init__(
+        self,
+        *,
+        target_unclipped_quantile: float = 0.5,
+        clipbound_learning_rate: float = 0.2,
+        unclipped_num_std: float,
+        min_clipbound: float = 1e-6,
+        max_clipbound: float = 1e8,
+    ) -> None:
+        self.target = _validate.non_negative(target_unclipped_quantile, "target_unclipped_quantile")
+        if self.target > 1:
+            raise InvalidOptionError(f"target_unclipped_quantile={target_unclipped_quantile!r}: must be at most 1.")
+        self.learning_rate = _validate.positive(clipbound_learning_rate, "clipbound_learning_rate")
+        self.count_std = _validate.positive(unclipped_num_std, "unclipped_num_std")
+        self.smallest = _validate.positive(min_clipbound, "min_clipbound")
+        self.largest = _validate.positive(max_clipbound, "max_clipbound")
+        if self.smallest >= self.largest:
+            raise InvalidOptionError(
+                f"min_clipbound={min_clipbound!r}: must lie below max_clipbound={max_clipbound!r}."
+            )
+        self._shifted_count: Tensor | None = None
+
+    def within(self, bound: float) -> float:
+        """Return a bound moved between the smallest and the largest.
+
+        Args:
+            bound: C.
+
+        Returns:
+            C, or the nearer end.
+        """
+        return min(max(bound, self.smallest), self.largest)
+
+    def gradient_noise_multiplier(self, noise_multiplier: float) -> float:
+        """Return σ_Δ, what is left for the sum of a step that is accounted with σ.
+
+        Args:
+            noise_multiplier: σ, above 0.
+
+        Returns:
+            (σ⁻² - (2σ_b)⁻²)^-½.
+
+        Raises:
+            InvalidOptionError: If the count alone would cost more than σ allows.
+        """
+        if noise_multiplier >= 2 * self.count_std:
+            raise InvalidOptionError(
+                f"unclipped_num_std={self.count_std:g}: the noisy count alone costs more than a step of "
+                f"noise_multiplier={noise_multiplier:g} may. Take more than half of the noise multiplier."
+            )
+        return (noise_multiplier**-2 - (2 * self.count_std) ** -2) ** -0.5
+
+    def observe(self, norm_GB: Sequence[Tensor], bounds: Sequence[float], keep_B: Tensor) -> None:
+        """Count the samples of one backward that stay unclipped, each as ±½; those that contribute nothing not at all.
+
+        Args:
+            norm_GB: Norms of each group, each of shape ``(B,)``.
+            bounds: The groups' bounds.
+            keep_B: Which samples contribute, shape ``(B,)``.
+        """
+        inside_B = keep_B.clone()
+        for norm_B, bound in zip(norm_GB, bounds, strict=True):
+            inside_B &= (norm_B <= bound).to(inside_B.device)
+        shifted = inside_B.sum(dtype=torch.float64) - 0.5 * keep_B.sum(dtype=torch.float64)
+        self._shifted_count = shifted if self._shifted_count is None else self._shifted_count + shifted
+
+    def forget(self) -> None:
+        """Drop the count of a logical batch that was released or abandoned."""
+        self._shifted_count = None
+
+    def take_count(self) -> Tensor:
+        """Return the shifted count of the logical batch, and start the next.
+
+        Returns:
+            Scalar, float64. Not private.
+        """
+        count, self._shifted_count = self._shifted_count, None
+        return torch.zeros((), dtype=torch.float64) if count is None else count
+
+    def next_bound(self, bound: float, noisy_count: float, expected_batch_size: float) -> float:
+        """Return C of the next step.
+
+        Args:
+            bound: C of this step.
+            noisy_count: The shifted count with its noise.
+            expected_batch_size: m.
+
+        Returns:
+            C·exp(-η·(b - target)), between the two ends.
+        """
+        share = 0.5 + noisy_count / expected_batch_size
+        exponent = -self.learning_rate * (share - self.target)
+        return self.within(bound * math.exp(min(max(exponent, -_LARGEST_EXPONENT), _LARGEST_EXPONENT)))
+
+    def describe(self) -> dict[str, Any]:
+        """Return the options by name."""
+        return {
+            "target_unclipped_quantile": self.target,
+            "clipbound_learning_rate": self.learning_rate,
+            "unclipped_num_std": self.count_std,
+            "min_clipbound": self.smallest,
+            "max_clipbound": self.largest,
+        }

@@ -1,0 +1,133 @@
+"""From the norms of one backward to what is released of every sample, and what may be asked about it afterwards.
+
+Shape letters: B samples, G clip groups.
+"""
+
+import torch
+from torch import Tensor
+
+from ghostclip.capture.usage import Record
+from ghostclip.clipping.norms import GroupNorms
+from ghostclip.clipping.passes import Release
+from ghostclip.clipping.policies import ClipPolicy, Layout, finite_samples, relation_factor
+
+
+class Decisions:
+    """Applies a clip policy to the norms of each backward and remembers what noise must hide.
+
+    Privacy:
+        `norm_GB`, `coef_GB` and the counts of non-finite samples are exact: diagnostics, not private quantities.
+        Nothing here raises, warns or logs because of a sample's values.
+
+    Attributes:
+        policy: What is done to every sample's gradient.
+        relation: Which data sets count as neighbours.
+        norm_GB: Norms of the last backward, group by group; None before the first.
+        coef_GB: Its coefficients.
+        non_finite: How many of its samples had a NaN or infinite gradient.
+        non_finite_total: The same, over all backwards.
+        layout: The clip groups of the last backward.
+    """
+
+    def __init__(self, policy: ClipPolicy, relation: str) -> None:
+        """Start with nothing decided.
+
+        Args:
+            policy: What is done to every sample's gradient.
+            relation: Which data sets count as neighbours.
+
+        Raises:
+            InvalidOptionError: There is no such relation.
+        """
+        relation_factor(relation)
+        self.policy = policy
+        self.relation = relation
+        self.norm_GB: list[Tensor] | None = None
+        self.coef_GB: list[Tensor] | None = None
+        self.non_finite = 0
+        self.non_finite_total = 0
+        self.layout = Layout({}, (), ())
+        self._sensitivities: list[float] = []
+
+    def open(self, names: list[str]) -> Layout:
+        """Return the clip groups of the backward that begins.
+
+        Args:
+            names: Names of the trainable parameters.
+
+        Returns:
+            The groups.
+        """
+        self.layout = self.policy.layout(names)
+        return self.layout
+
+    def release(self, total: GroupNorms, record: Record, scale: float, doubtful_B: Tensor | None) -> Release:
+        """Decide how much of each sample goes into the sum.
+
+        Args:
+            total: The norms, of gradients that are `scale` times too small.
+            record: The forward they come from.
+            scale: What turns the gradients that arrived into those of each sample's own loss.
+            doubtful_B: Samples whose gradients nearly cancel, see `Release`.
+
+        Returns:
+            The coefficients, for the gradients as they arrived.
+        """
+        norm_GB = [norm_B * scale for norm_B in total.norm_GB(record.batch_size)]
+        layout = self.layout
+        coef_GB = self.policy.coefficients(norm_GB, layout.bounds)
+        if record.padded:
+            self.norm_GB = [norm_B[:0] for norm_B in norm_GB]
+            self.coef_GB = [coef_B[:0] for coef_B in coef_GB]
+            self.non_finite = 0
+            nothing = [torch.zeros_like(coef_B) for coef_B in coef_GB]
+            return Release(nothing, layout.group_of, torch.zeros_like(norm_GB[0], dtype=torch.bool))
+        finite_B = finite_samples(norm_GB)
+        if self.policy.adaptation is not None:
+            self.policy.adaptation.observe(norm_GB, layout.bounds, finite_B)
+        self.norm_GB, self.coef_GB = norm_GB, coef_GB
+        self.non_finite = int((~finite_B).sum())
+        self.non_finite_total += self.non_finite
+        scaled = [coef_B * scale for coef_B in coef_GB]
+        return Release(scaled, layout.group_of, finite_B if self.non_finite else None, doubtful_B)
+
+    def close(self) -> None:
+        """Note that the sums of a backward are complete, clipped to the bounds that were in force."""
+        self._sensitivities.append(self.policy.sensitivity(self.relation))
+
+    def sensitivity(self) -> float:
+        """Return the largest sensitivity of any backward since `forget`; before the first, the one in force."""
+        return max(self._sensitivities, default=self.policy.sensitivity(self.relation))
+
+    @property
+    def passes(self) -> int:
+        """Backwards completed since `forget`."""
+        return len(self._sensitivities)
+
+    def merge_passes(self, since: int) -> None:
+        """Count several backwards over disjoint parts of one batch as one.
+
+        Args:
+            since: How many there were before the first of them.
+        """
+        merged = self._sensitivities[since:]
+        if merged:
+            self._sensitivities[since:] = [max(merged)]
+
+    def forget(self) -> None:
+        """The sums were released or dropped."""
+        self._sensitivities.clear()
+        if self.policy.adaptation is not None:
+            self.policy.adaptation.forget()
+
+    def whole_norms(self) -> Tensor:
+        """Return the norm of each sample's whole gradient, shape ``(B,)``."""
+        assert self.norm_GB is not None, "asked only after a backward"
+        if len(self.norm_GB) == 1:
+            return self.norm_GB[0]
+        return torch.linalg.vector_norm(columns(self.norm_GB), dim=1)
+
+
+def columns(parts_GB: list[Tensor]) -> Tensor:
+    """Return tensors of shape ``(B,)`` side by side, shape ``(B, G)``, on the first one's device."""
+    return torch.stack([part_B.to(parts_GB[0].device) for part_B in parts_GB], dim=1)
