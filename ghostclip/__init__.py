@@ -20,6 +20,7 @@ _HOME_OF = {"GhostClipper": "ghostclip.clipping.clipper", "PrivacyEngine": "ghos
 _SUBMODULES = frozenset(
     {
         "accounting",
+        "audit",
         "clipping",
         "data_loader",
         "errors",

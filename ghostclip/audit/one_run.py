@@ -1,0 +1,227 @@
+"""Auditing by one training: many canaries, each included by a fair coin of its own, and an attack that guesses coins.
+
+The canaries share the training, so their scores are not independent; what is bounded is how many coins an attack can
+guess at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from ghostclip._validate import positive_int
+from ghostclip.audit.scores import Scores
+from ghostclip.audit.trade_off import ApproximateTradeOff, GaussianTradeOff, TradeOff
+from ghostclip.errors import DataError, InvalidOptionError
+
+Array = NDArray[np.float64]
+
+_TIES_SEED = 0
+_FEWEST_GUESSES = 16
+_DEVIATIONS = 6
+_GRID = 48
+_ROUNDS = 4
+_HIGHEST_EPSILON, _HIGHEST_MU = 30.0, 15.0
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """An attack's guesses about coins.
+
+    Attributes:
+        canaries: m, all of them.
+        made: r, guesses; the attack abstains on the others.
+        correct: v, right guesses.
+    """
+
+    canaries: int
+    made: int
+    correct: int
+
+
+def make_guesses(scores: Scores, *, made: int) -> Guesses:
+    """Guess "included" for the highest scores and "left out" for the lowest, half of the guesses each.
+
+    Args:
+        scores: Of all canaries.
+        made: How many guesses; fixed before the scores are seen, or paid for (see `audit_scores`).
+
+    Returns:
+        How many were right.
+
+    Raises:
+        InvalidOptionError: If there are fewer canaries than guesses.
+    """
+    made = positive_int(made, "guesses")
+    if made > len(scores):
+        raise InvalidOptionError(f"guesses={made}: there are only {len(scores)} canaries.")
+    # Equal scores in random order: the order of the rows may tell who was included.
+    shuffled = np.random.default_rng(_TIES_SEED).permutation(len(scores))
+    order = shuffled[np.argsort(scores.score_M[shuffled], kind="stable")]
+    out, top = made // 2, made - made // 2
+    right = int(scores.included_M[order[-top:]].sum()) + int((~scores.included_M[order[:out]]).sum())
+    return Guesses(canaries=len(scores), made=made, correct=right)
+
+
+def approximate_dp_p_value(guesses: Guesses, *, epsilon: float, delta: float) -> float:
+    """Return the largest probability, over all (ε, δ)-DP mechanisms and attacks, of guessing so many coins.
+
+        β + 2mδ·max_i (1/i)·P[v > W ≥ v - i],   β = P[W ≥ v],   W ~ Binomial(r, e^ε/(1 + e^ε))
+
+    Args:
+        guesses: m, r and v.
+        epsilon: ε ≥ 0.
+        delta: δ in [0, 1).
+
+    Returns:
+        A p-value for the claim.
+
+    Reference:
+        Steinke, Nasr, Jagielski 2023, Theorem 5.2.
+    """
+    right = float(1 / (1 + np.exp(-epsilon)))
+    beta = float(stats.binom.sf(guesses.correct - 1, guesses.made, right))
+    if delta == 0 or guesses.correct == 0:
+        return min(1.0, beta)
+    below = stats.binom.pmf(np.arange(guesses.correct - 1, -1, -1), guesses.made, right)
+    slope = float((np.cumsum(below) / np.arange(1, guesses.correct + 1)).max())
+    return min(1.0, beta + 2 * guesses.canaries * delta * slope)
+
+
+def contradicts_f_dp(guesses: Guesses, curve: TradeOff, *, alpha: float) -> NDArray[np.bool_]:
+    """Whether no f-DP mechanism lets an attack guess so many coins with a probability above α.
+
+    Let p_i be the probability of exactly i right guesses, r_c = Σ_{i≥c} (i/m)·p_i and h_c = Σ_{i≥c} ((r-i)/m)·p_i: the
+    probabilities that a random canary is guessed right, or wrong, and at least c (others and it) are right. Turning
+    that canary's coin over makes the one event the other, so f-DP demands r_{c+1} ≤ F(h_c). From P[V ≥ v] = α, all of
+    it at v, which asks for least, the demands are followed down to c = 0, where r_0 + h_0 = r/m must hold.
+
+    Args:
+        guesses: m, r and v.
+        curve: The trade-off curve, or several at once.
+        alpha: Level of the test.
+
+    Returns:
+        One boolean per curve.
+
+    Cost:
+        v evaluations of the curve.
+
+    Reference:
+        Mahloujifar, Melis, Chaudhuri 2025, the recursion on r and h.
+    """
+    m, made, v = guesses.canaries, guesses.made, guesses.correct
+    right = np.asarray(alpha * v / m)
+    wrong = np.asarray(alpha * (made - v) / m)
+    for i in range(v - 1, -1, -1):
+        demanded = np.maximum(wrong, curve.least(right))
+        # Beyond 1 it is settled already; capped so that nothing overflows on the way down.
+        right = np.minimum(right + i / (made - i) * (demanded - wrong), 2.0)
+        wrong = demanded
+    return np.asarray(right + wrong > made / m * (1 + 1e-12))
+
+
+def refuse_unfair_coins(included: int, canaries: int) -> None:
+    """Refuse inclusions that fair coins do not produce: every one-run bound would be too high.
+
+    Args:
+        included: Canaries that were included.
+        canaries: All of them.
+
+    Raises:
+        DataError: If the number is more than six standard deviations from half.
+    """
+    if abs(included - canaries / 2) > _DEVIATIONS * (canaries / 4) ** 0.5:
+        raise DataError(
+            f"{included} of {canaries} canaries were included: the one-run methods need a fair coin for each "
+            "(ghostclip.audit.flip_coins)."
+        )
+
+
+def guess_counts(canaries: int) -> list[int]:
+    """How many guesses an attack tries when none are fixed: all canaries, half of them, a quarter, ..., a sixteenth.
+
+    Args:
+        canaries: m.
+
+    Returns:
+        Numbers of guesses, the largest first.
+    """
+    counts = [canaries // 2**power for power in range(5)]
+    return [count for count in counts if count >= min(_FEWEST_GUESSES, canaries)]
+
+
+def epsilon_by_approximate_dp(guesses: Guesses, *, delta: float, alpha: float) -> float:
+    """Return the largest ε up to which every (ε, δ)-DP claim is rejected by `approximate_dp_p_value`.
+
+    Args:
+        guesses: m, r and v.
+        delta: δ.
+        alpha: Level.
+
+    Returns:
+        ε ≥ 0.
+    """
+
+    def rejected(epsilon_K: Array) -> NDArray[np.bool_]:
+        p_values = [approximate_dp_p_value(guesses, epsilon=float(e), delta=delta) for e in epsilon_K]
+        return np.asarray(p_values) <= alpha
+
+    return _first_accepted(rejected, _HIGHEST_EPSILON)
+
+
+def epsilon_by_f_dp(guesses: Guesses, *, delta: float, alpha: float) -> float:
+    """Return the largest ε up to which every (ε, δ)-DP claim is rejected by `contradicts_f_dp`.
+
+    Args:
+        guesses: m, r and v.
+        delta: δ.
+        alpha: Level.
+
+    Returns:
+        ε ≥ 0.
+    """
+    return _first_accepted(
+        lambda epsilon_K: contradicts_f_dp(guesses, ApproximateTradeOff(epsilon_K, delta), alpha=alpha),
+        _HIGHEST_EPSILON,
+    )
+
+
+def mu_by_f_dp(guesses: Guesses, *, alpha: float) -> float:
+    """Return the largest μ up to which every claim of μ-GDP is rejected by `contradicts_f_dp`.
+
+    Args:
+        guesses: m, r and v.
+        alpha: Level.
+
+    Returns:
+        μ ≥ 0.
+    """
+    return _first_accepted(lambda mu_K: contradicts_f_dp(guesses, GaussianTradeOff(mu_K), alpha=alpha), _HIGHEST_MU)
+
+
+def _first_accepted(rejected: Callable[[Array], NDArray[np.bool_]], highest: float) -> float:
+    """Return a value below which all are rejected, to 1e-5 of `highest`.
+
+    Args:
+        rejected: Which of an ascending array of values are.
+        highest: Where the search ends.
+
+    Returns:
+        The largest value found before the first that is accepted; 0 if 0 is accepted.
+    """
+    low, high = 0.0, highest
+    for _ in range(_ROUNDS):
+        value_K = np.linspace(low, high, _GRID)
+        rejected_K = rejected(value_K)
+        if not rejected_K[0]:
+            return 0.0 if low == 0 else low
+        if rejected_K.all():
+            return high
+        first = int(np.argmin(rejected_K))
+        low, high = float(value_K[first - 1]), float(value_K[first])
+    return low

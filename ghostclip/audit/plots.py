@@ -1,0 +1,101 @@
+"""The picture of an audit: how the scores of both sides lie, and its error rates beside what a claim allows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ghostclip.audit.finding import Finding
+from ghostclip.audit.scores import Scores
+from ghostclip.audit.trade_off import ApproximateTradeOff
+from ghostclip.errors import InvalidOptionError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_MEMBER, _OTHER, _CLAIM, _FOUND = "#d94801", "#08519c", "#555555", "#238b45"
+_MOST_BINS = 60
+
+
+def plot_audit(scores: Scores, finding: Finding, path: str | Path) -> None:
+    """Draw histograms of the scores and the ROC curve, and save them as PNG.
+
+    Args:
+        scores: What was audited.
+        finding: What was found.
+        path: The PNG file; replaced if it exists.
+
+    Raises:
+        InvalidOptionError: If matplotlib is not installed.
+    """
+    try:
+        # The object interface: pyplot would choose a window system and keep global state.
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise InvalidOptionError("a plot needs matplotlib: pip install 'ghostclip[transformers]'") from error
+    figure = Figure(figsize=(10.0, 4.6), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    _histograms(left, scores, finding)
+    _roc(right, scores, finding)
+    figure.suptitle(f"Audit: ε ≥ {finding.epsilon:.2f} at δ = {finding.delta:g} ({finding.method})", fontsize=11)
+    figure.savefig(Path(path), format="png")
+
+
+def _histograms(axes: Axes, scores: Scores, finding: Finding) -> None:
+    finite = scores.score_M[np.isfinite(scores.score_M)]
+    low, high = (finite.min(), finite.max()) if finite.size else (0.0, 1.0)
+    count = int(min(_MOST_BINS, max(10, np.sqrt(len(scores)))))
+    bins = np.linspace(low, high if high > low else low + 1.0, count + 1).tolist()
+    for values, colour, label in (
+        (scores.other, _OTHER, f"left out ({finding.left_out})"),
+        (scores.member, _MEMBER, f"included ({finding.included})"),
+    ):
+        inside = values[np.isfinite(values)]
+        axes.hist(
+            inside, bins=bins, weights=np.full(inside.size, 1 / values.size), color=colour, alpha=0.5, label=label
+        )
+    if finding.threshold is not None and np.isfinite(finding.threshold):
+        axes.axvline(finding.threshold, color=_FOUND, linewidth=1.4, label="threshold")
+    axes.set_xlabel("score (higher: taken for included)")
+    axes.set_ylabel("share")
+    axes.legend(fontsize=8, frameon=False)
+    axes.grid(alpha=0.25)
+
+
+def _roc(axes: Axes, scores: Scores, finding: Finding) -> None:
+    other, member = scores.other, scores.member
+    thresholds = np.unique(scores.score_M)
+    fpr = 1 - np.searchsorted(other, thresholds, side="right") / other.size
+    tpr = 1 - np.searchsorted(member, thresholds, side="right") / member.size
+    axes.step(np.r_[1.0, fpr], np.r_[1.0, tpr], where="post", color=_MEMBER, linewidth=1.6, label="this attack")
+    rate = np.linspace(0.0, 1.0, 400)
+    axes.plot(rate, rate, color=_CLAIM, linewidth=0.8, linestyle=":", label="a guess")
+    _bound(axes, finding.epsilon, finding.delta, _FOUND, f"allowed by ε = {finding.epsilon:.2f} (found)")
+    if finding.claimed_epsilon is not None:
+        _bound(
+            axes,
+            finding.claimed_epsilon,
+            finding.delta,
+            _CLAIM,
+            f"allowed by ε = {finding.claimed_epsilon:.2f} (claimed)",
+        )
+    if finding.fpr is not None and finding.fnr is not None:
+        axes.plot([finding.fpr], [1 - finding.fnr], "D", color=_FOUND, markersize=6, label="where it was bounded")
+    axes.set_xlim(0.0, 1.0)
+    axes.set_ylim(0.0, 1.02)
+    axes.set_xlabel("false positive rate")
+    axes.set_ylabel("true positive rate")
+    axes.legend(fontsize=8, frameon=False, loc="lower right")
+    axes.grid(alpha=0.25)
+
+
+def _bound(axes: Axes, epsilon: float, delta: float, colour: str, label: str) -> None:
+    """Draw the highest ROC curve that (ε, δ)-DP allows, which is where `least` gives the false positive rate."""
+    tpr = np.linspace(0.0, 1.0, 2001)
+    axes.plot(
+        ApproximateTradeOff(epsilon, delta).least(tpr), tpr, color=colour, linewidth=1.2, linestyle="--", label=label
+    )

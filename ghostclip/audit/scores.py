@@ -1,0 +1,187 @@
+"""The scores of an attack, and the files they come in."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ghostclip.errors import DataError
+
+Array = NDArray[np.float64]
+
+MEMBER_COLUMNS = ("included", "member")
+_YES, _NO = {"1", "1.0", "true", "yes"}, {"0", "0.0", "false", "no"}
+_LEAST = 2
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One score per canary (or per run) and whether it was included; the higher, the more the attack thinks it was.
+
+    Attributes:
+        score_M: Finite or infinite, never NaN, shape [M].
+        included_M: Booleans, shape [M].
+    """
+
+    score_M: Array
+    included_M: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, score: ArrayLike, included: ArrayLike) -> Scores:
+        """Check and keep scores.
+
+        Args:
+            score: Numbers, shape [M].
+            included: Booleans, or zeros and ones, shape [M].
+
+        Returns:
+            The scores.
+
+        Raises:
+            DataError: If shapes differ, a score is NaN, or fewer than two were included or left out.
+        """
+        score_M, member_M = np.asarray(score, dtype=np.float64), np.asarray(included)
+        if score_M.ndim != 1 or score_M.shape != member_M.shape:
+            raise DataError(
+                f"scores of shape {score_M.shape}, inclusions of shape {member_M.shape}: one each, in a row."
+            )
+        if member_M.dtype != np.bool_ and not np.isin(member_M, (0, 1)).all():
+            raise DataError("inclusions: expected booleans, or zeros and ones.")
+        missing = int(np.isnan(score_M).sum())
+        if missing:
+            raise DataError(
+                f"{missing} of {score_M.size} scores are NaN: an audit would depend on what they stand for."
+            )
+        included_M = member_M.astype(np.bool_)
+        members = int(included_M.sum())
+        if min(members, score_M.size - members) < _LEAST:
+            raise DataError(
+                f"{members} of {score_M.size} were included: at least {_LEAST} must be, and {_LEAST} must not."
+            )
+        return cls(score_M, included_M)
+
+    @classmethod
+    def of_runs(cls, *, member: ArrayLike, other: ArrayLike) -> Scores:
+        """Join the scores of runs with the record and of runs without it.
+
+        Args:
+            member: Scores of the runs with it, shape [M1].
+            other: Scores of the runs without it, shape [M0].
+
+        Returns:
+            The scores.
+
+        Raises:
+            DataError: As `of`.
+        """
+        with_it, without = np.asarray(member, dtype=np.float64), np.asarray(other, dtype=np.float64)
+        included = np.r_[np.ones(with_it.size, bool), np.zeros(without.size, bool)]
+        return cls.of(np.concatenate((with_it, without)), included)
+
+    @property
+    def member(self) -> Array:
+        """Scores of what was included, ascending."""
+        return np.sort(self.score_M[self.included_M])
+
+    @property
+    def other(self) -> Array:
+        """Scores of what was left out, ascending."""
+        return np.sort(self.score_M[~self.included_M])
+
+    def __len__(self) -> int:
+        return self.score_M.size
+
+    def negated(self) -> Scores:
+        """Return the scores for an attack in which lower means included, as for losses."""
+        return Scores(-self.score_M, self.included_M)
+
+    def halves(self, *, seed: int) -> tuple[Scores, Scores]:
+        """Split at random into two halves, members and others each.
+
+        Args:
+            seed: Of the split; fixed before the scores are seen.
+
+        Returns:
+            The halves; the second has the odd one.
+        """
+        order = np.random.default_rng(seed).permutation(len(self))
+        first = np.zeros(len(self), bool)
+        for chosen in (order[self.included_M[order]], order[~self.included_M[order]]):
+            first[chosen[: chosen.size // 2]] = True
+        return (
+            Scores(self.score_M[first], self.included_M[first]),
+            Scores(self.score_M[~first], self.included_M[~first]),
+        )
+
+
+def load_scores(path: str | Path) -> Scores:
+    """Read scores from a file.
+
+    Args:
+        path: `.csv` with a header, `.json` (a list of records, or lists by column) or `.npz`; column "score", and
+            "included" or "member" (true/false, yes/no, 1/0).
+
+    Returns:
+        The scores.
+
+    Raises:
+        DataError: If the file is not there, of another kind, or lacks a column.
+    """
+    path = Path(path)
+    readers = {".csv": _csv_columns, ".json": _json_columns, ".npz": _npz_columns}
+    if path.suffix.lower() not in readers:
+        raise DataError(f"{path}: expected a file named .csv, .json or .npz.")
+    if not path.is_file():
+        raise DataError(f"{path}: no such file.")
+    try:
+        columns = readers[path.suffix.lower()](path)
+    except (ValueError, KeyError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: not readable as {path.suffix} ({error}).") from error
+    member = next((name for name in MEMBER_COLUMNS if name in columns), None)
+    if "score" not in columns or member is None:
+        raise DataError(f"{path}: columns {', '.join(columns) or 'none'}; wanted 'score', and 'included' or 'member'.")
+    try:
+        return Scores.of(
+            [float(str(value)) for value in columns["score"]], [_truth(value) for value in columns[member]]
+        )
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{path}: {error}") from error
+
+
+def _truth(value: object) -> bool:
+    text = str(value).strip().lower()
+    if text not in _YES | _NO:
+        raise DataError(f"inclusion {value!r}: expected true or false, yes or no, 1 or 0.")
+    return text in _YES
+
+
+def _csv_columns(path: Path) -> Mapping[str, Sequence[object]]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = [dict(row) for row in csv.DictReader(file, skipinitialspace=True)]
+    return _by_column(rows)
+
+
+def _json_columns(path: Path) -> Mapping[str, Sequence[object]]:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(content, dict):
+        return {str(name): value for name, value in content.items() if isinstance(value, list)}
+    if isinstance(content, list) and all(isinstance(row, dict) for row in content):
+        return _by_column(content)
+    raise DataError(f"{path}: expected a list of records, or an object with a list per column.")
+
+
+def _npz_columns(path: Path) -> Mapping[str, Sequence[object]]:
+    with np.load(path, allow_pickle=False) as arrays:
+        return {name: arrays[name].reshape(-1).tolist() for name in arrays.files}
+
+
+def _by_column(rows: Iterable[Mapping[str, object]]) -> dict[str, list[object]]:
+    rows = list(rows)
+    names = list(rows[0]) if rows else []
+    return {name: [row.get(name) for row in rows] for name in names}

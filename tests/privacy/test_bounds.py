@@ -1,0 +1,197 @@
+"""Audits of independent runs: exact at what they claim, honest about chosen thresholds, and not far from the truth."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from ghostclip.audit import (
+    METHODS,
+    THRESHOLDS,
+    ApproximateTradeOff,
+    GaussianTradeOff,
+    OperatingPoint,
+    Scores,
+    audit_scores,
+    clopper_pearson_upper,
+    gaussian_delta,
+    gaussian_epsilon,
+    split_point,
+    union_points,
+)
+from ghostclip.errors import DataError, InvalidOptionError
+
+DELTA = 1e-5
+REPEATS, ALPHA = 300, 0.2
+
+
+def gaussian_scores(stream, mu, runs):
+    return Scores.of_runs(member=stream.normal(mu, 1.0, runs), other=stream.normal(0.0, 1.0, runs))
+
+
+def most_failures(repeats=REPEATS, alpha=ALPHA):
+    """What failures of probability α exceed once in a thousand."""
+    return int(stats.binom.ppf(0.999, repeats, alpha))
+
+
+@pytest.mark.parametrize(("count", "total"), [(0, 7), (3, 7), (6, 7), (7, 7), (40, 1500)])
+def test_clopper_pearson_agrees_with_an_exact_test(count, total):
+    upper = float(clopper_pearson_upper(count, total, 0.03))
+    assert upper == pytest.approx(stats.binomtest(count, total, alternative="less").proportion_ci(0.97).high)
+    if count < total:
+        assert stats.binom.cdf(count, total, upper) == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize("mu", [0.05, 0.5, 1.0, 2.0, 8.0])
+def test_gaussian_epsilon_inverts_delta(mu):
+    epsilon = gaussian_epsilon(mu, delta=DELTA)
+    likely, unlikely = stats.norm.cdf(mu / 2 - epsilon / mu), stats.norm.cdf(-mu / 2 - epsilon / mu)
+    assert likely - math.exp(epsilon) * unlikely == pytest.approx(DELTA, rel=1e-6)
+    assert gaussian_delta(epsilon, mu=mu) == pytest.approx(DELTA, rel=1e-6)
+
+
+def test_gaussian_epsilon_of_known_mechanisms():
+    assert gaussian_epsilon(1.0, delta=DELTA) == pytest.approx(4.377178, rel=1e-6)
+    assert gaussian_epsilon(0.0, delta=DELTA) == 0.0
+    assert gaussian_epsilon(math.inf, delta=DELTA) == math.inf
+
+
+@pytest.mark.parametrize("curve", [GaussianTradeOff(0.7), ApproximateTradeOff(1.3, 0.01)])
+def test_least_probability_inverts_the_curve(curve):
+    """F(F⁻¹(r)) = r, with F written down a second time."""
+    r = np.linspace(0.02, 0.98, 25)
+    y = curve.least(r)
+    if isinstance(curve, GaussianTradeOff):
+        back = stats.norm.cdf(stats.norm.ppf(y) + 0.7)
+    else:
+        back = np.minimum(0.01 + np.exp(1.3) * y, 1 - np.exp(-1.3) * (1 - 0.01 - y))
+    np.testing.assert_allclose(back, r, rtol=1e-9)
+    assert (np.diff(y) > 0).all()
+
+
+def test_operating_point_uses_both_directions():
+    point = OperatingPoint(threshold=0.0, fpr=0.0, fnr=0.0, fpr_upper=0.01, fnr_upper=0.5)
+    assert point.epsilon(delta=0.0) == pytest.approx(math.log(0.5 / 0.01))
+    turned = OperatingPoint(threshold=0.0, fpr=0.0, fnr=0.0, fpr_upper=0.5, fnr_upper=0.01)
+    assert turned.epsilon(delta=0.1) == pytest.approx(math.log((0.5 - 0.1) / 0.01))
+    assert point.mu() == pytest.approx(stats.norm.ppf(0.99))
+    useless = OperatingPoint(threshold=0.0, fpr=0.0, fnr=0.0, fpr_upper=0.8, fnr_upper=0.9)
+    assert useless.epsilon(delta=0.0) == 0.0
+    assert useless.mu() == 0.0
+
+
+@pytest.mark.parametrize("mu", [0.0, 1.0])
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+def test_bounds_on_mu_fail_no_more_often_than_they_may(threshold, mu):
+    stream = np.random.default_rng(5)
+    failures = 0
+    for _ in range(REPEATS):
+        scores = gaussian_scores(stream, mu, 60)
+        if threshold == "split":
+            found = split_point(scores, alpha=ALPHA, gaussian=True, delta=DELTA).mu()
+        else:
+            found = max(point.mu() for point in union_points(scores, alpha=ALPHA))
+        failures += found > mu
+    assert failures <= most_failures()
+
+
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+def test_bounds_on_epsilon_fail_no_more_often_than_they_may(threshold):
+    """Randomised response is (ε, 0)-DP and no better: the scores have two values, which are ties all over."""
+    stream, epsilon = np.random.default_rng(6), 1.0
+    lie = 1 / (1 + math.exp(epsilon))
+    found = []
+    for _ in range(REPEATS):
+        answers = stream.random((2, 120)) < lie
+        scores = Scores.of_runs(member=~answers[0], other=answers[1])
+        finding = audit_scores(scores, delta=1e-9, confidence=1 - ALPHA, method="clopper-pearson", threshold=threshold)
+        found.append(finding.epsilon)
+    failures = sum(value > epsilon for value in found)
+    assert failures <= most_failures()
+    # Ranks fixed in advance are of little use on two values; a threshold from the data finds the one between them.
+    assert threshold == "union" or np.median(found) > 0.3
+
+
+def test_a_threshold_that_is_not_paid_for_is_seen_to_fail():
+    """The check above can fail: the best of all thresholds, each at full confidence, is above the truth too often."""
+    stream, failures = np.random.default_rng(7), 0
+    for _ in range(REPEATS):
+        scores = gaussian_scores(stream, 1.0, 400)
+        thresholds = np.r_[scores.other, scores.member]
+        false_positives = 400 - np.searchsorted(scores.other, thresholds, side="right")
+        false_negatives = np.searchsorted(scores.member, thresholds, side="right")
+        fpr = clopper_pearson_upper(false_positives, 400, ALPHA / 2)
+        fnr = clopper_pearson_upper(false_negatives, 400, ALPHA / 2)
+        failures += (stats.norm.ppf(1 - fpr) - stats.norm.ppf(fnr)).max() > 1.0
+    assert failures > most_failures()
+
+
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+def test_many_runs_come_close_to_the_truth(threshold):
+    scores = gaussian_scores(np.random.default_rng(8), 1.0, 100_000)
+    finding = audit_scores(scores, delta=DELTA, method="gaussian", threshold=threshold)
+    assert 0.95 < finding.mu <= 1.0
+    assert 4.0 < finding.epsilon <= 4.3772
+
+
+def test_perfect_separation_is_bounded_by_the_number_of_runs():
+    scores = Scores.of_runs(member=np.ones(1500), other=np.zeros(1500))
+    finding = audit_scores(scores, delta=DELTA, method="clopper-pearson", threshold="split", claimed_epsilon=4.38)
+    assert finding.epsilon == pytest.approx(math.log((0.025 ** (1 / 750) - DELTA) / (1 - 0.025 ** (1 / 750))))
+    assert finding.contradicts
+    assert "contradicted" in finding.sentence()
+
+
+def test_turned_scores_are_turned():
+    stream = np.random.default_rng(9)
+    scores = gaussian_scores(stream, -2.0, 500)
+    assert audit_scores(scores, delta=DELTA, method="gaussian").epsilon == 0.0
+    assert audit_scores(scores.negated(), delta=DELTA, method="gaussian").epsilon > 5.0
+
+
+def test_order_of_the_rows_tells_nothing():
+    """Constant scores, members first: a stable sort would tell them apart."""
+    scores = Scores.of(np.zeros(400), np.arange(400) < 200)
+    for method in METHODS:
+        assert audit_scores(scores, delta=DELTA, method=method).epsilon == 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"delta": 0.0}, "delta"),
+        ({"confidence": 1.0}, "confidence"),
+        ({"method": "guess"}, "method"),
+        ({"threshold": "best"}, "threshold"),
+        ({"claimed_epsilon": -1.0}, "claimed_epsilon"),
+        ({"method": "gaussian", "guesses": 3}, "makes none"),
+        ({"guesses": 41}, "only 40 canaries"),
+    ],
+)
+def test_refuses_options(options, words):
+    scores = gaussian_scores(np.random.default_rng(1), 1.0, 20)
+    with pytest.raises(InvalidOptionError, match=words):
+        audit_scores(scores, **{"delta": DELTA, **options})
+
+
+@pytest.mark.parametrize(
+    ("score", "included", "words"),
+    [
+        ([1.0, 2.0], [True], "one each"),
+        ([1.0, math.nan, 2.0, 3.0], [1, 0, 1, 0], "1 of 4 scores are NaN"),
+        ([1.0, 2.0, 3.0, 4.0], [1, 2, 1, 0], "zeros and ones"),
+        ([1.0, 2.0, 3.0, 4.0], [1, 1, 1, 0], "3 of 4 were included"),
+    ],
+)
+def test_refuses_scores(score, included, words):
+    with pytest.raises(DataError, match=words):
+        Scores.of(score, included)
+
+
+def test_refuses_coins_that_were_not_fair():
+    scores = Scores.of(np.arange(1000.0), np.arange(1000) % 4 == 0)
+    with pytest.raises(DataError, match="fair coin"):
+        audit_scores(scores, delta=DELTA)
