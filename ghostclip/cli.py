@@ -29,6 +29,7 @@ _COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
         "finetune.arguments",
         "finetune.job",
     ),
+    "audit": ("test a claimed epsilon with the scores of an attack", "commands.audit", "commands.audit"),
 }
 
 

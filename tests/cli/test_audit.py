@@ -1,0 +1,170 @@
+"""``ghostclip audit``: exit status and sentence, files of every kind, and one line about wrong input."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from ghostclip.audit import METHODS, THRESHOLDS, CanaryRecorder, flip_coins, load_scores
+from ghostclip.cli import main
+from ghostclip.commands import audit as command
+
+
+@pytest.fixture
+def audit(capfd):
+    """Run the command; give status, output and errors."""
+
+    def run(*words):
+        capfd.readouterr()
+        try:
+            status = main(["audit", *map(str, words)])
+        except SystemExit as stopped:
+            status = int(stopped.code or 0)
+        return status, *capfd.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """Scores of canaries that a training without privacy would give, in each kind of file."""
+
+    def save(kind, *, gap=4.0, count=400):
+        included = flip_coins(count, seed=1)
+        recorder = CanaryRecorder(included)
+        recorder.record(np.random.default_rng(2).normal(included * gap, 1.0))
+        path = tmp_path / f"scores{kind}"
+        recorder.save(path)
+        return path
+
+    return save
+
+
+@pytest.mark.parametrize("kind", [".csv", ".json", ".npz"])
+def test_every_kind_of_file_gives_the_same_finding(audit, recorded, kind):
+    status, out, err = audit(recorded(kind), "--claimed-epsilon", 1)
+    assert status == 3, err
+    assert out.startswith("epsilon >= 3.")
+    assert "the claim epsilon <= 1 is contradicted." in out
+    assert "guesses right" in out.splitlines()[1]
+    assert len(out.splitlines()) == 2
+
+
+def test_a_claim_that_holds(audit, recorded):
+    status, out, _ = audit(recorded(".csv", gap=0.0), "--claimed-epsilon", 1, "--delta", 1e-6)
+    assert status == 0
+    assert out.startswith("epsilon >= 0.000 at delta = 1e-06 with 95 % confidence (one-run)")
+    assert "is not contradicted, which does not prove it." in out
+
+
+def test_without_a_claim_nothing_is_judged(audit, recorded):
+    status, out, _ = audit(recorded(".csv"))
+    assert status == 0
+    assert "claim" not in out
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method(audit, recorded, method):
+    status, out, err = audit(recorded(".npz"), "--method", method, "--confidence", 0.9)
+    assert status == 0, err
+    assert f"90 % confidence ({method})" in out
+
+
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+def test_every_threshold(audit, recorded, threshold):
+    status, out, _ = audit(recorded(".npz"), "--method", "gaussian", "--threshold", threshold)
+    assert status == 0
+    assert "false positives" in out
+
+
+def test_losses_are_turned(audit, tmp_path):
+    included = flip_coins(400, seed=1)
+    losses = np.random.default_rng(2).normal(-4.0 * included, 1.0)
+    path = tmp_path / "losses.csv"
+    rows = (f"{loss},{'yes' if inside else 'no'}" for loss, inside in zip(losses, included, strict=True))
+    path.write_text("score, member\n" + "\n".join(rows), encoding="utf-8")
+    assert audit(path)[1].startswith("epsilon >= 0.000")
+    assert audit(path, "--lower-is-member")[1].startswith("epsilon >= 3.")
+
+
+def test_finding_as_json_and_picture(audit, recorded, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture, finding = tmp_path / "audit.png", tmp_path / "audit.json"
+    words = ["--method", "gaussian", "--claimed-epsilon", 2, "--plot", picture, "--json", finding]
+    status, out, _ = audit(recorded(".csv"), *words)
+    values = json.loads(finding.read_text(encoding="utf-8"))
+    assert status == 3
+    assert values["contradicts"] is True
+    assert values["sentence"] == out.splitlines()[0]
+    assert values["mu"] > 2
+    assert "guesses" not in values
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "words"),
+    [
+        ("", "scores.csv", "columns none; wanted 'score'"),
+        ("score,coin\n1,0\n", "scores.csv", "columns score, coin; wanted 'score', and 'included' or 'member'"),
+        ("score,member\n1,0\n2,maybe\n", "scores.csv", "inclusion 'maybe'"),
+        ("score,member\n1,0\nhigh,1\n", "scores.csv", "could not convert string to float: 'high'"),
+        ("score,member\n1,0\n2\n", "scores.csv", "inclusion None"),
+        ("score,member\n1,0\n2,1\n", "scores.csv", "1 of 2 were included"),
+        ("{", "scores.json", "not readable as .json"),
+        ("3", "scores.json", "expected a list of records"),
+        ("no archive", "scores.npz", "not readable as .npz"),
+        ("1 2", "scores.txt", "expected a file named .csv, .json or .npz"),
+        (None, "scores.csv", "no such file"),
+    ],
+)
+def test_a_wrong_file_is_one_line(audit, tmp_path, content, name, words):
+    path = tmp_path / name
+    if content is not None:
+        path.write_text(content, encoding="utf-8")
+    status, out, err = audit(path)
+    assert (status, out) == (2, "")
+    assert err.startswith("ghostclip audit: error: ")
+    assert len(err.splitlines()) == 1
+    assert words in err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--delta", "0"], "delta=0.0"),
+        (["--confidence", "95"], "confidence=95.0"),
+        (["--method", "magic"], "invalid choice: 'magic'"),
+        (["--guesses", "4000"], "only 400 canaries"),
+        (["--claimed-epsilon", "nan"], "claimed_epsilon=nan"),
+        (["--claim", "3"], "unrecognized arguments: --claim 3"),
+    ],
+)
+def test_a_wrong_option_is_one_line(audit, recorded, options, words):
+    status, out, err = audit(recorded(".csv"), *options)
+    assert (status, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert words in err
+
+
+def test_scores_are_never_replaced(audit, recorded):
+    path = recorded(".json")
+    before = path.read_bytes()
+    status, _, err = audit(path, "--json", path)
+    assert status == 2
+    assert "would replace the scores" in err
+    assert path.read_bytes() == before
+
+
+def test_options_are_those_of_the_library():
+    """The command declares them without importing the library."""
+    assert command._METHODS == METHODS
+    assert set(command._DEFAULTS) == {"delta", "confidence", "method", "threshold"}
+
+
+def test_recorded_scores_come_back(recorded):
+    for kind in (".csv", ".json", ".npz"):
+        scores = load_scores(recorded(kind))
+        np.testing.assert_array_equal(scores.score_M, load_scores(recorded(".npz")).score_M)
+        np.testing.assert_array_equal(scores.included_M, flip_coins(400, seed=1))
