@@ -69,8 +69,11 @@ class Probe:
         """Return the call sites whose data turned out not to be rows of samples (positions where T equals B)."""
         return {use.constant_key for use, _ in self.failures if use.constant_key is not None}
 
-    def verdict(self) -> None:
+    def verdict(self, where: Callable[[], str]) -> None:
         """Raise if a use could not be explained.
+
+        Args:
+            where: Finds the place where samples start to mix; returns sentences that name it and a remedy.
 
         Raises:
             SampleMixingError: Rows of other samples received a gradient under every row map.
@@ -92,10 +95,8 @@ class Probe:
             )
             raise BatchAxisError(message)
         message = (
-            f"{place}: the output of one sample depends on other samples of the batch (gradient of "
-            f"{use.site.describe()}, "
-            f"rows {shapes}). Per-sample gradients do not exist for such a model: replace layers that use batch "
-            "statistics (BatchNorm by GroupNorm) or that attend across the batch."
+            "the output of one sample depends on other samples of the batch, so that per-sample gradients do not exist. "
+            f"{where()} (Seen in the gradient of {use.site.describe()}, rows {shapes}, in {place}.)"
         )
         raise SampleMixingError(message)
 

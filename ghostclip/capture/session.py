@@ -23,6 +23,7 @@ from ghostclip.capture.inputs import (
     same_tensors,
     under_checkpoint,
 )
+from ghostclip.capture.mixing import where_forward_mixes
 from ghostclip.capture.nodes import accumulation_node, tie
 from ghostclip.capture.operation import Operation
 from ghostclip.capture.probe import MAX_ATTEMPTS
@@ -172,7 +173,8 @@ class Session:
         doubted = probe.constants() - self.sites.constants
         flipped = self._constants(doubted, module, args, kwargs) if doubted else set()
         if not flipped:
-            probe.verdict()
+            inputs, size, axis = (args, kwargs), record.batch_size, record.axis
+            probe.verdict(lambda: where_forward_mixes(self.model, module, inputs, batch_size=size, axis=axis))
             return False
         self.sites.constants |= flipped
         return True

@@ -1,0 +1,319 @@
+"""Where in a model samples start to mix: the first module whose output for one sample follows another sample.
+
+The model runs on the batch and once more with one sample replaced by another; forward hooks note what goes into and
+comes out of every module. Whatever changes outside that sample's rows is mixed.
+
+Shape letter: B samples.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ghostclip.capture.batch_axis import candidates
+from ghostclip.capture.tracked import TrackedTensor
+
+# Samples that are replaced in turn; which of them others follow is not known beforehand.
+_MAX_REPLACED: Final = 8
+_SEED: Final = 20240
+
+
+@dataclass(frozen=True)
+class MixingStart:
+    """Where samples start to mix.
+
+    Attributes:
+        path: Path of the module (empty for the model itself).
+        module: The module.
+        before: Set where its own code mixes between two of its children: path of the child that is handed mixed rows.
+        shape: Shape of the first mixed tensor.
+        batch_size: B.
+        sample: The sample that was replaced, and whose replacement others follow.
+    """
+
+    path: str
+    module: nn.Module
+    before: str
+    shape: tuple[int, ...]
+    batch_size: int
+    sample: int
+
+    @property
+    def place(self) -> str:
+        """The module's path and type."""
+        return f"{self.path or 'model'} ({type(self.module).__name__})"
+
+    def describe(self) -> str:
+        """Return where it is, for the middle of a sentence."""
+        if self.before:
+            return f"the forward of {self.place} itself, before it calls {self.before!r}"
+        own = " itself" if next(self.module.children(), None) is not None else ""
+        return f"{'the forward of ' if own else ''}{self.place}{own}, whose output has shape {self.shape}"
+
+    def remedy(self) -> str:
+        """Return what can be done about it, by what kind of module it is."""
+        kind = type(self.module).__name__
+        if isinstance(self.module, nn.modules.batchnorm._BatchNorm) or "BatchNorm" in kind:
+            return "Replace it by GroupNorm (ModuleValidator.fix does), or put it in eval mode."
+        if hasattr(self.module, "batch_first") or "ttention" in kind:
+            return (
+                "It works across the batch: give it its axes in the order it expects, and say batch_first alike to the "
+                "module and to ghostclip."
+            )
+        if self.shape == (self.batch_size, self.batch_size) and not self.before:
+            return (
+                "Its output compares every sample with every other, as contrastive objectives do: a sample has no "
+                "gradient of its own there. Train on a loss of each sample's own outputs."
+            )
+        return "Compute each sample's output from its own rows (no mean, norm, sort or roll over the batch axis)."
+
+
+@dataclass(frozen=True)
+class _Event:
+    """What went into or came out of a module."""
+
+    path: str
+    module: nn.Module
+    is_output: bool
+    tensors: list[Tensor]
+
+
+# By path, whether it is an output, and the number of the module's call.
+_Events = dict[tuple[str, bool, int], _Event]
+
+
+@dataclass(frozen=True)
+class _Replaced:
+    """Which sample of the batch was replaced."""
+
+    sample: int
+    batch_size: int
+    axis: int
+
+
+def mixing_start(
+    model: nn.Module, run: Callable[[Any], object], batch: Any, *, batch_size: int, axis: int
+) -> MixingStart | None:
+    """Find where samples start to mix.
+
+    Args:
+        model: The model; hooks are on it only while this runs. Its buffers may be updated: restore them if need be.
+        run: Runs the model on a batch; called with the global random state at the same place each time.
+        batch: Nested tuples, lists and dicts of tensors.
+        batch_size: B.
+        axis: The expected batch axis of the model's inputs and outputs.
+
+    Returns:
+        The place, or None where no sample follows another, or where that cannot be told.
+    """
+    if batch_size < 2:
+        return None
+    base = _trace(model, run, batch)
+    found: list[tuple[int, MixingStart]] = []
+    for sample in _spread_out(batch_size):
+        changed = replaced(batch, sample, batch_size=batch_size, axis=axis)
+        start = _first_mixed(base, _trace(model, run, changed), replaced=_Replaced(sample, batch_size, axis))
+        if start is not None:
+            found.append(start)
+    return min(found, key=lambda item: item[0])[1] if found else None
+
+
+def replaced(batch: Any, sample: int, *, batch_size: int, axis: int) -> Any:
+    """Return a batch in which one sample is a copy of the next one.
+
+    Args:
+        batch: Nested tuples, lists and dicts of tensors.
+        sample: The sample.
+        batch_size: B.
+        axis: The expected batch axis; axis 0 serves where a tensor has no B samples there.
+
+    Returns:
+        New tensors; those without B samples as they are.
+    """
+
+    def replace(leaf: Any) -> Any:
+        place = batch_axis_of(leaf, batch_size=batch_size, axis=axis)
+        if place is None:
+            return leaf
+        copy = leaf.detach().clone()
+        copy.select(place, sample).copy_(leaf.detach().select(place, (sample + 1) % batch_size))
+        return copy.requires_grad_(leaf.requires_grad)
+
+    return tree_map(replace, batch)
+
+
+def batch_axis_of(leaf: Any, *, batch_size: int, axis: int) -> int | None:
+    """Return the axis of an input that has B entries: the expected one, else axis 0, else None."""
+    if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+        return None
+    for place in (axis, 0):
+        if place < leaf.dim() and leaf.shape[place] == batch_size:
+            return place
+    return None
+
+
+@contextmanager
+def same_randomness(device_tensors: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Start the global generators at a fixed place, and put them back afterwards.
+
+    Args:
+        device_tensors: Tensors on whose devices the generators matter as well.
+
+    Yields:
+        Nothing.
+    """
+    devices = {tensor.device.index or 0 for tensor in device_tensors if tensor.device.type == "cuda"}
+    with torch.random.fork_rng(devices=sorted(devices)):
+        torch.manual_seed(_SEED)
+        yield
+
+
+def _spread_out(batch_size: int) -> list[int]:
+    """Return the samples to replace: all, or the first, the last and some between."""
+    if batch_size <= _MAX_REPLACED:
+        return list(range(batch_size))
+    return sorted({round(step * (batch_size - 1) / (_MAX_REPLACED - 1)) for step in range(_MAX_REPLACED)})
+
+
+def _trace(model: nn.Module, run: Callable[[Any], object], batch: Any) -> _Events:
+    events: _Events = {}
+    calls: Counter[tuple[str, bool]] = Counter()
+
+    def note(path: str, module: nn.Module, tree: Any, *, is_output: bool) -> None:
+        calls[path, is_output] += 1
+        # Cloned, since later operations may change them in place.
+        tensors = [leaf.detach().clone() for leaf in tree_leaves(tree) if _is_plain(leaf)]
+        events[path, is_output, calls[path, is_output]] = _Event(path, module, is_output, tensors)
+
+    handles = []
+    for path, module in model.named_modules():
+
+        def before(module: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+            note(path, module, (args, kwargs), is_output=False)
+
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any, path: str = path) -> None:
+            note(path, module, output, is_output=True)
+
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(module.register_forward_hook(after, with_kwargs=True))
+    try:
+        with same_randomness(model.parameters()):
+            run(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return events
+
+
+def _is_plain(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not isinstance(leaf, TrackedTensor) and not leaf.is_sparse
+
+
+def _first_mixed(base: _Events, changed: _Events, *, replaced: _Replaced) -> tuple[int, MixingStart] | None:
+    """Return the first event of the base run that is mixed and stays so, with its number."""
+    events = list(base.values())
+    # Data may decide which modules run: what has no counterpart cannot be compared.
+    mixed = [_mixed_shape(event, changed.get(key), replaced) for key, event in base.items()]
+    for number, event in enumerate(events):
+        shape = mixed[number]
+        if shape and not _undone(event, events[number + 1 :], mixed[number + 1 :]):
+            return number, _start(event, events, shape, replaced)
+    return None
+
+
+def _undone(event: _Event, later: Sequence[_Event], mixed: Sequence[tuple[int, ...] | None]) -> bool:
+    """Return whether a module around an event returns rows in order: routed rows of experts only look mixed."""
+    seen = {event.path} if event.is_output else set()
+    for other, shape in zip(later, mixed, strict=True):
+        around = not other.path or event.path == other.path or event.path.startswith(f"{other.path}.")
+        if other.is_output and around and other.path not in seen:
+            seen.add(other.path)
+            if shape == ():
+                return True
+    return False
+
+
+def _start(event: _Event, events: Sequence[_Event], shape: tuple[int, ...], replaced: _Replaced) -> MixingStart:
+    if event.is_output:
+        return MixingStart(event.path, event.module, "", shape, replaced.batch_size, replaced.sample)
+    # Mixed rows that are handed to a child were mixed by the code around it.
+    parents = {item.path: item.module for item in events}
+    outer = event.path.rpartition(".")[0]
+    while outer not in parents and outer:
+        outer = outer.rpartition(".")[0]
+    module = parents.get(outer, event.module)
+    return MixingStart(outer, module, event.path, shape, replaced.batch_size, replaced.sample)
+
+
+def _mixed_shape(event: _Event, other: _Event | None, replaced: _Replaced) -> tuple[int, ...] | None:
+    """Return the shape of an event's first mixed tensor, () where rows kept apart, None where that cannot be told."""
+    if other is None or len(other.tensors) != len(event.tensors):
+        return None
+    found = [
+        (tuple(first.shape), _is_mixed(first, second, replaced))
+        for first, second in zip(event.tensors, other.tensors, strict=True)
+    ]
+    told = [mixed for _, mixed in found if mixed is not None]
+    return next((shape for shape, mixed in found if mixed), () if told else None)
+
+
+def _is_mixed(first: Tensor, second: Tensor, replaced: _Replaced) -> bool | None:
+    if first.shape != second.shape or first.dtype != second.dtype or first.numel() == 0:
+        return None
+    maps = candidates(first.shape, replaced.batch_size, axis=replaced.axis) if first.dim() else []
+    if not maps:
+        return None
+    differs = _differs(first, second)
+    splits = (row_map.split(differs, first.dim(), replaced.batch_size) for row_map in maps)
+    return bool(differs.any()) and not any(_only_in(replaced.sample, rows_BT) for rows_BT in splits)
+
+
+def _only_in(sample: int, differs_BT: Tensor) -> bool:
+    others_B = differs_BT.flatten(1).any(1)
+    others_B[sample] = False
+    return not bool(others_B.any())
+
+
+def _differs(first: Tensor, second: Tensor) -> Tensor:
+    """Return where two runs differ by more than another order of summation would explain."""
+    if not (first.is_floating_point() or first.is_complex()):
+        return first != second
+    scale = first.abs().nan_to_num(nan=0.0, posinf=0.0).amax()
+    allowed = scale * torch.finfo(first.dtype).eps ** 0.75
+    return ~torch.isclose(first, second, rtol=0.0, atol=float(allowed), equal_nan=True)
+
+
+def where_forward_mixes(model: nn.Module, module: nn.Module, inputs: Any, *, batch_size: int, axis: int) -> str:
+    """Say where a forward that was found to mix samples starts to do so, and what to do.
+
+    Args:
+        model: The model.
+        module: The module of it that was called.
+        inputs: Its positional and its keyword inputs.
+        batch_size: B.
+        axis: The expected batch axis.
+
+    Returns:
+        Sentences for an error message; where the place is not known, none is guessed.
+    """
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with torch.no_grad():
+        try:
+            start = mixing_start(model, lambda i: module(*i[0], **i[1]), inputs, batch_size=batch_size, axis=axis)
+        except Exception:
+            # The model is refused anyway: whatever it does on a batch of other samples must not hide why.
+            start = None
+        for buffer, value in buffers:
+            buffer.copy_(value)
+    if start is None:
+        return (
+            "Where it starts does not show in the outputs of its modules; ghostclip.validate(model, batch, loss_fn) "
+            "looks closer. Compute each sample's output from its own rows."
+        )
+    return f"It starts in {start.describe()}. {start.remedy()}"
