@@ -149,7 +149,16 @@ def replaced(batch: Any, sample: int, *, batch_size: int, axis: int) -> Any:
 
 
 def batch_axis_of(leaf: Any, *, batch_size: int, axis: int) -> int | None:
-    """Return the axis of an input that has B entries: the expected one, else axis 0, else None."""
+    """Find the batch axis of an input.
+
+    Args:
+        leaf: A leaf of a batch.
+        batch_size: B.
+        axis: Where it is expected.
+
+    Returns:
+        The expected axis if it has B entries, else axis 0 if that has, else None.
+    """
     if not isinstance(leaf, Tensor) or leaf.dim() == 0:
         return None
     for place in (axis, 0):

@@ -1,0 +1,31 @@
+"""Which modules cannot be trained privately as they are, and what replaces them; names as in Opacus 1.6.
+
+Recurrent layers and attention need no replacement here: they are captured as they are.
+"""
+
+from ghostclip.validators import batch_norm, embedding, instance_norm
+from ghostclip.validators.errors import (
+    IllegalModuleConfigurationError,
+    NotYetSupportedModuleError,
+    ShouldReplaceModuleError,
+    UnsupportableModuleError,
+    UnsupportedError,
+    UnsupportedModuleError,
+)
+from ghostclip.validators.module_validator import ModuleValidator
+from ghostclip.validators.utils import register_module_fixer, register_module_validator
+
+__all__ = [
+    "ModuleValidator",
+    "register_module_validator",
+    "register_module_fixer",
+    "UnsupportedError",
+    "UnsupportedModuleError",
+    "UnsupportableModuleError",
+    "NotYetSupportedModuleError",
+    "ShouldReplaceModuleError",
+    "IllegalModuleConfigurationError",
+    "batch_norm",
+    "embedding",
+    "instance_norm",
+]

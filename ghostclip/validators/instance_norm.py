@@ -1,0 +1,42 @@
+"""Instance norm: its running statistics are sums over samples, so they are switched off."""
+
+from torch import nn
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from ghostclip.validators.errors import IllegalModuleConfigurationError, UnsupportedModuleError
+from ghostclip.validators.utils import register_module_fixer, register_module_validator
+
+
+@register_module_validator(_InstanceNorm)
+def validate(module: _InstanceNorm) -> list[UnsupportedModuleError]:
+    """Refuse an instance norm that updates running statistics.
+
+    Args:
+        module: The instance norm.
+
+    Returns:
+        One error, or none.
+    """
+    if not (module.track_running_stats and module.training):
+        return []
+    message = (
+        "track_running_stats=True keeps averages over samples in buffers that are neither clipped nor noised. Set "
+        "track_running_stats=False (ModuleValidator.fix does)."
+    )
+    return [IllegalModuleConfigurationError(message)]
+
+
+@register_module_fixer(_InstanceNorm)
+def fix(module: _InstanceNorm) -> nn.Module:
+    """Replace an instance norm by one without running statistics.
+
+    Args:
+        module: The instance norm.
+
+    Returns:
+        Another one with the same weights; ``module`` itself where nothing is wrong.
+    """
+    if not validate(module):
+        return module
+    kind = type(module)
+    return kind(module.num_features, eps=module.eps, momentum=module.momentum, affine=module.affine)

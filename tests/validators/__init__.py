@@ -1,0 +1,1 @@
+"""Tests of the module validator and its fixers."""

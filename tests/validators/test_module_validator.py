@@ -1,0 +1,258 @@
+"""What is refused by its class, what takes its place, and what stays as it is."""
+
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+import ghostclip
+from ghostclip import validators
+from ghostclip.errors import GhostClipError, InvalidOptionError
+from ghostclip.validators import (
+    IllegalModuleConfigurationError,
+    ModuleValidator,
+    ShouldReplaceModuleError,
+    UnsupportableModuleError,
+    UnsupportedModuleError,
+    register_module_fixer,
+    register_module_validator,
+)
+
+
+class _Residual(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+        self.norm = nn.BatchNorm2d(channels)
+
+    def forward(self, x):
+        return x + self.norm(self.conv(x)).relu()
+
+
+def _resnet():
+    return nn.Sequential(
+        nn.Conv2d(3, 24, 3), nn.BatchNorm2d(24), _Residual(24), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(24, 5)
+    )
+
+
+NORMS = [
+    (nn.BatchNorm1d(16), (4, 16)),
+    (nn.BatchNorm1d(16), (4, 16, 7)),
+    (nn.BatchNorm2d(40), (4, 40, 3, 3)),
+    (nn.BatchNorm3d(3), (4, 3, 2, 2, 2)),
+    (nn.SyncBatchNorm(8), (4, 8, 3)),
+    (nn.BatchNorm2d(7, affine=False), (4, 7, 3, 3)),
+]
+
+
+@pytest.mark.parametrize(("norm", "shape"), NORMS, ids=str)
+def test_batch_norm_becomes_group_norm_that_can_be_trained(norm, shape):
+    fixed = ModuleValidator.fix(nn.Sequential(norm))[0]
+    assert isinstance(fixed, nn.GroupNorm)
+    assert fixed.num_channels == norm.num_features
+    assert sum(p.numel() for p in fixed.parameters()) == sum(p.numel() for p in norm.parameters())
+    assert fixed.eps == norm.eps
+    x = torch.randn(*shape)
+    out = fixed(x)
+    # A group of a single value would be normalised to nothing.
+    assert out.std() > 0.5
+    alone = fixed(x[:1])
+    torch.testing.assert_close(out[:1], alone)
+
+
+def test_weights_that_fit_are_copied():
+    model = _resnet()
+    with torch.no_grad():
+        model[1].weight.uniform_(1, 2)
+        model[1].bias.uniform_(1, 2)
+    fixed = ModuleValidator.fix(model)
+    assert torch.equal(fixed[1].weight, model[1].weight)
+    assert torch.equal(fixed[1].bias, model[1].bias)
+    assert torch.equal(fixed[0].weight, model[0].weight)
+    assert fixed[1].weight is not model[1].weight
+
+
+def test_model_itself_is_left_alone():
+    model = _resnet()
+    ModuleValidator.fix(model)
+    assert isinstance(model[1], nn.BatchNorm2d)
+    assert isinstance(model[2].norm, nn.BatchNorm2d)
+
+
+def test_containers_and_names_stay():
+    model = _resnet()
+    fixed = ModuleValidator.fix(model)
+    assert [type(part) for part in fixed] == [
+        nn.Conv2d, nn.GroupNorm, _Residual, nn.AdaptiveAvgPool2d, nn.Flatten, nn.Linear,
+    ]  # fmt: skip
+    assert [name for name, _ in fixed.named_parameters()] == [name for name, _ in model.named_parameters()]
+
+
+def test_a_batch_norm_alone():
+    assert isinstance(ModuleValidator.fix(nn.BatchNorm1d(8)), nn.GroupNorm)
+
+
+def test_shared_modules_are_fixed_once():
+    norm = nn.BatchNorm1d(8)
+    fixed = ModuleValidator.fix(nn.ModuleDict({"a": norm, "b": nn.Sequential(nn.Linear(8, 8), norm)}))
+    assert fixed["a"] is fixed["b"][1]
+    assert isinstance(fixed["a"], nn.GroupNorm)
+
+
+def test_flags_device_and_dtype_stay():
+    norm = nn.BatchNorm2d(8).double()
+    norm.weight.requires_grad_(False)
+    calls = []
+    norm.register_forward_hook(lambda *args: calls.append(1))
+    fixed = ModuleValidator.fix(nn.Sequential(norm))[0]
+    assert fixed.weight.dtype == torch.float64
+    assert not fixed.weight.requires_grad
+    assert fixed.bias.requires_grad
+    assert fixed.training
+    fixed(torch.randn(2, 8, 3, 3).double())
+    assert calls
+    meta = ModuleValidator.fix(nn.Sequential(nn.BatchNorm2d(8, device="meta")))[0]
+    assert meta.weight.device.type == "meta"
+
+
+def test_fixed_model_trains_and_the_original_is_refused():
+    x = torch.randn(4, 3, 9, 9)
+    model = _resnet()
+    with ghostclip.GhostClipper(model, max_grad_norm=1.0):
+        with pytest.raises(GhostClipError, match="BatchNorm2d"):
+            model(x)
+    fixed = ModuleValidator.fix_and_validate(model)
+    with ghostclip.GhostClipper(fixed, max_grad_norm=1.0) as clipper:
+        clipper.backward(fixed(x).square().mean(1))
+    assert all(p.grad is not None for p in fixed.parameters())
+
+
+def test_errors_name_path_value_and_remedy():
+    errors = ModuleValidator.validate(_resnet())
+    assert [type(error) for error in errors] == [ShouldReplaceModuleError] * 2
+    assert str(errors[1]).startswith("2.norm (BatchNorm2d): ")
+    assert "24 channels" in str(errors[1])
+    assert "GroupNorm" in str(errors[1])
+    with pytest.raises(UnsupportedModuleError, match=r"2\.norm") as found:
+        ModuleValidator.validate(_resnet(), strict=True)
+    assert isinstance(found.value, (GhostClipError, ValueError))
+    assert not ModuleValidator.is_valid(_resnet())
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.LSTM(3, 4),
+        nn.GRU(3, 4),
+        nn.MultiheadAttention(4, 2),
+        nn.TransformerEncoderLayer(4, 2, 8),
+        nn.InstanceNorm1d(3, affine=True),
+        nn.BatchNorm1d(3).eval(),
+        nn.Embedding(4, 3),
+    ],
+    ids=lambda module: type(module).__name__,
+)
+def test_what_needs_no_replacement_stays(module):
+    assert ModuleValidator.is_valid(module)
+    fixed = ModuleValidator.fix(module)
+    assert type(fixed) is type(module)
+    assert [type(part) for part in fixed.modules()] == [type(part) for part in module.modules()]
+    assert fixed.training == module.training
+
+
+def test_running_statistics_are_switched_off():
+    norm = nn.InstanceNorm2d(5, affine=True, track_running_stats=True)
+    with torch.no_grad():
+        norm.weight.uniform_(1, 2)
+    (error,) = ModuleValidator.validate(nn.Sequential(norm))
+    assert isinstance(error, IllegalModuleConfigurationError)
+    assert "track_running_stats" in str(error)
+    fixed = ModuleValidator.fix_and_validate(nn.Sequential(norm))[0]
+    assert not fixed.track_running_stats
+    assert not list(fixed.buffers())
+    assert torch.equal(fixed.weight, norm.weight)
+    x = torch.randn(3, 5, 4, 4)
+    torch.testing.assert_close(fixed(x), norm(x))
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_scaling_by_frequency_is_switched_off(kind):
+    model = nn.Sequential(kind(6, 3, scale_grad_by_freq=True))
+    assert isinstance(ModuleValidator.validate(model)[0], IllegalModuleConfigurationError)
+    fixed = ModuleValidator.fix_and_validate(model)
+    assert torch.equal(fixed[0].weight, model[0].weight)
+    assert model[0].scale_grad_by_freq
+
+
+def test_instance_norm_in_place_of_batch_norm():
+    fixed = ModuleValidator.fix(nn.BatchNorm2d(6), replace_bn_with_in=True)
+    assert isinstance(fixed, nn.InstanceNorm2d)
+    assert fixed.weight.numel() == 6
+    with pytest.raises(UnsupportableModuleError, match="SyncBatchNorm"):
+        ModuleValidator.fix(nn.SyncBatchNorm(6), replace_bn_with_in=True)
+
+
+def test_number_of_groups():
+    assert ModuleValidator.fix(nn.BatchNorm2d(12), num_groups=6).num_groups == 6
+    assert ModuleValidator.fix(nn.BatchNorm2d(512)).num_groups == 32
+    assert ModuleValidator.fix(nn.BatchNorm2d(24)).num_groups == 3
+    with pytest.raises(InvalidOptionError, match=r"num_groups=5.*12 channels"):
+        ModuleValidator.fix(nn.BatchNorm2d(12), num_groups=5)
+    with pytest.raises(InvalidOptionError, match="num_groups"):
+        ModuleValidator.fix(nn.BatchNorm2d(12), num_groups=4, replace_bn_with_in=True)
+    with pytest.raises(TypeError, match="num_group"):
+        ModuleValidator.fix(nn.BatchNorm2d(12), num_group=4)
+
+
+class _NormAndActivation(nn.BatchNorm2d):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+class _Renamed(nn.BatchNorm2d):
+    pass
+
+
+def test_a_derived_class_is_refused_and_replaced_only_if_it_computes_the_same():
+    model = nn.Sequential(_NormAndActivation(8), _Renamed(8))
+    assert len(ModuleValidator.validate(model)) == 2
+    fixed = ModuleValidator.fix(model)
+    assert isinstance(fixed[0], _NormAndActivation)
+    assert isinstance(fixed[1], nn.GroupNorm)
+    with pytest.raises(UnsupportedModuleError, match="_NormAndActivation"):
+        ModuleValidator.fix_and_validate(model)
+
+
+class _Own(ModuleValidator):
+    VALIDATORS: ClassVar[dict] = {}
+    FIXERS: ClassVar[dict] = {}
+
+
+def test_registering_your_own():
+    class Layer(nn.Linear):
+        pass
+
+    @register_module_validator(Layer, _Own)
+    def validate(module):
+        return [ShouldReplaceModuleError(f"in_features is {module.in_features}")]
+
+    @register_module_fixer([Layer], _Own)
+    def fix(module, **options):
+        return nn.Linear(module.in_features, module.out_features)
+
+    model = nn.Sequential(Layer(3, 2))
+    assert str(_Own.validate(model)[0]) == "0 (Layer): in_features is 3"
+    fixed = _Own.fix(model, num_groups=2)
+    assert type(fixed[0]) is nn.Linear
+    assert torch.equal(fixed[0].weight, model[0].weight)
+    assert ModuleValidator.is_valid(model)
+
+
+def test_names_are_those_of_opacus():
+    opacus = pytest.importorskip("opacus.validators")
+    errors = pytest.importorskip("opacus.validators.errors")
+    assert set(opacus.__all__) <= set(validators.__all__)
+    for name in vars(errors):
+        if name.endswith("Error"):
+            assert issubclass(getattr(validators, name), GhostClipError)
