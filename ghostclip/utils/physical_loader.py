@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from ghostclip.data_loader.workers import worker_options
 from ghostclip.errors import DataError
 from ghostclip.optimizers import BatchToken, DPOptimizer
-from ghostclip.sampling import PoissonSampler
+from ghostclip.sampling import PrivateSampler
 
 
 class SizePolicy(Protocol):
@@ -171,9 +171,9 @@ class PhysicalBatchLoader(DataLoader[Any]):
                 self._optimizer.discard_pending(token=token)
 
     def _delivered(self, physical: Iterator[tuple[BatchToken, Any]]) -> Iterator[tuple[BatchToken, Any]]:
-        """Tell a Poisson sampler which logical batches were handed out, so that a checkpoint knows where to resume."""
+        """Tell a private sampler which logical batches were handed out, so that a checkpoint knows where to resume."""
         sampler = self._logical_batches
-        if not isinstance(sampler, PoissonSampler):
+        if not isinstance(sampler, PrivateSampler):
             yield from physical
             return
         with sampler.tracking():
