@@ -7,52 +7,41 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, Dataset
 
 from ghostclip._validate import positive_int
+from ghostclip.accounting.events import SamplingEvent
+from ghostclip.data_loader.accepted import checked_batch_size, dataset_length, record_sampler
 from ghostclip.data_loader.empty_batch import EmptyBatchCollate
 from ghostclip.data_loader.workers import worker_options
+from ghostclip.distributed import share_sampler, world_size
 from ghostclip.errors import DataError, InvalidOptionError
-from ghostclip.sampling import PoissonSampler
+from ghostclip.sampling import Poisson, PrivateSampler, SamplingScheme
 
 logger = logging.getLogger(__name__)
 
-_REMEDIES: tuple[tuple[type, str], ...] = (
-    (WeightedRandomSampler, "weights give every record another privacy loss; leave the sampler out"),
-    (DistributedSampler, "it repeats and fixes records; leave it out, and pass distributed=True"),
-    (SubsetRandomSampler, "pass torch.utils.data.Subset(dataset, indices) as the data set and leave the sampler out"),
-)
-
 
 class DPDataLoader(DataLoader):
-    """Loader in which every record joins every batch independently with probability `sample_rate`.
+    """Loader in which every record joins every batch independently with probability `sample_rate`, or as a scheme says.
 
     Everything else (workers, pinned memory, collate function) is torch's. A batch without records is delivered too,
     with the structure of the others and zero rows: a step on it releases noise alone.
 
     Privacy:
-        Draws the batches that the accountants assume (see `PoissonSampler`). The number of records, the structure of a
-        batch and `expected_batch_size` count as public; the size and the content of a batch do not, and a loop must
-        not treat an empty batch differently from the outside.
+        Draws the batches that its accounting `event` states (see `PrivateSampler`). The number of records, the
+        structure of a batch and `expected_batch_size` count as public; the size and the content of a batch do not, and
+        a loop must not treat an empty batch differently from the outside.
 
     Attributes:
         sample_rate: q, the probability with which a record joins a batch.
-        batch_sampler: The `PoissonSampler`.
+        batch_sampler: The `PrivateSampler`.
 
     Args:
         dataset: Map-style data set with a length.
-        batch_size: Expected number of records in a batch, at most the length.
+        batch_size: Expected number of records in a Poisson batch, at most the length.
+        scheme: Another way to sample, in place of `batch_size`.
         steps: Batches per epoch; round(length / batch_size) by default.
+        max_batch_size: Largest batch: of a larger sample a random subset is kept, which its event accounts for.
         collate_fn: As torch's, never called with an empty list.
         generator: Fixes the sampling and the workers' seeds; warns.
         num_workers: As torch's.
@@ -73,8 +62,10 @@ class DPDataLoader(DataLoader):
         self,
         dataset: Dataset,
         *,
-        batch_size: int,
+        batch_size: int | None = None,
+        scheme: SamplingScheme | None = None,
         steps: int | None = None,
+        max_batch_size: int | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         generator: torch.Generator | None = None,
         num_workers: int = 0,
@@ -86,12 +77,14 @@ class DPDataLoader(DataLoader):
         persistent_workers: bool = False,
         pin_memory_device: str = "",
     ) -> None:
-        length = _length(dataset)
-        self._expected_batch_size = positive_int(batch_size, "batch_size")
-        if batch_size > length:
-            raise DataError(f"batch_size={batch_size}: the data set has only {length} records; use a smaller batch.")
-        self.sample_rate = batch_size / length
-        sampler = PoissonSampler(num_samples=length, sample_rate=self.sample_rate, generator=generator, steps=steps)
+        if scheme is None:
+            scheme = _poisson(dataset, batch_size, steps, max_batch_size)
+        elif (batch_size, steps, max_batch_size) != (None, None, None):
+            raise InvalidOptionError("batch_size, steps and max_batch_size belong to the scheme; give them to it only.")
+        if scheme.num_samples != dataset_length(dataset):
+            raise DataError(f"scheme over {scheme.num_samples} records: the data set has {dataset_length(dataset)}.")
+        self.sample_rate = scheme.event.sample_rate
+        sampler = PrivateSampler(scheme, generator=generator)
         super().__init__(
             dataset,
             batch_sampler=sampler,
@@ -108,15 +101,20 @@ class DPDataLoader(DataLoader):
         )
 
     @property
-    def expected_batch_size(self) -> int:
+    def expected_batch_size(self) -> float:
         """Records in a batch on average, over all replicas: the public divisor of a mean gradient."""
-        return self._expected_batch_size
+        return self.private_sampler.expected_batch_size
 
     @property
-    def poisson_sampler(self) -> PoissonSampler:
+    def private_sampler(self) -> PrivateSampler:
         """The sampler, under its own type."""
-        assert isinstance(self.batch_sampler, PoissonSampler)
+        assert isinstance(self.batch_sampler, PrivateSampler)
         return self.batch_sampler
+
+    @property
+    def event(self) -> SamplingEvent:
+        """What an accountant has to know about the sampling of a step."""
+        return self.private_sampler.event
 
     @classmethod
     def from_data_loader(
@@ -124,7 +122,9 @@ class DPDataLoader(DataLoader):
         data_loader: DataLoader,
         *,
         generator: torch.Generator | None = None,
-        distributed: bool = False,
+        scheme: SamplingScheme | None = None,
+        max_batch_size: int | None = None,
+        distributed: bool | None = None,
         rand_on_empty: bool = False,
     ) -> DPDataLoader:
         """Return a loader over the same data with the same options, but with Poisson batches.
@@ -135,7 +135,10 @@ class DPDataLoader(DataLoader):
         Args:
             data_loader: Any loader whose sampling a Poisson sampler can stand for; a `DPDataLoader` is returned as is.
             generator: Fixes the sampling, and warns; the loader's own generator by default, if it has one.
-            distributed: All replicas draw one batch and share its records.
+            scheme: How to sample, instead of Poisson sampling with the loader's batch size.
+            max_batch_size: Largest Poisson batch.
+            distributed: All ranks draw one batch and share its records. By default so where torch.distributed runs
+                with several of them; False is for ranks that train apart from each other.
             rand_on_empty: Refused: an invented record in place of an empty batch doubles the sensitivity.
 
         Returns:
@@ -144,6 +147,9 @@ class DPDataLoader(DataLoader):
         Raises:
             InvalidOptionError: If the sampling or an option breaks the privacy analysis.
             DataError: If the data set cannot be sampled from.
+
+        Cost:
+            Ranks that share batches exchange a key once.
         """
         if rand_on_empty:
             raise InvalidOptionError(
@@ -152,18 +158,20 @@ class DPDataLoader(DataLoader):
             )
         if isinstance(data_loader, DPDataLoader):
             return data_loader
-        batch_size = _checked_batch_size(data_loader)
-        logger.info("%s and drop_last are replaced by Poisson sampling.", type(_sampler(data_loader)).__name__)
+        batch_size = checked_batch_size(data_loader)
+        logger.info("%s and drop_last are replaced by private sampling.", type(record_sampler(data_loader)).__name__)
         private = cls(
             data_loader.dataset,
-            batch_size=batch_size,
+            batch_size=batch_size if scheme is None else None,
+            scheme=scheme,
+            max_batch_size=max_batch_size,
             collate_fn=data_loader.collate_fn,
             generator=data_loader.generator if generator is None else generator,
             **worker_options(data_loader),
             pin_memory_device=data_loader.pin_memory_device,
         )
-        if distributed:
-            _share_with_all_ranks(private.poisson_sampler)
+        if world_size() > 1 if distributed is None else distributed:
+            share_sampler(private.private_sampler)
         return private
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -172,7 +180,7 @@ class DPDataLoader(DataLoader):
         Yields:
             What the collate function made of a batch.
         """
-        sampler = self.poisson_sampler
+        sampler = self.private_sampler
         with sampler.tracking():
             for batch in super().__iter__():
                 sampler.mark_delivered()
@@ -194,12 +202,12 @@ class DPDataLoader(DataLoader):
         """Return the sampler's key and how many batches were delivered (not: prefetched).
 
         Privacy:
-            Contains the sampling key; see `PoissonSampler.state_dict`.
+            Contains the sampling key; see `PrivateSampler.state_dict`.
 
         Returns:
             Plain Python values.
         """
-        return self.poisson_sampler.state_dict()
+        return self.private_sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the batch after the last one delivered.
@@ -207,68 +215,26 @@ class DPDataLoader(DataLoader):
         Args:
             state: What `state_dict` returned.
         """
-        self.poisson_sampler.load_state_dict(state)
+        self.private_sampler.load_state_dict(state)
 
 
-def _length(dataset: Dataset) -> int:
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise DataError(
-            f"{type(dataset).__name__}: records cannot be drawn independently from a stream; "
-            "use a map-style data set with __getitem__ and __len__."
-        )
-    length = len(dataset)
-    if not length:
-        raise DataError(f"{type(dataset).__name__}: the data set is empty.")
-    return length
-
-
-def _sampler(loader: DataLoader) -> Any:
-    batches = loader.batch_sampler
-    return batches.sampler if type(batches) is BatchSampler else loader.sampler
-
-
-def _checked_batch_size(loader: DataLoader) -> int:
-    """Return the batch size of a loader whose sampling may be replaced by Poisson sampling.
+def _poisson(dataset: Dataset, batch_size: int | None, steps: int | None, max_batch_size: int | None) -> Poisson:
+    """Return the scheme of Poisson batches of an expected size.
 
     Args:
-        loader: The user's loader.
+        dataset: The user's data set.
+        batch_size: Expected number of records in a batch.
+        steps: Batches per epoch, or None.
+        max_batch_size: Largest batch, or None.
 
     Returns:
-        Records per batch.
+        The scheme.
 
     Raises:
-        InvalidOptionError: If the loader does not batch, or samples in a way that Poisson sampling cannot stand for.
+        DataError: If the data set cannot be sampled from, or is smaller than a batch.
     """
-    records = _length(loader.dataset)
-    if not getattr(loader, "in_order", True):
-        raise InvalidOptionError("in_order=False: a private loader delivers batches in the order they are drawn.")
-    batches = loader.batch_sampler
-    if batches is None:
-        raise InvalidOptionError("batch_size=None: the loader does not form batches; give it a batch_size.")
-    if type(batches) is not BatchSampler:
-        raise InvalidOptionError(
-            f"batch_sampler {type(batches).__name__}: what it draws is not what an accountant assumes; "
-            "give the loader a batch_size instead."
-        )
-    sampler = batches.sampler
-    for kind, remedy in _REMEDIES:
-        if isinstance(sampler, kind):
-            raise InvalidOptionError(f"sampler {type(sampler).__name__}: {remedy}.")
-    whole = type(sampler) is SequentialSampler or (
-        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == records
-    )
-    if not whole:
-        raise InvalidOptionError(
-            f"sampler {type(sampler).__name__}: only a RandomSampler or SequentialSampler over all records can be "
-            "replaced by Poisson sampling; leave the sampler out, or select records with torch.utils.data.Subset."
-        )
-    return batches.batch_size
-
-
-def _share_with_all_ranks(sampler: PoissonSampler) -> None:
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        raise InvalidOptionError("distributed=True: call torch.distributed.init_process_group first.")
-    message = [sampler.state_dict()["key"]]
-    distributed.broadcast_object_list(message, src=0)
-    sampler.share(rank=distributed.get_rank(), num_replicas=distributed.get_world_size(), key=message[0])
+    length = dataset_length(dataset)
+    if positive_int(batch_size, "batch_size") > length:
+        raise DataError(f"batch_size={batch_size}: the data set has only {length} records; use a smaller batch.")
+    assert batch_size is not None, "refused above"
+    return Poisson(num_samples=length, sample_rate=batch_size / length, epoch_steps=steps, truncation=max_batch_size)

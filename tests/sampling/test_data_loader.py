@@ -70,7 +70,7 @@ def private(dataset=RECORDS, batch_size=4, **options):
 
 def empties(loader):
     """Empty batches as a loop meets them, the very first batch included."""
-    loader.poisson_sampler.draw = lambda position: [] if position != 1 else [0, 1, 2]
+    loader.private_sampler.draw = lambda position: [] if position != 1 else [0, 1, 2]
     batches = list(loader)
     return [batches[0], batches[2]], batches[1]
 
@@ -85,7 +85,7 @@ def test_rate_and_expected_size_are_not_truncated(records, size):
 
 def test_batches_hold_the_records_drawn():
     loader = private()
-    for records, (x, y) in zip([loader.poisson_sampler.draw(i) for i in range(10)], loader, strict=True):
+    for records, (x, y) in zip([loader.private_sampler.draw(i) for i in range(10)], loader, strict=True):
         assert y.tolist() == records
         assert x.shape == (len(records), 5)
         assert x.dtype == torch.float32
@@ -294,7 +294,7 @@ def test_a_seeded_random_sampler_does_not_fix_the_draw():
 def test_a_checkpoint_counts_what_was_delivered_not_what_was_prefetched(workers):
     options = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
     loader = private(**options)
-    expected = [loader.poisson_sampler.draw(i) for i in range(20)]
+    expected = [loader.private_sampler.draw(i) for i in range(20)]
     got = []
     for _, y in loader:
         got.append(y.tolist())
@@ -319,5 +319,5 @@ def test_ranks_share_the_key_of_the_first():
         loader = DPDataLoader.from_data_loader(DataLoader(RECORDS, 4), distributed=True)
     finally:
         distributed.destroy_process_group()
-    assert loader.poisson_sampler.num_replicas == 1
+    assert loader.private_sampler.num_replicas == 1
     assert len(list(loader)) == 10

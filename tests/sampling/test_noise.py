@@ -12,11 +12,12 @@ import pytest
 import torch
 from scipy import stats
 
-from ghostclip import noise as noise_module
 from ghostclip.errors import FixedSeedWarning, InvalidOptionError, ResumeError
-from ghostclip.noise import LEVELS, FastNoise, SecureNoise, box_muller, make_noise_source
+from ghostclip.noise import FastNoise, SecureNoise, box_muller, continuous, keyed, make_noise_source
 
 DRAWS = 200_000
+LEVELS = ("fast", "secure")
+"""Those of continuous noise."""
 
 
 def seeded(number=11):
@@ -57,8 +58,8 @@ def test_neighbours_and_calls_are_uncorrelated(level):
     first, second = drawn(source, DRAWS, dtype=torch.float64), drawn(source, DRAWS, dtype=torch.float64)
     bound = 4.5 / math.sqrt(DRAWS)
     assert abs((first * second).mean()) < bound
-    half = noise_module.CHUNK // 2
-    for lag in (1, 2, half, noise_module.CHUNK):
+    half = keyed.BLOCK // 2
+    for lag in (1, 2, half, keyed.BLOCK):
         assert abs((first[lag:] * first[:-lag]).mean()) < bound * 1.2
         assert abs((first[lag:] ** 2 * first[:-lag] ** 2).mean() - 1) < 3 * bound * 1.2
 
@@ -78,10 +79,9 @@ def test_fast_noise_goes_beyond_the_cut_of_a_float32_generator(monkeypatch):
     words = [14719570192965289060, 3727173880744262043, 7784108895711134484, 1]
     state["state"]["state"] = np.array(words, dtype=np.uint64)
     bits.state = state
-    source = FastNoise()
-    monkeypatch.setattr(source._key, "stream", lambda position: np.random.Generator(bits))
+    monkeypatch.setattr(continuous, "_generator", lambda key, block: np.random.Generator(bits))
     float32_cut = math.sqrt(2 * 24 * math.log(2))
-    value = drawn(source, 1).item()
+    value = drawn(FastNoise(), 1).item()
     assert value == pytest.approx(-6.3297381)
     assert value < -float32_cut
 
@@ -155,13 +155,11 @@ def test_noise_is_added_not_written(source_type, device):
     assert 0.48 < tensor.std().item() < 0.52
 
 
-def test_memory_layout_and_chunks_do_not_change_the_noise(monkeypatch):
+def test_memory_layout_does_not_change_the_noise():
     expected = drawn(seeded(), 6, 10)
     base = torch.zeros(10, 6)
     seeded().add_(base.t(), 1.0)
     assert torch.equal(base.t(), expected)
-    monkeypatch.setattr(noise_module, "CHUNK", 7)
-    assert torch.equal(drawn(seeded(), 6, 10), expected)
 
 
 def test_temporary_memory_does_not_grow_with_the_parameter():
@@ -171,7 +169,7 @@ def test_temporary_memory_does_not_grow_with_the_parameter():
     source.add_(tensor, 1.0)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 2 * 8 * noise_module.CHUNK
+    assert peak < 2 * 8 * keyed.BLOCK
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -207,8 +205,8 @@ def test_refuses_std(std):
 def test_refuses_what_cannot_be_noised_or_resumed():
     with pytest.raises(InvalidOptionError, match="int64"):
         FastNoise().add_(torch.zeros(3, dtype=torch.int64), 1.0)
-    with pytest.raises(InvalidOptionError, match="'fast', 'secure'"):
-        make_noise_source(level="exact")
+    with pytest.raises(InvalidOptionError, match="'fast', 'secure', 'exact'"):
+        make_noise_source(level="sure")
     with pytest.raises(InvalidOptionError, match="predictable"):
         make_noise_source(level="secure", seed=1)
     with pytest.raises(ResumeError, match="level 'fast' was saved"):

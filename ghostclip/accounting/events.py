@@ -1,0 +1,86 @@
+"""What sampling means for privacy, as plain values: a sampler makes the event, an accountant consumes it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ghostclip._validate import choice, fraction, positive_int
+from ghostclip.errors import InvalidOptionError
+
+KINDS = ("poisson", "truncated_poisson", "full", "shuffled")
+RELATIONS = ("zero_out", "add_remove")
+UNITS = ("record", "user")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingEvent:
+    """How one step (of shuffled batches: one epoch) selects the units that are protected.
+
+    Privacy:
+        With a sum in which every record moves by at most C and noise of standard deviation σ·C, an event is a Gaussian
+        mechanism with noise multiplier σ / `records_per_unit`, on a unit that takes part
+
+        - "poisson": with probability `sample_rate`, independently of all others;
+        - "truncated_poisson": likewise, and of a sample of more than `truncation` units a uniformly random subset of
+          that size is kept (so that a unit may also displace another one);
+        - "full": always;
+        - "shuffled": in exactly one step of an epoch; nothing is amplified, an epoch as a whole is one event with q 1.
+
+        Two data sets are neighbours if one unit is replaced by one without contribution ("zero_out", the number of
+        units is public), or is added or removed ("add_remove").
+
+    Attributes:
+        kind: One of `KINDS`.
+        sample_rate: q; 1 for "full" and "shuffled".
+        num_units: N, the number of units (public under "zero_out").
+        truncation: Largest number of units in a batch, for "truncated_poisson" only.
+        relation: One of `RELATIONS`.
+        unit: What is protected: a "record", or a "user" with all of theirs.
+        records_per_unit: Most records of one unit in one batch: the factor on the sensitivity.
+        steps_per_event: Steps that one event covers; more than 1 for "shuffled" only.
+
+    Raises:
+        InvalidOptionError: If a value is out of range or contradicts the kind.
+
+    Reference:
+        "truncated_poisson": Ganesh et al. (2025), arXiv:2508.15089.
+    """
+
+    kind: str
+    sample_rate: float
+    num_units: int
+    truncation: int | None = None
+    relation: str = "zero_out"
+    unit: str = "record"
+    records_per_unit: int = 1
+    steps_per_event: int = 1
+
+    def __post_init__(self) -> None:
+        choice(self.kind, "kind", KINDS)
+        choice(self.relation, "relation", RELATIONS)
+        choice(self.unit, "unit", UNITS)
+        fraction(self.sample_rate, "sample_rate")
+        positive_int(self.num_units, "num_units")
+        positive_int(self.records_per_unit, "records_per_unit")
+        positive_int(self.steps_per_event, "steps_per_event")
+        if self.kind in {"full", "shuffled"} and self.sample_rate != 1:
+            raise InvalidOptionError(f"sample_rate={self.sample_rate!r}: {self.kind!r} has no sampling; it must be 1.")
+        if (self.kind == "truncated_poisson") != (self.truncation is not None):
+            raise InvalidOptionError(
+                f"truncation={self.truncation!r}: goes with kind='truncated_poisson', and only it."
+            )
+        if self.truncation is not None:
+            positive_int(self.truncation, "truncation")
+        if self.kind == "shuffled" and self.relation == "add_remove":
+            raise InvalidOptionError(
+                "relation='add_remove': a shuffled record more moves others to other batches. Use 'zero_out'."
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the event as plain Python values, as a checkpoint or a report holds it.
+
+        Returns:
+            Mapping from which `SamplingEvent(**mapping)` is made again.
+        """
+        return asdict(self)

@@ -1,0 +1,74 @@
+"""One noisy sum over all ranks: partial sums are added up and noise is added once."""
+
+from __future__ import annotations
+
+import torch
+from torch import distributed
+
+from ghostclip.distributed.agreement import Group, world_size
+from ghostclip.errors import InvalidOptionError
+from ghostclip.noise.keyed import KeyedNoise
+
+
+@torch.no_grad()
+def noisy_sum_(partial: torch.Tensor, std: float, source: KeyedNoise, *, group: Group = None) -> None:
+    """Replace every rank's partial sum by the sum over all ranks plus one draw of noise, the same on all ranks.
+
+    Rank 0 adds the noise to its part; the others pass over it, so that all sources keep the same position. The noise is
+    that of a run on one machine, and int64 sums (level "exact") are equal to that run's to the last bit.
+
+    Privacy:
+        The noise is added before anything leaves rank 0. Partial sums of other ranks travel without noise: the ranks
+        trust each other.
+
+    Args:
+        partial: This rank's clipped sum of one parameter, all shapes equal; overwritten.
+        std: Standard deviation of the noise in one coordinate.
+        source: This rank's source, of which all share the key (`share_noise`); called for the same parameters in the
+            same order on all ranks.
+        group: The ranks that train together.
+    """
+    if world_size(group) == 1 or distributed.get_rank(group) == 0:
+        source.add_(partial, std)
+    elif std > 0 and partial.numel() > 0:
+        source.skip()
+    if world_size(group) > 1:
+        _all_reduce(partial, group)
+
+
+@torch.no_grad()
+def noisy_shard(
+    partial: torch.Tensor, std: float, source: KeyedNoise, *, group: Group = None
+) -> tuple[torch.Tensor, int]:
+    """Return this rank's part of the sum over all ranks, with this rank's part of one draw of noise.
+
+    The flattened sum is cut into equal parts, the last ones shorter or empty. Put together they are the release of a
+    run on one machine, for any number of ranks.
+
+    Args:
+        partial: This rank's clipped sum of one whole parameter; not changed.
+        std: Standard deviation of the noise in one coordinate.
+        source: As in `noisy_sum_`.
+        group: The ranks that train together.
+
+    Returns:
+        The part, shape [n], and the number of the first element in the flattened parameter.
+    """
+    total = partial.flatten().clone()
+    ranks = world_size(group)
+    if ranks > 1:
+        _all_reduce(total, group)
+    size = -(-total.numel() // ranks)
+    start = min(total.numel(), size * (distributed.get_rank(group) if ranks > 1 else 0))
+    shard = total[start : start + size].clone()
+    source.add_shard_(shard, std, offset=start, total=total.numel())
+    return shard, start
+
+
+def _all_reduce(tensor: torch.Tensor, group: Group) -> None:
+    if tensor.dtype in {torch.float16, torch.bfloat16}:
+        raise InvalidOptionError(f"sum of {tensor.dtype}: clipped sums are kept and added up in float32 at least.")
+    contiguous = tensor.contiguous()
+    distributed.all_reduce(contiguous, group=group)
+    if contiguous is not tensor:
+        tensor.copy_(contiguous)

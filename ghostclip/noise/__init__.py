@@ -1,0 +1,24 @@
+"""Where noise comes from: `NoiseSource`, one object for each level of protection, handed to an optimizer.
+
+Levels "fast" and "secure" draw continuous Gaussian noise in float64 (`continuous`); "exact" draws discrete Gaussian
+noise (`discrete`, `exact`) for sums of gradients on an integer grid (`grid`).
+"""
+
+from ghostclip.noise.continuous import LEVELS, FastNoise, SecureNoise, make_noise_source
+from ghostclip.noise.discrete import discrete_gaussian
+from ghostclip.noise.exact import ExactNoise
+from ghostclip.noise.gaussian import box_muller
+from ghostclip.noise.grid import Grid
+from ghostclip.noise.keyed import NoiseSource
+
+__all__ = [
+    "LEVELS",
+    "ExactNoise",
+    "FastNoise",
+    "Grid",
+    "NoiseSource",
+    "SecureNoise",
+    "box_muller",
+    "discrete_gaussian",
+    "make_noise_source",
+]

@@ -1,0 +1,208 @@
+"""What all levels of noise share: a key, a position, and noise that is addressed block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ghostclip._validate import non_negative
+from ghostclip.errors import InvalidOptionError, ResumeError
+from ghostclip.sampling.keys import RandomKey
+
+BLOCK = 1 << 15
+"""Elements drawn at once on the CPU: 256 KiB of float64, which stay in its cache."""
+
+
+class NoiseSource(Protocol):
+    """Draws independent Gaussian noise, never the same twice."""
+
+    level: str
+
+    def add_(self, tensor: torch.Tensor, std: float) -> None:
+        """Add N(0, std²) to every element, in place.
+
+        Args:
+            tensor: Real floating-point tensor of any shape and device; int64 at level "exact".
+            std: Standard deviation, finite and at least 0.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything the following noise depends on."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the noise that follows a saved state.
+
+        Args:
+            state: What `state_dict` returned.
+        """
+
+
+class Block(NamedTuple):
+    """A part of one tensor's noise that is drawn at once; the same part whoever draws it."""
+
+    position: int
+    """Number of the tensor, counted over the whole training."""
+    number: int
+    """Number of the block within the tensor."""
+    size: int
+    """Elements in the block: all have the same number of them but the last."""
+
+
+class KeyedNoise:
+    """Adds noise that is a function of (key, position, block): the base of all levels.
+
+    A call has a position of its own, so that the state is the key and one number. Noise is drawn in blocks whose limits
+    follow from the whole tensor's size alone: whoever holds a part of a tensor gets that part of the noise.
+
+    Args:
+        key: What the noise follows from.
+    """
+
+    level = ""
+    _accepts = "floating-point"
+
+    def __init__(self, key: RandomKey) -> None:
+        self._key = key
+        self._position = 0
+
+    def add_(self, tensor: torch.Tensor, std: float) -> None:
+        """Add N(0, std²) to every element, in place.
+
+        A floating-point sum is formed in float64 and rounded once to the tensor's type, so that a 16-bit or 32-bit
+        result is a function of the noisy value alone.
+
+        Args:
+            tensor: Real floating-point tensor (int64 at level "exact") of any shape and device.
+            std: Standard deviation, finite and at least 0; 0 leaves the tensor as it is.
+
+        Raises:
+            InvalidOptionError: If the tensor's type does not fit the level or std is not finite.
+
+        Privacy:
+            Every call uses noise that no other call uses.
+
+        Cost:
+            Temporary memory for one block, and a copy of a tensor that is not contiguous.
+        """
+        self.add_shard_(tensor, std, offset=0, total=tensor.numel())
+
+    @torch.no_grad()
+    def add_shard_(self, tensor: torch.Tensor, std: float, *, offset: int, total: int) -> None:
+        """Add a part of one tensor's noise, in place: what `add_` would give those elements of the whole tensor.
+
+        Sources with the same key that are called for the same tensors in the same order add up to the noise of one
+        source on one machine, whatever the number of shards.
+
+        Args:
+            tensor: A contiguous range of the whole (flattened) tensor's elements; may be empty.
+            std: Standard deviation, finite and at least 0.
+            offset: Where the range begins.
+            total: Elements in the whole tensor.
+
+        Raises:
+            InvalidOptionError: If the tensor's type does not fit the level, std is not finite, or the range is not
+                part of the whole.
+        """
+        std = non_negative(std, "std")
+        self._check(tensor)
+        if not 0 <= offset <= offset + tensor.numel() <= total:
+            raise InvalidOptionError(
+                f"offset={offset!r}: {tensor.numel()} elements from there are not among {total!r}."
+            )
+        if std == 0 or total == 0:
+            return
+        position, self._position = self._position, self._position + 1
+        if tensor.numel() == 0:
+            return
+        target = tensor if tensor.is_contiguous() else tensor.contiguous()
+        for block, within, elements in _blocks(position, offset, tensor.numel(), total, self._block_size(tensor)):
+            part = target.view(-1)[elements]
+            self._add(part, std, block, within)
+        if target is not tensor:
+            tensor.copy_(target)
+
+    def skip(self) -> None:
+        """Pass over the noise of one call, which another rank adds."""
+        self._position += 1
+
+    def _check(self, tensor: torch.Tensor) -> None:
+        if not tensor.dtype.is_floating_point:
+            raise InvalidOptionError(f"tensor of {tensor.dtype}: noise is added to floating-point tensors only.")
+
+    def _block_size(self, tensor: torch.Tensor) -> int:
+        del tensor
+        return BLOCK
+
+    def _add(self, part_N: torch.Tensor, std: float, block: Block, within: slice) -> None:
+        raise NotImplementedError
+
+    def renew_key(self) -> None:
+        """Draw from a fresh key from here on, as a run must that branches off a checkpoint instead of continuing it.
+
+        Privacy:
+            Two runs that go on differently from one state would add equal noise to different sums: their difference
+            would have none.
+        """
+        self._key.renew()
+
+    def fingerprint(self) -> str:
+        """Return what ranks that add one noise have in common.
+
+        Returns:
+            The level, the key's fingerprint and the position.
+        """
+        return f"{self.level} {self._key.fingerprint()} at call {self._position}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the key and the position.
+
+        Privacy:
+            Whoever has this state can recompute the noise: keep it as secret as the data.
+
+        Returns:
+            Plain Python values.
+        """
+        return {"level": self.level, "key": self._key.secret.hex(), "position": self._position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the noise that follows a saved state.
+
+        Args:
+            state: What `state_dict` returned.
+
+        Raises:
+            ResumeError: If it is incomplete or of another level.
+        """
+        missing = {"level", "key", "position"} - state.keys()
+        if missing:
+            raise ResumeError(f"noise state: missing {', '.join(sorted(missing))}; pass what state_dict() returned.")
+        if state["level"] != self.level:
+            raise ResumeError(f"noise state: level {state['level']!r} was saved, this source is {self.level!r}.")
+        self._key.load(state["key"])
+        self._position = int(state["position"])
+
+
+def _blocks(position: int, offset: int, count: int, total: int, size: int) -> Iterator[tuple[Block, slice, slice]]:
+    """Yield the blocks that a range of a tensor touches.
+
+    Args:
+        position: Number of the tensor.
+        offset: Where the range begins.
+        count: Elements in the range.
+        total: Elements in the tensor.
+        size: Elements in a block.
+
+    Yields:
+        The block, which of its elements lie in the range, and which elements of the range those are.
+    """
+    for number in range(offset // size, -(-(offset + count) // size)):
+        start = number * size
+        stop = min(start + size, total)
+        first, last = max(start, offset), min(stop, offset + count)
+        yield (
+            Block(position, number, stop - start),
+            slice(first - start, last - start),
+            slice(first - offset, last - offset),
+        )
