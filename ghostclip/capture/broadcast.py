@@ -18,7 +18,8 @@ from ghostclip.factors.base import to_accumulation
 ELEMENTWISE = {
     "add", "sub", "rsub", "mul", "multiply", "subtract", "div", "divide", "true_divide", "pow", "maximum", "minimum",
     "fmax", "fmin", "where", "addcmul", "addcdiv", "lerp", "atan2", "hypot", "clamp", "clip", "copysign", "xlogy",
-    "float_power", "logaddexp",
+    "float_power", "logaddexp", "logaddexp2", "remainder", "fmod", "cosine_similarity", "pairwise_distance", "vecdot",
+    "linalg_vecdot",
 }  # fmt: skip
 _DUNDERS = {
     f"__{prefix}{name}__" for prefix in ("", "r", "i") for name in ("add", "sub", "mul", "truediv", "pow", "div")

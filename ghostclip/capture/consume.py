@@ -11,21 +11,24 @@ import torch
 from torch import Tensor
 
 from ghostclip.capture import broadcast
-from ghostclip.capture.batch_axis import RowMap, candidates
-from ghostclip.capture.derive import spread_over
+from ghostclip.capture.batch_axis import RowMap
+from ghostclip.capture.derive import derive, spread_over
 from ghostclip.capture.general import in_general
 from ghostclip.capture.nodes import enter_graph, keep, own, source
 from ghostclip.capture.operation import Operation
-from ghostclip.capture.probe import MAX_ATTEMPTS
-from ghostclip.capture.provenance import METADATA_KEY, leads_to, routed_samples
+from ghostclip.capture.provenance import METADATA_KEY, leads_to
+from ghostclip.capture.rows import listed_rows, row_maps
 from ghostclip.capture.tracked import TrackedTensor, plain
-from ghostclip.capture.usage import Record, Use, no_axis
+from ghostclip.capture.usage import Use, no_axis
 from ghostclip.errors import BatchAxisError, GhostClipError
 from ghostclip.factors import Factor
 from ghostclip.rules import Call, Captured, rule_for
 
 if TYPE_CHECKING:
     from ghostclip.capture.session import Session
+
+# Data is brought to a parameter's dtype, device or shape; its values take no part.
+_LIKE = {"to", "type_as", "view_as", "reshape_as", "expand_as"}
 
 
 def consume(session: "Session", operation: Operation) -> Any:
@@ -41,20 +44,29 @@ def consume(session: "Session", operation: Operation) -> Any:
     Raises:
         BatchAxisError: No axis of the data can hold the samples.
     """
+    if operation.name in _LIKE and not isinstance(operation.args[0], TrackedTensor):
+        return operation.run_plain()
     try:
         bound = _bind(operation)
     except GhostClipError as error:
         place = session.describe_module(operation.tracked[0].origin.names[0])
         raise type(error)(f"{place}: {error}") from None
+    record = session.record
+    spread_already = all(spread_over(t, record.batch_size, record.axis) for t in operation.tracked)
+    owns_rows = record.batch_size > 1 and spread_already and not operation.is_in_place
+    if owns_rows and all(t.origin.value.dim() > 2 for t in operation.tracked):
+        # One matrix for every sample is no product over letters that all samples share.
+        return _with_own_rows(session, operation)
     if bound is not None:
+        if not _has_rows(session, operation, bound[1]):
+            # Its own size on an axis that cannot hold samples: a constant, whose product is derived from parameters.
+            return derive(operation.func, operation.name, operation.args, operation.kwargs)
         return _by_rule(session, operation, *bound)
     if broadcast.is_elementwise(operation.name):
         spread = _by_spreading(session, operation)
         if spread is not NotImplemented:
             return spread
-    record = session.record
-    spread_already = all(spread_over(t, record.batch_size, record.axis) for t in operation.tracked)
-    if record.batch_size > 1 and spread_already and not operation.is_in_place:
+    if owns_rows:
         return _with_own_rows(session, operation)
     return in_general(session, operation)
 
@@ -73,6 +85,13 @@ def _bind(operation: Operation) -> tuple[dict[str, TrackedTensor], Captured] | N
     return None if captured is None else (targets, captured)
 
 
+def _has_rows(session: "Session", operation: Operation, captured: Captured) -> bool:
+    """Return whether data may hold samples, or is in the graph and must."""
+    if any(tensor.requires_grad for tensor in operation.plain):
+        return True
+    return bool(row_maps(session, captured.rows, captured.rows.shape[: captured.lead]))
+
+
 def _by_rule(session: "Session", operation: Operation, targets: dict[str, TrackedTensor], captured: Captured) -> Tensor:
     use = _use_of(session, operation, targets, captured)
     # Kept before the operation runs, which may change its input in place (then reading it back is an error).
@@ -83,7 +102,7 @@ def _by_rule(session: "Session", operation: Operation, targets: dict[str, Tracke
     else:
         output = enter_graph(output, session.anchor)
     session.register(use)
-    output.register_hook(_deliver(session, use))
+    output.register_hook(_deliver(session, use, captured.order))
     node: Any = output.grad_fn
     node.metadata[METADATA_KEY] = use
     return output
@@ -93,44 +112,23 @@ def _use_of(session: "Session", operation: Operation, targets: dict[str, Tracked
     record = session.record
     site = session.sites.at(targets.values(), operation.name, captured.form)
     sizes = tuple(captured.rows.shape[: captured.lead])
-    maps = row_maps(captured.rows, sizes, record)
+    maps = row_maps(session, captured.rows, sizes)
     if not maps:
         raise BatchAxisError(no_axis(site, captured.rows, record))
     use = Use(site, record, targets, captured.factors, captured.lead, maps, lead_sizes=sizes)
     if not captured.rows.requires_grad:
-        use.constant_key = session.sites.constant_key(operation)
-        if site.attempts < MAX_ATTEMPTS:
-            session.sites.witnesses[use.constant_key] = captured.rows.detach()
+        session.sites.doubt(use, operation, [captured.rows])
     return use
 
 
-def _deliver(session: "Session", use: Use) -> Callable[[Tensor], Tensor]:
+def _deliver(session: "Session", use: Use, order: tuple[int, ...] = ()) -> Callable[[Tensor], Tensor]:
     def hook(grad: Tensor) -> Tensor:
         # Handed on to autograd as well: one copy serves the norm, the clipped sum and the layer's own backward.
         grad = grad.contiguous()
-        session.deliver(use, grad)
+        session.deliver(use, grad.permute(order) if order else grad)
         return grad
 
     return hook
-
-
-def row_maps(rows: Tensor, sizes: Sequence[int], record: Record) -> list[RowMap]:
-    """List the row maps for a layer's input: routed rows by their index, others by size.
-
-    Args:
-        rows: The input.
-        sizes: Sizes of its leading axes.
-        record: The forward.
-
-    Returns:
-        Row maps, the preferred one first; empty when none fits.
-    """
-    batch_size, axis = record.batch_size, record.axis
-    if batch_size > 1 and sizes and not (axis == 1 and len(sizes) > 1):
-        listed = routed_samples(rows, 0, batch_size, axis)
-        if listed is not None:
-            return [RowMap("listed", 0, listed.to(rows.device))]
-    return candidates(sizes, batch_size, axis=axis)
 
 
 def _by_spreading(session: "Session", operation: Operation) -> Any:
@@ -145,14 +143,16 @@ def _by_spreading(session: "Session", operation: Operation) -> Any:
     axis, size, witness = found
     listed = None
     if record.batch_size > 1:
-        listed = routed_samples(witness, axis - dims + witness.dim(), record.batch_size, record.axis)
+        listed = listed_rows(session, witness, axis - dims + witness.dim())
     maps = broadcast.map_of_rows(size, record.batch_size, record.axis, listed)
     if not maps:
         return NotImplemented
     rows = broadcast.RowAxis(axis, size, maps[0], record.batch_size)
+    doubtful = None if witness.requires_grad else (operation, witness)
 
     def enter(tracked: TrackedTensor) -> Tensor:
-        return _enter_spread(session, operation.name, tracked, broadcast.Spread(tracked.origin.value, dims, rows))
+        spread = broadcast.Spread(tracked.origin.value, dims, rows)
+        return _enter_spread(session, operation.name, tracked, spread, doubtful)
 
     return operation.run(enter)
 
@@ -169,7 +169,13 @@ def _with_own_rows(session: "Session", operation: Operation) -> Any:
     return operation.run(enter)
 
 
-def _enter_spread(session: "Session", name: str, tracked: TrackedTensor, spread: broadcast.Spread) -> Tensor:
+def _enter_spread(
+    session: "Session",
+    name: str,
+    tracked: TrackedTensor,
+    spread: broadcast.Spread,
+    doubtful: tuple[Operation, Tensor] | None = None,
+) -> Tensor:
     site = session.sites.at([tracked], name, "dense")
 
     def factors(saved: Sequence[Tensor], grad: Tensor, split: Any) -> Mapping[str, Factor]:
@@ -177,6 +183,8 @@ def _enter_spread(session: "Session", name: str, tracked: TrackedTensor, spread:
 
     row_map = RowMap(spread.rows.row_map.kind, spread.row_axis, spread.rows.row_map.samples)
     use = Use(site, session.record, {"value": tracked}, factors, spread.row_axis + 1, [row_map])
+    if doubtful is not None:
+        session.sites.doubt(use, doubtful[0], [doubtful[1]])
     entered = source(spread.tensor, session.anchor)
     session.register(use)
     entered.register_hook(_deliver(session, use))

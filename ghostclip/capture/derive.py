@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ghostclip.capture.tracked import Origin, TrackedTensor, replace_tracked, tracked_leaves, wrap
-from ghostclip.factors import Dense, Diagonal, Factor, Outer, Placed, Rows, Stacked
+from ghostclip.factors import Dense, Diagonal, Factor, Outer, Permuted, Placed, Rows, Stacked
+from ghostclip.rules.index import PICKING, Pick, of_constant, pick_of
 
 _VIEWS = {
     "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "contiguous", "clone", "view_as", "reshape_as",
@@ -136,6 +137,10 @@ def _shortcut(origin: Origin, factor: Factor) -> Factor | None:
         return _through_view(factor, parent.shape)
     if name in ("t", "T", "mT", "transpose", "swapaxes", "permute"):
         return _through_transpose(origin, factor, parent)
+    if name in PICKING:
+        pick = pick_of(name, parent.shape, origin.arguments, origin.keywords)
+        if pick is not None:
+            return of_constant(pick, factor)
     if name in ("__getitem__", "select", "narrow", "chunk", "split", "unbind", "tensor_split"):
         index = _slice_of(origin, parent)
         return None if index is None else _through_index(factor, index, parent)
@@ -169,8 +174,8 @@ def _through_transpose(origin: Origin, factor: Factor, parent: Tensor) -> Factor
     if isinstance(factor, Stacked) and order == [0, 2, 1]:
         parts = {number: part.transposed() for number, part in factor.parts.items() if isinstance(part, Outer)}
         return factor.with_parts(parts, parent.shape) if len(parts) == len(factor.parts) else None
-    inverse = [order.index(axis) + 1 for axis in range(parent.dim())]
-    return Dense(factor.materialize().permute(0, *inverse))
+    inverse = [order.index(axis) for axis in range(parent.dim())]
+    return Permuted(factor, inverse)
 
 
 def _slice_of(origin: Origin, parent: Tensor) -> tuple[Any, ...] | None:
@@ -264,13 +269,7 @@ def _through_embedding(origin: Origin, factor: Factor, parent: Tensor) -> Factor
     ids, padding = origin.arguments
     if not isinstance(ids, Tensor) or isinstance(ids, TrackedTensor):
         return None
-    samples = factor.batch_size
-    if isinstance(factor, Diagonal) and factor.axis == 0 and len(factor.shape) == ids.dim() + 1:
-        ids_BT = ids.reshape(samples, -1)
-        g_BTI = factor.grad_BR.reshape(samples, ids_BT.shape[1], parent.shape[1])
-    else:
-        ids_BT = ids.reshape(1, -1).expand(samples, -1)
-        g_BTI = factor.materialize().reshape(samples, ids_BT.shape[1], parent.shape[1])
     if padding is not None:
-        g_BTI = g_BTI.masked_fill((ids_BT == padding % parent.shape[0]).unsqueeze(-1), 0.0)
-    return Rows(ids_BT, g_BTI, shape=parent.shape)
+        unpadded = (ids != padding % parent.shape[0]).unsqueeze(-1)
+        factor = Dense(factor.materialize().where(unpadded, 0.0))
+    return of_constant(Pick(ids.long(), parent.shape, parent.shape[1]), factor)

@@ -1,7 +1,8 @@
-"""The general way to consume: ask autograd for one sample's gradient after the other, through one operation alone.
+"""The general way to consume: a gradient for each sample through one operation alone, whatever the operation.
 
-Exact for any operation that keeps samples apart, also a random one (it runs once), at the cost of B backwards through
-it: one vmapped call where the operation can be vmapped, a loop where it cannot.
+Each sample's rows are run again on their own, all samples at once (``by_sample.py``). Where the rows cannot be told
+apart or the operation cannot be run so (a random one), autograd is asked for one sample's gradient after the other, at
+the cost of B backwards through the operation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ghostclip.capture import broadcast
+from ghostclip.capture import broadcast, by_sample
 from ghostclip.capture.arrivals import GENERAL_FORM
 from ghostclip.capture.batch_axis import WHOLE, RowMap, candidates
 from ghostclip.capture.derive import batched_grad
 from ghostclip.capture.nodes import Region
 from ghostclip.capture.operation import Operation
+from ghostclip.capture.rows import listed_rows
 from ghostclip.capture.tracked import TrackedTensor
-from ghostclip.capture.usage import Record, Site, Use, no_axis
+from ghostclip.capture.usage import Site, Use, no_axis
 from ghostclip.errors import BatchAxisError
 from ghostclip.factors import Dense, Factor
 
@@ -65,31 +67,43 @@ def in_general(session: "Session", operation: Operation) -> Any:
         return _in_place(session, operation)
     tracked = operation.tracked
     entered = {id(t): t.origin.value.detach().requires_grad_() for t in tracked}
+    rerun = _rerun_of(operation, list(entered), list(entered.values()))
     local = _Local(operation, entered)
     site = session.sites.at(tracked, operation.name, GENERAL_FORM)
-    session.sites.tell_slow(site, session.describe_module)
+    if site.checked:
+        site.forms.update(dict.fromkeys(site.names, by_sample.FORM))
     targets = {str(number): t for number, t in enumerate(tracked)}
     use = Use(site, session.record, targets, _unset, 1, [])
+    if not any(tensor.requires_grad for tensor in operation.plain):
+        session.sites.doubt(use, operation, operation.plain)
     output_maps: list[list[RowMap]] = []
     items: list[Any] = []
     specs: list[Any] = []
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
+        rerun.remember(tensors)
         specs.append(local.run(tensors, items))
         return [item for item in items if _in_graph(item)]
 
     session.register(use)
-    deliver = _delivery(session, use, list(entered.values()), output_maps)
+    deliver = _delivery(session, use, rerun, output_maps)
     results = list(Region.apply(run, deliver, session.anchor, *operation.plain))
-    output_maps += [
-        _output_maps(output, place, operation, session.record, site) for place, output in enumerate(results)
-    ]
+    output_maps += [_output_maps(output, place, operation, session, site) for place, output in enumerate(results)]
     fresh = iter(results)
     return tree_unflatten([next(fresh) if _in_graph(item) else item for item in items], specs[-1])
 
 
+def _rerun_of(operation: Operation, keys: list[int], inputs: list[Tensor]) -> by_sample.Rerun:
+    def again(plain: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
+        items: list[Any] = []
+        _Local(operation, dict(zip(keys, parameters, strict=True))).run(plain, items)
+        return [item for item in items if isinstance(item, Tensor) and item.is_floating_point()]
+
+    return by_sample.Rerun(again, inputs)
+
+
 def _delivery(
-    session: "Session", use: Use, inputs: list[Tensor], output_maps: list[list[RowMap]]
+    session: "Session", use: Use, rerun: by_sample.Rerun, output_maps: list[list[RowMap]]
 ) -> Callable[[Sequence[Tensor], Sequence[Tensor | None]], None]:
     def deliver(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         arrived = [
@@ -105,7 +119,14 @@ def _delivery(
 
         def factors(saved: Sequence[Tensor], grad: Tensor, split: Any) -> Mapping[str, Factor]:
             rest = [(output, other, maps[0]) for output, other, maps in arrived[1:]]
-            return _one_by_one([(arrived[0][0], grad, use.row_map), *rest], inputs, use.record.batch_size)
+            every = [(arrived[0][0], grad, use.row_map), *rest]
+            places = [place for place, other in enumerate(grads) if other is not None]
+            at_once = _at_once(use, rerun, [by_sample.Arrived(n, *one) for n, one in zip(places, every, strict=True)])
+            if at_once is not None:
+                return at_once
+            if use.record.batch_size > 1:
+                session.sites.tell_slow(use.site, session.describe_module)
+            return _one_by_one(every, rerun.inputs, use.record.batch_size)
 
         use.factors = factors
         session.deliver(use, arrived[0][1])
@@ -113,6 +134,16 @@ def _delivery(
         use.factors = _unset
 
     return deliver
+
+
+def _at_once(use: Use, rerun: by_sample.Rerun, arrived: Sequence[by_sample.Arrived]) -> Mapping[str, Factor] | None:
+    thorough = use.site.checked < by_sample.CHECKS
+    found = by_sample.gradients(rerun, arrived, batch_size=use.record.batch_size, thorough=thorough)
+    if found is None:
+        return None
+    use.site.checked += 1
+    use.site.forms.update(dict.fromkeys(use.site.names, by_sample.FORM))
+    return {str(number): Dense(grad) for number, grad in enumerate(found)}
 
 
 def _in_place(session: "Session", operation: Operation) -> Any:
@@ -140,12 +171,19 @@ def _unset(saved: Sequence[Tensor], grad: Tensor, split: Any) -> Mapping[str, Fa
     raise AssertionError("set when the gradient arrives")
 
 
-def _output_maps(output: Tensor, place: int, operation: Operation, record: Record, site: Site) -> list[RowMap]:
+def _output_maps(output: Tensor, place: int, operation: Operation, session: "Session", site: Site) -> list[RowMap]:
+    record = session.record
     axis = record.axis
     if operation.name in _RECURRENT:
         axis = 0 if (place == 0 and bool(operation.args[-1])) else 1
         if output.dim() == 3 and output.shape[axis] == record.batch_size:
             return [WHOLE] if record.batch_size == 1 else [RowMap("axis", axis)]
+    if record.batch_size > 1 and output.dim():
+        for tensor in operation.plain:
+            if tensor.dim() and tensor.shape[0] == output.shape[0]:
+                listed = listed_rows(session, tensor, 0)
+                if listed is not None:
+                    return [RowMap("listed", 0, listed)]
     maps = candidates(output.shape, record.batch_size, axis=axis) if output.dim() else []
     if not maps:
         raise BatchAxisError(no_axis(site, output, record))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ghostclip.capture.eager import untraced
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.errors import GhostClipError, SampleMixingError, UncoveredParameterError
 
@@ -53,6 +54,11 @@ class Loan:
         self._lent.clear()
         self._flat.clear()
         return True
+
+    def take_back(self) -> None:
+        """Put all parameters back in place, however deep the calls are."""
+        self._depth = 1
+        self.end()
 
     def lend_all(self) -> None:
         """Put tracked stand-ins in the place of all trainable parameters.
@@ -110,8 +116,7 @@ class Loan:
 
     def close(self) -> None:
         """Take every parameter back and remove the guards."""
-        self._depth = 1
-        self.end()
+        self.take_back()
         for handle in self._guards.values():
             handle.remove()
         self._guards.clear()
@@ -140,6 +145,7 @@ class _Hook:
     def active(self) -> bool:
         return self._call is not _nothing
 
+    @untraced
     def __call__(self, *args: Any) -> Any:
         return self._call(*args)
 
@@ -171,7 +177,7 @@ def attach(model: nn.Module, session: "Session") -> list[RemovableHandle]:
     # ``always_call`` runs the second hook after an exception as well; it cannot tell, so the first failure is noted by
     # the output: a module that raised has none.
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return session.enter(args, kwargs)
+        return session.enter(module, args, kwargs)
 
     def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         return session.leave(module, args, kwargs, output, failed=output is None)

@@ -13,11 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ghostclip.capture.usage import Record, Site, Use
+from ghostclip.capture.usage import MAX_ATTEMPTS, Record, Site, Use
 from ghostclip.errors import BatchAxisError, SampleMixingError
-
-# A call site that no gradient reaches (zero-initialised layers) is asked again in this many forwards.
-MAX_ATTEMPTS = 3
 
 
 @dataclass(eq=False)
@@ -84,6 +81,14 @@ class Probe:
         use, shapes = self.failures[-1]
         place = self.describe_module(use.site.names[0])
         record = use.record
+        if record.reordered:
+            message = (
+                f"{place}: {use.site.describe()} has rows {shapes} in another order than the samples of the batch: the "
+                "model sorts, flips or gathers its inputs before this layer, in a way that cannot be followed or is "
+                "not undone. Index with x[order] or index_select, return outputs in the batch's own order, or reorder "
+                "outside the model."
+            )
+            raise BatchAxisError(message)
         coincidence = [size for size in use.lead_sizes[1:] if size == record.batch_size] if use.lead_sizes else []
         if coincidence or use.maps[0].kind in ("major", "minor"):
             message = (

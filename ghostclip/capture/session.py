@@ -9,27 +9,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
-from ghostclip.capture import loan
+from ghostclip.capture import eager, loan, readings
 from ghostclip.capture.consume import consume
 from ghostclip.capture.decompose import decompose
 from ghostclip.capture.derive import derive
-from ghostclip.capture.evidence import probe_outputs
-from ghostclip.capture.inputs import (
-    batch_size_of,
-    emptied,
-    is_power_of_four,
-    padded,
-    rolled,
-    same_tensors,
-    under_checkpoint,
-)
-from ghostclip.capture.mixing import where_forward_mixes
+from ghostclip.capture.inputs import batch_size_of, emptied, is_power_of_four, padded, under_checkpoint
 from ghostclip.capture.nodes import accumulation_node, tie
 from ghostclip.capture.operation import Operation
-from ghostclip.capture.probe import MAX_ATTEMPTS
+from ghostclip.capture.reorder import Watch
+from ghostclip.capture.running import Running
 from ghostclip.capture.sites import Sites
 from ghostclip.capture.tracked import TrackedTensor, lend, plain, tracked_leaves, without_samples
-from ghostclip.capture.usage import Listener, Record, Use
+from ghostclip.capture.usage import MAX_ATTEMPTS, Listener, Record, Use
 from ghostclip.errors import UncoveredParameterError
 
 _UNTRACKED = {
@@ -44,8 +35,6 @@ _UNTRACKED = {
     "__deepcopy__",
     "__reduce_ex__",
 }
-# A forward is read again at most this often before its evidence is final.
-_MAX_READINGS = 4
 
 
 class Session:
@@ -83,10 +72,13 @@ class Session:
         self.on_loss = on_loss
         self.anchor = torch.zeros((), requires_grad=True)
         self.parameters: dict[str, nn.Parameter] = {}
+        self.watch = Watch()
         self._loan = loan.Loan(model, self)
         self._reentrant = False
         self._full_backward = False
         self._forwards = 0
+        self._running: Running | None = None
+        self._compiler: Any = None
         self._open: ExitStack | None = None
         self._handles: list[RemovableHandle] = loan.attach(model, self)
 
@@ -99,34 +91,57 @@ class Session:
 
     # -- forward ------------------------------------------------------------------------------------------------
 
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Begin a module call: the outermost one opens a record and lends the parameters.
 
         Args:
+            module: The module.
             args: The module's positional inputs.
             kwargs: Its keyword inputs.
 
         Returns:
             Inputs to run on in their place (an empty batch padded, those with a gradient tied in); None to keep them.
         """
+        running = self._running
+        if running is not None and module is running.module and not running.is_on_stack():
+            self._break_off()
         if not self._loan.begin() or not torch.is_grad_enabled():
             return None
+        self._compiler = eager.suspend()
         changed = None
         if not _in_backward():
             self.discard_listener()
             self.record = Record(batch_size=0, axis=self.axis)
             size = batch_size_of(args, kwargs, self.axis)
             if size == 0:
-                args, kwargs = tree_map(lambda item: padded(item, self.axis), (args, kwargs))
-                changed, size = (args, kwargs), 1
+                args, kwargs = tree_map(lambda item: padded(item, self.axis), (args, dict(kwargs)))
+                size = 1
                 self.record.padded = True
             self.record.batch_size = size
             self._forwards += 1
             self.record.unproven = is_power_of_four(self._forwards)
             if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs))):
-                changed = tree_map(self._tied, (args, kwargs))
-        self._loan.lend_all()
+                args, kwargs = tree_map(self._tied, (args, dict(kwargs)))
+            self._running = Running(module, kwargs, self._break_off)
+            changed = args, self._running.hand_over()
+        self._start()
         return changed
+
+    def _start(self) -> None:
+        """Lend the parameters out and watch what is done with them and with the data."""
+        self.watch.begin(self.record.batch_size, self.record.axis)
+        self._loan.lend_all()
+
+    def _let_compile(self) -> None:
+        eager.resume(self._compiler)
+        self._compiler = None
+
+    def _break_off(self) -> None:
+        """End a forward that was interrupted without any hook being called."""
+        self._loan.take_back()
+        self.watch.end()
+        self._let_compile()
+        self._running = None
 
     def leave(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, *, failed: bool
@@ -143,65 +158,52 @@ class Session:
         Returns:
             The output to hand on (of a forward read anew, or without the made-up sample); None to keep it.
         """
-        outermost = self._loan.end()
-        if not outermost or failed or not torch.is_grad_enabled() or _in_backward():
+        if not self._loan.end():
             return None
-        result = output
-        for _ in range(_MAX_READINGS):
-            if not self._misread(result, module, args, kwargs):
-                break
-            # What was taken for rows of samples (or for a constant) was not: only running the forward again mends that.
-            result = self._again(module, args, kwargs)
-        self.sites.witnesses.clear()
-        for leaf in _tensors(result):
+        self.watch.end()
+        try:
+            return self._ended(module, args, kwargs, output, failed=failed or not torch.is_grad_enabled())
+        finally:
+            self._let_compile()
+
+    def _ended(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, *, failed: bool
+    ) -> Any:
+        if _in_backward():
+            return None
+        if self._running is not None:
+            self._running.end()
+            self._running = None
+        if failed:
+            return None
+        result = readings.proven(self, module, args, dict(kwargs), output)
+        for leaf in readings.tensors(result):
             if leaf.requires_grad:
                 leaf.register_hook(self._announcement(leaf.grad_fn if leaf.dim() == 0 else None))
         if self.record.padded:
             return tree_map(lambda item: emptied(item, self.axis), result)
         return None if result is output else result
 
-    def _misread(self, output: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether the forward must be read anew; raises where no reading can help."""
-        record = self.record
-        escaped = any(isinstance(leaf, TrackedTensor) for leaf in tree_leaves(output))
-        if escaped and not self.sites.any_axis and record.batch_size > 1:
-            self.sites.any_axis = True
-            return True
-        probe = probe_outputs(self, _tensors(output))
-        if probe is None:
-            return False
-        doubted = probe.constants() - self.sites.constants
-        flipped = self._constants(doubted, module, args, kwargs) if doubted else set()
-        if not flipped:
-            inputs, size, axis = (args, kwargs), record.batch_size, record.axis
-            probe.verdict(lambda: where_forward_mixes(self.model, module, inputs, batch_size=size, axis=axis))
-            return False
-        self.sites.constants |= flipped
-        return True
+    def again(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the latest forward once more, as a new record of the same batch.
 
-    def _constants(
-        self, doubted: set[Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> set[Any]:
-        """Return the call sites whose data does not follow the samples: the same although the batch was rolled."""
-        axis, size = self.record.axis, self.record.batch_size
-        moved = tree_map(lambda item: rolled(item, axis, size), (args, kwargs))
-        if same_tensors(moved, (args, kwargs)):
-            return set()
-        before = dict(self.sites.witnesses)
-        kept = self.record
-        self._again(module, *moved)
-        after, self.record = dict(self.sites.witnesses), kept
-        return {key for key in doubted if key in before and key in after and same_tensors(before[key], after[key])}
+        Args:
+            module: The outermost module.
+            args: Its positional inputs.
+            kwargs: Its keyword inputs.
 
-    def _again(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        Returns:
+            Its output.
+        """
         old = self.record
         self.record = Record(batch_size=old.batch_size, axis=old.axis, padded=old.padded)
         self._loan.begin()
         try:
-            self._loan.lend_all()
+            self._start()
             return module.forward(*args, **kwargs)
         finally:
             self._loan.end()
+            self.watch.end()
 
     def _tied(self, item: Any) -> Any:
         if isinstance(item, Tensor) and item.requires_grad and not isinstance(item, TrackedTensor):
@@ -227,11 +229,14 @@ class Session:
             yield
             return
         self._loan.begin()
+        compiler = eager.suspend()
         try:
-            self._loan.lend_all()
+            self._start()
             yield
         finally:
             self._loan.end()
+            self.watch.end()
+            eager.resume(compiler)
 
     def open_listener(self, listener: Listener) -> Callable[[], None]:
         """Listen to a backward that somebody else runs.
@@ -378,10 +383,6 @@ class Session:
         """
         self.parameters[name] = parameter
         return lend(name, parameter, self)
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and not isinstance(leaf, TrackedTensor)]
 
 
 def operation_name(func: Callable[..., Any]) -> str:

@@ -1,14 +1,17 @@
 """Call sites: where parameters are consumed, and what the evidence has shown about each."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from ghostclip.capture.derive import spread_over
 from ghostclip.capture.operation import Operation
+from ghostclip.capture.reorder import DOUBTFUL
 from ghostclip.capture.tracked import TrackedTensor
-from ghostclip.capture.usage import Site
+from ghostclip.capture.usage import MAX_ATTEMPTS, Site, Use
 
 if TYPE_CHECKING:
     from ghostclip.capture.session import Session
@@ -18,7 +21,13 @@ _log = logging.getLogger(__name__)
 # Data that autograd does not track may be folded (``x.view(-1, d)``) only where a layer with rows takes it.
 _ROW_OPERATIONS = {
     "linear", "addmm", "mm", "matmul", "__matmul__", "conv1d", "conv2d", "conv3d", "embedding_bag", "layer_norm",
-    "rms_norm", "lstm", "gru", "rnn_tanh", "rnn_relu", "multi_head_attention_forward",
+    "rms_norm", "lstm", "gru", "rnn_tanh", "rnn_relu", "multi_head_attention_forward", "conv_transpose1d",
+    "conv_transpose2d", "conv_transpose3d", "prelu", "bilinear",
+}  # fmt: skip
+# Products take data with the batch on any axis, the last one included (``W @ x.T``).
+_PRODUCTS = {
+    "addmm", "mm", "matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm", "addbmm", "mv", "addmv", "inner", "einsum",
+    "tensordot",
 }  # fmt: skip
 
 
@@ -41,7 +50,7 @@ class Sites:
         self.table: dict[Any, Site] = {}
         self.constants: set[Any] = set()
         self.any_axis = False
-        self.witnesses: dict[Any, Tensor] = {}
+        self.witnesses: dict[Any, Sequence[Tensor]] = {}
         self._session = session
         self._told: set[tuple[str, ...]] = set()
 
@@ -55,7 +64,7 @@ class Sites:
         Returns:
             Whether it carries rows of samples (as against a mask or a table).
         """
-        if tensor.requires_grad:
+        if tensor.requires_grad or self._is_listed(tensor):
             return True
         record = self._session.record
         size, axis = record.batch_size, record.axis
@@ -65,8 +74,15 @@ class Sites:
             return True
         if name in _ROW_OPERATIONS:
             folded = tensor.shape[0] > size and tensor.shape[0] % size == 0
-            return folded or size in tensor.shape[1:-1]
+            if folded or size in tensor.shape[1:-1]:
+                return True
+        if name in _PRODUCTS and size in tensor.shape:
+            return True
         return self.any_axis and size in tensor.shape
+
+    def _is_listed(self, tensor: Tensor) -> bool:
+        rows = self._session.watch.rows_of(tensor)
+        return rows is not None and rows is not DOUBTFUL
 
     def takes_constants(self, operation: Operation, data: list[Tensor]) -> bool:
         """Say whether a call site took constants before.
@@ -80,12 +96,31 @@ class Sites:
         """
         if self._session.record.batch_size < 2 or any(tensor.requires_grad for tensor in data):
             return False
+        if operation.name == "__getitem__" and all(tensor.dtype == torch.bool for tensor in data):
+            # A mask has the shape of what it picks from, and no parameter has the samples' number of rows.
+            record = self._session.record
+            return not any(spread_over(t, record.batch_size, record.axis) for t in operation.tracked)
         return self.constant_key(operation) in self.constants
 
     def remember_constants(self, operation: Operation) -> None:
         """Remember that this call site takes constants, if their size could ever be taken for a batch's."""
         if any(tensor.dim() > 0 and tensor.shape[0] > 1 for tensor in operation.plain):
             self.constants.add(self.constant_key(operation))
+
+    def doubt(self, use: Use, operation: Operation, rows: Sequence[Tensor]) -> None:
+        """Note what a use took for rows of samples, which may prove to be a constant of the same size.
+
+        Args:
+            use: The use.
+            operation: Its operation.
+            rows: Tensors that do not require grad.
+        """
+        if any(self._session.watch.rows_of(tensor) is not None for tensor in rows):
+            # Sorted rows stay the same when the batch is rolled, as a constant does.
+            return
+        use.constant_key = self.constant_key(operation)
+        if use.site.attempts < MAX_ATTEMPTS:
+            self.witnesses[use.constant_key] = [tensor.detach() for tensor in rows]
 
     def constant_key(self, operation: Operation) -> Any:
         """Return the key of a call site that may take constants: parameters, operation and number of axes."""

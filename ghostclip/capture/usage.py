@@ -7,7 +7,7 @@ nothing behind. What outlives them is the call site's memory of how rows map to 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from torch import Tensor
 
@@ -17,6 +17,9 @@ from ghostclip.capture.derive import pull_back
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.errors import BatchAxisError
 from ghostclip.factors import Factor
+
+# A call site that no gradient reaches (zero-initialised layers) is asked again in this many forwards.
+MAX_ATTEMPTS: Final = 3
 
 
 @dataclass(eq=False)
@@ -29,6 +32,7 @@ class Site:
         forms: What each parameter's factors are there.
         chosen: The row map that evidence confirmed (its key), once there was evidence.
         attempts: How many probes passed it without a gradient to judge by.
+        checked: How often gradients formed sample by sample at once were found to add up there.
         arrivals: What came in for each of its arguments in the last backward.
     """
 
@@ -37,6 +41,7 @@ class Site:
     forms: dict[str, str] = field(default_factory=dict)
     chosen: tuple[str, int] | None = None
     attempts: int = 0
+    checked: int = 0
     arrivals: dict[str, Arrival] = field(default_factory=dict)
 
     def describe(self) -> str:
@@ -57,6 +62,7 @@ class Record:
         spent: A backward has gone through it.
         unproven: A use came from a call site on which there is no evidence yet.
         silent: Parameters were used with gradients switched off.
+        reordered: Data was put into another order before a parameter met it.
         visits: How often each call site was passed.
     """
 
@@ -68,6 +74,7 @@ class Record:
     spent: bool = False
     unproven: bool = False
     silent: bool = False
+    reordered: bool = False
     visits: Counter[Any] = field(default_factory=Counter)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ghostclip
-from ghostclip.errors import SampleMixingError, UncoveredParameterError
+from ghostclip.errors import BatchAxisError, UncoveredParameterError
 
 
 def _model():
@@ -53,21 +53,41 @@ def test_loop_over_samples_is_refused():
 
 
 class _Reversed(nn.Module):
-    def __init__(self):
+    """In a way that nothing but the evidence can tell."""
+
+    def __init__(self, undone=True):
         super().__init__()
-        self.linear = nn.Linear(5, 3)
+        self.linear, self.undone, self.reorders = nn.Linear(5, 3), undone, True
 
     def forward(self, x):
-        return self.linear(x.flip(0)).flip(0)
+        if not self.reorders:
+            return self.linear(x)
+        order = torch.arange(len(x)).flip(0)
+        if not self.undone:
+            return self.linear(x[order])
+        return self.linear(x.gather(0, order.unsqueeze(1).expand_as(x))).flip(0)
 
 
+@pytest.mark.parametrize("undone", [True, False])
 @pytest.mark.parametrize("samples", [2, 3, 4, 5, 8])
-def test_reordered_batch_is_refused(samples):
+def test_reordered_batch_is_refused(samples, undone):
     """Also where the sample in the middle stays in its place."""
-    model = _Reversed()
+    model = _Reversed(undone)
     ghostclip.GhostClipper(model, max_grad_norm=0.5)
-    with pytest.raises(SampleMixingError):
+    with pytest.raises(BatchAxisError, match="in another order than the samples"):
         model(torch.randn(samples, 5))
+
+
+def test_order_that_cannot_be_followed_is_refused_whenever_it_differs():
+    """Not only in the forwards that are probed anyway."""
+    model = _Reversed()
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=0.5)
+    model.reorders = False
+    for _ in range(5):
+        clipper.backward(model(torch.randn(4, 5)).square().sum(1))
+    model.reorders = True
+    with pytest.raises(BatchAxisError, match="in another order than the samples"):
+        model(torch.randn(4, 5))
 
 
 @pytest.mark.parametrize("strategy", ["auto", "ghost"])

@@ -1,5 +1,7 @@
 """Evidence is asked for again as training goes on: what looked right in one batch may be wrong in the next."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch import nn
 from ghostclip.capture.inputs import is_power_of_four
 from ghostclip.errors import GhostClipError
 from tests.exactness.runs import engine
+from tests.reference import per_sample_gradients, whole_norm
 
 
 class _SortsByLength(nn.Module):
@@ -22,18 +25,44 @@ class _SortsByLength(nn.Module):
 
 
 def test_rows_in_order_in_the_first_batch_only(strategy):
-    """The first batch is sorted already; the evidence of a later one shows that rows move."""
-    torch.manual_seed(0)
+    """The first batch is sorted already; in later ones rows move, and are followed."""
     model = _SortsByLength().double()
     clipper = engine(strategy)(model, 0.1)
     x = torch.randn(5, 4, dtype=torch.float64)
-    clipper.backward(model(x[x[:, 0].argsort()]).square().sum(1))
+    for batch in (x[x[:, 0].argsort()], *torch.randn(4, 5, 4, dtype=torch.float64)):
+        clipper.backward(model(batch).square().sum(1))
+        per_sample = per_sample_gradients(copy.deepcopy(model.layer), {"x": batch}, _squares, axes={})
+        norms_B = torch.stack([whole_norm(gradient) for gradient in per_sample])
+        assert torch.allclose(clipper.per_sample_norms, norms_B, rtol=1e-10)
+
+
+def _squares(model, batch):
+    return model(batch["x"]).square().sum(1)
+
+
+class _MixesLater(nn.Module):
+    """Subtracts the mean of the batch, once switched on."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.mixes = nn.Linear(4, 3), nn.Linear(3, 2), False
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.second(h - h.mean(0) if self.mixes else h)
+
+
+def test_samples_that_mix_later_on(strategy):
+    model = _MixesLater().double()
+    clipper = engine(strategy)(model, 0.1)
+    clipper.backward(model(torch.randn(5, 4, dtype=torch.float64)).square().sum(1))
+    model.mixes = True
 
     def train_on():
         for _ in range(4):
             clipper.backward(model(torch.randn(5, 4, dtype=torch.float64)).square().sum(1))
 
-    with pytest.raises(GhostClipError):
+    with pytest.raises(GhostClipError, match="depends on other samples"):
         train_on()
 
 

@@ -1,0 +1,89 @@
+"""Reading a forward again: what was taken for rows of samples, or for a constant, may prove to be the other.
+
+Sizes suggest what is data (T may equal B); the evidence of the probe decides. Where it contradicts the reading, only
+running the forward again mends that, with what was learnt.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ghostclip.capture.evidence import probe_outputs
+from ghostclip.capture.inputs import rolled, same_tensors
+from ghostclip.capture.mixing import where_forward_mixes
+from ghostclip.capture.tracked import TrackedTensor
+
+if TYPE_CHECKING:
+    from ghostclip.capture.session import Session
+
+# A forward is read again at most this often before its evidence is final.
+_MAX_READINGS = 4
+
+
+def proven(session: "Session", module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Weigh the evidence on a forward, and read it again as long as that changes what is taken for data.
+
+    Args:
+        session: Whose forward it was.
+        module: The outermost module.
+        args: The positional inputs it ran on.
+        kwargs: The keyword inputs it ran on.
+        output: What it returned.
+
+    Returns:
+        The output of the last reading.
+    """
+    for _ in range(_MAX_READINGS):
+        if not _misread(session, output, module, args, kwargs):
+            break
+        output = session.again(module, args, kwargs)
+    session.sites.witnesses.clear()
+    return output
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """Return the tensors among the leaves of a tree that are not tracked.
+
+    Args:
+        tree: Nested containers, as pytrees have them.
+
+    Returns:
+        In order.
+    """
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and not isinstance(leaf, TrackedTensor)]
+
+
+def _misread(session: "Session", output: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether the forward must be read anew; raises where no reading can help."""
+    record, sites = session.record, session.sites
+    escaped = any(isinstance(leaf, TrackedTensor) for leaf in tree_leaves(output))
+    if escaped and not sites.any_axis and record.batch_size > 1:
+        sites.any_axis = True
+        return True
+    probe = probe_outputs(session, tensors(output))
+    if probe is None:
+        return False
+    doubted = probe.constants() - sites.constants
+    flipped = _constants(session, doubted, module, args, kwargs) if doubted else set()
+    if not flipped:
+        inputs, size, axis = (args, kwargs), record.batch_size, record.axis
+        probe.verdict(lambda: where_forward_mixes(session.model, module, inputs, batch_size=size, axis=axis))
+        return False
+    sites.constants |= flipped
+    return True
+
+
+def _constants(
+    session: "Session", doubted: set[Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> set[Any]:
+    """Return the call sites whose data does not follow the samples: the same although the batch was rolled."""
+    axis, size, sites = session.record.axis, session.record.batch_size, session.sites
+    moved = tree_map(lambda item: rolled(item, axis, size), (args, kwargs))
+    if same_tensors(moved, (args, kwargs)):
+        return set()
+    before = dict(sites.witnesses)
+    kept = session.record
+    session.again(module, *moved)
+    after, session.record = dict(sites.witnesses), kept
+    return {key for key in doubted if key in before and key in after and same_tensors(before[key], after[key])}

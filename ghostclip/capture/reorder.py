@@ -1,0 +1,218 @@
+"""Data that a model puts into another order before any parameter meets it.
+
+Rows of tensors in the graph are followed through autograd. Token ids, and whatever else autograd does not track, are
+not there: a model that sorts its batch by length, drops rows or repeats them would have its rows counted to the wrong
+samples. While a forward runs, every selection along the batch axis of such a tensor is therefore seen, and its result
+carries the sample of each row. What cannot be followed is *doubtful*: meeting a parameter, it makes the forward one
+that is proved by evidence.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_PICKS = {
+    torch.Tensor.__getitem__, torch.index_select, torch.Tensor.index_select, torch.flip, torch.Tensor.flip, torch.roll,
+    torch.Tensor.roll, torch.repeat_interleave, torch.Tensor.repeat_interleave, torch.Tensor.flipud, torch.flipud,
+    torch.take_along_dim, torch.Tensor.take_along_dim,
+}  # fmt: skip
+# They change the order of rows by what is in them.
+_SORTS = {
+    torch.sort, torch.Tensor.sort, torch.topk, torch.Tensor.topk, torch.gather, torch.Tensor.gather, torch.msort,
+    torch.Tensor.msort, torch.unique, torch.Tensor.unique, torch.masked_select, torch.Tensor.masked_select,
+    torch.scatter, torch.Tensor.scatter, torch.unique_consecutive, torch.Tensor.unique_consecutive,
+}  # fmt: skip
+_TURNS = {
+    torch.transpose, torch.Tensor.transpose, torch.permute, torch.Tensor.permute, torch.t, torch.Tensor.t,
+    torch.swapaxes, torch.Tensor.swapaxes, torch.movedim, torch.Tensor.movedim,
+    torch.Tensor.T.__get__, torch.Tensor.mT.__get__,  # type: ignore[attr-defined]
+}  # fmt: skip
+_JOINS = {torch.cat, torch.concat, torch.concatenate}
+_NOTED = _PICKS | _SORTS | {torch.Tensor.__setitem__}
+# Stands for an order that is not known.
+DOUBTFUL = torch.empty(0, dtype=torch.int64)
+
+
+class Watch(TorchFunctionMode):
+    """Active during a forward; knows the sample of every row of data that was put into another order."""
+
+    def __init__(self) -> None:
+        """Start with nothing seen."""
+        super().__init__()
+        self._rows: Any = WeakTensorKeyDictionary()
+        self._batch_size = 0
+        self._axis = 0
+
+    def begin(self, batch_size: int, axis: int) -> None:
+        """Watch a new forward.
+
+        Args:
+            batch_size: B.
+            axis: The model's batch axis.
+        """
+        self._rows = WeakTensorKeyDictionary()
+        self._batch_size, self._axis = batch_size, axis
+        torch.overrides._push_mode(self)
+
+    def end(self) -> None:
+        """Stop watching; what is known of tensors that still live stays known until the next forward."""
+        if _get_current_function_mode() is self:
+            torch.overrides._pop_mode()
+
+    def rows_of(self, tensor: Tensor) -> Tensor | None:
+        """Return the sample of each row of a tensor.
+
+        Args:
+            tensor: A tensor outside the graph.
+
+        Returns:
+            Shape ``(rows,)``, int64; None where the rows are in the samples' own order, ``DOUBTFUL`` where unknown.
+        """
+        return self._rows.get(tensor) if len(self._rows) and not tensor.requires_grad else None
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run any torch function and note what it does to the order of rows."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self._batch_size > 1 and (func in _NOTED or len(self._rows)):
+            with torch._C.DisableTorchFunction():
+                self._note(func, args, kwargs, result)
+        return result
+
+    def _note(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        base: Any = args[0] if args else kwargs.get("input")
+        if func is torch.Tensor.__setitem__:
+            if _scatters(args[1], args[2]) and self._known(base) is not None:
+                self._rows[base] = DOUBTFUL
+            return
+        outputs = [tensor for tensor in _tensors(result) if tensor.dim() and not tensor.requires_grad]
+        if not outputs:
+            return
+        if func in _PICKS and isinstance(base, Tensor):
+            before = self._known(base)
+            if before is not None:
+                self._mark(outputs, _picked(func, before, args, kwargs, axis=self._axis), self._arranged(base))
+            return
+        if func in _SORTS and isinstance(base, Tensor):
+            if self._known(base) is not None and outputs[0].is_floating_point() == base.is_floating_point():
+                self._rows[outputs[0]] = DOUBTFUL
+            return
+        if func in _JOINS and self._axis == 0 and kwargs.get("dim", args[1] if len(args) > 1 else 0) == 0:
+            self._mark(outputs, self._joined(args[0] if args else kwargs["tensors"]), None)
+            return
+        marked = [rows for tensor in _tensors((args, kwargs)) if (rows := self._rows.get(tensor)) is not None]
+        if marked:
+            same = all(rows is not DOUBTFUL and torch.equal(rows, marked[0]) for rows in marked)
+            known = marked[0] if same and func not in _TURNS else DOUBTFUL
+            self._mark(outputs, known, None)
+
+    def _known(self, base: Tensor) -> Tensor | None:
+        """Return the sample of each row of a tensor that is about to be reordered; None where it has no such rows."""
+        if base.requires_grad or base.dim() == 0:
+            return None
+        rows = self._rows.get(base)
+        return rows if rows is not None else self._arranged(base)
+
+    def _joined(self, parts: Sequence[Tensor]) -> Tensor | None:
+        """Return the sample of each row of parts put one after the other; None where no part was reordered."""
+        if all(self._rows.get(part) is None for part in parts):
+            return None
+        rows = [self._known(part) for part in parts]
+        known = [part for part in rows if part is not None and part is not DOUBTFUL]
+        return torch.cat(known) if len(known) == len(parts) else DOUBTFUL
+
+    def _arranged(self, base: Tensor) -> Tensor | None:
+        axis = self._axis if self._axis < base.dim() else 0
+        if base.shape[axis] != self._batch_size:
+            return None
+        return torch.arange(self._batch_size, device=base.device)
+
+    def _mark(self, outputs: list[Tensor], rows: Tensor | None, arranged: Tensor | None) -> None:
+        if rows is None:
+            return
+        for output in outputs:
+            if rows is not DOUBTFUL and (self._axis or output.shape[0] != rows.numel()):
+                self._rows[output] = DOUBTFUL
+            elif arranged is None or rows is DOUBTFUL or not torch.equal(rows, arranged):
+                self._rows[output] = rows
+
+
+def _picked(
+    func: Callable[..., Any], rows: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], *, axis: int
+) -> Tensor | None:
+    """Return the sample of each row of a selection; None where it leaves the batch axis alone."""
+    if rows is DOUBTFUL:
+        return DOUBTFUL
+    base = args[0] if args else kwargs["input"]
+    if func is torch.Tensor.__getitem__:
+        return _indexed(rows, args[1], base, axis)
+    named = func.__name__
+    if named in ("flipud", "take_along_dim"):
+        return DOUBTFUL
+    if named in ("flip", "roll"):
+        given = args[1:] if named == "flip" else args[2:3]
+        dims = _axes(kwargs.get("dims", given), base.dim())
+        if dims and axis not in dims:
+            return None
+        shifted = kwargs.get("shifts", args[1] if named == "roll" and len(args) > 1 else 0)
+        if dims != {0} or axis or not isinstance(shifted, int):
+            return DOUBTFUL
+        return rows.flip(0) if named == "flip" else rows.roll(shifted)
+    dim = kwargs.get("dim", args[1] if named == "index_select" else (args[2] if len(args) > 2 else None))
+    index = kwargs.get("index", args[2] if named == "index_select" and len(args) > 2 else None)
+    if dim is None or dim % base.dim() != axis:
+        return DOUBTFUL if dim is None else None
+    return rows[index] if isinstance(index, Tensor) and axis == 0 else DOUBTFUL
+
+
+def _indexed(rows: Tensor, index: Any, base: Tensor, axis: int) -> Tensor | None:
+    """Follow ``base[index]`` along the batch axis."""
+    items = index if isinstance(index, tuple) else (index,)
+    if axis:
+        plain = all(item is Ellipsis or item == slice(None) for item in items if not isinstance(item, (Tensor, list)))
+        return None if plain and not any(isinstance(item, (Tensor, list)) for item in items) else DOUBTFUL
+    first = items[0] if items else Ellipsis
+    if first is Ellipsis or (isinstance(first, slice) and first == slice(None)):
+        # An index further on is aligned with the batch only where it stands beside one on the batch axis.
+        return None
+    if first is None or isinstance(first, (int, bool)):
+        # One row of the batch, or the batch moved to the second axis: nothing is put into another order.
+        return None
+    if isinstance(first, slice):
+        return rows[first]
+    if isinstance(first, list):
+        first = torch.tensor(first, device=rows.device)
+    first = first.to(rows.device)
+    if first.dtype in (torch.bool, torch.uint8) and first.dim() > 1:
+        return rows.view(-1, *[1] * (first.dim() - 1)).expand(first.shape)[first.bool()]
+    return rows[first] if first.dim() == 1 else DOUBTFUL
+
+
+def _scatters(index: Any, value: Any) -> bool:
+    """Return whether ``base[index] = value`` puts rows of samples into places that data chose."""
+    first = index[0] if isinstance(index, tuple) and index else index
+    return isinstance(first, (Tensor, list)) and isinstance(value, Tensor) and value.dim() > 0
+
+
+def _axes(dims: Any, total: int) -> set[int]:
+    flat = (
+        [dims] if isinstance(dims, int) else [d for item in dims for d in ([item] if isinstance(item, int) else item)]
+    )
+    return {dim % total for dim in flat}
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from _tensors(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from _tensors(item)

@@ -1,0 +1,83 @@
+"""A forward that is running: what was switched on when it began and must be switched off however it ends.
+
+A hook after the forward ends it, also after an exception, but not after ``KeyboardInterrupt``: torch calls no hook
+then. Two safety nets catch that. A token among the forward's arguments notices when the call's frames are gone, and
+whoever enters next looks whether the call is still on the stack.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+from weakref import ref
+
+
+class Token(dict[str, Any]):
+    """The keyword arguments of the outermost call: they live as long as its frames do."""
+
+    expired: Callable[[], None] | None = None
+
+    def __del__(self) -> None:
+        """Tell that nobody holds the arguments any more."""
+        if self.expired is not None:
+            self.expired()
+
+
+class Running:
+    """The outermost module call, as a place on the stack.
+
+    Attributes:
+        module: The module called.
+        token: To be held by the call's frames and by nobody else.
+    """
+
+    def __init__(self, module: Any, kwargs: dict[str, Any], expired: Callable[[], None]) -> None:
+        """Note the call that runs now.
+
+        Args:
+            module: The module called.
+            kwargs: Its keyword arguments.
+            expired: Called when the call's frames are gone and it was never ended.
+        """
+        self.module = module
+        # A frame is not held, or it would keep the token alive; its number is its own as long as the token lives.
+        self._frame = _call_of(module)
+        self.token: Token | None = Token(kwargs)
+
+        def check() -> None:
+            if not self.is_on_stack():
+                expired()
+
+        self.token.expired = check
+
+    def is_on_stack(self) -> bool:
+        """Return whether the call is still being executed by this thread."""
+        return any(id(frame) == self._frame for frame in _frames())
+
+    def hand_over(self) -> Token:
+        """Return the token, to be held by the call's frames from now on."""
+        token, self.token = self.token, None
+        assert token is not None
+        self._last = ref(token)
+        return token
+
+    def end(self) -> None:
+        """Let the token expire unnoticed."""
+        token = self._last() if self.token is None else self.token
+        if token is not None:
+            token.expired = None
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _call_of(module: Any) -> int:
+    """Return the number of the frame of ``module.__call__`` nearest on the stack; 0 where there is none."""
+    for frame in _frames():
+        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
+            return id(frame)
+    return 0

@@ -1,0 +1,98 @@
+"""Models that put their batch into another order before a parameter meets it, and undo it at the end."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from tests.cases.table import Case, on_x
+
+Order = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def _by_content(x: Tensor) -> Tensor:
+    return x.flatten(1).float().sum(1).argsort(descending=True)
+
+
+def _indexed(x: Tensor) -> tuple[Tensor, Tensor]:
+    order = _by_content(x)
+    return x[order], order.argsort()
+
+
+def _listed(x: Tensor) -> tuple[Tensor, Tensor]:
+    order = _by_content(x)
+    return x[order.tolist()], order.argsort()
+
+
+def _selected(x: Tensor) -> tuple[Tensor, Tensor]:
+    order = _by_content(x)
+    return x.index_select(0, order).clone(), order.argsort()
+
+
+def _flipped(x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.flip(x, (0,)), torch.arange(len(x)).flip(0)
+
+
+def _rolled(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.roll(1, 0), torch.arange(len(x)).roll(1).argsort()
+
+
+def _parted(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Split by content, as a batch of two kinds of rows is."""
+    kind = x.flatten(1).float().mean(1) > x.float().mean()
+    number = torch.arange(len(x))
+    return torch.cat([x[kind], x[~kind]]), torch.cat([number[kind], number[~kind]]).argsort()
+
+
+class _Sorting(nn.Module):
+    """Any layers between a reordering and its undoing."""
+
+    def __init__(self, order: Order, first: nn.Module) -> None:
+        super().__init__()
+        self.order, self.first = order, first
+        self.middle, self.head = nn.LayerNorm(6), nn.Linear(6, 3)
+        self.shift = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, undo = self.order(x)
+        h = self.middle(self.first(x)).tanh() * self.shift
+        return self.head(h.mean(1)[undo])
+
+
+class _Chosen(nn.Module):
+    """Only some rows pass through the layers: those of one kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 6), nn.Linear(6, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        chosen = ids[:, 0] > 4
+        h = self.head(self.embedding(ids[chosen])).mean(1)
+        return torch.zeros(len(ids), 3, dtype=h.dtype).index_put((chosen.nonzero()[:, 0],), h)
+
+
+def _ids(name: str, order: Order) -> Case:
+    def build() -> nn.Module:
+        return _Sorting(order, nn.Embedding(11, 6))
+
+    return Case(f"reordered_ids_{name}", build, lambda: {"x": torch.randint(11, (5, 4))}, on_x)
+
+
+def _features(name: str, order: Order) -> Case:
+    def build() -> nn.Module:
+        return _Sorting(order, nn.Linear(4, 6))
+
+    return Case(f"reordered_features_{name}", build, lambda: {"x": torch.randn(5, 5, 4)}, on_x)
+
+
+_ORDERS: dict[str, Order] = {
+    "indexed": _indexed, "listed": _listed, "selected": _selected, "flipped": _flipped, "rolled": _rolled,
+    "parted": _parted,
+}  # fmt: skip
+
+CASES = [
+    *(_ids(name, order) for name, order in _ORDERS.items()),
+    *(_features(name, order) for name, order in _ORDERS.items()),
+    Case("reordered_ids_some_rows_only", _Chosen, lambda: {"x": torch.randint(11, (6, 4))}, on_x),
+]

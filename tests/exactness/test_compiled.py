@@ -1,0 +1,140 @@
+"""``torch.compile`` around, inside and over a model that a clipper watches; interrupts in the middle of its forward."""
+
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import ghostclip
+from tests.reference import clip_and_sum, per_sample_gradients
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class _Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 7)
+        self.layers = nn.Sequential(nn.Linear(7, 7), nn.ReLU(inplace=True), nn.LayerNorm(7))
+        self.scale = nn.Parameter(torch.randn(7))
+        self.head = nn.Linear(7, 3)
+        self.interrupted = False
+
+    def forward(self, ids):
+        h = self.layers(self.embedding(ids)) * self.scale
+        if self.interrupted:
+            raise KeyboardInterrupt
+        return self.head(h.mean(1))
+
+
+def _losses(model, batch):
+    return model(batch["x"]).square().sum(1)
+
+
+def _around(model):
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=0.5)
+    return clipper, torch.compile(model, backend="aot_eager")
+
+
+def _before(model):
+    compiled = torch.compile(model, backend="aot_eager")
+    return ghostclip.GhostClipper(compiled, max_grad_norm=0.5), compiled
+
+
+def _in_place(model):
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=0.5)
+    model.compile(backend="aot_eager")
+    return clipper, model
+
+
+def _in_place_before(model):
+    model.compile(backend="aot_eager")
+    return ghostclip.GhostClipper(model, max_grad_norm=0.5), model
+
+
+def _a_part(model):
+    model.layers = torch.compile(model.layers, backend="aot_eager")
+    return ghostclip.GhostClipper(model, max_grad_norm=0.5), model
+
+
+def _whole_step(model):
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=0.5)
+
+    def step(ids):
+        return model(ids) * 1.0
+
+    return clipper, torch.compile(step, backend="aot_eager")
+
+
+@pytest.fixture(autouse=True)
+def _forgotten():
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("way", [_around, _before, _in_place, _in_place_before, _a_part, _whole_step])
+def test_compiled_model_is_exact(way):
+    model = _Model().double()
+    batch = {"x": torch.randint(11, (4, 5))}
+    wanted = clip_and_sum(per_sample_gradients(model, batch, _losses, axes={}), 0.5).clipped
+    clipper, called = way(model)
+    for _ in range(3):
+        model.zero_grad()
+        clipper.backward(called(batch["x"]).square().sum(1))
+        for name, p in model.named_parameters():
+            assert torch.allclose(p.grad, wanted[name.replace("_orig_mod.", "")], rtol=1e-10, atol=1e-14), name
+    clipper.remove()
+    assert torch.compiler.is_compiling() is False
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+def test_compiler_goes_on_afterwards():
+    """Evaluation without gradients, and training once the clipper is removed, run compiled."""
+    graphs = []
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    model = _Model()
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=0.5)
+    compiled = torch.compile(model, backend=backend)
+    ids = torch.randint(11, (4, 5))
+    clipper.backward(compiled(ids).square().sum(1))
+    assert not graphs
+    clipper.remove()
+    compiled(ids)
+    assert graphs
+
+
+def test_interrupt_leaves_no_loan_behind():
+    model, ids = _Model(), torch.randint(11, (4, 5))
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=0.5)
+    model.interrupted = True
+    with pytest.raises(KeyboardInterrupt):
+        model(ids)
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    torch.save(model.state_dict(), io.BytesIO())
+    assert torch.overrides._get_current_function_mode() is None
+    model.interrupted = False
+    clipper.backward(model(ids[:3]).square().sum(1))
+    assert clipper.per_sample_norms.shape == (3,)
+
+
+def test_interrupt_whose_traceback_is_kept():
+    """A notebook keeps the traceback, and with it the frames of the call."""
+    model, ids = _Model(), torch.randint(11, (4, 5))
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=0.5)
+    model.interrupted = True
+    try:
+        model(ids)
+    except KeyboardInterrupt as error:
+        kept = error
+    model.interrupted = False
+    clipper.backward(model(ids[:3]).square().sum(1))
+    assert clipper.per_sample_norms.shape == (3,)
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    del kept
+    clipper.backward(model(ids[:2]).square().sum(1))
+    assert clipper.per_sample_norms.shape == (2,)
