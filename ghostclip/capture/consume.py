@@ -57,11 +57,11 @@ def consume(session: "Session", operation: Operation) -> Any:
     if owns_rows and all(t.origin.value.dim() > 2 for t in operation.tracked):
         # One matrix for every sample is no product over letters that all samples share.
         return _with_own_rows(session, operation)
-    if bound is not None:
-        if not _has_rows(session, operation, bound[1]):
-            # Its own size on an axis that cannot hold samples: a constant, whose product is derived from parameters.
-            return derive(operation.func, operation.name, operation.args, operation.kwargs)
+    if bound is not None and _has_rows(session, bound[1]):
         return _by_rule(session, operation, *bound)
+    if bound is not None and not any(tensor.requires_grad for tensor in operation.plain):
+        # The samples' number stands on an axis that cannot hold samples: a constant.
+        return derive(operation.func, operation.name, operation.args, operation.kwargs)
     if broadcast.is_elementwise(operation.name):
         spread = _by_spreading(session, operation)
         if spread is not NotImplemented:
@@ -85,10 +85,8 @@ def _bind(operation: Operation) -> tuple[dict[str, TrackedTensor], Captured] | N
     return None if captured is None else (targets, captured)
 
 
-def _has_rows(session: "Session", operation: Operation, captured: Captured) -> bool:
-    """Return whether data may hold samples, or is in the graph and must."""
-    if any(tensor.requires_grad for tensor in operation.plain):
-        return True
+def _has_rows(session: "Session", captured: Captured) -> bool:
+    """Return whether an axis that a rule takes for rows can hold the samples."""
     return bool(row_maps(session, captured.rows, captured.rows.shape[: captured.lead]))
 
 

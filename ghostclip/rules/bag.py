@@ -1,4 +1,4 @@
-"""Bags of table look-ups: ``F.embedding_bag`` with sums and means.
+"""Bags of table look-ups: ``F.embedding_bag``.
 
 Shape letters: n bags, K look-ups of the longest bag, B samples, T positions, I features.
 """
@@ -21,19 +21,19 @@ _ARGUMENTS = (
 
 @register_op("embedding_bag", arguments=_ARGUMENTS)
 def embedding_bag(call: Call) -> Captured | None:
-    """Rule for a bag: each look-up receives its bag's gradient, weighted; ``max`` is left to the general way.
+    """Rule for a bag: each look-up receives its bag's gradient, weighted; of ``max``, the features it wins.
 
     Args:
         call: Ids of shape ``(n, K)``, or ``(look-ups,)`` with offsets ``(n,)``; a table.
 
     Returns:
-        The table's ``Rows``; None for ``max`` and for trainable weights of look-ups.
+        The table's ``Rows``; None for trainable weights of look-ups.
 
     Raises:
         UnsupportedModelError: ``scale_grad_by_freq`` is set.
     """
     mode = call.get("mode", "mean")
-    if mode == "max" or "per_sample_weights" in call.tracked:
+    if "per_sample_weights" in call.tracked:
         return None
     if call.get("scale_grad_by_freq", False):
         message = "embedding_bag: scale_grad_by_freq=True counts over the whole batch. Set scale_grad_by_freq=False."
@@ -44,13 +44,26 @@ def embedding_bag(call: Call) -> Captured | None:
     if mode == "mean":
         weights_nK = weights_nK / weights_nK.sum(1, keepdim=True).clamp(min=1)
 
+    kept = (ids_nK, weights_nK, *([_winners(weight, ids_nK, weights_nK)] if mode == "max" else []))
+
     def factors(saved: Sequence[Tensor], grad: Tensor, split: Split) -> Mapping[str, Factor]:
-        bag_ids, bag_weights = saved
+        bag_ids, bag_weights = saved[:2]
         g_nKI = grad.unsqueeze(1) * bag_weights.unsqueeze(-1)
+        if mode == "max":
+            place_K1 = torch.arange(bag_ids.shape[1], device=grad.device).unsqueeze(1)
+            g_nKI = g_nKI * (saved[2].unsqueeze(1) == place_K1)
         ids_BT, g_BTI = split(bag_ids, 1).flatten(1), split(g_nKI, 1).flatten(1, 2)
         return {"weight": rows_factor(ids_BT, g_BTI, shape, padding)}
 
-    return Captured((ids_nK, weights_nK), ids_nK, 1, factors, "rows")
+    return Captured(kept, ids_nK, 1, factors, "rows")
+
+
+def _winners(weight: Tensor, ids_nK: Tensor, weights_nK: Tensor) -> Tensor:
+    """Return which look-up of every bag is the largest, shape ``(n, I)``; of repeated ids the first."""
+    if ids_nK.shape[1] == 0:
+        return ids_nK.new_zeros(ids_nK.shape[0], weight.shape[1])
+    values_nKI = weight[ids_nK].masked_fill((weights_nK == 0).unsqueeze(-1), float("-inf"))
+    return values_nKI.argmax(1)
 
 
 def _bags(call: Call, padding: int | None) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Convolutions in one, two and three dimensions, with stride, padding, dilation and groups.
+"""Convolutions in one, two and three dimensions, also transposed, with stride, padding, dilation and groups.
 
 Padding modes other than zeros reach the operation as an input that is padded already.
 
@@ -40,12 +40,42 @@ def convolution(call: Call) -> Captured | None:
     needs_weight, needs_bias, shape = "weight" in call.tracked, "bias" in call.tracked, weight.shape
 
     def factors(saved: Sequence[Tensor], grad: Tensor, split: Split) -> Mapping[str, Factor]:
-        g_BKOT = split(grad.flatten(2), 1)
         found: dict[str, Factor] = {}
         if needs_bias:
-            found["bias"] = Dense(to_accumulation(g_BKOT).sum((1, 3)))
+            found["bias"] = Dense(to_accumulation(split(grad.flatten(2), 1)).sum((1, 3)))
         if needs_weight:
-            found["weight"] = geometry.weight_factor(split(saved[0], 1), g_BKOT, shape)
+            found["weight"] = geometry.weight_factor(split(saved[0], 1), split(grad, 1), shape)
+        return found
+
+    return Captured((x,) if needs_weight else (), x, 1, factors, "outer product of windows")
+
+
+_TRANSPOSED = "input weight bias stride padding output_padding groups dilation"
+
+
+@register_op("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", arguments=_TRANSPOSED)
+def transposed_convolution(call: Call) -> Captured | None:
+    """Rule for a transposed convolution: the kernel's gradient is a convolution's with input and output exchanged.
+
+    Args:
+        call: An input of shape ``(N, S·O, *space)``, a kernel ``(S·O, I, *kernel)``, perhaps a bias.
+
+    Returns:
+        What it captures; None for a tracked input or one without a row axis.
+    """
+    x, weight = call.values["input"], call.values["weight"]
+    dims = weight.dim() - 2
+    if "input" in call.tracked or x.dim() != dims + 2:
+        return None
+    geometry = _Geometry.of(call, dims)
+    needs_weight, needs_bias, shape = "weight" in call.tracked, "bias" in call.tracked, weight.shape
+
+    def factors(saved: Sequence[Tensor], grad: Tensor, split: Split) -> Mapping[str, Factor]:
+        found: dict[str, Factor] = {}
+        if needs_bias:
+            found["bias"] = Dense(to_accumulation(split(grad.flatten(2), 1)).sum((1, 3)))
+        if needs_weight:
+            found["weight"] = geometry.weight_factor(split(grad, 1), split(saved[0], 1), shape)
         return found
 
     return Captured((x,) if needs_weight else (), x, 1, factors, "outer product of windows")
@@ -72,21 +102,23 @@ class _Geometry:
         stride = _tuple(call.get("stride", 1), dims)
         return cls(stride=stride, padding=pads, dilation=dilation, groups=call.get("groups", 1))
 
-    def windows(self, x: Tensor, kernel: Sequence[int]) -> Tensor:
-        """Return a view of all windows: ``(N, channels, *positions, *kernel)``."""
+    def windows(self, x: Tensor, kernel: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """Return a view of the windows at the first so many positions: ``(N, channels, *positions, *kernel)``."""
         if any(self.padding):
             x = functional.pad(x, self.padding)
         for axis, size in enumerate(kernel):
             reach = self.dilation[axis] * (size - 1) + 1
             x = x.unfold(axis + 2, reach, self.stride[axis])[..., :: self.dilation[axis]]
+            # The output padding of a transposed convolution may leave room for a window that it does not have.
+            x = x.narrow(axis + 2, 0, positions[axis])
         return x
 
-    def weight_factor(self, x_BKC: Tensor, g_BKOT: Tensor, shape: torch.Size) -> Factor:
+    def weight_factor(self, x_BKC: Tensor, g_BKO: Tensor, shape: torch.Size) -> Factor:
         """Return the factor of the kernel, instantiated where that is the smaller form.
 
         Args:
             x_BKC: Inputs, ``(B, rows of a sample, channels, *space)``.
-            g_BKOT: Output gradients, ``(B, rows of a sample, S·O, positions)``.
+            g_BKO: Output gradients, ``(B, rows of a sample, S·O, *positions)``.
             shape: The kernel's shape ``(S·O, channels/S, *kernel)``.
 
         Returns:
@@ -94,21 +126,21 @@ class _Geometry:
         """
         samples, rows = x_BKC.shape[:2]
         outputs, inputs = shape[0] // self.groups, prod(shape[1:])
-        positions = rows * g_BKOT.shape[3]
+        positions = rows * prod(g_BKO.shape[3:])
         if not planner.keeps_per_sample(positions, inputs, outputs) or samples == 0:
-            return self._outer(x_BKC, g_BKOT, shape)
+            return self._outer(x_BKC, g_BKO, shape)
         chunk = planner.chunk_of_samples(self.groups * inputs * positions)
         parts = [
-            self._outer(x_BKC[start : start + chunk], g_BKOT[start : start + chunk], shape).materialize()
+            self._outer(x_BKC[start : start + chunk], g_BKO[start : start + chunk], shape).materialize()
             for start in range(0, samples, chunk)
         ]
         return Dense(parts[0] if len(parts) == 1 else torch.cat(parts))
 
-    def _outer(self, x_BKC: Tensor, g_BKOT: Tensor, shape: torch.Size) -> Outer:
+    def _outer(self, x_BKC: Tensor, g_BKO: Tensor, shape: torch.Size) -> Outer:
         samples, rows, slots = x_BKC.shape[0], x_BKC.shape[1], self.groups
         inputs, outputs = prod(shape[1:]), shape[0] // slots
-        dims = len(shape) - 2
-        windows = self.windows(to_accumulation(x_BKC).flatten(0, 1), shape[2:])
+        dims, g_BKOT = len(shape) - 2, g_BKO.flatten(3)
+        windows = self.windows(to_accumulation(x_BKC).flatten(0, 1), shape[2:], g_BKO.shape[3:])
         a = windows.unflatten(1, (slots, -1)).unflatten(0, (samples, rows))
         # (B, K, S, channels, *positions, *kernel) -> (B, S, K, *positions, channels, *kernel)
         order = [0, 2, 1, *range(4, 4 + dims), 3, *range(4 + dims, 4 + 2 * dims)]

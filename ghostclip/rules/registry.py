@@ -52,9 +52,11 @@ class Captured:
     Attributes:
         saved: Tensors the backward needs.
         rows: The tensor whose leading axes tell the samples (the layer's input).
-        lead: How many axes of the *output* lead before the features.
+        lead: How many axes of the *output* (in ``order``) lead before the features.
         factors: Called in the backward.
         form: What the factors are, for the coverage table.
+        order: Axes of the output, those of its rows first, as ``Tensor.permute`` takes them; empty where rows lead
+            already. ``factors`` gets the gradient in this order.
     """
 
     saved: tuple[Tensor, ...]
@@ -62,6 +64,7 @@ class Captured:
     lead: int
     factors: Factors
     form: str
+    order: tuple[int, ...] = ()
 
 
 Rule = Callable[[Call], Captured | None]

@@ -1,0 +1,175 @@
+"""Entries of a parameter picked by numbers: ``p[ids]``, ``index_select``, ``gather``, ``take``.
+
+Shape letters: B samples, T positions, V rows picked from, I features of a row, n entries of the index.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ghostclip.factors import Dense, Diagonal, Factor, Permuted, Rows
+from ghostclip.rules.registry import Call, Captured, Split, register_op
+
+PICKING = ("__getitem__", "index_select", "gather", "take")
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+
+
+@dataclass(frozen=True)
+class Pick:
+    """Which rows of a parameter, seen as a matrix ``(V, I)``, an operation returns.
+
+    Attributes:
+        ids: Row numbers, shape of the index, int64.
+        shape: The parameter's shape once its axes are permuted so that picked ones lead.
+        features: I.
+        axis: Where the picked axis stands in the parameter (and the index's axes in the result).
+    """
+
+    ids: Tensor
+    shape: torch.Size
+    features: int
+    axis: int = 0
+
+    def rows(self, ids_BT: Tensor, g_BTI: Tensor) -> Factor:
+        """Return the factor of the parameter.
+
+        Args:
+            ids_BT: Row numbers of every sample, shape ``(B, T)``.
+            g_BTI: Their gradients, shape ``(B, T, I)``.
+
+        Returns:
+            ``Rows``, or the tensor itself where it is no larger than the rows.
+        """
+        found: Factor = Rows(ids_BT, g_BTI, shape=self.shape)
+        if ids_BT.shape[1] * self.features >= prod(self.shape):
+            found = Dense(found.materialize())
+        return self._in_place(found)
+
+    def _in_place(self, factor: Factor) -> Factor:
+        if not self.axis:
+            return factor
+        return Permuted(factor, [*range(1, self.axis + 1), 0, *range(self.axis + 1, len(self.shape))])
+
+
+def pick_of(name: str, shape: torch.Size, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Pick | None:
+    """Say what an operation picks from a parameter.
+
+    Args:
+        name: One of ``PICKING``.
+        shape: The parameter's shape.
+        arguments: Positional arguments after the parameter.
+        keywords: Keyword arguments.
+
+    Returns:
+        The rows; None where the index is no integer tensor, or mixes tensors with slices.
+    """
+    names = ("index",) if name in ("take", "__getitem__") else ("dim", "index")
+    given = {**dict(zip(names, arguments, strict=False)), **keywords}
+    index = given.get("index")
+    if name == "__getitem__":
+        return _of_brackets(index, shape)
+    if not isinstance(index, Tensor) or index.dtype not in _INTEGERS or not shape:
+        return None
+    if name == "take":
+        return Pick(index.long() % prod(shape), shape, 1)
+    dim = given.get("dim")
+    if not isinstance(dim, int):
+        return None
+    dim %= len(shape)
+    if name == "gather":
+        return None if index.dim() != len(shape) else Pick(_entries(index.long(), dim, shape), shape, 1)
+    return _along(index.reshape(-1), dim, shape)
+
+
+def of_constant(pick: Pick, factor: Factor) -> Factor:
+    """Turn a factor of what was picked into one of the parameter.
+
+    Args:
+        pick: What was picked, the same for every sample unless the factor is ``Diagonal``.
+        factor: Its per-sample gradients.
+
+    Returns:
+        The parameter's.
+    """
+    samples, dims = factor.batch_size, pick.ids.dim()
+    if isinstance(factor, Diagonal) and not pick.axis and factor.axis < dims:
+        ids_BT = pick.ids.movedim(factor.axis, 0).reshape(samples, -1)
+        return pick.rows(ids_BT, factor.grad_BR.reshape(samples, -1, pick.features))
+    grad = factor.materialize()
+    grad = grad.movedim([pick.axis + 1 + place for place in range(dims)], list(range(1, dims + 1)))
+    ids_BT = pick.ids.reshape(1, -1).expand(samples, -1)
+    return pick.rows(ids_BT, grad.reshape(samples, ids_BT.shape[1], pick.features))
+
+
+@register_op("index_select", "gather", "take", "__getitem__", arguments="input first second")
+def picked(call: Call) -> Captured | None:
+    """Return the capture of entries picked by data: ``Rows``; None for other indices, and where they are tracked."""
+    parameter = call.values["input"]
+    if call.tracked != {"input"} or any(name in call.values for name in ("out", "sparse_grad")):
+        return None
+    arguments = [call.values[name] for name in ("first", "second") if name in call.values]
+    keywords = {name: value for name, value in call.values.items() if name in ("dim", "index")}
+    pick = pick_of(call.name, parameter.shape, arguments, keywords)
+    if pick is None:
+        return None
+    dims, ids = pick.ids.dim(), pick.ids
+    front = range(pick.axis, pick.axis + dims)
+    order = (*front, *(axis for axis in range(_axes(call.name, pick)) if axis not in front)) if pick.axis else ()
+
+    def factors(saved: Sequence[Tensor], grad: Tensor, split: Split) -> Mapping[str, Factor]:
+        g_BTI = split(grad.flatten(dims) if grad.dim() > dims else grad.unsqueeze(-1), dims)
+        return {"input": pick.rows(split(saved[0], dims), g_BTI)}
+
+    return Captured((ids,), ids, dims, factors, "rows", order)
+
+
+def _axes(name: str, pick: Pick) -> int:
+    return pick.ids.dim() + (0 if name in ("gather", "take") else len(pick.shape) - 1)
+
+
+def _is_index(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in _INTEGERS
+
+
+def _of_brackets(index: Any, shape: torch.Size) -> Pick | None:
+    entries = list(index) if isinstance(index, tuple) else [index]
+    while entries and (entries[-1] is Ellipsis or _is_whole(entries[-1])):
+        entries.pop()
+    skipped = 0
+    while entries and _is_whole(entries[0]):
+        entries.pop(0)
+        skipped += 1
+    if not entries or not all(_is_index(entry) for entry in entries) or skipped + len(entries) > len(shape):
+        return None
+    if skipped:
+        return _along(entries[0], skipped, shape) if len(entries) == 1 else None
+    ids = torch.zeros((), dtype=torch.int64, device=entries[0].device)
+    for entry, size in zip(entries, shape, strict=False):
+        ids = ids * size + entry.long() % size
+    return Pick(ids, shape, prod(shape[len(entries) :])) if ids.dim() else None
+
+
+def _is_whole(entry: Any) -> bool:
+    return isinstance(entry, slice) and entry == slice(None)
+
+
+def _along(index: Tensor, dim: int, shape: torch.Size) -> Pick:
+    moved = torch.Size([shape[dim], *shape[:dim], *shape[dim + 1 :]])
+    return Pick(index.long() % max(1, shape[dim]), moved, prod(moved[1:]), dim)
+
+
+def _entries(index: Tensor, dim: int, shape: torch.Size) -> Tensor:
+    """Return the number of every entry that ``gather`` returns, counted over the whole parameter, row-major."""
+    total = torch.zeros((), dtype=torch.int64, device=index.device)
+    for axis, size in enumerate(shape):
+        if axis == dim:
+            place = index % size
+        else:
+            place = torch.arange(index.shape[axis], device=index.device)
+            place = place.view([-1 if other == axis else 1 for other in range(index.dim())])
+        total = total * size + place
+    return total

@@ -1,0 +1,223 @@
+"""Every product of one parameter with data, as a contraction over letters: ``einsum`` and all its special cases.
+
+Letters of the parameter, of the data and of the output say what each axis is. With B samples among the rows L (letters
+of data and output only), S (letters of all three: heads, experts), I (parameter and data), O (parameter and output) and
+F (parameter alone), the gradient of a sample is ``Σ_L g[L,S,O] ⊗ a[L,S,I]`` with ``a`` the product of the data: an
+``Outer`` with S slots, whatever the equation looks like.
+
+Shape letters: B samples, T positions, S slots, I inputs, O outputs, L the row axes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ghostclip.factors import Dense, Factor, Outer, Permuted
+from ghostclip.factors.base import to_accumulation
+from ghostclip.factors.contraction import contraction
+from ghostclip.rules.registry import Call, Captured, Split
+
+
+def position_sum(g_BTO: Tensor) -> Dense:
+    """Return the factor of a bias: the gradient summed over positions (a bias norm never needs a Gram)."""
+    return Dense(to_accumulation(g_BTO).sum(1))
+
+
+@dataclass(frozen=True)
+class Equation:
+    """Which letter each axis has.
+
+    Attributes:
+        parameter: Letters of the tracked operand.
+        data: Letters of every other operand.
+        output: Letters of the result.
+    """
+
+    parameter: str
+    data: tuple[str, ...]
+    output: str
+
+    @property
+    def slots(self) -> str:
+        """Letters of parameter, data and output."""
+        return self._own(lambda letter: letter in self.output and self._in_data(letter))
+
+    @property
+    def inputs(self) -> str:
+        """Letters of parameter and data, summed over."""
+        return self._own(lambda letter: letter not in self.output and self._in_data(letter))
+
+    @property
+    def outputs(self) -> str:
+        """Letters of parameter and output."""
+        return self._own(lambda letter: letter in self.output and not self._in_data(letter))
+
+    @property
+    def free(self) -> str:
+        """Letters of the parameter alone, along which all entries have one gradient."""
+        return self._own(lambda letter: letter not in self.output and not self._in_data(letter))
+
+    @property
+    def rows(self) -> str:
+        """Letters of data and output: samples and their positions."""
+        return "".join(letter for letter in self.output if letter not in self.parameter)
+
+    def _own(self, holds: Callable[[str], bool]) -> str:
+        return "".join(letter for letter in self.parameter if holds(letter))
+
+    def _in_data(self, letter: str) -> bool:
+        return any(letter in letters for letters in self.data)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether an operand names a letter twice (a diagonal)."""
+        return any(len(set(letters)) < len(letters) for letters in (self.parameter, *self.data, self.output))
+
+
+def capture_product(
+    equation: Equation, data: Sequence[Tensor], *, weight: tuple[str, Tensor], bias: str = ""
+) -> Captured | None:
+    """Return the capture of a product.
+
+    Args:
+        equation: Its letters.
+        data: The operands that are not tracked.
+        weight: Name and value of the tracked operand.
+        bias: Name of a tracked addend along the last axis of the output; empty where there is none.
+
+    Returns:
+        What it captures; None where the form has no factors (diagonals, broadcasting, no operand with all rows).
+    """
+    name, value = weight
+    shape = value.shape
+    if any(len(letters) != tensor.dim() for letters, tensor in zip(equation.data, data, strict=True)):
+        return None
+    equation, value, data = _without_broadcasting(equation, value, data)
+    sizes = _sizes(equation, [value, *data])
+    rows = next((place for place, letters in enumerate(equation.data) if set(equation.rows) <= set(letters)), None)
+    if equation.repeats or sizes is None or not equation.rows or rows is None:
+        return None
+    if bias and (equation.slots or len(equation.outputs) != 1 or equation.output[-1] != equation.outputs):
+        return None
+    letters = equation.data[rows]
+    front = [letters.index(letter) for letter in equation.rows]
+    seen = data[rows].permute(*front, *(axis for axis in range(len(letters)) if axis not in front))
+    canonical = equation.rows + equation.slots + equation.outputs
+    order = tuple(equation.output.index(letter) for letter in canonical)
+    lead, form = len(equation.rows), "outer product" if equation.inputs or equation.outputs else "dense"
+
+    def factors(saved: Sequence[Tensor], grad: Tensor, split: Split) -> Mapping[str, Factor]:
+        g_BTSO = split(grad, lead)
+        found: dict[str, Factor] = {}
+        if bias:
+            found[bias] = position_sum(g_BTSO)
+        if name:
+            found[name] = _factor(equation, sizes, split(_joined(equation, saved), lead), g_BTSO).reshaped(shape)
+        return found
+
+    ordered = () if order == tuple(range(len(order))) else order
+    return Captured(tuple(data) if name else (), seen, lead, factors, form, ordered)
+
+
+def capture_bilinear(call: Call, equation: Equation, operands: tuple[str, str], *, bias: str = "") -> Captured | None:
+    """Return the capture of a product of two operands of which one is tracked.
+
+    Args:
+        call: The operation.
+        equation: Letters of the first operand as ``parameter``, of the second as the only ``data``.
+        operands: Their names in the call.
+        bias: As for ``capture_product``.
+
+    Returns:
+        What it captures; None where both are tracked or the form has no factors.
+    """
+    tracked = [name for name in operands if name in call.tracked]
+    if len(tracked) != 1:
+        return None
+    first, second = (call.values[name] for name in operands)
+    if tracked[0] == operands[0]:
+        return capture_product(equation, [second], weight=(operands[0], first), bias=bias)
+    turned = Equation(equation.data[0], (equation.parameter,), equation.output)
+    return capture_product(turned, [first], weight=(operands[1], second), bias=bias)
+
+
+def _without_broadcasting(
+    equation: Equation, value: Tensor, data: Sequence[Tensor]
+) -> tuple[Equation, Tensor, tuple[Tensor, ...]]:
+    """Leave out axes of size 1 that meet a larger one of the same letter."""
+    spelt, operands = (equation.parameter, *equation.data), (value, *data)
+    largest: dict[str, int] = {}
+    for letters, operand in zip(spelt, operands, strict=True):
+        for letter, size in zip(letters, operand.shape, strict=True):
+            largest[letter] = max(size, largest.get(letter, 0))
+    found = []
+    for letters, operand in zip(spelt, operands, strict=True):
+        units = [axis for axis, size in enumerate(operand.shape) if size == 1 and largest[letters[axis]] > 1]
+        kept = "".join(letter for axis, letter in enumerate(letters) if axis not in units)
+        found.append((kept, operand.squeeze(units) if units else operand))
+    (own, value), *rest = found
+    return Equation(own, tuple(kept for kept, _ in rest), equation.output), value, tuple(x for _, x in rest)
+
+
+def _sizes(equation: Equation, operands: Sequence[Tensor]) -> dict[str, int] | None:
+    """Return the size of every letter; None where they do not agree."""
+    sizes: dict[str, int] = {}
+    for letters, operand in zip((equation.parameter, *equation.data), operands, strict=True):
+        for letter, size in zip(letters, operand.shape, strict=True):
+            if sizes.setdefault(letter, size) != size:
+                return None
+    return sizes
+
+
+def _joined(equation: Equation, data: Sequence[Tensor]) -> Tensor:
+    """Return the product of the data with axes (L, S, I), summed over letters of the data alone."""
+    target = equation.rows + equation.slots + equation.inputs
+    if len(data) > 1:
+        return contraction(f"{','.join(equation.data)}->{target}", *map(to_accumulation, data))
+    (letters,), (tensor,) = equation.data, data
+    alone = [axis for axis, letter in enumerate(letters) if letter not in target]
+    if alone:
+        tensor = to_accumulation(tensor).sum(alone)
+        letters = "".join(letter for letter in letters if letter in target)
+    return tensor.permute(*(letters.index(letter) for letter in target))
+
+
+def _factor(equation: Equation, sizes: Mapping[str, int], a_BTSI: Tensor, g_BTSO: Tensor) -> Factor:
+    """Return the factor of the tracked operand from data and gradients with the row axes brought to (B, T)."""
+    slots, inputs, outputs = equation.slots, equation.inputs, equation.outputs
+    if not inputs and not outputs:
+        factor: Factor = Dense((to_accumulation(g_BTSO) * to_accumulation(a_BTSI)).sum(1))
+        return _with_free(equation, sizes, factor, slots)
+    count = [prod(sizes[letter] for letter in letters) for letters in (slots, inputs, outputs)]
+    a_NTI = _by_slot(a_BTSI, count[0], count[1])
+    g_NTO = _by_slot(g_BTSO, count[0], count[2])
+    if equation.parameter == slots + inputs + outputs:
+        # Stored (S, I, O): the roles of the two factors are exchanged.
+        a_NTI, g_NTO, outputs, inputs = g_NTO, a_NTI, inputs, outputs
+    kept = slots + outputs + inputs
+    shape = torch.Size([sizes[letter] for letter in kept])
+    return _with_free(equation, sizes, Outer(a_NTI, g_NTO, shape=shape, slots=count[0]), kept)
+
+
+def _by_slot(x_BTSF: Tensor, slots: int, features: int) -> Tensor:
+    samples, positions = x_BTSF.shape[:2]
+    x_BTSF = x_BTSF.reshape(samples, positions, slots, features)
+    return x_BTSF.transpose(1, 2).reshape(samples * slots, positions, features)
+
+
+def _with_free(equation: Equation, sizes: Mapping[str, int], factor: Factor, letters: str) -> Factor:
+    """Bring a factor with axes ``letters`` to the parameter's own axes, entries along free ones all alike."""
+    own = equation.parameter
+    if letters == own:
+        return factor
+    order = [letters.index(letter) for letter in own if letter in letters]
+    if not equation.free:
+        return Permuted(factor, order)
+    grad = factor.materialize().permute(0, *(axis + 1 for axis in order))
+    for axis, letter in enumerate(own):
+        if letter in equation.free:
+            grad = grad.unsqueeze(axis + 1)
+    return Dense(grad.expand(-1, *(sizes[letter] for letter in own)))
