@@ -315,8 +315,7 @@ def where_forward_mixes(model: nn.Module, module: nn.Module, inputs: Any, *, bat
     with torch.no_grad():
         try:
             start = mixing_start(model, lambda i: module(*i[0], **i[1]), inputs, batch_size=batch_size, axis=axis)
-        except Exception:
-            # The model is refused anyway: whatever it does on a batch of other samples must not hide why.
+        except Exception:  # noqa: BLE001 - refused anyway: what it does on other samples must not hide why
             start = None
         for buffer, value in buffers:
             buffer.copy_(value)

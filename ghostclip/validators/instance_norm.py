@@ -39,4 +39,4 @@ def fix(module: _InstanceNorm) -> nn.Module:
     if not validate(module):
         return module
     kind = type(module)
-    return kind(module.num_features, eps=module.eps, momentum=module.momentum, affine=module.affine)
+    return kind(module.num_features, eps=module.eps, affine=module.affine)

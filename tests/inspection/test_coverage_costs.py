@@ -132,9 +132,18 @@ def test_batch_axes_are_reported():
     assert _row(table, "weight").axes == "axis 0"
 
 
+class _HalfUsed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used = nn.Linear(3, 2)
+        self.idle = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.used(x)
+
+
 def test_parameters_that_nothing_used_show_as_such():
-    model = nn.ModuleDict({"used": nn.Linear(3, 2), "idle": nn.Linear(3, 2)})
-    model.forward = model["used"]
+    model = _HalfUsed()
     with ghostclip.GhostClipper(model, max_grad_norm=1.0) as clipper:
         assert len(clipper.coverage().unused) == 4
         clipper.backward(probe_loss(model(torch.randn(4, 3))))
