@@ -48,6 +48,10 @@ class BudgetError(GhostClipError, ValueError):
     """No setting reaches the privacy budget that was asked for."""
 
 
+class BudgetExceededError(BudgetError):
+    """A step would release more than the privacy budget allows; it released nothing."""
+
+
 class OutputError(GhostClipError, FileExistsError):
     """Results would land where something already lies, or cannot be written there."""
 

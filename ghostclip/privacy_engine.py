@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +13,17 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ghostclip import _validate
-from ghostclip.accounting import create_accountant, get_noise_multiplier
-from ghostclip.errors import InvalidOptionError
+from ghostclip.accounting import Accountant, create_accountant, get_noise_multiplier
+from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.noise import make_noise_source
 from ghostclip.optimizers import DPOptimizer
 from ghostclip.utils import checkpoints
-from ghostclip.utils.assembly import Private, PrivateWithCriterion, Request, assemble
-from ghostclip.utils.sampling_plan import PoissonPlan, SamplingPlan, ShuffledPlan
+from ghostclip.utils.account import Account
+from ghostclip.utils.assembly import Private, PrivateWithCriterion, Request, assemble, check_options
+from ghostclip.utils.budget import Budget
+from ghostclip.utils.clipping_options import ClippingOptions
+from ghostclip.utils.ledger_file import LedgerFile
+from ghostclip.utils.sampling_plan import SamplingPlan, plan_for
 
 
 class PrivacyEngine:
@@ -32,15 +37,31 @@ class PrivacyEngine:
     Args:
         accountant: Name of the accounting method, as `ghostclip.accounting.create_accountant` knows it.
         secure_mode: Whether noise comes from a cryptographic keystream.
+        ledger: A file that every release is written to, and that is safe on the disk, before the release is applied.
+            What it holds already counts. With it a crash loses no part of the account, and a resumed run that does not
+            repeat the interrupted one exactly is refused instead of reusing its noise.
 
     Raises:
         InvalidOptionError: If there is no such accountant.
+        ResumeError: If the ledger is damaged.
     """
 
-    def __init__(self, *, accountant: str = "rdp", secure_mode: bool = False) -> None:
-        self.accountant = create_accountant(mechanism=accountant)
+    def __init__(
+        self, *, accountant: str = "rdp", secure_mode: bool = False, ledger: str | os.PathLike[str] | None = None
+    ) -> None:
+        self._account = Account(create_accountant(mechanism=accountant), None if ledger is None else LedgerFile(ledger))
         self.secure_mode = secure_mode
         self._plan: SamplingPlan | None = None
+
+    @property
+    def accountant(self) -> Accountant:
+        """Turns what was released into ε."""
+        return self._account.accountant
+
+    @property
+    def budget_spent(self) -> bool:
+        """Whether a budget with `when_spent="stop"` has ended the training."""
+        return self._account.spent
 
     def make_private(  # noqa: PLR0913 - Opacus's arguments
         self,
@@ -50,15 +71,21 @@ class PrivacyEngine:
         criterion: Callable[..., torch.Tensor] | None = None,
         data_loader: DataLoader[Any],
         noise_multiplier: float,
-        max_grad_norm: float,
+        max_grad_norm: float | Sequence[float] | None,
         batch_first: bool = True,
         loss_reduction: str = "mean",
         poisson_sampling: bool = True,
-        clipping: str = "flat",
+        clipping: str | ClipPolicy = "flat",
         noise_generator: torch.Generator | None = None,
         grad_sample_mode: str = "auto",
         wrap_model: bool = True,
         rand_on_empty: bool = False,
+        target_unclipped_quantile: float | None = None,
+        clipbound_learning_rate: float | None = None,
+        max_clipbound: float | None = None,
+        min_clipbound: float | None = None,
+        unclipped_num_std: float | None = None,
+        budget: Budget | None = None,
     ) -> Private | PrivateWithCriterion:
         """Return private counterparts of a model, its optimizer and its loader.
 
@@ -69,16 +96,25 @@ class PrivacyEngine:
                 sample; the others use it as it is.
             data_loader: The loader; its batch size over the number of records becomes the sampling rate.
             noise_multiplier: σ, the noise's standard deviation in units of the sensitivity.
-            max_grad_norm: C, the largest norm that a sample's gradient keeps.
+            max_grad_norm: C, the largest norm that a sample's gradient keeps; for clipping="per_layer" also a list, one
+                bound for each trainable parameter; None if `clipping` is a policy, which holds its bound.
             batch_first: Whether the leading axis of the model's inputs is the batch.
             loss_reduction: "mean" or "sum", as the loss is reduced over the batch.
             poisson_sampling: Whether batches are sampled as the accountant assumes; False keeps the loader's own
                 batches and accounts a full participation per pass.
-            clipping: "flat".
+            clipping: "flat", "per_layer", "adaptive", "automatic", "normalised", "psac", or a clip policy (see
+                `ghostclip.clipping.policies`).
             noise_generator: Makes the noise reproducible, and so not private against who knows it.
             grad_sample_mode: The clipping strategy: "auto", "bookkeeping", "ghost", "fast" or "hooks".
             wrap_model: False attaches to the model and returns only a handle with `cleanup()` in its place.
             rand_on_empty: Only False: batches without records are steps of pure noise.
+            target_unclipped_quantile: Share of samples that clipping="adaptive" leaves unclipped; 0.5 by default.
+            clipbound_learning_rate: How fast it moves C; 0.2 by default.
+            max_clipbound: Largest C; 1e8 by default.
+            min_clipbound: Smallest C; 1e-6 by default.
+            unclipped_num_std: Standard deviation of its noisy count, whose cost is part of each step's; a twentieth of
+                the expected batch size by default, σ if that is more.
+            budget: Refuses, or ends the training before, the step that would exceed it.
 
         Returns:
             (module, optimizer, data_loader); or (module, optimizer, criterion, data_loader) for "ghost", and for "fast"
@@ -90,21 +126,32 @@ class PrivacyEngine:
             UncoveredParameterError: If the optimizer holds parameters that are not the model's.
             DataError: If the loader cannot be sampled from as asked.
         """
-        self._check_options(clipping=clipping, rand_on_empty=rand_on_empty, noise_generator=noise_generator)
+        check_options(rand_on_empty=rand_on_empty, noise_generator=noise_generator, secure_mode=self.secure_mode)
+        plan = plan_for(data_loader, poisson_sampling=poisson_sampling, before=self._plan)
+        options = ClippingOptions(
+            clipping=clipping,
+            max_grad_norm=max_grad_norm,
+            target_unclipped_quantile=target_unclipped_quantile,
+            clipbound_learning_rate=clipbound_learning_rate,
+            max_clipbound=max_clipbound,
+            min_clipbound=min_clipbound,
+            unclipped_num_std=unclipped_num_std,
+        )
         return self._assemble(
             Request(
                 module=module,
                 optimizer=optimizer,
                 criterion=criterion,
-                plan=self._sampling(data_loader, poisson_sampling=poisson_sampling),
+                plan=plan,
                 noise_multiplier=noise_multiplier,
-                max_grad_norm=max_grad_norm,
+                clipping=options,
                 batch_first=batch_first,
                 loss_reduction=loss_reduction,
                 noise_generator=noise_generator,
                 grad_sample_mode=grad_sample_mode,
                 wrap_model=wrap_model,
-            )
+            ),
+            budget,
         )
 
     def make_private_with_epsilon(  # noqa: PLR0913 - Opacus's arguments
@@ -117,14 +164,20 @@ class PrivacyEngine:
         target_epsilon: float,
         target_delta: float,
         epochs: int,
-        max_grad_norm: float,
+        max_grad_norm: float | Sequence[float] | None,
         batch_first: bool = True,
         loss_reduction: str = "mean",
         poisson_sampling: bool = True,
-        clipping: str = "flat",
+        clipping: str | ClipPolicy = "flat",
         noise_generator: torch.Generator | None = None,
         grad_sample_mode: str = "auto",
         wrap_model: bool = True,
+        target_unclipped_quantile: float | None = None,
+        clipbound_learning_rate: float | None = None,
+        max_clipbound: float | None = None,
+        min_clipbound: float | None = None,
+        unclipped_num_std: float | None = None,
+        when_spent: str = "raise",
     ) -> Private | PrivateWithCriterion:
         """Like `make_private`, with the least noise that keeps a privacy budget for a number of epochs.
 
@@ -136,14 +189,23 @@ class PrivacyEngine:
             target_epsilon: ε that must not be exceeded after `epochs`.
             target_delta: δ that ε is meant at.
             epochs: Passes over the private loader that are planned.
-            max_grad_norm: C, the largest norm that a sample's gradient keeps.
+            max_grad_norm: C, the largest norm that a sample's gradient keeps; for clipping="per_layer" also a list, one
+                bound for each trainable parameter; None if `clipping` is a policy, which holds its bound.
             batch_first: Whether the leading axis of the model's inputs is the batch.
             loss_reduction: "mean" or "sum", as the loss is reduced over the batch.
             poisson_sampling: Whether batches are sampled as the accountant assumes.
-            clipping: "flat".
+            clipping: "flat", "per_layer", "adaptive", "automatic", "normalised", "psac", or a clip policy (see
+                `ghostclip.clipping.policies`).
             noise_generator: Makes the noise reproducible, and so not private against who knows it.
             grad_sample_mode: The clipping strategy: "auto", "bookkeeping", "ghost", "fast" or "hooks".
             wrap_model: False attaches to the model and returns only a handle with `cleanup()` in its place.
+            target_unclipped_quantile: As for `make_private`.
+            clipbound_learning_rate: As for `make_private`.
+            max_clipbound: As for `make_private`.
+            min_clipbound: As for `make_private`.
+            unclipped_num_std: As for `make_private`.
+            when_spent: What happens at the step that would exceed the budget: "raise" an error, or "stop" the training
+                (that step and later ones do nothing, the loader hands out no further batch).
 
         Returns:
             As `make_private`.
@@ -155,20 +217,33 @@ class PrivacyEngine:
             UncoveredParameterError: If the optimizer holds parameters that are not the model's.
             DataError: If the loader cannot be sampled from as asked.
         """
-        self._check_options(clipping=clipping, rand_on_empty=False, noise_generator=noise_generator)
-        plan = self._sampling(data_loader, poisson_sampling=poisson_sampling)
-        if len(self.accountant) > 0:
+        check_options(rand_on_empty=False, noise_generator=noise_generator, secure_mode=self.secure_mode)
+        plan = plan_for(data_loader, poisson_sampling=poisson_sampling, before=self._plan)
+        steps = _validate.positive_int(epochs, "epochs") * plan.events_per_epoch
+        budget = Budget(target_epsilon, target_delta, when_spent=when_spent)
+        noise_multiplier = get_noise_multiplier(
+            target_epsilon=target_epsilon,
+            target_delta=target_delta,
+            sample_rate=plan.sample_rate,
+            steps=steps,
+            accountant=self.accountant.mechanism(),
+        )
+        budget.plan(noise_multiplier, plan.sample_rate, steps)
+        if not self._account.fresh:
+            budget.exclude(self.accountant.history)
             warnings.warn(
                 f"{len(self.accountant)} steps are accounted for already. The noise is chosen for target_epsilon="
                 f"{target_epsilon} from here on, so that ε over all steps will be larger.",
                 stacklevel=2,
             )
-        noise_multiplier = get_noise_multiplier(
-            target_epsilon=target_epsilon,
-            target_delta=target_delta,
-            sample_rate=plan.sample_rate,
-            steps=_validate.positive_int(epochs, "epochs") * plan.events_per_epoch,
-            accountant=self.accountant.mechanism(),
+        options = ClippingOptions(
+            clipping=clipping,
+            max_grad_norm=max_grad_norm,
+            target_unclipped_quantile=target_unclipped_quantile,
+            clipbound_learning_rate=clipbound_learning_rate,
+            max_clipbound=max_clipbound,
+            min_clipbound=min_clipbound,
+            unclipped_num_std=unclipped_num_std,
         )
         return self._assemble(
             Request(
@@ -177,13 +252,14 @@ class PrivacyEngine:
                 criterion=criterion,
                 plan=plan,
                 noise_multiplier=noise_multiplier,
-                max_grad_norm=max_grad_norm,
+                clipping=options,
                 batch_first=batch_first,
                 loss_reduction=loss_reduction,
                 noise_generator=noise_generator,
                 grad_sample_mode=grad_sample_mode,
                 wrap_model=wrap_model,
-            )
+            ),
+            budget,
         )
 
     def get_epsilon(self, delta: float) -> float:
@@ -229,7 +305,7 @@ class PrivacyEngine:
             MissingGradientError: In the middle of a logical batch.
         """
         state = dict(checkpoint_dict or {})
-        state.update(checkpoints.training_state(self.accountant, optimizer, self._plan))
+        state.update(checkpoints.training_state(self._account, optimizer, self._plan))
         state[checkpoints.MODULE] = module.state_dict(**(module_state_dict_kwargs or {}))
         for name, scheduler in (("noise_multiplier", noise_scheduler), ("max_grad_norm", grad_clip_scheduler)):
             if scheduler is not None:
@@ -247,8 +323,18 @@ class PrivacyEngine:
         module_load_dict_kwargs: dict[str, Any] | None = None,
         torch_load_kwargs: dict[str, Any] | None = None,
         allow_mechanism_change: bool = False,
+        fresh_randomness: bool = False,
     ) -> dict[str, Any]:
         """Continue a saved training: call `make_private` as before, then this.
+
+        On a CPU the resumed run is the uninterrupted one, bit for bit, for Poisson batches: parameters, optimizer,
+        noise, batches, dropout (torch's global generators are set) and account. Learning-rate schedulers and what else
+        the loop keeps belong into `checkpoint_dict`.
+
+        Privacy:
+            The steps that the interrupted run made after it was saved are made again with the same noise, which is
+            harmless only if they come out the same. Whoever changes anything in between (data, learning rate, code)
+            passes `fresh_randomness=True`; with a ledger a step that comes out otherwise is refused.
 
         Args:
             path: What `save_checkpoint` wrote.
@@ -258,7 +344,10 @@ class PrivacyEngine:
             grad_clip_scheduler: Scheduler of C, if there is one.
             module_load_dict_kwargs: Options of `module.load_state_dict`.
             torch_load_kwargs: Options of `torch.load`.
-            allow_mechanism_change: Whether σ, C, sampling or the expected batch size may differ from the saved ones.
+            allow_mechanism_change: Whether σ, clipping, sampling or the expected batch size may differ from the saved
+                ones; then the steps to come are a new segment of the account, with fresh randomness.
+            fresh_randomness: Do not repeat what the interrupted run did after it was saved, but go on with noise and
+                batches that were never used. What the interrupted run released stays counted if there is a ledger.
 
         Returns:
             The loaded dictionary without the optimizer's and schedulers' entries, further entries included.
@@ -268,71 +357,41 @@ class PrivacyEngine:
         """
         checkpoint = checkpoints.load(path, torch_load_kwargs or {})
         schedulers = {"noise_multiplier": noise_scheduler, "max_grad_norm": grad_clip_scheduler}
-        if optimizer is not None and not allow_mechanism_change:
-            scheduled = {name for name, scheduler in schedulers.items() if scheduler is not None}
-            current = checkpoints.mechanism(optimizer, self._plan)
-            checkpoints.refuse_other_mechanism(checkpoint.get(checkpoints.MECHANISM, {}), current, scheduled=scheduled)
+        if optimizer is not None:
+            checkpoint = checkpoints.reconciled(
+                checkpoint,
+                optimizer,
+                self._plan,
+                scheduled={name for name, scheduler in schedulers.items() if scheduler is not None},
+                allow_change=allow_mechanism_change,
+                fresh=fresh_randomness,
+            )
+        self._account.load(checkpoint[checkpoints.ACCOUNTANT], checkpoint.get(checkpoints.LEDGER))
         checkpoints.load_module(module, checkpoint, module_load_dict_kwargs or {})
-        checkpoints.restore(checkpoint, self.accountant, optimizer, self._plan)
+        checkpoints.restore(checkpoint, optimizer, self._plan)
         checkpoint.pop(checkpoints.OPTIMIZER, None)
         for name, scheduler in schedulers.items():
-            saved = checkpoint.pop(checkpoints.SCHEDULERS[name], None)
-            if scheduler is not None and saved is not None:
-                scheduler.load_state_dict(saved)
+            state = checkpoint.pop(checkpoints.SCHEDULERS[name], None)
+            if scheduler is not None and state is not None:
+                scheduler.load_state_dict(state)
                 checkpoints.continue_schedule(name, checkpoint, optimizer)
         return checkpoint
 
-    def _check_options(self, *, clipping: str, rand_on_empty: bool, noise_generator: torch.Generator | None) -> None:
-        """Refuse what Opacus offers and this engine does not.
-
-        Args:
-            clipping: As the user gave it.
-            rand_on_empty: As the user gave it.
-            noise_generator: As the user gave it.
-
-        Raises:
-            InvalidOptionError: If one of them is refused.
-        """
-        if clipping != "flat":
-            raise InvalidOptionError(f"clipping={clipping!r} is not available: use 'flat' (one norm per sample).")
-        if rand_on_empty:
-            raise InvalidOptionError(
-                "rand_on_empty=True would train on made-up records. Leave it out: a batch without records has tensors "
-                "of length 0 and becomes a step of pure noise."
-            )
-        if noise_generator is not None and self.secure_mode:
-            raise InvalidOptionError("noise_generator with secure_mode=True: secure noise cannot be reproduced.")
-
-    def _sampling(self, loader: DataLoader[Any], *, poisson_sampling: bool) -> SamplingPlan:
-        """Decide how batches are sampled and accounted.
-
-        Args:
-            loader: The user's loader.
-            poisson_sampling: Whether to sample as the accountant assumes.
-
-        Returns:
-            The plan, with the private loader.
-        """
-        if self._plan is not None and self._plan.loader.dataset is not loader.dataset:
-            warnings.warn(
-                "this engine has accounted for another data set object before. ε adds up as if both were the same "
-                "records; use a PrivacyEngine of its own for other records.",
-                stacklevel=3,
-            )
-        return PoissonPlan(loader) if poisson_sampling else ShuffledPlan(loader)
-
-    def _assemble(self, request: Request) -> Private | PrivateWithCriterion:
+    def _assemble(self, request: Request, budget: Budget | None) -> Private | PrivateWithCriterion:
         """Put the private objects together and let their steps be charged to this engine's account.
 
         Args:
             request: What the user asked for.
+            budget: What the account must not exceed.
 
         Returns:
             As `make_private`.
         """
         noise = make_noise_source(level="secure" if self.secure_mode else "fast", generator=request.noise_generator)
         private = assemble(request, noise)
-        plan, accountant = request.plan, self.accountant
-        private[1].attach_step_hook(lambda optimizer: plan.charge(accountant, optimizer))
+        if budget is not None:
+            self._account.budgets.append(budget)
+        optimizer, plan = private[1], request.plan
+        self._account.open(optimizer, plan, checkpoints.mechanism(optimizer, plan))
         self._plan = plan
         return private

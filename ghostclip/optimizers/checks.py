@@ -14,6 +14,7 @@ from ghostclip.errors import InvalidOptionError, UncoveredParameterError
 
 if TYPE_CHECKING:
     from ghostclip.clipping.clipper import GhostClipper
+    from ghostclip.optimizers.dp_optimizer import DPOptimizer
 
 _NAMES_SHOWN = 5
 
@@ -72,3 +73,40 @@ def warn_about_parameters_left_out(clipper: GhostClipper, parameters: Sequence[n
             "sample's norm but are never released. Freeze them (requires_grad_(False)), or add them.",
             stacklevel=4,
         )
+
+
+def refuse_adaptation_without_batch_size(clipper: GhostClipper, expected_batch_size: float | None) -> None:
+    """Refuse a clip bound that follows a quantile where there is no public number to divide its count by.
+
+    Args:
+        clipper: What clips.
+        expected_batch_size: The public constant, if there is one.
+
+    Raises:
+        InvalidOptionError: If there is none and the policy adapts its bound.
+    """
+    if clipper.policy.adaptation is not None and expected_batch_size is None:
+        raise InvalidOptionError(
+            "expected_batch_size=None: an adaptive clip bound divides its count by it, also with loss_reduction='sum'."
+        )
+
+
+def warn_about_mechanism(optimizer: DPOptimizer, said: set[str]) -> None:
+    """Say once what makes a step less private than it may look.
+
+    Args:
+        optimizer: Is about to release.
+        said: What was said before; grows.
+    """
+    messages = {}
+    if optimizer.noise_multiplier == 0:
+        messages["no noise"] = "noise_multiplier=0: this training is not differentially private."
+    if optimizer.accumulated_iterations > 1:
+        messages["accumulation"] = (
+            f"{optimizer.accumulated_iterations} backward passes were made before one step(). A record may be part of "
+            "each of them, so the step is accounted with a noise multiplier that many times smaller. To split one "
+            "batch, use BatchMemoryManager: it knows that its parts share no record."
+        )
+    for key in messages.keys() - said:
+        said.add(key)
+        warnings.warn(messages[key], stacklevel=5)

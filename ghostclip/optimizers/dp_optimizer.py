@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from torch.optim import Optimizer
 from ghostclip import _validate
 from ghostclip.errors import InvalidOptionError, MissingGradientError
 from ghostclip.optimizers import checks
+from ghostclip.optimizers.release import SkipStep, next_bound, noisy_gradient
 from ghostclip.optimizers.virtual import BatchToken, LogicalBatch
 from ghostclip.optimizers.wrapped import WrappedOptimizer
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 StepHook = Callable[["DPOptimizer"], None]
+ReleaseHook = Callable[["DPOptimizer", Sequence[torch.Tensor]], None]
 
 
 class DPOptimizer(WrappedOptimizer):
@@ -39,15 +40,16 @@ class DPOptimizer(WrappedOptimizer):
 
         grad = (Σ_b min(1, C/‖g_b‖)·g_b + N(0, (σ·sensitivity)²)) / expected_batch_size
 
-    where the sum and its sensitivity are asked of the clipper (there is no second copy of C), the noise is added in
-    float32 at least, and `loss_reduction="sum"` leaves out the division. Parameters without a gradient in this step get
-    zero plus noise like all others.
+    or what another clip policy makes of the sum; the sum and its sensitivity are asked of the clipper (there is no
+    second copy of C), the noise is added in float32 at least, and `loss_reduction="sum"` leaves out the division.
+    Parameters without a gradient in this step get zero plus noise like all others.
 
     Privacy:
-        One step is one Gaussian mechanism with noise multiplier σ on the logical batch, adjacent by adding, removing or
-        zeroing out one record. The step hooks run before anything is released: a ledger attached there over-counts
-        after a crash and never under-counts, and a hook that raises stops the release. Not private: whatever is read
-        from the clipper or from `p.grad` between backward and step.
+        One step is one Gaussian mechanism with noise multiplier σ on the logical batch, adjacent as the clipper's
+        relation says. Step and release hooks run before anything leaves this object: a ledger attached there
+        over-counts after a crash and never under-counts, and a hook that raises stops the release. Whatever raises in
+        a step, the logical batch is dropped: nothing of it is released later. Not private: whatever is read from the
+        clipper or from `p.grad` between backward and step.
 
     Args:
         optimizer: Any torch optimizer over parameters of the clipper's model that takes one gradient per step.
@@ -88,10 +90,13 @@ class DPOptimizer(WrappedOptimizer):
             self.expected_batch_size = _validate.positive(expected_batch_size, "expected_batch_size")
         self._batch = LogicalBatch()
         self._step_hooks: list[StepHook] = []
+        self._release_hooks: list[ReleaseHook] = []
+        self.releases = 0
         self.noise_source = noise_source
         self._rehearsing = False
         self._warned: set[str] = set()
         self.noise_multiplier = noise_multiplier
+        checks.refuse_adaptation_without_batch_size(clipper, self.expected_batch_size)
         clipper.own_gradients()
         if max_grad_norm is not None:
             self.max_grad_norm = max_grad_norm
@@ -132,7 +137,7 @@ class DPOptimizer(WrappedOptimizer):
         """
         if self._noise_multiplier == 0:
             return 0.0
-        std = self._noise_multiplier * self.clipper.sensitivity()
+        std = self.clipper.policy.gradient_noise_multiplier(self._noise_multiplier) * self.clipper.sensitivity()
         if not math.isfinite(std):
             raise InvalidOptionError(
                 f"max_grad_norm={self.max_grad_norm}: no noise hides an unbounded gradient. Set a finite bound."
@@ -150,15 +155,24 @@ class DPOptimizer(WrappedOptimizer):
         return self._batch.open
 
     def attach_step_hook(self, fn: StepHook) -> None:
-        """Run a function in every releasing step, after all checks and before anything is released.
+        """Run a function in every releasing step, after all checks and before noise is drawn.
 
-        Hooks add up and run in the order they were attached; the accountant's is the first. (To see the noisy gradient,
+        Hooks add up and run in the order they were attached; the budget's is the first. (To see the noisy gradient,
         use torch's `register_step_pre_hook`.)
 
         Args:
             fn: Called with this optimizer; an exception it raises stops the step with nothing released.
         """
         self._step_hooks.append(fn)
+
+    def attach_release_hook(self, fn: ReleaseHook) -> None:
+        """Run a function in every releasing step on what is about to be released, before anything can see it.
+
+        Args:
+            fn: Called with this optimizer and the noisy gradients, which it must not change; the ledger's is the first.
+                An exception it raises stops the step with nothing released.
+        """
+        self._release_hooks.append(fn)
 
     # A step
 
@@ -181,7 +195,11 @@ class DPOptimizer(WrappedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         if self.pre_step():
-            self.original_optimizer.step()
+            try:
+                self.original_optimizer.step()
+            except BaseException:
+                self.original_optimizer.zero_grad(set_to_none=True)
+                raise
         return loss
 
     @torch.no_grad()
@@ -189,28 +207,38 @@ class DPOptimizer(WrappedOptimizer):
         """Everything of a step but the inner optimizer's update.
 
         Returns:
-            True if `p.grad` now holds a release for the inner optimizer, False after a virtual step.
+            True if `p.grad` now holds a release for the inner optimizer, False after a virtual step or one that a
+            spent budget skipped.
 
         Raises:
             MissingGradientError: If no clipped gradient was made since the last step.
             UncoveredParameterError: If a trainable parameter of the optimizer is not clipped.
             TamperedGradientError: If a clipped sum was changed since backward.
         """
-        self._require_gradient()
-        if self._batch.skip_next or self._rehearsing:
-            self._batch.close_virtual_step()
+        try:
+            self._require_gradient()
+            if self._batch.skip_next or self._rehearsing:
+                self._batch.close_virtual_step(self.clipper.generation)
+                return False
+            self._release()
+        except SkipStep:
+            self._drop()
             return False
-        self._release()
+        except BaseException:
+            self._drop()
+            raise
         return True
 
     def _require_gradient(self) -> None:
         """Refuse a step that nothing was computed for.
 
         Raises:
-            MissingGradientError: If no clipped gradient was made since the last step.
+            MissingGradientError: If no clipped gradient was made since the last step, virtual ones included, or an
+                earlier part of this logical batch was lost.
         """
         token = self._batch.token
-        if not self.clipper.has_clipped_sum and token is not None and token.size == 0:
+        empty = token is not None and token.size == 0
+        if not self.clipper.has_clipped_sum and empty:
             # A loop may well skip the model for a batch without rows; the noise-only step must happen all the same.
             self.clipper.mark_empty_batch()
         if not self.clipper.has_clipped_sum:
@@ -219,49 +247,48 @@ class DPOptimizer(WrappedOptimizer):
                 "clipper.backward(loss) in the two-pass strategies) on the private model first; for a batch without "
                 "rows call clipper.mark_empty_batch()."
             )
-        self._batch.count_passes(getattr(self.clipper, "backward_passes", 0))
+        self._batch.count_passes(self.clipper.backward_passes, self.clipper.generation, empty=empty)
 
     def _release(self) -> None:
         """Replace the clipped sums in `p.grad` by the noisy, scaled release.
 
         Privacy:
-            The order matters: first everything that can refuse, then the ledger, then noise; only then is a gradient
-            left outside the clipper's care.
+            The order matters: first everything that can refuse, then noise, then the ledger; only then does anything
+            leave the clipper's care.
         """
         checks.refuse_uncovered(self.clipper, self.params)
         std = self.noise_std
         trainable = [p for p in self.params if p.requires_grad]
         sums = [self.clipper.summed_gradient(p) for p in trainable]
-        self._warn_about_mechanism()
-        for hook in self._step_hooks:
-            hook(self)
-        self.clipper.reset()
-        self._batch.clear()
-        # A parameter frozen since backward keeps no clipped sum that the inner optimizer would apply without noise.
-        self.original_optimizer.zero_grad(set_to_none=True)
+        checks.warn_about_mechanism(self, self._warned)
+        for step_hook in self._step_hooks:
+            step_hook(self)
+        mean = self.loss_reduction == "mean" and self.expected_batch_size is not None
+        divisor = float(self.expected_batch_size) if mean and self.expected_batch_size else 1.0
+        released: list[torch.Tensor] = []
         for index, p in enumerate(trainable):
             clipped, sums[index] = sums[index], None
-            p.grad = self._noisy_gradient(p, clipped, std)
+            released.append(noisy_gradient(p, clipped, std=std, divisor=divisor, noise_source=self.noise_source))
+        bound = next_bound(
+            self.clipper,
+            noise_multiplier=self._noise_multiplier,
+            expected_batch_size=self.expected_batch_size,
+            noise_source=self.noise_source,
+        )
+        for release_hook in self._release_hooks:
+            release_hook(self, released)
+        self._drop()
+        if bound is not None:
+            self.clipper.max_grad_norm = bound
+        self.releases += 1
+        for p, gradient in zip(trainable, released, strict=True):
+            p.grad = gradient
 
-    def _noisy_gradient(self, p: nn.Parameter, clipped: torch.Tensor | None, std: float) -> torch.Tensor:
-        """Add noise to one parameter's clipped sum, in place, and scale it.
-
-        Args:
-            p: The parameter.
-            clipped: Its clipped sum in float32 at least, shape of `p`, or None if nothing contributed.
-            std: Standard deviation of the noise in one coordinate.
-
-        Returns:
-            The release for this parameter, in its dtype.
-        """
-        if clipped is None:
-            clipped = torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
-        if std > 0:
-            self.noise_source.add_(clipped, std=std)
-        if self.loss_reduction == "mean":
-            assert self.expected_batch_size is not None, "checked when the optimizer was made"
-            clipped.div_(self.expected_batch_size)
-        return clipped.to(p.dtype)
+    def _drop(self) -> None:
+        """Forget the logical batch; no parameter keeps a clipped sum, also not one frozen since backward."""
+        self.clipper.reset()
+        self._batch.clear()
+        self.original_optimizer.zero_grad(set_to_none=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
         """Forget the clipped sums, unless a logical batch is half accumulated: then they are kept for its next part.
@@ -359,26 +386,3 @@ class DPOptimizer(WrappedOptimizer):
         parameters: list[nn.Parameter] = [given] if isinstance(given, nn.Parameter) else list(given)
         checks.refuse_uncovered(self.clipper, parameters)
         super().add_param_group({**param_group, "params": parameters})
-
-    def _warn_about_mechanism(self) -> None:
-        """Say once what makes this step less private than it may look."""
-        if self._noise_multiplier == 0:
-            self._warn_once("no noise", "noise_multiplier=0: this training is not differentially private.")
-        if self.accumulated_iterations > 1:
-            self._warn_once(
-                "accumulation",
-                f"{self.accumulated_iterations} backward passes were made before one step(). A record may be part of "
-                "each of them, so the step is accounted with a noise multiplier that many times smaller. To split one "
-                "batch, use BatchMemoryManager: it knows that its parts share no record.",
-            )
-
-    def _warn_once(self, key: str, message: str) -> None:
-        """Warn the first time something is true.
-
-        Args:
-            key: What it is that was said.
-            message: The words.
-        """
-        if key not in self._warned:
-            self._warned.add(key)
-            warnings.warn(message, stacklevel=5)

@@ -44,6 +44,7 @@ class LogicalBatch:
         self.open = False
         self.uses = 0
         self._passes_seen = 0
+        self._generation: int | None = None
 
     def enter(self, token: BatchToken) -> None:
         """Take note of the physical batch that is about to be processed.
@@ -55,6 +56,11 @@ class LogicalBatch:
             MissingGradientError: If physical batches were left out or two loops over the loader are interleaved.
         """
         if token.chunk > 0:
+            if self.skip_next:
+                raise MissingGradientError(
+                    f"physical batch {token.chunk - 1} of logical batch {token.logical_id} was handed out and never "
+                    "stepped on (an exception that was caught?): the logical batch is incomplete. Start a new loop."
+                )
             expected = None if self.token is None else (self.token.logical_id, self.token.chunk + 1)
             if expected != (token.logical_id, token.chunk):
                 raise MissingGradientError(
@@ -65,16 +71,36 @@ class LogicalBatch:
         self.token = token
         self.skip_next = not token.is_last
 
-    def count_passes(self, total: int) -> None:
+    def count_passes(self, total: int, generation: int, *, empty: bool) -> None:
         """Take note of the backward passes since the last step.
 
         Args:
             total: Backward passes accumulated in the clipper since the last release.
+            generation: How often the clipper has forgotten its sums.
+            empty: Whether the physical batch has no samples, so that no backward is needed.
+
+        Raises:
+            MissingGradientError: If there were none, or what was accumulated before is gone.
         """
+        if self._generation is not None and generation != self._generation:
+            raise MissingGradientError(
+                "the sums of an earlier part of this logical batch are gone (a backward failed, or somebody reset the "
+                "clipper). What is left must not be released; start with the next logical batch."
+            )
+        if total == self._passes_seen and total > 0 and not empty:
+            raise MissingGradientError(
+                "step() was called without a backward since the last, virtual step: a part of the logical batch would "
+                "be missing. Call loss.backward() for every physical batch."
+            )
         self.uses = max(self.uses, total - self._passes_seen)
         self._passes_seen = total
 
-    def close_virtual_step(self) -> None:
-        """A virtual step was taken: the sum stays and the next physical batch adds to it."""
+    def close_virtual_step(self, generation: int) -> None:
+        """A virtual step was taken: the sum stays and the next physical batch adds to it.
+
+        Args:
+            generation: How often the clipper has forgotten its sums.
+        """
         self.skip_next = False
         self.open = True
+        self._generation = generation

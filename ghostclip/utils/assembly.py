@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader
 
 from ghostclip import _validate
 from ghostclip.clipping.clipper import GhostClipper, Reduction, Strategy
-from ghostclip.errors import GhostClipError, UncoveredParameterError, UnsupportedModelError
+from ghostclip.errors import GhostClipError, InvalidOptionError, UncoveredParameterError, UnsupportedModelError
 from ghostclip.grad_sample import GradSampleHooks, GradSampleModule, PrivateCriterion
 from ghostclip.noise import NoiseSource
 from ghostclip.optimizers import DPOptimizer
+from ghostclip.utils.clipping_options import ClippingOptions
 from ghostclip.utils.sampling_plan import SamplingPlan
 
 STRATEGIES = ("auto", "bookkeeping", "ghost", "fast", "hooks")
@@ -36,12 +37,32 @@ class Request:
     criterion: Callable[..., torch.Tensor] | None
     plan: SamplingPlan
     noise_multiplier: float
-    max_grad_norm: float
+    clipping: ClippingOptions
     batch_first: bool
     loss_reduction: str
     noise_generator: torch.Generator | None
     grad_sample_mode: str
     wrap_model: bool
+
+
+def check_options(*, rand_on_empty: bool, noise_generator: torch.Generator | None, secure_mode: bool) -> None:
+    """Refuse what Opacus offers and this engine does not.
+
+    Args:
+        rand_on_empty: As the user gave it.
+        noise_generator: As the user gave it.
+        secure_mode: Whether the engine's noise comes from a cryptographic keystream.
+
+    Raises:
+        InvalidOptionError: If one of them is refused.
+    """
+    if rand_on_empty:
+        raise InvalidOptionError(
+            "rand_on_empty=True would train on made-up records. Leave it out: a batch without records has tensors "
+            "of length 0 and becomes a step of pure noise."
+        )
+    if noise_generator is not None and secure_mode:
+        raise InvalidOptionError("noise_generator with secure_mode=True: secure noise cannot be reproduced.")
 
 
 def assemble(request: Request, noise_source: NoiseSource) -> Private | PrivateWithCriterion:
@@ -66,10 +87,14 @@ def assemble(request: Request, noise_source: NoiseSource) -> Private | PrivateWi
     _check_objects(module, optimizer)
     clipper = GhostClipper(
         module,
-        max_grad_norm=_validate.positive(request.max_grad_norm, "max_grad_norm", allow_infinity=True),
+        policy=request.clipping.policy(
+            expected_batch_size=request.plan.expected_batch_size,
+            noise_multiplier=_validate.non_negative(request.noise_multiplier, "noise_multiplier"),
+        ),
         strategy=cast(Strategy, _validate.choice(request.grad_sample_mode, "grad_sample_mode", STRATEGIES)),
         loss_reduction=cast(Reduction, _validate.choice(request.loss_reduction, "loss_reduction", ("mean", "sum"))),
         batch_first=request.batch_first,
+        relation=request.plan.relation,
     )
     try:
         return _around(clipper, optimizer, request, noise_source)

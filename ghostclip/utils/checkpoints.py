@@ -10,14 +10,18 @@ from typing import IO, Any
 import torch
 from torch import nn
 
-from ghostclip.accounting import Accountant
 from ghostclip.errors import ResumeError
 from ghostclip.optimizers import DPOptimizer
+from ghostclip.utils.account import Account, run_of
 from ghostclip.utils.sampling_plan import SamplingPlan
 
 MODULE, OPTIMIZER, ACCOUNTANT = "module_state_dict", "optimizer_state_dict", "privacy_accountant_state_dict"
 SCHEDULERS = {"noise_multiplier": "noise_scheduler_state_dict", "max_grad_norm": "grad_clip_scheduler_state_dict"}
 MECHANISM, NOISE, SAMPLER = "ghostclip_mechanism", "ghostclip_noise", "ghostclip_sampler"
+POLICY, RELEASES, LEDGER, GENERATORS = "ghostclip_policy", "ghostclip_releases", "ghostclip_ledger", "ghostclip_rng"
+VERSION = "ghostclip_version"
+_FORMAT = 2
+"""Version of what is written: 1 held neither policy nor number of releases, ledger or torch's generators."""
 
 Place = str | os.PathLike[str] | IO[bytes]
 
@@ -32,12 +36,18 @@ def mechanism(optimizer: DPOptimizer, plan: SamplingPlan | None) -> dict[str, An
     Returns:
         Plain values by name.
     """
+    policy = optimizer.clipper.policy
     described: dict[str, Any] = {
         "noise_multiplier": optimizer.noise_multiplier,
-        "max_grad_norm": optimizer.max_grad_norm,
+        "clipping": policy.describe(),
+        "relation": optimizer.clipper.relation,
         "expected_batch_size": optimizer.expected_batch_size,
         "loss_reduction": optimizer.loss_reduction,
+        "noise_level": optimizer.noise_source.level,
     }
+    if policy.adaptation is None:
+        # A bound that moves by itself is part of the state, not of the mechanism.
+        described["max_grad_norm"] = optimizer.max_grad_norm
     if plan is not None:
         described.update(sampling=plan.name, sample_rate=plan.sample_rate)
     return described
@@ -49,11 +59,11 @@ def _sampler_of(plan: SamplingPlan | None) -> Any:
     return sampler if hasattr(sampler, "state_dict") else None
 
 
-def training_state(accountant: Accountant, optimizer: DPOptimizer | None, plan: SamplingPlan | None) -> dict[str, Any]:
+def training_state(account: Account, optimizer: DPOptimizer | None, plan: SamplingPlan | None) -> dict[str, Any]:
     """Collect everything but the model that a resumed training needs to be the same training.
 
     Args:
-        accountant: The ledger.
+        account: What was released.
         optimizer: The private optimizer, if it is to be saved.
         plan: How its batches are sampled, if known.
 
@@ -63,57 +73,100 @@ def training_state(accountant: Accountant, optimizer: DPOptimizer | None, plan: 
     Raises:
         MissingGradientError: In the middle of a logical batch, whose sums no checkpoint holds.
     """
-    state: dict[str, Any] = {ACCOUNTANT: dict(accountant.state_dict())}
+    state: dict[str, Any] = {VERSION: _FORMAT, ACCOUNTANT: dict(account.accountant.state_dict())}
+    state[LEDGER] = account.lines()
     if optimizer is not None:
         optimizer.require_released()
         state[OPTIMIZER] = optimizer.state_dict()
         state[NOISE] = optimizer.noise_source.state_dict()
         state[MECHANISM] = mechanism(optimizer, plan)
+        state[POLICY] = optimizer.clipper.policy.state_dict()
+        state[RELEASES] = optimizer.releases
+        state[GENERATORS] = _generators()
     sampler = _sampler_of(plan)
     if sampler is not None:
         state[SAMPLER] = sampler.state_dict()
     return state
 
 
-def refuse_other_mechanism(saved: Mapping[str, Any], current: Mapping[str, Any], *, scheduled: set[str]) -> None:
-    """Refuse to continue one ledger with another mechanism.
+def _generators() -> dict[str, Any]:
+    """Return the states of torch's global generators, which dropout draws from; nothing private follows from them."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+
+def _continue_generators(saved: Mapping[str, Any]) -> None:
+    """Set torch's global generators, as far as the devices are there.
+
+    Args:
+        saved: What `_generators` returned.
+    """
+    torch.set_rng_state(saved["cpu"])
+    if torch.cuda.is_available():
+        for index, state in enumerate(saved["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(state, index)
+
+
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any], *, scheduled: set[str]) -> list[str]:
+    """Return in what two mechanisms differ.
 
     Args:
         saved: What the checkpoint says.
         current: What the optimizer does.
         scheduled: Names that a scheduler will restore.
 
-    Raises:
-        ResumeError: If they differ.
+    Returns:
+        One text for each difference.
     """
     names = sorted((saved.keys() & current.keys()) - scheduled)
-    different = [
-        f"{name}: saved {saved[name]!r}, now {current[name]!r}" for name in names if saved[name] != current[name]
-    ]
-    if different:
+    return [f"{name}: saved {saved[name]!r}, now {current[name]!r}" for name in names if saved[name] != current[name]]
+
+
+def reconciled(
+    checkpoint: dict[str, Any],
+    optimizer: DPOptimizer,
+    plan: SamplingPlan | None,
+    *,
+    scheduled: set[str],
+    allow_change: bool,
+    fresh: bool,
+) -> dict[str, Any]:
+    """Return a checkpoint as a training may continue it: of the same mechanism, or with fresh randomness.
+
+    Args:
+        checkpoint: What was loaded.
+        optimizer: The private optimizer, made anew.
+        plan: How its batches are sampled, if known.
+        scheduled: Names of the mechanism's values that a scheduler will restore.
+        allow_change: Whether the mechanism may differ.
+        fresh: Whether the randomness is to be fresh in any case.
+
+    Returns:
+        The checkpoint, without what must not be continued.
+
+    Raises:
+        ResumeError: If the mechanism differs and must not.
+    """
+    different = differences(checkpoint.get(MECHANISM, {}), mechanism(optimizer, plan), scheduled=scheduled)
+    if different and not allow_change:
         raise ResumeError(
             f"checkpoint of another mechanism ({'; '.join(different)}). Make the training private with the saved "
             "values, or pass allow_mechanism_change=True to add steps of the new mechanism to the same ledger."
         )
+    return with_fresh_randomness(checkpoint, optimizer, plan) if different or fresh else checkpoint
 
 
-def restore(
-    checkpoint: dict[str, Any], accountant: Accountant, optimizer: DPOptimizer | None, plan: SamplingPlan | None
-) -> None:
-    """Put a saved training state back.
+def restore(checkpoint: dict[str, Any], optimizer: DPOptimizer | None, plan: SamplingPlan | None) -> None:
+    """Put a saved optimizer and the positions of noise, batches and dropout back.
 
     Args:
         checkpoint: What was loaded.
-        accountant: Takes the ledger.
         optimizer: The private optimizer, or None to leave it out.
         plan: How its batches are sampled, if known.
 
     Raises:
         ResumeError: If the state is incomplete or belongs to something else.
     """
-    if ACCOUNTANT not in checkpoint:
-        raise ResumeError(f"checkpoint: no {ACCOUNTANT}; it was not written by save_checkpoint().")
-    accountant.load_state_dict(checkpoint[ACCOUNTANT])
     sampler = _sampler_of(plan)
     if sampler is not None and SAMPLER in checkpoint:
         sampler.load_state_dict(checkpoint[SAMPLER])
@@ -121,9 +174,45 @@ def restore(
         return
     if OPTIMIZER not in checkpoint:
         raise ResumeError("checkpoint: it was saved without its optimizer. Pass optimizer=None, or save it too.")
+    optimizer.discard_pending()
     optimizer.load_state_dict(checkpoint[OPTIMIZER])
+    optimizer.releases = checkpoint.get(RELEASES, 0)
     if NOISE in checkpoint:
         optimizer.noise_source.load_state_dict(checkpoint[NOISE])
+    if POLICY in checkpoint and optimizer.clipper.policy.adaptation is not None:
+        optimizer.clipper.policy.load_state_dict(checkpoint[POLICY])
+    if GENERATORS in checkpoint:
+        _continue_generators(checkpoint[GENERATORS])
+
+
+def with_fresh_randomness(
+    checkpoint: Mapping[str, Any], optimizer: DPOptimizer, plan: SamplingPlan | None
+) -> dict[str, Any]:
+    """Return a checkpoint that continues with noise and batches that nothing was released with before.
+
+    Args:
+        checkpoint: What was loaded.
+        optimizer: The private optimizer, made anew.
+        plan: How its batches are sampled, if known.
+
+    Returns:
+        The checkpoint without the noise's state, and with the key of the new sampler.
+
+    Raises:
+        ResumeError: If the new noise follows from the same seed as the old.
+    """
+    fresh = {name: value for name, value in checkpoint.items() if name not in (NOISE, GENERATORS)}
+    fresh[RELEASES] = 0
+    saved_run = run_of(checkpoint.get(NOISE, {}))
+    if saved_run is not None and run_of(optimizer.noise_source.state_dict()) == saved_run:
+        raise ResumeError(
+            "noise: the generator or seed that was given fixes the same noise as in the saved run, which must not hide "
+            "other sums. Leave it out, or give another one."
+        )
+    sampler = _sampler_of(plan)
+    if sampler is not None and SAMPLER in checkpoint:
+        fresh[SAMPLER] = {**checkpoint[SAMPLER], "key": sampler.state_dict()["key"]}
+    return fresh
 
 
 def continue_schedule(name: str, checkpoint: Mapping[str, Any], optimizer: DPOptimizer | None) -> None:
@@ -152,7 +241,10 @@ def save(state: dict[str, Any], place: Place, options: Mapping[str, Any]) -> Non
         return
     path = Path(place)
     unfinished = path.with_name(path.name + ".unfinished")
-    torch.save(state, unfinished, **options)
+    with unfinished.open("wb") as file:
+        torch.save(state, file, **options)
+        file.flush()
+        os.fsync(file.fileno())
     unfinished.replace(path)
 
 
@@ -165,8 +257,20 @@ def load(place: Place, options: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
         What was written.
+
+    Raises:
+        ResumeError: If a newer version wrote it, or it holds no account.
     """
-    return torch.load(place, **{"weights_only": True, **options})
+    checkpoint: dict[str, Any] = torch.load(place, **{"weights_only": True, **options})
+    version = checkpoint.get(VERSION, 1)
+    if version > _FORMAT:
+        raise ResumeError(
+            f"checkpoint of format {version}: this version of ghostclip reads up to {_FORMAT}; use a newer."
+        )
+    for name in (MODULE, ACCOUNTANT):
+        if name not in checkpoint:
+            raise ResumeError(f"checkpoint: no {name}; it was not written by save_checkpoint().")
+    return checkpoint
 
 
 def load_module(module: nn.Module, checkpoint: Mapping[str, Any], options: Mapping[str, Any]) -> None:
@@ -176,10 +280,5 @@ def load_module(module: nn.Module, checkpoint: Mapping[str, Any], options: Mappi
         module: The model, private or not.
         checkpoint: What was loaded.
         options: Further options of `load_state_dict`.
-
-    Raises:
-        ResumeError: If there is no such part.
     """
-    if MODULE not in checkpoint:
-        raise ResumeError(f"checkpoint: no {MODULE}; it was not written by save_checkpoint().")
     module.load_state_dict(checkpoint[MODULE], **options)

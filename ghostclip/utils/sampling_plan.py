@@ -12,11 +12,12 @@ from typing import Any, Protocol
 
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 
-from ghostclip.accounting import Accountant
+from ghostclip.accounting.events import SamplingEvent
 from ghostclip.data_loader import DPDataLoader
 from ghostclip.data_loader.workers import worker_options
-from ghostclip.errors import DataError
+from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.optimizers import DPOptimizer
+from ghostclip.utils.ledger_file import Event
 from ghostclip.utils.physical_loader import splittable_batches
 
 
@@ -30,14 +31,41 @@ class SamplingPlan(Protocol):
     events_per_epoch: int
     """Accounted events in one pass over the loader."""
     expected_batch_size: float
+    relation: str
+    """Which data sets count as neighbours."""
 
-    def charge(self, accountant: Accountant, optimizer: DPOptimizer) -> None:
-        """Write the step that is about to be released into the ledger.
+    def events(self, optimizer: DPOptimizer) -> list[Event]:
+        """Return what the step that is about to be released adds to the account; changes nothing.
 
         Args:
-            accountant: Keeps the ledger.
             optimizer: Is about to release.
+
+        Returns:
+            (σ, q, number of equal events), none if the step is paid for already.
         """
+
+    def settle(self, events: list[Event]) -> None:
+        """Take note that the step was written into the account.
+
+        Args:
+            events: What `events` returned for it.
+        """
+
+
+def _refuse_other_events(event: SamplingEvent) -> None:
+    """Refuse private loaders that sample in a way that an engine's accountant does not charge for.
+
+    Args:
+        event: What the loader's sampler says of a step.
+
+    Raises:
+        InvalidOptionError: If a step is more than one Gaussian mechanism on a Poisson sample of records.
+    """
+    if event.kind not in ("poisson", "full") or event.records_per_unit > 1:
+        raise InvalidOptionError(
+            f"data_loader that samples {event.kind!r} batches of {event.unit}s: the engine charges Poisson samples of "
+            "records. Use such a loader with a DPOptimizer of your own, and account for its event yourself."
+        )
 
 
 def _noise_multiplier(optimizer: DPOptimizer) -> float:
@@ -62,20 +90,31 @@ class PoissonPlan:
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         private = DPDataLoader.from_data_loader(loader)
+        _refuse_other_events(private.event)
         self.loader: DataLoader[Any] = private
         self.sample_rate = private.sample_rate
         self.events_per_epoch = len(private)
         self.expected_batch_size = float(private.expected_batch_size)
+        self.relation = private.event.relation
 
-    def charge(self, accountant: Accountant, optimizer: DPOptimizer) -> None:
-        """Write the step that is about to be released into the ledger.
+    def events(self, optimizer: DPOptimizer) -> list[Event]:
+        """Return what the step that is about to be released adds to the account.
 
         Args:
-            accountant: Keeps the ledger.
             optimizer: Is about to release.
+
+        Returns:
+            One event.
         """
         rate = min(1.0, optimizer.accumulated_iterations * self.sample_rate)
-        accountant.step(noise_multiplier=_noise_multiplier(optimizer), sample_rate=rate)
+        return [(_noise_multiplier(optimizer), rate, 1)]
+
+    def settle(self, events: list[Event]) -> None:
+        """Nothing to remember: steps are independent.
+
+        Args:
+            events: What was written.
+        """
 
 
 class ShuffledPlan:
@@ -96,6 +135,7 @@ class ShuffledPlan:
     name = "shuffled"
     sample_rate = 1.0
     events_per_epoch = 1
+    relation = "zero_out"
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._passes = _CountedPasses(_without_repetition(loader))
@@ -117,25 +157,55 @@ class ShuffledPlan:
             stacklevel=4,
         )
 
-    def charge(self, accountant: Accountant, optimizer: DPOptimizer) -> None:
-        """Write what this step adds to the cost of its pass into the ledger.
+    def events(self, optimizer: DPOptimizer) -> list[Event]:
+        """Return what the step that is about to be released adds to the cost of its pass.
 
         Args:
-            accountant: Keeps the ledger.
             optimizer: Is about to release.
+
+        Returns:
+            An event for each pass that begins, or one for less noise than the pass has paid for, or none.
         """
         sigma = _noise_multiplier(optimizer)
         begun = self._passes.count - self._passes_seen
+        # More steps than batches come from another loader, whose batches may show every record again.
+        if begun > 0 or self._steps_in_pass + 1 > len(self._passes):
+            return [(sigma, self.sample_rate, max(1, begun))]
+        return [(sigma, self.sample_rate, 1)] if sigma < self._charged_at else []
+
+    def settle(self, events: list[Event]) -> None:
+        """Take note of a step.
+
+        Args:
+            events: What was written for it.
+        """
+        begun = self._passes.count - self._passes_seen
         self._passes_seen = self._passes.count
         self._steps_in_pass += 1
-        # More steps than batches come from another loader, whose batches may show every record again.
         if begun > 0 or self._steps_in_pass > len(self._passes):
-            events, self._steps_in_pass = max(1, begun), 1
-        else:
-            events = int(sigma < self._charged_at)
-        for _ in range(events):
-            accountant.step(noise_multiplier=sigma, sample_rate=self.sample_rate)
-            self._charged_at = sigma
+            self._steps_in_pass = 1
+        if events:
+            self._charged_at = events[0][0]
+
+
+def plan_for(loader: DataLoader[Any], *, poisson_sampling: bool, before: SamplingPlan | None) -> SamplingPlan:
+    """Decide how batches are sampled and accounted.
+
+    Args:
+        loader: The user's loader.
+        poisson_sampling: Whether to sample as the accountant assumes.
+        before: The plan that the same account was used with before, if there is one.
+
+    Returns:
+        The plan, with the private loader.
+    """
+    if before is not None and before.loader.dataset is not loader.dataset:
+        warnings.warn(
+            "this engine has accounted for another data set object before. ε adds up as if both were the same "
+            "records; use a PrivacyEngine of its own for other records.",
+            stacklevel=3,
+        )
+    return PoissonPlan(loader) if poisson_sampling else ShuffledPlan(loader)
 
 
 class _CountedPasses(Sampler[list[int]]):

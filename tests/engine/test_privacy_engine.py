@@ -260,8 +260,8 @@ def test_misspelt_option_is_refused():
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("clipping", "per_layer"),
-        ("clipping", "adaptive"),
+        ("clipping", "per_sample"),
+        ("target_unclipped_quantile", 0.5),
         ("grad_sample_mode", "functorch"),
         ("grad_sample_mode", "ew"),
         ("loss_reduction", "none"),

@@ -1,0 +1,92 @@
+"""What one step releases: the noisy sum, the noisy count of an adaptive bound, and the fingerprint a ledger keeps."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from ghostclip.clipping.clipper import GhostClipper
+    from ghostclip.noise import NoiseSource
+
+
+class SkipStep(Exception):  # noqa: N818 - no error: a step hook raises it, and the step does nothing
+    """A step hook asks for a step that releases nothing, without an error."""
+
+
+def noisy_gradient(
+    p: nn.Parameter, clipped: torch.Tensor | None, *, std: float, divisor: float, noise_source: NoiseSource
+) -> torch.Tensor:
+    """Add noise to one parameter's clipped sum, in place, and scale it.
+
+    Args:
+        p: The parameter.
+        clipped: Its clipped sum in float32 at least, shape of `p`, or None if nothing contributed.
+        std: Standard deviation of the noise in one coordinate of the sum.
+        divisor: Public constant that the noisy sum is divided by.
+        noise_source: Where the noise comes from.
+
+    Returns:
+        The release for this parameter, in its dtype.
+    """
+    if clipped is None:
+        clipped = torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+    if std > 0:
+        noise_source.add_(clipped, std=std)
+    if divisor != 1:
+        clipped.div_(divisor)
+    return clipped.to(p.dtype)
+
+
+def next_bound(
+    clipper: GhostClipper, *, noise_multiplier: float, expected_batch_size: float | None, noise_source: NoiseSource
+) -> float | None:
+    """Return C of the next step where the policy adapts it to what this step's samples did.
+
+    Args:
+        clipper: Its policy counted the samples that stayed unclipped.
+        noise_multiplier: σ of the step; with 0 the count stays exact, as the sum does.
+        expected_batch_size: Public constant that the count is divided by.
+        noise_source: Where the count's noise comes from.
+
+    Returns:
+        C, or None if it stays.
+
+    Privacy:
+        The count is part of the step's one release; its cost is in the step's σ (see `QuantileAdaptation`).
+    """
+    adaptation = clipper.policy.adaptation
+    if adaptation is None:
+        return None
+    assert expected_batch_size is not None, "checked when the optimizer was made"
+    count = adaptation.take_count().reshape(1)
+    if noise_multiplier > 0:
+        sensitivity_in_c = clipper.policy.sensitivity(clipper.relation) / clipper.policy.max_grad_norm
+        noise_source.add_(count, std=adaptation.count_std * sensitivity_in_c)
+    return adaptation.next_bound(clipper.max_grad_norm, count.item(), expected_batch_size)
+
+
+def fingerprint(released: Sequence[torch.Tensor]) -> str:
+    """Return a digest by which a step that is made again after a crash is recognised as the same release.
+
+    Args:
+        released: What the step releases, noise included.
+
+    Returns:
+        32 hexadecimal digits.
+
+    Privacy:
+        A function of the release alone.
+
+    Cost:
+        One pass over the values, on the CPU.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in released:
+        digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data if tensor.numel() else b"")
+    return digest.hexdigest()

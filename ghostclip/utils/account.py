@@ -1,0 +1,174 @@
+"""What an engine has released: the accountant, the ledger on disk and the budgets, kept in step."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ghostclip.accounting import Accountant
+from ghostclip.errors import ResumeError
+from ghostclip.optimizers import DPOptimizer
+from ghostclip.optimizers.release import SkipStep, fingerprint
+from ghostclip.utils.budget import Budget
+from ghostclip.utils.ledger_file import Entry, Event, LedgerFile, total
+from ghostclip.utils.sampling_plan import SamplingPlan
+
+_BEFORE = "before this ledger"
+
+
+class Account:
+    """Charges every step of an engine's optimizers.
+
+    Privacy:
+        A step is checked against the budgets before noise is drawn. It is written, to the disk first, after its noise
+        is drawn and before anything can see the result: a crash over-counts and never under-counts. A step that a
+        resumed run makes again is the same release if noise, number and values are the same; it costs nothing a second
+        time. If only the values differ (other code, options, threads or device), one noise would hide two different
+        sums, which it cannot: such a step is refused.
+
+    Args:
+        accountant: Turns the account into ε.
+        ledger: The ledger on disk, if there is one; what it holds already is counted from the beginning.
+    """
+
+    def __init__(self, accountant: Accountant, ledger: LedgerFile | None) -> None:
+        self.accountant = accountant
+        self.ledger = ledger
+        self.budgets: list[Budget] = []
+        self._unkeyed: dict[int, str] = {}
+        if ledger is not None and ledger.entries:
+            accountant.history = total(ledger.entries)
+        self._from_before = len(accountant)
+
+    @property
+    def fresh(self) -> bool:
+        """Whether this process has charged nothing yet."""
+        return len(self.accountant) == self._from_before
+
+    def open(self, optimizer: DPOptimizer, plan: SamplingPlan, mechanism: Mapping[str, Any]) -> None:
+        """Charge the steps of an optimizer from now on.
+
+        Args:
+            optimizer: The private optimizer.
+            plan: How its batches are sampled.
+            mechanism: What one of its steps releases, in plain values.
+        """
+        segment: list[Mapping[str, Any]] = [mechanism]
+
+        def charge(current: DPOptimizer, released: Sequence[torch.Tensor]) -> None:
+            if self.ledger is not None and segment:
+                self.ledger.begin_segment(segment.pop())
+            self._charge(current, plan, released)
+
+        optimizer.attach_step_hook(lambda current: self._require(current, plan))
+        optimizer.attach_release_hook(charge)
+
+    @property
+    def spent(self) -> bool:
+        """Whether a step was refused because a budget that stops training was spent."""
+        return any(budget.spent and budget.when_spent == "stop" for budget in self.budgets)
+
+    def load(self, state: Mapping[str, Any], lines: int | None) -> None:
+        """Continue a saved account; releases that the ledger holds beyond it stay counted.
+
+        Args:
+            state: The saved state of the accountant.
+            lines: How many releases the ledger held when it was saved; None if there was no ledger.
+
+        Raises:
+            ResumeError: If the ledger has lost releases, or was not given.
+            InvalidOptionError: If the accountant's state cannot be loaded.
+        """
+        self.accountant.load_state_dict(state)
+        for budget in self.budgets:
+            budget.forget()
+        if self.ledger is None:
+            if lines is not None:
+                raise ResumeError(
+                    "checkpoint: it was saved with a ledger, which may hold later releases. Give the engine the same "
+                    "ledger=path."
+                )
+            return
+        if len(self.ledger.entries) < (lines or 0):
+            raise ResumeError(
+                f"{self.ledger.path}: the ledger holds {len(self.ledger.entries)} releases, the checkpoint was saved "
+                f"after {lines}. Restore the ledger that belongs to it: without it ε is not known."
+            )
+        if lines is None and len(self.accountant) > 0:
+            events = tuple(tuple(entry) for entry in self.accountant.history)
+            self.ledger.append(Entry(_BEFORE, len(self.ledger.entries), events, ""))  # type: ignore[arg-type]
+        self.accountant.history = total(self.ledger.entries)
+
+    def lines(self) -> int | None:
+        """Return how many releases the ledger holds, or None without one."""
+        return None if self.ledger is None else len(self.ledger.entries)
+
+    def _require(self, optimizer: DPOptimizer, plan: SamplingPlan) -> None:
+        """Refuse, or skip, a step that does not fit in a budget."""
+        if self._made_before(optimizer) is not None:
+            return
+        events = plan.events(optimizer)
+        for budget in self.budgets:
+            if budget.when_spent == "raise":
+                budget.require(self.accountant, events)
+            elif budget.spent or not budget.fits(self.accountant, events):
+                budget.spent = True
+                raise SkipStep
+
+    def _charge(self, optimizer: DPOptimizer, plan: SamplingPlan, released: Sequence[torch.Tensor]) -> None:
+        """Write a step whose values are formed and that nothing has seen yet."""
+        events = plan.events(optimizer)
+        if self.ledger is not None:
+            made = self._made_before(optimizer)
+            digest = fingerprint(released)
+            if made is not None:
+                self._refuse_other_values(optimizer, made, digest)
+                plan.settle(events)
+                return
+            self.ledger.append(Entry(self._run_of(optimizer), optimizer.releases, tuple(events), digest))
+        self._add(events)
+        plan.settle(events)
+
+    def _add(self, events: Sequence[Event]) -> None:
+        for sigma, rate, steps in events:
+            for _ in range(steps):
+                self.accountant.step(noise_multiplier=sigma, sample_rate=rate)
+        for budget in self.budgets:
+            budget.charge(events)
+
+    def _made_before(self, optimizer: DPOptimizer) -> str | None:
+        """Return the fingerprint that the next step had when it was made before, or None."""
+        return None if self.ledger is None else self.ledger.find(self._run_of(optimizer), optimizer.releases)
+
+    def _refuse_other_values(self, optimizer: DPOptimizer, made: str, digest: str) -> None:
+        if made == digest:
+            return
+        raise ResumeError(
+            f"step {optimizer.releases + 1} was made before the interruption with other values: this run does not "
+            "repeat the interrupted one bit for bit (other code, options, threads or device), and the same noise must "
+            "not hide two different sums. Resume with load_checkpoint(..., fresh_randomness=True); the steps that "
+            "were lost stay counted."
+        )
+
+    def _run_of(self, optimizer: DPOptimizer) -> str:
+        """Return whose noise an optimizer uses: a digest of the key, which does not tell the key."""
+        return run_of(optimizer.noise_source.state_dict()) or self._unkeyed.setdefault(
+            id(optimizer.noise_source), secrets.token_hex(8)
+        )
+
+
+def run_of(noise_state: Mapping[str, Any]) -> str | None:
+    """Return a digest of the key of a noise source, or None if it has none.
+
+    Args:
+        noise_state: The source's state.
+
+    Returns:
+        16 hexadecimal digits.
+    """
+    key = noise_state.get("key")
+    return None if key is None else hashlib.sha256(f"ghostclip run {key}".encode()).hexdigest()[:16]
