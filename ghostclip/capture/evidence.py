@@ -34,7 +34,7 @@ def probe_outputs(session: "Session", outputs: list[Tensor]) -> Probe | None:
         The probe with what it found; None where there was nothing to prove or no output to start from.
     """
     record = session.record
-    if not record.unproven or record.batch_size < 2:
+    if not session.probes or not record.unproven or record.batch_size < 2:
         return None
     probe = Probe(set(), session.describe_module)
     with _listening(session, probe):

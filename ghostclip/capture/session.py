@@ -45,6 +45,7 @@ class Session:
         sites: What is remembered of every call site.
         listener: Who receives gradients during a backward; set by the engine.
         parameters: Every parameter lent so far, by name.
+        probes: Whether forwards are asked for evidence.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Session:
         self.on_loss = on_loss
         self.anchor = torch.zeros((), requires_grad=True)
         self.parameters: dict[str, nn.Parameter] = {}
+        self.probes = True
         self.watch = Watch()
         self._loan = loan.Loan(model, self)
         self._reentrant = False
