@@ -35,6 +35,7 @@ _SUBMODULES = frozenset(
         "privacy_engine",
         "rules",
         "sampling",
+        "schedulers",
         "utils",
         "validation",
         "validators",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,8 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from ghostclip import _validate
-from ghostclip.accounting import Accountant, create_accountant, get_noise_multiplier
+from ghostclip.accounting import Accountant, create_accountant
 from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.noise import make_noise_source
 from ghostclip.optimizers import DPOptimizer
@@ -219,23 +217,8 @@ class PrivacyEngine:
         """
         check_options(rand_on_empty=False, noise_generator=noise_generator, secure_mode=self.secure_mode)
         plan = plan_for(data_loader, poisson_sampling=poisson_sampling, before=self._plan)
-        steps = _validate.positive_int(epochs, "epochs") * plan.events_per_epoch
         budget = Budget(target_epsilon, target_delta, when_spent=when_spent)
-        noise_multiplier = get_noise_multiplier(
-            target_epsilon=target_epsilon,
-            target_delta=target_delta,
-            sample_rate=plan.sample_rate,
-            steps=steps,
-            accountant=self.accountant.mechanism(),
-        )
-        budget.plan(noise_multiplier, plan.sample_rate, steps)
-        if not self._account.fresh:
-            budget.exclude(self.accountant.history)
-            warnings.warn(
-                f"{len(self.accountant)} steps are accounted for already. The noise is chosen for target_epsilon="
-                f"{target_epsilon} from here on, so that ε over all steps will be larger.",
-                stacklevel=2,
-            )
+        noise_multiplier = self._account.noise_for(budget, plan, epochs=epochs)
         options = ClippingOptions(
             clipping=clipping,
             max_grad_norm=max_grad_norm,

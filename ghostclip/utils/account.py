@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ghostclip.accounting import Accountant
+from ghostclip import _validate
+from ghostclip.accounting import Accountant, get_noise_multiplier
 from ghostclip.errors import ResumeError
 from ghostclip.optimizers import DPOptimizer
 from ghostclip.optimizers.release import SkipStep, fingerprint
@@ -66,6 +68,35 @@ class Account:
 
         optimizer.attach_step_hook(lambda current: self._require(current, plan))
         optimizer.attach_release_hook(charge)
+
+    def noise_for(self, budget: Budget, plan: SamplingPlan, *, epochs: int) -> float:
+        """Choose the noise for a budget, counted from here on.
+
+        Args:
+            budget: What must not be exceeded; is told how many steps the noise was chosen for.
+            plan: How batches are sampled.
+            epochs: Passes over the private loader.
+
+        Returns:
+            σ.
+        """
+        steps = _validate.positive_int(epochs, "epochs") * plan.events_per_epoch
+        noise_multiplier = get_noise_multiplier(
+            target_epsilon=budget.epsilon,
+            target_delta=budget.delta,
+            sample_rate=plan.sample_rate,
+            steps=steps,
+            accountant=self.accountant.mechanism(),
+        )
+        budget.plan(noise_multiplier, plan.sample_rate, steps)
+        if not self.fresh:
+            budget.exclude(self.accountant.history)
+            warnings.warn(
+                f"{len(self.accountant)} steps are accounted for already. The noise is chosen for target_epsilon="
+                f"{budget.epsilon:g} from here on, so that ε over all steps will be larger.",
+                stacklevel=3,
+            )
+        return noise_multiplier
 
     @property
     def spent(self) -> bool:
