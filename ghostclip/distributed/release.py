@@ -27,7 +27,11 @@ def noisy_sum_(partial: torch.Tensor, std: float, source: KeyedNoise, *, group: 
         source: This rank's source, of which all share the key (`share_noise`); called for the same parameters in the
             same order on all ranks.
         group: The ranks that train together.
+
+    Raises:
+        InvalidOptionError: If the sum has a 16-bit type.
     """
+    _require_wide(partial)
     if world_size(group) == 1 or distributed.get_rank(group) == 0:
         source.add_(partial, std)
     elif std > 0 and partial.numel() > 0:
@@ -53,7 +57,11 @@ def noisy_shard(
 
     Returns:
         The part, shape [n], and the number of the first element in the flattened parameter.
+
+    Raises:
+        InvalidOptionError: If the sum has a 16-bit type.
     """
+    _require_wide(partial)
     total = partial.flatten().clone()
     ranks = world_size(group)
     if ranks > 1:
@@ -65,9 +73,12 @@ def noisy_shard(
     return shard, start
 
 
-def _all_reduce(tensor: torch.Tensor, group: Group) -> None:
+def _require_wide(tensor: torch.Tensor) -> None:
     if tensor.dtype in {torch.float16, torch.bfloat16}:
         raise InvalidOptionError(f"sum of {tensor.dtype}: clipped sums are kept and added up in float32 at least.")
+
+
+def _all_reduce(tensor: torch.Tensor, group: Group) -> None:
     contiguous = tensor.contiguous()
     distributed.all_reduce(contiguous, group=group)
     if contiguous is not tensor:

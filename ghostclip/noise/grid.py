@@ -19,6 +19,7 @@ MAX_BITS = 26
 """Squared norms up to 2^(2·26) are whole numbers that float64 sums without rounding."""
 
 _SHRINK = 1 - 2.0**-10
+_FLOAT32 = 2.0**-22
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,11 @@ class Grid:
     def quantize(self, grads: Sequence[torch.Tensor], coef_B: torch.Tensor) -> list[torch.Tensor]:
         """Clip and round every sample's gradient to the grid and sum over the samples, in integers.
 
-        z_b = round(c_b·g_b·(1 - d/(12·bound²)) / step), where the factor makes room for what rounding adds to the norm
-        of d coordinates. Whether ‖z_b‖ ≤ bound is then checked in whole numbers, over all parameters together; a
-        sample that fails is rounded toward zero from a slightly smaller value, and left out if it fails again or is
-        not finite.
+        z_b = round(f·c_b·g_b / step), where f = (√(bound² - d/6) - 2)/bound - 2^-22 makes room for what rounding d
+        coordinates adds to a norm (d/12 to its square, and 0.3 to itself as one standard deviation) and for a factor
+        c_b in float32. Whether ‖z_b‖ ≤ bound is then checked in whole numbers, over all parameters together; a sample
+        that fails is rounded toward zero from a slightly smaller value, and left out if it fails again or is not
+        finite.
 
         Privacy:
             ‖z_b‖ ≤ bound holds for whatever `grads` and `coef_B` contain, so that the sum's sensitivity to a record
@@ -89,10 +91,10 @@ class Grid:
             Two passes over the gradients, and float64 copies of one parameter's.
         """
         size = sum(grad[0].numel() for grad in grads) if len(coef_B) else 0
-        room = size / (6 * self.bound**2)
-        if room > 0.5:
+        room = 1 - size / (6 * self.bound**2)
+        if room < 0.5:
             raise InvalidOptionError(f"bound={self.bound}: {size} coordinates do not fit; use a grid with more bits.")
-        scaled_B = coef_B.to(torch.float64) * (math.sqrt(1 - room) / self.step)
+        scaled_B = coef_B.to(torch.float64) * ((math.sqrt(room) - 2 / self.bound - _FLOAT32) / self.step)
         nearest_B = self._within(grads, scaled_B, torch.round)
         toward_zero_B = self._within(grads, scaled_B * _SHRINK, torch.trunc)
         return [
@@ -110,7 +112,7 @@ class Grid:
         """
         sqnorm_B = torch.zeros_like(scaled_B)
         for grad in grads:
-            sqnorm_B += _rounded(grad, scaled_B, rounding).flatten(1).square().sum(1)
+            sqnorm_B += _rounded(grad, scaled_B, rounding).view(len(scaled_B), math.prod(grad.shape[1:])).square().sum(1)
         return sqnorm_B <= float(self.bound) ** 2
 
     def to_float(self, total: torch.Tensor, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -46,5 +46,7 @@ class StreamedNoise(KeyedNoise):
         Raises:
             ResumeError: If it is incomplete, of another level, or needs a package that is not installed.
         """
+        name = state.get("keystream", self._words.name)
+        make_keystream(name, self._key)  # refused before anything is changed
         super().load_state_dict(state)
-        self._words = make_keystream(state.get("keystream", self._words.name), self._key)
+        self._words = make_keystream(name, self._key)

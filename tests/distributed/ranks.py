@@ -1,0 +1,106 @@
+"""What each process of the tests does; results go to files, which the test compares."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.utils.data import DataLoader, TensorDataset
+
+from ghostclip.data_loader import DPDataLoader
+from ghostclip.distributed import noisy_shard, noisy_sum_, require_agreement, share_noise, share_sampler
+from ghostclip.errors import FixedSeedWarning, InvalidOptionError
+from ghostclip.noise import make_noise_source
+from ghostclip.sampling import Poisson, PrivateSampler
+
+LEVELS = ("fast", "secure", "exact")
+SHAPES = ((70_001,), (3, 5), (1,))
+RECORDS = 300
+STD = 5.0
+
+
+def partial_sums(level: str, rank: int) -> list[torch.Tensor]:
+    """A rank's clipped sums: whole numbers for "exact", else floats that any order adds up to the same."""
+    generator = torch.Generator().manual_seed(rank)
+    sums = [torch.randint(-1000, 1000, shape, generator=generator) for shape in SHAPES]
+    return sums if level == "exact" else [part.float() for part in sums]
+
+
+def run(rank: int, ranks: int, folder: str) -> None:
+    """Be one rank.
+
+    Args:
+        rank: Its number.
+        ranks: How many there are.
+        folder: Where they meet, and where results go.
+    """
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", FixedSeedWarning)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
+    try:
+        found = {
+            "batches": _batches(),
+            "noise": {level: _releases(level, rank) for level in LEVELS},
+            "refused": _refused(rank),
+        }
+    finally:
+        distributed.destroy_process_group()
+    torch.save(found, Path(folder) / f"rank{rank}.pt")
+
+
+def _batches() -> dict[str, Any]:
+    """Draw with equal seeds on all ranks, leave a loop early, resume."""
+    data = TensorDataset(torch.arange(RECORDS))
+    source = DataLoader(data, batch_size=30, generator=torch.Generator().manual_seed(5))
+    loader = DPDataLoader.from_data_loader(source)
+    apart = DPDataLoader.from_data_loader(source, distributed=False)
+    first = []
+    for (records,) in loader:
+        first.append(records.tolist())
+        if len(first) == 4:
+            break
+    state = loader.state_dict()
+    rest = [records.tolist() for (records,) in loader]
+    resumed = DPDataLoader.from_data_loader(DataLoader(data, batch_size=30))
+    resumed.load_state_dict(state)
+    return {
+        "delivered": first + rest,
+        "resumed": [records.tolist() for _ in range(2) for (records,) in resumed],
+        "state": state,
+        "expected": loader.expected_batch_size,
+        "apart": apart.private_sampler.num_replicas,
+    }
+
+
+def _releases(level: str, rank: int) -> dict[str, Any]:
+    """Release the ranks' sums, whole and in shards."""
+    source = make_noise_source(level=level)
+    share_noise(source)
+    state = source.state_dict()
+    whole = partial_sums(level, rank)
+    for part in whole:
+        noisy_sum_(part, STD, source)
+    shards = [noisy_shard(part, STD, source) for part in partial_sums(level, rank)]
+    require_agreement("noise", source.fingerprint())
+    return {"state": state, "whole": whole, "shards": shards, "position": source.state_dict()["position"]}
+
+
+def _refused(rank: int) -> list[str]:
+    """Disagree on purpose."""
+    return [
+        _message(lambda: share_sampler(PrivateSampler(Poisson(num_samples=10 + rank, sample_rate=0.5)))),
+        _message(lambda: share_noise(make_noise_source(level=LEVELS[rank]))),
+        _message(lambda: require_agreement("step", rank)),
+    ]
+
+
+def _message(attempt: Callable[[], None]) -> str:
+    try:
+        attempt()
+    except InvalidOptionError as error:
+        return str(error)
+    return "not refused"

@@ -1,0 +1,113 @@
+"""Two processes train as one would: the same records, each on one rank, and the same noise, once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import multiprocessing
+
+from ghostclip.distributed import noisy_shard, noisy_sum_, require_agreement, share_noise, world_size
+from ghostclip.errors import InvalidOptionError
+from ghostclip.noise import make_noise_source
+from ghostclip.sampling import Poisson, PrivateSampler
+from tests.distributed.ranks import LEVELS, RECORDS, SHAPES, STD, partial_sums, run
+
+pytestmark = pytest.mark.distributed
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What the ranks found, in the order of the ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    multiprocessing.spawn(run, args=(RANKS, str(folder)), nprocs=RANKS)
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(RANKS)]
+
+
+def alone(state):
+    source = make_noise_source(level=state["level"])
+    source.load_state_dict(state)
+    return source
+
+
+def test_every_draw_is_shared_out_without_repetition_or_loss(found):
+    first, second = (rank["batches"] for rank in found)
+    sampler = PrivateSampler(Poisson(num_samples=RECORDS, sample_rate=0.1))
+    sampler.load_state_dict(first["state"])
+    assert first["state"] == second["state"]
+    assert first["expected"] == second["expected"] == 30
+    assert len(first["delivered"]) == len(second["delivered"]) == 14
+    for position, (one, two) in enumerate(zip(first["delivered"], second["delivered"], strict=True)):
+        assert sorted(one + two) == sampler.draw(position)
+        assert abs(len(one) - len(two)) <= 1
+    assert len({tuple(batch) for batch in first["delivered"]}) == 14
+
+
+def test_a_resumed_run_goes_on_on_every_rank(found):
+    for rank in found:
+        batches = rank["batches"]
+        assert batches["resumed"][:10] == batches["delivered"][4:14]
+        assert len(batches["resumed"]) == 6 + 10
+
+
+def test_ranks_apart_do_not_share(found):
+    assert [rank["batches"]["apart"] for rank in found] == [1, 1]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_release_is_that_of_one_process(found, level):
+    results = [rank["noise"][level] for rank in found]
+    source = alone(results[0]["state"])
+    assert results[0]["state"] == results[1]["state"]
+    for index in range(len(SHAPES)):
+        total = sum(partial_sums(level, rank)[index] for rank in range(RANKS))
+        source.add_(total, STD)
+        one, two = (result["whole"][index] for result in results)
+        assert torch.equal(one, two)
+        if level == "exact":
+            assert torch.equal(one, total)
+        else:
+            torch.testing.assert_close(one, total, rtol=1e-6, atol=2e-4)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_shards_of_a_release_are_that_of_one_process(found, level):
+    results = [rank["noise"][level] for rank in found]
+    source = alone(results[0]["state"])
+    for _ in SHAPES:
+        source.skip()
+    for index in range(len(SHAPES)):
+        total = sum(partial_sums(level, rank)[index] for rank in range(RANKS)).flatten()
+        source.add_(total, STD)
+        shards = [result["shards"][index] for result in results]
+        assert shards[0][1] == 0
+        assert shards[1][1] == len(shards[0][0])
+        assert torch.equal(torch.cat([shard for shard, _ in shards]), total)
+    assert {result["position"] for result in results} == {2 * len(SHAPES)}
+
+
+def test_ranks_that_differ_are_refused_on_every_rank(found):
+    for rank in found:
+        sampling, level, step = rank["refused"]
+        assert sampling.startswith("sampling of rank 1 is {'kind': 'poisson', 'num_samples': 11")
+        assert level.startswith("level of noise of rank 1 is 'secure', of rank 0 'fast'")
+        assert "same checkpoint" in step
+
+
+def test_without_other_ranks_nothing_is_exchanged():
+    assert world_size() == 1
+    require_agreement("step", 3)
+    with pytest.raises(InvalidOptionError, match="init_process_group"):
+        share_noise(make_noise_source())
+    source = make_noise_source()
+    twin = alone(source.state_dict())
+    whole = torch.zeros(4, 5).t()
+    noisy_sum_(whole, 1.0, source)
+    shard, start = noisy_shard(torch.zeros(5, 4), 1.0, twin)
+    assert start == 0
+    assert torch.equal(shard, whole.flatten())
+
+
+def test_16_bit_sums_are_refused():
+    with pytest.raises(InvalidOptionError, match="bfloat16"):
+        noisy_shard(torch.zeros(3, dtype=torch.bfloat16), 1.0, make_noise_source())

@@ -1,0 +1,146 @@
+"""Discrete Gaussian noise: the exact distribution, also where float64 cannot decide, and divergences as accounted."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from ghostclip.errors import InvalidOptionError
+from ghostclip.noise import ExactNoise, discrete, discrete_gaussian
+from ghostclip.noise.keystream import Shake128
+from ghostclip.sampling import RandomKey
+
+DRAWS = 60_000
+
+
+def words(position=0):
+    """Streams that are the same in every run of the tests."""
+    key = RandomKey("test")
+    key.load("00112233445566778899aabbccddeeff")
+    stream = Shake128(key)
+    return lambda part, count: stream.words(position, block=0, part=part, count=count)
+
+
+def constant(value):
+    return lambda part, count: np.full(count, value, dtype=np.uint64)
+
+
+def masses(scale, reach):
+    x = np.arange(-reach, reach + 1)
+    mass = np.exp(-(x**2) / (2 * scale**2))
+    return x, mass / mass.sum()
+
+
+@pytest.mark.parametrize("scale", [0.4, 0.7, 1.0, 1.5, 4.0, 33.3])
+def test_every_integer_has_its_probability(scale):
+    values = discrete_gaussian(words(), DRAWS, scale)
+    x, mass = masses(scale, math.ceil(9 * scale) + 2)
+    counts = np.bincount(values - x[0], minlength=len(x))[: len(x)]
+    assert counts.sum() == DRAWS
+    often = DRAWS * mass >= 8
+    expected = np.append(DRAWS * mass[often], max(DRAWS * mass[~often].sum(), 1e-9))
+    observed = np.append(counts[often], counts[~often].sum())
+    merged = expected >= 1
+    assert observed[~merged].sum() <= 3
+    chi2 = ((observed - expected) ** 2 / expected)[merged].sum()
+    assert stats.chi2.sf(chi2, merged.sum() - 1) > 1e-4
+
+
+@pytest.mark.parametrize("scale", [2.0**20, 1.37 * 2**24, 2.0**32])
+def test_large_scales_are_normal_to_the_eye(scale):
+    values = discrete_gaussian(words(), DRAWS, scale)
+    assert len(np.unique(values)) > 0.9 * DRAWS
+    assert stats.kstest(values / scale, "norm").pvalue > 1e-4
+
+
+def test_slow_decisions_are_the_fast_ones(monkeypatch):
+    """With its tolerances widened, thousands of decisions go through decimal arithmetic and none of them changes."""
+    exact = []
+    for name in ("_exact_floor", "_exactly_below"):
+        original = getattr(discrete, name)
+        monkeypatch.setattr(discrete, name, lambda *given, f=original: exact.append(f.__name__) or f(*given))
+    expected = [discrete_gaussian(words(), 300, scale) for scale in (0.9, 50.0, 2.0**24 / 3)]
+    assert not exact
+    monkeypatch.setattr(discrete, "_LOG_ERROR", 2.0**-4)
+    monkeypatch.setattr(discrete, "_PROBABILITY_ERROR", 2.0**-3)
+    for scale, values in zip((0.9, 50.0, 2.0**24 / 3), expected, strict=True):
+        assert np.array_equal(discrete_gaussian(words(), 300, scale), values)
+    assert exact.count("_exact_floor") > 500
+    assert exact.count("_exactly_below") > 300
+
+
+def test_further_bits_decide_where_63_do_not():
+    """A uniform begins with the 63 bits of exp(-1): with zeros after them it is below, with ones above."""
+    word = 3393088950634442637
+    assert math.isclose(word / 2**63, math.exp(-1))
+    below, above = (discrete._MoreBits(constant(value), 0) for value in (0, 2**64 - 1))
+    assert discrete._exact_floor(word, 1, below) == 1
+    assert discrete._exact_floor(word, 1, above) == 0
+    below, above = (discrete._MoreBits(constant(value), 0) for value in (0, 2**64 - 1))
+    assert discrete._exactly_below(word, 1, below)
+    assert not discrete._exactly_below(word, 1, above)
+    found = discrete._floor_of_exponential(np.array([word, word], dtype=np.uint64), 1, discrete._MoreBits(words(), 9))
+    assert set(found.tolist()) <= {0, 1}
+
+
+def test_a_uniform_that_begins_with_zeros_is_placed_by_what_follows():
+    bits = discrete._MoreBits(lambda part, count: np.array([0, 0, 0, 1][:count] + [5] * (count - 4), np.uint64), 0)
+    # Of 63 + 256 bits all but the last are 0: u lies in [1, 2)·2^-319, and log u between -221.2 and -220.4.
+    with pytest.raises(StopIteration):
+        _stop_after(bits, 2)
+    assert discrete._exact_floor(0, 1, discrete._MoreBits(constant(1), 0)) == math.floor(127 * math.log(2))
+
+
+def _stop_after(bits, number):
+    intervals = bits.intervals(0)
+    low, _ = next(intervals)
+    assert low == 0
+    low, high = next(intervals)
+    assert (low.numerator, high.numerator) != (0, 0)
+    assert high - low == high / 2
+    raise StopIteration(number)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan, 2.0**33])
+def test_refuses_scales(scale):
+    with pytest.raises(InvalidOptionError, match="scale"):
+        discrete_gaussian(words(), 3, scale)
+    assert discrete_gaussian(words(), 0, 1.0).shape == (0,)
+
+
+def test_exact_noise_is_for_integers():
+    source = ExactNoise()
+    total = torch.full((2001,), 7)
+    source.add_(total, 40.0)
+    assert total.dtype == torch.int64
+    assert 3 < total.double().mean().item() < 11
+    assert 36 < total.double().std().item() < 44
+    with pytest.raises(InvalidOptionError, match=r"float32: exact noise .*'hooks'"):
+        source.add_(torch.zeros(3), 1.0)
+
+
+@pytest.mark.parametrize("scale", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("shift", [1, 2, 5])
+def test_divergences_are_at_most_those_of_the_continuous_gaussian(scale, shift):
+    """Of whole orders, with and without sampling: E_0[((1 - q) + q·P_1/P_0)^α] term by term."""
+    x, mass = masses(scale, math.ceil(60 * scale) + 400)
+    log_ratio = (2 * x * shift - shift**2) / (2 * scale**2)
+    for order in (2, 3, 8, 20):
+        log_terms = np.log(mass, where=mass > 0, out=np.full(len(x), -np.inf)) + order * log_ratio
+        divergence = np.logaddexp.reduce(log_terms) / (order - 1)
+        continuous = order * shift**2 / (2 * scale**2)
+        assert divergence <= continuous * (1 + 1e-9) + 1e-12
+        for q in (0.01, 0.3):
+            mixed = np.logaddexp(math.log1p(-q), math.log(q) + log_ratio)
+            with np.errstate(divide="ignore"):
+                sampled = np.logaddexp.reduce(np.log(mass) + order * mixed)
+            terms = [
+                math.log(math.comb(order, k)) + k * math.log(q) + (order - k) * math.log1p(-q)
+                + k * (k - 1) * shift**2 / (2 * scale**2)
+                for k in range(order + 1)
+            ]  # fmt: skip
+            assert sampled <= np.logaddexp.reduce(terms) * (1 + 1e-9) + 1e-12

@@ -1,0 +1,122 @@
+"""Rounding to an integer grid: the bound holds in whole numbers, whatever the gradients, and little is lost."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ghostclip.errors import InvalidOptionError
+from ghostclip.noise import ExactNoise, Grid
+
+SHAPES = ((3, 5), (7,), ())
+
+
+def sample_norm(parts):
+    """The squared norm in Python's whole numbers."""
+    return sum(int(value) ** 2 for part in parts for value in part.flatten().tolist())
+
+
+def clipped(batch, max_grad_norm, dtype=torch.float64):
+    grads = [torch.randn(batch, *shape, dtype=torch.float64).mul_(3).to(dtype) for shape in SHAPES]
+    norms = torch.stack([g.double().reshape(batch, -1).norm(dim=1) for g in grads]).norm(dim=0)
+    return grads, (max_grad_norm / norms).clamp(max=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.1, 3e-5, 700.0])
+def test_the_sum_is_the_clipped_sum(dtype, max_grad_norm):
+    grads, coef_B = clipped(9, max_grad_norm, dtype)
+    grid = Grid.for_norm(max_grad_norm)
+    assert grid.bound * grid.step == max_grad_norm
+    for total, grad in zip(grid.quantize(grads, coef_B), grads, strict=True):
+        want = torch.tensordot(coef_B, grad.double(), dims=1)
+        assert total.dtype == torch.int64
+        assert (grid.to_float(total, dtype=torch.float64) - want).abs().max() <= 9 * 7 * grid.step
+
+
+def test_few_bits_round_and_keep_the_bound():
+    """4 bits: rounding to the nearest alone would exceed the norm of 16 by the 23 coordinates' share."""
+    grads, coef_B = clipped(400, 1.0)
+    grid = Grid.for_norm(1.0, bits=4)
+    norms = [sample_norm(grid.quantize([g[[b]] for g in grads], coef_B[[b]])) for b in range(400)]
+    assert max(norms) <= 16**2
+    nearest = [sum((g[b] * coef_B[b] / grid.step).round().square().sum() for g in grads).item() for b in range(400)]
+    assert max(nearest) > 16**2
+    assert sum(norm > 12**2 for norm in norms) > 300
+
+
+@given(
+    st.lists(st.floats(width=32, allow_nan=True, allow_infinity=True), min_size=6, max_size=6),
+    st.floats(min_value=0, max_value=1e30),
+    st.integers(3, 26),
+)
+def test_no_gradient_and_no_factor_breaks_the_bound(values, coef, bits):
+    grads = [torch.tensor(values).view(1, 2, 3), torch.tensor(values[:2]).view(1, 2)]
+    grid = Grid.for_norm(1.5, bits=bits)
+    assert sample_norm(grid.quantize(grads, torch.tensor([coef]))) <= grid.bound**2
+
+
+def test_a_sample_over_the_bound_or_not_finite_leaves_the_others_alone():
+    grads, coef_B = clipped(6, 1.0)
+    grid = Grid.for_norm(1.0)
+    alone = [grid.quantize([g[[b]] for g in grads], coef_B[[b]]) for b in range(6)]
+    grads[0][2, 1, 1] = math.nan
+    grads[1][3, 0] = math.inf
+    coef_B[4] *= 50
+    total = grid.quantize(grads, coef_B)
+    for index, part in enumerate(total):
+        assert torch.equal(part, sum(alone[b][index] for b in (0, 1, 5)))
+
+
+def test_a_factor_slightly_too_large_is_rounded_toward_zero():
+    grads, coef_B = clipped(4, 1.0)
+    grid = Grid.for_norm(1.0)
+    totals = [grid.quantize([g[[0]] for g in grads], coef_B[[0]] * factor) for factor in (1.0, 1.0001)]
+    norms = [math.sqrt(sample_norm(total)) for total in totals]
+    assert 0.998 < norms[1] / grid.bound <= 1
+    assert 0.9999 < norms[0] / grid.bound <= 1
+
+
+def test_sums_do_not_depend_on_order_or_on_parts():
+    grads, coef_B = clipped(10, 1.0, torch.float32)
+    grid, order = Grid.for_norm(1.0), torch.randperm(10)
+    whole = grid.quantize(grads, coef_B)
+    shuffled = grid.quantize([g[order] for g in grads], coef_B[order])
+    parts = [grid.quantize([g[cut] for g in grads], coef_B[cut]) for cut in (slice(0, 3), slice(3, 10))]
+    for one, two, first, second in zip(whole, shuffled, *parts, strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(one, first + second)
+
+
+def test_an_empty_batch_sums_to_zero():
+    total = Grid.for_norm(1.0).quantize([torch.zeros(0, 3, 2), torch.zeros(0, 4)], torch.zeros(0))
+    assert [part.shape for part in total] == [(3, 2), (4,)]
+    assert not any(part.any() for part in total)
+
+
+def test_a_release_has_the_noise_of_its_multiplier():
+    grid, source, sigma = Grid.for_norm(0.3), ExactNoise(), 1.7
+    total = torch.zeros(40_000, dtype=torch.int64)
+    source.add_(total, sigma * grid.bound)
+    released = grid.to_float(total)
+    assert released.dtype == torch.float32
+    assert abs(released.std().item() / (sigma * 0.3) - 1) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("build", "match"),
+    [
+        (lambda: Grid.for_norm(math.inf), "max_grad_norm"),
+        (lambda: Grid.for_norm(1.0, bits=27), "bits=27"),
+        (lambda: Grid(step=1.0, bound=2**26 + 1), "bound"),
+        (lambda: Grid(step=0.0, bound=4), "step"),
+        (lambda: Grid.for_norm(1.0, bits=2).quantize([torch.zeros(1, 60)], torch.ones(1)), "60 coordinates"),
+    ],
+)
+def test_refuses(build, match):
+    with pytest.raises(InvalidOptionError, match=match):
+        build()

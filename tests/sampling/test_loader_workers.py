@@ -1,0 +1,87 @@
+"""Workers, prefetching, loops left early: what is delivered is what was drawn, each draw at most once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from ghostclip.data_loader import DPDataLoader
+from ghostclip.errors import DataError, InvalidOptionError
+from ghostclip.sampling import FullBatch, Shuffled, UserPoisson
+
+RECORDS = TensorDataset(torch.arange(60))
+
+
+def fork(**options):
+    return {"num_workers": 2, "multiprocessing_context": "fork", "prefetch_factor": 2} | options
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("leave", ["break", "exception"])
+def test_a_loop_left_early_repeats_no_draw_and_reorders_none(persistent, leave):
+    loader = DPDataLoader(RECORDS, batch_size=6, **fork(persistent_workers=persistent))
+    position_of = {tuple(loader.private_sampler.draw(i)): i for i in range(80)}
+    delivered = []
+    for length in (3, 10, 1, 4):
+        try:
+            for number, (records,) in enumerate(loader, start=1):
+                delivered.append(position_of[tuple(records.tolist())])
+                if number == length:
+                    if leave == "exception":
+                        raise KeyError
+                    break
+        except KeyError:
+            pass
+    assert len(delivered) == 18
+    assert delivered == sorted(set(delivered))
+    assert delivered[:3] == [0, 1, 2]
+    state = loader.state_dict()
+    assert state["position"] == delivered[-1] + 1
+
+
+def test_the_older_of_two_loops_is_refused():
+    loader = DPDataLoader(RECORDS, batch_size=6)
+    first, second = iter(loader), iter(loader)
+    next(first)
+    next(second)
+    with pytest.raises(InvalidOptionError, match="newer loop"):
+        next(first)
+    assert len(list(second)) == 9
+
+
+@pytest.mark.parametrize(
+    ("scheme", "batches", "size"),
+    [
+        (FullBatch(num_samples=60), 1, 60),
+        (Shuffled(num_samples=60, batch_size=8), 8, 8),
+        (UserPoisson([i // 3 for i in range(60)], sample_rate=0.25, max_records=2), 4, 10),
+    ],
+)
+def test_a_loader_over_another_scheme(scheme, batches, size):
+    loader = DPDataLoader.from_data_loader(DataLoader(RECORDS, batch_size=5), scheme=scheme)
+    assert loader.event == scheme.event
+    assert loader.expected_batch_size == size
+    assert loader.sample_rate == scheme.event.sample_rate
+    assert len(list(loader)) == len(loader) == batches
+    state = loader.state_dict()
+    loader.load_state_dict(state)
+    assert state["remaining"] == 0
+
+
+def test_a_largest_batch():
+    loader = DPDataLoader.from_data_loader(DataLoader(RECORDS, batch_size=20), max_batch_size=21)
+    sizes = [len(records) for _ in range(20) for (records,) in loader]
+    assert max(sizes) == 21
+    assert loader.event.kind == "truncated_poisson"
+
+
+def test_schemes_that_do_not_fit_are_refused():
+    with pytest.raises(InvalidOptionError, match="belong to the scheme"):
+        DPDataLoader(RECORDS, batch_size=5, scheme=FullBatch(num_samples=60))
+    with pytest.raises(InvalidOptionError, match="max_batch_size"):
+        DPDataLoader.from_data_loader(DataLoader(RECORDS, 5), scheme=FullBatch(num_samples=60), max_batch_size=9)
+    with pytest.raises(DataError, match="scheme over 61 records: the data set has 60"):
+        DPDataLoader(RECORDS, scheme=FullBatch(num_samples=61))
+    with pytest.raises(InvalidOptionError, match="batch_size=None"):
+        DPDataLoader(RECORDS)
