@@ -1,4 +1,8 @@
-"""Functions of ``torch.nn.functional`` written in Python: look inside instead of taking them for one operation."""
+"""Functions that consist of several operations: look inside instead of taking them for one.
+
+Those of ``torch.nn.functional`` that are written in Python run as they are; recurrent layers and cells, which torch has
+as single functions, run as ``ghostclip.rules.recurrent`` writes them out.
+"""
 
 from collections.abc import Callable
 from types import FunctionType
@@ -7,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from ghostclip.rules import rule_for
+from ghostclip.rules.recurrent import LAYERS, WRITTEN_OUT, is_packed
 
 if TYPE_CHECKING:
     from ghostclip.capture.session import Session
@@ -21,29 +26,44 @@ def decompose(func: Callable[..., Any], name: str, session: "Session") -> Callab
     Args:
         func: The torch function that received tracked tensors.
         name: Its name.
-        session: Told that attention keeps its batch on axis 1.
+        session: Told where the batch is inside.
 
     Returns:
         A callable with the same signature; its inner operations are intercepted as usual.
     """
+    if name in WRITTEN_OUT:
+        return _recurrent(name, session)
     if not isinstance(func, FunctionType) or rule_for(name) is not None:
         return None
     if not any(check in func.__code__.co_names for check in _CHECKS):
         return None
-    copy = _without_dispatch(func)
-    if name != "multi_head_attention_forward":
-        return _reentered(copy)
+    inside = _reentered(_without_dispatch(func))
+    # Attention works on (T, B, E) whatever the module's batch_first says.
+    return _batch_second(inside, session) if name == "multi_head_attention_forward" else inside
 
-    def attention(*args: Any, **kwargs: Any) -> Any:
-        # The function works on (T, B, E) whatever the module's batch_first says.
+
+def _recurrent(name: str, session: "Session") -> Callable[..., Any]:
+    inside = _reentered(WRITTEN_OUT[name])
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        padded = name in LAYERS and not is_packed(args, kwargs)
+        return (_batch_second(inside, session) if padded else inside)(*args, **kwargs)
+
+    return run
+
+
+def _batch_second(func: Callable[..., Any], session: "Session") -> Callable[..., Any]:
+    """Return a function inside which the batch is expected on axis 1."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
         record = session.record
         axis, record.axis = record.axis, 1
         try:
-            return _reentered(copy)(*args, **kwargs)
+            return func(*args, **kwargs)
         finally:
             record.axis = axis
 
-    return attention
+    return run
 
 
 def _without_dispatch(func: FunctionType) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from ghostclip.capture.packed import is_packed
 from ghostclip.errors import BatchAxisError
 
 
@@ -24,7 +25,9 @@ def batch_size_of(args: tuple[Any, ...], kwargs: dict[str, Any], axis: int) -> i
         BatchAxisError: There is no tensor among the inputs.
     """
     first = [kwargs[key] for key in ("input_ids", "inputs_embeds", "pixel_values", "input_features") if key in kwargs]
-    for leaf in tree_leaves((args, first, kwargs)):
+    for leaf in tree_leaves((args, first, kwargs), is_leaf=is_packed):
+        if is_packed(leaf):
+            return int(leaf.batch_sizes[0])
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             return leaf.shape[axis if axis < leaf.dim() else 0]
     message = "the model was called without a tensor that has a batch axis, so the number of samples is unknown."

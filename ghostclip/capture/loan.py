@@ -177,10 +177,14 @@ def attach(model: nn.Module, session: "Session") -> list[RemovableHandle]:
     # ``always_call`` runs the second hook after an exception as well; it cannot tell, so the first failure is noted by
     # the output: a module that raised has none.
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return session.enter(module, args, kwargs)
+        changed = session.enter(module, args, kwargs)
+        session.units.begin(module, *(changed or (args, kwargs)))
+        return changed
 
     def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        return session.leave(module, args, kwargs, output, failed=output is None)
+        captured = session.units.end(module, output)
+        left = session.leave(module, args, kwargs, captured, failed=output is None)
+        return captured if left is None and captured is not output else left
 
     if any(
         isinstance(hook, _Hook) and hook.active for module in model.modules() for hook in module._forward_hooks.values()

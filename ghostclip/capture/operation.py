@@ -7,6 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from ghostclip.capture.tracked import TrackedTensor, plain_leaves, replace_tracked, tracked_leaves
+from ghostclip.rules.registry import operation_name
+
+__all__ = ["LOOKED_AT", "Operation", "operation_name"]
+
+# They read a parameter and compute nothing from it.
+LOOKED_AT = {
+    "detach", "detach_", "data", "grad", "numpy", "item", "tolist", "requires_grad_", "__deepcopy__", "__reduce_ex__",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 _MAX_NODES = 256
 METADATA_KEY = "ghostclip_use"
+# On a node whose output's rows are known: (axis, sample of every row along it).
+ROWS_KEY = "ghostclip_rows"
 
 
 def routed_samples(x: Tensor, axis: int, batch_size: int, expected_axis: int) -> Tensor | None:
@@ -36,6 +38,11 @@ def _samples(node: Any, output_nr: int, rows: int, batch_size: int, expected_axi
         use = node.metadata.get(METADATA_KEY)
         if use is not None:
             return use.listed_samples(rows)
+        marked = node.metadata.get(ROWS_KEY)
+        if marked is not None:
+            return marked[1] if marked[0] == 0 and marked[1].numel() == rows else None
+        if _is_last_state(node, output_nr):
+            return _of_first_step(node, rows, batch_size, expected_axis)
         selection = _selection(node, output_nr, rows)
         if selection is not None:
             index, parent_rows = selection
@@ -46,6 +53,43 @@ def _samples(node: Any, output_nr: int, rows: int, batch_size: int, expected_axi
             return None
         node, output_nr = following
     return None
+
+
+def columns_of(x: Tensor, axis: int, batch_size: int, expected_axis: int) -> Tensor | None:
+    """Return the sample of every sequence of a padded batch that is about to be packed.
+
+    Args:
+        x: The padded batch, in the graph.
+        axis: Along which its sequences lie, 0 or 1.
+        batch_size: B.
+        expected_axis: The model's batch axis (0 or 1).
+
+    Returns:
+        Shape ``(x.shape[axis],)``, int64; None when there are not as many as samples and no selection was found.
+    """
+    node: Any = x.grad_fn
+    if axis == 0:
+        listed = routed_samples(x, 0, batch_size, expected_axis)
+    else:
+        sorted_here = node is not None and node.name() == "IndexSelectBackward0" and node._saved_dim == axis
+        listed = node._saved_index if sorted_here and node._saved_self_sym_sizes[axis] == batch_size else None
+    if listed is None and x.shape[axis] == batch_size:
+        return torch.arange(batch_size)
+    return listed
+
+
+def _is_last_state(node: Any, output_nr: int) -> bool:
+    return output_nr > 0 and node.name() == "_RecurrenceBackward"
+
+
+def _of_first_step(node: Any, rows: int, batch_size: int, expected_axis: int) -> Tensor | None:
+    """Return the samples of a recurrent layer's last states: those of its first step, which all sequences have."""
+    gates, number = node.next_functions[0]
+    if gates is None:
+        return None
+    total = gates._input_metadata[number].shape[0]
+    listed = _samples(gates, number, total, batch_size, expected_axis)
+    return None if listed is None else listed[:rows]
 
 
 def leads_to(tensor: Tensor, anchor: Tensor) -> bool:
@@ -119,6 +163,12 @@ def _start(node: Any, name: str, output_nr: int) -> int:
 
 
 def _same_rows(node: Any, rows: int) -> tuple[Any, int] | None:
+    if node.name() == "SelectBackward0" and node._saved_dim == 0:
+        # The rows lay on the second axis; of a stack, they are those of one part.
+        stack, _ = node.next_functions[0]
+        stacked = stack is not None and stack.name() == "StackBackward0" and stack._saved_dim == 0
+        part = stack.next_functions[node._saved_index] if stacked else (None, 0)
+        return None if part[0] is None else part
     for following, number in node.next_functions:
         if following is None or following.name().endswith("AccumulateGrad"):
             continue

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ghostclip.capture.evidence import probe_outputs
 from ghostclip.capture.inputs import rolled, same_tensors
 from ghostclip.capture.mixing import where_forward_mixes
+from ghostclip.capture.packed import is_packed
 from ghostclip.capture.tracked import TrackedTensor
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def _constants(
 ) -> set[Any]:
     """Return the call sites whose data does not follow the samples: the same although the batch was rolled."""
     axis, size, sites = session.record.axis, session.record.batch_size, session.sites
-    moved = tree_map(lambda item: rolled(item, axis, size), (args, kwargs))
+    moved = tree_map(lambda item: rolled(item, axis, size), (args, kwargs), is_leaf=is_packed)
     if same_tensors(moved, (args, kwargs)):
         return set()
     before = dict(sites.witnesses)

@@ -13,7 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from ghostclip.capture.packed import PACK, PAD, positions, rows_of, with_a_step
+from ghostclip.capture.provenance import ROWS_KEY, columns_of, routed_samples
 
 _PICKS = {
     torch.Tensor.__getitem__, torch.index_select, torch.Tensor.index_select, torch.flip, torch.Tensor.flip, torch.roll,
@@ -44,18 +48,22 @@ class Watch(TorchFunctionMode):
         """Start with nothing seen."""
         super().__init__()
         self._rows: Any = WeakTensorKeyDictionary()
+        # Of padded batches with their sequences on axis 1, about to be packed: the sample of each.
+        self._columns: Any = WeakTensorKeyDictionary()
+        self._made_up = False
         self._batch_size = 0
         self._axis = 0
 
-    def begin(self, batch_size: int, axis: int) -> None:
+    def begin(self, batch_size: int, axis: int, *, made_up: bool = False) -> None:
         """Watch a new forward.
 
         Args:
             batch_size: B.
             axis: The model's batch axis.
+            made_up: The batch was empty, and its one sample is made up.
         """
-        self._rows = WeakTensorKeyDictionary()
-        self._batch_size, self._axis = batch_size, axis
+        self._rows, self._columns = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
+        self._batch_size, self._axis, self._made_up = batch_size, axis, made_up
         torch.overrides._push_mode(self)
 
     def end(self) -> None:
@@ -74,12 +82,26 @@ class Watch(TorchFunctionMode):
         """
         return self._rows.get(tensor) if len(self._rows) and not tensor.requires_grad else None
 
+    def admit(self, packed: PackedSequence) -> None:
+        """Note the rows of a packed sequence that is an input of the model.
+
+        Args:
+            packed: The input.
+        """
+        self._tell(packed.data, rows_of(packed))
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run any torch function and note what it does to the order of rows."""
         kwargs = kwargs or {}
+        if func == PACK and self._made_up:
+            args = (args[0], *with_a_step(*args[1:]))
         result = func(*args, **kwargs)
+        if self._batch_size > 1 and func in (PACK, PAD):
+            with torch._C.DisableTorchFunction():
+                (self._packed if func == PACK else self._unpacked)(args, result)
+            return result
         if self._batch_size > 1 and (func in _NOTED or len(self._rows)):
             with torch._C.DisableTorchFunction():
                 self._note(func, args, kwargs, result)
@@ -94,6 +116,8 @@ class Watch(TorchFunctionMode):
         outputs = [tensor for tensor in _tensors(result) if tensor.dim() and not tensor.requires_grad]
         if not outputs:
             return
+        if func is torch.Tensor.index_select and args[1:2] == (1,) and base.shape[1] == self._batch_size:
+            self._columns[outputs[0]] = args[2].cpu()
         if func in _PICKS and isinstance(base, Tensor):
             before = self._known(base)
             if before is not None:
@@ -111,6 +135,41 @@ class Watch(TorchFunctionMode):
             same = all(rows is not DOUBTFUL and torch.equal(rows, marked[0]) for rows in marked)
             known = marked[0] if same and func not in _TURNS else DOUBTFUL
             self._mark(outputs, known, None)
+
+    def _packed(self, args: tuple[Any, ...], result: tuple[Tensor, Tensor]) -> None:
+        """Note the rows of a padded batch that was packed, its sequences along axis 0 or 1."""
+        padded, _, batch_first = args
+        axis = 0 if batch_first else 1
+        if padded.requires_grad:
+            order = columns_of(padded, axis, self._batch_size, self._axis)
+        else:
+            order = (self._rows if batch_first else self._columns).get(padded)
+            if order is None and self._rows.get(padded) is None and padded.shape[axis] == self._batch_size:
+                order = torch.arange(self._batch_size)
+        known = order is not None and order is not DOUBTFUL
+        self._tell(result[0], order.cpu()[positions(result[1])] if known else DOUBTFUL)
+
+    def _unpacked(self, args: tuple[Any, ...], result: tuple[Tensor, Tensor]) -> None:
+        """Note the rows of a packed batch that was padded again: the order in which it was packed."""
+        data, padded, axis = args[0], result[0], 0 if args[2] else 1
+        rows = (
+            routed_samples(data, 0, self._batch_size, self._axis) if data.requires_grad else self._rows.get(data)
+        )
+        if rows is None or rows is DOUBTFUL:
+            return
+        order = rows[: padded.shape[axis]]
+        if padded.requires_grad or axis == 0:
+            self._tell(padded, order, axis=axis)
+        else:
+            self._columns[padded] = order
+
+    def _tell(self, tensor: Tensor, rows: Tensor, *, axis: int = 0) -> None:
+        """Remember the sample of each row of a tensor, on its node where it is in the graph."""
+        node: Any = tensor.grad_fn
+        if not tensor.requires_grad:
+            self._rows[tensor] = rows
+        elif node is not None and rows is not DOUBTFUL:
+            node.metadata[ROWS_KEY] = axis, rows
 
     def _known(self, base: Tensor) -> Tensor | None:
         """Return the sample of each row of a tensor that is about to be reordered; None where it has no such rows."""
@@ -137,7 +196,7 @@ class Watch(TorchFunctionMode):
         if rows is None:
             return
         for output in outputs:
-            if rows is not DOUBTFUL and (self._axis or output.shape[0] != rows.numel()):
+            if rows is not DOUBTFUL and output.shape[0] != rows.numel():
                 self._rows[output] = DOUBTFUL
             elif arranged is None or rows is DOUBTFUL or not torch.equal(rows, arranged):
                 self._rows[output] = rows

@@ -15,27 +15,15 @@ from ghostclip.capture.decompose import decompose
 from ghostclip.capture.derive import derive
 from ghostclip.capture.inputs import batch_size_of, emptied, is_power_of_four, padded, under_checkpoint
 from ghostclip.capture.nodes import accumulation_node, tie
-from ghostclip.capture.operation import Operation
+from ghostclip.capture.operation import LOOKED_AT, Operation, operation_name
+from ghostclip.capture.packed import packed_inputs
 from ghostclip.capture.reorder import Watch
 from ghostclip.capture.running import Running
 from ghostclip.capture.sites import Sites
 from ghostclip.capture.tracked import TrackedTensor, lend, plain, tracked_leaves, without_samples
+from ghostclip.capture.units import Units
 from ghostclip.capture.usage import MAX_ATTEMPTS, Listener, Record, Use
-from ghostclip.errors import UncoveredParameterError
-
-_UNTRACKED = {
-    "detach",
-    "detach_",
-    "data",
-    "grad",
-    "numpy",
-    "item",
-    "tolist",
-    "requires_grad_",
-    "__deepcopy__",
-    "__reduce_ex__",
-}
-
+from ghostclip.errors import UncoveredParameterError, UnsupportedModelError
 
 class Session:
     """Attaches to a model, lends its parameters out during forwards and delivers gradients to a listener.
@@ -76,6 +64,7 @@ class Session:
         self.probes = True
         self.watch = Watch()
         self._loan = loan.Loan(model, self)
+        self.units = Units(self, self._loan)
         self._reentrant = False
         self._full_backward = False
         self._forwards = 0
@@ -126,12 +115,14 @@ class Session:
                 args, kwargs = tree_map(self._tied, (args, dict(kwargs)))
             self._running = Running(module, kwargs, self._break_off)
             changed = args, self._running.hand_over()
-        self._start()
+        self._start(args, kwargs)
         return changed
 
-    def _start(self) -> None:
+    def _start(self, *inputs: Any) -> None:
         """Lend the parameters out and watch what is done with them and with the data."""
-        self.watch.begin(self.record.batch_size, self.record.axis)
+        self.watch.begin(self.record.batch_size, self.record.axis, made_up=self.record.padded)
+        for packed in packed_inputs(inputs):
+            self.watch.admit(packed)
         self._loan.lend_all()
 
     def _let_compile(self) -> None:
@@ -141,6 +132,7 @@ class Session:
     def _break_off(self) -> None:
         """End a forward that was interrupted without any hook being called."""
         self._loan.take_back()
+        self.units.clear()
         self.watch.end()
         self._let_compile()
         self._running = None
@@ -201,8 +193,10 @@ class Session:
         self.record = Record(batch_size=old.batch_size, axis=old.axis, padded=old.padded)
         self._loan.begin()
         try:
-            self._start()
-            return module.forward(*args, **kwargs)
+            self._start(args, kwargs)
+            self.units.begin(module, args, kwargs)
+            output = module.forward(*args, **kwargs)
+            return self.units.end(module, output)
         finally:
             self._loan.end()
             self.watch.end()
@@ -284,7 +278,7 @@ class Session:
             # Reentrant checkpointing runs its forward like this first.
             self.record.silent = True
             return func(*plain(args), **plain(kwargs))
-        if name in _UNTRACKED:
+        if name in LOOKED_AT:
             return func(*plain(args), **plain(kwargs))
         if any(tracked.origin.interceptor is not self for tracked in tracked_leaves((args, kwargs))):
             message = f"{name}: parameters of two models with separate clippers meet. Use one clipper for both."
@@ -322,7 +316,18 @@ class Session:
         Args:
             use: The use.
             grad: Shape and dtype of the output.
+
+        Raises:
+            UnsupportedModelError: The gradient itself is to be differentiated.
         """
+        if torch.is_grad_enabled():
+            message = (
+                f"{self.describe_module(use.site.names[0])}: a backward with create_graph=True passed "
+                f"{use.site.describe()}. What a gradient penalty (WGAN-GP, double backward) adds to the gradient of "
+                "this parameter reaches it through the backward, where it cannot be clipped per sample. Leave the "
+                "penalty out, take that gradient with create_graph=False, or freeze the parameter."
+            )
+            raise UnsupportedModelError(message)
         if self.listener is None:
             if not self._trains():
                 return
@@ -385,14 +390,6 @@ class Session:
         """
         self.parameters[name] = parameter
         return lend(name, parameter, self)
-
-
-def operation_name(func: Callable[..., Any]) -> str:
-    """Return the name under which rules know a torch function (properties by their own name)."""
-    name = getattr(func, "__name__", "") or str(func)
-    if name == "__get__":
-        return getattr(getattr(func, "__self__", None), "__name__", name)
-    return name
 
 
 def _in_backward() -> bool:

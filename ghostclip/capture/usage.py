@@ -34,6 +34,7 @@ class Site:
         attempts: How many probes passed it without a gradient to judge by.
         checked: How often gradients formed sample by sample at once were found to add up there.
         arrivals: What came in for each of its arguments in the last backward.
+        sizes: The sizes that this was worked out for.
     """
 
     names: tuple[str, ...]
@@ -43,6 +44,7 @@ class Site:
     attempts: int = 0
     checked: int = 0
     arrivals: dict[str, Arrival] = field(default_factory=dict)
+    sizes: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def describe(self) -> str:
         """Return the name of the place for an error message."""
@@ -175,16 +177,20 @@ class Use:
             return row_map.split(tensor, lead, batch_size)
 
         found = self.factors(saved, grad, split)
+        sizes = (batch_size, grad.shape, *(tensor.shape for tensor in saved))
         pairs: list[tuple[str, Factor]] = []
         for key, factor in found.items():
-            pulled = pull_back(self.targets[key], factor)
-            self.site.arrivals[key] = arrival(
-                self.targets[key],
-                factor,
-                grad,
-                where=self._circumstances(key, saved),
-                pulled=pulled[0][1] if len(pulled) == 1 else None,
-            )
+            leaves = self.targets[key].origin.leaves
+            pulled = [pair for pair in pull_back(self.targets[key], factor) if leaves[pair[0]].parameter.requires_grad]
+            if self.site.sizes.get(key) != sizes:
+                self.site.arrivals[key] = arrival(
+                    self.targets[key],
+                    factor,
+                    grad,
+                    where=self._circumstances(key, saved),
+                    pulled=pulled[0][1] if len(pulled) == 1 else None,
+                )
+                self.site.sizes[key] = sizes
             pairs += pulled
         return pairs
 

@@ -4,7 +4,7 @@ Shape suffix: B samples.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -147,8 +147,8 @@ def check_norms(outcome: Outcome, reference: Reference, dtype: torch.dtype) -> N
     torch.testing.assert_close(outcome.coef_B, reference.coef_B, rtol=tolerance, atol=0.0)
 
 
-def check_sensitivity(case: Case, make: MakeClipper, dtype: torch.dtype, *, samples: int = 4) -> None:
-    """Assert for up to `samples` samples that the sums with and without the sample differ by at most C.
+def moved(case: Case, make: MakeClipper, dtype: torch.dtype, *, samples: int = 4) -> Iterator[float]:
+    """Yield for up to `samples` samples by how much leaving the sample out moves the sum, over C.
 
     One clipper sees all the batches in turn, so that whatever it keeps from one step would show in the next.
     """
@@ -163,7 +163,12 @@ def check_sensitivity(case: Case, make: MakeClipper, dtype: torch.dtype, *, samp
         rest = dict.fromkeys(whole, 0.0)
         if others:
             rest = backward(case, model, clipper, take(batch, others, case.axes), dtype).clipped
-        moved = whole_norm({name: whole[name] - rest[name] for name in whole}).item() / bound
-        limit = 1 + tolerances.SENSITIVITY_OF_DIFFERENCE[dtype]
-        assert moved <= limit, f"sample {sample} moves the clipped sum by {moved:.6f} C"
+        yield whole_norm({name: whole[name] - rest[name] for name in whole}).item() / bound
     clipper.remove()
+
+
+def check_sensitivity(case: Case, make: MakeClipper, dtype: torch.dtype, *, samples: int = 4) -> None:
+    """Assert for up to `samples` samples that the sums with and without the sample differ by at most C."""
+    limit = 1 + tolerances.SENSITIVITY_OF_DIFFERENCE[dtype]
+    for sample, share in enumerate(moved(case, make, dtype, samples=samples)):
+        assert share <= limit, f"sample {sample} moves the clipped sum by {share:.6f} C"

@@ -194,3 +194,20 @@ def test_two_clippers_on_one_model(strategy):
         engine(strategy)(model, 1.0)
     clipper.remove()
     engine(strategy)(model, 1.0).remove()
+
+
+@pytest.mark.parametrize("with_loss", [True, False])
+def test_gradient_penalty(strategy, with_loss):
+    """What a double backward adds to a parameter's gradient comes through the backward, where nothing is captured."""
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double(), torch.randn(3, 4, dtype=F64)
+    clipper = engine(strategy)(model, 1.0)
+
+    def step():
+        inputs = x.clone().requires_grad_()
+        out = model(inputs)
+        (slope,) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
+        clipper.backward((slope.norm(dim=1) - 1).square() + (out.square().sum(1) if with_loss else 0.0))
+
+    with pytest.raises(GhostClipError, match="gradient penalty"):
+        step()
+    assert _nothing_trained(model)
