@@ -1,7 +1,7 @@
 """Where noise comes from: `NoiseSource`, one object for each level of protection, handed to an optimizer.
 
 Levels "fast" and "secure" draw continuous Gaussian noise in float64 (`continuous`); "exact" draws discrete Gaussian
-noise (`discrete`, `exact`) for sums of gradients on an integer grid (`grid`).
+noise (`discrete`, `exact`) for sums of gradients on an integer grid (`grid`, `sums`).
 """
 
 from ghostclip.noise.continuous import LEVELS, FastNoise, SecureNoise, make_noise_source
@@ -10,10 +10,12 @@ from ghostclip.noise.exact import ExactNoise
 from ghostclip.noise.gaussian import box_muller
 from ghostclip.noise.grid import Grid
 from ghostclip.noise.keyed import NoiseSource
+from ghostclip.noise.sums import ExactSums
 
 __all__ = [
     "LEVELS",
     "ExactNoise",
+    "ExactSums",
     "FastNoise",
     "Grid",
     "NoiseSource",

@@ -112,7 +112,9 @@ class Grid:
         """
         sqnorm_B = torch.zeros_like(scaled_B)
         for grad in grads:
-            sqnorm_B += _rounded(grad, scaled_B, rounding).view(len(scaled_B), math.prod(grad.shape[1:])).square().sum(1)
+            sqnorm_B += (
+                _rounded(grad, scaled_B, rounding).view(len(scaled_B), math.prod(grad.shape[1:])).square().sum(1)
+            )
         return sqnorm_B <= float(self.bound) ** 2
 
     def to_float(self, total: torch.Tensor, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
