@@ -11,6 +11,7 @@ from ghostclip.factors.outer import Outer
 from ghostclip.factors.permuted import Permuted
 from ghostclip.factors.placed import Placed
 from ghostclip.factors.rows import Rows
+from ghostclip.factors.sampled import Sampled
 from ghostclip.factors.stacked import Stacked
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Permuted",
     "Placed",
     "Rows",
+    "Sampled",
     "SquaredNorm",
     "Stacked",
     "accumulation_dtype",

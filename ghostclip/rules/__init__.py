@@ -1,7 +1,8 @@
 """Which operation gives which factor: one small pure function per operation, one file per family.
 
 A rule is keyed by the torch function that consumed the parameter, not by a module class, so that every class that
-computes ``F.linear(x, weight)`` is covered, whatever its name.
+computes ``F.linear(x, weight)`` is covered, whatever its name. What cannot be captured at all (a custom autograd
+function) is covered by a sampler for its module, see ``ghostclip.grad_sample.register_grad_sampler``.
 """
 
 from ghostclip.rules import (  # noqa: F401  (importing a family registers its rules)
@@ -15,6 +16,6 @@ from ghostclip.rules import (  # noqa: F401  (importing a family registers its r
     norm,
     products,
 )
-from ghostclip.rules.registry import Call, Captured, rule_for
+from ghostclip.rules.registry import Call, Captured, register_rule, rule_for
 
-__all__ = ["Call", "Captured", "rule_for"]
+__all__ = ["Call", "Captured", "register_rule", "rule_for"]

@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
+from ghostclip.errors import InvalidOptionError
 from ghostclip.factors import Factor
 
 # Brings a tensor ``(*L, *F)`` with the given number of leading axes into the canonical ``(B, T, *F)``.
@@ -96,6 +98,69 @@ def register_op(*names: str, arguments: str) -> Callable[[Rule], Rule]:
         return rule
 
     return decorate
+
+
+def register_rule(
+    *operations: str | Callable[..., Any], arguments: str, replace: bool = False
+) -> Callable[[Rule], Rule]:
+    """Register a rule of your own for a torch function, or for an operator of ``torch.library``.
+
+    A rule sees the operation when it runs with a parameter and data among its arguments, and says what to keep and
+    which factors follow from the gradient of its output. That samples keep apart is proven on the first batches, but
+    the factors are taken on trust: compare them with autograd by ``check_per_sample_gradients_are_correct``.
+
+    Example:
+        ```
+        @register_rule("mylib::scale", arguments="input weight")
+        def my_scale(call):
+            x = call.values["input"]
+            lead = x.dim() - 1
+
+            def factors(saved, grad, split):
+                return {"weight": Dense((split(saved[0], lead) * split(grad, lead)).sum(1))}
+
+            return Captured((x,), x, lead, factors, "dense")
+        ```
+
+    Privacy: The bound holds for the gradients that the factors stand for; a rule that gives too small ones breaks it.
+
+    Args:
+        *operations: Functions, or their names; of an operator of ``torch.library``, ``"library::operator"``.
+        arguments: Positional argument names in order, separated by blanks.
+        replace: Take the place of a rule that is there.
+
+    Returns:
+        A decorator for a function ``Call -> Captured | None``; None leaves the call to the general way.
+
+    Raises:
+        InvalidOptionError: If there is a rule already.
+    """
+    names = [operation if isinstance(operation, str) else operation_name(operation) for operation in operations]
+    taken = [name for name in names if name in _RULES]
+    if taken and not replace:
+        message = f"there is a rule for {', '.join(taken)} already. Pass replace=True to put yours in its place."
+        raise InvalidOptionError(message)
+    return register_op(*names, arguments=arguments)
+
+
+def operation_name(func: Callable[..., Any]) -> str:
+    """Return the name under which rules know an operation.
+
+    Args:
+        func: A torch function, a property's getter, or an operator of ``torch.library``.
+
+    Returns:
+        Its own name; of operators other than torch's own, ``"library::operator"``, lest they pass for one of torch's.
+    """
+    qualified = getattr(func, "_qualname", None) or getattr(func, "_qualified_op_name", None)
+    if qualified is None and isinstance(func, torch._ops.OpOverload):
+        qualified = func.overloadpacket._qualified_op_name
+    if isinstance(qualified, str) and "::" in qualified:
+        return qualified.removeprefix("aten::")
+    name = getattr(func, "__name__", "") or str(func)
+    if name == "__get__":
+        return getattr(getattr(func, "__self__", None), "__name__", name)
+    return name
 
 
 def rule_for(name: str) -> tuple[Rule, tuple[str, ...]] | None:

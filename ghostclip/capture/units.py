@@ -1,0 +1,331 @@
+"""Modules that take part as a whole: their forward runs as it is, a registered sampler gives their gradients.
+
+For the time of such a module's forward its parameters are plain tensors that autograd does not see, so that nothing
+inside needs to be captured. Its inputs and the gradient of its output go to the sampler.
+
+Shape letters: B samples, n rows of the output (samples, or samples times positions).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ghostclip.capture.derive import batched_grad
+from ghostclip.capture.nodes import enter_graph, keep, own
+from ghostclip.capture.provenance import METADATA_KEY, leads_to
+from ghostclip.capture.rows import row_maps
+from ghostclip.capture.tracked import TrackedTensor
+from ghostclip.capture.usage import Use, no_axis
+from ghostclip.errors import BatchAxisError, UnsupportedModelError
+from ghostclip.factors import Dense, Factor, Sampled
+from ghostclip.factors.base import to_accumulation, where_kept
+from ghostclip.rules.modules import Sampler, Samplers, samplers_of
+
+if TYPE_CHECKING:
+    from ghostclip.capture.loan import Loan
+    from ghostclip.capture.session import Session
+
+FORM: Final = "registered sampler"
+
+
+@dataclass(eq=False)
+class _Call:
+    """One forward of such a module.
+
+    Attributes:
+        module: The module.
+        samplers: What is registered for it.
+        lent: The tracked tensors that stood for its parameters, by name.
+        node: Keeps the tensors among its inputs through autograd.
+        leaves: Its inputs as (None, True) for a tensor and (value, False) for anything else.
+        structure: Their structure.
+        place: Names the module in an error.
+        axis: The axis of its output along which rows lie.
+    """
+
+    module: nn.Module
+    samplers: Samplers
+    lent: dict[str, TrackedTensor]
+    node: Any
+    leaves: list[tuple[Any, bool]]
+    structure: Any
+    place: str
+    axis: int = 0
+
+
+class Units:
+    """The calls of modules with samplers that are running at the moment."""
+
+    def __init__(self, session: "Session", loan: "Loan") -> None:
+        """Start with none.
+
+        Args:
+            session: Who is told of uses.
+            loan: Who lends the parameters.
+        """
+        self._session, self._loan = session, loan
+        self._running: list[_Call] = []
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Take a module's parameters out of the capture if it has a sampler.
+
+        Args:
+            module: A module whose forward begins.
+            args: Its positional inputs.
+            kwargs: Its keyword inputs.
+        """
+        samplers = samplers_of(module)
+        lent = {} if samplers is None else _lent(module)
+        if samplers is None or not lent or not torch.is_grad_enabled():
+            return
+        given, structure = tree_flatten((args, dict(kwargs)))
+        place = f"{self._session.describe_module(next(iter(lent.values())).origin.names[0])} with a registered sampler"
+        if any(isinstance(leaf, TrackedTensor) for leaf in given):
+            message = f"{place} is called on a parameter of another module. Give it data."
+            raise UnsupportedModelError(message)
+        node = keep([leaf for leaf in given if isinstance(leaf, Tensor)])
+        leaves = [(None, True) if isinstance(leaf, Tensor) else (leaf, False) for leaf in given]
+        self._running.append(_Call(module, samplers, lent, node, leaves, structure, place))
+        _put(module, {name: tracked.origin.value for name, tracked in lent.items()})
+
+    def end(self, module: nn.Module, output: Any) -> Any:
+        """Put a module's parameters back and register the use of all of them.
+
+        Args:
+            module: A module whose forward ended.
+            output: What it returned; None where it raised.
+
+        Returns:
+            What to return in its place.
+
+        Raises:
+            UnsupportedModelError: It returned more than one tensor.
+        """
+        if not self._running or self._running[-1].module is not module:
+            return output
+        call = self._running.pop()
+        _put(module, call.lent)
+        if output is None:
+            return None
+        leaves, structure = tree_flatten(output)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        if len(places) != 1:
+            message = f"{call.place} returned {len(places)} tensors; a sampler takes the gradient of one. Return one."
+            raise UnsupportedModelError(message)
+        leaves[places[0]] = self._captured(call, leaves[places[0]])
+        return tree_unflatten(leaves, structure)
+
+    def clear(self) -> None:
+        """Forget calls that were interrupted."""
+        self._running.clear()
+
+    def _captured(self, call: _Call, output: Tensor) -> Tensor:
+        session, record = self._session, self._session.record
+        site = session.sites.at(call.lent.values(), type(call.module).__name__, FORM)
+        axis = call.axis = record.axis if record.axis < output.dim() else 0
+        rows = output.movedim(axis, 0) if output.dim() else output
+        # Rows were brought to the front: whichever axis they came from, folded ones are read as the model's axis says.
+        maps = row_maps(session, rows, rows.shape[:1])
+        if not maps:
+            raise BatchAxisError(no_axis(site, output, record))
+
+        def factors(saved: Sequence[Tensor], grad: Tensor, split: Any) -> Mapping[str, Factor]:
+            return _factors(_Rows(call, list(saved), grad, lambda x_n: split(x_n, 1), self._loan))
+
+        use = Use(site, record, dict(call.lent), factors, 1, maps, node=call.node, lead_sizes=tuple(rows.shape[:1]))
+        if output.requires_grad:
+            output = own(output, session.anchor, anchored=leads_to(output, session.anchor))
+        else:
+            output = enter_graph(output, session.anchor)
+        session.register(use)
+
+        def hook(grad: Tensor) -> Tensor:
+            session.deliver(use, grad.movedim(axis, 0).contiguous())
+            return grad
+
+        output.register_hook(hook)
+        node: Any = output.grad_fn
+        node.metadata[METADATA_KEY] = use
+        return output
+
+
+@dataclass(eq=False)
+class _Rows:
+    """A call with the gradient of its output, rows first.
+
+    Attributes:
+        call: The call.
+        inputs: The tensors among its inputs.
+        grad_n: Gradient of the output, shape ``(n, ...)``.
+        split: Brings ``(n, *F)`` into ``(B, T, *F)``.
+        loan: Whose hooks must not lend parameters to the module's children.
+    """
+
+    call: _Call
+    inputs: list[Tensor]
+    grad_n: Tensor
+    split: Callable[[Tensor], Tensor]
+    loan: "Loan"
+
+    def ask(self, sampler: Sampler, *, norms: bool) -> dict[str, Tensor]:
+        """Run a sampler and check what it returns."""
+        activations = [self._rows_first(tensor) for tensor in self.inputs]
+        own = {
+            name: tracked.origin.leaves[tracked.origin.names[0]].parameter for name, tracked in self.call.lent.items()
+        }
+        with torch.no_grad(), _standing_in(self.call.module, own):
+            returned = {id(key): values for key, values in sampler(self.call.module, activations, self.grad_n).items()}
+        rows = self.grad_n.shape[0]
+        found = {}
+        for name, parameter in own.items():
+            values = returned.get(id(parameter))
+            expected = (rows,) if norms else (rows, *parameter.shape)
+            shape = tuple(values.shape) if isinstance(values, Tensor) else None
+            if not isinstance(values, Tensor) or shape != expected:
+                came = type(values).__name__ if shape is None else f"shape {shape}"
+                message = (
+                    f"{self.call.place}: '{getattr(sampler, '__name__', sampler)}' returned {came} for parameter "
+                    f"'{name}', not a tensor of shape {expected}, rows first. Return one for every trainable parameter."
+                )
+                raise UnsupportedModelError(message)
+            found[name] = values
+        return found
+
+    def _rows_first(self, tensor: Tensor) -> Tensor:
+        axis, rows = self.call.axis, self.grad_n.shape[0]
+        return tensor.movedim(axis, 0) if axis < tensor.dim() and tensor.shape[axis] == rows else tensor
+
+    def kept(self, keep_n: Tensor) -> "_Rows":
+        """Return the same with the rows that are left out zeroed, in the inputs as well."""
+        axis, rows = self.call.axis, self.grad_n.shape[0]
+        inputs = [
+            where_kept(keep_n, x.movedim(axis, 0)).movedim(0, axis)
+            if axis < x.dim() and x.shape[axis] == rows and x.is_floating_point()
+            else x
+            for x in self.inputs
+        ]
+        return replace(self, inputs=inputs, grad_n=where_kept(keep_n, self.grad_n))
+
+    def one_each(self) -> bool:
+        """Return whether row b is all of sample b."""
+        number_n = torch.arange(self.grad_n.shape[0], device=self.grad_n.device)
+        number_BT = self.split(number_n)
+        return number_BT.shape[1] == 1 and bool((number_BT.squeeze(1) == number_n).all())
+
+    def summed(self, grads_n: Tensor) -> Dense:
+        """Return the factor of gradients of rows, added up for every sample."""
+        return Dense(self.split(to_accumulation(grads_n)).sum(1))
+
+    def rerun(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Run the module again, in a graph of its own; returns its output (rows first) and its parameters there."""
+        own = {name: tracked.origin.value.detach().requires_grad_() for name, tracked in self.call.lent.items()}
+        given = iter(self.inputs)
+        leaves = [next(given).detach() if is_tensor else leaf for leaf, is_tensor in self.call.leaves]
+        args, kwargs = tree_unflatten(leaves, self.call.structure)
+        # As deep inside another module, its children's hooks lend nothing.
+        self.loan.begin()
+        try:
+            with torch.enable_grad(), _standing_in(self.call.module, own):
+                items = tree_flatten(self.call.module.forward(*args, **kwargs))[0]
+                (output,) = (item for item in items if isinstance(item, Tensor) and item.is_floating_point())
+                return output.movedim(self.call.axis, 0), own
+        finally:
+            self.loan.end()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradients of every row, ``(n, *P)``: the sampler's, or autograd's one row after the other."""
+        if self.call.samplers.gradients is not None:
+            return self.ask(self.call.samplers.gradients, norms=False)
+        output, own = self.rerun()
+        rows = self.grad_n.shape[0]
+        number_n = torch.arange(rows, device=self.grad_n.device)
+        alone = self.grad_n.new_zeros(rows, *self.grad_n.shape)
+        alone[number_n, number_n] = self.grad_n
+        found = batched_grad(output, list(own.values()), alone)
+        return {
+            name: tensor.new_zeros(rows, *tensor.shape) if grad is None else grad
+            for (name, tensor), grad in zip(own.items(), found, strict=True)
+        }
+
+    def weighted_sums(self, coef_n: Tensor) -> dict[str, Tensor]:
+        """Return every parameter's sum of gradients with these coefficients, shape ``*P``."""
+        grad_n = self.grad_n * coef_n.to(self.grad_n.dtype).view(-1, *[1] * (self.grad_n.dim() - 1))
+        scaled = replace(self, grad_n=grad_n)
+        if self.call.samplers.gradients is not None:
+            return {name: grads.sum(0) for name, grads in scaled.gradients().items()}
+        output, own = self.rerun()
+        found = torch.autograd.grad(output, list(own.values()), grad_n, allow_unused=True, materialize_grads=True)
+        return dict(zip(own, found, strict=True))
+
+
+class _Source:
+    """Forms gradients of one parameter of a call whose norms are known."""
+
+    def __init__(self, rows: _Rows, name: str, sums: "_Sums") -> None:
+        self._rows, self._name, self._sums = rows, name, sums
+
+    def gradients(self, keep_B: Tensor) -> Tensor:
+        return self._rows.kept(keep_B).gradients()[self._name]
+
+    def weighted_sum(self, coef_B: Tensor, keep_B: Tensor) -> Tensor:
+        return self._sums.of(self._name, coef_B, keep_B)
+
+
+class _Sums:
+    """Sums of all parameters of a call, formed together and handed out one by one."""
+
+    def __init__(self, rows: _Rows) -> None:
+        self._rows = rows
+        self._asked: tuple[Tensor, Tensor] | None = None
+        self._found: dict[str, Tensor] = {}
+
+    def of(self, name: str, coef_B: Tensor, keep_B: Tensor) -> Tensor:
+        same = self._asked is not None and all(map(torch.equal, self._asked, (coef_B, keep_B)))
+        if not same or name not in self._found:
+            self._found = self._rows.kept(keep_B).weighted_sums(coef_B)
+            self._asked = (coef_B.clone(), keep_B)
+        return self._found.pop(name)
+
+
+def _factors(rows: _Rows) -> dict[str, Factor]:
+    norms = rows.call.samplers.norms
+    if norms is None or not rows.one_each():
+        return {name: rows.summed(grads_n) for name, grads_n in rows.gradients().items()}
+    sums = _Sums(rows)
+    return {
+        name: Sampled(norm_B, _Source(rows, name, sums), shape=rows.call.lent[name].shape)
+        for name, norm_B in rows.ask(norms, norms=True).items()
+    }
+
+
+def _lent(module: nn.Module) -> dict[str, TrackedTensor]:
+    """Return the tracked tensors that stand for a module's parameters, by their names in it."""
+    found = {}
+    for path, part in module.named_modules():
+        for key, parameter in part._parameters.items():
+            if isinstance(parameter, TrackedTensor):
+                found[f"{path}.{key}" if path else key] = parameter
+    return found
+
+
+def _put(module: nn.Module, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        path, _, key = name.rpartition(".")
+        module.get_submodule(path)._parameters[key] = value
+
+
+@contextmanager
+def _standing_in(module: nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
+    """Put other tensors in the place of a module's parameters for a while."""
+    parts = {name: module.get_submodule(name.rpartition(".")[0]) for name in values}
+    before = {name: part._parameters[name.rpartition(".")[2]] for name, part in parts.items()}
+    _put(module, values)
+    try:
+        yield
+    finally:
+        _put(module, before)

@@ -1,0 +1,67 @@
+"""Per-sample gradients of which a registered function knows the norms, and which are formed only if they must be.
+
+Shape letters: B samples, ``*P`` the parameter's own shape.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ghostclip.factors.base import Factor, SquaredNorm, no_error, to_accumulation, where_kept
+from ghostclip.factors.dense import Dense
+
+
+class Source(Protocol):
+    """What forms gradients of one parameter."""
+
+    def gradients(self, keep_B: Tensor) -> Tensor:
+        """Return per-sample gradients ``(B, *P)``, zero where ``keep_B`` is False whatever the data."""
+
+    def weighted_sum(self, coef_B: Tensor, keep_B: Tensor) -> Tensor:
+        """Return ``Σ_b coef_B[b]·g_b`` over the samples kept, shape ``*P``."""
+
+
+class Sampled(Factor):
+    """The gradient of sample b has the norm ``norm_B[b]``; its entries are the source's."""
+
+    def __init__(self, norm_B: Tensor, source: Source, *, shape: Sequence[int], keep_B: Tensor | None = None) -> None:
+        """Keep the norms.
+
+        Args:
+            norm_B: Norms, shape ``(B,)``, any floating dtype.
+            source: Forms gradients.
+            shape: The parameter's shape.
+            keep_B: Which samples take part; None for all.
+        """
+        self.norm_B = to_accumulation(norm_B)
+        self.source = source
+        self.shape = torch.Size(shape)
+        self.batch_size = norm_B.shape[0]
+        self.keep_B = torch.ones_like(norm_B, dtype=torch.bool) if keep_B is None else keep_B
+
+    def sqnorm(self) -> SquaredNorm:
+        """Return the squared norms of the registered function."""
+        return no_error(self.norm_B.square())
+
+    def materialize(self) -> Tensor:
+        """Return the per-sample gradients, shape ``(B, *P)``."""
+        return to_accumulation(self.source.gradients(self.keep_B)).reshape(self.batch_size, *self.shape)
+
+    def add_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:
+        """Add the source's weighted sum to ``out``."""
+        out += self.source.weighted_sum(coef_B, self.keep_B).to(out.dtype).reshape(out.shape)
+
+    def masked(self, keep_B: Tensor) -> "Sampled":
+        """Return the factor with dropped samples set to zero."""
+        keep_B = keep_B.to(self.keep_B.device) & self.keep_B
+        return Sampled(where_kept(keep_B, self.norm_B), self.source, shape=self.shape, keep_B=keep_B)
+
+    def reshaped(self, shape: Sequence[int]) -> Factor:
+        """Return the factor of the same values for a parameter of ``shape``."""
+        return Dense(self.materialize()).reshaped(shape) if torch.Size(shape) != self.shape else self
+
+    def element_count(self) -> int:
+        """Return how many tensor elements the factor keeps alive."""
+        return self.norm_B.numel()

@@ -1,0 +1,216 @@
+"""Rules and samplers that users register: what they cover, and what is said when they are wrong."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ghostclip.errors import GhostClipError, InvalidOptionError, UncoveredParameterError, UnsupportedModelError
+from ghostclip.factors import Dense
+from ghostclip.grad_sample import register_grad_sampler, register_norm_sampler
+from ghostclip.rules import Captured, modules, register_rule, registry
+from tests.cases.registered import Affine, Around, ByGradients, ByNorms, affine_gradients, affine_norms
+from tests.exactness.runs import STRATEGIES, engine
+from tests.reference import clip_and_sum, per_sample_gradients
+
+# Not `torch.library.custom_op`, whose first call loads the compiler (10 s).
+LIBRARY = torch.library.Library("ghostclip_tests", "DEF")
+LIBRARY.define("scale(Tensor x, Tensor weight) -> Tensor")
+LIBRARY.impl("scale", lambda x, weight: x * weight, "CompositeImplicitAutograd")
+scale = torch.ops.ghostclip_tests.scale
+
+
+class Scaled(nn.Module):
+    """A layer whose operation only a user knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.weight = nn.Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, T, 5) to itself."""
+        return scale(self.first(x), self.weight)
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    """Let a test register what it likes."""
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+    for name in ("_GRADIENTS", "_NORMS"):
+        monkeypatch.setattr(modules, name, dict(getattr(modules, name)))
+
+
+def _scale_rule(call):
+    x = call.values["input"]
+    lead = x.dim() - 1
+
+    def factors(saved, grad, split):
+        return {"weight": Dense((split(saved[0], lead) * split(grad, lead)).sum(1))}
+
+    return Captured((x,), x, lead, factors, "mine")
+
+
+def _losses(model, batch):
+    return model(batch["x"]).square().mean((1, 2)) * batch["weight"]
+
+
+def _batch():
+    torch.manual_seed(0)
+    return {"x": torch.randn(4, 3, 5, dtype=torch.float64), "weight": torch.linspace(0.4, 1.9, 4, dtype=torch.float64)}
+
+
+def _compare(model, strategy):
+    """Assert that the clipped sums are those of one sample at a time; returns the clipper."""
+    batch = _batch()
+    wanted = clip_and_sum(per_sample_gradients(model, batch, _losses, axes={}))
+    clipper = engine(strategy)(model, wanted.max_grad_norm)
+    clipper.backward(_losses(model, batch))
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted.clipped[name], rtol=1e-10, atol=1e-12)
+    return clipper
+
+
+@pytest.mark.parametrize("named", [scale, "ghostclip_tests::scale", scale.default])
+def test_rule_for_an_operator_of_a_library(tables, named):
+    register_rule(named, arguments="input weight")(_scale_rule)
+    clipper = _compare(Scaled().double(), "bookkeeping")
+    assert {row.name: row.handled for row in clipper.coverage()}["weight"] == "ghostclip_tests::scale: mine"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_operator_without_a_rule_is_exact_as_well(strategy):
+    _compare(Scaled().double(), strategy)
+
+
+def test_operator_does_not_pass_for_the_function_of_the_same_name():
+    with torch.library._scoped_library("ghostclip_tests_other", "DEF") as library:
+        library.define("linear(Tensor x, Tensor weight) -> Tensor")
+        library.impl("linear", lambda x, weight: x * weight.sum(), "CompositeImplicitAutograd")
+        model = Scaled().double()
+        model.forward = lambda x: torch.ops.ghostclip_tests_other.linear(model.first(x), model.weight)
+        _compare(model, "bookkeeping")
+
+
+def test_rule_that_is_there_is_replaced_only_on_purpose(tables):
+    with pytest.raises(InvalidOptionError, match="a rule for linear already"):
+        register_rule(torch.nn.functional.linear, arguments="input weight bias")
+    register_rule("linear", arguments="input weight bias", replace=True)(lambda call: None)
+    _compare(nn.Sequential(nn.Linear(5, 4)).double(), "bookkeeping")
+
+
+def test_wrong_rule_shows(tables):
+    def doubled(call):
+        captured = _scale_rule(call)
+        return Captured(
+            captured.saved,
+            captured.rows,
+            captured.lead,
+            lambda *given: {"weight": Dense(2 * captured.factors(*given)["weight"].grad_BP)},
+            "mine",
+        )
+
+    register_rule(scale, arguments="input weight")(doubled)
+    with pytest.raises(AssertionError, match="not close"):
+        _compare(Scaled().double(), "bookkeeping")
+
+
+class Unregistered(ByGradients):
+    """A subclass, for which nothing is registered."""
+
+
+def test_custom_autograd_function_without_a_sampler_is_refused():
+    model = Around(Unregistered).double()
+    with pytest.raises(UncoveredParameterError, match=r"layer\.weight"):
+        _compare(model, "bookkeeping")
+
+
+@pytest.mark.parametrize(
+    ("sampler", "said"),
+    [
+        (lambda module, a, g: {module.weight: torch.zeros(4, 5, 5)}, "NoneType for parameter 'bias'"),
+        (lambda module, a, g: {module.weight: torch.zeros(5, 5)}, r"shape \(5, 5\) for parameter 'weight', not"),
+        (lambda module, a, g: {module.weight: 1.0}, "float for parameter 'weight'"),
+        (lambda module, a, g: {module.weight: torch.zeros(4, 5, 5), module.bias: g.sum(1)[:2]}, r"shape \(2, 5\)"),
+    ],
+)
+def test_wrong_sampler_is_named(tables, sampler, said):
+    register_grad_sampler(Unregistered)(sampler)
+    with pytest.raises(UnsupportedModelError, match=rf"(?s)layer \(Unregistered\).*{said}"):
+        _compare(Around(Unregistered).double(), "bookkeeping")
+
+
+def test_wrong_norms_are_named(tables):
+    register_norm_sampler(Unregistered)(affine_gradients)
+    with pytest.raises(UnsupportedModelError, match=r"shape \(4, 5, 5\) for parameter 'weight', not .* \(4,\)"):
+        _compare(Around(Unregistered).double(), "bookkeeping")
+
+
+def test_sampler_for_something_else_is_refused():
+    with pytest.raises(InvalidOptionError, match=r"subclass of torch\.nn\.Module"):
+        register_grad_sampler(Affine)
+    with pytest.raises(InvalidOptionError, match=r"subclass of torch\.nn\.Module"):
+        register_norm_sampler([ByNorms, torch.relu])
+
+
+class TwoOutputs(ByGradients):
+    """A layer that returns two tensors."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, T, 5) to two."""
+        y = super().forward(x)
+        return y, 2 * y
+
+
+def test_two_outputs_are_refused(tables):
+    register_grad_sampler(TwoOutputs)(affine_gradients)
+    model = TwoOutputs(5, 5)
+    clipper = engine("bookkeeping")(model, 1.0)
+    with pytest.raises(GhostClipError, match=r"\(TwoOutputs\).* returned 2 tensors"):
+        model(torch.randn(4, 3, 5))
+    # Nothing is left out of place.
+    clipper.remove()
+    assert type(model.weight) is nn.Parameter
+
+
+def test_parameters_are_back_after_an_exception(tables):
+    model = Around(ByGradients)
+    clipper = engine("bookkeeping")(model, 1.0)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model.layer(torch.randn(4, 3, 6))
+    assert type(model.layer.weight) is nn.Parameter
+    clipper.remove()
+    _compare(model.double(), "bookkeeping")
+
+
+def test_norms_alone_form_no_gradient_of_a_sample(tables):
+    """The clipped sum comes from one more backward of the module, never from a tensor of B gradients."""
+    seen = []
+
+    class Watching(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            seen.extend(x.shape for x in [result] if isinstance(x, Tensor))
+            return result
+
+    register_norm_sampler(Unregistered)(
+        lambda module, a, g: {
+            module.weight: ((a[0] @ a[0].mT) * (g @ g.mT)).sum((1, 2)).sqrt(),
+            module.bias: g.sum(1).norm(dim=1),
+        }
+    )
+    model = Around(Unregistered).double()
+    model.first.requires_grad_(False)
+    model.last.requires_grad_(False)
+    with Watching():
+        _compare_without_reference(model)
+    assert torch.Size([4, 5, 5]) not in seen
+
+
+def _compare_without_reference(model):
+    clipper = engine("bookkeeping")(model, 1.0)
+    clipper.backward(_losses(model, _batch()))
+
+
+def test_samplers_registered_in_the_table_of_cases_are_used():
+    assert modules.samplers_of(ByNorms(5, 5)).norms is affine_norms
+    assert modules.samplers_of(Unregistered(5, 5)) is None
