@@ -376,5 +376,6 @@ class PrivacyEngine:
             self._account.budgets.append(budget)
         optimizer, plan = private[1], request.plan
         self._account.open(optimizer, plan, checkpoints.mechanism(optimizer, plan))
+        plan.loader.stop_when = lambda: self._account.spent
         self._plan = plan
         return private

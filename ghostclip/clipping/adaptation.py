@@ -122,6 +122,18 @@ class QuantileAdaptation:
         shifted = inside_B.sum(dtype=torch.float64) - 0.5 * keep_B.sum(dtype=torch.float64)
         self._shifted_count = shifted if self._shifted_count is None else self._shifted_count + shifted
 
+    def peek(self) -> Tensor | None:
+        """Return the shifted count so far, or None. Not private."""
+        return self._shifted_count
+
+    def put(self, count: Tensor | None) -> None:
+        """Set the shifted count back.
+
+        Args:
+            count: What `peek` returned.
+        """
+        self._shifted_count = count
+
     def forget(self) -> None:
         """Drop the count of a logical batch that was released or abandoned."""
         self._shifted_count = None

@@ -14,11 +14,13 @@ from ghostclip.capture.evidence import probe_losses
 from ghostclip.capture.session import Session
 from ghostclip.capture.usage import Record, Use
 from ghostclip.clipping.coverage import Coverage, coverage_of
-from ghostclip.clipping.decisions import Decisions, columns
+from ghostclip.clipping.decisions import Decisions
+from ghostclip.clipping.diagnostics import Diagnostics
 from ghostclip.clipping.loss import check_loss, check_normaliser
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, Pass, SumPass
 from ghostclip.clipping.policies import ClipPolicy
+from ghostclip.clipping.savepoint import Savepoint
 from ghostclip.clipping.store import GradientStore
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
 
@@ -31,7 +33,7 @@ _TWO_PASS: Final = ("ghost", "fast")
 _PROBED_LOSSES: Final = 1
 
 
-class GhostClipper:
+class GhostClipper(Diagnostics):
     """Clips every sample's gradient on any model, without wrapping it and without forming per-sample gradients.
 
     After a backward each trainable ``p.grad`` has gained ``Σ_b min(1, C/‖g_b‖)·g_b``, where g_b is the gradient of
@@ -269,43 +271,6 @@ class GhostClipper:
         """Which data sets count as neighbours."""
         return self._decisions.relation
 
-    @property
-    def per_sample_norms(self) -> Tensor:
-        """Norm of every sample's whole gradient in the last backward, shape ``(B,)``, rounded up. Not private."""
-        if self._decisions.norm_GB is None:
-            raise GhostClipError("per_sample_norms: no backward has been run yet.")
-        return self._decisions.whole_norms()
-
-    @property
-    def group_norms(self) -> Tensor:
-        """Norm of every sample's gradient in each clip group, shape ``(B, G)``, rounded up. Not private."""
-        if self._decisions.norm_GB is None:
-            raise GhostClipError("group_norms: no backward has been run yet.")
-        return columns(self._decisions.norm_GB)
-
-    @property
-    def clip_coefficients(self) -> Tensor:
-        """Clip coefficients of the last backward, ``(B,)``, or ``(B, G)`` with several clip groups. Not private."""
-        if self._decisions.coef_GB is None:
-            raise GhostClipError("clip_coefficients: no backward has been run yet.")
-        coef_GB = self._decisions.coef_GB
-        return coef_GB[0] if len(coef_GB) == 1 else columns(coef_GB)
-
-    @property
-    def non_finite_samples(self) -> int:
-        """How many samples of the last backward had a NaN or infinite gradient and contributed nothing. Not private."""
-        return self._decisions.non_finite
-
-    @property
-    def non_finite_total(self) -> int:
-        """The same over all backwards since the clipper was attached. Not private."""
-        return self._decisions.non_finite_total
-
-    @property
-    def batch_size(self) -> int:
-        """Samples in the last backward."""
-        return 0 if self._decisions.norm_GB is None else self._decisions.norm_GB[0].numel()
-
     def sensitivity(self) -> float:
         """Return how far one sample can move the clipped sum (L2): what noise must be calibrated to.
 
@@ -359,6 +324,19 @@ class GhostClipper:
     def mark_empty_batch(self) -> None:
         """Count a batch without samples as a clipped sum of zero."""
         self._store.has_sum = True
+
+    def savepoint(self) -> Savepoint:
+        """Return what puts the sums, and all that was counted with them, back as they are now."""
+        generation = self.generation
+
+        def restore_generation() -> None:
+            self.generation = generation
+
+        return Savepoint(self._store.snapshot(), self._decisions.snapshot(), restore_generation)
+
+    def merge_passes(self, *, since: int) -> None:
+        """Count the backwards after the first `since` as one: they went through parts that share no sample."""
+        self._decisions.merge_passes(since)
 
     def reset(self) -> None:
         """Forget the sums; sets ``p.grad`` to None."""

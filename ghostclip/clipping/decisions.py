@@ -3,6 +3,8 @@
 Shape letters: B samples, G clip groups.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -113,6 +115,20 @@ class Decisions:
         merged = self._sensitivities[since:]
         if merged:
             self._sensitivities[since:] = [max(merged)]
+
+    def snapshot(self) -> Callable[[], None]:
+        """Return a function that puts back what is remembered now."""
+        sensitivities, total = list(self._sensitivities), self.non_finite_total
+        adaptation = self.policy.adaptation
+        count = None if adaptation is None else adaptation.peek()
+
+        def restore() -> None:
+            self._sensitivities = list(sensitivities)
+            self.non_finite_total = total
+            if adaptation is not None:
+                adaptation.put(count)
+
+        return restore
 
     def forget(self) -> None:
         """The sums were released or dropped."""

@@ -1,6 +1,6 @@
 """Where clipped sums are kept: in ``p.grad`` where its precision allows, in a float32 buffer beside it otherwise."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -140,6 +140,21 @@ class GradientStore:
         for parameter in self._parameters.values():
             if hasattr(parameter, "grad_sample"):
                 del parameter.grad_sample
+
+    def snapshot(self) -> Callable[[], None]:
+        """Return a function that puts the sums back as they are now; they are copied to the memory of the CPU."""
+        had_sum = self.has_sum
+        copies = {parameter: kept.to("cpu", copy=True) for parameter, kept in self._sums.items()}
+
+        def restore() -> None:
+            self.reset()
+            for parameter, copy in copies.items():
+                self._sums[parameter] = copy.to(parameter.device)
+                parameter.grad = self._sums[parameter] if parameter.dtype in _FULL_PRECISION else None
+            if had_sum:
+                self.finish()
+
+        return restore
 
     def reset(self) -> None:
         """Forget all sums and per-sample gradients."""

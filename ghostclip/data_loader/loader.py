@@ -34,6 +34,7 @@ class DPDataLoader(DataLoader):
 
     Attributes:
         sample_rate: q, the probability with which a record joins a batch.
+        stop_when: Asked before each batch is handed out; True ends the pass (a privacy budget is spent).
         batch_sampler: The `PrivateSampler`.
 
     Args:
@@ -57,6 +58,8 @@ class DPDataLoader(DataLoader):
         DataError: If the data set is empty, has no length, or is smaller than a batch.
         InvalidOptionError: If an option is out of range.
     """
+
+    stop_when: Callable[[], bool] | None = None
 
     def __init__(  # noqa: PLR0913 - torch's own options, named instead of swallowed
         self,
@@ -183,6 +186,8 @@ class DPDataLoader(DataLoader):
         sampler = self.private_sampler
         with sampler.tracking():
             for batch in super().__iter__():
+                if self.stop_when is not None and self.stop_when():
+                    return
                 sampler.mark_delivered()
                 yield batch
 

@@ -326,6 +326,11 @@ class DPOptimizer(WrappedOptimizer):
             self.require_released()
         self._batch.enter(token)
 
+    @property
+    def current_token(self) -> BatchToken | None:
+        """The token of the physical batch that is being processed, if batches come with tokens."""
+        return self._batch.token
+
     def require_released(self) -> None:
         """Check that no logical batch is half-way.
 

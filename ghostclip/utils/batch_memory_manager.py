@@ -45,6 +45,14 @@ class _FixedSize:
     def after(self, size: int) -> None:
         """Nothing to learn."""
 
+    def failed(self, size: int) -> None:
+        """Hand out batches of half that size from now on.
+
+        Args:
+            size: Number of samples that did not fit.
+        """
+        self.size = min(self.size, max(1, size // 2))
+
 
 class _LearnedSize:
     """A physical batch size that grows from one sample while the real training steps are measured.
@@ -85,6 +93,15 @@ class _LearnedSize:
                 self._warned = True
                 _log.warning("one sample at a time already exceeds memory_budget; continuing with one")
 
+    def failed(self, size: int) -> None:
+        """Learn that a size does not fit.
+
+        Args:
+            size: Its number of samples.
+        """
+        self._measuring = False
+        self._search.record_failure(size)
+
 
 class BatchMemoryManager:
     """Splits logical batches into physical ones that fit in memory, without changing what is released.
@@ -101,6 +118,14 @@ class BatchMemoryManager:
     - without it, the first real physical batches are measured: they start at one sample and grow while the budget
       allows, so nothing is computed twice. On CUDA that never provokes an out-of-memory error to recover from, so the
       budget is a share of the free memory there too.
+
+    A batch that runs out of memory all the same is tried again in parts if the loop lets the loader run it:
+
+        with BatchMemoryManager(...) as loader:
+            for batch in loader:
+                loader.run(batch, lambda part: criterion(model(part[0]), part[1]).backward())
+                optimizer.step()
+                optimizer.zero_grad()
 
     Args:
         data_loader: The loader of logical batches, as `PrivacyEngine.make_private` returns it.

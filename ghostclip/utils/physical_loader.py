@@ -14,9 +14,10 @@ from typing import Any, NamedTuple, Protocol
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from ghostclip.data_loader.workers import worker_options
-from ghostclip.errors import DataError
+from ghostclip.errors import DataError, MissingGradientError
 from ghostclip.optimizers import BatchToken, DPOptimizer
 from ghostclip.sampling import PrivateSampler
+from ghostclip.utils.out_of_memory import run_in_parts
 
 
 class SizePolicy(Protocol):
@@ -31,6 +32,13 @@ class SizePolicy(Protocol):
 
     def after(self, size: int) -> None:
         """A physical batch was processed.
+
+        Args:
+            size: Its number of samples.
+        """
+
+    def failed(self, size: int) -> None:
+        """A physical batch did not fit in memory.
 
         Args:
             size: Its number of samples.
@@ -144,6 +152,7 @@ class PhysicalBatchLoader(DataLoader[Any]):
         self, loader: DataLoader[Any], *, optimizer: DPOptimizer, policy: SizePolicy, expected_batch_size: float
     ) -> None:
         self._logical_batches = splittable_batches(loader)
+        self._stop_when: Callable[[], bool] | None = getattr(loader, "stop_when", None)
         self._optimizer = optimizer
         self._policy = policy
         self._physical_per_logical = lambda: max(1, math.ceil(expected_batch_size / policy.size))
@@ -160,6 +169,8 @@ class PhysicalBatchLoader(DataLoader[Any]):
         token: BatchToken | None = None
         try:
             for token, batch in self._delivered(super().__iter__()):
+                if token.chunk == 0 and self._stop_when is not None and self._stop_when():
+                    return
                 self._optimizer.begin_physical_batch(token)
                 self._policy.before()
                 yield batch
@@ -169,6 +180,26 @@ class PhysicalBatchLoader(DataLoader[Any]):
             # By identity: a loop that is finalised late must not drop what a newer one has accumulated.
             if token is not None:
                 self._optimizer.discard_pending(token=token)
+
+    def run(self, batch: Any, work: Callable[[Any], Any]) -> list[Any]:
+        """Run forward and backward on the batch just handed out, in smaller parts where memory runs out.
+
+        Every sample is in the clipped sum once, whatever failed on the way; batches handed out later are smaller.
+
+        Args:
+            batch: What this loader handed out last.
+            work: Runs forward and backward on a part of it.
+
+        Returns:
+            What `work` returned, part by part; one part if all went well.
+
+        Raises:
+            MissingGradientError: If no batch has been handed out.
+        """
+        token = self._optimizer.current_token
+        if token is None:
+            raise MissingGradientError("run(): no batch of this loader is being processed; call it inside the loop.")
+        return run_in_parts(self._optimizer, batch, token.size, work, self._policy.failed)
 
     def _delivered(self, physical: Iterator[tuple[BatchToken, Any]]) -> Iterator[tuple[BatchToken, Any]]:
         """Tell a private sampler which logical batches were handed out, so that a checkpoint knows where to resume."""

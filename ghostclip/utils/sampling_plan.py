@@ -7,7 +7,7 @@ other place computes a rate.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
@@ -143,7 +143,7 @@ class ShuffledPlan:
         # As if a pass had ended, so that the first step is charged whatever loader it comes from.
         self._steps_in_pass = len(self._passes)
         self._charged_at = float("inf")
-        self.loader: DataLoader[Any] = DataLoader(
+        self.loader: DataLoader[Any] = _StoppableLoader(
             loader.dataset,
             batch_sampler=self._passes,
             collate_fn=loader.collate_fn,
@@ -206,6 +206,18 @@ def plan_for(loader: DataLoader[Any], *, poisson_sampling: bool, before: Samplin
             stacklevel=3,
         )
     return PoissonPlan(loader) if poisson_sampling else ShuffledPlan(loader)
+
+
+class _StoppableLoader(DataLoader[Any]):
+    """A loader whose passes end when it is told so."""
+
+    stop_when: Callable[[], bool] | None = None
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for batch in super().__iter__():
+            if self.stop_when is not None and self.stop_when():
+                return
+            yield batch
 
 
 class _CountedPasses(Sampler[list[int]]):
