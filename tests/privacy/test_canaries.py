@@ -108,7 +108,7 @@ def steps(model, optimizer, loader, count):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_gradient_canary_adds_c_to_its_coordinate(reduction):
-    """Two canaries, two steps: the included one adds C over the expected batch size to its coordinate, and nothing else."""
+    """Two canaries, two steps: the included one adds C over the expected batch size to its coordinate, once a step."""
     released = []
     for included in ([False, False], [True, False]):
         torch.manual_seed(0)
