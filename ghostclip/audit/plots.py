@@ -9,7 +9,7 @@ import numpy as np
 
 from ghostclip.audit.finding import Finding
 from ghostclip.audit.scores import Scores
-from ghostclip.audit.trade_off import ApproximateTradeOff
+from ghostclip.audit.trade_off import ApproximateTradeOff, GaussianTradeOff, TradeOff
 from ghostclip.errors import InvalidOptionError
 
 if TYPE_CHECKING:
@@ -74,15 +74,13 @@ def _roc(axes: Axes, scores: Scores, finding: Finding) -> None:
     axes.step(np.r_[1.0, fpr], np.r_[1.0, tpr], where="post", color=_MEMBER, linewidth=1.6, label="this attack")
     rate = np.linspace(0.0, 1.0, 400)
     axes.plot(rate, rate, color=_CLAIM, linewidth=0.8, linestyle=":", label="a guess")
-    _bound(axes, finding.epsilon, finding.delta, _FOUND, f"allowed by ε = {finding.epsilon:.2f} (found)")
-    if finding.claimed_epsilon is not None:
-        _bound(
-            axes,
-            finding.claimed_epsilon,
-            finding.delta,
-            _CLAIM,
-            f"allowed by ε = {finding.claimed_epsilon:.2f} (claimed)",
-        )
+    if finding.mu is None:
+        _bound(axes, ApproximateTradeOff(finding.epsilon, finding.delta), _FOUND, f"ε = {finding.epsilon:.2f}, found")
+    else:
+        _bound(axes, GaussianTradeOff(finding.mu), _FOUND, f"μ = {finding.mu:.2f}, found (Gaussian)")
+    claimed = finding.claimed_epsilon
+    if claimed is not None:
+        _bound(axes, ApproximateTradeOff(claimed, finding.delta), _CLAIM, f"ε = {claimed:.2f}, claimed")
     if finding.fpr is not None and finding.fnr is not None:
         axes.plot([finding.fpr], [1 - finding.fnr], "D", color=_FOUND, markersize=6, label="where it was bounded")
     axes.set_xlim(0.0, 1.0)
@@ -93,9 +91,7 @@ def _roc(axes: Axes, scores: Scores, finding: Finding) -> None:
     axes.grid(alpha=0.25)
 
 
-def _bound(axes: Axes, epsilon: float, delta: float, colour: str, label: str) -> None:
-    """Draw the highest ROC curve that (ε, δ)-DP allows, which is where `least` gives the false positive rate."""
+def _bound(axes: Axes, curve: TradeOff, colour: str, label: str) -> None:
+    """Draw the highest ROC curve that a trade-off curve allows: `least` gives the false positive rate."""
     tpr = np.linspace(0.0, 1.0, 2001)
-    axes.plot(
-        ApproximateTradeOff(epsilon, delta).least(tpr), tpr, color=colour, linewidth=1.2, linestyle="--", label=label
-    )
+    axes.plot(curve.least(tpr), tpr, color=colour, linewidth=1.2, linestyle="--", label=f"allowed by {label}")
