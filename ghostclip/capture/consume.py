@@ -17,6 +17,7 @@ from ghostclip.capture.general import in_general
 from ghostclip.capture.nodes import enter_graph, keep, own, source
 from ghostclip.capture.operation import Operation
 from ghostclip.capture.provenance import METADATA_KEY, leads_to
+from ghostclip.capture.rewrite import rewritten
 from ghostclip.capture.rows import listed_rows, row_maps
 from ghostclip.capture.tracked import TrackedTensor, plain
 from ghostclip.capture.usage import Use, no_axis
@@ -27,7 +28,7 @@ from ghostclip.rules import Call, Captured, rule_for
 if TYPE_CHECKING:
     from ghostclip.capture.session import Session
 
-# Data is brought to a parameter's dtype, device or shape; its values take no part.
+# One of two tensors is brought to the other's dtype, device or shape; the other's values take no part.
 _LIKE = {"to", "type_as", "view_as", "reshape_as", "expand_as"}
 
 
@@ -44,31 +45,65 @@ def consume(session: "Session", operation: Operation) -> Any:
     Raises:
         BatchAxisError: No axis of the data can hold the samples.
     """
-    if operation.name in _LIKE and not isinstance(operation.args[0], TrackedTensor):
-        return operation.run_plain()
-    try:
-        bound = _bind(operation)
-    except GhostClipError as error:
-        place = session.describe_module(operation.tracked[0].origin.names[0])
-        raise type(error)(f"{place}: {error}") from None
-    record = session.record
-    spread_already = all(spread_over(t, record.batch_size, record.axis) for t in operation.tracked)
-    owns_rows = record.batch_size > 1 and spread_already and not operation.is_in_place
-    if owns_rows and all(t.origin.value.dim() > 2 for t in operation.tracked):
+    again = rewritten(operation)
+    if again is not None:
+        return again()
+    if operation.name in _LIKE:
+        return _like(operation)
+    bound = _bound(session, operation)
+    own_rows = _own_rows(session, operation)
+    if own_rows and all(t.origin.value.dim() > 2 for t in operation.tracked):
         # One matrix for every sample is no product over letters that all samples share.
         return _with_own_rows(session, operation)
-    if bound is not None and _has_rows(session, bound[1]):
-        return _by_rule(session, operation, *bound)
-    if bound is not None and not any(tensor.requires_grad for tensor in operation.plain):
-        # The samples' number stands on an axis that cannot hold samples: a constant.
-        return derive(operation.func, operation.name, operation.args, operation.kwargs)
+    if bound is not None:
+        if _has_rows(session, bound[1]):
+            return _by_rule(session, operation, *bound)
+        if not _in_graph(operation):
+            # The samples' number stands on an axis that cannot hold samples: a constant.
+            return _derived(operation)
     if broadcast.is_elementwise(operation.name):
         spread = _by_spreading(session, operation)
         if spread is not NotImplemented:
             return spread
-    if owns_rows:
-        return _with_own_rows(session, operation)
-    return in_general(session, operation)
+    return _with_own_rows(session, operation) if own_rows else _otherwise(session, operation)
+
+
+def _like(operation: Operation) -> Any:
+    return _derived(operation) if isinstance(operation.args[0], TrackedTensor) else operation.run_plain()
+
+
+def _derived(operation: Operation) -> Any:
+    return derive(operation.func, operation.name, operation.args, operation.kwargs)
+
+
+def _in_graph(operation: Operation) -> bool:
+    return any(tensor.requires_grad for tensor in operation.plain)
+
+
+def _own_rows(session: "Session", operation: Operation) -> bool:
+    """Return whether the tracked tensors have one copy a sample already."""
+    record = session.record
+    if record.batch_size < 2 or operation.is_in_place:
+        return False
+    return all(spread_over(t, record.batch_size, record.axis) for t in operation.tracked)
+
+
+def _otherwise(session: "Session", operation: Operation) -> Any:
+    try:
+        return in_general(session, operation)
+    except BatchAxisError:
+        if _in_graph(operation) or operation.is_in_place:
+            raise
+        # As many entries as samples, and no room for samples in the result: a constant as well.
+        return _derived(operation)
+
+
+def _bound(session: "Session", operation: Operation) -> tuple[dict[str, TrackedTensor], Captured] | None:
+    try:
+        return _bind(operation)
+    except GhostClipError as error:
+        place = session.describe_module(operation.tracked[0].origin.names[0])
+        raise type(error)(f"{place}: {error}") from None
 
 
 def _bind(operation: Operation) -> tuple[dict[str, TrackedTensor], Captured] | None:

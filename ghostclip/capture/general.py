@@ -85,10 +85,10 @@ def in_general(session: "Session", operation: Operation) -> Any:
         specs.append(local.run(tensors, items))
         return [item for item in items if _in_graph(item)]
 
-    session.register(use)
     deliver = _delivery(session, use, rerun, output_maps)
     results = list(Region.apply(run, deliver, session.anchor, *operation.plain))
     output_maps += [_output_maps(output, place, operation, session, site) for place, output in enumerate(results)]
+    session.register(use)
     fresh = iter(results)
     return tree_unflatten([next(fresh) if _in_graph(item) else item for item in items], specs[-1])
 
