@@ -13,6 +13,7 @@ from ghostclip._validate import positive_int
 from ghostclip.accounting.events import SamplingEvent
 from ghostclip.data_loader.accepted import checked_batch_size, dataset_length, record_sampler
 from ghostclip.data_loader.empty_batch import EmptyBatchCollate
+from ghostclip.data_loader.resumed import started
 from ghostclip.data_loader.workers import worker_options
 from ghostclip.distributed import share_sampler, world_size
 from ghostclip.errors import DataError, InvalidOptionError
@@ -185,7 +186,7 @@ class DPDataLoader(DataLoader):
         """
         sampler = self.private_sampler
         with sampler.tracking():
-            for batch in super().__iter__():
+            for batch in started(super().__iter__, resuming=sampler.resuming):
                 if self.stop_when is not None and self.stop_when():
                     return
                 sampler.mark_delivered()

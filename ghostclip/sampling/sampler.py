@@ -129,6 +129,11 @@ class PrivateSampler(Sampler[list[int]]):
             if self._loop is not loop:
                 raise InvalidOptionError("a newer loop over this private loader has started; use one at a time.")
 
+    @property
+    def resuming(self) -> bool:
+        """Whether the next pass continues an epoch that was interrupted."""
+        return self._resuming
+
     def _begin_epoch(self) -> None:
         """Set where the epoch that starts now ends."""
         if not self._resuming:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from ghostclip.data_loader.resumed import started
 from ghostclip.data_loader.workers import worker_options
 from ghostclip.errors import DataError, MissingGradientError
 from ghostclip.optimizers import BatchToken, DPOptimizer
@@ -168,7 +169,9 @@ class PhysicalBatchLoader(DataLoader[Any]):
         self._optimizer.discard_pending()
         token: BatchToken | None = None
         try:
-            for token, batch in self._delivered(super().__iter__()):
+            sampler = self._logical_batches
+            resuming = isinstance(sampler, PrivateSampler) and sampler.resuming
+            for token, batch in self._delivered(started(super().__iter__, resuming=resuming)):
                 if token.chunk == 0 and self._stop_when is not None and self._stop_when():
                     return
                 self._optimizer.begin_physical_batch(token)

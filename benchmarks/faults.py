@@ -1,0 +1,325 @@
+"""Kill private trainings with SIGKILL and resume them: `python -m benchmarks.faults` writes kill-test.json and .md.
+
+Each training runs in a process of its own, which is killed at random times, or at chosen points of a step, and started
+again. After every kill the ledger must hold each release that was applied; at the end the model must equal that of a
+run that nobody killed, bit for bit, and so must the account.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks import machine
+from ghostclip import PrivacyEngine
+from ghostclip.utils.batch_memory_manager import BatchMemoryManager
+from ghostclip.utils.ledger_file import LedgerFile
+
+RESULTS = Path(__file__).resolve().parent / "results"
+# Where a process kills itself: before its step is in the ledger, after, after the update, in the middle of a save.
+POINTS = ("before the ledger", "after the ledger", "after the update", "in a save", "between physical batches")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "flat": {"max_grad_norm": 0.5},
+    "adaptive": {"max_grad_norm": 0.5, "clipping": "adaptive"},
+    "per_layer, ghost": {"max_grad_norm": 1.0, "clipping": "per_layer", "grad_sample_mode": "ghost"},
+}
+_SAVE_EVERY = 4
+_DELTA = 1e-5
+LastWord = Callable[[str], None]
+
+
+class Training:
+    """One process of a training: continues from the folder's checkpoint, and saves there every few steps.
+
+    Args:
+        folder: Holds checkpoint, ledger and the record of applied steps.
+        options: Options of `make_private`.
+        last_word: Called with the name of each point of a step that is reached.
+    """
+
+    def __init__(self, folder: Path, options: dict[str, Any], last_word: LastWord) -> None:
+        self._folder, self._last_word = folder, last_word
+        self._ghost = options.get("grad_sample_mode") == "ghost"
+        torch.manual_seed(5)
+        data = TensorDataset(torch.randn(64, 6), torch.randint(0, 3, (64,)))
+        model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Dropout(0.2), nn.Linear(12, 3))
+        self.engine = PrivacyEngine(ledger=folder / "ledger")
+        private: Any = self.engine.make_private(
+            module=model,
+            optimizer=torch.optim.Adam(model.parameters(), lr=0.02),
+            data_loader=DataLoader(data, batch_size=8),
+            noise_multiplier=1.0,
+            **options,
+        )
+        self.model, self.optimizer, self.loader = private[0], private[1], private[-1]
+        if (folder / "run.pt").exists():
+            self.engine.load_checkpoint(path=folder / "run.pt", module=self.model, optimizer=self.optimizer)
+        self.optimizer.attach_step_hook(lambda _: last_word("before the ledger"))
+        self.optimizer.attach_release_hook(lambda *_: last_word("after the ledger"))
+
+    def save(self) -> None:
+        """Write the checkpoint."""
+        replace = Path.replace
+
+        def interrupted(path: Path, target: Path) -> Path:
+            self._last_word("in a save")
+            return replace(path, target)
+
+        Path.replace = interrupted  # type: ignore[method-assign,assignment]
+        try:
+            self.engine.save_checkpoint(path=self._folder / "run.pt", module=self.model, optimizer=self.optimizer)
+        finally:
+            Path.replace = replace  # type: ignore[method-assign]
+
+    def run(self, steps: int) -> None:
+        """Train until so many steps were released, counted from the very beginning.
+
+        Args:
+            steps: How many.
+        """
+        while self.optimizer.releases < steps:
+            with BatchMemoryManager(
+                data_loader=self.loader, max_physical_batch_size=5, optimizer=self.optimizer
+            ) as batches:
+                for inputs, targets in batches:
+                    self._step(inputs, targets)
+                    if self.optimizer.last_step_was_virtual:
+                        self._last_word("between physical batches")
+                        continue
+                    self._applied()
+                    if self.optimizer.releases >= steps:
+                        break
+
+    def _step(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        losses_B = nn.functional.cross_entropy(self.model(inputs), targets, reduction="none")
+        self.optimizer.clipper.backward(losses_B)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def _applied(self) -> None:
+        number = self.optimizer.releases - 1
+        with (self._folder / "applied").open("a") as file:
+            file.write(f"{number}\n")
+        self._last_word("after the update")
+        if self.optimizer.releases % _SAVE_EVERY == 0:
+            self.save()
+
+    def outcome(self) -> dict[str, Any]:
+        """Return what must not depend on kills."""
+        digest = hashlib.sha256()
+        for tensor in self.model.state_dict().values():
+            digest.update(tensor.numpy().tobytes())
+        moments = self.optimizer.state_dict()["state"]
+        for state in moments.values():
+            digest.update(b"".join(value.numpy().tobytes() for value in state.values()))
+        accountant = self.engine.accountant
+        return {
+            "sha256": digest.hexdigest(),
+            "steps": len(accountant),
+            "epsilon": accountant.get_epsilon(_DELTA),
+            "bound": self.optimizer.max_grad_norm,
+        }
+
+
+@dataclass
+class Killed:
+    """One training that was killed, and what was seen."""
+
+    options: str
+    kills: int = 0
+    lost_steps: int = 0
+    kills_between_ledger_and_update: int = 0
+    ledger_below_released: int = 0
+    equal: bool = False
+    epsilon: float = 0.0
+    points: list[str] = field(default_factory=list)
+
+
+def _in_child(work: Callable[[], None], *, kill_after: float | None = None) -> bool:
+    """Run something in a forked process, perhaps kill it; return whether it came to its end."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            warnings.simplefilter("ignore")
+            work()
+            status = 0
+        except BaseException:  # noqa: BLE001 - the parent is told by the exit status
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    if kill_after is not None:
+        time.sleep(kill_after)
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+        return False
+    if status != 0:
+        raise RuntimeError("the training failed by itself; see the error above.")
+    return True
+
+
+def _train_in(folder: Path, name: str, steps: int, last_word: LastWord) -> Callable[[], None]:
+    def work() -> None:
+        training = Training(folder, OPTIONS[name], last_word)
+        training.run(steps)
+        (folder / "outcome").write_text(json.dumps(training.outcome()))
+
+    return work
+
+
+def _start(folder: Path, name: str) -> None:
+    """Write the checkpoint that the undisturbed and the killed run both begin with: the same keys, no step."""
+    Training(folder, OPTIONS[name], lambda _: None).save()
+
+
+def _look(folder: Path, seen: Killed) -> None:
+    """Compare the ledger with what was applied."""
+    applied_file, ledger_file = folder / "applied", folder / "ledger"
+    lines = applied_file.read_text().split("\n")[:-1] if applied_file.exists() else []
+    applied = {int(line) for line in lines}
+    entries = LedgerFile(ledger_file).entries if ledger_file.exists() else []
+    written = {entry.number for entry in entries}
+    seen.ledger_below_released += len(applied - written)
+    seen.kills_between_ledger_and_update += len(written) > len(applied)
+    if (folder / "run.pt").exists():
+        saved = torch.load(folder / "run.pt", weights_only=True)["ghostclip_releases"]
+        seen.lost_steps += max(0, len(applied) - saved)
+
+
+def _dies_at(point: str, after: int) -> LastWord:
+    reached = 0
+
+    def last_word(here: str) -> None:
+        nonlocal reached
+        reached += here == point
+        if here == point and reached > after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return last_word
+
+
+def kill_one_training(name: str, steps: int, kills: int, chance: random.Random, *, at_points: bool) -> Killed:
+    """Run a training once undisturbed and once with kills.
+
+    Args:
+        name: Which options, of `OPTIONS`.
+        steps: Length of the training.
+        kills: Most kills.
+        chance: Chooses the times.
+        at_points: Kill at the points of a step in turn, instead of at random times.
+
+    Returns:
+        What was seen.
+    """
+    seen = Killed(name)
+    with tempfile.TemporaryDirectory() as place:
+        whole, killed = Path(place, "whole"), Path(place, "killed")
+        whole.mkdir()
+        _in_child(lambda: _start(whole, name))
+        shutil.copytree(whole, killed)
+        began = time.perf_counter()
+        _in_child(_train_in(whole, name, steps, lambda _: None))
+        length = time.perf_counter() - began
+        finished = False
+        while not finished and seen.kills < kills:
+            point = POINTS[seen.kills % len(POINTS)]
+            last_word = _dies_at(point, chance.randrange(3)) if at_points else (lambda _: None)
+            delay = None if at_points else chance.uniform(0.0, 0.6 * length)
+            finished = _in_child(_train_in(killed, name, steps, last_word), kill_after=delay)
+            if not finished:
+                seen.kills += 1
+                seen.points.append(point if at_points else f"{delay:.3f} s")
+            _look(killed, seen)
+        if not finished:
+            _in_child(_train_in(killed, name, steps, lambda _: None))
+        first, second = (json.loads((folder / "outcome").read_text()) for folder in (whole, killed))
+        seen.equal, seen.epsilon = first == second, second["epsilon"]
+    return seen
+
+
+def _markdown(record: dict[str, Any]) -> str:
+    about, trainings = record["machine"], record["trainings"]
+    rows = [
+        f"| {t['options']} | {t['kills']} | {t['lost_steps']} | {t['kills_between_ledger_and_update']} | "
+        f"{t['ledger_below_released']} | {'yes' if t['equal'] else '**no**'} | {t['epsilon']:.4f} |"
+        for t in trainings
+    ]
+    return "\n".join(
+        [
+            f"`{record['command']}` on {about['cpu']}, {about['cores']} cores, {about['os']}; "
+            f"Python {about['python']}, torch {about['versions']['torch']}; "
+            f"commit {str(about['commit'])[:10]}, {record['date']}.",
+            "",
+            f"{sum(t['kills'] for t in trainings)} kills over {len(trainings)} trainings of {record['steps']} steps.",
+            "",
+            "| training | kills | steps made again | ledger ahead of the update | released, not in the ledger | "
+            "equal to the undisturbed run | ε |",
+            "|---|---:|---:|---:|---:|---|---:|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)
+    parser.add_argument("--kills", type=int, default=60, help="kill at least so often (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=150, help="length of each training (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of the times of the kills (default: %(default)s)")
+    parser.add_argument("--points", action="store_true", help="kill at each point of a step, not at random times")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the files (default: %(default)s)")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Kill trainings until there were enough kills.
+
+    Returns:
+        0 if every training came out equal and no ledger was ever behind, else 1.
+    """
+    options = _options()
+    os.nice(19)
+    torch.set_num_threads(1)
+    chance, trainings = random.Random(options.seed), []
+    names = list(OPTIONS)
+    while sum(seen.kills for seen in trainings) < options.kills:
+        name = names[len(trainings) % len(names)]
+        trainings.append(kill_one_training(name, options.steps, options.kills, chance, at_points=options.points))
+        print(json.dumps(asdict(trainings[-1])), flush=True)
+    record = {
+        "command": "python -m benchmarks.faults " + " ".join(sys.argv[1:]),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "machine": machine.describe(torch.device("cpu")),
+        "steps": options.steps,
+        "trainings": [asdict(seen) for seen in trainings],
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "kill-test.json").write_text(json.dumps(record, indent=1) + "\n")
+    (options.out / "kill-test.md").write_text(_markdown(record))
+    good = all(seen.equal and not seen.ledger_below_released for seen in trainings)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
