@@ -2,5 +2,16 @@
 
 from ghostclip.distributed.agreement import require_agreement, share_noise, share_sampler, world_size
 from ghostclip.distributed.release import noisy_shard, noisy_sum_
+from ghostclip.distributed.shared import SharedNoise, noise_for, share_parameters
 
-__all__ = ["noisy_shard", "noisy_sum_", "require_agreement", "share_noise", "share_sampler", "world_size"]
+__all__ = [
+    "SharedNoise",
+    "noise_for",
+    "noisy_shard",
+    "noisy_sum_",
+    "require_agreement",
+    "share_noise",
+    "share_parameters",
+    "share_sampler",
+    "world_size",
+]

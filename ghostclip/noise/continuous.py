@@ -12,7 +12,7 @@ from ghostclip._validate import choice
 from ghostclip.errors import InvalidOptionError
 from ghostclip.noise.exact import ExactNoise
 from ghostclip.noise.gaussian import box_muller
-from ghostclip.noise.keyed import Block, KeyedNoise, NoiseSource
+from ghostclip.noise.keyed import Block, KeyedNoise
 from ghostclip.noise.streamed import StreamedNoise
 from ghostclip.sampling.keys import RandomKey
 
@@ -26,7 +26,7 @@ _GPU_BLOCKS = 2**20
 
 def make_noise_source(
     *, level: str = "fast", seed: int | None = None, generator: torch.Generator | None = None
-) -> NoiseSource:
+) -> KeyedNoise:
     """Return a noise source of a level.
 
     Args:
@@ -98,7 +98,7 @@ def _gpu_normal(key: RandomKey, block: Block, device: torch.device) -> torch.Ten
     """
     if block.number >= _GPU_BLOCKS:
         raise InvalidOptionError(f"tensor of more than {_GPU_BLOCKS * GPU_BLOCK} elements: add noise to it in parts.")
-    first = int.from_bytes(key.digest(0, 8), "little")
+    first = int.from_bytes(key.digest(0, 8, part=2**63), "little")
     generator = torch.Generator(device)
     generator.manual_seed((first + block.position * _GPU_BLOCKS + block.number) % 2**63)
     return torch.empty(block.size, dtype=torch.float64, device=device).normal_(generator=generator)
@@ -115,7 +115,7 @@ class SecureNoise(StreamedNoise):
         not covered.
 
     Cost:
-        With ChaCha20 about the time of `FastNoise`, with SHAKE-128 about three times as much.
+        With ChaCha20 about the time of `FastNoise`, with SHAKE-128 about twice as much.
     """
 
     level = "secure"

@@ -8,19 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from ghostclip import PrivacyEngine
 from ghostclip.data_loader import DPDataLoader
 from ghostclip.distributed import noisy_shard, noisy_sum_, require_agreement, share_noise, share_sampler
 from ghostclip.errors import FixedSeedWarning, InvalidOptionError
 from ghostclip.noise import make_noise_source
 from ghostclip.sampling import Poisson, PrivateSampler
+from ghostclip.utils.batch_memory_manager import BatchMemoryManager
 
 LEVELS = ("fast", "secure", "exact")
 SHAPES = ((70_001,), (3, 5), (1,))
 RECORDS = 300
 STD = 5.0
+SIGMAS = (0.0, 1.0)
 
 
 def partial_sums(level: str, rank: int) -> list[torch.Tensor]:
@@ -42,14 +45,59 @@ def run(rank: int, ranks: int, folder: str) -> None:
     warnings.simplefilter("ignore", FixedSeedWarning)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
     try:
-        found = {
+        found: dict[str, Any] = {
             "batches": _batches(),
             "noise": {level: _releases(level, rank) for level in LEVELS},
             "refused": _refused(rank),
+            "trained": {sigma: train(rank, sigma=sigma) for sigma in SIGMAS},
         }
     finally:
         distributed.destroy_process_group()
     torch.save(found, Path(folder) / f"rank{rank}.pt")
+
+
+def model(seed: int) -> nn.Module:
+    """A small model with a normalisation layer."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 3))
+
+
+def train(rank: int, *, sigma: float, states: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Train for an epoch through the engine, in physical batches.
+
+    Args:
+        rank: Number of the process: models start differently.
+        sigma: Noise multiplier.
+        states: Of the noise and the sampler, to repeat another training.
+
+    Returns:
+        The states at the beginning, and the parameters and ε at the end.
+    """
+    features = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(features, features.abs().argmax(1) % 3)
+    engine, net = PrivacyEngine(secure_mode=True), model(rank)
+    net, optimizer, loader = engine.make_private(
+        module=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.5),
+        data_loader=DataLoader(data, batch_size=8),
+        noise_multiplier=sigma,
+        max_grad_norm=0.3,
+    )
+    if states is not None:
+        optimizer.noise_source.load_state_dict(states["noise"])
+        loader.load_state_dict(states["sampler"])
+    begun = {"noise": optimizer.noise_source.state_dict(), "sampler": loader.state_dict()}
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=3, optimizer=optimizer) as physical:
+        for x, y in physical:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(x), y).backward()
+            optimizer.step()
+    return {
+        "states": begun,
+        "parameters": [p.detach().clone() for p in net.parameters()],
+        "epsilon": engine.get_epsilon(1e-5),
+        "level": optimizer.noise_source.level,
+    }
 
 
 def _batches() -> dict[str, Any]:

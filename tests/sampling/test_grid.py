@@ -60,6 +60,16 @@ def test_no_gradient_and_no_factor_breaks_the_bound(values, coef, bits):
     assert sample_norm(grid.quantize(grads, torch.tensor([coef]))) <= grid.bound**2
 
 
+def test_the_bound_is_met_to_the_last_step():
+    """Factors that are too large, on a coarse grid where one step is an eighth of the bound."""
+    grads = [torch.randn(3000, 3, dtype=torch.float64)]
+    coef_B = torch.linspace(0.1, 4, 3000, dtype=torch.float64) / grads[0].norm(dim=1)
+    grid = Grid.for_norm(1.0, bits=3)
+    norms = [sample_norm(grid.quantize([grads[0][[b]]], coef_B[[b]])) for b in range(3000)]
+    assert max(norms) == 64
+    assert norms.count(0) > 500
+
+
 def test_a_sample_over_the_bound_or_not_finite_leaves_the_others_alone():
     grads, coef_B = clipped(6, 1.0)
     grid = Grid.for_norm(1.0)
