@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from ghostclip.accounting import Accountant, create_accountant
 from ghostclip.clipping.policies import ClipPolicy
+from ghostclip.distributed import noise_for
 from ghostclip.noise import make_noise_source
 from ghostclip.optimizers import DPOptimizer
 from ghostclip.utils import checkpoints
@@ -371,7 +372,7 @@ class PrivacyEngine:
             As `make_private`.
         """
         noise = make_noise_source(level="secure" if self.secure_mode else "fast", generator=request.noise_generator)
-        private = assemble(request, noise)
+        private = assemble(request, noise_for(request.plan.loader, request.module, noise))
         if budget is not None:
             self._account.budgets.append(budget)
         optimizer, plan = private[1], request.plan

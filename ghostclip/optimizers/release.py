@@ -35,8 +35,8 @@ def noisy_gradient(
     """
     if clipped is None:
         clipped = torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
-    if std > 0:
-        noise_source.add_(clipped, std=std)
+    # Also where it is 0: a source that several ranks share adds up their sums.
+    noise_source.add_(clipped, std=std)
     if divisor != 1:
         clipped.div_(divisor)
     return clipped.to(p.dtype)
