@@ -42,7 +42,10 @@ SEEN_BY = {
         "one_record_moves_at_most_c_when_accumulated": "moves an accumulated release by 2 C",
         "audit_stays_below_the_claim": CONTRADICTED,
     },
-    "nan_samples_not_masked": {"one_record_moves_at_most_c": "'NaN' moves a release on 0 records by inf C"},
+    "nan_samples_not_masked": {
+        "one_record_moves_at_most_c": "'NaN' moves a release on 0 records by inf C",
+        "audit_stays_below_the_claim": CONTRADICTED,
+    },
     "divided_by_the_actual_batch": {"one_record_moves_at_most_c": "moves a release on 0 records by 4 C"},
     "shuffled_while_poisson_is_accounted": {"participation_is_poisson": r"batch sizes vary 0\.00 times"},
 }
