@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ghostclip.capture.operation import Operation
 from ghostclip.capture.tracked import Origin, TrackedTensor, replace_tracked, tracked_leaves, wrap
 from ghostclip.factors import Dense, Diagonal, Factor, Outer, Permuted, Placed, Rows, Stacked
 from ghostclip.rules.index import PICKING, Pick, of_constant, pick_of
@@ -263,6 +264,22 @@ def spread_over(tracked: TrackedTensor, batch_size: int, axis: int) -> bool:
             return True
         origin = origin.parent.origin
     return False
+
+
+def reorders_copies(operation: Operation, batch_size: int) -> bool:
+    """Return whether an operation puts copies of a parameter, one a sample, into the order of a sorted batch.
+
+    Args:
+        operation: The operation.
+        batch_size: B.
+
+    Returns:
+        True for ``index_select`` along the axis of the copies: its index is no data that meets the parameter.
+    """
+    copies = operation.args[0] if operation.args else None
+    if operation.name != "index_select" or not isinstance(copies, TrackedTensor) or len(operation.args) != 3:
+        return False
+    return spread_over(copies, batch_size, operation.args[1])
 
 
 def _through_embedding(origin: Origin, factor: Factor, parent: Tensor) -> Factor | None:

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from ghostclip.capture.probe import Probe, ask
+from ghostclip.capture.probe import Probe, ask, cotangents, loss_starts, starts
+from ghostclip.capture.usage import Site
 from ghostclip.errors import SampleMixingError
 
 if TYPE_CHECKING:
@@ -32,13 +32,31 @@ def probe_outputs(session: "Session", outputs: list[Tensor]) -> Probe | None:
 
     Returns:
         The probe with what it found; None where there was nothing to prove or no output to start from.
+
+    Raises:
+        BatchAxisError: No output has an axis that could hold the samples.
     """
     record = session.record
     if not session.probes or not record.unproven or record.batch_size < 2:
         return None
-    probe = Probe(set(), session.describe_module)
-    with _listening(session, probe):
-        return probe if ask(probe, outputs, record=record, run=session.run_backward) else None
+    first: Probe | None = None
+    states = [(site, site.chosen, site.attempts) for site in session.sites.table.values()]
+    for begun in starts(outputs, record=record):
+        probe = Probe(set(), session.describe_module)
+        if first is not None:
+            _restore(states)
+        with _listening(session, probe):
+            ask(probe, begun, batch_size=record.batch_size, run=session.run_backward)
+        if not probe.failures:
+            return probe
+        first = first or probe
+    return first
+
+
+def _restore(states: list[tuple[Site, tuple[str, int] | None, int]]) -> None:
+    """Forget what a wrong reading of the outputs seemed to show."""
+    for site, chosen, attempts in states:
+        site.chosen, site.attempts = chosen, attempts
 
 
 def probe_losses(session: "Session", losses: Tensor) -> None:
@@ -46,18 +64,20 @@ def probe_losses(session: "Session", losses: Tensor) -> None:
 
     Args:
         session: Whose forward the losses come from.
-        losses: Per-sample losses, shape ``(B,)``.
+        losses: Per-sample losses, shape ``(B,)``, or a scalar: then what it was reduced from is asked, as far as that
+            has one row for each sample.
 
     Raises:
         SampleMixingError: It touches others' (a loss that compares samples, or one normalised over the batch).
     """
     sample = session.record.batch_size // 2
-    grad = torch.zeros_like(losses)
-    grad[sample] = 1.0
+    begun = loss_starts(losses, record=session.record)
     probe = Probe({sample}, session.describe_module)
+    grads = cotangents(begun, batch_size=session.record.batch_size, samples={sample})
+    outputs = [start.place.source for start in begun]
     with _listening(session, probe):
-        if session.run_backward([losses], [grad]) is None:
-            session.run_backward([losses], [grad])
+        if outputs and session.run_backward(outputs, grads) is None:
+            session.run_backward(outputs, grads)
     if probe.failures:
         message = (
             "the loss of one sample depends on other samples' outputs (a contrastive loss, or one normalised over the "

@@ -13,8 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ghostclip.capture.batch_axis import RowMap
+from ghostclip.capture.places import Place, reduced_places
+from ghostclip.capture.provenance import routed_samples
 from ghostclip.capture.usage import MAX_ATTEMPTS, Record, Site, Use
 from ghostclip.errors import BatchAxisError, SampleMixingError
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a backward begins.
+
+    Attributes:
+        place: An output of the model, or what it was reduced from.
+        row_map: How its rows map to samples.
+    """
+
+    place: Place
+    row_map: RowMap
 
 
 @dataclass(eq=False)
@@ -128,56 +144,124 @@ def sample_sets(batch_size: int) -> list[set[int]]:
     return [alone, *(chosen for chosen in digits if chosen != alone)]
 
 
-def cotangents(
-    outputs: Sequence[Tensor], *, batch_size: int, axis: int, samples: set[int]
-) -> list[tuple[Tensor, Tensor]]:
-    """Return (output, gradient) pairs that start a backward from some samples' outputs.
+def starts(outputs: Sequence[Tensor], *, record: Record) -> list[list[Start]]:
+    """List the ways in which a model's outputs may belong to the samples.
+
+    Where the model returns scalars only (its own loss), what they were reduced from takes the outputs' place.
 
     Args:
         outputs: The model's output tensors.
+        record: The forward.
+
+    Returns:
+        Ways in order of preference, each with all outputs that have rows of samples; several only where all outputs are
+        folded, ``(B·T, ...)``. Empty where there is nothing to start from.
+
+    Raises:
+        BatchAxisError: There are outputs, and none has an axis that could hold the samples.
+    """
+    usable = [output for output in outputs if output.requires_grad and output.is_floating_point()]
+    places = [Place.of(output) for output in usable if output.dim()]
+    exact, folded = _sorted_out(places, record)
+    if places and not (exact or folded[0]):
+        shapes = ", ".join(str(tuple(place.shape)) for place in places)
+        message = (
+            f"the model's first input says that the batch has {record.batch_size} samples, but its outputs, of shape "
+            f"{shapes}, have no axis for them. Hand the tensor whose axis {record.axis} is the batch to the model first "
+            "(masks and tables after it), and return outputs with one row, or the same number of rows, for each sample."
+        )
+        raise BatchAxisError(message)
+    if not places:
+        # Rows of several samples' tokens may be any of them, so that what has one row a sample is looked for first.
+        found = reduced_places(usable, lambda place: _certain_map(place, record) is not None)
+        exact, folded = _sorted_out(found or reduced_places(usable, lambda place: _is_folded(place, record)), record)
+    if exact or not folded[0]:
+        return [exact] if exact else []
+    # With as many rows a sample as there are samples, a model that mixes samples looks like one that mixes positions.
+    certain = any(start.place.shape[0] == record.batch_size**2 for start in folded[0])
+    return folded[:1] if certain else folded
+
+
+def loss_starts(loss: Tensor, *, record: Record) -> list[Start]:
+    """List where one sample's loss can be told from the others'.
+
+    Args:
+        loss: Per-sample losses, shape ``(B,)``, or a scalar.
+        record: The forward.
+
+    Returns:
+        The losses themselves, or what the scalar was reduced from; empty where nothing there has one row a sample.
+    """
+    if loss.dim():
+        return [Start(Place.of(loss), RowMap("axis", 0))]
+    found = reduced_places([loss], lambda place: _certain_map(place, record) is not None)
+    return _sorted_out(found, record)[0]
+
+
+def _sorted_out(places: Sequence[Place], record: Record) -> tuple[list[Start], list[list[Start]]]:
+    """Return the starts with one row a sample, and two ways to read those with several."""
+    exact: list[Start] = []
+    folded: list[list[Start]] = [[], []]
+    kinds = ("major", "minor") if record.axis == 0 else ("minor", "major")
+    for place in places:
+        row_map = _certain_map(place, record)
+        if row_map is not None:
+            exact.append(Start(place, row_map))
+        elif _is_folded(place, record):
+            for way, kind in zip(folded, kinds, strict=True):
+                way.append(Start(place, RowMap(kind, 0)))
+    return exact, folded
+
+
+def _certain_map(place: Place, record: Record) -> RowMap | None:
+    for axis in dict.fromkeys((record.axis, 0)):
+        if axis < len(place.shape) and place.shape[axis] == record.batch_size:
+            return RowMap("axis", axis)
+    if place.tensor is None:
+        return None
+    listed = routed_samples(place.tensor, 0, record.batch_size, record.axis)
+    return None if listed is None else RowMap("listed", 0, listed)
+
+
+def _is_folded(place: Place, record: Record) -> bool:
+    return bool(place.shape) and place.shape[0] > record.batch_size and place.shape[0] % record.batch_size == 0
+
+
+def cotangents(begun: Sequence[Start], *, batch_size: int, samples: set[int]) -> list[Tensor]:
+    """Return the gradients that start a backward from some samples' outputs.
+
+    Args:
+        begun: Outputs and how their rows map to samples.
         batch_size: B.
-        axis: The expected batch axis.
         samples: The samples.
 
     Returns:
-        Pairs for the outputs that have a batch axis; the gradient is random in the samples' rows, zero elsewhere.
+        For every output a gradient that is random in the samples' rows and zero elsewhere.
     """
-    pairs = []
     generator = torch.Generator().manual_seed(0)
-    for output in outputs:
-        if not (output.requires_grad and output.is_floating_point()):
-            continue
-        place = axis if axis < output.dim() and output.shape[axis] == batch_size else 0
-        if output.dim() == 0 or output.shape[place] != batch_size:
-            continue
-        grad = torch.zeros_like(output, memory_format=torch.contiguous_format)
-        chosen = torch.tensor(sorted(samples), device=grad.device)
+    grads = []
+    for start in begun:
+        place, axis = start.place, start.row_map.axis
+        sample_n = start.row_map.samples_of(place.shape[axis], batch_size).to(place.device)
+        chosen_n = torch.isin(sample_n, torch.tensor(sorted(samples), device=place.device))
         # Never zero, so that no row of a sample can be missed.
-        shape = [*grad.shape[:place], len(samples), *grad.shape[place + 1 :]]
-        noise = torch.rand(shape, generator=generator) + 0.5
-        grad.index_copy_(place, chosen, noise.to(device=grad.device, dtype=grad.dtype))
-        pairs.append((output, grad))
-    return pairs
+        noise = torch.rand(place.shape, generator=generator).to(device=place.device, dtype=place.dtype) + 0.5
+        grads.append(noise * chosen_n.view([-1 if other == axis else 1 for other in range(len(place.shape))]))
+    return grads
 
 
-def ask(probe: Probe, outputs: Sequence[Tensor], *, record: Record, run: Callable[..., bool | None]) -> bool:
+def ask(probe: Probe, begun: Sequence[Start], *, batch_size: int, run: Callable[..., bool | None]) -> None:
     """Run the backwards that bring a probe its evidence.
 
     Args:
         probe: The probe, listening already.
-        outputs: The model's output tensors.
-        record: The forward.
+        begun: The model's outputs and how their rows map to samples.
+        batch_size: B.
         run: Runs one backward; says None when it must be called again.
-
-    Returns:
-        Whether there was anything to ask: False where no output has a batch axis.
     """
-    for samples in sample_sets(record.batch_size):
+    outputs = [start.place.source for start in begun]
+    for samples in sample_sets(batch_size):
         probe.samples = samples
-        pairs = cotangents(outputs, batch_size=record.batch_size, axis=record.axis, samples=samples)
-        if not pairs:
-            return False
-        starts, grads = [output for output, _ in pairs], [grad for _, grad in pairs]
-        if run(starts, grads) is None:
-            run(starts, grads)
-    return True
+        grads = cotangents(begun, batch_size=batch_size, samples=samples)
+        if run(outputs, grads) is None:
+            run(outputs, grads)

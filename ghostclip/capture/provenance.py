@@ -167,7 +167,9 @@ def _same_rows(node: Any, rows: int) -> tuple[Any, int] | None:
         # The rows lay on the second axis; of a stack, they are those of one part.
         stack, _ = node.next_functions[0]
         stacked = stack is not None and stack.name() == "StackBackward0" and stack._saved_dim == 0
-        part = stack.next_functions[node._saved_index] if stacked else (None, 0)
+        # A negative number is kept modulo 2^64.
+        place = node._saved_index - (1 << 64 if node._saved_index >> 63 else 0)
+        part = stack.next_functions[place] if stacked else (None, 0)
         return None if part[0] is None else part
     for following, number in node.next_functions:
         if following is None or following.name().endswith("AccumulateGrad"):

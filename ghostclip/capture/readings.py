@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # A forward is read again at most this often before its evidence is final.
 _MAX_READINGS = 4
+# How deep tensors are looked for in objects that are no containers.
+_MAX_DEPTH = 2
 
 
 def proven(session: "Session", module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -44,15 +46,27 @@ def proven(session: "Session", module: nn.Module, args: tuple[Any, ...], kwargs:
 
 
 def tensors(tree: Any) -> list[Tensor]:
-    """Return the tensors among the leaves of a tree that are not tracked.
+    """Return the tensors of a model's output that are not tracked.
 
     Args:
-        tree: Nested containers, as pytrees have them.
+        tree: Nested containers, as pytrees have them; of other objects (a distribution, a plain data class) the
+            attributes count.
 
     Returns:
-        In order.
+        In order, each once.
     """
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and not isinstance(leaf, TrackedTensor)]
+    found: dict[int, Tensor] = {}
+    pending, seen = [(tree, 0)], set()
+    while pending:
+        item, depth = pending.pop(0)
+        for leaf in tree_leaves(item):
+            if isinstance(leaf, Tensor):
+                if not isinstance(leaf, TrackedTensor):
+                    found[id(leaf)] = leaf
+            elif depth < _MAX_DEPTH and id(leaf) not in seen and hasattr(leaf, "__dict__") and not callable(leaf):
+                seen.add(id(leaf))
+                pending.append((dict(vars(leaf)), depth + 1))
+    return list(found.values())
 
 
 def _misread(session: "Session", output: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.nn.utils.rnn import PackedSequence
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ghostclip.capture.packed import PACK, PAD, positions, rows_of, with_a_step
@@ -116,9 +116,8 @@ class Watch(TorchFunctionMode):
         outputs = [tensor for tensor in _tensors(result) if tensor.dim() and not tensor.requires_grad]
         if not outputs:
             return
-        if func is torch.Tensor.index_select and args[1:2] == (1,) and base.shape[1] == self._batch_size:
-            self._columns[outputs[0]] = args[2].cpu()
         if func in _PICKS and isinstance(base, Tensor):
+            self._note_columns(func, args, outputs[0])
             before = self._known(base)
             if before is not None:
                 self._mark(outputs, _picked(func, before, args, kwargs, axis=self._axis), self._arranged(base))
@@ -146,15 +145,13 @@ class Watch(TorchFunctionMode):
             order = (self._rows if batch_first else self._columns).get(padded)
             if order is None and self._rows.get(padded) is None and padded.shape[axis] == self._batch_size:
                 order = torch.arange(self._batch_size)
-        known = order is not None and order is not DOUBTFUL
-        self._tell(result[0], order.cpu()[positions(result[1])] if known else DOUBTFUL)
+        known = DOUBTFUL if order is None or order is DOUBTFUL else order.cpu()[positions(result[1])]
+        self._tell(result[0], known)
 
     def _unpacked(self, args: tuple[Any, ...], result: tuple[Tensor, Tensor]) -> None:
         """Note the rows of a packed batch that was padded again: the order in which it was packed."""
         data, padded, axis = args[0], result[0], 0 if args[2] else 1
-        rows = (
-            routed_samples(data, 0, self._batch_size, self._axis) if data.requires_grad else self._rows.get(data)
-        )
+        rows = routed_samples(data, 0, self._batch_size, self._axis) if data.requires_grad else self._rows.get(data)
         if rows is None or rows is DOUBTFUL:
             return
         order = rows[: padded.shape[axis]]
@@ -170,6 +167,11 @@ class Watch(TorchFunctionMode):
             self._rows[tensor] = rows
         elif node is not None and rows is not DOUBTFUL:
             node.metadata[ROWS_KEY] = axis, rows
+
+    def _note_columns(self, func: Callable[..., Any], args: tuple[Any, ...], output: Tensor) -> None:
+        """Note the order of the sequences of a padded batch on axis 1, as the packing of a sequence sorts them."""
+        if func is torch.Tensor.index_select and args[1:2] == (1,) and args[0].shape[1] == self._batch_size:
+            self._columns[output] = args[2].cpu()
 
     def _known(self, base: Tensor) -> Tensor | None:
         """Return the sample of each row of a tensor that is about to be reordered; None where it has no such rows."""

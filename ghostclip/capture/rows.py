@@ -29,6 +29,9 @@ def row_maps(session: "Session", rows: Tensor, sizes: Sequence[int]) -> list[Row
         listed = listed_rows(session, rows, 0)
         if listed is not None:
             return [RowMap("listed", 0, listed)]
+    if batch_size > 1 and id(rows) in session.record.inputs and axis < len(sizes) and sizes[axis] == batch_size:
+        # What the model was called with has its batch where that was declared, whatever other axis has that size.
+        return [RowMap("axis", axis)]
     return candidates(sizes, batch_size, axis=axis)
 
 

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from ghostclip.capture import eager, loan, readings
 from ghostclip.capture.consume import consume
 from ghostclip.capture.decompose import decompose
-from ghostclip.capture.derive import derive
+from ghostclip.capture.derive import derive, reorders_copies
 from ghostclip.capture.inputs import batch_size_of, emptied, is_power_of_four, padded, under_checkpoint
 from ghostclip.capture.nodes import accumulation_node, tie
 from ghostclip.capture.operation import LOOKED_AT, Operation, operation_name
@@ -24,6 +24,7 @@ from ghostclip.capture.tracked import TrackedTensor, lend, plain, tracked_leaves
 from ghostclip.capture.units import Units
 from ghostclip.capture.usage import MAX_ATTEMPTS, Listener, Record, Use
 from ghostclip.errors import UncoveredParameterError, UnsupportedModelError
+
 
 class Session:
     """Attaches to a model, lends its parameters out during forwards and delivers gradients to a listener.
@@ -121,6 +122,8 @@ class Session:
     def _start(self, *inputs: Any) -> None:
         """Lend the parameters out and watch what is done with them and with the data."""
         self.watch.begin(self.record.batch_size, self.record.axis, made_up=self.record.padded)
+        if inputs:
+            self.record.inputs = frozenset(id(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
         for packed in packed_inputs(inputs):
             self.watch.admit(packed)
         self._loan.lend_all()
@@ -287,7 +290,8 @@ class Session:
             raise UncoveredParameterError(without_samples(args))
         operation = Operation(func, name, args, kwargs)
         data = [tensor for tensor in operation.plain if self.sites.is_data(tensor, name)]
-        if not data or self.sites.takes_constants(operation, data):
+        moves_copies = reorders_copies(operation, self.record.batch_size)
+        if moves_copies or not data or self.sites.takes_constants(operation, data):
             self.sites.remember_constants(operation)
             return derive(func, name, args, kwargs)
         decomposed = decompose(func, name, self)

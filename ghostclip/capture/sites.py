@@ -22,7 +22,8 @@ _log = logging.getLogger(__name__)
 _ROW_OPERATIONS = {
     "linear", "addmm", "mm", "matmul", "__matmul__", "conv1d", "conv2d", "conv3d", "embedding_bag", "layer_norm",
     "rms_norm", "lstm", "gru", "rnn_tanh", "rnn_relu", "multi_head_attention_forward", "conv_transpose1d",
-    "conv_transpose2d", "conv_transpose3d", "prelu", "bilinear",
+    "conv_transpose2d", "conv_transpose3d", "prelu", "bilinear", "lstm_cell", "gru_cell", "rnn_tanh_cell",
+    "rnn_relu_cell",
 }  # fmt: skip
 # Products take data with the batch on any axis, the last one included (``W @ x.T``).
 _PRODUCTS = {
@@ -73,7 +74,8 @@ class Sites:
         if size == 1 or tensor.shape[0] == size or (axis < tensor.dim() and tensor.shape[axis] == size):
             return True
         if name in _ROW_OPERATIONS:
-            folded = tensor.shape[0] > size and tensor.shape[0] % size == 0
+            places = {0, axis if axis < tensor.dim() - 1 else 0}
+            folded = any(tensor.shape[place] > size and tensor.shape[place] % size == 0 for place in places)
             if folded or size in tensor.shape[1:-1]:
                 return True
         if name in _PRODUCTS and size in tensor.shape:

@@ -64,6 +64,7 @@ class Record:
         spent: A backward has gone through it.
         unproven: A use came from a call site on which there is no evidence yet.
         silent: Parameters were used with gradients switched off.
+        inputs: Numbers (``id``) of the tensors that the model was called with, whose batch axis is declared.
         reordered: Data was put into another order before a parameter met it.
         visits: How often each call site was passed.
     """
@@ -76,6 +77,7 @@ class Record:
     spent: bool = False
     unproven: bool = False
     silent: bool = False
+    inputs: frozenset[int] = frozenset()
     reordered: bool = False
     visits: Counter[Any] = field(default_factory=Counter)
 

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 Strategy = Literal["auto", "bookkeeping", "ghost", "fast", "hooks"]
 Reduction = Literal["mean", "sum"]
 _TWO_PASS: Final = ("ghost", "fast")
-# Per-sample losses are proved to be each sample's own in the first backward.
+# Losses are proved to be each sample's own in the first backward.
 _PROBED_LOSSES: Final = 1
 
 
@@ -125,7 +125,7 @@ class GhostClipper(Diagnostics):
         record = self._session.record
         check_loss(loss, reduction=self.loss_reduction, batch_size=0 if record.padded else record.batch_size)
         per_sample = loss.dim() == 1
-        if per_sample and record.batch_size > 1 and self._losses_to_probe > 0:
+        if record.batch_size > 1 and self._losses_to_probe > 0:
             self._losses_to_probe -= 1
             probe_losses(self._session, loss)
         strategy = self.resolve_strategy()

@@ -1,0 +1,61 @@
+"""Packed sequences: which sample each row of all steps belongs to.
+
+Packing lays the rows of all steps one after the other; step t has those of the sequences that are at least so long, in
+the order in which the sequences were packed, longest first. Row by row that says the position of a sequence in the
+packed batch; which sample stands there is the order in which the padded batch was sorted before.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves
+
+_VF: Any = torch._VF
+PACK, PAD = _VF._pack_padded_sequence, _VF._pad_packed_sequence
+
+
+def positions(batch_sizes: Tensor) -> Tensor:
+    """Return the position in the packed batch of every row.
+
+    Args:
+        batch_sizes: Rows of every step, never growing, shape ``(T,)``, int64.
+
+    Returns:
+        Shape ``(rows,)``, int64, on the CPU.
+    """
+    sizes = batch_sizes.cpu()
+    starts = sizes.cumsum(0) - sizes
+    return torch.arange(int(sizes.sum())) - starts.repeat_interleave(sizes)
+
+
+def rows_of(packed: PackedSequence) -> Tensor:
+    """Return the sample of every row of a packed batch that came from outside the model.
+
+    Args:
+        packed: Its ``sorted_indices`` say which sample stands at which position; without them, samples stand in order.
+
+    Returns:
+        Shape ``(rows,)``, int64, on the CPU.
+    """
+    place = positions(packed.batch_sizes)
+    return place if packed.sorted_indices is None else packed.sorted_indices.cpu()[place]
+
+
+def packed_inputs(tree: Any) -> Iterator[PackedSequence]:
+    """Yield the packed sequences among a model's inputs, in order."""
+    for leaf in tree_leaves(tree, is_leaf=is_packed):
+        if is_packed(leaf):
+            yield leaf
+
+
+def is_packed(item: Any) -> bool:
+    """Return whether an input is a packed sequence: one thing, not the tensors it holds."""
+    return isinstance(item, PackedSequence)
+
+
+def with_a_step(lengths: Tensor, *rest: Any) -> tuple[Any, ...]:
+    """Return arguments of the packing function in which a made-up sample is not of length 0, which it refuses."""
+    return lengths.clamp(min=1), *rest

@@ -1,0 +1,72 @@
+"""Places in the graph that a backward can begin at: a model's outputs, or what a scalar output was reduced from."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+_MAX_NODES = 256
+
+
+@dataclass(frozen=True)
+class Place:
+    """One value of the graph.
+
+    Attributes:
+        source: What autograd is told: a tensor, or an edge of the graph.
+        shape: The value's shape.
+        dtype: Its dtype.
+        device: Its device.
+        tensor: The value itself, where it is at hand.
+    """
+
+    source: Any
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    tensor: Tensor | None = None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Place":
+        """Return the place of a tensor in the graph."""
+        return cls(tensor, tensor.shape, tensor.dtype, tensor.device, tensor)
+
+
+def reduced_places(scalars: Sequence[Tensor], has_rows: Callable[[Place], bool]) -> list[Place]:
+    """Walk back from scalars to the first values that have rows of samples.
+
+    Args:
+        scalars: Tensors of no axis, in the graph.
+        has_rows: Tells whether a value has an axis for the samples.
+
+    Returns:
+        The values where every path from the scalars first meets one; empty where the search was given up.
+    """
+    found: dict[tuple[Any, int], Place] = {}
+    pending: list[tuple[Any, int]] = [(tensor.grad_fn, tensor.output_nr) for tensor in scalars]
+    seen: set[tuple[Any, int]] = set()
+    while pending:
+        node, number = pending.pop()
+        if node is None or (node, number) in seen or not hasattr(node, "_input_metadata"):
+            continue
+        if len(seen) >= _MAX_NODES:
+            return []
+        seen.add((node, number))
+        place = _at(node, number)
+        if place is not None and has_rows(place):
+            found[node, number] = place
+        else:
+            pending += node.next_functions
+    return list(found.values())
+
+
+def _at(node: Any, number: int) -> Place | None:
+    if number >= len(node._input_metadata) or node.name().endswith("AccumulateGrad"):
+        return None
+    about = node._input_metadata[number]
+    if not about.dtype.is_floating_point:
+        return None
+    return Place(GradientEdge(node, number), torch.Size(about.shape), about.dtype, about.device)
