@@ -15,6 +15,7 @@ from ghostclip.rules import (  # noqa: F401  (importing a family registers its r
     moe,
     norm,
     products,
+    recurrent,
 )
 from ghostclip.rules.registry import Call, Captured, register_rule, rule_for
 

@@ -185,6 +185,5 @@ CASES = [
         lambda: {"x": torch.randn(4, 6, 4), "lengths": torch.tensor([6, 3, 5, 1])},
         lambda model, batch: probe_loss(model(batch["x"], batch["lengths"])),
         tags=frozenset({"recurrent"}),
-        refused="no axis for the 4 samples",
     ),
 ]
