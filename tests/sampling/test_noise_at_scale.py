@@ -77,7 +77,7 @@ def test_committed_figures_show_true_tails():
         assert min(tail["p"] for tail in row["tails"]["rows"]) > 1e-4
         assert min(row["shape"]["chi2_p"], row["shape"]["variance_p"], row["correlations"]["p"]) > 1e-4
     # torch's float32 generator is cut off at √(2·24·log 2): the reason why none of ours uses it.
-    truncated = [tail for tail in rows["torch float32"]["tails"]["rows"] if tail["beyond"] >= 5.768]
+    truncated = [tail for tail in rows["torch float32"]["tails"]["rows"] if tail["beyond"] >= 5.8]
     assert [tail["count"] for tail in truncated] == [0] * len(truncated)
     assert truncated[0]["expected"] > 30
     assert stats.poisson.cdf(0, truncated[0]["expected"]) < 1e-12
