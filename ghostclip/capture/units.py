@@ -78,6 +78,9 @@ class Units:
             module: A module whose forward begins.
             args: Its positional inputs.
             kwargs: Its keyword inputs.
+
+        Raises:
+            UnsupportedModelError: One of its inputs is a parameter.
         """
         samplers = samplers_of(module)
         lent = {} if samplers is None else _lent(module)

@@ -17,10 +17,25 @@ class Source(Protocol):
     """What forms gradients of one parameter."""
 
     def gradients(self, keep_B: Tensor) -> Tensor:
-        """Return per-sample gradients ``(B, *P)``, zero where ``keep_B`` is False whatever the data."""
+        """Form per-sample gradients.
+
+        Args:
+            keep_B: Which samples take part, shape ``(B,)``, bool.
+
+        Returns:
+            Shape ``(B, *P)``, zero for the others whatever their data.
+        """
 
     def weighted_sum(self, coef_B: Tensor, keep_B: Tensor) -> Tensor:
-        """Return ``Σ_b coef_B[b]·g_b`` over the samples kept, shape ``*P``."""
+        """Form ``Σ_b coef_B[b]·g_b`` over the samples that take part.
+
+        Args:
+            coef_B: Coefficients, shape ``(B,)``.
+            keep_B: Which samples take part, shape ``(B,)``, bool.
+
+        Returns:
+            Shape ``*P``.
+        """
 
 
 class Sampled(Factor):

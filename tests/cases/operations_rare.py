@@ -1,4 +1,4 @@
-"""Operations that bring a parameter and data together outside layers: spreading, distances, attention, reparametrised."""
+"""Operations that bring a parameter and data together outside layers: spreading, distances, attention, norms."""
 
 from collections.abc import Callable
 
@@ -74,6 +74,17 @@ class Padded(nn.Module):
         return functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
+def _smoothed(p: Tensor, x: Tensor) -> Tensor:
+    """Convolve every channel with one kernel, the channels of all samples folded."""
+    return functional.conv1d(x.mT.reshape(-1, 1, 3), p.view(1, 1, 3), padding=1).view(len(x), 5, 3).mT
+
+
+def _sampled(p: Tensor, x: Tensor) -> Tensor:
+    """Read a learned plane at positions that the data says."""
+    read = functional.grid_sample(p.expand(len(x), 2, 4, 4), x[:, None, :, :2], align_corners=False)
+    return read.flatten(2).mT.repeat(1, 1, 3)[..., :5]
+
+
 _EXPRESSIONS: dict[str, tuple[tuple[int, ...], Callable[[Tensor, Tensor], Tensor]]] = {
     "lerp": ((5,), lambda p, x: torch.lerp(x, x.sin(), p)),
     "lerp_end": ((5,), lambda p, x: torch.lerp(x, p, 0.3)),
@@ -95,11 +106,11 @@ _EXPRESSIONS: dict[str, tuple[tuple[int, ...], Callable[[Tensor, Tensor], Tensor
     "softmax_weights": ((3,), lambda p, x: torch.einsum("bti,t->bi", x, p.softmax(0)).unsqueeze(1)),
     "kron": ((1, 5), lambda p, x: torch.kron(x, p.unsqueeze(0))[..., :5]),
     "multi_dot": ((5, 5), lambda p, x: torch.linalg.multi_dot([x[:, 0], p, p]).unsqueeze(1)),
-    "convolution_over_steps": ((3,), lambda p, x: functional.conv1d(x.transpose(1, 2).reshape(-1, 1, 3), p.view(1, 1, 3), padding=1).view(len(x), 5, 3).mT),
+    "convolution_over_steps": ((3,), _smoothed),
     "gated": ((5,), lambda p, x: torch.sigmoid(p) * x + (1 - torch.sigmoid(p)) * x.flip(1)),
     "cross": ((5, 3), lambda p, x: torch.linalg.cross(x[..., :3], p[None, :3], dim=-1) @ p.t()),
     "solve": ((5, 5), lambda p, x: torch.linalg.solve(p @ p.t() + 3 * torch.eye(5).to(p), x.mT).mT),
-    "grid": ((1, 2, 4, 4), lambda p, x: functional.grid_sample(p.expand(len(x), 2, 4, 4), x[:, None, :, :2], align_corners=False).flatten(2).mT.repeat(1, 1, 3)[..., :5]),
+    "grid": ((1, 2, 4, 4), _sampled),
 }  # fmt: skip
 
 _REPARAMETRISED: dict[str, Callable[[], nn.Module]] = {

@@ -1,0 +1,123 @@
+"""The check that users run on layers of their own: it passes what is right and names what is wrong."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_sequence
+
+from ghostclip.errors import DataError, InvalidOptionError, UnsupportedModelError
+from ghostclip.grad_sample import register_grad_sampler
+from ghostclip.rules import modules
+from ghostclip.utils.per_sample_gradients_utils import (
+    check_per_sample_gradients_are_correct,
+    compute_grad_sample,
+    compute_microbatch_grad_sample,
+    compute_opacus_grad_sample,
+    get_grad_sample_modes,
+    is_batch_empty,
+    per_sample_gradient_report,
+)
+from tests.cases.registered import ByGradients, affine_gradients
+
+
+@pytest.fixture
+def wrong_layer(monkeypatch):
+    """Return a layer whose sampler halves a gradient."""
+    monkeypatch.setattr(modules, "_GRADIENTS", dict(modules._GRADIENTS))
+
+    class Wrong(ByGradients):
+        """A layer with a wrong sampler."""
+
+    @register_grad_sampler(Wrong)
+    def halved(module, activations, backprops):
+        found = affine_gradients(module, activations, backprops)
+        return {module.weight: 0.5 * found[module.weight], module.bias: found[module.bias]}
+
+    return Wrong(5, 4)
+
+
+@pytest.mark.parametrize(
+    ("module", "x"),
+    [
+        (nn.Linear(5, 4), torch.randn(4, 3, 5)),
+        (nn.Linear(5, 4).double(), torch.randn(4, 3, 5, dtype=torch.float64)),
+        (nn.Linear(5, 4).bfloat16(), torch.randn(4, 3, 5, dtype=torch.bfloat16)),
+        (nn.Embedding(7, 3), torch.randint(7, (4, 5))),
+        (nn.ConvTranspose2d(2, 3, 3, stride=2, output_padding=1), torch.randn(3, 2, 4, 4)),
+        (nn.Bilinear(5, 4, 3), (torch.randn(4, 5), torch.randn(4, 4))),
+        (ByGradients(5, 4), torch.randn(1, 3, 5)),
+        (nn.Sequential(nn.Linear(5, 4), nn.Dropout(0.5)).eval(), torch.randn(4, 5)),
+    ],
+)
+def test_right_layers_pass(module, x):
+    assert check_per_sample_gradients_are_correct(x, module)
+
+
+def test_batch_on_the_second_axis():
+    x = torch.randn(3, 4, 5)
+    assert check_per_sample_gradients_are_correct(x, nn.LSTM(5, 4), batch_first=False, strategy="hooks")
+    grads = compute_microbatch_grad_sample(torch.randn(3, 4, 5), nn.Linear(5, 2), batch_first=False)
+    assert grads["weight"].shape == (4, 2, 5)
+
+
+def test_packed_sequences():
+    torch.manual_seed(0)
+    x = pack_sequence([torch.randn(length, 5) for length in (4, 2, 3)], enforce_sorted=False)
+    assert check_per_sample_gradients_are_correct(x, nn.GRU(5, 4), strategy=("bookkeeping", "hooks"))
+
+
+@pytest.mark.parametrize("strategy", get_grad_sample_modes())
+def test_wrong_layer_fails_in_every_strategy(wrong_layer, strategy):
+    x = torch.randn(4, 3, 5)
+    assert not check_per_sample_gradients_are_correct(x, wrong_layer, strategy=strategy)
+    with pytest.raises(UnsupportedModelError, match=rf"Wrong: .*\nWRONG {strategy}"):
+        check_per_sample_gradients_are_correct(x, wrong_layer, strategy=strategy, raise_if_wrong=True)
+
+
+def test_report_tells_right_from_wrong(wrong_layer):
+    report = per_sample_gradient_report(torch.randn(4, 3, 5), wrong_layer, strategy="hooks", loss_reduction="sum")
+    wrong = {row.what for row in report.rows if not row.correct}
+    assert "per-sample gradient of weight" in wrong
+    assert "per-sample gradient of bias" not in wrong
+    assert str(report).count("\n") == len(report.rows)
+
+
+def test_layer_that_mixes_samples_is_reported():
+    mixing = nn.Sequential(nn.Conv1d(2, 4, 2), nn.BatchNorm1d(4))
+    report = per_sample_gradient_report(torch.randn(4, 2, 6), mixing)
+    assert not report.correct
+    assert {row.what[:8] for row in report.rows} == {"refused:"}
+
+
+def test_module_and_its_gradients_are_left_alone():
+    module, x = nn.Linear(5, 4), torch.randn(4, 5)
+    module.weight.grad = before = torch.ones(4, 5)
+    check_per_sample_gradients_are_correct(x, module, strategy="bookkeeping")
+    assert module.weight.grad is before
+    assert torch.equal(before, torch.ones(4, 5))
+    assert not module._forward_hooks
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_grad_samples_are_those_of_the_samples_own_losses(reduction):
+    module, x = nn.Linear(5, 4), torch.randn(4, 3, 5)
+    found = compute_grad_sample(x, module, loss_reduction=reduction)
+    wanted = compute_microbatch_grad_sample(x, module)
+    assert compute_opacus_grad_sample is compute_grad_sample
+    for name, grads in wanted.items():
+        torch.testing.assert_close(found[name], grads)
+
+
+def test_what_cannot_be_checked_is_named():
+    linear = nn.Linear(5, 4)
+    assert is_batch_empty(torch.zeros(0, 5))
+    with pytest.raises(DataError, match="no sample"):
+        check_per_sample_gradients_are_correct(torch.zeros(0, 5), linear)
+    with pytest.raises(DataError, match=r"hold \[3, 4\] samples"):
+        check_per_sample_gradients_are_correct((torch.randn(4, 5), torch.randn(3, 4)), nn.Bilinear(5, 4, 2))
+    with pytest.raises(InvalidOptionError, match="strategy='gost' is not known"):
+        check_per_sample_gradients_are_correct(torch.randn(4, 5), linear, strategy="gost")
+    with pytest.raises(InvalidOptionError, match="another output each time"):
+        check_per_sample_gradients_are_correct(torch.randn(4, 5), nn.Sequential(linear, nn.Dropout(0.5)))
+    with pytest.raises(InvalidOptionError, match="no trainable parameter"):
+        check_per_sample_gradients_are_correct(torch.randn(4, 5), nn.Linear(5, 4).requires_grad_(False))
