@@ -81,7 +81,7 @@ class FastNoise(KeyedNoise):
             part_N.copy_(noise_N.mul_(std).add_(part_N))
             return
         noise = _generator(self._key, block).standard_normal(block.size)
-        _add_on_cpu(part_N, torch.from_numpy(noise)[within], std)
+        _add_in_double(part_N, torch.from_numpy(noise)[within], std)
 
 
 def _generator(key: RandomKey, block: Block) -> np.random.Generator:
@@ -126,9 +126,10 @@ class SecureNoise(StreamedNoise):
     def _add(self, part_N: torch.Tensor, std: float, block: Block, within: slice) -> None:
         even = block.size + block.size % 2
         words = self._words.words(block.position, block=block.number, part=0, count=even)
-        _add_on_cpu(part_N, box_muller(torch.from_numpy(words.view(np.int64)))[: block.size][within], std)
+        _add_in_double(part_N, box_muller(torch.from_numpy(words.view(np.int64)))[: block.size][within], std)
 
 
-def _add_on_cpu(part_N: torch.Tensor, noise_N: torch.Tensor, std: float) -> None:
-    """Add std·noise to a part on any device; float64 exists only on the CPU for some of them."""
-    part_N.copy_(noise_N.mul_(std).add_(part_N.to("cpu")).to(part_N.dtype))
+def _add_in_double(part_N: torch.Tensor, noise_N: torch.Tensor, std: float) -> None:
+    """Add std·noise, drawn on the CPU, to a part on any device; Apple's has no float64."""
+    where = torch.device("cpu") if part_N.device.type == "mps" else part_N.device
+    part_N.copy_(noise_N.mul_(std).to(where).add_(part_N.to(where)).to(part_N.dtype))

@@ -12,8 +12,7 @@ from torch.utils.data import Sampler
 from ghostclip.accounting.events import SamplingEvent
 from ghostclip.errors import InvalidOptionError, ResumeError
 from ghostclip.sampling.keys import RandomKey
-from ghostclip.sampling.schemes import Poisson, SamplingScheme, Shuffled
-from ghostclip.sampling.selection import Records
+from ghostclip.sampling.schemes import Poisson, SamplingScheme
 
 
 class PrivateSampler(Sampler[list[int]]):
@@ -42,7 +41,6 @@ class PrivateSampler(Sampler[list[int]]):
         self.scheme = scheme
         self.rank, self.num_replicas = 0, 1
         self._key = RandomKey("sampling", seed=seed, generator=generator)
-        self._order: tuple[str, int, Records] | None = None
         self._drawn = 0
         self._delivered = 0
         self._epoch_end = 0
@@ -93,20 +91,7 @@ class PrivateSampler(Sampler[list[int]]):
         Returns:
             Distinct record numbers, ascending.
         """
-        records = self._shuffled(position) if isinstance(self.scheme, Shuffled) else self._draw(position)
-        return records[self.rank :: self.num_replicas].tolist()
-
-    def _draw(self, position: int) -> Records:
-        return self.scheme.draw(self._key, position)
-
-    def _shuffled(self, position: int) -> Records:
-        """Return a batch of shuffled records, keeping the order of the epoch for the batches that follow."""
-        assert isinstance(self.scheme, Shuffled)
-        epoch, step = divmod(position, self.steps)
-        kept = self._order
-        if kept is None or kept[:2] != (self._key.fingerprint(), epoch):
-            kept = self._order = (self._key.fingerprint(), epoch, self.scheme.order(self._key, epoch))
-        return self.scheme.cut(kept[2], step)
+        return self.scheme.draw(self._key, position)[self.rank :: self.num_replicas].tolist()
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield one epoch of fresh batches; after `load_state_dict`, what was left of the interrupted one.
@@ -137,7 +122,7 @@ class PrivateSampler(Sampler[list[int]]):
     def _begin_epoch(self) -> None:
         """Set where the epoch that starts now ends."""
         if not self._resuming:
-            if isinstance(self.scheme, Shuffled):
+            if self.event.kind == "shuffled":
                 # An epoch that was left early is over: the batches left of its order are not part of the next one.
                 self._drawn = self.steps * -(-self._drawn // self.steps)
                 self._delivered = self._drawn

@@ -6,7 +6,7 @@ A scheme knows neither positions nor ranks; `PrivateSampler` does.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -228,6 +228,8 @@ class Shuffled:
 
     num_samples: int
     batch_size: int
+    _orders: dict[tuple[str, int], Records] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """The order of the epoch drawn last, by key and epoch."""
 
     def __post_init__(self) -> None:
         positive_int(self.num_samples, "num_samples")
@@ -260,33 +262,14 @@ class Shuffled:
             Distinct record numbers, ascending, int64.
 
         Cost:
-            O(N log N) at each call: `PrivateSampler` keeps the order of the epoch it is in.
+            O(N log N) once an epoch.
         """
         epoch, step = divmod(position, self.steps)
-        return self.cut(self.order(key, epoch), step)
-
-    def order(self, key: RandomKey, epoch: int) -> Records:
-        """Return the order of an epoch.
-
-        Args:
-            key: Where the randomness follows from.
-            epoch: Its number.
-
-        Returns:
-            All record numbers, int64.
-        """
-        return permutation(WordStream(key, epoch), self.num_samples)
-
-    def cut(self, order: Records, step: int) -> Records:
-        """Return a batch of an epoch.
-
-        Args:
-            order: The epoch's order.
-            step: Number of the batch within the epoch.
-
-        Returns:
-            Distinct record numbers, ascending, int64.
-        """
+        drawn_for = (key.fingerprint(), epoch)
+        if drawn_for not in self._orders:
+            self._orders.clear()
+            self._orders[drawn_for] = permutation(WordStream(key, epoch), self.num_samples)
+        order = self._orders[drawn_for]
         return np.sort(order[step * self.batch_size : (step + 1) * self.batch_size])
 
     def describe(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import PrivacyEngine
 from ghostclip.data_loader import DPDataLoader
-from ghostclip.distributed import noisy_shard, noisy_sum_, require_agreement, share_noise, share_sampler
+from ghostclip.distributed import SharedNoise, noisy_shard, noisy_sum_, require_agreement, share_noise, share_sampler
 from ghostclip.errors import FixedSeedWarning, InvalidOptionError
 from ghostclip.noise import make_noise_source
 from ghostclip.sampling import Poisson, PrivateSampler
@@ -143,7 +143,19 @@ def _refused(rank: int) -> list[str]:
         _message(lambda: share_sampler(PrivateSampler(Poisson(num_samples=10 + rank, sample_rate=0.5)))),
         _message(lambda: share_noise(make_noise_source(level=LEVELS[rank]))),
         _message(lambda: require_agreement("step", rank)),
+        _message(lambda: _noise_of_other_states(rank)),
     ]
+
+
+def _noise_of_other_states(rank: int) -> None:
+    """Resume from checkpoints of different steps, after keys that agreed."""
+    shared = SharedNoise(make_noise_source())
+    shared.renew_key()
+    total = torch.ones(3)
+    shared.add_(total, 0.0)
+    assert total.tolist() == [2.0] * 3
+    shared.load_state_dict({**shared.state_dict(), "position": 7 + rank})
+    shared.add_(total, 1.0)
 
 
 def _message(attempt: Callable[[], None]) -> str:

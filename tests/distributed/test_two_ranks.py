@@ -88,10 +88,11 @@ def test_shards_of_a_release_are_that_of_one_process(found, level):
 
 def test_ranks_that_differ_are_refused_on_every_rank(found):
     for rank in found:
-        sampling, level, step = rank["refused"]
+        sampling, level, step, noise = rank["refused"]
         assert sampling.startswith("sampling of rank 1 is {'kind': 'poisson', 'num_samples': 11")
         assert level.startswith("level of noise of rank 1 is 'secure', of rank 0 'fast'")
         assert "same checkpoint" in step
+        assert "at call 8', of rank 0 'fast" in noise
 
 
 def test_without_other_ranks_nothing_is_exchanged():
