@@ -18,9 +18,9 @@ class ExactNoise(StreamedNoise):
         The released integers are a discrete Gaussian mechanism on an integer sum whose sensitivity is `Grid.bound`,
         down to the last bit; whatever is computed from them afterwards (scaling, floats, training) is post-processing.
         With s = σ·bound the guarantee is no weaker than that of the continuous Gaussian with σ, as Rényi divergences
-        of whole orders bound it. It covers a record's own gradient only as far as that is a function of the record
-        alone: see `Grid.quantize`. One rank adds the noise, the others `skip()`, or each adds its shard: integer
-        sums are the same in any order.
+        of whole orders bound it; any other accountant of it holds with the δ of `discretisation_delta` added. It
+        covers a record's own gradient only as far as that is a function of the record alone: see `Grid.quantize`. One
+        rank adds the noise, the others `skip()`, or each adds its shard: integer sums are the same in any order.
 
     Cost:
         Several times that of `SecureNoise`; on a GPU the noise is drawn on the CPU and copied.
