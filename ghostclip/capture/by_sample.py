@@ -3,7 +3,7 @@
 The general way masks the output's gradient to one sample at a time and runs the operation's backward over the whole
 batch for each, B times the work. Where the rows of the data can be told, the operation is run again under ``vmap`` on
 each sample's rows alone: the work of one forward and one backward. What comes out is used only if it reproduces the
-operation's output, and, until a call site has shown it often enough, the whole batch's gradient as well.
+operation's output and adds up to the whole batch's gradient, which costs one more backward.
 
 Shape letters: B samples.
 """
@@ -19,8 +19,6 @@ from torch import Tensor
 from ghostclip.capture.batch_axis import RowMap
 
 FORM: Final = "dense, sample by sample at once"
-# How often a call site's gradients are compared with those of the whole batch.
-CHECKS: Final = 3
 _FOLDED: Final = ("axis", "major", "minor")
 # Relative differences beyond rounding, by dtype; sums over a batch in another order are within.
 _TOLERANCE: Final = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -65,14 +63,13 @@ class Arrived:
     row_map: RowMap
 
 
-def gradients(region: Rerun, arrived: Sequence[Arrived], *, batch_size: int, thorough: bool) -> list[Tensor] | None:
+def gradients(region: Rerun, arrived: Sequence[Arrived], *, batch_size: int) -> list[Tensor] | None:
     """Return per-sample gradients of a region's parameters.
 
     Args:
         region: The operation.
         arrived: Its outputs that have a gradient.
         batch_size: B; a single sample needs no splitting.
-        thorough: Compare their sum with the gradient of the whole batch.
 
     Returns:
         A tensor ``(B, *P)`` for every parameter; None where the operation cannot be run so, or not to the same result.
@@ -91,7 +88,7 @@ def gradients(region: Rerun, arrived: Sequence[Arrived], *, batch_size: int, tho
         _close(own, _split(item.output.detach(), item.row_map, batch_size))
         for own, item in zip(outputs, arrived, strict=True)
     )
-    return found if same and (not thorough or _adds_up(region, arrived, found)) else None
+    return found if same and _adds_up(region, arrived, found) else None
 
 
 def _vmapped(

@@ -70,7 +70,7 @@ def in_general(session: "Session", operation: Operation) -> Any:
     rerun = _rerun_of(operation, list(entered), list(entered.values()))
     local = _Local(operation, entered)
     site = session.sites.at(tracked, operation.name, GENERAL_FORM)
-    if site.checked:
+    if site.at_once:
         site.forms.update(dict.fromkeys(site.names, by_sample.FORM))
     targets = {str(number): t for number, t in enumerate(tracked)}
     use = Use(site, session.record, targets, _unset, 1, [])
@@ -137,11 +137,10 @@ def _delivery(
 
 
 def _at_once(use: Use, rerun: by_sample.Rerun, arrived: Sequence[by_sample.Arrived]) -> Mapping[str, Factor] | None:
-    thorough = use.site.checked < by_sample.CHECKS
-    found = by_sample.gradients(rerun, arrived, batch_size=use.record.batch_size, thorough=thorough)
+    found = by_sample.gradients(rerun, arrived, batch_size=use.record.batch_size)
     if found is None:
         return None
-    use.site.checked += 1
+    use.site.at_once = True
     use.site.forms.update(dict.fromkeys(use.site.names, by_sample.FORM))
     return {str(number): Dense(grad) for number, grad in enumerate(found)}
 

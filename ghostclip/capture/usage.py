@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ghostclip.capture.arrivals import Arrival, Circumstances, arrival
 from ghostclip.capture.batch_axis import RowMap
+from ghostclip.capture.buffers import Buffers
 from ghostclip.capture.derive import pull_back
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.errors import BatchAxisError
@@ -32,7 +33,7 @@ class Site:
         forms: What each parameter's factors are there.
         chosen: The row map that evidence confirmed (its key), once there was evidence.
         attempts: How many probes passed it without a gradient to judge by.
-        checked: How often gradients formed sample by sample at once were found to add up there.
+        at_once: Gradients could be formed there for all samples at once, without a rule.
         arrivals: What came in for each of its arguments in the last backward.
         sizes: The sizes that this was worked out for.
     """
@@ -42,7 +43,7 @@ class Site:
     forms: dict[str, str] = field(default_factory=dict)
     chosen: tuple[str, int] | None = None
     attempts: int = 0
-    checked: int = 0
+    at_once: bool = False
     arrivals: dict[str, Arrival] = field(default_factory=dict)
     sizes: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
@@ -65,6 +66,7 @@ class Record:
         unproven: A use came from a call site on which there is no evidence yet.
         silent: Parameters were used with gradients switched off.
         inputs: Numbers (``id``) of the tensors that the model was called with, whose batch axis is declared.
+        buffers: The model's buffers as they were before, in a forward that is proved.
         reordered: Data was put into another order before a parameter met it.
         visits: How often each call site was passed.
     """
@@ -78,6 +80,7 @@ class Record:
     unproven: bool = False
     silent: bool = False
     inputs: frozenset[int] = frozenset()
+    buffers: Buffers | None = None
     reordered: bool = False
     visits: Counter[Any] = field(default_factory=Counter)
 
