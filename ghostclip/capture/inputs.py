@@ -119,3 +119,8 @@ def under_checkpoint() -> bool:
     """Return whether activation checkpointing of the non-reentrant kind is active right now."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and "checkpoint" in getattr(hooks[0], "__module__", "")
+
+
+def in_backward() -> bool:
+    """Return whether a backward is running on this thread."""
+    return torch._C._current_graph_task_id() != -1

@@ -109,15 +109,14 @@ class Probe:
         if coincidence or use.maps[0].kind in ("major", "minor"):
             message = (
                 f"{place}: {use.site.describe()} has rows {shapes} that cannot be assigned to the "
-                f"{record.batch_size} samples: "
-                "another axis has the batch's size, or rows are folded in an order of their own. Start with a batch "
-                "size "
-                "that no other axis has; later steps may have any size."
+                f"{record.batch_size} samples that the model's first input holds: another axis has that size, rows are "
+                "folded in an order of their own, or that input is not the batch. Hand the batch over before masks and "
+                "tables, and start with a batch size that no other axis has; later steps may have any size."
             )
             raise BatchAxisError(message)
         message = (
-            "the output of one sample depends on other samples of the batch, so that per-sample gradients do not exist. "
-            f"{where()} (Seen in the gradient of {use.site.describe()}, rows {shapes}, in {place}.)"
+            "the output of one sample depends on other samples of the batch, so that per-sample gradients do not "
+            f"exist. {where()} (Seen in the gradient of {use.site.describe()}, rows {shapes}, in {place}.)"
         )
         raise SampleMixingError(message)
 
@@ -163,12 +162,17 @@ def starts(outputs: Sequence[Tensor], *, record: Record) -> list[list[Start]]:
     usable = [output for output in outputs if output.requires_grad and output.is_floating_point()]
     places = [Place.of(output) for output in usable if output.dim()]
     exact, folded = _sorted_out(places, record)
+    if not (exact or folded[0]):
+        # States ``(layers, B, ...)`` and nothing else.
+        maps = [(place, _certain_map(place, record, last=True)) for place in places]
+        exact = [Start(place, row_map) for place, row_map in maps if row_map is not None]
     if places and not (exact or folded[0]):
         shapes = ", ".join(str(tuple(place.shape)) for place in places)
         message = (
             f"the model's first input says that the batch has {record.batch_size} samples, but its outputs, of shape "
-            f"{shapes}, have no axis for them. Hand the tensor whose axis {record.axis} is the batch to the model first "
-            "(masks and tables after it), and return outputs with one row, or the same number of rows, for each sample."
+            f"{shapes}, have no axis for them. Hand the tensor whose axis {record.axis} is the batch to the model "
+            "first (masks and tables after it), and return outputs with one row, or the same number of rows, for each "
+            "sample."
         )
         raise BatchAxisError(message)
     if not places:
@@ -176,7 +180,7 @@ def starts(outputs: Sequence[Tensor], *, record: Record) -> list[list[Start]]:
         found = reduced_places(usable, lambda place: _certain_map(place, record) is not None)
         exact, folded = _sorted_out(found or reduced_places(usable, lambda place: _is_folded(place, record)), record)
     if exact or not folded[0]:
-        return [exact] if exact else []
+        return _with_other_axes(exact, record) if exact else []
     # With as many rows a sample as there are samples, a model that mixes samples looks like one that mixes positions.
     certain = any(start.place.shape[0] == record.batch_size**2 for start in folded[0])
     return folded[:1] if certain else folded
@@ -213,8 +217,19 @@ def _sorted_out(places: Sequence[Place], record: Record) -> tuple[list[Start], l
     return exact, folded
 
 
-def _certain_map(place: Place, record: Record) -> RowMap | None:
-    for axis in dict.fromkeys((record.axis, 0)):
+def _with_other_axes(exact: list[Start], record: Record) -> list[list[Start]]:
+    """Return the reading of outputs at face value, and one where states ``(layers, B, ...)`` have B layers."""
+    others = [
+        Start(start.place, RowMap("axis", 1))
+        if number and start.row_map.key == ("axis", 0) and tuple(start.place.shape[:2]) == (record.batch_size,) * 2
+        else start
+        for number, start in enumerate(exact)
+    ]
+    return [exact] if others == exact else [exact, others]
+
+
+def _certain_map(place: Place, record: Record, *, last: bool = False) -> RowMap | None:
+    for axis in (1,) if last else dict.fromkeys((record.axis, 0)):
         if axis < len(place.shape) and place.shape[axis] == record.batch_size:
             return RowMap("axis", axis)
     if place.tensor is None:

@@ -37,11 +37,18 @@ def proven(session: "Session", module: nn.Module, args: tuple[Any, ...], kwargs:
     Returns:
         The output of the last reading.
     """
+    record = session.record
     for _ in range(_MAX_READINGS):
         if not _misread(session, output, module, args, kwargs):
             break
         output = session.again(module, args, kwargs)
     session.sites.witnesses.clear()
+    if record.buffers is not None:
+        kept, session.record = session.record, record
+        inputs, size, axis = (args, kwargs), record.batch_size, record.axis
+        record.buffers.refuse_data(inputs, run=lambda given: session.again(module, *given), batch_size=size, axis=axis)
+        session.record = kept
+        record.buffers = None
     return output
 
 

@@ -54,6 +54,10 @@ class Running:
         """Return whether the call is still being executed by this thread."""
         return any(id(frame) == self._frame for frame in _frames())
 
+    def was_broken_off(self, module: Any) -> bool:
+        """Return whether a new call of the same module shows that this one is over."""
+        return module is self.module and not self.is_on_stack()
+
     def hand_over(self) -> Token:
         """Return the token, to be held by the call's frames from now on."""
         token, self.token = self.token, None

@@ -10,10 +10,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from ghostclip.capture import eager, loan, readings
+from ghostclip.capture.buffers import Buffers
 from ghostclip.capture.consume import consume
 from ghostclip.capture.decompose import decompose
 from ghostclip.capture.derive import derive, reorders_copies
-from ghostclip.capture.inputs import batch_size_of, emptied, is_power_of_four, padded, under_checkpoint
+from ghostclip.capture.inputs import batch_size_of, emptied, in_backward, is_power_of_four, padded, under_checkpoint
 from ghostclip.capture.nodes import accumulation_node, tie
 from ghostclip.capture.operation import LOOKED_AT, Operation, operation_name
 from ghostclip.capture.packed import packed_inputs
@@ -94,14 +95,13 @@ class Session:
         Returns:
             Inputs to run on in their place (an empty batch padded, those with a gradient tied in); None to keep them.
         """
-        running = self._running
-        if running is not None and module is running.module and not running.is_on_stack():
+        if self._running is not None and self._running.was_broken_off(module):
             self._break_off()
         if not self._loan.begin() or not torch.is_grad_enabled():
             return None
         self._compiler = eager.suspend()
         changed = None
-        if not _in_backward():
+        if not in_backward():
             self.discard_listener()
             self.record = Record(batch_size=0, axis=self.axis)
             size = batch_size_of(args, kwargs, self.axis)
@@ -112,6 +112,7 @@ class Session:
             self.record.batch_size = size
             self._forwards += 1
             self.record.unproven = is_power_of_four(self._forwards)
+            self.record.buffers = Buffers(self.model) if self.record.unproven and self.probes and size > 1 else None
             if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs))):
                 args, kwargs = tree_map(self._tied, (args, dict(kwargs)))
             self._running = Running(module, kwargs, self._break_off)
@@ -166,7 +167,7 @@ class Session:
     def _ended(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, *, failed: bool
     ) -> Any:
-        if _in_backward():
+        if in_backward():
             return None
         if self._running is not None:
             self._running.end()
@@ -301,13 +302,13 @@ class Session:
 
     def register(self, use: Use) -> None:
         """Note a new use of the current forward."""
-        if not _in_backward():
+        if not in_backward():
             # What checkpointing runs again in a backward is no further use: counting it would keep its factors waiting.
             for tracked in use.targets.values():
                 self.record.use_counts.update(tracked.origin.names)
         self.record.checkpointed = self.record.checkpointed or under_checkpoint()
         # The other kind recomputes under hooks of its own, and what it registers then is dropped.
-        self._reentrant = self._reentrant or (_in_backward() and not under_checkpoint())
+        self._reentrant = self._reentrant or (in_backward() and not under_checkpoint())
         self.record.unproven = self.record.unproven or use.site.attempts < MAX_ATTEMPTS
 
     def is_checkpointed(self) -> bool:
@@ -394,7 +395,3 @@ class Session:
         """
         self.parameters[name] = parameter
         return lend(name, parameter, self)
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

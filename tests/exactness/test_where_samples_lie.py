@@ -31,7 +31,7 @@ def test_mask_before_the_data():
     """Six positions must not be taken for six samples."""
     model = _Masked().double()
     ghostclip.GhostClipper(model, max_grad_norm=0.1)
-    with pytest.raises(BatchAxisError, match=r"6 samples, but its outputs, of shape \(3, 6, 2\)"):
+    with pytest.raises(BatchAxisError, match=r"6 samples that the model's first input holds"):
         model(torch.zeros(6, 6, dtype=F64), torch.randn(3, 6, 3, dtype=F64))
 
 
@@ -120,6 +120,34 @@ def test_output_without_samples():
     ghostclip.GhostClipper(model := _Averaged(), max_grad_norm=0.1)
     with pytest.raises(BatchAxisError, match="no axis for them"):
         model(torch.randn(3, 3))
+
+
+class _States(nn.Module):
+    """Returns an output, or only the last states, which have their layers first."""
+
+    def __init__(self, *, only_states):
+        super().__init__()
+        self.lstm, self.only_states = nn.LSTM(3, 4, num_layers=2, batch_first=True), only_states
+
+    def forward(self, x):
+        out, (h, _) = self.lstm(x)
+        return h if self.only_states else (out, h)
+
+
+@pytest.mark.parametrize("samples", [2, 3])
+@pytest.mark.parametrize("only_states", [True, False])
+def test_states_with_their_layers_first(only_states, samples):
+    """Also where there are as many layers as samples; alone, such states say nothing then."""
+    model = _States(only_states=only_states).double()
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=0.1)
+    if only_states and samples == 2:
+        with pytest.raises(GhostClipError, match="another axis has that size"):
+            model(torch.randn(samples, 5, 3, dtype=F64))
+        return
+    out = model(torch.randn(samples, 5, 3, dtype=F64))
+    states = out if only_states else out[1]
+    clipper.backward(states.square().sum((0, 2)))
+    assert clipper.batch_size == samples
 
 
 class _Averaged(nn.Linear):
