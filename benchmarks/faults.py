@@ -258,6 +258,15 @@ def kill_one_training(name: str, steps: int, kills: int, chance: random.Random, 
     return seen
 
 
+def _warm_up() -> None:
+    """Do once, before any process is forked, what torch does at its first step only."""
+    with tempfile.TemporaryDirectory() as place:
+        training = Training(Path(place), OPTIONS["flat"], lambda _: None)
+        training.run(2)
+        training.save()
+        training.outcome()
+
+
 def _markdown(record: dict[str, Any]) -> str:
     about, trainings = record["machine"], record["trainings"]
     rows = [
@@ -303,12 +312,16 @@ def main() -> int:
     torch.set_num_threads(1)
     chance, trainings = random.Random(options.seed), []
     names = list(OPTIONS)
+    most = options.kills if options.points else -(-options.kills // len(names))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _warm_up()
     while sum(seen.kills for seen in trainings) < options.kills:
         name = names[len(trainings) % len(names)]
-        trainings.append(kill_one_training(name, options.steps, options.kills, chance, at_points=options.points))
+        trainings.append(kill_one_training(name, options.steps, most, chance, at_points=options.points))
         print(json.dumps(asdict(trainings[-1])), flush=True)
     record = {
-        "command": "python -m benchmarks.faults " + " ".join(sys.argv[1:]),
+        "command": " ".join(["python -m benchmarks.faults", *sys.argv[1:]]),
         "date": datetime.now(timezone.utc).date().isoformat(),
         "machine": machine.describe(torch.device("cpu")),
         "steps": options.steps,

@@ -263,6 +263,8 @@ class DPOptimizer(WrappedOptimizer):
         checks.warn_about_mechanism(self, self._warned)
         for step_hook in self._step_hooks:
             step_hook(self)
+        # Nobody else holds the sums while they turn into a release, which the ledger sees first.
+        self.original_optimizer.zero_grad(set_to_none=True)
         mean = self.loss_reduction == "mean" and self.expected_batch_size is not None
         divisor = float(self.expected_batch_size) if mean and self.expected_batch_size else 1.0
         released: list[torch.Tensor] = []
@@ -275,12 +277,15 @@ class DPOptimizer(WrappedOptimizer):
             expected_batch_size=self.expected_batch_size,
             noise_source=self.noise_source,
         )
-        for release_hook in self._release_hooks:
-            release_hook(self, released)
+        try:
+            for release_hook in self._release_hooks:
+                release_hook(self, released)
+        finally:
+            # Also after a failure: its number may be in the ledger, and stands for these values only.
+            self.releases += 1
         self._drop()
         if bound is not None:
             self.clipper.max_grad_norm = bound
-        self.releases += 1
         for p, gradient in zip(trainable, released, strict=True):
             p.grad = gradient
 

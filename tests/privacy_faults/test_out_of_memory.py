@@ -1,0 +1,210 @@
+"""Memory that runs out in the middle of a logical batch: the same samples again in parts, each in the sum once."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ghostclip import PrivacyEngine
+from ghostclip.clipping.passes import Release
+from ghostclip.errors import DataError, MissingGradientError
+from ghostclip.utils.batch_memory_manager import BatchMemoryManager
+from ghostclip.utils.out_of_memory import is_out_of_memory, rows_of
+from tests.engine.training import clipped_sum, parameters_of, small_data, small_model
+
+DATA = small_data(40)
+MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB"
+ERRORS = (
+    torch.cuda.OutOfMemoryError(MESSAGE),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    MemoryError(),
+)
+
+
+def _private(strategy="bookkeeping", **options):
+    engine, model = PrivacyEngine(), small_model()
+    private = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=DataLoader(DATA, batch_size=20),
+        noise_multiplier=1.0,
+        max_grad_norm=0.5,
+        grad_sample_mode=strategy,
+        **options,
+    )
+    optimizer = private[1]
+    optimizer.noise_source.add_ = lambda tensor, std: None
+    return engine, private[0], optimizer, private[-1]
+
+
+class Memory:
+    """Fails once for each size above a limit, in a chosen phase."""
+
+    def __init__(self, phase, limit, error):
+        self.phase, self.limit, self.error = phase, limit, error
+        self.sizes, self.failures, self.contractions = [], 0, 0
+
+    def work(self, optimizer, model, part, patch):
+        inputs, targets = part
+        self.sizes.append(len(inputs))
+        full = len(inputs) > self.limit
+        if full and self.phase == "forward":
+            self._fail()
+        losses = nn.functional.cross_entropy(model(inputs), targets, reduction="none")
+        with patch.context() as inner:
+            if full and self.phase == "backward":
+                losses.register_hook(lambda _: self._fail())
+            if full and self.phase == "contraction":
+                self._in_the_second_contraction(inner)
+            optimizer.clipper.backward(losses)
+        if full and self.phase == "afterwards":
+            self._fail()
+
+    def _in_the_second_contraction(self, patch):
+        into = Release.into
+        self.contractions = 0
+
+        def fails(release, buffer, factor, name):
+            self.contractions += 1
+            if self.contractions == 2:
+                buffer.add_(17.0)
+                self._fail()
+            into(release, buffer, factor, name)
+
+        patch.setattr(Release, "into", fails)
+
+    def _fail(self):
+        self.failures += 1
+        raise self.error
+
+
+@pytest.mark.parametrize("strategy", ["bookkeeping", "ghost", "hooks"])
+@pytest.mark.parametrize("phase", ["forward", "backward", "contraction", "afterwards"])
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_every_sample_is_in_the_sum_once(strategy, phase, error, monkeypatch):
+    engine, model, optimizer, loader = _private(strategy)
+    memory, before = Memory(phase, 3, error), parameters_of(model)
+    delivered: list[list[torch.Tensor]] = []
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=8, optimizer=optimizer) as batches:
+        for batch in batches:
+            delivered.append(batch)
+            batches.run(batch, lambda part: memory.work(optimizer, model, part, monkeypatch))
+            optimizer.step()
+            if not optimizer.last_step_was_virtual:
+                break
+    assert memory.failures > 0
+    assert len(delivered) > 1
+    model_before = small_model()
+    nn.utils.vector_to_parameters(before, model_before.parameters())
+    whole = [torch.cat([batch[part] for batch in delivered]) for part in range(2)]
+    expected = clipped_sum(model_before, whole, 0.5) / 20
+    torch.testing.assert_close((before - parameters_of(model)).double(), expected, rtol=1e-4, atol=1e-6)
+    assert engine.accountant.history == [(1.0, 0.5, 1)]
+
+
+def test_later_batches_are_smaller(monkeypatch):
+    _, model, optimizer, loader = _private()
+    memory, manager = Memory("forward", 3, MemoryError()), None
+    manager = BatchMemoryManager(data_loader=loader, max_physical_batch_size=40, optimizer=optimizer)
+    with manager as batches:
+        for _ in range(2):
+            for batch in batches:
+                batches.run(batch, lambda part: memory.work(optimizer, model, part, monkeypatch))
+                optimizer.step()
+                optimizer.zero_grad()
+    assert manager.physical_batch_size <= 5
+    assert memory.failures < 12
+
+
+def test_adaptive_count_takes_every_sample_once(monkeypatch):
+    _, model, optimizer, loader = _private(clipping="adaptive")
+    observed = []
+    adaptation = optimizer.clipper.policy.adaptation
+    take = adaptation.take_count
+    adaptation.take_count = lambda: observed.append(adaptation.peek().item()) or take()
+    memory, norms, samples = Memory("contraction", 3, MemoryError()), [], 0
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=8, optimizer=optimizer) as batches:
+        for batch in batches:
+            samples += len(batch[0])
+
+            def work(part):
+                memory.work(optimizer, model, part, monkeypatch)
+                norms.extend(optimizer.clipper.per_sample_norms.tolist())
+
+            batches.run(batch, work)
+            optimizer.step()
+            if not optimizer.last_step_was_virtual:
+                break
+    assert len(norms) == samples
+    assert observed == [sum(norm <= 0.5 for norm in norms) - samples / 2]
+
+
+def test_one_sample_that_does_not_fit_is_an_error_and_leaves_nothing(monkeypatch):
+    engine, model, optimizer, loader = _private()
+    memory = Memory("forward", 0, MemoryError())
+    manager = BatchMemoryManager(data_loader=loader, max_physical_batch_size=8, optimizer=optimizer)
+    with manager as batches:
+        batch = next(iter(batches))
+        with pytest.raises(MemoryError):
+            batches.run(batch, lambda part: memory.work(optimizer, model, part, monkeypatch))
+    assert not optimizer.clipper.has_clipped_sum
+    assert len(engine.accountant) == 0
+
+
+def test_other_errors_are_not_swallowed_and_restore_the_sums():
+    _, model, optimizer, loader = _private()
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=4, optimizer=optimizer) as batches:
+        stream = iter(batches)
+        batches.run(next(stream), lambda part: optimizer.clipper.backward(_losses(model, part)))
+        kept = optimizer.clipper.summed_gradient(model.get_parameter("_module.0.weight")).clone()
+        with pytest.raises(ZeroDivisionError):
+            batches.run(
+                next(iter([[DATA.tensors[0][:4], DATA.tensors[1][:4]]])), lambda part: _broken(model, optimizer, part)
+            )
+        assert torch.equal(optimizer.clipper.summed_gradient(model.get_parameter("_module.0.weight")), kept)
+        assert optimizer.clipper.backward_passes == 1
+        stream.close()
+    with pytest.raises(MissingGradientError, match="inside the loop"):
+        batches.run([], lambda _: None)
+
+
+def _losses(model, part):
+    return nn.functional.cross_entropy(model(part[0]), part[1], reduction="none")
+
+
+def _broken(model, optimizer, part):
+    optimizer.clipper.backward(_losses(model, part))
+    raise ZeroDivisionError
+
+
+def test_only_lack_of_memory_counts_as_that():
+    assert all(is_out_of_memory(error) for error in ERRORS)
+    assert not is_out_of_memory(RuntimeError("shape mismatch"))
+    assert not is_out_of_memory(ValueError(MESSAGE))
+
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+def test_any_structure_is_split():
+    x = torch.arange(6).reshape(3, 2)
+    batch = {
+        "x": x,
+        "names": ["a", "b", "c"],
+        "pair": Pair(x[:, 0], "kept"),
+        "scalar": torch.tensor(3.0),
+        "list": [x, x],
+    }
+    part = rows_of(batch, 3, slice(1, 3))
+    assert part["x"].tolist() == [[2, 3], [4, 5]]
+    assert part["names"] == ["b", "c"]
+    assert part["pair"].x.tolist() == [2, 4]
+    assert part["pair"].y == "kept"
+    assert part["scalar"].item() == 3.0
+    assert [entry.shape for entry in part["list"]] == [(2, 2), (2, 2)]
+    with pytest.raises(DataError, match="cannot be split"):
+        rows_of({"x": torch.zeros(2)}, 3, slice(0, 1))

@@ -1,0 +1,256 @@
+"""A resumed run is the uninterrupted run, bit for bit, or it is refused, or it uses randomness that is fresh."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ghostclip import PrivacyEngine, schedulers
+from ghostclip.clipping import policies
+from ghostclip.errors import ResumeError
+from ghostclip.utils.ledger_file import LedgerFile
+from tests.engine.training import parameters_of, small_data
+
+DATA = small_data(50)
+ROOT = Path(__file__).resolve().parents[2]
+OPTIONS = {
+    "flat": {},
+    "adaptive": {"clipping": "adaptive"},
+    "per layer in two passes": {"clipping": "per_layer", "grad_sample_mode": "ghost"},
+    "per-sample gradients": {"clipping": "psac", "grad_sample_mode": "hooks"},
+}
+
+
+class Run:
+    """A private training with dropout and Adam."""
+
+    def __init__(self, folder=None, lr=0.05, **options):
+        self.engine = PrivacyEngine(ledger=None if folder is None else folder / "ledger")
+        model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Dropout(0.3), nn.Linear(7, 3))
+        arguments = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, **options}
+        private = self.engine.make_private(
+            module=model,
+            optimizer=torch.optim.Adam(model.parameters(), lr=lr),
+            data_loader=DataLoader(DATA, batch_size=10),
+            **arguments,
+        )
+        self.model, self.optimizer, self.loader = private[0], private[1], private[-1]
+
+    def train(self, steps, *, after=None):
+        """Release so many steps in one go over the data; `after` is called after each step, inside the loop."""
+        last = self.optimizer.releases + steps
+        while self.optimizer.releases < last:
+            for inputs, targets in self.loader:
+                losses = nn.functional.cross_entropy(self.model(inputs), targets, reduction="none")
+                self.optimizer.zero_grad()
+                self.optimizer.clipper.backward(losses)
+                self.optimizer.step()
+                if after is not None:
+                    after(self.optimizer.releases)
+                if self.optimizer.releases == last:
+                    break
+
+    def train_and_save(self, steps, at, place):
+        """Release so many steps; save inside the loop after `at` of them."""
+        self.train(steps, after=lambda done: self.save(place) if done == at else None)
+
+    def save(self, place, **options):
+        self.engine.save_checkpoint(path=place, module=self.model, optimizer=self.optimizer, **options)
+
+    def load(self, place, **options):
+        return self.engine.load_checkpoint(path=place, module=self.model, optimizer=self.optimizer, **options)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("at", [3, 5])
+def test_resumed_run_equals_the_uninterrupted_one(name, at, tmp_path):
+    run = Run(**OPTIONS[name])
+    run.train_and_save(at + 9, at, tmp_path / "run.pt")
+    torch.rand(13)
+    resumed = Run(**OPTIONS[name])
+    resumed.load(tmp_path / "run.pt")
+    resumed.train(9)
+    assert torch.equal(parameters_of(resumed.model), parameters_of(run.model))
+    assert resumed.optimizer.max_grad_norm == run.optimizer.max_grad_norm
+    assert resumed.engine.accountant.history == run.engine.accountant.history
+
+
+def test_adaptive_bound_moves_and_is_neither_mechanism_nor_lost(tmp_path):
+    run = Run(clipping="adaptive")
+    run.train(4)
+    assert run.optimizer.max_grad_norm != 1.0
+    run.save(tmp_path / "run.pt")
+    resumed = Run(clipping="adaptive")
+    resumed.load(tmp_path / "run.pt")
+    assert resumed.optimizer.max_grad_norm == run.optimizer.max_grad_norm
+
+
+def test_checkpoint_holds_the_whole_mechanism_in_plain_values(tmp_path):
+    run = Run(tmp_path, clipping="per_layer")
+    run.train(2)
+    run.save(tmp_path / "run.pt")
+    state = torch.load(tmp_path / "run.pt", weights_only=True)
+    assert state["ghostclip_mechanism"] == {
+        "noise_multiplier": 1.0,
+        "max_grad_norm": 1.0,
+        "clipping": {"rule": "flat", "groups": "per_layer"},
+        "relation": "zero_out",
+        "expected_batch_size": 10.0,
+        "loss_reduction": "mean",
+        "noise_level": "fast",
+        "sampling": "poisson",
+        "sample_rate": 0.2,
+    }
+    assert state["ghostclip_version"] == 2
+    assert state["ghostclip_ledger"] == state["ghostclip_releases"] == 2
+    assert {"key", "position"} <= state["ghostclip_noise"].keys() & state["ghostclip_sampler"].keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("clipping", {"clipping": "automatic"}),
+        ("clipping", {"clipping": policies.per_layer([0.5] * 4), "max_grad_norm": None}),
+        ("noise_multiplier", {"noise_multiplier": 0.9}),
+    ],
+)
+def test_another_mechanism_is_refused_or_gets_fresh_randomness(name, options, tmp_path):
+    run = Run(tmp_path)
+    run.train(2)
+    run.save(tmp_path / "run.pt")
+    with pytest.raises(ResumeError, match=name):
+        Run(tmp_path, **options).load(tmp_path / "run.pt")
+    other = Run(tmp_path, **options)
+    own = other.optimizer.noise_source.state_dict()["key"]
+    other.load(tmp_path / "run.pt", allow_mechanism_change=True)
+    assert other.optimizer.noise_source.state_dict()["key"] == own != run.optimizer.noise_source.state_dict()["key"]
+    assert other.loader.state_dict()["key"] != run.loader.state_dict()["key"]
+    other.train(2)
+    assert len(other.engine.accountant) == 4
+    assert (tmp_path / "ledger").read_text().count('"mechanism"') == 2
+
+
+def test_steps_made_again_cost_nothing_and_steps_that_come_out_otherwise_are_refused(tmp_path):
+    run = Run(tmp_path)
+    run.train_and_save(5, 2, tmp_path / "run.pt")
+    resumed = Run(tmp_path)
+    resumed.load(tmp_path / "run.pt")
+    assert len(resumed.engine.accountant) == 5
+    resumed.train(3)
+    assert torch.equal(parameters_of(resumed.model), parameters_of(run.model))
+    assert len(resumed.engine.accountant) == len(LedgerFile(tmp_path / "ledger").entries) == 5
+    resumed.train(1)
+    assert len(resumed.engine.accountant) == 6
+
+    other = Run(tmp_path)
+    other.load(tmp_path / "run.pt")
+    other.model.get_parameter("_module.0.weight").data.add_(0.01)
+    before = parameters_of(other.model)
+    with pytest.raises(ResumeError, match="bit for bit"):
+        other.train(1)
+    assert torch.equal(parameters_of(other.model), before)
+
+
+def test_fresh_randomness_counts_the_lost_steps(tmp_path):
+    run = Run(tmp_path)
+    run.train_and_save(5, 2, tmp_path / "run.pt")
+    resumed = Run(tmp_path, lr=0.01)
+    resumed.load(tmp_path / "run.pt", fresh_randomness=True)
+    resumed.train(3)
+    assert len(resumed.engine.accountant) == 8
+    assert not torch.equal(parameters_of(resumed.model), parameters_of(run.model))
+
+
+@pytest.mark.filterwarnings("ignore:.*follows from an explicit")
+def test_fresh_randomness_from_the_same_seed_is_refused(tmp_path):
+    run = Run(noise_generator=torch.Generator().manual_seed(3))
+    run.save(tmp_path / "run.pt")
+    again = Run(noise_generator=torch.Generator().manual_seed(3))
+    with pytest.raises(ResumeError, match="same noise"):
+        again.load(tmp_path / "run.pt", fresh_randomness=True)
+
+
+def test_lost_ledger_is_noticed(tmp_path):
+    run = Run(tmp_path)
+    run.train(2)
+    run.save(tmp_path / "run.pt")
+    with pytest.raises(ResumeError, match="ledger=path"):
+        Run().load(tmp_path / "run.pt")
+    (tmp_path / "ledger").unlink()
+    with pytest.raises(ResumeError, match="holds 0 releases"):
+        Run(tmp_path).load(tmp_path / "run.pt")
+
+
+def test_ledger_begun_later_takes_over_what_was_released(tmp_path):
+    run = Run()
+    run.train(3)
+    run.save(tmp_path / "run.pt")
+    resumed = Run(tmp_path)
+    resumed.load(tmp_path / "run.pt")
+    resumed.train(1)
+    assert Run(tmp_path).engine.accountant.history == [(1.0, 0.2, 4)]
+
+
+def test_newer_checkpoints_are_refused(tmp_path):
+    run = Run()
+    run.save(tmp_path / "run.pt")
+    state = torch.load(tmp_path / "run.pt", weights_only=True)
+    torch.save({**state, "ghostclip_version": 99}, tmp_path / "run.pt")
+    with pytest.raises(ResumeError, match="format 99"):
+        run.load(tmp_path / "run.pt")
+
+
+def test_scheduled_run_resumes_with_value_and_position(tmp_path):
+    def scheduled(run):
+        noise = schedulers.ExponentialNoise(run.optimizer, gamma=0.9)
+        return noise, schedulers.StepGradClip(run.optimizer, step_size=1, gamma=0.5)
+
+    def go_on(schedules, save=None):
+        def after(done):
+            for schedule in schedules:
+                schedule.step()
+            if done == 2 and save is not None:
+                save(tmp_path / "run.pt", noise_scheduler=schedules[0], grad_clip_scheduler=schedules[1])
+
+        return after
+
+    run, resumed = Run(), Run()
+    run.train(4, after=go_on(scheduled(run), run.save))
+    schedules = scheduled(resumed)
+    resumed.load(tmp_path / "run.pt", noise_scheduler=schedules[0], grad_clip_scheduler=schedules[1])
+    resumed.train(2, after=go_on(schedules))
+    assert torch.equal(parameters_of(resumed.model), parameters_of(run.model))
+    assert resumed.optimizer.max_grad_norm == run.optimizer.max_grad_norm == 0.5**4
+    assert resumed.engine.accountant.history == run.engine.accountant.history
+
+
+def _kill(folder, *options):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "benchmarks.faults", "--out", str(folder), *options]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    trainings = json.loads((folder / "kill-test.json").read_text())["trainings"]
+    assert all(training["equal"] for training in trainings)
+    assert not any(training["ledger_below_released"] for training in trainings)
+    return trainings
+
+
+def test_killed_at_every_point_of_a_step(tmp_path):
+    (training,) = _kill(tmp_path, "--points", "--kills", "5", "--steps", "18")
+    assert training["kills"] == 5
+    assert training["kills_between_ledger_and_update"] > 0
+    assert training["lost_steps"] > 0
+
+
+@pytest.mark.slow
+def test_killed_at_fifty_random_times(tmp_path):
+    trainings = _kill(tmp_path, "--kills", "50", "--seed", "7")
+    assert sum(training["kills"] for training in trainings) >= 50
