@@ -115,6 +115,16 @@ def test_bounds_on_epsilon_fail_no_more_often_than_they_may(threshold):
     assert threshold == "union" or np.median(found) > 0.3
 
 
+def test_thresholds_share_the_error():
+    scores = gaussian_scores(np.random.default_rng(5), 1.0, 60)
+    points = union_points(scores, alpha=ALPHA)
+    share = ALPHA / len(points) / 2
+    for point in points:
+        false_positives, false_negatives = round(60 * point.fpr), round(60 * point.fnr)
+        assert point.fpr_upper == pytest.approx(float(clopper_pearson_upper(false_positives, 60, share)))
+        assert point.fnr_upper == pytest.approx(float(clopper_pearson_upper(false_negatives, 60, share)))
+
+
 def test_a_threshold_that_is_not_paid_for_is_seen_to_fail():
     """The check above can fail: the best of all thresholds, each at full confidence, is above the truth too often."""
     stream, failures = np.random.default_rng(7), 0

@@ -40,7 +40,7 @@ def test_delta_adds_its_share():
 
 
 @pytest.mark.parametrize("curve", [GaussianTradeOff(0.8), ApproximateTradeOff(0.9, 0.0)])
-@pytest.mark.parametrize(("made", "correct"), [(6, 6), (6, 5), (4, 4), (3, 2)])
+@pytest.mark.parametrize(("made", "correct"), [(6, 6), (6, 5), (4, 4), (3, 2), (1, 1)])
 def test_the_recursion_finds_the_largest_probability(curve, made, correct):
     """The same bound by linear programming over all distributions of right guesses that meet the demands."""
     canaries = 6
@@ -114,6 +114,18 @@ def test_every_canary_known_is_nearly_unbounded():
     finding = audit_scores(Scores.of(included * 1.0, included), delta=DELTA, claimed_epsilon=5.0)
     assert finding.epsilon > 5.0
     assert finding.contradicts
+
+
+@pytest.mark.parametrize("method", ["one-run", "one-run-f-dp", "one-run-gaussian"])
+def test_several_numbers_of_guesses_share_the_error(method):
+    stream, included = np.random.default_rng(6), flip_coins(320, seed=2)
+    scores = Scores.of(stream.normal(2.0 * included, 1.0), included)
+    together = audit_scores(scores, delta=DELTA, confidence=0.9, method=method)
+    apart = [
+        audit_scores(scores, delta=DELTA, confidence=0.98, method=method, guesses=made)
+        for made in (320, 160, 80, 40, 20)
+    ]
+    assert together.epsilon == pytest.approx(max(finding.epsilon for finding in apart), abs=1e-6)
 
 
 def test_guesses_take_the_highest_and_the_lowest():
