@@ -30,6 +30,7 @@ _SUBMODULES = frozenset(
         "data_loader",
         "errors",
         "grad_sample",
+        "inspection",
         "noise",
         "optimizers",
         "privacy_engine",

@@ -29,6 +29,11 @@ _COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
         "finetune.arguments",
         "finetune.job",
     ),
+    "inspect": (
+        "say how a model's gradients would be clipped, what that costs and what is refused",
+        "commands.inspect",
+        "commands.inspect",
+    ),
     "audit": ("test a claimed epsilon with the scores of an attack", "commands.audit", "commands.audit"),
 }
 

@@ -1,0 +1,112 @@
+"""``ghostclip inspect``: who is covered, how, at what price, and what is refused, before anything is trained."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from ghostclip.errors import InvalidOptionError, OutputError
+
+EXIT_REFUSED = 3
+
+_DEFAULTS: dict[str, Any] = {
+    "batch_size": 4,
+    "sequence_length": 32,
+    "strategy": "auto",
+    "trainable": "",
+    "full": False,
+    "batch": "",
+    "input_shape": (),
+    "batch_axis": 0,
+}
+_STRATEGIES = ("auto", "bookkeeping", "ghost", "fast", "hooks")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options.
+
+    Args:
+        parser: The sub-command's parser.
+    """
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="an architecture of transformers (gpt2, bert, vit, ...; nothing is downloaded), a local Hugging Face "
+        "folder, or a Python function that returns a model or (model, batch): path/to/file.py:factory, module:factory",
+    )
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="plan architectures and folders at their real sizes, from shapes alone (default: a small stand-in)",
+    )
+    parser.add_argument("--batch-size", type=int, metavar="B", help="samples in the batch (default: 4)")
+    parser.add_argument("--sequence-length", type=int, metavar="T", help="tokens of a sample (default: 32)")
+    parser.add_argument("--strategy", choices=_STRATEGIES, help="how gradients are clipped (default: auto)")
+    parser.add_argument("--trainable", metavar="REGEX", help="train only parameters whose name it is found in")
+    parser.add_argument(
+        "--batch", metavar="NAME", help="function beside the factory that makes a batch (default: example_batch)"
+    )
+    parser.add_argument(
+        "--input-shape", type=_shape, metavar="D,D,...", help="shape of one sample of a factory's model, as 3,32,32"
+    )
+    parser.add_argument("--batch-axis", type=int, choices=(0, 1), help="where samples lie in the inputs (default: 0)")
+    parser.add_argument("--json", metavar="FILE", help="write the findings as JSON; - prints them instead of the page")
+
+
+def run(given: dict[str, Any]) -> int:
+    """Inspect a model and print a page.
+
+    Args:
+        given: The options that were given.
+
+    Returns:
+        0, or 3 if the model is refused as it is.
+
+    Raises:
+        InvalidOptionError: If an option is out of range.
+        OutputError: If the JSON cannot be written.
+    """
+    from ghostclip.inspection import inspect_model, load_source
+    from ghostclip.inspection.sources import Request
+
+    options = {**_DEFAULTS, **given}
+    for name, least in (("batch_size", 2), ("sequence_length", 1)):
+        if options[name] < least:
+            raise InvalidOptionError(f"--{name.replace('_', '-')} is {options[name]}: must be at least {least}")
+    names = ("model", "batch_size", "sequence_length", "full", "batch", "input_shape", "batch_axis")
+    request = Request(**{name: options[name] for name in names})
+    if request.full and ":" in request.model:
+        raise InvalidOptionError("--full: a factory's model has its real sizes already; leave it out")
+    # The page says what is slow.
+    logging.getLogger("ghostclip.capture").setLevel(logging.ERROR)
+    source = load_source(request)
+    proof = load_source(Request(**{**vars(request), "full": False})) if request.full else None
+    found = inspect_model(source, strategy=options["strategy"], trainable=options["trainable"], proof=proof)
+    text = json.dumps(found.as_dict(), indent=1)
+    if options.get("json") == "-":
+        print(text)
+    else:
+        print(found)
+        if "json" in options:
+            _write(Path(options["json"]), text)
+    return 0 if found.ok else EXIT_REFUSED
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"--json {path}: {error.strerror}") from None
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(int(part) for part in text.replace("x", ",").split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of sizes such as 3,32,32") from None
+    if min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: every size must be at least 1")
+    return sizes

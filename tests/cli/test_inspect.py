@@ -1,0 +1,289 @@
+"""``ghostclip inspect``: right figures for what runs, place and remedy for what does not, one line for wrong input."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+import torch
+
+import ghostclip
+from benchmarks.flops import counter
+from ghostclip.cli import main
+from ghostclip.inspection import inspect_model, load_source
+from ghostclip.inspection.measure import losses_of
+from ghostclip.inspection.sources import Request
+from tests.cli.conftest import Result
+
+SCRIPT = """
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+        self.norm = nn.BatchNorm2d(channels)
+
+    def forward(self, x):
+        return x + self.norm(self.conv(x)).relu()
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.LSTM(6, 8, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0])
+
+
+class Mixes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x):
+        h = self.layer(x)
+        return h - h.mean(0)
+
+
+class Raw(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x, *, scale=1.0):
+        return x * self.weight * scale
+
+
+def resnet():
+    return nn.Sequential(nn.Conv2d(3, 6, 3), *[Block(6) for _ in range(5)], nn.Flatten(1), nn.LazyLinear(2))
+
+
+def blocks():
+    return nn.Sequential(nn.Conv2d(3, 6, 3), *[Block(6) for _ in range(5)])
+
+
+def recurrent():
+    return Recurrent()
+
+
+def mixes():
+    return Mixes()
+
+
+def raw():
+    return Raw()
+
+
+def with_batch(batch_size):
+    return Raw(), {"x": torch.randn(batch_size, 4), "scale": 2.0}
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 3))
+
+
+def vectors(batch_size, sequence_length):
+    return torch.randn(batch_size, sequence_length, 12)
+
+
+def breaks():
+    raise KeyError("no such key")
+
+
+def number():
+    return 3
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def inspect(capfd):
+    def run(*words: object) -> Result:
+        capfd.readouterr()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                status = main(["inspect", *map(str, words)])
+            except SystemExit as stopped:
+                status = int(stopped.code or 0)
+        captured = capfd.readouterr()
+        return Result(status, captured.out, captured.err)
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "vit", "llama", "mixtral", "t5"])
+def test_architectures(inspect, name):
+    result = inspect(name, "--sequence-length", 12)
+    assert result.status == 0, result
+    lines = result.out.splitlines()
+    assert lines[0].startswith(f"{name} (")
+    assert "stand-in" in lines[0]
+    assert "nothing is refused" in lines[1]
+    assert "expected FLOPs" in result.out
+    assert "expected memory" in result.out
+    assert "not used yet" not in result.out
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [("gpt2", "bookkeeping"), ("gpt2", "ghost"), ("gpt2", "fast"), ("gpt2", "hooks"), ("bert", "bookkeeping")],
+)
+def test_expected_operations_are_those_of_the_step(name, strategy):
+    """The whole step is predicted: layers, attention and, for two backwards, attention's backward once more."""
+    source = load_source(Request(name, batch_size=3, sequence_length=20))
+    source.model.eval()
+    found = inspect_model(source, strategy=strategy)
+
+    def losses():
+        return losses_of(source.call(), batch_size=3, axis=0)
+
+    with counter() as base:
+        losses().sum().backward()
+    source.model.zero_grad(set_to_none=True)
+    with ghostclip.GhostClipper(source.model, max_grad_norm=1.0, strategy=strategy) as clipper:
+        clipper.backward(losses())
+        clipper.reset()
+        with counter() as private:
+            clipper.backward(losses())
+    ratio = private.get_total_flops() / base.get_total_flops()
+    # Fused attention, which is the same in both, is in the prediction and not in the count.
+    assert found.flop_ratio == pytest.approx(ratio, rel=0.06)
+
+
+def test_real_sizes_from_shapes_alone(inspect):
+    result = inspect("gpt2", "--full", "--batch-size", 8, "--sequence-length", 512, "--json", "-")
+    assert result.status == 0, result
+    found = json.loads(result.out)
+    assert found["parameters"]["all"] == 124_439_808
+    # Six per weight of a product and token, and attention's own.
+    assert found["non_private"]["flops"] > 6 * 8 * 512 * 85e6
+    assert 1 < found["flop_ratio"] < 7 / 6
+    plans = {row["name"]: row["plan"] for row in found["coverage"]["parameters"]}
+    assert "symmetric Gram" in plans["transformer.h.11.mlp.c_fc.weight"]
+
+
+def test_plan_follows_sequence_length_and_strategy(inspect):
+    assert "keep per-sample gradient" in inspect("gpt2", "--sequence-length", 64).out
+    assert "symmetric Gram" in inspect("gpt2", "--sequence-length", 8).out
+    assert "instantiate" in inspect("gpt2", "--sequence-length", 8, "--strategy", "fast").out
+
+
+def test_trainable(inspect):
+    result = inspect("gpt2", "--trainable", r"ln_|attn\.c_attn")
+    assert result.status == 0
+    assert "transformer.h.*.attn.c_attn.weight" in result.out
+    assert "wte" not in result.out
+
+
+def test_batch_norm_is_refused_with_the_remedy(inspect, script):
+    result = inspect(f"{script}:blocks")
+    assert result.status == 3
+    assert "REFUSED 1.norm (BatchNorm2d), 2.norm (BatchNorm2d)" in result.out
+    assert "and 1 more like it" in result.out
+    assert "GroupNorm" in result.out
+    assert "expected FLOPs" not in result.out
+
+
+def test_mixing_is_refused_with_the_place(inspect, script):
+    result = inspect(f"{script}:mixes")
+    assert result.status == 3
+    assert "the forward of model (Mixes) itself" in result.out
+    assert "remedy" in result.out
+
+
+def test_recurrent_layers_are_priced(inspect, script):
+    result = inspect(f"{script}:recurrent", "--json", "-")
+    assert result.status == 0
+    assert 1 <= json.loads(result.out)["flop_ratio"] < 10
+    assert result.err == ""
+
+
+def test_batches_of_a_factory(inspect, script):
+    assert "random input of shape (4, 12)" in inspect(f"{script}:mlp").out
+    assert "(5, 7, 12)" in inspect(f"{script}:mlp", "--input-shape", "7,12", "--batch-size", 5).out
+    assert "batch of vectors()" in inspect(f"{script}:mlp", "--batch", "vectors").out
+    own = inspect(f"{script}:with_batch", "--batch-size", 6)
+    assert own.status == 0, own
+    assert "6 samples" in own.out
+
+
+def test_module_and_function(inspect, script, monkeypatch):
+    monkeypatch.chdir(script.parent)
+    assert inspect("script:mlp").status == 0
+
+
+def test_local_folder(inspect, tmp_path):
+    config = {"model_type": "gpt2", "n_embd": 24, "n_head": 2, "n_layer": 3, "vocab_size": 50, "n_positions": 40}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    full = inspect(tmp_path, "--full", "--sequence-length", 10, "--json", "-")
+    assert full.status == 0, full
+    assert json.loads(full.out)["parameters"]["all"] < 30_000
+    assert inspect(tmp_path, "--sequence-length", 10).status == 0
+
+
+def test_json_file(inspect, script, tmp_path):
+    target = tmp_path / "found.json"
+    result = inspect(f"{script}:mlp", "--json", target)
+    assert "expected FLOPs" in result.out
+    found = json.loads(target.read_text(encoding="utf-8"))
+    assert found["ok"]
+    assert found["coverage"]["parameters"][0]["plan"] == "product of two norms, contract"
+    assert inspect(f"{script}:mlp", "--json", tmp_path / "none" / "x.json").status == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nope"], "no architecture"),
+        (["{script}:missing"], "no function 'missing'"),
+        (["{script}:breaks"], "no such key"),
+        (["{script}:number"], "returned int"),
+        (["{script}:raw"], "--input-shape"),
+        (["{script}x:raw"], "script.pyx"),
+        (["other.py:raw"], "no such file"),
+        (["no.such.module:raw"], "No module named"),
+        (["{folder}"], "config.json is missing"),
+        (["gpt2", "--batch-size", "1"], "--batch-size is 1"),
+        (["gpt2", "--sequence-length", "0"], "--sequence-length is 0"),
+        (["gpt2", "--trainable", "["], "no regular expression"),
+        (["gpt2", "--trainable", "zzz"], "matches none of the 28"),
+        (["gpt2", "--full", "--sequence-length", "5000"], "at most 1024"),
+        (["{script}:mlp", "--full"], "--full"),
+        (["{script}:mlp", "--batch", "absent"], "no function 'absent'"),
+        (["{script}:mlp", "--input-shape", "a,b"], "list of sizes"),
+        (["{script}:mlp", "--input-shape", "0"], "at least 1"),
+        (["{script}:mlp", "--input-shape", "7"], "fails on this batch"),
+        (["gpt2", "--strategy", "magic"], "invalid choice"),
+        (["whisper"], "input_features"),
+        ([], "MODEL"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_input_is_one_line(inspect, script, words, said):
+    result = inspect(*[word.format(script=script, folder=script.parent) for word in words])
+    assert result.status == 2, result
+    assert len(result.err.strip().splitlines()) == 1, result.err
+    assert said in result.err
+
+
+def test_nothing_is_trained(script):
+    """Parameters keep their values and get no gradient; the model of a factory can be used afterwards."""
+    source = load_source(Request(f"{script}:mlp", batch_size=4, sequence_length=3))
+    before = [parameter.clone() for parameter in source.model.parameters()]
+    inspect_model(source)
+    assert all(torch.equal(one, two) for one, two in zip(before, source.model.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in source.model.parameters())
+    assert not any(module._forward_hooks for module in source.model.modules())
