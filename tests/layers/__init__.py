@@ -1,0 +1,1 @@
+"""Layers under the names that Opacus gives them."""

@@ -1,0 +1,217 @@
+"""Layers under Opacus's names compute what torch's compute, with torch's parameters."""
+
+import inspect
+
+import opacus.layers
+import pytest
+import torch
+from opacus.layers import dp_rnn as opacus_rnn
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+
+import ghostclip
+from ghostclip import layers
+from ghostclip.errors import UnsupportedModelError
+
+RECURRENT = {"DPLSTM": nn.LSTM, "DPGRU": nn.GRU, "DPRNN": nn.RNN}
+OPTIONS = [
+    {},
+    {"batch_first": True, "bias": False},
+    {"num_layers": 2, "bidirectional": True},
+    {"num_layers": 2, "dropout": 0.5, "batch_first": True},
+]
+ATTENTION = [
+    {},
+    {"batch_first": True},
+    {"batch_first": True, "add_bias_kv": True, "add_zero_attn": True},
+    {"kdim": 4, "vdim": 5, "bias": False},
+]
+
+
+def _same(first: object, second: object) -> None:
+    if isinstance(first, Tensor):
+        assert torch.equal(first, second)
+    elif isinstance(first, (tuple, PackedSequence)):
+        for one, two in zip(first, second, strict=True):
+            _same(one, two)
+    else:
+        assert first == second
+
+
+def _swap_weights(ours: nn.Module, theirs: nn.Module) -> None:
+    """Load ours into theirs and back, strictly."""
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_layers_are_torchs(name, options):
+    ours, theirs = getattr(layers, name)(4, 5, **options), RECURRENT[name](4, 5, **options)
+    _swap_weights(ours, theirs)
+    x = torch.randn(3, 6, 4)
+    for given in (x, pack_padded_sequence(x, torch.tensor([2, 6, 1]), batch_first=True, enforce_sorted=False)):
+        torch.manual_seed(3)
+        expected = theirs(given)
+        torch.manual_seed(3)
+        _same(ours(given), expected)
+
+
+def test_initial_state_goes_by_both_names():
+    lstm, x = layers.DPLSTM(4, 5), torch.randn(6, 3, 4)
+    state = (torch.randn(1, 3, 5), torch.randn(1, 3, 5))
+    expected = nn.LSTM.forward(lstm, x, state)
+    for found in (lstm(x, state), lstm(x, hx=state), lstm(x, state_init=state)):
+        _same(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
+def test_projection():
+    ours, theirs = layers.DPLSTM(4, 5, proj_size=3), nn.LSTM(4, 5, proj_size=3)
+    _swap_weights(ours, theirs)
+    x = torch.randn(6, 3, 4)
+    _same(ours(x), theirs(x))
+    with pytest.raises(UnsupportedModelError, match="DPRNN: proj_size=3"):
+        layers.DPRNN(4, 5, proj_size=3)
+
+
+def test_opacus_drops_the_state_between_steps_and_torch_does_not():
+    ours, theirs = layers.DPLSTM(4, 5, 2, dropout=0.9), opacus.layers.DPLSTM(4, 5, 2, dropout=0.9)
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(6, 3, 4)
+    # The last layer's outputs are dropped too, although torch drops between layers only.
+    assert (theirs(x)[0] == 0).any()
+    assert not (ours(x)[0] == 0).any()
+    _same(ours.eval()(x)[0].shape, theirs.eval()(x)[0].shape)
+    torch.testing.assert_close(ours(x)[0], theirs(x)[0])
+
+
+@pytest.mark.parametrize(("name", "kind"), [("DPLSTMCell", nn.LSTMCell), ("DPGRUCell", nn.GRUCell)])
+def test_cells_are_torchs(name, kind):
+    ours, theirs = getattr(layers, name)(4, 5, True), kind(4, 5)
+    _swap_weights(ours, theirs)
+    x, states = torch.randn(2, 4), (torch.randn(3, 5), torch.randn(3, 5))
+    _same(ours(x), theirs(x))
+    lstm = kind is nn.LSTMCell
+    first = tuple(state[:2] for state in states) if lstm else states[0][:2]
+    _same(ours(x, states if lstm else states[0], batch_size_t=2), theirs(x, first))
+
+
+def test_cell_of_a_plain_network():
+    ours, theirs = layers.DPRNNCell(4, 5, False, "relu"), nn.RNNCell(4, 5, bias=False, nonlinearity="relu")
+    _swap_weights(ours, theirs)
+    x = torch.randn(2, 4)
+    _same(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize("name", ["DPLSTM", "DPGRU", "DPRNN", "DPMultiheadAttention", "SequenceBias"])
+def test_constructors_take_what_opacus_takes(name):
+    theirs = inspect.signature(getattr(opacus.layers, name)).parameters.values()
+    defaults = {"input_size": 4, "hidden_size": 5, "embed_dim": 6, "num_heads": 2}
+    given = [defaults.get(p.name, p.default) for p in theirs]
+    assert isinstance(getattr(layers, name)(*given), nn.Module)
+
+
+@pytest.mark.parametrize("name", ["DPLSTMCell", "DPGRUCell", "DPRNNCell"])
+def test_cells_take_what_opacus_cells_take(name):
+    theirs = inspect.signature(getattr(opacus_rnn, name)).parameters.values()
+    given = {"input_size": 4, "hidden_size": 5, "bias": True}
+    assert isinstance(getattr(layers, name)(*[given.get(p.name, p.default) for p in theirs]), nn.Module)
+
+
+def _attend(module: nn.Module, options: dict, **asked: object) -> tuple[Tensor, Tensor | None]:
+    torch.manual_seed(5)
+    shape = (2, 5) if options.get("batch_first") else (5, 2)
+    query = torch.randn(*shape, 6)
+    key = torch.randn(*shape, options.get("kdim", 6))
+    value = torch.randn(*shape, options.get("vdim", 6))
+    return module(query, key, value, **asked)
+
+
+_CAUSAL = torch.ones(5, 5, dtype=torch.bool).triu(1)
+_PADDING = torch.arange(5) >= torch.tensor([[3], [5]])
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"attn_mask": _CAUSAL, "need_weights": False, "is_causal": True},
+        {"attn_mask": torch.zeros(5, 5).masked_fill(_CAUSAL, -1e9), "average_attn_weights": False},
+        {"attn_mask": _CAUSAL.expand(6, 5, 5), "key_padding_mask": _PADDING},
+    ],
+    ids=["plain", "causal", "float mask", "masks of heads"],
+)
+@pytest.mark.parametrize("options", ATTENTION, ids=str)
+def test_attention_is_torchs(options, asked):
+    ours = layers.DPMultiheadAttention(6, 3, **options)
+    theirs = nn.MultiheadAttention(6, 3, **options)
+    _swap_weights(ours, theirs)
+    _same(_attend(ours, options, **asked), _attend(theirs, options, **asked))
+
+
+def test_opacus_attention_mixes_heads_with_positions_and_ours_does_not():
+    for batch_first, agrees in ((False, True), (True, False)):
+        options = {"batch_first": batch_first}
+        torchs = nn.MultiheadAttention(6, 3, **options)
+        theirs, ours = opacus.layers.DPMultiheadAttention(6, 3, **options), layers.DPMultiheadAttention(6, 3, **options)
+        ours.load_state_dict(torchs.state_dict())
+        theirs.load_state_dict(dict(torchs.state_dict()))
+        expected, found = _attend(torchs, options)[0], _attend(theirs, options)[0]
+        assert torch.allclose(found, expected, atol=1e-6) is agrees
+        _same(_attend(ours, options)[0], expected)
+
+
+def test_weights_of_opacus_attention_load():
+    theirs = opacus.layers.DPMultiheadAttention(6, 3, add_bias_kv=True)
+    ours = layers.DPMultiheadAttention(6, 3, add_bias_kv=True)
+    ours.load_state_dict(theirs.state_dict())
+    torch.testing.assert_close(_attend(ours, {}), _attend(theirs, {}))
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_sequence_bias(batch_first):
+    ours, theirs = layers.SequenceBias(6, batch_first), opacus.layers.SequenceBias(6, batch_first)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 3, 6)
+    _same(ours(x), theirs(x))
+
+
+class _Renamed(layers.RenameParamsMixin, nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.set_rename_map({"scale": "gain", "inner.weight": "weight_ih", "inner.bias": "bias_ih"})
+        self.inner = layers.RNNLinear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.scale
+
+
+def test_renamed_parameters_go_by_their_new_names_however_deep():
+    for model, prefix in ((_Renamed(), ""), (nn.Sequential(nn.Linear(4, 4), _Renamed()), "1.")):
+        names = {prefix + name for name in ("gain", "weight_ih", "bias_ih")}
+        own = {name for name in model.state_dict() if name.startswith(prefix) and not name.startswith("0.")}
+        assert own == names
+        assert {name for name, _ in model.named_parameters() if not name.startswith("0.")} == names
+        other = type(model)() if not prefix else nn.Sequential(nn.Linear(4, 4), _Renamed())
+        other.load_state_dict(model.state_dict())
+        x = torch.randn(2, 4)
+        _same(other(x), model(x))
+        short = model.state_dict()
+        del short[prefix + "weight_ih"]
+        with pytest.raises(RuntimeError, match="weight_ih"):
+            other.load_state_dict(short)
+
+
+def test_renamed_parameters_are_clipped_once():
+    torch.manual_seed(0)
+    model, x = _Renamed(), torch.randn(3, 4)
+    with ghostclip.GhostClipper(model, max_grad_norm=1.0) as clipper:
+        clipper.backward(model(x).square().sum(1))
+        norms_B = clipper.per_sample_norms
+    for sample in range(3):
+        grads = torch.autograd.grad(model(x[sample : sample + 1]).square().sum(), list(model.parameters()))
+        want = torch.stack([grad.norm() for grad in grads]).norm()
+        torch.testing.assert_close(norms_B[sample], want, rtol=1e-5, atol=0.0)
