@@ -151,6 +151,7 @@ def _noise_of_other_states(rank: int) -> None:
     """Resume from checkpoints of different steps, after keys that agreed."""
     shared = SharedNoise(make_noise_source())
     shared.renew_key()
+    require_agreement("key", shared.state_dict()["key"])
     total = torch.ones(3)
     shared.add_(total, 0.0)
     assert total.tolist() == [2.0] * 3

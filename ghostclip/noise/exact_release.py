@@ -1,0 +1,96 @@
+"""From a clipper's per-sample gradients to an exact release: what a private optimizer calls at level "exact"."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ghostclip.errors import InvalidOptionError
+from ghostclip.noise.exact import ExactNoise
+from ghostclip.noise.grid import Grid
+from ghostclip.noise.sums import ExactSums
+
+if TYPE_CHECKING:
+    from ghostclip.clipping.clipper import GhostClipper
+
+
+class ExactRelease:
+    """Rounds what a clipper materialised after each backward, and releases the logical batch with discrete noise.
+
+    Privacy:
+        See `ExactSums` and `Grid.quantize`: physical batches of one record make the guarantee hold to the last bit.
+        The clipper's own floating-point sums in `p.grad` are not released.
+
+    Args:
+        clipper: Materialises per-sample gradients (strategy "hooks") and clips them by one norm.
+        source: Where the noise comes from.
+        bits: Fineness of the grid, see `Grid.for_norm`.
+
+    Raises:
+        InvalidOptionError: If the clipper's strategy forms no per-sample gradients, or its policy has several norms or
+            adapts its bound.
+    """
+
+    def __init__(self, clipper: GhostClipper, source: ExactNoise, *, bits: int = 24) -> None:
+        if clipper.resolve_strategy() != "hooks":
+            raise InvalidOptionError(
+                f"noise level 'exact' with strategy {clipper.resolve_strategy()!r}: gradients are rounded sample by "
+                "sample, which only 'hooks' has. Use grad_sample_mode='hooks', or level 'secure'."
+            )
+        names = [name for name, _ in clipper.model.named_parameters()]
+        if len(clipper.policy.layout(names).bounds) != 1 or clipper.policy.adaptation is not None:
+            raise InvalidOptionError(
+                "noise level 'exact' with a clip policy of several or adaptive bounds: use one fixed norm per sample."
+            )
+        self._clipper = clipper
+        self._source = source
+        self._bits = bits
+        self._sums: ExactSums | None = None
+
+    def collect(self) -> None:
+        """Take the per-sample gradients of the backward that just completed off the parameters, rounded and added up.
+
+        Raises:
+            InvalidOptionError: If several backwards have left theirs: each has clip factors of its own.
+        """
+        grads: dict[nn.Parameter, torch.Tensor] = {}
+        for parameter in self._clipper.trainable_parameters():
+            found = getattr(parameter, "grad_sample", None)
+            if isinstance(found, list):
+                raise InvalidOptionError(
+                    f"{len(found)} backwards before one step at noise level 'exact': call step() after each backward "
+                    "(physical batches: BatchMemoryManager), or add up the losses."
+                )
+            if found is not None:
+                grads[parameter] = found
+                parameter.grad_sample = None  # type: ignore[attr-defined]
+        if grads:
+            self._open().add(grads, self._clipper.clip_coefficients)
+
+    def release(self, parameters: Sequence[nn.Parameter], *, noise_multiplier: float) -> list[torch.Tensor]:
+        """Return the noisy sums of the logical batch and forget it.
+
+        Args:
+            parameters: Everything that is released, in a fixed order.
+            noise_multiplier: σ.
+
+        Returns:
+            Σ_b c_b·g_b + noise for each, in its shape, float32 at least.
+        """
+        factor = self._clipper.policy.sensitivity(self._clipper.relation) / self._clipper.max_grad_norm
+        released = self._open().release(parameters, noise_multiplier * factor, self._source)
+        self._sums = None
+        return released
+
+    def clear(self) -> None:
+        """Forget the logical batch, as after an abandoned loop."""
+        self._sums = None
+
+    def _open(self) -> ExactSums:
+        if self._sums is None:
+            # The bound in force when a logical batch begins; a schedule may change it in between.
+            self._sums = ExactSums(Grid.for_norm(self._clipper.max_grad_norm, bits=self._bits))
+        return self._sums

@@ -1,0 +1,90 @@
+"""From a clipper to an exact release, as a private optimizer does it; what cannot be rounded is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from ghostclip import GhostClipper
+from ghostclip.clipping.policies import per_layer
+from ghostclip.errors import InvalidOptionError
+from ghostclip.noise import ExactNoise, ExactRelease
+
+C = 0.4
+
+
+def setting(reduction="mean", **options):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3))
+    options = {"max_grad_norm": C, "strategy": "hooks", "loss_reduction": reduction} | options
+    return model, GhostClipper(model, **options)
+
+
+def backward(model, x, y, reduction):
+    nn.functional.cross_entropy(model(x), y, reduction=reduction).backward()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_physical_batches_make_up_the_clipped_sum(reduction):
+    x, y = torch.randn(9, 5) * 4, torch.randint(3, (9,))
+    model, clipper = setting(reduction)
+    backward(model, x, y, reduction)
+    parameters = clipper.trainable_parameters()
+    want = [clipper.summed_gradient(p).clone() for p in parameters]
+    clipper.reset()
+    model, clipper = setting(reduction)
+    parameters, exact = clipper.trainable_parameters(), ExactRelease(clipper, ExactNoise())
+    for start in (0, 4, 8):
+        backward(model, x[start : start + 4], y[start : start + 4], reduction)
+        exact.collect()
+        assert all(p.grad_sample is None for p in parameters)
+    released = exact.release(parameters, noise_multiplier=0.0)
+    for got, expected in zip(released, want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    assert not any(part.any() for part in exact.release(parameters, noise_multiplier=0.0))
+
+
+def test_noise_follows_the_bound_and_the_relation():
+    for relation, factor in (("zero_out", 1), ("replace_one", 2)):
+        _model, clipper = setting(relation=relation)
+        exact = ExactRelease(clipper, ExactNoise())
+        clipper.max_grad_norm = 2 * C
+        released = torch.cat(
+            [exact.release([p], noise_multiplier=3.0)[0].flatten() for p in clipper.trainable_parameters() * 60]
+        )
+        assert abs(released.std().item() / (3 * 2 * C * factor) - 1) < 6 / math.sqrt(2 * len(released))
+
+
+def test_a_sample_that_is_not_finite_is_left_out_and_an_abandoned_batch_forgotten():
+    model, clipper = setting("sum")
+    exact, parameters = ExactRelease(clipper, ExactNoise()), clipper.trainable_parameters()
+    x, y = torch.randn(3, 5), torch.tensor([0, 1, 2])
+    backward(model, x, y, "sum")
+    exact.collect()
+    exact.clear()
+    x[1, 2] = math.nan
+    clipper.reset()
+    backward(model, x, y, "sum")
+    exact.collect()
+    released = exact.release(parameters, noise_multiplier=0.0)
+    for got, p in zip(released, parameters, strict=True):
+        torch.testing.assert_close(got, clipper.summed_gradient(p), rtol=1e-5, atol=1e-6)
+        assert got.isfinite().all()
+
+
+def test_what_cannot_be_rounded_is_refused():
+    for strategy in ("bookkeeping", "ghost", "fast", "auto"):
+        with pytest.raises(InvalidOptionError, match=r"'exact' with strategy '.*grad_sample_mode='hooks'"):
+            ExactRelease(setting(strategy=strategy)[1], ExactNoise())
+    with pytest.raises(InvalidOptionError, match="several or adaptive bounds"):
+        ExactRelease(setting(max_grad_norm=None, policy=per_layer(1.0))[1], ExactNoise())
+    model, clipper = setting("sum")
+    exact = ExactRelease(clipper, ExactNoise())
+    exact.collect()
+    for _ in range(2):
+        backward(model, torch.randn(2, 5), torch.tensor([0, 1]), "sum")
+    with pytest.raises(InvalidOptionError, match="2 backwards before one step"):
+        exact.collect()
