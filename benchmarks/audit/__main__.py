@@ -23,13 +23,13 @@ def main() -> int:
         The exit status: 1 if a broken engine went unseen, or the engine as it is did not pass.
     """
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=1500, help="steps of each side of an audit (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=400, help="simulated audits of a kind (default: %(default)s)")
+    parser.add_argument("--runs", type=int, default=1000, help="steps of each side of an audit (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=200, help="simulated audits of a kind (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the files (default: %(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     report = {
-        "command": "python -m benchmarks.audit",
+        "command": f"python -m benchmarks.audit --runs {options.runs} --repeats {options.repeats}",
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "machine": describe(torch.device("cpu")),
         "runs": options.runs,
