@@ -47,7 +47,18 @@ def _called_twice():
     return _Twice(), torch.randn(3, 9, 24), lambda m, x: probe_loss(m(x))
 
 
-MODELS = {"gpt": _gpt, "tied_gpt": _tied_gpt, "cnn": _cnn, "mlp": _mlp, "called_twice": _called_twice}
+def _gram_in_blocks():
+    return nn.Linear(200, 180), torch.randn(2, 70, 200), lambda m, x: probe_loss(m(x))
+
+
+MODELS = {
+    "gram_in_blocks": _gram_in_blocks,
+    "gpt": _gpt,
+    "tied_gpt": _tied_gpt,
+    "cnn": _cnn,
+    "mlp": _mlp,
+    "called_twice": _called_twice,
+}
 
 
 def _counted(step):
