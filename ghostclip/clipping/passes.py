@@ -16,7 +16,7 @@ from torch import Tensor
 from ghostclip.capture.usage import Record, Use
 from ghostclip.clipping.norms import GroupNorms, cross_terms, exact_norms, exact_sqnorm, in_double
 from ghostclip.errors import BatchAxisError, GhostClipError
-from ghostclip.factors import Dense, Factor, Outer, Permuted, Placed, Rows, SquaredNorm, planner
+from ghostclip.factors import Dense, Factor, Outer, Permuted, Placed, Rows, SquaredNorm, joined, planner
 
 
 class Sums(Protocol):
@@ -107,17 +107,27 @@ class BookKeeping(Pass):
         super().__init__()
         self.factors: defaultdict[str, list[Factor]] = defaultdict(list)
         self.total = GroupNorms(group_of)
+        self._waiting: defaultdict[str, list[Factor]] = defaultdict(list)
 
     def consume(self, use: Use, name: str, factor: Factor) -> None:
         """Keep a factor and add its squared norm."""
         kept = smaller_form(factor)
-        self.factors[name].append(kept)
-        self.total.add(name, kept.sqnorm())
+        if use.record.use_counts[name] > 1:
+            # Its uses are put together first: there may be as many as steps of a sequence.
+            self._waiting[name].append(kept)
+        else:
+            self.factors[name].append(kept)
+            self.total.add(name, kept.sqnorm())
 
     doubtful_B: Tensor | None = None
 
     def norms(self) -> GroupNorms:
         """Return the norms of all samples; recomputed without cancellation where rounding could matter."""
+        for name in list(self._waiting):
+            for factor in joined(self._waiting.pop(name)):
+                kept = smaller_form(factor)
+                self.factors[name].append(kept)
+                self.total.add(name, kept.sqnorm())
         for name, factors in self.factors.items():
             crossed = cross_terms(factors)
             if crossed is not None:
@@ -212,7 +222,8 @@ class NormPass(Pass):
         if self._exact:
             self.total.merge(exact_norms(self._waiting, self.total.group_of))
             return self.total
-        for name, factors in self._waiting.items():
+        for name, waiting in self._waiting.items():
+            factors = joined(waiting)
             for factor in factors:
                 self.total.add(name, self._sqnorm(factor))
             crossed = cross_terms(factors)

@@ -7,6 +7,7 @@ clipped sums and materialised gradients follow from the form alone.
 from ghostclip.factors.base import Factor, SquaredNorm, accumulation_dtype
 from ghostclip.factors.dense import Dense, Diagonal
 from ghostclip.factors.inner import inner
+from ghostclip.factors.joined import joined
 from ghostclip.factors.outer import Outer
 from ghostclip.factors.permuted import Permuted
 from ghostclip.factors.placed import Placed
@@ -27,4 +28,5 @@ __all__ = [
     "Stacked",
     "accumulation_dtype",
     "inner",
+    "joined",
 ]
