@@ -33,6 +33,8 @@ _TRANSPOSED = {
     "stride": {"stride": 2, "padding": 1, "output_padding": 1},
     "groups": {"groups": 2, "bias": False},
     "dilation": {"dilation": 2},
+    # Room in the output for a window that no input made.
+    "output_padding_beyond_stride": {"stride": 2, "dilation": 3, "padding": 1, "output_padding": 2},
 }
 _SIZES = {1: (7,), 2: (6, 7), 3: (5, 4, 5)}
 _CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}

@@ -1,6 +1,7 @@
 """Entries of a parameter picked by data or by constants: brackets, gather, take, masks, relative positions."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +81,9 @@ def _by_data(name: str, samples: int, suffix: str = "") -> Case:
 
 def _by_constant(name: str, samples: int, model: type[nn.Module], suffix: str) -> Case:
     shape, use = _BY_CONSTANT[name]
-    return layer_case(f"constant_{name}{suffix}", lambda: model(shape, use), samples, 3, 5)
+    case = layer_case(f"constant_{name}{suffix}", lambda: model(shape, use), samples, 3, 5)
+    # How constants are told from data is the same in every dtype.
+    return replace(case, dtypes=(torch.float64,))
 
 
 CASES = [

@@ -44,6 +44,8 @@ _EXPRESSIONS: dict[str, tuple[tuple[int, ...], Use]] = {
     "einsum_dots": ((5, 5), lambda p, x: torch.einsum("...i,oi->...o", x, p)),
     "einsum_implicit": ((5, 4), lambda p, x: torch.einsum("bti,iz", x, p).mean(2)[..., None] * x),
     "einsum_summed": ((3, 5), lambda p, x: torch.einsum("bti,ti->b", x, p)[:, None, None] * x),
+    "einsum_data_summed": ((5, 5), lambda p, x: torch.einsum("bti,io->bo", x, p).unsqueeze(1)),
+    "einsum_free": ((2, 5, 5), lambda p, x: torch.einsum("bti,hio->bto", x, p)),
     "einsum_two_inputs": ((5, 5, 5), lambda p, x: torch.einsum("bti,btj,oij->bto", x, x.sin(), p)),
     "einsum_two_parameters": ((4, 5), lambda p, x: torch.einsum("bti,ri,ro->bto", x, p, p)),
     "einsum_diagonal": ((5, 5), lambda p, x: torch.einsum("bti,ii->bti", x, p)),
@@ -53,7 +55,9 @@ _EXPRESSIONS: dict[str, tuple[tuple[int, ...], Use]] = {
 
 def _case(name: str, samples: int, suffix: str = "", model: type[nn.Module] = OneParameter) -> Case:
     shape, use = _EXPRESSIONS[name]
-    return layer_case(f"product_{name}{suffix}", lambda: model(shape, use), samples, 3, 5)
+    case = layer_case(f"product_{name}{suffix}", lambda: model(shape, use), samples, 3, 5)
+    # What a suffix varies is how rows are told, which no dtype changes.
+    return replace(case, dtypes=(torch.float64,)) if suffix else case
 
 
 class Bilinear(nn.Module):
