@@ -1,24 +1,52 @@
-"""Privacy accounting: how much (ε, δ) a sequence of subsampled Gaussian steps has released.
+"""Privacy accounting: how much (ε, δ) a sequence of noisy releases has spent.
 
 Nothing here imports torch. Every accountant is an `Accountant`; `create_accountant` finds one by name.
 """
 
 from ghostclip.accounting.accountant import Accountant
-from ghostclip.accounting.calibration import get_noise_multiplier
-from ghostclip.accounting.conversion import epsilon_from_rdp
-from ghostclip.accounting.ledger import steps_per_epoch
+from ghostclip.accounting.best import BestAccountant
+from ghostclip.accounting.calibration import (
+    delta_too_large,
+    get_noise_multiplier,
+    get_sample_rate,
+    get_steps,
+    joint_noise_multiplier,
+)
+from ghostclip.accounting.conversion import delta_from_rdp, epsilon_from_rdp
+from ghostclip.accounting.curves import privacy_curve, trade_off
+from ghostclip.accounting.gdp import GaussianAccountant
+from ghostclip.accounting.google import DPAccountingAccountant
+from ghostclip.accounting.ledger import RELATIONS, steps_per_epoch
+from ghostclip.accounting.pld import PLDAccountant, PRVAccountant
 from ghostclip.accounting.rdp import RDPAccountant
 from ghostclip.accounting.rdp_curve import DEFAULT_ORDERS, rdp_curve
-from ghostclip.accounting.registry import create_accountant, register_accountant
+from ghostclip.accounting.registry import DEFAULT_ACCOUNTANT, accountant_names, create_accountant, register_accountant
+from ghostclip.accounting.solve import Bounds
 
 __all__ = [
+    "DEFAULT_ACCOUNTANT",
     "DEFAULT_ORDERS",
+    "RELATIONS",
     "Accountant",
+    "BestAccountant",
+    "Bounds",
+    "DPAccountingAccountant",
+    "GaussianAccountant",
+    "PLDAccountant",
+    "PRVAccountant",
     "RDPAccountant",
+    "accountant_names",
     "create_accountant",
+    "delta_from_rdp",
+    "delta_too_large",
     "epsilon_from_rdp",
     "get_noise_multiplier",
+    "get_sample_rate",
+    "get_steps",
+    "joint_noise_multiplier",
+    "privacy_curve",
     "rdp_curve",
     "register_accountant",
     "steps_per_epoch",
+    "trade_off",
 ]

@@ -6,7 +6,22 @@ import abc
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Protocol
 
-from ghostclip.accounting.ledger import Entry, checked_history, checked_noise_multiplier, checked_sample_rate
+from ghostclip._validate import positive_int
+from ghostclip.accounting.events import SamplingEvent
+from ghostclip.accounting.ledger import (
+    Entry,
+    Ledger,
+    OtherEntry,
+    checked_history,
+    checked_noise_multiplier,
+    checked_others,
+    checked_relation,
+    checked_sample_rate,
+    guarantee_entry,
+    totals,
+    truncated_entry,
+)
+from ghostclip.accounting.solve import Bounds
 from ghostclip.errors import InvalidOptionError
 
 
@@ -21,16 +36,25 @@ class Accountant(abc.ABC):
 
     Privacy:
         A step is one draw of N(0, (σC)²) added to a sum over a Poisson sample of rate q in which every record moves
-        the sum by at most C. The bound holds for neighbouring data sets that differ by one record added, removed,
-        or replaced by a record without contribution. Losses, batch sizes and norms are not covered.
+        the sum by at most C. A batch that always holds every record, or one pass over shuffled batches, is a step with
+        q = 1. Losses, batch sizes and norms are not covered.
 
     Attributes:
+        relation: What neighbouring data sets are.
         history: Ledger as (σ, q, steps); equal consecutive steps share an entry.
+        others: Ledger of everything else as (kind, parameters, times).
     """
 
-    def __init__(self) -> None:
-        """Start with an empty ledger."""
+    def __init__(self, *, relation: str = "zero_out") -> None:
+        """Start with an empty ledger.
+
+        Args:
+            relation: What neighbouring data sets are: one record replaced by one without contribution ("zero_out"), added
+                or removed ("add_remove"; both cost the same on Poisson samples), or replaced by any ("replace_one").
+        """
+        self.relation = checked_relation(relation)
         self.history: list[Entry] = []
+        self.others: list[OtherEntry] = []
 
     @classmethod
     @abc.abstractmethod
@@ -42,6 +66,27 @@ class Accountant(abc.ABC):
         """
 
     @abc.abstractmethod
+    def epsilon_bounds(self, delta: float) -> Bounds:
+        """Return bounds from both sides on the ε spent so far.
+
+        Args:
+            delta: Probability that the ε bound may fail, in (0, 1).
+
+        Returns:
+            The bounds; the upper one is the guarantee, the lower one what no accountant can go below.
+        """
+
+    @abc.abstractmethod
+    def delta_bounds(self, epsilon: float) -> Bounds:
+        """Return bounds from both sides on the δ at some ε.
+
+        Args:
+            epsilon: ε ≥ 0.
+
+        Returns:
+            The bounds.
+        """
+
     def get_epsilon(self, delta: float) -> float:
         """Return an upper bound on the ε spent so far.
 
@@ -49,11 +94,30 @@ class Accountant(abc.ABC):
             delta: Probability that the ε bound may fail, in (0, 1).
 
         Returns:
-            ε ≥ 0; inf only if some step had no noise.
+            ε ≥ 0; inf only if steps without noise reveal more than δ.
         """
+        return self.epsilon_bounds(delta).upper
+
+    def get_delta(self, epsilon: float) -> float:
+        """Return an upper bound on δ at some ε.
+
+        Args:
+            epsilon: ε ≥ 0.
+
+        Returns:
+            δ in [0, 1].
+        """
+        return self.delta_bounds(epsilon).upper
+
+    def ledger(self) -> Ledger:
+        """Return everything that was released, equal releases as one entry."""
+        return totals(self.history, self.others, self.relation)
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """Record one release, in constant time.
+
+        A Gaussian mechanism without sampling, such as a noisy hyper-parameter, is a step with sample rate 1; several
+        releases on one batch are one step with their `joint_noise_multiplier`.
 
         Args:
             noise_multiplier: σ, the standard deviation of the noise over the sensitivity.
@@ -62,14 +126,54 @@ class Accountant(abc.ABC):
         Raises:
             InvalidOptionError: If a value is out of range; nothing is recorded then.
         """
-        sigma, rate, steps = checked_noise_multiplier(noise_multiplier), checked_sample_rate(sample_rate), 1
+        self._add_steps(checked_noise_multiplier(noise_multiplier), checked_sample_rate(sample_rate), 1)
+
+    def record(self, event: SamplingEvent, *, noise_multiplier: float, count: int = 1) -> None:
+        """Record releases as a sampler describes them; for shuffled batches, one for each epoch that was begun.
+
+        Args:
+            event: How units were selected.
+            noise_multiplier: σ, in units of one record's sensitivity.
+            count: How many such events.
+
+        Raises:
+            InvalidOptionError: If a value is out of range or the relation is not this accountant's.
+        """
+        sigma = checked_noise_multiplier(noise_multiplier) / event.records_per_unit
+        count = positive_int(count, "count")
+        if event.kind == "truncated_poisson":
+            if event.relation != self.relation:
+                raise InvalidOptionError(
+                    f"event with relation={event.relation!r}: this accountant's is {self.relation!r}, and truncated "
+                    "batches cost differently under the two. Create the accountant with the event's relation."
+                )
+            entry = truncated_entry(sigma, event.sample_rate, event.num_units, event.truncation or 0)
+            self._add_other("truncated_poisson", entry, count)
+        else:
+            self._add_steps(sigma, checked_sample_rate(event.sample_rate), count)
+
+    def record_guarantee(self, *, epsilon: float, delta: float = 0.0) -> None:
+        """Record a release of any kind that is known to be (ε, δ)-private under this accountant's relation.
+
+        Args:
+            epsilon: ε ≥ 0.
+            delta: δ in [0, 1).
+        """
+        self._add_other("guarantee", guarantee_entry(epsilon, delta), 1)
+
+    def _add_steps(self, sigma: float, rate: float, steps: int) -> None:
         if self.history and self.history[-1][:2] == (sigma, rate):
             steps += self.history.pop()[2]
         self.history.append((sigma, rate, steps))
 
+    def _add_other(self, kind: str, parameters: tuple[float, ...], count: int) -> None:
+        if self.others and self.others[-1][:2] == (kind, parameters):
+            count += self.others.pop()[2]
+        self.others.append((kind, parameters, count))
+
     def __len__(self) -> int:
-        """Return the number of steps recorded."""
-        return sum(steps for _, _, steps in self.history)
+        """Return the number of releases recorded."""
+        return sum(entry[2] for entry in (*self.history, *self.others))
 
     def __bool__(self) -> bool:
         """Return True: an accountant without steps is still an accountant."""
@@ -110,30 +214,36 @@ class Accountant(abc.ABC):
             destination: Mapping to fill; a new dict by default.
 
         Returns:
-            Mapping with the keys `history` and `mechanism`.
+            Mapping with the keys `history`, `mechanism`, `relation`, and `others` if there are other releases than steps.
         """
         state = {} if destination is None else destination
         state["history"] = list(self.history)
         state["mechanism"] = self.mechanism()
+        state["relation"] = self.relation
+        if self.others:
+            state["others"] = list(self.others)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replace the ledger by a saved one.
+        """Replace the ledger by a saved one; which accountant kept it does not matter, what it says was released does.
 
         Args:
-            state_dict: What `state_dict` returned.
+            state_dict: What `state_dict` returned, of this or another accountant.
 
         Raises:
-            InvalidOptionError: If it is empty, incomplete, out of range, or of another mechanism.
+            InvalidOptionError: If it is empty, incomplete, out of range, or of another relation.
         """
         missing = [key for key in ("history", "mechanism") if not state_dict or key not in state_dict]
         if missing:
             raise InvalidOptionError(
                 f"accountant state: missing {', '.join(missing)}; pass what state_dict() returned."
             )
-        if state_dict["mechanism"] != self.mechanism():
+        relation = checked_relation(state_dict.get("relation", "zero_out"))
+        if relation != self.relation:
             raise InvalidOptionError(
-                f"accountant state: saved by {state_dict['mechanism']!r}, this is {self.mechanism()!r}; "
-                "create the accountant by the saved name."
+                f"accountant state: saved for relation={relation!r}, this is {self.relation!r}; create the accountant "
+                "with the saved one."
             )
-        self.history = checked_history(state_dict["history"], where="accountant state")
+        history = checked_history(state_dict["history"], where="accountant state")
+        self.others = checked_others(state_dict.get("others", ()), where="accountant state")
+        self.history = history

@@ -1,4 +1,4 @@
-"""From a privacy budget to the noise that meets it."""
+"""From a privacy budget to the noise, the sampling rate or the number of steps that meets it: never over it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from collections.abc import Callable
 
 from ghostclip._validate import fraction, positive, positive_int, probability
 from ghostclip.accounting.ledger import steps_per_epoch
-from ghostclip.accounting.registry import create_accountant
+from ghostclip.accounting.registry import DEFAULT_ACCOUNTANT, create_accountant
 from ghostclip.errors import BudgetError, InvalidOptionError
 
 MIN_SIGMA, MAX_SIGMA = 1e-3, 1e6
+MIN_RATE = 1e-12
+MOST_STEPS = 10**9
 
 
 def get_noise_multiplier(  # noqa: PLR0913 - the arguments that existing scripts pass
@@ -21,8 +23,9 @@ def get_noise_multiplier(  # noqa: PLR0913 - the arguments that existing scripts
     sample_rate: float,
     epochs: float | None = None,
     steps: int | None = None,
-    accountant: str = "rdp",
+    accountant: str = DEFAULT_ACCOUNTANT,
     epsilon_tolerance: float = 0.01,
+    relation: str = "zero_out",
 ) -> float:
     """Return the smallest noise multiplier found that stays within the budget.
 
@@ -34,6 +37,7 @@ def get_noise_multiplier(  # noqa: PLR0913 - the arguments that existing scripts
         steps: Length of training in steps.
         accountant: Name of the accountant that will be used.
         epsilon_tolerance: How far ε may stay below the target; never more than 0.1 % of it is left.
+        relation: What neighbouring data sets are.
 
     Returns:
         σ in [0.001, 1e6] with ε(σ) ≤ target_epsilon.
@@ -52,13 +56,145 @@ def get_noise_multiplier(  # noqa: PLR0913 - the arguments that existing scripts
     length = _length(rate, epochs=epochs, steps=steps)
 
     def epsilon_of(sigma: float) -> float:
-        ledger = create_accountant(accountant)
-        ledger.history = [(sigma, rate, length)]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return ledger.get_epsilon(delta)
+        return _epsilon((sigma, rate, length), delta, accountant, relation)
 
     return _smallest_sigma(epsilon_of, target=target, tolerance=tolerance)
+
+
+def get_sample_rate(  # noqa: PLR0913 - the arguments of `get_noise_multiplier`
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    noise_multiplier: float,
+    steps: int,
+    accountant: str = DEFAULT_ACCOUNTANT,
+    relation: str = "zero_out",
+) -> float:
+    """Return the largest sampling rate found that stays within the budget.
+
+    Args:
+        target_epsilon: ε at the end of training, > 0.
+        target_delta: δ, in (0, 1).
+        noise_multiplier: σ.
+        steps: Length of training in steps.
+        accountant: Name of the accountant that will be used.
+        relation: What neighbouring data sets are.
+
+    Returns:
+        q in (0, 1] with ε(q) ≤ target_epsilon.
+
+    Raises:
+        BudgetError: If no rate down to 1e-12 meets the target.
+    """
+    target, delta = positive(target_epsilon, "target_epsilon"), probability(target_delta, "target_delta")
+    sigma, length = positive(noise_multiplier, "noise_multiplier"), positive_int(steps, "steps")
+
+    def epsilon_of(rate: float) -> float:
+        return _epsilon((sigma, rate, length), delta, accountant, relation)
+
+    low, high = 1.0, 1.0
+    while epsilon_of(low) > target:
+        low, high = low / 4, low
+        if low < MIN_RATE:
+            raise BudgetError(
+                f"target_epsilon={target:g}: not reached with any sample rate down to {MIN_RATE:g}; "
+                "use more noise, fewer steps, or allow a larger epsilon or delta."
+            )
+    while high / low > 1 + 1e-5:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if epsilon_of(middle) <= target else (low, middle)
+    return low
+
+
+def get_steps(  # noqa: PLR0913 - the arguments of `get_noise_multiplier`
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    noise_multiplier: float,
+    sample_rate: float,
+    accountant: str = DEFAULT_ACCOUNTANT,
+    relation: str = "zero_out",
+) -> int:
+    """Return the largest number of steps found that stays within the budget.
+
+    Args:
+        target_epsilon: ε at the end of training, > 0.
+        target_delta: δ, in (0, 1).
+        noise_multiplier: σ.
+        sample_rate: Probability q with which each record joins a batch, in (0, 1].
+        accountant: Name of the accountant that will be used.
+        relation: What neighbouring data sets are.
+
+    Returns:
+        T with ε(T) ≤ target_epsilon, at most 10^9.
+
+    Raises:
+        BudgetError: If one step exceeds the target already.
+    """
+    target, delta = positive(target_epsilon, "target_epsilon"), probability(target_delta, "target_delta")
+    sigma, rate = positive(noise_multiplier, "noise_multiplier"), fraction(sample_rate, "sample_rate")
+
+    def fits(steps: int) -> bool:
+        return _epsilon((sigma, rate, steps), delta, accountant, relation) <= target
+
+    if not fits(1):
+        raise BudgetError(
+            f"target_epsilon={target:g}: one step with noise multiplier {sigma:g} exceeds it; "
+            "use more noise, a smaller sample rate, or allow a larger epsilon or delta."
+        )
+    low, high = 1, 2
+    while high < MOST_STEPS and fits(high):
+        low, high = high, 4 * high
+    high = min(high, MOST_STEPS)
+    while high - low > 1:
+        middle = round(math.sqrt(low * high)) if high > 2 * low + 2 else (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def joint_noise_multiplier(*noise_multipliers: float) -> float:
+    """Return the σ of several Gaussian releases that are made of one batch.
+
+    Together they are one Gaussian release with σ^-2 = Σ σ_i^-2; for adaptive clipping, for example, of the gradients and of
+    the count of samples below the threshold (sensitivity 1/2 where samples count as ±1/2).
+
+    Args:
+        noise_multipliers: Each release's standard deviation over its sensitivity.
+
+    Returns:
+        The joint noise multiplier, for `Accountant.step`.
+
+    Reference:
+        Andrew, Thakkar, McMahan, Ramaswamy 2021, Theorem 1.
+    """
+    inverse = math.fsum(positive(sigma, "noise_multipliers", allow_infinity=True) ** -2 for sigma in noise_multipliers)
+    return 1 / math.sqrt(inverse) if inverse > 0 else math.inf
+
+
+def delta_too_large(delta: float, num_samples: int | None) -> str | None:
+    """Return a warning if δ is at least 1/N, else None.
+
+    Args:
+        delta: δ.
+        num_samples: N; None if it is not known.
+
+    Returns:
+        One sentence that says what such a δ allows.
+    """
+    if num_samples is None or delta * num_samples < 1:
+        return None
+    return (
+        f"delta={delta:g} is not below 1/N = {1 / num_samples:.3g} (N = {num_samples}): publishing a random record in the "
+        "clear would satisfy it. Use a delta well below 1/N."
+    )
+
+
+def _epsilon(entry: tuple[float, float, int], delta: float, accountant: str, relation: str) -> float:
+    keeper = create_accountant(accountant, relation=relation)
+    keeper.history = [entry]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return keeper.get_epsilon(delta)
 
 
 def _length(rate: float, *, epochs: float | None, steps: int | None) -> int:

@@ -32,3 +32,22 @@ def epsilon_from_rdp(orders: Array, rdp: Array, *, delta: float) -> tuple[float,
     epsilon = np.maximum(epsilon, 0.0)
     best = int(np.argmin(epsilon))
     return float(epsilon[best]), best
+
+
+def delta_from_rdp(orders: Array, rdp: Array, *, epsilon: float) -> float:
+    """Return the smallest δ that the curve proves at ε.
+
+    Args:
+        orders: α > 1, shape [A].
+        rdp: Rényi divergence at each order, ≥ 0 or inf, shape [A].
+        epsilon: ε ≥ 0.
+
+    Returns:
+        δ in [0, 1].
+
+    Reference:
+        As `epsilon_from_rdp`.
+    """
+    log_delta = (orders - 1) * (rdp - epsilon + np.log1p(-1 / orders)) - np.log(orders)
+    variation = np.sqrt(-np.expm1(-rdp.min()))
+    return float(min(1.0, variation, np.exp(min(0.0, float(log_delta.min())))))

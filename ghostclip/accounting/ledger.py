@@ -4,12 +4,142 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from ghostclip._validate import fraction, non_negative
+from ghostclip._validate import choice, fraction, non_negative, positive_int
 from ghostclip.errors import InvalidOptionError
+
+RELATIONS = ("zero_out", "add_remove", "replace_one")
+"""What two neighbouring data sets are, for accountants."""
 
 Entry = tuple[float, float, int]
 """(noise multiplier σ, sample rate q, number of consecutive steps with both)."""
+
+OtherEntry = tuple[str, tuple[float, ...], int]
+"""(kind, parameters, number of times): "truncated_poisson" (σ, q, N, largest batch) or "guarantee" (ε, δ)."""
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Everything that was released, order forgotten: no bound depends on it.
+
+    Attributes:
+        relation: What neighbouring data sets are.
+        steps: ((σ, q), count), distinct.
+        truncated: ((σ, q, N, largest batch), count), distinct.
+        guarantees: ((ε, δ), count), distinct.
+    """
+
+    relation: str
+    steps: tuple[tuple[tuple[float, float], int], ...] = ()
+    truncated: tuple[tuple[tuple[float, ...], int], ...] = ()
+    guarantees: tuple[tuple[tuple[float, ...], int], ...] = ()
+
+    @property
+    def count(self) -> int:
+        """Number of releases."""
+        return sum(count for group in (self.steps, self.truncated, self.guarantees) for _, count in group)
+
+
+def totals(history: Sequence[Entry], others: Sequence[OtherEntry], relation: str) -> Ledger:
+    """Return a ledger in which equal releases are one entry; steps that release nothing are left out.
+
+    Args:
+        history: Entries (σ, q, steps).
+        others: Other entries.
+        relation: One of `RELATIONS`.
+
+    Returns:
+        The ledger.
+    """
+    steps: dict[tuple[float, float], int] = {}
+    for sigma, rate, count in history:
+        if count and rate > 0 and sigma < math.inf:
+            steps[sigma, rate] = steps.get((sigma, rate), 0) + count
+    rest: dict[str, dict[tuple[float, ...], int]] = {"truncated_poisson": {}, "guarantee": {}}
+    for kind, parameters, count in others:
+        rest[kind][parameters] = rest[kind].get(parameters, 0) + count
+    return Ledger(
+        relation,
+        tuple(sorted(steps.items())),
+        tuple(sorted(rest["truncated_poisson"].items())),
+        tuple(sorted(rest["guarantee"].items())),
+    )
+
+
+def checked_relation(relation: str) -> str:
+    """Return the relation, or refuse it.
+
+    Args:
+        relation: One of `RELATIONS`.
+
+    Returns:
+        The same.
+    """
+    return choice(relation, "relation", RELATIONS)
+
+
+def checked_others(others: Sequence[Sequence[object]], *, where: str) -> list[OtherEntry]:
+    """Return a list of checked entries of other kinds.
+
+    Args:
+        others: Entries (kind, parameters, count).
+        where: What is being read, for the error message.
+
+    Returns:
+        A new list of tuples.
+
+    Raises:
+        InvalidOptionError: If an entry is of another form.
+    """
+    checked: list[OtherEntry] = []
+    for index, entry in enumerate(others):
+        try:
+            kind, parameters, count = entry
+            numbers = tuple(float(number) for number in parameters)  # type: ignore[attr-defined]
+            make = {"truncated_poisson": truncated_entry, "guarantee": guarantee_entry}[kind]  # type: ignore[index]
+            checked.append((str(kind), make(*numbers), positive_int(count, "count")))
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidOptionError(f"{where}: other entry {index} is {entry!r}: {error}") from error
+    return checked
+
+
+def truncated_entry(noise_multiplier: float, sample_rate: float, records: float, largest: float) -> tuple[float, ...]:
+    """Return the checked parameters of steps on truncated Poisson samples.
+
+    Args:
+        noise_multiplier: σ.
+        sample_rate: q.
+        records: N.
+        largest: Most records of a batch.
+
+    Returns:
+        (σ, q, N, largest batch).
+    """
+    return (
+        checked_noise_multiplier(noise_multiplier),
+        fraction(sample_rate, "sample_rate"),
+        float(positive_int(int(records), "num_records")),
+        float(positive_int(int(largest), "max_batch_size")),
+    )
+
+
+def guarantee_entry(epsilon: float, delta: float) -> tuple[float, ...]:
+    """Return the checked parameters of a release with a known guarantee.
+
+    Args:
+        epsilon: ε ≥ 0.
+        delta: δ in [0, 1).
+
+    Returns:
+        (ε, δ).
+
+    Raises:
+        InvalidOptionError: If δ is 1 or more.
+    """
+    if not non_negative(delta, "delta") < 1:
+        raise InvalidOptionError(f"delta={delta!r}: must be below 1.")
+    return (non_negative(epsilon, "epsilon"), float(delta))
 
 
 def checked_noise_multiplier(noise_multiplier: float) -> float:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
-from ghostclip._validate import probability
+from ghostclip._validate import non_negative, probability
 from ghostclip.accounting.accountant import Accountant
-from ghostclip.accounting.conversion import Array, epsilon_from_rdp
-from ghostclip.accounting.rdp_curve import DEFAULT_ORDERS, rdp_curve
+from ghostclip.accounting.composing import truncation_probability
+from ghostclip.accounting.conversion import Array, delta_from_rdp, epsilon_from_rdp
+from ghostclip.accounting.ledger import Ledger
+from ghostclip.accounting.pld import pld_delta, pld_epsilon
+from ghostclip.accounting.rdp_curve import DEFAULT_ORDERS, guaranteed_curve, mixed_curves, rdp_curve, revealed_curve
+from ghostclip.accounting.solve import Bounds
 from ghostclip.errors import InvalidOptionError
 
 
@@ -19,17 +24,13 @@ class RDPAccountant(Accountant):
 
     Privacy:
         The ε it returns is an upper bound for every ledger, also when σ and q change between steps, as long as
-        they do not depend on the private data. It is not tight: a Rényi bound always lies above the best (ε, δ) curve,
+        they do not depend on the private data. For "replace_one" it takes it as known who was sampled, which is much more
+        than the other accountants need. It is not tight: a Rényi bound always lies above the best (ε, δ) curve,
         most of all for few steps with little noise and small δ.
 
     Reference:
         Mironov 2017; Mironov, Talwar, Zhang 2019; Canonne, Kamath, Steinke 2020.
     """
-
-    def __init__(self) -> None:
-        """Start with an empty ledger."""
-        super().__init__()
-        self._curves: dict[tuple[float, float], Array] = {}
 
     @classmethod
     def mechanism(cls) -> str:
@@ -67,12 +68,13 @@ class RDPAccountant(Accountant):
             InvalidOptionError: If δ or an order is out of range.
         """
         delta = probability(delta, "delta")
-        if not self.history:
+        ledger = self.ledger()
+        if not ledger.count:
             return 0.0, 0.0
         orders = np.asarray(DEFAULT_ORDERS if alphas is None else alphas, dtype=np.float64).ravel()
         if not orders.size or not np.all(np.isfinite(orders) & (orders > 1)):
             raise InvalidOptionError(f"alphas={alphas!r}: give finite orders greater than 1.")
-        epsilon, best = epsilon_from_rdp(orders, self._total(orders, cached=alphas is None), delta=delta)
+        epsilon, best = ledger_epsilon(ledger, delta, tuple(orders))
         if best in {0, orders.size - 1} and 0 < epsilon < np.inf:
             warnings.warn(
                 f"The best Rényi order is {orders[best]:g}, the end of the range searched; ε = {epsilon:.4g} is valid, "
@@ -81,20 +83,98 @@ class RDPAccountant(Accountant):
             )
         return epsilon, float(orders[best])
 
-    def _total(self, orders: Array, *, cached: bool) -> Array:
-        steps_of: dict[tuple[float, float], int] = {}
-        for sigma, rate, steps in self.history:
-            steps_of[sigma, rate] = steps_of.get((sigma, rate), 0) + steps
-        total = np.zeros_like(orders)
-        for (sigma, rate), steps in steps_of.items():
-            if steps:
-                total += steps * self._curve(sigma, rate, orders, cached=cached)
-        return total
+    def epsilon_bounds(self, delta: float) -> Bounds:
+        """Return this accountant's ε, and a lower bound that no accountant goes below.
 
-    def _curve(self, sigma: float, rate: float, orders: Array, *, cached: bool) -> Array:
-        if not cached:
-            return rdp_curve(noise_multiplier=sigma, sample_rate=rate, orders=orders)
-        key = (sigma, rate)
-        if key not in self._curves:
-            self._curves[key] = rdp_curve(noise_multiplier=sigma, sample_rate=rate, orders=orders)
-        return self._curves[key]
+        Args:
+            delta: Probability that the ε bound may fail, in (0, 1).
+
+        Returns:
+            The bounds.
+        """
+        upper = self.get_epsilon(delta)
+        return Bounds(min(upper, pld_epsilon(self.ledger(), delta).lower), upper)
+
+    def delta_bounds(self, epsilon: float) -> Bounds:
+        """Return this accountant's δ, and a lower bound that no accountant goes below.
+
+        Args:
+            epsilon: ε ≥ 0.
+
+        Returns:
+            The bounds.
+        """
+        ledger = self.ledger()
+        upper = ledger_delta(ledger, non_negative(epsilon, "epsilon"))
+        return Bounds(min(upper, pld_delta(ledger, epsilon).lower), upper)
+
+
+def ledger_epsilon(ledger: Ledger, delta: float, orders: tuple[float, ...] = DEFAULT_ORDERS) -> tuple[float, int]:
+    """Return ε of a ledger by Rényi divergence, and the index of the order that proves it.
+
+    Args:
+        ledger: What was released.
+        delta: δ.
+        orders: Orders to search.
+
+    Returns:
+        (ε, index).
+    """
+    left = delta - _failures(ledger)
+    if left <= 0:
+        return float("inf"), 0
+    return epsilon_from_rdp(np.array(orders), ledger_curve(ledger, orders), delta=left)
+
+
+def ledger_delta(ledger: Ledger, epsilon: float) -> float:
+    """Return δ of a ledger by Rényi divergence.
+
+    Args:
+        ledger: What was released.
+        epsilon: ε.
+
+    Returns:
+        δ in [0, 1].
+    """
+    if not ledger.count:
+        return 0.0
+    curve = ledger_curve(ledger, DEFAULT_ORDERS)
+    return min(1.0, _failures(ledger) + delta_from_rdp(np.array(DEFAULT_ORDERS), curve, epsilon=epsilon))
+
+
+def _failures(ledger: Ledger) -> float:
+    """Return a bound of the probability that a release which is only (ε, δ)-private fails to be ε-private."""
+    return float(sum(delta * count for (_, delta), count in ledger.guarantees))
+
+
+def ledger_curve(ledger: Ledger, orders: tuple[float, ...]) -> Array:
+    """Return the sum of the Rényi divergences of all releases at each order.
+
+    Args:
+        ledger: What was released.
+        orders: α > 1.
+
+    Returns:
+        Divergences, shape [A]; of (ε, δ)-private releases, that of the ε-private part.
+    """
+    total = np.zeros(len(orders))
+    for (sigma, rate), count in ledger.steps:
+        total += count * _step_curve(sigma, rate, orders, ledger.relation)
+    for (sigma, rate, records, largest), count in ledger.truncated:
+        full = truncation_probability(int(records), rate, int(largest))
+        distance = 1.0 if ledger.relation == "zero_out" else 2.0
+        displaced = revealed_curve(sigma / distance, rate, np.array(orders))
+        total += count * mixed_curves(
+            _step_curve(sigma, rate, orders, ledger.relation), displaced, full, np.array(orders)
+        )
+    for (epsilon, _), count in ledger.guarantees:
+        total += count * guaranteed_curve(epsilon, np.array(orders))
+    return total
+
+
+@lru_cache(maxsize=2048)
+def _step_curve(sigma: float, rate: float, orders: tuple[float, ...], relation: str) -> Array:
+    """Return the curve of one step; for "replace_one" that of twice the distance without amplification of α."""
+    if relation == "replace_one":
+        return revealed_curve(sigma / 2, rate, np.array(orders))
+    return rdp_curve(noise_multiplier=sigma, sample_rate=rate, orders=orders)

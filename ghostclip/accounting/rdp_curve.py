@@ -82,6 +82,64 @@ def rdp_curve(*, noise_multiplier: float, sample_rate: float, orders: ArrayLike)
     return log_a / (orders - 1) * (1 + ROUNDING_MARGIN)
 
 
+def revealed_curve(sigma: float, rate: float, orders: Array) -> Array:
+    """Return the divergence of a Gaussian mechanism that is used with probability q, where it is seen whether it was.
+
+    Args:
+        sigma: σ.
+        rate: q.
+        orders: α > 1, shape [A].
+
+    Returns:
+        log(1 - q + q·exp(α(α - 1) / 2σ²)) / (α - 1), shape [A]: an upper bound of the subsampled mechanism's.
+    """
+    if rate == 0 or math.isinf(sigma):
+        return np.zeros_like(orders)
+    inverse_variance = min(1 / max(sigma, 1e-300), 1e154) ** 2
+    gain = orders * (orders - 1) * (min(inverse_variance, 1e290) / 2)
+    if sigma == 0:
+        return np.full_like(orders, np.inf)
+    return np.logaddexp(0.0, math.log(rate) + _log_expm1(gain)) / (orders - 1) * (1 + ROUNDING_MARGIN)
+
+
+def mixed_curves(first: Array, second: Array, share: float, orders: Array) -> Array:
+    """Return the divergence of "a public coin decides which of two mechanisms is used".
+
+    Args:
+        first: Divergences of the first, shape [A].
+        second: Divergences of the second, shape [A].
+        share: Probability of the second.
+        orders: α > 1, shape [A].
+
+    Returns:
+        log((1 - share)·e^{(α - 1)·first} + share·e^{(α - 1)·second}) / (α - 1), shape [A].
+    """
+    if share == 0:
+        return first
+    log_first = math.log1p(-share) if share < 1 else -math.inf
+    log_sum = np.logaddexp(log_first + (orders - 1) * first, math.log(share) + (orders - 1) * second)
+    return np.maximum(log_sum, 0.0) / (orders - 1) * (1 + ROUNDING_MARGIN)
+
+
+def guaranteed_curve(epsilon: float, orders: Array) -> Array:
+    """Return the largest divergence of an ε-private mechanism: that of randomised response.
+
+    Args:
+        epsilon: ε ≥ 0.
+        orders: α > 1, shape [A].
+
+    Returns:
+        Divergences, shape [A].
+
+    Reference:
+        Mironov 2017, Proposition 5.
+    """
+    log_likely, log_unlikely = -math.log1p(math.exp(-epsilon)), -epsilon - math.log1p(math.exp(-epsilon))
+    likely = orders * log_likely + (1 - orders) * log_unlikely
+    unlikely = orders * log_unlikely + (1 - orders) * log_likely
+    return np.maximum(np.logaddexp(likely, unlikely), 0.0) / (orders - 1) * (1 + ROUNDING_MARGIN)
+
+
 def _log_a_whole(orders: Array, *, rate: float, inverse_variance: float) -> Array:
     """Return log A(α) for whole α: A - 1 = Σ_{i=2}^α C(α,i) q^i (1-q)^(α-i) (exp((i² - i) / 2σ²) - 1)."""
     if not orders.size:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from ghostclip.accounting.accountant import Accountant
+from ghostclip.accounting.best import BestAccountant
+from ghostclip.accounting.gdp import GaussianAccountant
+from ghostclip.accounting.google import DPAccountingAccountant
+from ghostclip.accounting.pld import PLDAccountant, PRVAccountant
 from ghostclip.accounting.rdp import RDPAccountant
 from ghostclip.errors import InvalidOptionError
 
-_ACCOUNTANTS: dict[str, type[Accountant]] = {RDPAccountant.mechanism(): RDPAccountant}
+DEFAULT_ACCOUNTANT = BestAccountant.mechanism()
+
+_ACCOUNTANTS: dict[str, type[Accountant]] = {
+    accountant.mechanism(): accountant
+    for accountant in (BestAccountant, RDPAccountant, PLDAccountant, PRVAccountant, DPAccountingAccountant)
+}
 _NOT_OFFERED = {
-    "prv": "its numerical error is not certified and it fails on a part of the usual settings",
-    "gdp": "it is a central-limit estimate that can lie far below the true ε, so it guarantees nothing",
+    GaussianAccountant.mechanism(): "it is a central-limit estimate that can lie far below the true ε, so it is refused as "
+    "a guarantee; to compare, use ghostclip.accounting.GaussianAccountant(estimate=True)",
 }
 
 
@@ -18,7 +27,7 @@ def register_accountant(mechanism: str, accountant: type[Accountant], *, force: 
 
     Args:
         mechanism: Name to find it by.
-        accountant: Class that is built without arguments.
+        accountant: Class that is built with the option `relation` only.
         force: Replace an accountant of the same name.
 
     Raises:
@@ -29,20 +38,26 @@ def register_accountant(mechanism: str, accountant: type[Accountant], *, force: 
     _ACCOUNTANTS[mechanism] = accountant
 
 
-def create_accountant(mechanism: str) -> Accountant:
+def accountant_names() -> list[str]:
+    """Return the names that `create_accountant` knows, the default first."""
+    return sorted(_ACCOUNTANTS, key=lambda name: (name != DEFAULT_ACCOUNTANT, name))
+
+
+def create_accountant(mechanism: str = DEFAULT_ACCOUNTANT, *, relation: str = "zero_out") -> Accountant:
     """Return a new accountant with an empty ledger.
 
     Args:
-        mechanism: Name, for example "rdp".
+        mechanism: Name, for example "best".
+        relation: What neighbouring data sets are: "zero_out", "add_remove" or "replace_one".
 
     Returns:
         The accountant.
 
     Raises:
-        InvalidOptionError: If there is none of that name.
+        InvalidOptionError: If there is none of that name, or it gives no guarantee.
     """
     if mechanism in _ACCOUNTANTS:
-        return _ACCOUNTANTS[mechanism]()
-    known = ", ".join(repr(name) for name in sorted(_ACCOUNTANTS))
+        return _ACCOUNTANTS[mechanism](relation=relation)
+    known = ", ".join(repr(name) for name in accountant_names())
     reason = f" ({_NOT_OFFERED[mechanism]})" if mechanism in _NOT_OFFERED else ""
     raise InvalidOptionError(f"accountant={mechanism!r} is not available{reason}; choose from: {known}.")

@@ -1,0 +1,1 @@
+"""Accountants side by side over a fixed grid of settings: time, memory, tightness, failures."""

@@ -1,0 +1,110 @@
+"""Measure every accountant on every setting: `python -m benchmarks.accounting` (about half an hour on one core)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import subprocess
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+from benchmarks import machine
+from benchmarks.accounting.grid import Setting, edges, usual
+from benchmarks.accounting.peers import PEERS
+from benchmarks.accounting.table import markdown
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+
+
+class _Peer:
+    """A process that answers for one accountant; started anew after it was killed."""
+
+    def __init__(self, name: str, *, seconds: float, megabytes: int) -> None:
+        self._name, self._seconds, self._megabytes = name, seconds, megabytes
+        self._process: subprocess.Popen[str] | None = None
+
+    def ask(self, setting: Setting) -> dict[str, object]:
+        """Return ε, CPU seconds and megabytes, or what went wrong."""
+        process = self._started()
+        if process.stdin is None or process.stdout is None:
+            raise RuntimeError("no pipes")
+        try:
+            process.stdin.write(json.dumps({"history": setting[0], "delta": setting[1]}) + "\n")
+            process.stdin.flush()
+            ready, _, _ = select.select([process.stdout], [], [], self._seconds)
+            answer = process.stdout.readline() if ready else ""
+        except BrokenPipeError:
+            ready, answer = [True], ""
+        if answer:
+            return json.loads(answer)
+        self.close()
+        return {"epsilon": "out of memory" if ready else f"over {self._seconds:g} s", "seconds": None, "grown_mb": None}
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _started(self) -> subprocess.Popen[str]:
+        if self._process is None:
+            limited = f"ulimit -v {self._megabytes * 1024}; exec {sys.executable} -m benchmarks.accounting.peers '{self._name}'"
+            self._process = subprocess.Popen(
+                ["bash", "-c", limited],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            )
+        return self._process
+
+
+def main() -> int:
+    """Run the comparison.
+
+    Returns:
+        The exit status: 1 if our own accountant failed anywhere or fell below a valid lower bound.
+    """
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.accounting", description=__doc__)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the files (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="limit of each answer (default: %(default)s)")
+    parser.add_argument(
+        "--megabytes", type=int, default=4096, help="address space of each process (default: %(default)s)"
+    )
+    parser.add_argument("--accountant", action="append", choices=sorted(PEERS), help="only this; may be repeated")
+    parser.add_argument("--every", type=int, default=1, help="only every so manieth setting")
+    options = parser.parse_args()
+    settings = [("usual", setting) for setting in usual()] + [("edge", setting) for setting in edges()]
+    rows = [
+        {"group": group, "history": setting[0], "delta": setting[1], "answers": {}}
+        for group, setting in settings[:: options.every]
+    ]
+    for name in options.accountant or PEERS:
+        peer = _Peer(name, seconds=options.seconds, megabytes=options.megabytes)
+        for row in rows:
+            row["answers"][name] = peer.ask((row["history"], row["delta"]))
+        peer.close()
+        print(f"{name}: done", flush=True)
+    about = {
+        "command": " ".join(["python -m benchmarks.accounting", *sys.argv[1:]]),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "machine": machine.describe(torch.device("cpu")),
+        "limits": {"seconds": options.seconds, "megabytes": options.megabytes},
+    }
+    text, failed = markdown(rows, about)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "accounting-grid.json").write_text(json.dumps({**about, "rows": rows}) + "\n", encoding="utf-8")
+    (options.out / "accounting-grid.md").write_text(text, encoding="utf-8")
+    print(text)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""Google's dp-accounting as an accountant: optional, imported when used."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ghostclip._validate import non_negative, probability
+from ghostclip.accounting.accountant import Accountant
+from ghostclip.accounting.pld import pld_delta, pld_epsilon
+from ghostclip.accounting.solve import Bounds
+from ghostclip.errors import InvalidOptionError
+
+
+class DPAccountingAccountant(Accountant):
+    """Accountant that asks dp-accounting's privacy loss distributions, with our lower bound beside theirs.
+
+    Privacy:
+        An upper bound as far as that library's own numerics go; slower and looser than the default.
+    """
+
+    @classmethod
+    def mechanism(cls) -> str:
+        """Return "dp_accounting"."""
+        return "dp_accounting"
+
+    def epsilon_bounds(self, delta: float) -> Bounds:
+        """Return dp-accounting's ε, and our lower bound.
+
+        Args:
+            delta: Probability that the ε bound may fail, in (0, 1).
+
+        Returns:
+            The bounds.
+        """
+        delta = probability(delta, "delta")
+        upper = _number(self._composed().get_epsilon(delta), worst=math.inf) if self.ledger().count else 0.0
+        return Bounds(min(upper, pld_epsilon(self.ledger(), delta).lower), upper)
+
+    def delta_bounds(self, epsilon: float) -> Bounds:
+        """Return dp-accounting's δ, and our lower bound.
+
+        Args:
+            epsilon: ε ≥ 0.
+
+        Returns:
+            The bounds.
+        """
+        epsilon = non_negative(epsilon, "epsilon")
+        upper = _number(self._composed().get_delta(epsilon), worst=1.0) if self.ledger().count else 0.0
+        return Bounds(min(upper, pld_delta(self.ledger(), epsilon).lower), upper)
+
+    def _composed(self) -> Any:
+        try:
+            import dp_accounting
+            from dp_accounting.pld import PLDAccountant
+        except ImportError as error:
+            raise InvalidOptionError(
+                "accountant='dp_accounting' needs the package dp-accounting: pip install dp-accounting."
+            ) from error
+        ledger = self.ledger()
+        if ledger.truncated or ledger.guarantees or ledger.relation == "replace_one":
+            raise InvalidOptionError(
+                "accountant='dp_accounting': here it knows Poisson and full-batch steps, and zero_out or add_remove. "
+                "Use the default accountant."
+            )
+        accountant = PLDAccountant()
+        for (sigma, rate), count in ledger.steps:
+            event = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(sigma))
+            accountant.compose(event, count)
+        return accountant
+
+
+def _number(value: float, *, worst: float) -> float:
+    return max(0.0, float(value)) if value == value else worst

@@ -1,0 +1,106 @@
+"""The privacy-loss-distribution accountant: tight, with a lower bound beside every upper one."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache, partial
+
+from ghostclip._validate import non_negative, probability
+from ghostclip.accounting.accountant import Accountant
+from ghostclip.accounting.composing import compose, directions, first_width, reach, tolerance
+from ghostclip.accounting.ledger import Ledger
+from ghostclip.accounting.solve import Bounds, delta_bounds, epsilon_bounds
+
+
+class PLDAccountant(Accountant):
+    """Accountant by the distribution of the privacy loss, in both directions of the neighbouring relation.
+
+    Privacy:
+        ε and δ are upper bounds for every ledger whose parameters do not depend on the private data. Discretisation,
+        truncation, smoothing and rounding are bounded and included (see `pairs` and `contour`). The lower bound
+        holds for the worst data and gradients, so that no accountant can report less; for ε in [0.1, 50] the two
+        usually meet within 0.01 %.
+    """
+
+    @classmethod
+    def mechanism(cls) -> str:
+        """Return "pld"."""
+        return "pld"
+
+    def epsilon_bounds(self, delta: float) -> Bounds:
+        """Return bounds from both sides on the ε spent so far.
+
+        Args:
+            delta: Probability that the ε bound may fail, in (0, 1).
+
+        Returns:
+            The bounds.
+        """
+        return pld_epsilon(self.ledger(), probability(delta, "delta"))
+
+    def delta_bounds(self, epsilon: float) -> Bounds:
+        """Return bounds from both sides on δ.
+
+        Args:
+            epsilon: ε ≥ 0.
+
+        Returns:
+            The bounds.
+        """
+        return pld_delta(self.ledger(), non_negative(epsilon, "epsilon"))
+
+
+class PRVAccountant(PLDAccountant):
+    """The name under which Opacus users look for a tight accountant; the same as `PLDAccountant`."""
+
+    @classmethod
+    def mechanism(cls) -> str:
+        """Return "prv"."""
+        return "prv"
+
+
+@lru_cache(maxsize=256)
+def pld_epsilon(ledger: Ledger, delta: float) -> Bounds:
+    """Return bounds on ε.
+
+    Args:
+        ledger: What was released.
+        delta: δ.
+
+    Returns:
+        The bounds.
+    """
+    if not ledger.count:
+        return Bounds(0.0, 0.0)
+    return epsilon_bounds(
+        partial(compose, ledger),
+        directions(ledger.relation),
+        delta=delta,
+        reach=reach(ledger, delta),
+        width=first_width(ledger),
+        tolerance=tolerance(ledger),
+    )
+
+
+@lru_cache(maxsize=256)
+def pld_delta(ledger: Ledger, epsilon: float) -> Bounds:
+    """Return bounds on δ.
+
+    Args:
+        ledger: What was released.
+        epsilon: ε.
+
+    Returns:
+        The bounds.
+    """
+    if not ledger.count:
+        return Bounds(0.0, 0.0)
+    # What is cut off counts as δ, and δ is not known yet: far enough for any δ that matters.
+    found = delta_bounds(
+        partial(compose, ledger),
+        directions(ledger.relation),
+        epsilon=epsilon,
+        reach=reach(ledger, 1e-24),
+        width=first_width(ledger),
+    )
+    return Bounds(found.lower, math.nextafter(found.upper, 1.0) if 0 < found.upper < 1 else found.upper)

@@ -1,0 +1,352 @@
+"""ε for δ, and δ for ε, between certified bounds: saddle point first, contour there, finer until the bounds meet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ghostclip.accounting.contour import Composition, Contour, chosen_nodes, log_chernoff
+from ghostclip.accounting.pairs import Cells
+
+TOLERANCE = 1e-4
+"""Bounds are refined until they meet within this share of ε (of δ: within `DELTA_TOLERANCE`)."""
+
+DELTA_TOLERANCE = 5e-3
+MOST_REFINEMENTS = 4
+MOST_SMOOTHING = 2.0
+"""More would loosen the lower bound, which carries e^{v/8}, for nothing: ε is in the thousands there."""
+
+LEAST_C, LARGEST_C = 1e-12, 1e12
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What is known about a quantity.
+
+    Attributes:
+        lower: It is not smaller.
+        upper: It is not larger.
+    """
+
+    lower: float
+    upper: float
+
+    def worst_of(self, other: Bounds) -> Bounds:
+        """Return the bounds of the larger of two quantities."""
+        return Bounds(max(self.lower, other.lower), max(self.upper, other.upper))
+
+
+Build = Callable[[str, str, Cells], Composition]
+"""Makes the composition of a direction and a side ("upper" or "lower") from cells."""
+
+
+@dataclass(frozen=True)
+class _Spot:
+    """Where on the curve δ(ε) the work is done.
+
+    Attributes:
+        epsilon: ε there, roughly.
+        c: Real part of the contour.
+        bend: δ''/|δ'| there: losses that gain a variance v move ε by bend·v/2.
+        scale: Changes of ε are small if they are a small share of this.
+    """
+
+    epsilon: float
+    c: float
+    bend: float
+    scale: float
+
+
+@dataclass(frozen=True)
+class _Fineness:
+    """How finely things are cut.
+
+    Attributes:
+        width: Widest cell in z, in σ.
+        share: By what share of ε one jump's cell, and smoothing, may move ε.
+    """
+
+    width: float
+    share: float
+
+    def refined(self, by: float) -> _Fineness:
+        return _Fineness(self.width / by, self.share / by**2)
+
+    def cells(self, spot: _Spot, reach: float) -> Cells:
+        wanted = math.sqrt(12 * self.share * max(spot.scale, 1e-9) / spot.bend)
+        # Rounded to powers of √2, so that the same cells are made, and found again, while a ledger grows.
+        width = 2.0 ** (math.floor(2 * math.log2(min(max(wanted, 1e-9), 0.5))) / 2)
+        centre = 2.0 ** (round(4 * math.log2(spot.epsilon)) / 4) if spot.epsilon > 0 else 0.0
+        return Cells(self.width, width, centre, reach)
+
+    def contour(self, composition: Composition, spot: _Spot, delta: float) -> Contour:
+        smoothing = min(MOST_SMOOTHING, 2 * self.share * max(spot.scale, 1e-12) / spot.bend)
+        if composition.gaussian >= smoothing:
+            smoothing = 0.0
+        return Contour(
+            composition, chosen_nodes(composition, c=spot.c, smoothing=smoothing, epsilon=spot.epsilon, delta=delta)
+        )
+
+
+def epsilon_bounds(
+    build: Build, directions: tuple[str, ...], *, delta: float, reach: float, width: float, tolerance: float = TOLERANCE
+) -> Bounds:
+    """Return bounds of the ε that a ledger satisfies at δ.
+
+    Args:
+        build: Makes compositions.
+        directions: The directions of the neighbouring relation; ε is the worst of them.
+        delta: δ in (0, 1).
+        reach: Where tails are cut off, in σ.
+        width: First width of cells in z, in σ.
+        tolerance: Relative distance of the bounds that is aimed at.
+
+    Returns:
+        The bounds; the upper one is inf where steps reveal more than δ.
+    """
+    bounds = Bounds(0.0, 0.0)
+    for direction in directions:
+        if bounds.upper > 0 and _certainly_below(build, direction, bounds.upper, delta, reach, width):
+            continue
+        bounds = bounds.worst_of(_one_direction(build, direction, delta, reach, width, tolerance))
+    return bounds
+
+
+def _one_direction(build: Build, direction: str, delta: float, reach: float, width: float, tolerance: float) -> Bounds:
+    coarse = build(direction, "upper", Cells(min(0.1, 2 * width), 0.02, 0.0, reach))
+    if coarse.infinite >= delta:
+        lower = build(direction, "lower", Cells(width, 0.02, 0.0, reach))
+        return Bounds(math.inf if lower.infinite > delta else 0.0, math.inf)
+    if coarse.total_variation() <= delta:
+        return Bounds(0.0, 0.0)
+    fineness = _Fineness(width, 2e-5)
+    spot = _approached(coarse, delta, fineness)
+    best, gap = Bounds(0.0, math.inf), math.inf
+    for _ in range(MOST_REFINEMENTS):
+        cells = fineness.cells(spot, reach)
+        upper = build(direction, "upper", cells)
+        best = Bounds(best.lower, min(best.upper, _upper_epsilon(upper, spot, delta, fineness)))
+        if best.upper == 0:
+            break
+        lower = build(direction, "lower", cells)
+        best = Bounds(max(best.lower, _lower_epsilon(lower, spot, delta, fineness)), best.upper)
+        gap, before = best.upper - best.lower, gap
+        if gap <= tolerance * best.upper or gap > 0.8 * before:
+            break
+        fineness = fineness.refined(min(4.0, max(1.5, 1.3 * math.sqrt(gap / (tolerance * best.upper)))))
+    return best
+
+
+def _approached(composition: Composition, delta: float, fineness: _Fineness) -> _Spot:
+    """Return the spot where δ(ε) = `delta`: by the saddle point approximation, then on contours until it stays."""
+    c, epsilon = saddle_for_delta(composition, delta)
+    spot = _Spot(epsilon, c, c + 1, epsilon)
+    coarse = _Fineness(fineness.width, 50 * fineness.share)
+    for _ in range(6):
+        contour = coarse.contour(composition, spot, delta - composition.infinite)
+        span = (spot.epsilon, _chernoff_epsilon(composition, spot.c, delta))
+        epsilon = _crossing(contour.upper, span, delta, precision=1e-3)
+        moved = abs(epsilon - spot.epsilon) > 0.02 * epsilon
+        spot = _Spot(epsilon, saddle_for_epsilon(composition, epsilon), contour.bend(epsilon), epsilon)
+        if not moved:
+            break
+    return spot
+
+
+def saddle_for_delta(composition: Composition, delta: float) -> tuple[float, float]:
+    """Return c and ε at which the saddle point approximation of δ(ε) is `delta`.
+
+    Args:
+        composition: The steps.
+        delta: δ; what infinite losses use of it is subtracted.
+
+    Returns:
+        (c, ε), c > 0 and ε ≥ 0: a guess, good to a few percent.
+    """
+    left = delta - composition.infinite
+    if left <= 0:
+        return 1.0, 0.0
+    target = math.log(left)
+
+    def excess(log_c: float) -> float:
+        c = math.exp(log_c)
+        value, slope, bend = composition.log_moment(c)
+        epsilon = slope - 1 / c - 1 / (c + 1)
+        bend += c**-2 + (c + 1) ** -2
+        return value - c * epsilon - math.log(c) - math.log1p(c) - math.log(2 * math.pi * bend) / 2 - target
+
+    log_c = _falling_root(excess)
+    c = math.exp(log_c)
+    epsilon = composition.log_moment(c)[1] - 1 / c - 1 / (c + 1)
+    if epsilon >= 0:
+        return c, epsilon
+    return saddle_for_epsilon(composition, 0.0), 0.0
+
+
+def saddle_for_epsilon(composition: Composition, epsilon: float) -> float:
+    """Return c where |M(s) e^{-sε} / (s(s+1))| is least on the positive axis.
+
+    Args:
+        composition: The steps.
+        epsilon: ε.
+
+    Returns:
+        c > 0.
+    """
+
+    def slope(log_c: float) -> float:
+        c = math.exp(log_c)
+        return epsilon - composition.log_moment(c)[1] + 1 / c + 1 / (c + 1)
+
+    return math.exp(_falling_root(slope))
+
+
+def _falling_root(function: Callable[[float], float]) -> float:
+    """Return where a falling function of log c is 0, to a thousandth, or the end of the range that is closest."""
+    side = 1.0 if function(0.0) > 0 else -1.0
+    limit = math.log(LARGEST_C if side > 0 else LEAST_C)
+    near, far = 0.0, side
+    while (function(far) > 0) == (side > 0):
+        if far == limit:
+            return limit
+        near, far = far, max(min(2 * far, limit), -abs(limit))
+    low, high = min(near, far), max(near, far)
+    while high - low > 1e-3:
+        middle = (low + high) / 2
+        low, high = (middle, high) if function(middle) > 0 else (low, middle)
+    return (low + high) / 2
+
+
+def _chernoff_epsilon(composition: Composition, c: float, delta: float) -> float:
+    left = delta - composition.infinite
+    return max(0.0, (log_chernoff(composition, 0.0, c, 0.0) - math.log(left)) / c) if left > 0 else math.inf
+
+
+def _upper_epsilon(composition: Composition, spot: _Spot, delta: float, fineness: _Fineness) -> float:
+    """Return an ε at which the certified δ is at most `delta`."""
+    if composition.infinite >= delta:
+        return math.inf
+    fallback = _chernoff_epsilon(composition, spot.c, delta)
+    contour = fineness.contour(composition, spot, delta - composition.infinite)
+    return _crossing(contour.upper, (spot.epsilon, fallback), delta)
+
+
+def _lower_epsilon(composition: Composition, spot: _Spot, delta: float, fineness: _Fineness) -> float:
+    """Return an ε at which the certified δ is at least `delta`."""
+    if composition.infinite > delta:
+        return math.inf
+    contour = fineness.contour(composition, spot, delta - composition.infinite)
+    return _crossing(contour.lower, (spot.epsilon, _chernoff_epsilon(composition, spot.c, delta)), delta, above=False)
+
+
+def _crossing(
+    bound: Callable[[float], float],
+    span: tuple[float, float],
+    delta: float,
+    *,
+    above: bool = True,
+    precision: float = 1e-7,
+) -> float:
+    """Return ε in [0, end] where a falling bound crosses δ.
+
+    Args:
+        bound: δ as a function of ε, good around the start.
+        span: Where to start, and the end.
+        delta: δ.
+        above: Whether to return an end of the last interval at which the bound is at most δ (or the end), or one where it
+            is at least δ (or 0).
+        precision: Relative width of the last interval.
+
+    Returns:
+        ε.
+    """
+
+    def excess(epsilon: float) -> float:
+        return math.log(max(bound(epsilon), 1e-320) / delta)
+
+    (low, low_excess), (high, high_excess) = _bracket(excess, *span)
+    if low_excess <= 0:
+        return 0.0
+    if high_excess > 0:
+        return high if above else low
+    for turn in range(200):
+        if high - low <= precision * high:
+            break
+        share = low_excess / (low_excess - high_excess) if turn % 3 else 0.5
+        middle = low + (high - low) * min(max(share, 1e-3), 1 - 1e-3)
+        value = excess(middle)
+        if value > 0:
+            low, low_excess = middle, value
+        else:
+            high, high_excess = middle, value
+    return high if above else low
+
+
+def _bracket(
+    excess: Callable[[float], float], start: float, end: float
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return two points around a crossing, each with its excess: steps of 0.1 %, then ever wider."""
+    start = min(start, end)
+    low = high = (start, excess(start))
+    share = 1e-3
+    while low[1] <= 0 and low[0] > 0:
+        epsilon = low[0] - share * start if share < 1 else 0.0
+        low, high, share = (max(epsilon, 0.0), excess(max(epsilon, 0.0))), low, 4 * share
+    while high[1] > 0 and high[0] < end:
+        epsilon = min(high[0] + share * max(start, 1e-3 * end), end)
+        low, high, share = high, (epsilon, excess(epsilon)), 4 * share
+    return low, high
+
+
+def _certainly_below(build: Build, direction: str, epsilon: float, delta: float, reach: float, width: float) -> bool:
+    """Return whether a direction's δ at ε is certainly at most `delta`."""
+    coarse = build(direction, "upper", Cells(min(0.1, 2 * width), 0.02, 0.0, reach))
+    if coarse.infinite >= delta:
+        return False
+    c = saddle_for_epsilon(coarse, epsilon)
+    if coarse.infinite + math.exp(min(log_chernoff(coarse, 0.0, c, epsilon), 0.0)) <= delta:
+        return True
+    contour = _Fineness(width, 1e-3).contour(coarse, _Spot(epsilon, c, c + 1, epsilon), delta - coarse.infinite)
+    return contour.upper(epsilon) <= delta
+
+
+def delta_bounds(build: Build, directions: tuple[str, ...], *, epsilon: float, reach: float, width: float) -> Bounds:
+    """Return bounds of the δ that a ledger satisfies at ε.
+
+    Args:
+        build: Makes compositions.
+        directions: The directions of the neighbouring relation; δ is the worst of them.
+        epsilon: ε ≥ 0.
+        reach: Where tails are cut off, in σ.
+        width: First width of cells in z, in σ.
+
+    Returns:
+        The bounds.
+    """
+    bounds = Bounds(0.0, 0.0)
+    for direction in directions:
+        bounds = bounds.worst_of(_delta_of_one_direction(build, direction, epsilon, reach, width))
+    return bounds
+
+
+def _delta_of_one_direction(build: Build, direction: str, epsilon: float, reach: float, width: float) -> Bounds:
+    coarse = build(direction, "upper", Cells(min(0.1, 2 * width), 0.02, epsilon, reach))
+    if coarse.infinite >= 1 or not coarse.varies:
+        return Bounds(build(direction, "lower", Cells(width, 0.02, epsilon, reach)).infinite, coarse.infinite)
+    c = saddle_for_epsilon(coarse, epsilon)
+    expected = math.exp(max(min(log_chernoff(coarse, 0.0, c, epsilon), 0.0), -700.0))
+    best = Bounds(0.0, min(1.0, coarse.infinite + expected, coarse.total_variation()))
+    fineness = _Fineness(width, 2e-5)
+    # δ moves by a share c·Δε, so ε has to be right to `DELTA_TOLERANCE` / c.
+    spot = _Spot(epsilon, c, c + 1, 10 * DELTA_TOLERANCE / (fineness.share * c))
+    for _ in range(MOST_REFINEMENTS):
+        cells = fineness.cells(spot, reach)
+        sides = [build(direction, side, cells) for side in ("upper", "lower")]
+        upper, lower = (fineness.contour(side, spot, expected * 1e-2) for side in sides)
+        best = Bounds(max(best.lower, lower.lower(epsilon)), min(best.upper, upper.upper(epsilon)))
+        if best.upper - best.lower <= DELTA_TOLERANCE * best.upper:
+            break
+        spot = _Spot(epsilon, c, upper.bend(epsilon), spot.scale)
+        fineness = fineness.refined(3.0)
+    return best
