@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,7 @@ class ExactRelease:
         self._source = source
         self._bits = bits
         self._sums: ExactSums | None = None
+        self._generation = clipper.generation
 
     def collect(self) -> None:
         """Take the per-sample gradients of the backward that just completed off the parameters, rounded and added up.
@@ -70,27 +72,25 @@ class ExactRelease:
         if grads:
             self._open().add(grads, self._clipper.clip_coefficients)
 
-    def release(self, parameters: Sequence[nn.Parameter], *, noise_multiplier: float) -> list[torch.Tensor]:
+    def release(self, parameters: Sequence[nn.Parameter], *, std: float) -> list[torch.Tensor]:
         """Return the noisy sums of the logical batch and forget it.
 
         Args:
             parameters: Everything that is released, in a fixed order.
-            noise_multiplier: σ.
+            std: Standard deviation of the noise in one coordinate, in units of the gradient.
 
         Returns:
             Σ_b c_b·g_b + noise for each, in its shape, float32 at least.
         """
-        factor = self._clipper.policy.sensitivity(self._clipper.relation) / self._clipper.max_grad_norm
-        released = self._open().release(parameters, noise_multiplier * factor, self._source)
-        self._sums = None
-        return released
-
-    def clear(self) -> None:
-        """Forget the logical batch, as after an abandoned loop."""
-        self._sums = None
+        sums, self._sums = self._open(), None
+        # Rounded up: never less noise than was asked for.
+        in_bounds = math.nextafter(std / (sums.grid.step * sums.grid.bound), math.inf) if std > 0 else 0.0
+        return sums.release(parameters, in_bounds, self._source)
 
     def _open(self) -> ExactSums:
-        if self._sums is None:
+        """Return the sums of the clipper's present logical batch; those of one that it has forgotten are forgotten."""
+        if self._sums is None or self._generation != self._clipper.generation:
+            self._generation = self._clipper.generation
             # The bound in force when a logical batch begins; a schedule may change it in between.
             self._sums = ExactSums(Grid.for_norm(self._clipper.max_grad_norm, bits=self._bits))
         return self._sums

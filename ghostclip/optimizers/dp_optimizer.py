@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ghostclip import _validate
 from ghostclip.errors import InvalidOptionError, MissingGradientError
 from ghostclip.optimizers import checks
-from ghostclip.optimizers.release import SkipStep, next_bound, noisy_gradient
+from ghostclip.optimizers.release import SkipStep, collector, next_bound, noisy_gradients
 from ghostclip.optimizers.virtual import BatchToken, LogicalBatch
 from ghostclip.optimizers.wrapped import WrappedOptimizer
 
@@ -93,6 +93,7 @@ class DPOptimizer(WrappedOptimizer):
         self._release_hooks: list[ReleaseHook] = []
         self.releases = 0
         self.noise_source = noise_source
+        self._collected = collector(clipper, noise_source)
         self._rehearsing = False
         self._warned: set[str] = set()
         self.noise_multiplier = noise_multiplier
@@ -248,6 +249,7 @@ class DPOptimizer(WrappedOptimizer):
                 "rows call clipper.mark_empty_batch()."
             )
         self._batch.count_passes(self.clipper.backward_passes, self.clipper.generation, empty=empty)
+        self._collected.collect()
 
     def _release(self) -> None:
         """Replace the clipped sums in `p.grad` by the noisy, scaled release.
@@ -267,10 +269,9 @@ class DPOptimizer(WrappedOptimizer):
         self.original_optimizer.zero_grad(set_to_none=True)
         mean = self.loss_reduction == "mean" and self.expected_batch_size is not None
         divisor = float(self.expected_batch_size) if mean and self.expected_batch_size else 1.0
-        released: list[torch.Tensor] = []
-        for index, p in enumerate(trainable):
-            clipped, sums[index] = sums[index], None
-            released.append(noisy_gradient(p, clipped, std=std, divisor=divisor, noise_source=self.noise_source))
+        released = noisy_gradients(
+            trainable, sums, std=std, divisor=divisor, noise_source=self.noise_source, collected=self._collected
+        )
         bound = next_bound(
             self.clipper,
             noise_multiplier=self._noise_multiplier,

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ghostclip.noise import ExactNoise, ExactRelease
+
 if TYPE_CHECKING:
     from ghostclip.clipping.clipper import GhostClipper
     from ghostclip.noise import NoiseSource
@@ -16,6 +18,61 @@ if TYPE_CHECKING:
 
 class SkipStep(Exception):  # noqa: N818 - no error: a step hook raises it, and the step does nothing
     """A step hook asks for a step that releases nothing, without an error."""
+
+
+class FloatSums:
+    """The sums are the clipper's own: nothing has to be collected beside them."""
+
+    def collect(self) -> None:
+        """Nothing to do after a backward."""
+
+
+def collector(clipper: GhostClipper, noise_source: NoiseSource) -> ExactRelease | FloatSums:
+    """Return what collects integers beside the floating-point sums, if the noise is discrete.
+
+    Args:
+        clipper: Where the clipped sums come from.
+        noise_source: Where the noise comes from.
+
+    Returns:
+        `ExactRelease` if the noise is of level "exact".
+
+    Raises:
+        InvalidOptionError: If the clipper cannot be combined with discrete noise.
+    """
+    return ExactRelease(clipper, noise_source) if isinstance(noise_source, ExactNoise) else FloatSums()
+
+
+def noisy_gradients(
+    parameters: Sequence[nn.Parameter],
+    sums: list[torch.Tensor | None],
+    *,
+    std: float,
+    divisor: float,
+    noise_source: NoiseSource,
+    collected: ExactRelease | FloatSums,
+) -> list[torch.Tensor]:
+    """Add noise to the clipped sums and scale them.
+
+    Args:
+        parameters: The trainable parameters.
+        sums: Their clipped sums, forgotten one by one; collected integers take their place.
+        std: Standard deviation of the noise in one coordinate of the sum.
+        divisor: Public constant that the noisy sum is divided by.
+        noise_source: Where the noise comes from.
+        collected: What was collected beside the sums.
+
+    Returns:
+        The release of each parameter, in its dtype.
+    """
+    if isinstance(collected, ExactRelease):
+        totals = zip(parameters, collected.release(parameters, std=std), strict=True)
+        return [total.div_(divisor).to(p.dtype) for p, total in totals]
+    released: list[torch.Tensor] = []
+    for index, p in enumerate(parameters):
+        clipped, sums[index] = sums[index], None
+        released.append(noisy_gradient(p, clipped, std=std, divisor=divisor, noise_source=noise_source))
+    return released
 
 
 def noisy_gradient(
