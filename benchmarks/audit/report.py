@@ -79,7 +79,7 @@ def picture(report: Mapping[str, Any], path: Path) -> None:
         f"{row['epsilon']:.1f}{'' if row['contradicted'] or not row['seen_by'] else ', seen by a check'}"
         for row in rows
     ]
-    axes.bar_label(bars, labels, padding=3, fontsize=8, zorder=3, backgroundcolor="white")
+    axes.bar_label(bars, labels, padding=6, fontsize=8, zorder=3, backgroundcolor="white")
     claimed = report["claim"]["epsilon"]
     axes.axvline(claimed, color=_CLAIM, linestyle="--", linewidth=1.2)
     axes.set_xlim(0.0, 1.25 * max(values))
