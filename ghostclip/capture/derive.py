@@ -54,6 +54,7 @@ def derive(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: d
         if name == "embedding":
             single, arguments = _embedding_parent(args, kwargs)
         origin = Origin(first.interceptor, tensor, tensor.detach(), leaves, single, name, arguments, kwargs)
+        origin.parent_version = 0 if single is None else single.origin.graph._version
         return wrap(origin)
 
     return _follow_tree(result, follow)
@@ -132,6 +133,8 @@ def batched_grad(output: Tensor, inputs: Sequence[Tensor], grads_B: Tensor) -> l
 def _shortcut(origin: Origin, factor: Factor) -> Factor | None:
     """Return the parent's factor in factored form, or None where only the general way serves."""
     assert origin.parent is not None
+    if origin.parent.origin.graph._version != origin.parent_version:
+        return None
     parent = origin.parent.origin.value
     name = origin.func
     if name in _VIEWS and parent.numel() == origin.value.numel():

@@ -24,6 +24,7 @@ from ghostclip.capture.sites import Sites
 from ghostclip.capture.tracked import TrackedTensor, lend, plain, tracked_leaves, without_samples
 from ghostclip.capture.units import Units
 from ghostclip.capture.usage import MAX_ATTEMPTS, Listener, Record, Use
+from ghostclip.capture.written import refuse_data, write
 from ghostclip.errors import UncoveredParameterError, UnsupportedModelError
 
 
@@ -294,7 +295,9 @@ class Session:
         moves_copies = reorders_copies(operation, self.record.batch_size)
         if moves_copies or not data or self.sites.takes_constants(operation, data):
             self.sites.remember_constants(operation)
-            return derive(func, name, args, kwargs)
+            in_place = operation.is_in_place
+            return write(operation, self.model.buffers()) if in_place else derive(func, name, args, kwargs)
+        refuse_data(operation)
         decomposed = decompose(func, name, self)
         if decomposed is not None:
             return decomposed(*args, **kwargs)

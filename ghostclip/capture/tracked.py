@@ -7,7 +7,7 @@ one that brings in per-sample data is *consumed*.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,8 @@ class Origin:
         parent: The tracked tensor it was made from by ``func``, when there was exactly one.
         func: Name of the function that made it; empty for a parameter.
         arguments: That function's other arguments.
+        keywords: Its keyword arguments.
+        parent_version: How often the parent had been changed in place by then.
     """
 
     interceptor: Interceptor
@@ -53,6 +55,7 @@ class Origin:
     func: str = ""
     arguments: tuple[Any, ...] = ()
     keywords: Mapping[str, Any] = field(default_factory=dict)
+    parent_version: int = 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -102,6 +105,24 @@ def wrap(origin: Origin) -> TrackedTensor:
         A tensor on the memory of ``origin.value``.
     """
     tracked = torch.Tensor._make_subclass(TrackedTensor, origin.value, True)
+    return _trapped(tracked, origin)
+
+
+def become(tensor: Tensor, origin: Origin) -> None:
+    """Turn a tensor that a caller holds into the tracked tensor for an origin.
+
+    Args:
+        tensor: A plain tensor outside the graph that shares its memory with no other.
+        origin: Where its value comes from from now on.
+    """
+    with torch.no_grad():
+        tensor.copy_(origin.value)
+    tensor.requires_grad_()
+    tensor.__class__ = TrackedTensor
+    _trapped(cast("TrackedTensor", tensor), origin)
+
+
+def _trapped(tracked: TrackedTensor, origin: Origin) -> TrackedTensor:
     tracked.origin = origin
     names = origin.names
 

@@ -16,7 +16,7 @@ from ghostclip.capture.batch_axis import RowMap
 from ghostclip.capture.buffers import Buffers
 from ghostclip.capture.derive import pull_back
 from ghostclip.capture.tracked import TrackedTensor
-from ghostclip.errors import BatchAxisError
+from ghostclip.errors import BatchAxisError, UnsupportedModelError
 from ghostclip.factors import Factor
 
 # A call site that no gradient reaches (zero-initialised layers) is asked again in this many forwards.
@@ -133,6 +133,7 @@ class Use:
         node: The side node that keeps saved tensors, or None.
         lead_sizes: Sizes of the leading axes.
         constant_key: Where it is remembered, should its data prove to be a constant after all; None where it cannot be.
+        versions: How often each target had been changed in place.
     """
 
     site: Site
@@ -144,6 +145,11 @@ class Use:
     node: Any = None
     lead_sizes: tuple[int, ...] = ()
     constant_key: Any = None
+    versions: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Note how often each target had been changed in place by now."""
+        self.versions = {key: target.origin.graph._version for key, target in self.targets.items()}
 
     @property
     def row_map(self) -> RowMap:
@@ -185,6 +191,8 @@ class Use:
         sizes = (batch_size, grad.shape, *(tensor.shape for tensor in saved))
         pairs: list[tuple[str, Factor]] = []
         for key, factor in found.items():
+            if self.targets[key].origin.graph._version != self.versions[key]:
+                raise UnsupportedModelError(_changed_since(self.site))
             leaves = self.targets[key].origin.leaves
             pulled = [pair for pair in pull_back(self.targets[key], factor) if leaves[pair[0]].parameter.requires_grad]
             if self.site.sizes.get(key) != sizes:
@@ -204,3 +212,10 @@ class Use:
         recomputed = self.record.checkpointed or self.record.silent
         # Data outside the graph could turn out to be a constant; what is in the graph wants its gradient.
         return Circumstances(self.site.operation, form, self.constant_key is None, recomputed, saved)
+
+
+def _changed_since(site: Site) -> str:
+    return (
+        f"{site.describe()}: what was computed from the parameter was changed in place after this operation had used "
+        "it. Change a copy of it (w = w + 1 in the place of w += 1), or freeze the parameter."
+    )
