@@ -9,7 +9,7 @@ class Savepoint:
     """Puts back what accumulated before an attempt; the attempt's own share is gone, wherever it failed.
 
     Args:
-        parts: Functions that each put back one part of the state.
+        *parts: Functions that each put back one part of the state.
     """
 
     def __init__(self, *parts: Callable[[], None]) -> None:
