@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ghostclip.clipping.clipper import GhostClipper
     from ghostclip.privacy_engine import PrivacyEngine
+    from ghostclip.rules import register_rule
     from ghostclip.validation.validate import validate
 
 __version__ = "0.1.0"
 
-__all__ = ["GhostClipper", "PrivacyEngine", "validate", "__version__"]
+__all__ = ["GhostClipper", "PrivacyEngine", "register_rule", "validate", "__version__"]
 
 _HOME_OF = {
     "GhostClipper": "ghostclip.clipping.clipper",
     "PrivacyEngine": "ghostclip.privacy_engine",
+    "register_rule": "ghostclip.rules",
     "validate": "ghostclip.validation.validate",
 }
 _SUBMODULES = frozenset(

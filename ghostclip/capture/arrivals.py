@@ -11,11 +11,13 @@ from typing import Final
 from torch import Tensor
 
 from ghostclip.capture.tracked import TrackedTensor
-from ghostclip.factors import Dense, Diagonal, Factor, Outer, Placed, Rows, Stacked
+from ghostclip.factors import Dense, Diagonal, Factor, Outer, Permuted, Placed, Rows, Stacked
 
-_CONVOLUTIONS: Final = ("conv1d", "conv2d", "conv3d")
+_CONVOLUTIONS: Final = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 # The form that call sites of the general way carry in the coverage table.
 GENERAL_FORM: Final = "one gradient a sample"
+# The same where all samples could be taken at once.
+AT_ONCE_FORM: Final = "dense, sample by sample at once"
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def arrival(
     products = tuple(_product(part) for part in parts if isinstance(part, Outer))
     kind = _kind(parts[0]) if parts else "dense"
     conv = operation in _CONVOLUTIONS and value.dim() > 2 and isinstance(factor, Dense)
-    if form == GENERAL_FORM:
+    if form in (GENERAL_FORM, AT_ONCE_FORM):
         kind, products = "general", _guessed(value, grad, factor.batch_size)
     elif conv:
         kind, products = "outer", _of_convolution(value, grad, factor.batch_size)
@@ -145,7 +147,7 @@ def arrival(
 
 
 def _parts(factor: Factor) -> Iterator[Factor]:
-    if isinstance(factor, Placed):
+    if isinstance(factor, (Placed, Permuted)):
         yield from _parts(factor.inner)
     elif isinstance(factor, Stacked):
         for part in factor.parts.values():

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ghostclip.capture.batch_axis import RowMap
 
-FORM: Final = "dense, sample by sample at once"
 _FOLDED: Final = ("axis", "major", "minor")
 # Relative differences beyond rounding, by dtype; sums over a batch in another order are within.
 _TOLERANCE: Final = {torch.float64: 1e-9, torch.float32: 1e-3}

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ghostclip.capture import broadcast, by_sample
-from ghostclip.capture.arrivals import GENERAL_FORM
-from ghostclip.capture.batch_axis import WHOLE, RowMap, candidates
+from ghostclip.capture.arrivals import AT_ONCE_FORM, GENERAL_FORM
+from ghostclip.capture.batch_axis import RowMap, candidates
 from ghostclip.capture.derive import batched_grad
 from ghostclip.capture.nodes import Region
 from ghostclip.capture.operation import Operation
@@ -26,9 +26,6 @@ from ghostclip.factors import Dense, Factor
 
 if TYPE_CHECKING:
     from ghostclip.capture.session import Session
-
-# Recurrent kernels: the batch axis of the output, and of the states behind it, is known from the call.
-_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 
 @dataclass(eq=False)
@@ -71,7 +68,7 @@ def in_general(session: "Session", operation: Operation) -> Any:
     local = _Local(operation, entered)
     site = session.sites.at(tracked, operation.name, GENERAL_FORM)
     if site.at_once:
-        site.forms.update(dict.fromkeys(site.names, by_sample.FORM))
+        site.forms.update(dict.fromkeys(site.names, AT_ONCE_FORM))
     targets = {str(number): t for number, t in enumerate(tracked)}
     use = Use(site, session.record, targets, _unset, 1, [])
     if not any(tensor.requires_grad for tensor in operation.plain):
@@ -87,7 +84,7 @@ def in_general(session: "Session", operation: Operation) -> Any:
 
     deliver = _delivery(session, use, rerun, output_maps)
     results = list(Region.apply(run, deliver, session.anchor, *operation.plain))
-    output_maps += [_output_maps(output, place, operation, session, site) for place, output in enumerate(results)]
+    output_maps += [_output_maps(output, operation, session, site) for output in results]
     session.register(use)
     fresh = iter(results)
     return tree_unflatten([next(fresh) if _in_graph(item) else item for item in items], specs[-1])
@@ -141,7 +138,7 @@ def _at_once(use: Use, rerun: by_sample.Rerun, arrived: Sequence[by_sample.Arriv
     if found is None:
         return None
     use.site.at_once = True
-    use.site.forms.update(dict.fromkeys(use.site.names, by_sample.FORM))
+    use.site.forms.update(dict.fromkeys(use.site.names, AT_ONCE_FORM))
     return {str(number): Dense(grad) for number, grad in enumerate(found)}
 
 
@@ -170,20 +167,15 @@ def _unset(saved: Sequence[Tensor], grad: Tensor, split: Any) -> Mapping[str, Fa
     raise AssertionError("set when the gradient arrives")
 
 
-def _output_maps(output: Tensor, place: int, operation: Operation, session: "Session", site: Site) -> list[RowMap]:
+def _output_maps(output: Tensor, operation: Operation, session: "Session", site: Site) -> list[RowMap]:
     record = session.record
-    axis = record.axis
-    if operation.name in _RECURRENT:
-        axis = 0 if (place == 0 and bool(operation.args[-1])) else 1
-        if output.dim() == 3 and output.shape[axis] == record.batch_size:
-            return [WHOLE] if record.batch_size == 1 else [RowMap("axis", axis)]
     if record.batch_size > 1 and output.dim():
         for tensor in operation.plain:
             if tensor.dim() and tensor.shape[0] == output.shape[0]:
                 listed = listed_rows(session, tensor, 0)
                 if listed is not None:
                     return [RowMap("listed", 0, listed)]
-    maps = candidates(output.shape, record.batch_size, axis=axis) if output.dim() else []
+    maps = candidates(output.shape, record.batch_size, axis=record.axis) if output.dim() else []
     if not maps:
         raise BatchAxisError(no_axis(site, output, record))
     return maps

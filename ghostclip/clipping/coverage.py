@@ -6,7 +6,7 @@ from typing import Final
 
 from torch import nn
 
-from ghostclip.capture.arrivals import GENERAL_FORM, Arrival
+from ghostclip.capture.arrivals import AT_ONCE_FORM, GENERAL_FORM, Arrival
 from ghostclip.capture.usage import Site
 from ghostclip.clipping.cost import Cost, cost_of, plan_of
 from ghostclip.rules import rule_for
@@ -233,7 +233,7 @@ def _bears(item: Arrival, name: str, sizes: dict[str, int]) -> bool:
 
 
 def _rung(site: Site, name: str) -> str:
-    if site.forms.get(name) == GENERAL_FORM:
+    if site.forms.get(name) in (GENERAL_FORM, AT_ONCE_FORM):
         rung = "general"
     else:
         rung = "elementwise" if rule_for(site.operation) is None else "rule"

@@ -235,8 +235,11 @@ class NormPass(Pass):
     def _sqnorm(self, factor: Factor) -> SquaredNorm:
         if self._exact:
             return exact_sqnorm(factor)
-        if self._instantiate and isinstance(factor, Outer):
-            return factor.instantiated_sqnorm()
+        inside = factor
+        while isinstance(inside, (Permuted, Placed)):
+            inside = inside.inner
+        if self._instantiate and isinstance(inside, Outer):
+            return inside.instantiated_sqnorm()
         return factor.sqnorm()
 
 
