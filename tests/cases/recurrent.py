@@ -344,7 +344,7 @@ _ALL = [
     _of("sequence_to_sequence", SequenceToSequence, 3, 5, 4),
     _of("recurrent_in_sequential", lambda: nn.Sequential(nn.LSTM(4, 5, batch_first=True), First(), nn.Linear(5, 2))),
     _of("lstm_checkpointed", lambda: Checkpointed(reentrant=False), 3, 5, 4, tags=("checkpoint",)),
-    _of("lstm_checkpointed_reentrant", lambda: Checkpointed(reentrant=True), 3, 5, 4, tags=("checkpoint",)),
+    _of("lstm_checkpointed_reentrant", lambda: Checkpointed(reentrant=True), 3, 5, 4, tags=("checkpoint", "reentrant")),
     _of("lstm_state_weight_only", lambda: Partly("weight_hh_l0")),
     _of("lstm_biases_only", lambda: Partly("bias_ih_l0", "bias_hh_l0")),
     _of("lstm_in_eval_mode", InEval),
