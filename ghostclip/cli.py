@@ -34,6 +34,12 @@ _COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
         "commands.inspect",
         "commands.inspect",
     ),
+    "epsilon": ("bound epsilon of a private training", "commands.epsilon", "commands.epsilon"),
+    "calibrate": (
+        "find the noise, sample rate or number of steps that keeps a privacy budget",
+        "commands.calibrate",
+        "commands.calibrate",
+    ),
     "audit": ("test a claimed epsilon with the scores of an attack", "commands.audit", "commands.audit"),
 }
 

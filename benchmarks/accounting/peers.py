@@ -6,6 +6,7 @@ The parent limits time and memory; whatever dies, or answers NaN, inf or less th
 from __future__ import annotations
 
 import json
+import math
 import resource
 import sys
 import time
@@ -89,7 +90,7 @@ def main() -> None:
             answer = f"{type(error).__name__}: {error}"[:120]
         seconds = time.process_time() - began
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-        value = answer if isinstance(answer, str) or answer == answer else "NaN"
+        value = answer if isinstance(answer, str) or not math.isnan(float(str(answer))) else "NaN"
         value = "inf" if value == float("inf") else value
         print(json.dumps({"epsilon": value, "seconds": seconds, "grown_mb": grown}), flush=True)
 

@@ -23,6 +23,7 @@ def best_known(row: dict[str, Any]) -> float | None:
 
 
 def _line(name: str, rows: list[dict[str, Any]]) -> tuple[str, bool]:
+    rows = [row for row in rows if name in row["answers"]]
     answers = [row["answers"][name] for row in rows]
     values = [_number(answer) for answer in answers]
     failures = sum(value is None for value in values)
@@ -39,9 +40,11 @@ def _line(name: str, rows: list[dict[str, Any]]) -> tuple[str, bool]:
     times = (
         [statistics.median(seconds), seconds[int(0.9 * (len(seconds) - 1))], seconds[-1]] if seconds else [math.nan] * 3
     )
-    extreme = min(ratios) if name == LOWER else max(ratios)
+    extreme = (min if name == LOWER else max)(ratios, default=math.nan)
     shown = " | ".join(f"{value:.3g}" for value in times)
-    return f"| {name} | {failures} | {below} | {shown} | {grown:.0f} | {extreme:.4f} |", bool(failures or below)
+    return f"| {name} | {len(rows)} | {failures} | {below} | {shown} | {grown:.0f} | {extreme:.4f} |", bool(
+        failures or below
+    )
 
 
 def markdown(rows: list[dict[str, Any]], about: dict[str, Any]) -> tuple[str, bool]:
@@ -59,8 +62,8 @@ def markdown(rows: list[dict[str, Any]], about: dict[str, Any]) -> tuple[str, bo
     lines = [
         f"`{about['command']}` on {on['cpu']}, one thread, {on['os']}; Python {on['python']}, {versions}; "
         f"commit {str(on['commit'])[:10]}, {about['date']}. A failure is NaN, inf, a negative ε, an error, more than "
-        f"{limits['seconds']:g} s, or more than {limits['megabytes']} MB of address space. Tightness: worst ε over the best "
-        "upper bound of all, where that lies in [0.1, 50] (of the lower bound: least).",
+        f"{limits['seconds']:g} s, or more than {limits['megabytes']} MB of address space. Tightness: worst ε over the "
+        "best upper bound of all, where that lies in [0.1, 50] (of the lower bound: least).",
     ]
     failed = False
     for group, title in (("usual", "Usual settings"), ("edge", "Edges")):
@@ -69,9 +72,9 @@ def markdown(rows: list[dict[str, Any]], about: dict[str, Any]) -> tuple[str, bo
             continue
         lines += ["", f"**{title}** ({len(chosen)})", ""]
         lines += [
-            "| accountant | failures | below a lower bound | median, s | p90, s | max, s | memory, MB | tightness |"
+            "| accountant | settings | failures | below a lower bound | median, s | p90, s | max, s | memory, MB | tightness |"
         ]
-        lines += ["|---|---:|---:|---:|---:|---:|---:|---:|"]
+        lines += ["|---|---:|---:|---:|---:|---:|---:|---:|---:|"]
         for name in chosen[0]["answers"]:
             line, wrong = _line(name, chosen)
             lines.append(line)

@@ -49,8 +49,9 @@ class Accountant(abc.ABC):
         """Start with an empty ledger.
 
         Args:
-            relation: What neighbouring data sets are: one record replaced by one without contribution ("zero_out"), added
-                or removed ("add_remove"; both cost the same on Poisson samples), or replaced by any ("replace_one").
+            relation: What neighbouring data sets are: one record replaced by one without contribution ("zero_out"),
+                added or removed ("add_remove"; the same cost on Poisson samples), or replaced by any
+                ("replace_one").
         """
         self.relation = checked_relation(relation)
         self.history: list[Entry] = []
@@ -214,7 +215,7 @@ class Accountant(abc.ABC):
             destination: Mapping to fill; a new dict by default.
 
         Returns:
-            Mapping with the keys `history`, `mechanism`, `relation`, and `others` if there are other releases than steps.
+            Mapping with the keys `history`, `mechanism`, `relation`, and `others` if there are any.
         """
         state = {} if destination is None else destination
         state["history"] = list(self.history)

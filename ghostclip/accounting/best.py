@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ghostclip._validate import non_negative, probability
 from ghostclip.accounting.accountant import Accountant
 from ghostclip.accounting.pld import pld_delta, pld_epsilon
@@ -38,7 +40,8 @@ class BestAccountant(Accountant):
         """
         ledger = self.ledger()
         bounds = pld_epsilon(ledger, probability(delta, "delta"))
-        if bounds.upper - bounds.lower <= (MATTERS if len(ledger.steps) <= FEW else 0.5) * bounds.upper:
+        enough = MATTERS if len(ledger.steps) <= FEW else 0.5
+        if math.isfinite(bounds.upper) and bounds.upper - bounds.lower <= enough * bounds.upper:
             return bounds
         upper = min(bounds.upper, ledger_epsilon(ledger, delta)[0])
         return Bounds(min(bounds.lower, upper), upper)

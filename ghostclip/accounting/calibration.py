@@ -61,7 +61,7 @@ def get_noise_multiplier(  # noqa: PLR0913 - the arguments that existing scripts
     return _smallest_sigma(epsilon_of, target=target, tolerance=tolerance)
 
 
-def get_sample_rate(  # noqa: PLR0913 - the arguments of `get_noise_multiplier`
+def get_sample_rate(
     *,
     target_epsilon: float,
     target_delta: float,
@@ -106,7 +106,7 @@ def get_sample_rate(  # noqa: PLR0913 - the arguments of `get_noise_multiplier`
     return low
 
 
-def get_steps(  # noqa: PLR0913 - the arguments of `get_noise_multiplier`
+def get_steps(
     *,
     target_epsilon: float,
     target_delta: float,
@@ -155,11 +155,11 @@ def get_steps(  # noqa: PLR0913 - the arguments of `get_noise_multiplier`
 def joint_noise_multiplier(*noise_multipliers: float) -> float:
     """Return the σ of several Gaussian releases that are made of one batch.
 
-    Together they are one Gaussian release with σ^-2 = Σ σ_i^-2; for adaptive clipping, for example, of the gradients and of
-    the count of samples below the threshold (sensitivity 1/2 where samples count as ±1/2).
+    Together they are one Gaussian release with σ^-2 = Σ σ_i^-2; for adaptive clipping, for example, of the gradients
+    and of the count of samples below the threshold (sensitivity 1/2 where samples count as ±1/2).
 
     Args:
-        noise_multipliers: Each release's standard deviation over its sensitivity.
+        *noise_multipliers: Each release's standard deviation over its sensitivity.
 
     Returns:
         The joint noise multiplier, for `Accountant.step`.
@@ -184,8 +184,8 @@ def delta_too_large(delta: float, num_samples: int | None) -> str | None:
     if num_samples is None or delta * num_samples < 1:
         return None
     return (
-        f"delta={delta:g} is not below 1/N = {1 / num_samples:.3g} (N = {num_samples}): publishing a random record in the "
-        "clear would satisfy it. Use a delta well below 1/N."
+        f"delta={delta:g} is not below 1/N = {1 / num_samples:.3g} (N = {num_samples}): publishing a random record in "
+        "the clear would satisfy it. Use a delta well below 1/N."
     )
 
 

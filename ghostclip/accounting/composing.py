@@ -48,8 +48,10 @@ def tolerance(ledger: Ledger) -> float:
         ledger: What was released.
 
     Returns:
-        1e-4; 8e-4 for many distinct steps.
+        1e-4; 8e-4 for many distinct steps; 4e-3 for so many that they are counted in groups.
     """
+    if len(ledger.steps) > MOST_GROUPS:
+        return 4e-3
     return 8e-4 if _many(ledger) else 1e-4
 
 
@@ -127,7 +129,7 @@ def _few(groups: tuple[Group, ...], side: str) -> list[Group]:
 
 
 def _moved(value: float, log_ratio: float, *, up: bool) -> float:
-    if value == 0 or value == 1:
+    if value in {0.0, 1.0}:
         return value
     place = math.log(value) / log_ratio
     moved = math.exp((math.ceil(place) if up else math.floor(place)) * log_ratio)

@@ -7,14 +7,14 @@ With M(s) = E[e^{sL}] the moment generating function of the total privacy loss L
 and M is the product of the steps' own functions, each a finite sum (`pairs`). So nothing is convolved, no common grid
 of losses exists, and the cost does not depend on the number of steps. What is left to bound:
 
-- *Truncation.* A Gaussian mechanism of variance v is added to the ledger. Its losses ξ have E[e^-ξ] = 1, so δ can only
-  grow; and the integrand falls like e^{-vt²/2}, so what lies beyond the last node is bounded in closed form.
-- *What that added.* ∂δ/∂v = p/2 with p the density of L + ξ at ε, and at a smaller variance w ≤ v that density is at most
+- *Truncation.* A Gaussian mechanism of variance v is added to the ledger. Its losses ξ have E[e^-ξ] = 1, so δ can
+  only grow; and the integrand falls like e^{-vt²/2}, so what lies beyond the last node is bounded in closed form.
+- *What that added.* ∂δ/∂v = p/2 with p the density of L + ξ at ε, and at a variance w ≤ v that density is at most
   √(v/w)·e^{v/8} times the one at v. Integrated: δ_v(ε) - δ(ε) ≤ v·e^{v/8}·p_v(ε), and p is the same integral without
   the denominator.
-- *Nodes.* The trapezoidal rule with step 2π/W gives Σ_k e^{ckW} δ(ε + kW) exactly: too much, never too little; the terms
+- *Nodes.* The trapezoidal rule with step 2π/W gives Σ_k e^{ckW} δ(ε + kW) exactly: too much, never too little; terms
   k ≠ 0 are bounded by Chernoff's inequality for the lower bound.
-- *Rounding.* Every factor's relative error is bounded and carried along (`_log_moments`).
+- *Rounding.* Every factor's relative error is bounded and carried along (`Composition.along`).
 
 Letters: J atoms, N nodes of the contour, K = log M.
 
@@ -209,10 +209,10 @@ class Contour:
         log_N, error_N = composition.along(c, nodes.step, nodes.count)
         s_N = c + 1j * self.t_N
         log_N = log_N + variance / 2 * ((2 * c + 1) * 1j * self.t_N - self.t_N**2)
-        part_N = np.exp(log_N) * (nodes.step / math.pi)
+        part_N: Complex = np.asarray(np.exp(log_N) * (nodes.step / math.pi), dtype=np.complex128)
         part_N[0] /= 2
-        self._density_N: Complex = part_N
-        self._delta_N: Complex = part_N / (s_N * (s_N + 1))
+        self._density_N = part_N
+        self._delta_N: Complex = np.asarray(part_N / (s_N * (s_N + 1)), dtype=np.complex128)
         rounding_N = np.abs(part_N) * np.expm1(np.minimum(error_N + 64 * ROUNDOFF, 700.0))
         last = float(self.t_N[-1])
         beyond = math.exp(-variance * last**2 / 2) / (variance * last) / math.pi if variance > 0 else math.inf
@@ -231,7 +231,7 @@ class Contour:
         """
         scale, turn_N = self._at(epsilon)
         value = scale * (float((self._delta_N * turn_N).real.sum()) + self._delta_error + self._phase_error(epsilon))
-        return min(1.0, self._composition.infinite + max(value, 0.0)) if value == value else 1.0
+        return min(1.0, self._composition.infinite + max(value, 0.0)) if not math.isnan(value) else 1.0
 
     def lower(self, epsilon: float) -> float:
         """Return a lower bound of the composition's δ(ε).
@@ -247,7 +247,7 @@ class Contour:
         value = float((self._delta_N * turn_N).real.sum()) - self._delta_error - self._phase_error(epsilon)
         density = float((self._density_N * turn_N).real.sum()) + self._density_error
         value = scale * (value - v * math.exp(v / 8) * max(density, 0.0)) - self._aliases(epsilon)
-        return min(1.0, self._composition.infinite + max(value, 0.0)) if value == value else 0.0
+        return min(1.0, self._composition.infinite + max(value, 0.0)) if not math.isnan(value) else 0.0
 
     def bend(self, epsilon: float) -> float:
         """Return δ''/|δ'| at ε, roughly: how much ε moves for each unit of variance that losses gain, twice.

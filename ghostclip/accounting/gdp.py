@@ -17,9 +17,9 @@ class GaussianAccountant(Accountant):
     """Estimates ε as if the composed steps were one Gaussian mechanism with μ² = Σ q²(e^{1/σ²} - 1).
 
     Privacy:
-        None: the central limit theorem says what happens for infinitely many infinitely small steps. The estimate was seen
-        to be up to 61 times below the true ε. It must be asked for with `estimate=True`, cannot be created by name, and
-        `PrivacyEngine` does not take it.
+        None: the central limit theorem says what happens for infinitely many infinitely small steps. The
+        estimate can be many times below the true ε. It must be asked for with `estimate=True`, cannot be created by
+        name, and `PrivacyEngine` does not take it.
 
     Args:
         relation: What neighbouring data sets are.

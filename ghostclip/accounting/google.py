@@ -72,4 +72,4 @@ class DPAccountingAccountant(Accountant):
 
 
 def _number(value: float, *, worst: float) -> float:
-    return max(0.0, float(value)) if value == value else worst
+    return max(0.0, float(value)) if not math.isnan(value) else worst

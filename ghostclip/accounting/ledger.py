@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ghostclip._validate import choice, fraction, non_negative, positive_int
 from ghostclip.errors import InvalidOptionError
@@ -92,16 +93,20 @@ def checked_others(others: Sequence[Sequence[object]], *, where: str) -> list[Ot
     Raises:
         InvalidOptionError: If an entry is of another form.
     """
-    checked: list[OtherEntry] = []
-    for index, entry in enumerate(others):
-        try:
-            kind, parameters, count = entry
-            numbers = tuple(float(number) for number in parameters)  # type: ignore[attr-defined]
-            make = {"truncated_poisson": truncated_entry, "guarantee": guarantee_entry}[kind]  # type: ignore[index]
-            checked.append((str(kind), make(*numbers), positive_int(count, "count")))
-        except (KeyError, TypeError, ValueError) as error:
-            raise InvalidOptionError(f"{where}: other entry {index} is {entry!r}: {error}") from error
-    return checked
+    try:
+        return [_checked_other(entry) for entry in others]
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidOptionError(f"{where}: others is {others!r}: {error}.") from error
+
+
+def _checked_other(entry: Sequence[Any]) -> OtherEntry:
+    kind, parameters, count = entry
+    numbers = tuple(float(number) for number in parameters)
+    checks: dict[str, Callable[..., tuple[float, ...]]] = {
+        "truncated_poisson": truncated_entry,
+        "guarantee": guarantee_entry,
+    }
+    return kind, checks[kind](*numbers), positive_int(count, "count")
 
 
 def truncated_entry(noise_multiplier: float, sample_rate: float, records: float, largest: float) -> tuple[float, ...]:

@@ -119,11 +119,11 @@ class SampledGaussian:
     - "replace": P = (1-q)·N(0, σ²) + q·N(1, σ²), Q = (1-q)·N(0, σ²) + q·N(-1, σ²).
 
     Privacy:
-        "remove" and "add" dominate the step for a record removed or added, and also for a record replaced by one without
-        contribution: given which other records were sampled, the sum is s or s + x with ‖x‖ ≤ C on one side and s on the
-        other in both cases. "replace" dominates it for any record replaced by any other: with advanced joint convexity
-        H(P‖Q) = q·H'(N(x) ‖ (1-β)·N(0) + β·N(x')), and a mixture of Gaussians at distances ‖x‖ ≤ 1 and ‖x - x'‖ ≤ 2
-        from the other's centre is dominated by the one on a line at distances 1 and 2.
+        "remove" and "add" dominate the step for a record removed or added, and also for a record replaced by one
+        without contribution: given which other records were sampled, the sum is s or s + x with ‖x‖ ≤ C on one
+        side and s on the other in both cases. "replace" dominates it for any record replaced by any other: with
+        advanced joint convexity H(P‖Q) = q·H'(N(x) ‖ (1-β)·N(0) + β·N(x')), and a mixture of Gaussians
+        at distances ‖x‖ ≤ 1 and ‖x - x'‖ ≤ 2 from the other's centre is dominated by the one on a line at distances 1 and 2.
 
     Reference:
         Zhu, Dong, Wang 2022, Theorem 11; Balle, Barthe, Gaboardi 2018, Theorem 2; Choquette-Choo, Ganesh, Steinke,
@@ -153,12 +153,21 @@ class SampledGaussian:
     def density(self, z: Array) -> Array:
         """Return the density of P at each z."""
         scale = 1 / (self.sigma * math.sqrt(2 * math.pi))
-        return sum(
-            (weight * scale) * np.exp(-0.5 * ((z - centre) / self.sigma) ** 2) for weight, centre in self.centres
-        )
+        total = np.zeros_like(z)
+        for weight, centre in self.centres:
+            total += (weight * scale) * np.exp(-0.5 * ((z - centre) / self.sigma) ** 2)
+        return total
 
     def tails(self, low: float, high: float) -> tuple[float, float]:
-        """Return the mass of P below `low` and above `high`."""
+        """Return the mass of P at either end.
+
+        Args:
+            low: Lower end.
+            high: Upper end.
+
+        Returns:
+            (mass below `low`, mass above `high`).
+        """
         from scipy.special import ndtr
 
         below = sum(weight * float(ndtr((low - centre) / self.sigma)) for weight, centre in self.centres)

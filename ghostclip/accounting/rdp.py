@@ -24,8 +24,8 @@ class RDPAccountant(Accountant):
 
     Privacy:
         The ε it returns is an upper bound for every ledger, also when σ and q change between steps, as long as
-        they do not depend on the private data. For "replace_one" it takes it as known who was sampled, which is much more
-        than the other accountants need. It is not tight: a Rényi bound always lies above the best (ε, δ) curve,
+        they do not depend on the private data. For "replace_one" it takes it as known who was sampled, which is much
+        more than the other accountants need. It is not tight: a Rényi bound always lies above the best (ε, δ) curve,
         most of all for few steps with little noise and small δ.
 
     Reference:

@@ -17,8 +17,8 @@ _ACCOUNTANTS: dict[str, type[Accountant]] = {
     for accountant in (BestAccountant, RDPAccountant, PLDAccountant, PRVAccountant, DPAccountingAccountant)
 }
 _NOT_OFFERED = {
-    GaussianAccountant.mechanism(): "it is a central-limit estimate that can lie far below the true ε, so it is refused as "
-    "a guarantee; to compare, use ghostclip.accounting.GaussianAccountant(estimate=True)",
+    GaussianAccountant.mechanism(): "it is a central-limit estimate that can lie far below the true ε, so it is "
+    "refused as a guarantee; to compare, use ghostclip.accounting.GaussianAccountant(estimate=True)",
 }
 
 

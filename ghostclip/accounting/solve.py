@@ -254,8 +254,8 @@ def _crossing(
         bound: δ as a function of ε, good around the start.
         span: Where to start, and the end.
         delta: δ.
-        above: Whether to return an end of the last interval at which the bound is at most δ (or the end), or one where it
-            is at least δ (or 0).
+        above: Whether to return an end of the last interval at which the bound is at most δ (or the end), or one where
+            it is at least δ (or 0).
         precision: Relative width of the last interval.
 
     Returns:

@@ -1,0 +1,72 @@
+"""``ghostclip epsilon``: what a training with given noise, sampling and length costs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ghostclip.commands.privacy_options import (
+    Segment,
+    Setting,
+    add_common_arguments,
+    read_schedule,
+    read_setting,
+    report,
+    write_files,
+)
+from ghostclip.errors import InvalidOptionError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options.
+
+    Args:
+        parser: The sub-command's parser.
+    """
+    add_common_arguments(parser)
+    parser.add_argument(
+        "--segment",
+        nargs=3,
+        type=float,
+        action="append",
+        metavar=("S", "Q", "T"),
+        help="noise multiplier, sample rate and steps of one part of the training; may be given several times",
+    )
+    parser.add_argument("--schedule", type=Path, metavar="FILE", help="segments from a file, one in each line, or JSON")
+
+
+def run(given: dict[str, Any]) -> int:
+    """Print ε with its assumptions.
+
+    Args:
+        given: The options that were given.
+
+    Returns:
+        0.
+
+    Raises:
+        InvalidOptionError: If an option is missing, out of range, or contradicts another.
+    """
+    setting = read_setting(given)
+    segments = _segments(given, setting)
+    result = report("", {}, segments, setting)
+    write_files(given, result, segments, setting)
+    return 0
+
+
+def _segments(given: dict[str, Any], setting: Setting) -> list[Segment]:
+    segments = read_schedule(given["schedule"]) if "schedule" in given else []
+    for sigma, rate, steps in given.get("segment", ()):
+        if steps != int(steps):
+            raise InvalidOptionError(f"--segment: {steps} steps; expected a whole number.")
+        segments.append((sigma, rate, int(steps)))
+    one = {"--noise-multiplier": setting.sigma, "--sample-rate": setting.rate, "--steps": setting.steps}
+    if setting.sigma is not None or not segments:
+        missing = [name for name, value in one.items() if value is None]
+        if missing:
+            raise InvalidOptionError(f"{', '.join(missing)}: needed (or --segment, or --schedule).")
+        segments.insert(0, (setting.sigma or 0.0, setting.rate or 0.0, setting.steps or 0))
+    elif setting.steps is not None:
+        raise InvalidOptionError("--steps without --noise-multiplier: segments bring their own steps.")
+    return segments

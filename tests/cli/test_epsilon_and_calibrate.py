@@ -1,0 +1,126 @@
+"""`ghostclip epsilon` and `ghostclip calibrate`: right numbers, assumptions in the open, one-line refusals."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ghostclip.accounting import create_accountant
+from ghostclip.cli import main
+
+
+def run(capsys, *words):
+    try:
+        status = main([str(word) for word in words])
+    except SystemExit as stopped:
+        status = int(stopped.code or 0)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def reference(*history, delta=1e-5, relation="zero_out"):
+    accountant = create_accountant(relation=relation)
+    accountant.history = list(history)
+    return accountant.epsilon_bounds(delta)
+
+
+SETTING = ("--noise-multiplier", 1, "--sample-rate", 0.01)
+
+
+def test_epsilon_says_what_it_assumes(capsys, tmp_path):
+    status, out, err = run(capsys, "epsilon", *SETTING, "--steps", 1000, "--json", tmp_path / "result.json")
+    assert (status, err) == (0, "")
+    for words in ("epsilon <= 1.8284 at delta", "no accountant can go below", "Poisson", "zero_out", "a sample:"):
+        assert words in out
+    result = json.loads((tmp_path / "result.json").read_text())
+    expected = reference((1.0, 0.01, 1000))
+    assert result["epsilon"] == expected.upper
+    assert result["epsilon_lower_bound"] == expected.lower
+
+
+def test_what_is_printed_is_rounded_upwards(capsys):
+    _, out, _ = run(capsys, "epsilon", *SETTING, "--steps", 1000)
+    printed = float(out.split("epsilon <= ")[1].split()[0])
+    assert 0 <= printed - reference((1.0, 0.01, 1000)).upper < 1.1e-4
+
+
+def test_samples_epochs_and_a_delta_too_large(capsys):
+    words = ("--samples", 1000, "--batch-size", 10, "--epochs", 10, "--delta", 1e-3)
+    status, out, err = run(capsys, "epsilon", "--noise-multiplier", 1, *words)
+    assert status == 0
+    assert "1000 steps" in out
+    assert "warning: delta=0.001 is not below 1/N" in err
+
+
+def test_segments_from_options_and_files(capsys, tmp_path):
+    expected = reference((1.0, 0.01, 100), (2.0, 0.02, 50)).upper
+    lines, listed = tmp_path / "schedule.txt", tmp_path / "schedule.json"
+    lines.write_text("# noise, rate, steps\n1, 0.01, 100\n2 0.02 50  # later\n")
+    listed.write_text("[[1, 0.01, 100], [2, 0.02, 50]]")
+    ways = [("--segment", 1, 0.01, 100, "--segment", 2, 0.02, 50), ("--schedule", lines), ("--schedule", listed)]
+    for words in ways:
+        status, out, _ = run(capsys, "epsilon", *words, "--json", "-")
+        assert status == 0
+        assert json.loads(out[out.index("{") :])["epsilon"] == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (("--sample-rate", 0.01, "--steps", 500), "noise_multiplier"),
+        (("--noise-multiplier", 1, "--steps", 500), "sample_rate"),
+        (("--noise-multiplier", 1, "--sample-rate", 0.01), "steps"),
+    ],
+)
+def test_calibrate_solves_for_what_is_missing(capsys, words, name):
+    status, out, _ = run(capsys, "calibrate", "--target-epsilon", 2, *words, "--json", "-")
+    assert status == 0
+    result = json.loads(out[out.index("{") :])
+    assert f"{name} = " in out
+    assert 1.99 < result["epsilon"] <= 2
+
+
+def test_neighbours_matter(capsys):
+    _, out, _ = run(capsys, "epsilon", *SETTING, "--steps", 100, "--neighbours", "replace_one", "--json", "-")
+    found = json.loads(out[out.index("{") :])
+    assert found["epsilon"] == reference((1.0, 0.01, 100), relation="replace_one").upper
+
+
+def test_a_plot_is_written(capsys, tmp_path):
+    path = tmp_path / "curves.png"
+    assert run(capsys, "epsilon", *SETTING, "--steps", 100, "--plot", path)[0] == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (("epsilon",), "--noise-multiplier, --sample-rate, --steps: needed"),
+        (("epsilon", *SETTING), "--steps: needed"),
+        (("epsilon", *SETTING, "--steps", 0), "--steps 0"),
+        (("epsilon", *SETTING, "--steps", 1, "--epochs", 1), "one of the two"),
+        (("epsilon", *SETTING, "--steps", 1, "--batch-size", 3), "one of the two"),
+        (("epsilon", "--noise-multiplier", -1, "--sample-rate", 0.1, "--steps", 1), "noise_multiplier"),
+        (("epsilon", "--noise-multiplier", 1, "--sample-rate", 2, "--steps", 1), "--sample-rate 2"),
+        (("epsilon", *SETTING, "--steps", 1, "--delta", 0), "delta"),
+        (("epsilon", *SETTING, "--steps", 1, "--accountant", "gdp"), "refused as a guarantee"),
+        (("epsilon", "--segment", 1, 0.1, 2.5), "whole number"),
+        (("calibrate", *SETTING), "--target-epsilon: needed"),
+        (("calibrate", "--target-epsilon", 1, "--steps", 5), "give two"),
+        (("calibrate", "--target-epsilon", 1, *SETTING, "--steps", 5), "give two"),
+    ],
+)
+def test_wrong_input_is_one_line(capsys, words, match):
+    status, _, err = run(capsys, *words)
+    assert status == 2
+    assert match in err
+    assert err.count("\n") == 1
+
+
+def test_a_wrong_schedule(capsys, tmp_path):
+    path = tmp_path / "schedule.txt"
+    path.write_text("1 0.01\n")
+    assert "expected noise multiplier" in run(capsys, "epsilon", "--schedule", path)[2]
+    path.write_text("\n")
+    assert "no segment" in run(capsys, "epsilon", "--schedule", path)[2]
