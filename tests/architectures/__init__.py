@@ -1,0 +1,1 @@
+"""Known architectures, tiny and with random weights, each clipped exactly or refused by name."""
