@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ghostclip.errors import UncoveredParameterError
+from ghostclip.errors import DataError, UncoveredParameterError
 from ghostclip.factors import Factor, Outer
 from ghostclip.rules.product import position_sum
 from ghostclip.rules.recurrent_cells import CELLS
@@ -252,6 +252,9 @@ def _layer(name: str) -> Callable[..., tuple[Tensor, ...]]:
             return out, *ends
         first = given.get("batch_first", False)
         x = given["input"].transpose(0, 1) if first else given["input"]
+        if x.shape[0] == 0:
+            shape = tuple(given["input"].shape)
+            raise DataError(f"{name}: an input of shape {shape} has no step. Give every sequence at least one.")
         out, ends = _layers(name, x, given["hx"], given, (x.shape[1],) * x.shape[0])
         return out.transpose(0, 1) if first else out, *ends
 

@@ -322,7 +322,8 @@ class RNN(Kind):
             out, h_n = blocks[step], h.rows(steps.sizes[step])
             torch.addmm(out, h_n, hh_PG, out=out)
             h_n.copy_(out.relu_() if self._relu else out.tanh_())
-        return Ran(gates_NG, (h.whole,), steps.before(firsts[0], gates_NG), (gates_NG,))
+        # What the backward reads must not change with what the model does to its output in place.
+        return Ran(gates_NG.clone(), (h.whole,), steps.before(firsts[0], gates_NG), (gates_NG,))
 
     def backward(
         self, ran: Sequence[Tensor], grad_NP: Tensor, ends: Sequence[Tensor], weights: Weights, steps: Steps

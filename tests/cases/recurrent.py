@@ -228,6 +228,20 @@ class First(nn.Module):
         return found[0]
 
 
+class Changed(nn.Module):
+    """Outputs changed in place right after the layer."""
+
+    def __init__(self, kind: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.rnn, self.head = kind(4, 5, batch_first=True), nn.Linear(5, 2)
+
+    def forward(self, x_BTI: Tensor) -> Tensor:
+        """Map (B, T, 4) to (B, T, 2)."""
+        out, _ = self.rnn(x_BTI)
+        out += 1
+        return self.head(out)
+
+
 class Checkpointed(nn.Module):
     """An LSTM under activation checkpointing."""
 
@@ -348,6 +362,8 @@ _ALL = [
     _of("lstm_state_weight_only", lambda: Partly("weight_hh_l0")),
     _of("lstm_biases_only", lambda: Partly("bias_ih_l0", "bias_hh_l0")),
     _of("lstm_in_eval_mode", InEval),
+    _of("rnn_changed_in_place", lambda: Changed(nn.RNN)),
+    _of("gru_changed_in_place", lambda: Changed(nn.GRU)),
 ]
 
 CASES = [case if case.name in _BOTH_DTYPES else replace(case, dtypes=(torch.float64,)) for case in _ALL]

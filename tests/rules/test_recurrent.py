@@ -7,7 +7,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.flop_counter import FlopCounterMode
 
 import ghostclip
-from ghostclip.errors import SampleMixingError, UncoveredParameterError
+from ghostclip.errors import DataError, SampleMixingError, UncoveredParameterError
 from ghostclip.rules.recurrent import WRITTEN_OUT, recurrent_product
 from ghostclip.rules.recurrent_steps import Steps
 
@@ -173,6 +173,12 @@ def test_sequence_without_a_batch_is_refused():
         pytest.raises(SampleMixingError, match="works across the batch"),
     ):
         model(torch.randn(6, 4))
+
+
+def test_sequences_without_a_step_are_refused():
+    model = nn.Sequential(nn.GRU(4, 5, batch_first=True))
+    with ghostclip.GhostClipper(model, max_grad_norm=1.0), pytest.raises(DataError, match=r"no step.*\(3, 0, 4\)"):
+        model(torch.randn(3, 0, 4))
 
 
 def test_weights_that_nobody_watches_are_refused():
