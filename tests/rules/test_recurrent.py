@@ -177,7 +177,7 @@ def test_sequence_without_a_batch_is_refused():
 
 def test_sequences_without_a_step_are_refused():
     model = nn.Sequential(nn.GRU(4, 5, batch_first=True))
-    with ghostclip.GhostClipper(model, max_grad_norm=1.0), pytest.raises(DataError, match=r"no step.*\(3, 0, 4\)"):
+    with ghostclip.GhostClipper(model, max_grad_norm=1.0), pytest.raises(DataError, match=r"\(3, 0, 4\) has no step"):
         model(torch.randn(3, 0, 4))
 
 
