@@ -82,18 +82,20 @@ class SortedByHand(nn.Module):
 class OfList(nn.Module):
     """``pack_sequence`` of a list with one tensor a sample."""
 
-    def __init__(self, *, shuffled: bool = False) -> None:
+    def __init__(self, *, shuffled: bool = False, raw: bool = False) -> None:
         super().__init__()
-        self.shuffled = shuffled
+        self.shuffled, self.raw = shuffled, raw
         self.before, self.rnn, self.head = nn.Linear(4, 4), nn.GRU(4, 5), nn.Linear(5, 2)
 
     def forward(self, x_BTI: Tensor, lengths_B: Tensor) -> Tensor:
         """Map (B, T, 4) and lengths to (B, 2)."""
-        x_BTI = self.before(x_BTI)
+        x_BTI = x_BTI if self.raw else self.before(x_BTI)
         parts = [x_BTI[b, :length] for b, length in enumerate(lengths_B.tolist())]
         if self.shuffled:
             parts = parts[::-1]
-        h = self.head(self.rnn(pack_sequence(parts, enforce_sorted=False))[1][-1])
+        packed = pack_sequence(parts, enforce_sorted=False)
+        packed = packed._replace(data=self.before(packed.data)) if self.raw else packed
+        h = self.head(self.rnn(packed)[1][-1])
         return h.flip(0) if self.shuffled else h
 
 
@@ -339,6 +341,12 @@ _ALL = [
     _packed("packed_sorted_undone_on_padded", lambda: SortedByHand(undo="on the outputs")),
     _packed("packed_list", OfList),
     _packed("packed_list_backwards", lambda: OfList(shuffled=True), refused="depends on other samples"),
+    _packed("packed_list_of_data", lambda: OfList(raw=True)),
+    _packed(
+        "packed_list_of_data_backwards",
+        lambda: OfList(shuffled=True, raw=True),
+        refused="depends on other samples|another order",
+    ),
     Case(
         "packed_input",
         PackedInput,
