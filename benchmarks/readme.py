@@ -5,19 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.cases.report import summary
 from benchmarks.report import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
-BEGIN = "<!-- benchmarks: written by `python -m benchmarks.readme`, do not edit -->"
-END = "<!-- benchmarks: end -->"
+BEGIN = "<!-- {name}: written by `python -m benchmarks.readme`, do not edit -->"
+END = "<!-- {name}: end -->"
 REPORTS = ("report-cpu.json", "report-cuda.json")
 
 
-def block() -> str:
+def measured() -> str:
     """The README's measured part.
 
     Returns:
@@ -35,23 +37,69 @@ def block() -> str:
     return "\n".join(parts) or "No run is committed yet: `python -m benchmarks` makes one.\n"
 
 
+def cases() -> str:
+    """The README's table of supported cases.
+
+    Returns:
+        Markdown made from the committed results of the cases and of the architectures.
+    """
+    path = RESULTS / "cases.json"
+    if not path.exists():
+        return "No run is committed yet: `python -m benchmarks.cases` makes one.\n"
+    about = json.loads(path.read_text(encoding="utf-8"))
+    return (
+        f"{summary(about['cases'])}\nError: of the clipped sum against one-sample autograd in float64, the largest of "
+        "four strategies. Move: by how much leaving one sample out moves the sum, over the bound. Each case, and how "
+        "its parameters were handled: [cases.md](benchmarks/results/cases.md).\n"
+    )
+
+
+def architectures() -> str:
+    """What the README says of known architectures.
+
+    Returns:
+        A sentence made from the committed results.
+    """
+    path = RESULTS / "architectures.json"
+    if not path.exists():
+        return "No run is committed yet: `python -m benchmarks.architectures` makes one.\n"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    exact = [row for row in rows if row.get("error", 1.0) <= 1e-10]
+    refused = [row for row in rows if "refused" in row]
+    opacus = [sum(row["opacus"][way].get("error", 1.0) <= 1e-10 for row in exact if "opacus" in row) for way in _OPACUS]
+    compared = sum("opacus" in row for row in exact)
+    return (
+        f"Of {len(rows)} architectures (transformers, vision, audio, multimodal, mixtures of experts, state-space and "
+        f"linear-attention models, adapters of peft), built small with random weights, {len(exact)} are clipped exactly "
+        f"as they are and {len(refused)} are refused by name. Opacus is exact on {opacus[0]} (hooks) and {opacus[1]} "
+        f"(ghost) of the {compared} where both were run: [architectures.md](benchmarks/results/architectures.md).\n"
+    )
+
+
+_OPACUS = ("hooks", "ghost")
+BLOCKS: dict[str, Callable[[], str]] = {"benchmarks": measured, "cases": cases, "architectures": architectures}
+
+
 def rewritten(text: str) -> str:
-    """Put the block between its marks.
+    """Put each block between its marks.
 
     Args:
         text: The README.
 
     Returns:
-        The README with the block of now.
+        The README with the blocks of now.
 
     Raises:
-        ValueError: If the README does not hold both marks.
+        ValueError: If the README does not hold all marks.
     """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"{README.name} lacks the line {BEGIN!r} or {END!r}")
-    return f"{before}{BEGIN}\n\n{block()}\n{END}{after}"
+    for name, block in BLOCKS.items():
+        first, last = BEGIN.format(name=name), END.format(name=name)
+        before, begin, rest = text.partition(first)
+        _, end, after = rest.partition(last)
+        if not (begin and end):
+            raise ValueError(f"{README.name} lacks the line {first!r} or {last!r}")
+        text = f"{before}{first}\n\n{block()}\n{last}{after}"
+    return text
 
 
 def main() -> int:

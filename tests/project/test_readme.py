@@ -53,6 +53,55 @@ def test_the_clipper_alone_runs(capsys):
     assert table.count("weight") >= 2
 
 
+def _block_with(text: str) -> str:
+    (block,) = [block for block in _python_blocks() if text in block]
+    return block
+
+
+def test_the_report_is_made_and_good(capsys):
+    names = {**_user_objects(), "x": torch.randn(4, 7), "y": torch.tensor([0, 1, 2, 0]), "ghostclip": ghostclip}
+    exec(compile(_block_with("ghostclip.validate"), str(README), "exec"), names)
+    assert names["report"].ok
+    assert "bookkeeping" in capsys.readouterr().out
+
+
+def test_the_rule_is_right_and_used():
+    @torch.library.custom_op("mylib::scale", mutates_args=())
+    def multiply(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
+        return input * weight
+
+    torch.library.register_autograd(
+        "mylib::scale",
+        lambda ctx, grad: (grad * ctx.saved_tensors[1], (grad * ctx.saved_tensors[0]).flatten(0, -2).sum(0)),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.ops.mylib.scale(x, self.weight)
+
+    exec(compile(_block_with("register_rule"), str(README), "exec"), {})
+    layer = Scale()
+    exec(compile(_block_with("raise_if_wrong"), str(README), "exec"), {"torch": torch, "layer": layer})
+    clipper = ghostclip.GhostClipper(layer, max_grad_norm=1.0)
+    clipper.backward(layer(torch.randn(4, 7, 5)).square().sum((1, 2)))
+    assert [row.rung for row in clipper.coverage()] == ["rule"]
+
+
+def test_scores_are_recorded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = TensorDataset(torch.randn(50, 7), torch.randint(0, 3, (50,)))
+    canaries = [(torch.randn(7), torch.tensor(1)) for _ in range(20)]
+    names = {"canaries": canaries, "train_data": data, "losses_of_canaries": torch.rand(20)}
+    exec(compile(_block_with("CanaryRecorder"), str(README), "exec"), names)
+    assert (tmp_path / "scores.csv").exists()
+    assert len(names["data"]) == 50 + int(names["included"].sum())
+
+
 def test_files_that_are_linked_exist():
     links = re.findall(r"\]\(([^)#:]+)\)", README.read_text(encoding="utf-8"))
     assert links
