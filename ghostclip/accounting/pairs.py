@@ -123,7 +123,8 @@ class SampledGaussian:
         without contribution: given which other records were sampled, the sum is s or s + x with ‖x‖ ≤ C on one
         side and s on the other in both cases. "replace" dominates it for any record replaced by any other: with
         advanced joint convexity H(P‖Q) = q·H'(N(x) ‖ (1-β)·N(0) + β·N(x')), and a mixture of Gaussians
-        at distances ‖x‖ ≤ 1 and ‖x - x'‖ ≤ 2 from the other's centre is dominated by the one on a line at distances 1 and 2.
+        at distances ‖x‖ ≤ 1 and ‖x - x'‖ ≤ 2 from the other's centre is dominated by the one on a
+        line at distances 1 and 2.
 
     Reference:
         Zhu, Dong, Wang 2022, Theorem 11; Balle, Barthe, Gaboardi 2018, Theorem 2; Choquette-Choo, Ganesh, Steinke,
