@@ -72,7 +72,7 @@ def markdown(rows: list[dict[str, Any]], about: dict[str, Any]) -> tuple[str, bo
             continue
         lines += ["", f"**{title}** ({len(chosen)})", ""]
         lines += [
-            "| accountant | settings | failures | below lower bound | median, s | p90, s | max, s | memory, MB | tightness |"
+            "| accountant | settings | failures | below lower bound | median, s | p90, s | max, s | MB | tightness |"
         ]
         lines += ["|---|---:|---:|---:|---:|---:|---:|---:|---:|"]
         for name in chosen[0]["answers"]:
