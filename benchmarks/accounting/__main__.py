@@ -64,6 +64,8 @@ class _Peer:
                 text=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
             )
+            if self._process.stdout is not None:
+                self._process.stdout.readline()  # imports are done; they do not count towards the limit
         return self._process
 
 
