@@ -70,8 +70,8 @@ def architectures() -> str:
     compared = sum("opacus" in row for row in exact)
     return (
         f"Of {len(rows)} architectures (transformers, vision, audio, multimodal, mixtures of experts, state-space and "
-        f"linear-attention models, adapters of peft), built small with random weights, {len(exact)} are clipped exactly "
-        f"as they are and {len(refused)} are refused by name. Opacus is exact on {opacus[0]} (hooks) and {opacus[1]} "
+        f"linear-attention models), built small with random weights, {len(exact)} are clipped exactly as they are and "
+        f"{len(refused)} are refused by name. Opacus is exact on {opacus[0]} (hooks) and {opacus[1]} "
         f"(ghost) of the {compared} where both were run: [architectures.md](benchmarks/results/architectures.md).\n"
     )
 
