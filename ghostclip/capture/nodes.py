@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 
 class _Keep(torch.autograd.Function):
@@ -182,6 +183,21 @@ def own(tensor: Tensor, anchor: Tensor, *, anchored: bool) -> Tensor:
         ``tensor`` itself where nothing is to be done, else an alias.
     """
     return _Own.apply(tensor, anchor) if tensor._is_view() or not anchored else tensor
+
+
+def is_to_tie(model: nn.Module, inputs: Any) -> bool:
+    """Return whether a backward to these inputs would pass a model's anchor by.
+
+    Args:
+        model: The model; one that is frozen has no backward of its own to hear of.
+        inputs: Nested tuples, lists and dicts.
+
+    Returns:
+        True when the model has a trainable parameter and some input requires grad.
+    """
+    if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(inputs)):
+        return False
+    return any(parameter.requires_grad for parameter in model.parameters())
 
 
 def tie(tensor: Tensor, anchor: Tensor) -> Tensor:

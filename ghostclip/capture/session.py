@@ -15,7 +15,7 @@ from ghostclip.capture.consume import consume
 from ghostclip.capture.decompose import decompose
 from ghostclip.capture.derive import derive, reorders_copies
 from ghostclip.capture.inputs import batch_size_of, emptied, in_backward, is_power_of_four, padded, under_checkpoint
-from ghostclip.capture.nodes import accumulation_node, tie
+from ghostclip.capture.nodes import accumulation_node, is_to_tie, tie
 from ghostclip.capture.operation import LOOKED_AT, Operation, operation_name
 from ghostclip.capture.packed import packed_inputs
 from ghostclip.capture.reorder import Watch
@@ -114,7 +114,7 @@ class Session:
             self._forwards += 1
             self.record.unproven = is_power_of_four(self._forwards)
             self.record.buffers = Buffers(self.model) if self.record.unproven and self.probes and size > 1 else None
-            if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs))):
+            if is_to_tie(self.model, (args, kwargs)):
                 args, kwargs = tree_map(self._tied, (args, dict(kwargs)))
             self._running = Running(module, kwargs, self._break_off)
             changed = args, self._running.hand_over()
