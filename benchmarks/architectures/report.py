@@ -30,8 +30,9 @@ def markdown(report: Mapping[str, object]) -> str:
         f"{len(rows)} architectures from tiny configurations with random weights, 3 samples, float64: {len(exact)} are "
         f"clipped exactly (relative error of the clipped sum at most 1e-10), {len(refused)} are refused by name. "
         "*moved*: the largest distance between the sums with and without one sample, over C: at most 1 where "
-        "the guarantee holds. Opacus is called on the same model, batch and losses; it adds 1e-6 to every norm, so that an error up to 1e-5 "
-        "counts as exact there.",
+        "the guarantee holds. Opacus is called on the same model, batch and losses; it "
+        "adds 1e-6 to every norm, so that "
+        "an error up to 1e-5 counts as exact there.",
         "",
         f"Made by `{report['command']}` in {report['seconds']:.0f} s (process time of ghostclip's own part "
         f"{report['own_seconds']:.0f} s); {_machine(report['machine'])}",
