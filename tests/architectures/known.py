@@ -15,6 +15,9 @@ _FAMILIES: Final = (
     "audio",
     "vision_language",
     "time_series",
+    "convolutional",
+    "adapters",
+    "pairs",
 )
 ALL: list[Architecture] = [
     row for module in _FAMILIES for row in importlib.import_module(f"tests.architectures.{module}").ARCHITECTURES
