@@ -36,6 +36,7 @@ class Site:
         at_once: Gradients could be formed there for all samples at once, without a rule.
         arrivals: What came in for each of its arguments in the last backward.
         sizes: The sizes that this was worked out for.
+        way: Its place among call sites and the way in which it is consumed, see ``Ways``.
     """
 
     names: tuple[str, ...]
@@ -46,6 +47,7 @@ class Site:
     at_once: bool = False
     arrivals: dict[str, Arrival] = field(default_factory=dict)
     sizes: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    way: tuple[Any, str] = (None, "")
 
     def describe(self) -> str:
         """Return the name of the place for an error message."""
@@ -69,6 +71,7 @@ class Record:
         buffers: The model's buffers as they were before, in a forward that is proved.
         reordered: Data was put into another order before a parameter met it.
         visits: How often each call site was passed.
+        ways: In which way each was consumed.
     """
 
     batch_size: int
@@ -83,6 +86,7 @@ class Record:
     buffers: Buffers | None = None
     reordered: bool = False
     visits: Counter[Any] = field(default_factory=Counter)
+    ways: dict[Any, str] = field(default_factory=dict)
 
 
 def no_axis(site: Site, rows: Tensor, record: Record) -> str:
@@ -191,7 +195,9 @@ class Use:
         sizes = (batch_size, grad.shape, *(tensor.shape for tensor in saved))
         pairs: list[tuple[str, Factor]] = []
         for key, factor in found.items():
-            if self.targets[key].origin.graph._version != self.versions[key]:
+            origin = self.targets[key].origin
+            # A parameter itself may be: an embedding with max_norm renormalises the rows it looks up.
+            if origin.func and origin.graph._version != self.versions[key]:
                 raise UnsupportedModelError(_changed_since(self.site))
             leaves = self.targets[key].origin.leaves
             pulled = [pair for pair in pull_back(self.targets[key], factor) if leaves[pair[0]].parameter.requires_grad]
