@@ -21,8 +21,8 @@ EXIT_MACHINE = 1
 EXIT_WRONG_INPUT = 2
 EXIT_INTERRUPTED = 130
 
-# Name: what it does, the module with `add_arguments(parser)`, the module with `run(given) -> exit status`. Both are light
-# to import until `run` is called; `given` holds the options that were given.
+# Name: what it does, the module with `add_arguments(parser)`, the module with `run(given) -> exit status`. Both are
+# light to import until `run` is called; `given` holds the options that were given.
 _COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "finetune": (
         "train a causal transformer on text with differential privacy",

@@ -70,8 +70,8 @@ def _refusal(operation: Operation) -> str:
     names = ", ".join(dict.fromkeys(name for tracked in operation.tracked for name in tracked.origin.names))
     return (
         f"parameter '{names}' takes part in an in-place {operation.name.strip('_')} on a view or buffer, on memory "
-        "that other tensors share, or together with per-sample data, so that it cannot be followed. Write it out of place "
-        "(torch.cat, torch.stack, index_put, w = w * x), or freeze the parameter."
+        "that other tensors share, or together with per-sample data, so that it cannot be followed. Write it out of "
+        "place (torch.cat, torch.stack, index_put, w = w * x), or freeze the parameter."
     )
 
 
