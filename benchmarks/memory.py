@@ -26,8 +26,15 @@ STEPS = 3
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
-def _resident(field: str) -> int:
-    """Bytes, from Linux's own table; elsewhere the peak that the C library keeps serves for both fields."""
+def resident(field: str) -> int:
+    """Read what this process holds; where Linux's table is missing, the C library's peak serves for every field.
+
+    Args:
+        field: "VmRSS" (resident now), "VmHWM" (the most so far) or another size of `/proc/self/status`.
+
+    Returns:
+        Bytes.
+    """
     status = Path("/proc/self/status")
     if status.exists():
         match = re.search(rf"^{field}:\s*(\d+) kB$", status.read_text(), flags=re.MULTILINE)
@@ -57,10 +64,10 @@ def _steps_in_this_process(task_name: str, engine_name: str, device: torch.devic
         loaded = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        loaded = _resident("VmRSS")
+        loaded = resident("VmRSS")
     for _ in range(STEPS):
         runner.step(batch)
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _resident("VmHWM")
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident("VmHWM")
     return {"loaded_bytes": loaded, "peak_bytes": peak}
 
 

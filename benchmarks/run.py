@@ -20,8 +20,18 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _checked(engine: Engine, task: Task, device: torch.device, expected: Reference) -> Row:
-    """The engine's row with its error and whether it may be timed."""
+def checked(engine: Engine, task: Task, device: torch.device, expected: Reference) -> Row:
+    """Decide whether an engine may be timed.
+
+    Args:
+        engine: The engine.
+        task: Gives the model and the batch.
+        device: Where it runs.
+        expected: Of the same task.
+
+    Returns:
+        The engine's row: its names, its error, and as `status` "ok", "wrong" or "failed".
+    """
     row: Row = {"name": engine.name, "title": engine.title, "private": engine.private, "status": "ok"}
     if not engine.private:
         return row
@@ -33,7 +43,7 @@ def _checked(engine: Engine, task: Task, device: torch.device, expected: Referen
     return {**row, "status": "ok" if error <= limit else "wrong", "error": error}
 
 
-def _time(
+def add_times(
     rows: Sequence[Row],
     chosen: Sequence[Engine],
     task: Task,
@@ -42,7 +52,19 @@ def _time(
     *,
     limits: dict[str, float],
 ) -> int:
-    """Add times and operations to the rows; give the number of rounds."""
+    """Time engines in turns and count their operations.
+
+    Args:
+        rows: Receive the figures.
+        chosen: The engine of each row, the one that ratios refer to first.
+        task: Gives the models and the batch.
+        device: Where they run.
+        expected: Gives the clipping norm.
+        limits: `rounds` and `seconds`, whichever comes first.
+
+    Returns:
+        The number of rounds.
+    """
     batch = task.batch(device)
     runners = [engine.attach(task.model(device), expected.max_grad_norm) for engine in chosen]
     times = timing.measure(runners, batch, device, rounds=int(limits["rounds"]), seconds=limits["seconds"])
@@ -78,11 +100,11 @@ def measure_task(
     expected = reference(task, device)
     rows = []
     for engine in wanted:
-        rows.append(_checked(engine, task, device, expected))
+        rows.append(checked(engine, task, device, expected))
         _say(f"   {engine.title}: {rows[-1]['status']} {rows[-1].get('error', '')} {rows[-1].get('problem', '')}")
     right = [(row, engine) for row, engine in zip(rows, wanted, strict=True) if row["status"] == "ok"]
     _say(f"   timing {len(right)} engines in turns, about {seconds:.0f} s")
-    done = _time(
+    done = add_times(
         [row for row, _ in right],
         [engine for _, engine in right],
         task,
