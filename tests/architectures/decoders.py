@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from tests.architectures.table import OURS, Architecture, architecture, text
+from tests.architectures.table import Architecture, architecture, text
 
 # Names for which a tiny configuration needs nothing of its own: `NameConfig` and `NameForCausalLM`.
 _DENSE = [
@@ -126,7 +126,5 @@ ARCHITECTURES: list[Architecture] = [
         "XLNetLMHeadModel",
         inputs=text,
         given={"d_inner": 24},
-        refused="do not allow it|cannot be assigned",
-        reason=f"{OURS}: two samples in a later batch, as many as heads, leave an einsum's rows ambiguous",
     ),
 ]

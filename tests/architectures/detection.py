@@ -182,8 +182,6 @@ ARCHITECTURES: list[Architecture] = [
             "num_queries": 5,
         },
         outputs=("class_queries_logits", "masks_queries_logits"),
-        refused="cannot be assigned",
-        reason=f"{OURS}: two samples in a later batch, as many as heads, leave its queries' rows ambiguous",
     ),
     _dense(
         "MaskFormerConfig",
