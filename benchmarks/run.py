@@ -75,7 +75,8 @@ def add_times(
         row["wall_ratio"] = timing.ratio(taken.wall, times[0].wall)
         row["cpu_ratio"] = timing.ratio(taken.cpu, times[0].cpu)
         row["flops"] = counted
-        row["flops_ratio"] = counted / operations[0]
+        # A norm or a table alone has no products at all.
+        row["flops_ratio"] = counted / operations[0] if operations[0] else None
         row["rounds"] = {"wall": taken.wall, "cpu": taken.cpu}
     return len(times[0].wall)
 
