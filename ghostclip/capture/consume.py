@@ -21,6 +21,7 @@ from ghostclip.capture.rewrite import rewritten
 from ghostclip.capture.rows import listed_rows, row_maps
 from ghostclip.capture.tracked import TrackedTensor, plain
 from ghostclip.capture.usage import Use, no_axis
+from ghostclip.capture.ways import GENERAL, OWN_ROWS, RULE, RULE_ON_COPIES, SPREAD
 from ghostclip.errors import BatchAxisError, GhostClipError
 from ghostclip.factors import Factor
 from ghostclip.rules import Call, Captured, rule_for
@@ -51,21 +52,35 @@ def consume(session: "Session", operation: Operation) -> Any:
     if operation.name in _LIKE:
         return _like(operation)
     bound = _bound(session, operation)
+    session.sites.arrive(operation)
     own_rows = _own_rows(session, operation)
-    if own_rows and all(t.origin.value.dim() > 2 for t in operation.tracked):
+    stacked = all(tracked.origin.value.dim() > 2 for tracked in operation.tracked)
+    if own_rows and stacked and _takes(session, OWN_ROWS):
         # One matrix for every sample is no product over letters that all samples share.
         return _with_own_rows(session, operation)
     if bound is not None:
-        if _has_rows(session, bound[1]):
+        has_rows = _has_rows(session, bound[1])
+        copied = stacked and any(tracked.origin.spread for tracked in operation.tracked)
+        if has_rows and _takes(session, RULE_ON_COPIES if copied else RULE):
             return _by_rule(session, operation, *bound)
-        if not _in_graph(operation):
+        if not has_rows and not _in_graph(operation):
             # The samples' number stands on an axis that cannot hold samples: a constant.
             return _derived(operation)
-    if broadcast.is_elementwise(operation.name):
+    return _without_rule(session, operation, own_rows=own_rows)
+
+
+def _without_rule(session: "Session", operation: Operation, *, own_rows: bool) -> Any:
+    if broadcast.is_elementwise(operation.name) and _takes(session, SPREAD):
         spread = _by_spreading(session, operation)
         if spread is not NotImplemented:
             return spread
-    return _with_own_rows(session, operation) if own_rows else _otherwise(session, operation)
+    if own_rows and _takes(session, OWN_ROWS):
+        return _with_own_rows(session, operation)
+    return _otherwise(session, operation)
+
+
+def _takes(session: "Session", way: str) -> bool:
+    return session.sites.ways.take(way, session.record)
 
 
 def _like(operation: Operation) -> Any:
@@ -89,6 +104,7 @@ def _own_rows(session: "Session", operation: Operation) -> bool:
 
 
 def _otherwise(session: "Session", operation: Operation) -> Any:
+    _takes(session, GENERAL)
     try:
         return in_general(session, operation)
     except BatchAxisError:

@@ -55,6 +55,7 @@ def derive(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: d
             single, arguments = _embedding_parent(args, kwargs)
         origin = Origin(first.interceptor, tensor, tensor.detach(), leaves, single, name, arguments, kwargs)
         origin.parent_version = 0 if single is None else single.origin.graph._version
+        origin.spread = name in _SPREADS or any(parent.origin.spread for parent in parents)
         return wrap(origin)
 
     return _follow_tree(result, follow)
@@ -256,17 +257,10 @@ def spread_over(tracked: TrackedTensor, batch_size: int, axis: int) -> bool:
         axis: The expected batch axis.
 
     Returns:
-        True when that axis has B entries and a spreading operation lies between the tensor and its parameter.
+        True when that axis has B entries and a spreading operation lies between the tensor and its parameters.
     """
     value = tracked.origin.value
-    if axis >= value.dim() or value.shape[axis] != batch_size:
-        return False
-    origin = tracked.origin
-    while origin.parent is not None:
-        if origin.func in _SPREADS:
-            return True
-        origin = origin.parent.origin
-    return False
+    return tracked.origin.spread and axis < value.dim() and value.shape[axis] == batch_size
 
 
 def reorders_copies(operation: Operation, batch_size: int) -> bool:

@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ghostclip.capture.eager import untraced
 from ghostclip.capture.tracked import TrackedTensor
-from ghostclip.errors import GhostClipError, SampleMixingError, UncoveredParameterError
+from ghostclip.errors import GhostClipError, SampleMixingError, UncoveredParameterError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from ghostclip.capture.session import Session
@@ -65,6 +65,7 @@ class Loan:
 
         Raises:
             SampleMixingError: A batch norm is in training mode.
+            UnsupportedModelError: A parameter is complex.
         """
         for path, module in self._model.named_modules():
             parameters = module._parameters
@@ -92,6 +93,12 @@ class Loan:
                 and cached.origin.leaves[cached.origin.names[0]].parameter is parameter
             ):
                 return cached
+        if parameter.is_complex():
+            message = (
+                f"parameter '{name}' is complex, and norms and noise are those of real numbers. Hold its real view "
+                "(nn.Parameter(torch.view_as_real(w))) and take torch.view_as_complex of it in the forward."
+            )
+            raise UnsupportedModelError(message)
         self._guard(name, parameter)
         tracked = self._session.lend(name, parameter)
         self._cache[id(parameter)] = tracked
@@ -172,6 +179,7 @@ def attach(model: nn.Module, session: "Session") -> list[RemovableHandle]:
 
     Raises:
         GhostClipError: The model or a part of it has a clipper already.
+        UnsupportedModelError: A part of it is scripted.
     """
 
     # ``always_call`` runs the second hook after an exception as well; it cannot tell, so the first failure is noted by
@@ -193,6 +201,13 @@ def attach(model: nn.Module, session: "Session") -> list[RemovableHandle]:
             f"{type(model).__name__} has a clipper already, on it or on a part of it. Call remove() on that one first."
         )
         raise GhostClipError(message)
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+            message = (
+                f"{path or 'model'} is a scripted or traced module, whose operations on parameters cannot be seen. "
+                "Give the original module to ghostclip; the trained one can be scripted."
+            )
+            raise UnsupportedModelError(message)
     handles = []
     for module in model.modules():
         if next(module.parameters(), None) is None:

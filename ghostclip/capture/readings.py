@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ghostclip.capture.session import Session
 
 # A forward is read again at most this often before its evidence is final.
-_MAX_READINGS = 4
+_MAX_READINGS = 8
 # How deep tensors are looked for in objects that are no containers.
 _MAX_DEPTH = 2
 
@@ -38,8 +38,8 @@ def proven(session: "Session", module: nn.Module, args: tuple[Any, ...], kwargs:
         The output of the last reading.
     """
     record = session.record
-    for _ in range(_MAX_READINGS):
-        if not _misread(session, output, module, args, kwargs):
+    for reading in range(1, _MAX_READINGS + 1):
+        if not _misread(session, output, module, args, kwargs, final=reading == _MAX_READINGS):
             break
         output = session.again(module, args, kwargs)
     session.sites.witnesses.clear()
@@ -76,8 +76,16 @@ def tensors(tree: Any) -> list[Tensor]:
     return list(found.values())
 
 
-def _misread(session: "Session", output: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether the forward must be read anew; raises where no reading can help."""
+def _misread(
+    session: "Session",
+    output: Any,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    final: bool,
+) -> bool:
+    """Return whether the forward must be read anew; raises where no reading can help, or none is left."""
     record, sites = session.record, session.sites
     escaped = any(isinstance(leaf, TrackedTensor) for leaf in tree_leaves(output))
     if escaped and not sites.any_axis and record.batch_size > 1:
@@ -86,11 +94,14 @@ def _misread(session: "Session", output: Any, module: nn.Module, args: tuple[Any
     probe = probe_outputs(session, tensors(output))
     if probe is None:
         return False
-    doubted = probe.constants() - sites.constants
+    doubted = set() if final else probe.constants() - sites.constants
     flipped = _constants(session, doubted, module, args, kwargs) if doubted else set()
+    if not (flipped or final) and sites.ways.refute(use.site for use, _ in probe.failures):
+        return True
     if not flipped:
         inputs, size, axis = (args, kwargs), record.batch_size, record.axis
         probe.verdict(lambda: where_forward_mixes(session.model, module, inputs, batch_size=size, axis=axis))
+        sites.ways.settle(record)
         return False
     sites.constants |= flipped
     return True

@@ -12,6 +12,7 @@ from ghostclip.capture.operation import Operation
 from ghostclip.capture.reorder import DOUBTFUL
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.capture.usage import MAX_ATTEMPTS, Site, Use
+from ghostclip.capture.ways import Ways
 
 if TYPE_CHECKING:
     from ghostclip.capture.session import Session
@@ -40,6 +41,7 @@ class Sites:
         constants: Keys of call sites whose data is the same for all samples, whatever its size suggests (T == B).
         any_axis: Data of elementwise operations may have the batch on any axis (a forward has shown that it must).
         witnesses: What call sites took for rows of samples in a forward whose evidence is not in yet.
+        ways: In which way each operation is consumed.
     """
 
     def __init__(self, session: "Session") -> None:
@@ -52,6 +54,7 @@ class Sites:
         self.constants: set[Any] = set()
         self.any_axis = False
         self.witnesses: dict[Any, Sequence[Tensor]] = {}
+        self.ways = Ways()
         self._session = session
         self._told: set[tuple[str, ...]] = set()
 
@@ -124,6 +127,14 @@ class Sites:
         if use.site.attempts < MAX_ATTEMPTS:
             self.witnesses[use.constant_key] = [tensor.detach() for tensor in rows]
 
+    def arrive(self, operation: Operation) -> None:
+        """Come to an operation that consumes parameters, before a way to consume it is chosen.
+
+        Args:
+            operation: The operation.
+        """
+        self.ways.arrive(_key(operation.tracked, operation.name), self._session.record)
+
     def constant_key(self, operation: Operation) -> Any:
         """Return the key of a call site that may take constants: parameters, operation and number of axes."""
         dims = tuple(tensor.dim() for tensor in operation.plain)
@@ -138,16 +149,18 @@ class Sites:
             form: What its factors are, for the coverage table.
 
         Returns:
-            The site; a layer called several times in a forward has one for each call, since layouts may differ.
+            The site; a layer called several times in a forward has one for each call, since layouts may differ, and
+            what is consumed in another way than before has one of its own: its evidence says nothing about the other.
         """
         tracked = list(tracked)
         key = _key(tracked, name)
         visits = self._session.record.visits
         visits[key] += 1
-        numbered = (key, visits[key])
+        numbered = (key, visits[key], self.ways.taken[1])
         if numbered not in self.table:
             names = tuple(dict.fromkeys(leaf for t in tracked for leaf in t.origin.names))
             self.table[numbered] = Site(names, name)
+        self.table[numbered].way = self.ways.taken
         site = self.table[numbered]
         for t in tracked:
             shown = "dense" if form.startswith("outer") and t.origin.value.dim() < 2 else form

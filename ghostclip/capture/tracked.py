@@ -45,6 +45,7 @@ class Origin:
         arguments: That function's other arguments.
         keywords: Its keyword arguments.
         parent_version: How often the parent had been changed in place by then.
+        spread: Copies of a parameter were made (``expand``, ``repeat``) on the way to it.
     """
 
     interceptor: Interceptor
@@ -56,6 +57,7 @@ class Origin:
     arguments: tuple[Any, ...] = ()
     keywords: Mapping[str, Any] = field(default_factory=dict)
     parent_version: int = 0
+    spread: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:

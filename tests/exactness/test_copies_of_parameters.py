@@ -1,0 +1,108 @@
+"""Parameters copied along an axis (latent queries, shared kernels), where the batch has as many samples as that axis.
+
+How such an operation is read is shown by evidence once; a later batch whose size fits another reading must not change
+that.
+"""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import ghostclip
+from tests.cases.table import probe_loss
+from tests.exactness.runs import Outcome, check_norms, check_sum, gradients
+from tests.reference import clip_and_sum, per_sample_gradients
+
+F64 = torch.float64
+BOUND = 0.2
+# Every size is an axis of some model below: four positions, three latents or channels, two heads, six of both together.
+SIZES = ((3, 4, 2, 1, 6), (4, 3, 2), (2, 4, 3), (5, 6, 4, 3, 2))
+
+
+class _Latents(nn.Module):
+    """Latent queries, normed and projected before they meet the data."""
+
+    def __init__(self):
+        super().__init__()
+        self.latents = nn.Parameter(torch.randn(3, 6))
+        self.norm, self.query, self.enter = nn.LayerNorm(6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.enter(x)
+        queries = self.query(self.norm(self.latents[None].expand(len(x), -1, -1)))
+        return (queries @ h.transpose(1, 2)).softmax(-1) @ h
+
+
+class _LatentHeads(_Latents):
+    """The same with two heads, folded into the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self._heads(self.enter(x))
+        queries = self._heads(self.query(self.norm(self.latents[None].expand(len(x), -1, -1))))
+        return (torch.bmm(queries, h.transpose(1, 2)).softmax(-1) @ h).view(len(x), -1)
+
+    @staticmethod
+    def _heads(h: Tensor) -> Tensor:
+        return h.view(len(h), -1, 2, 3).transpose(1, 2).reshape(2 * len(h), -1, 3)
+
+
+class _Memory(nn.Module):
+    """Keys and values that all samples share."""
+
+    def __init__(self):
+        super().__init__()
+        self.memory, self.norm = nn.Parameter(torch.randn(4, 6)), nn.LayerNorm(6)
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared = self.norm(self.memory).repeat(len(x), 1, 1)
+        return self.attention(x, shared, shared)[0]
+
+
+class _SharedKernel(nn.Module):
+    """One kernel for all channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.kernel = nn.Conv1d(4, 3, 1), nn.Parameter(torch.randn(1, 1, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.conv1d(self.enter(x), self.kernel.expand(3, 1, 3), groups=3)
+
+
+class _SharedHeads(nn.Module):
+    """One matrix for both heads, and one bias for each position."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.matrix = nn.Linear(6, 6), nn.Parameter(torch.randn(3, 3))
+        self.offset = nn.Parameter(torch.randn(4, 1, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.enter(x).unflatten(2, (2, 3))
+        h = torch.einsum("bthd,hde->bthe", h, self.matrix[None].repeat(2, 1, 1)).flatten(2)
+        return (h.transpose(0, 1) + self.offset).transpose(0, 1)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("kind", [_Latents, _LatentHeads, _Memory, _SharedKernel, _SharedHeads])
+def test_batch_of_the_size_of_the_copies(kind, sizes, strategy):
+    torch.manual_seed(3)
+    model = kind().double()
+    copy = deepcopy(model)
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=BOUND, strategy=strategy)
+    for size in sizes:
+        batch = {"x": torch.randn(size, 4, 6, dtype=F64)}
+        reference = clip_and_sum(per_sample_gradients(copy, batch, _losses, axes={}), BOUND)
+        model.zero_grad(set_to_none=True)
+        clipper.backward(_losses(model, batch))
+        outcome = Outcome(gradients(model), clipper.per_sample_norms, clipper.clip_coefficients, clipper.batch_size)
+        check_norms(outcome, reference, F64)
+        check_sum(outcome, reference, F64)
+
+
+def _losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return probe_loss(model(batch["x"]))
