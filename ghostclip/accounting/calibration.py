@@ -58,7 +58,7 @@ def get_noise_multiplier(  # noqa: PLR0913 - the arguments that existing scripts
     def epsilon_of(sigma: float) -> float:
         return _epsilon((sigma, rate, length), delta, accountant, relation)
 
-    return _smallest_sigma(epsilon_of, target=target, tolerance=tolerance)
+    return smallest_noise_multiplier(epsilon_of, target=target, tolerance=tolerance)
 
 
 def get_sample_rate(
@@ -206,8 +206,20 @@ def _length(rate: float, *, epochs: float | None, steps: int | None) -> int:
     return math.ceil(positive(epochs, "epochs") * steps_per_epoch(rate))
 
 
-def _smallest_sigma(epsilon_of: Callable[[float], float], *, target: float, tolerance: float) -> float:
-    """Return σ with target - tolerance ≤ ε(σ) ≤ target by a search on log σ that keeps a safe upper end."""
+def smallest_noise_multiplier(epsilon_of: Callable[[float], float], *, target: float, tolerance: float) -> float:
+    """Return σ with target - tolerance ≤ ε(σ) ≤ target by a search on log σ that keeps a safe upper end.
+
+    Args:
+        epsilon_of: ε of a whole training with noise multiplier σ, falling in σ; may be inf.
+        target: What ε must not exceed.
+        tolerance: How much of it may be left.
+
+    Returns:
+        σ in [0.001, 1e6], whose ε was computed.
+
+    Raises:
+        BudgetError: If no σ up to 1e6 meets the target.
+    """
     high, low = 1.0, 1.0
     high_epsilon = low_epsilon = epsilon_of(1.0)
     while high_epsilon > target:
