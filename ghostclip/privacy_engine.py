@@ -11,56 +11,66 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from ghostclip.accounting import Accountant, create_accountant
+from ghostclip.accounting import DEFAULT_ACCOUNTANT, create_accountant
 from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.distributed import noise_for
 from ghostclip.noise import make_noise_source
 from ghostclip.optimizers import DPOptimizer
 from ghostclip.utils import checkpoints
 from ghostclip.utils.account import Account
-from ghostclip.utils.assembly import Private, PrivateWithCriterion, Request, assemble, check_options
+from ghostclip.utils.assembly import (
+    Private,
+    PrivateWithCriterion,
+    Request,
+    assemble,
+    check_options,
+    coordinates_of,
+    noise_level_of,
+)
 from ghostclip.utils.budget import Budget
 from ghostclip.utils.clipping_options import ClippingOptions
 from ghostclip.utils.ledger_file import LedgerFile
 from ghostclip.utils.sampling_plan import SamplingPlan, plan_for
+from ghostclip.utils.spending import Spending
 
 
-class PrivacyEngine:
+class PrivacyEngine(Spending):
     """Makes a training private and keeps the account of what it has released.
 
     Privacy:
         ε is an upper bound for the noisy gradients (and so for the parameters) that were released by the optimizers
-        made here, for neighbouring data sets that differ by one record added, removed or zeroed out. It covers neither
-        losses, norms and batch sizes that are read on the way, nor another model, optimizer or loader used in between.
+        made here, for neighbouring data sets as the loader's sampler relates them (by default: one record replaced by
+        nothing, the number of records being public); `summary` says it in words. It covers neither losses, norms and
+        batch sizes that are read on the way, nor another model, optimizer or loader used in between. Levels "fast" and
+        "secure" treat floating-point numbers as real ones; only "exact" holds in floating point, for physical batches
+        of one record to the last bit (see `Grid.quantize`).
 
     Args:
-        accountant: Name of the accounting method, as `ghostclip.accounting.create_accountant` knows it.
-        secure_mode: Whether noise comes from a cryptographic keystream.
+        accountant: Name of the accounting method, as `ghostclip.accounting.create_accountant` knows it; by default the
+            smaller of what a privacy loss distribution and Rényi divergences prove.
+        secure_mode: Opacus's name for noise_level="secure".
         ledger: A file that every release is written to, and that is safe on the disk, before the release is applied.
             What it holds already counts. With it a crash loses no part of the account, and a resumed run that does not
             repeat the interrupted one exactly is refused instead of reusing its noise.
+        noise_level: "fast" (the default: a statistical generator), "secure" (a cryptographic keystream) or "exact"
+            (that, and discrete noise on integer sums; needs grad_sample_mode="hooks").
 
     Raises:
-        InvalidOptionError: If there is no such accountant.
+        InvalidOptionError: If there is no such accountant or level, or secure_mode contradicts it.
         ResumeError: If the ledger is damaged.
     """
 
     def __init__(
-        self, *, accountant: str = "rdp", secure_mode: bool = False, ledger: str | os.PathLike[str] | None = None
+        self,
+        *,
+        accountant: str = DEFAULT_ACCOUNTANT,
+        secure_mode: bool = False,
+        ledger: str | os.PathLike[str] | None = None,
+        noise_level: str | None = None,
     ) -> None:
-        self._account = Account(create_accountant(mechanism=accountant), None if ledger is None else LedgerFile(ledger))
-        self.secure_mode = secure_mode
-        self._plan: SamplingPlan | None = None
-
-    @property
-    def accountant(self) -> Accountant:
-        """Turns what was released into ε."""
-        return self._account.accountant
-
-    @property
-    def budget_spent(self) -> bool:
-        """Whether a budget with `when_spent="stop"` has ended the training."""
-        return self._account.spent
+        level = noise_level_of(noise_level, secure_mode=secure_mode)
+        account = Account(create_accountant(mechanism=accountant), None if ledger is None else LedgerFile(ledger))
+        super().__init__(account, noise_level=level)
 
     def make_private(  # noqa: PLR0913 - Opacus's arguments
         self,
@@ -85,6 +95,7 @@ class PrivacyEngine:
         min_clipbound: float | None = None,
         unclipped_num_std: float | None = None,
         budget: Budget | None = None,
+        probe: bool = True,
     ) -> Private | PrivateWithCriterion:
         """Return private counterparts of a model, its optimizer and its loader.
 
@@ -114,6 +125,8 @@ class PrivacyEngine:
             unclipped_num_std: Standard deviation of its noisy count, whose cost is part of each step's; a twentieth of
                 the expected batch size by default, σ if that is more.
             budget: Refuses, or ends the training before, the step that would exceed it.
+            probe: Whether to prove by extra backwards in the first steps that samples do not mix; False only for a
+                model that `ghostclip.validate` found sound in the same layout.
 
         Returns:
             (module, optimizer, data_loader); or (module, optimizer, criterion, data_loader) for "ghost", and for "fast"
@@ -125,8 +138,13 @@ class PrivacyEngine:
             UncoveredParameterError: If the optimizer holds parameters that are not the model's.
             DataError: If the loader cannot be sampled from as asked.
         """
-        check_options(rand_on_empty=rand_on_empty, noise_generator=noise_generator, secure_mode=self.secure_mode)
-        plan = plan_for(data_loader, poisson_sampling=poisson_sampling, before=self._plan)
+        check_options(
+            rand_on_empty=rand_on_empty,
+            noise_generator=noise_generator,
+            noise_level=self.noise_level,
+            grad_sample_mode=grad_sample_mode,
+        )
+        plan = self._sampled(data_loader, poisson_sampling=poisson_sampling)
         options = ClippingOptions(
             clipping=clipping,
             max_grad_norm=max_grad_norm,
@@ -149,6 +167,7 @@ class PrivacyEngine:
                 noise_generator=noise_generator,
                 grad_sample_mode=grad_sample_mode,
                 wrap_model=wrap_model,
+                probe=probe,
             ),
             budget,
         )
@@ -177,6 +196,7 @@ class PrivacyEngine:
         min_clipbound: float | None = None,
         unclipped_num_std: float | None = None,
         when_spent: str = "raise",
+        probe: bool = True,
     ) -> Private | PrivateWithCriterion:
         """Like `make_private`, with the least noise that keeps a privacy budget for a number of epochs.
 
@@ -188,13 +208,11 @@ class PrivacyEngine:
             target_epsilon: ε that must not be exceeded after `epochs`.
             target_delta: δ that ε is meant at.
             epochs: Passes over the private loader that are planned.
-            max_grad_norm: C, the largest norm that a sample's gradient keeps; for clipping="per_layer" also a list, one
-                bound for each trainable parameter; None if `clipping` is a policy, which holds its bound.
+            max_grad_norm: C, as for `make_private`.
             batch_first: Whether the leading axis of the model's inputs is the batch.
             loss_reduction: "mean" or "sum", as the loss is reduced over the batch.
             poisson_sampling: Whether batches are sampled as the accountant assumes.
-            clipping: "flat", "per_layer", "adaptive", "automatic", "normalised", "psac", or a clip policy (see
-                `ghostclip.clipping.policies`).
+            clipping: As for `make_private`.
             noise_generator: Makes the noise reproducible, and so not private against who knows it.
             grad_sample_mode: The clipping strategy: "auto", "bookkeeping", "ghost", "fast" or "hooks".
             wrap_model: False attaches to the model and returns only a handle with `cleanup()` in its place.
@@ -205,6 +223,7 @@ class PrivacyEngine:
             unclipped_num_std: As for `make_private`.
             when_spent: What happens at the step that would exceed the budget: "raise" an error, or "stop" the training
                 (that step and later ones do nothing, the loader hands out no further batch).
+            probe: As for `make_private`.
 
         Returns:
             As `make_private`.
@@ -216,10 +235,18 @@ class PrivacyEngine:
             UncoveredParameterError: If the optimizer holds parameters that are not the model's.
             DataError: If the loader cannot be sampled from as asked.
         """
-        check_options(rand_on_empty=False, noise_generator=noise_generator, secure_mode=self.secure_mode)
-        plan = plan_for(data_loader, poisson_sampling=poisson_sampling, before=self._plan)
+        check_options(
+            rand_on_empty=False,
+            noise_generator=noise_generator,
+            noise_level=self.noise_level,
+            grad_sample_mode=grad_sample_mode,
+        )
+        plan = self._sampled(data_loader, poisson_sampling=poisson_sampling)
         budget = Budget(target_epsilon, target_delta, when_spent=when_spent)
-        noise_multiplier = self._account.noise_for(budget, plan, epochs=epochs)
+        self._warn_of(target_delta, plan)
+        noise_multiplier = self._account.noise_for(
+            budget, plan, epochs=epochs, coordinates=coordinates_of(module, self.noise_level)
+        )
         options = ClippingOptions(
             clipping=clipping,
             max_grad_norm=max_grad_norm,
@@ -242,20 +269,10 @@ class PrivacyEngine:
                 noise_generator=noise_generator,
                 grad_sample_mode=grad_sample_mode,
                 wrap_model=wrap_model,
+                probe=probe,
             ),
             budget,
         )
-
-    def get_epsilon(self, delta: float) -> float:
-        """Return an upper bound on what was released so far.
-
-        Args:
-            delta: δ that ε is meant at.
-
-        Returns:
-            ε.
-        """
-        return self.accountant.get_epsilon(delta)
 
     def save_checkpoint(  # noqa: PLR0913 - Opacus's arguments
         self,
@@ -350,16 +367,17 @@ class PrivacyEngine:
                 allow_change=allow_mechanism_change,
                 fresh=fresh_randomness,
             )
-        self._account.load(checkpoint[checkpoints.ACCOUNTANT], checkpoint.get(checkpoints.LEDGER))
+        checkpoints.restore_account(checkpoint, self._account)
         checkpoints.load_module(module, checkpoint, module_load_dict_kwargs or {})
         checkpoints.restore(checkpoint, optimizer, self._plan)
-        checkpoint.pop(checkpoints.OPTIMIZER, None)
-        for name, scheduler in schedulers.items():
-            state = checkpoint.pop(checkpoints.SCHEDULERS[name], None)
-            if scheduler is not None and state is not None:
-                scheduler.load_state_dict(state)
-                checkpoints.continue_schedule(name, checkpoint, optimizer)
+        checkpoints.continue_schedules(checkpoint, optimizer, schedulers)
         return checkpoint
+
+    def _sampled(self, data_loader: DataLoader[Any], *, poisson_sampling: bool) -> SamplingPlan:
+        """Settle how batches are sampled; the account takes over what neighbouring data sets are."""
+        plan = plan_for(data_loader, poisson_sampling=poisson_sampling, before=self._plan)
+        self._account.require_relation(plan.event.relation)
+        return plan
 
     def _assemble(self, request: Request, budget: Budget | None) -> Private | PrivateWithCriterion:
         """Put the private objects together and let their steps be charged to this engine's account.
@@ -371,10 +389,10 @@ class PrivacyEngine:
         Returns:
             As `make_private`.
         """
-        noise = make_noise_source(level="secure" if self.secure_mode else "fast", generator=request.noise_generator)
+        noise = make_noise_source(level=self.noise_level, generator=request.noise_generator)
         private = assemble(request, noise_for(request.plan.loader, request.module, noise))
         if budget is not None:
-            self._account.budgets.append(budget)
+            self._account.add_budget(budget)
         optimizer, plan = private[1], request.plan
         self._account.open(optimizer, plan, checkpoints.mechanism(optimizer, plan))
         plan.loader.stop_when = lambda: self._account.spent

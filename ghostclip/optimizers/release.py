@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
-from ghostclip.noise import ExactNoise, ExactRelease
+from ghostclip.noise import ExactRelease
 
 if TYPE_CHECKING:
     from ghostclip.clipping.clipper import GhostClipper
-    from ghostclip.noise import NoiseSource
+    from ghostclip.noise import ExactNoise, NoiseSource
 
 
 class SkipStep(Exception):  # noqa: N818 - no error: a step hook raises it, and the step does nothing
@@ -40,7 +40,8 @@ def collector(clipper: GhostClipper, noise_source: NoiseSource) -> ExactRelease 
     Raises:
         InvalidOptionError: If the clipper cannot be combined with discrete noise.
     """
-    return ExactRelease(clipper, noise_source) if isinstance(noise_source, ExactNoise) else FloatSums()
+    # By level, not by type: a source that several ranks share adds up their integers as it does floats.
+    return ExactRelease(clipper, cast("ExactNoise", noise_source)) if noise_source.level == "exact" else FloatSums()
 
 
 def noisy_gradients(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import secrets
 import warnings
 from collections.abc import Mapping, Sequence
@@ -11,15 +12,20 @@ from typing import Any
 import torch
 
 from ghostclip import _validate
-from ghostclip.accounting import Accountant, get_noise_multiplier
-from ghostclip.errors import ResumeError
+from ghostclip.accounting import Accountant, Bounds
+from ghostclip.accounting.calibration import smallest_noise_multiplier
+from ghostclip.errors import InvalidOptionError, ResumeError
 from ghostclip.optimizers import DPOptimizer
 from ghostclip.optimizers.release import SkipStep, fingerprint
 from ghostclip.utils.budget import Budget
-from ghostclip.utils.ledger_file import Entry, Event, LedgerFile, total
+from ghostclip.utils.charges import Charge, accountant_of, add_charges, charges_of, cost_of, replace_charges
+from ghostclip.utils.discretisation import released_bounds
+from ghostclip.utils.ledger_file import Entry, LedgerFile, total
 from ghostclip.utils.sampling_plan import SamplingPlan
 
 _BEFORE = "before this ledger"
+# What a target may leave unused.
+_UNUSED, _UNUSED_SHARE = 0.01, 1e-3
 
 
 class Account:
@@ -35,15 +41,23 @@ class Account:
     Args:
         accountant: Turns the account into ε.
         ledger: The ledger on disk, if there is one; what it holds already is counted from the beginning.
+
+    Attributes:
+        budgets: What must not be exceeded.
+        coordinates: Most numbers of one release with discrete noise; 0 while there was none.
     """
 
     def __init__(self, accountant: Accountant, ledger: LedgerFile | None) -> None:
         self.accountant = accountant
         self.ledger = ledger
         self.budgets: list[Budget] = []
+        self.coordinates = 0
+        self._opened = False
         self._unkeyed: dict[int, str] = {}
         if ledger is not None and ledger.entries:
-            accountant.history = total(ledger.entries)
+            accountant.relation = _relation(ledger.mechanisms, default=accountant.relation)
+            replace_charges(accountant, total(ledger.entries))
+            self.discrete(max((int(m.get("coordinates", 0)) for m in ledger.mechanisms), default=0))
         self._from_before = len(accountant)
 
     @property
@@ -60,6 +74,8 @@ class Account:
             mechanism: What one of its steps releases, in plain values.
         """
         segment: list[Mapping[str, Any]] = [mechanism]
+        self._opened = True
+        self.discrete(int(mechanism.get("coordinates", 0)))
 
         def charge(current: DPOptimizer, released: Sequence[torch.Tensor]) -> None:
             if self.ledger is not None and segment:
@@ -69,28 +85,90 @@ class Account:
         optimizer.attach_step_hook(lambda current: self._require(current, plan))
         optimizer.attach_release_hook(charge)
 
-    def noise_for(self, budget: Budget, plan: SamplingPlan, *, epochs: int) -> float:
+    def discrete(self, coordinates: int) -> None:
+        """Count all releases as ones with discrete noise, which costs a little of δ.
+
+        Args:
+            coordinates: Numbers of one release; 0 changes nothing.
+        """
+        self.coordinates = max(self.coordinates, coordinates)
+        for budget in self.budgets:
+            budget.coordinates = self.coordinates
+
+    def add_budget(self, budget: Budget) -> None:
+        """Keep a budget from now on.
+
+        Args:
+            budget: What must not be exceeded.
+        """
+        budget.coordinates = self.coordinates
+        self.budgets.append(budget)
+
+    def require_relation(self, relation: str) -> None:
+        """Take over what neighbouring data sets are; an account has one relation.
+
+        Args:
+            relation: Of the batches that are about to be charged.
+
+        Raises:
+            InvalidOptionError: If the account holds, or is open for, another.
+        """
+        if relation == self.accountant.relation:
+            return
+        if self._opened or len(self.accountant) > 0:
+            raise InvalidOptionError(
+                f"data_loader with relation={relation!r}: this engine accounts for {self.accountant.relation!r}, and "
+                "the two do not add up. Use a PrivacyEngine (and a ledger) of its own."
+            )
+        self.accountant.relation = relation
+
+    def epsilon_bounds(self, delta: float) -> Bounds:
+        """Return bounds on what was released so far, discrete noise included.
+
+        Args:
+            delta: δ that ε is meant at.
+
+        Returns:
+            The bounds.
+
+        Raises:
+            InvalidOptionError: If δ is below what discreteness alone costs.
+        """
+        bounds = released_bounds(self.accountant, delta, coordinates=self.coordinates)
+        if math.isinf(bounds.upper) and math.isfinite(self.accountant.get_epsilon(delta)):
+            raise InvalidOptionError(
+                f"delta={delta:g}: noise on {self.coordinates} numbers of an integer grid costs more than that beside "
+                "ε. Use a larger delta, more noise, or accept the floating-point effects of noise_level='secure'."
+            )
+        return bounds
+
+    def noise_for(self, budget: Budget, plan: SamplingPlan, *, epochs: int, coordinates: int) -> float:
         """Choose the noise for a budget, counted from here on.
 
         Args:
             budget: What must not be exceeded; is told how many steps the noise was chosen for.
             plan: How batches are sampled.
             epochs: Passes over the private loader.
+            coordinates: Numbers of one release with discrete noise; 0 for continuous noise.
 
         Returns:
             σ.
+
+        Raises:
+            BudgetError: If no noise keeps the budget.
         """
         steps = _validate.positive_int(epochs, "epochs") * plan.events_per_epoch
-        noise_multiplier = get_noise_multiplier(
-            target_epsilon=budget.epsilon,
-            target_delta=budget.delta,
-            sample_rate=plan.sample_rate,
-            steps=steps,
-            accountant=self.accountant.mechanism(),
-        )
-        budget.plan(noise_multiplier, plan.sample_rate, steps)
+        coordinates = max(coordinates, self.coordinates)
+
+        def epsilon_of(sigma: float) -> float:
+            planned = accountant_of(self.accountant, [cost_of(plan.event, noise_multiplier=sigma, count=steps)])
+            return released_bounds(planned, budget.delta, coordinates=coordinates).upper
+
+        unused = min(_UNUSED, _UNUSED_SHARE * budget.epsilon)
+        noise_multiplier = smallest_noise_multiplier(epsilon_of, target=budget.epsilon, tolerance=unused)
+        budget.plan(cost_of(plan.event, noise_multiplier=noise_multiplier, count=steps))
         if not self.fresh:
-            budget.exclude(self.accountant.history)
+            budget.exclude(charges_of(self.accountant))
             warnings.warn(
                 f"{len(self.accountant)} steps are accounted for already. The noise is chosen for target_epsilon="
                 f"{budget.epsilon:g} from here on, so that ε over all steps will be larger.",
@@ -103,18 +181,22 @@ class Account:
         """Whether a step was refused because a budget that stops training was spent."""
         return any(budget.spent and budget.when_spent == "stop" for budget in self.budgets)
 
-    def load(self, state: Mapping[str, Any], lines: int | None) -> None:
+    def load(self, state: Mapping[str, Any], lines: int | None, *, coordinates: int) -> None:
         """Continue a saved account; releases that the ledger holds beyond it stay counted.
 
         Args:
             state: The saved state of the accountant.
             lines: How many releases the ledger held when it was saved; None if there was no ledger.
+            coordinates: The saved `coordinates`.
 
         Raises:
             ResumeError: If the ledger has lost releases, or was not given.
             InvalidOptionError: If the accountant's state cannot be loaded.
         """
+        if not self._opened and len(self.accountant) == 0:
+            self.accountant.relation = state.get("relation", self.accountant.relation)
         self.accountant.load_state_dict(state)
+        self.discrete(coordinates)
         for budget in self.budgets:
             budget.forget()
         if self.ledger is None:
@@ -130,9 +212,10 @@ class Account:
                 f"after {lines}. Restore the ledger that belongs to it: without it ε is not known."
             )
         if lines is None and len(self.accountant) > 0:
-            events = tuple(tuple(entry) for entry in self.accountant.history)
-            self.ledger.append(Entry(_BEFORE, len(self.ledger.entries), events, ""))  # type: ignore[arg-type]
-        self.accountant.history = total(self.ledger.entries)
+            if self.coordinates:
+                self.ledger.begin_segment({"coordinates": self.coordinates, "relation": self.accountant.relation})
+            self.ledger.append(Entry(_BEFORE, len(self.ledger.entries), tuple(charges_of(self.accountant)), ""))
+        replace_charges(self.accountant, total(self.ledger.entries))
 
     def lines(self) -> int | None:
         """Return how many releases the ledger holds, or None without one."""
@@ -164,12 +247,10 @@ class Account:
         self._add(events)
         plan.settle(events)
 
-    def _add(self, events: Sequence[Event]) -> None:
-        for sigma, rate, steps in events:
-            for _ in range(steps):
-                self.accountant.step(noise_multiplier=sigma, sample_rate=rate)
+    def _add(self, events: Sequence[Charge]) -> None:
+        add_charges(self.accountant, events)
         for budget in self.budgets:
-            budget.charge(events)
+            budget.charge(self.accountant, events)
 
     def _made_before(self, optimizer: DPOptimizer) -> str | None:
         """Return the fingerprint that the next step had when it was made before, or None."""
@@ -190,6 +271,20 @@ class Account:
         return run_of(optimizer.noise_source.state_dict()) or self._unkeyed.setdefault(
             id(optimizer.noise_source), secrets.token_hex(8)
         )
+
+
+def _relation(mechanisms: Sequence[Mapping[str, Any]], *, default: str) -> str:
+    """Return what neighbouring data sets are for a ledger on disk.
+
+    Args:
+        mechanisms: Its segments; a ledger has one relation.
+        default: What is meant where they do not say.
+
+    Returns:
+        The relation.
+    """
+    said = [str(m["relation"]) for m in mechanisms if "relation" in m]
+    return said[-1] if said else default
 
 
 def run_of(noise_state: Mapping[str, Any]) -> str | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ghostclip import _validate
-from ghostclip.accounting import Accountant, create_accountant
+from ghostclip.accounting import Accountant
 from ghostclip.errors import BudgetExceededError
-from ghostclip.utils.ledger_file import Event
+from ghostclip.utils.charges import Charge, Kind, accountant_of, charges_of, counted, kind_of, times
+from ghostclip.utils.discretisation import released_bounds
 
 _MOST_STEPS = 2**40
 
@@ -30,6 +31,7 @@ class Budget:
 
     Attributes:
         spent: Whether a step was refused.
+        coordinates: Most numbers of one release with discrete noise; 0 for continuous noise.
 
     Raises:
         InvalidOptionError: If a value is out of range.
@@ -40,100 +42,99 @@ class Budget:
         self.delta = _validate.probability(delta, "delta")
         self.when_spent = _validate.choice(when_spent, "when_spent", ("raise", "stop"))
         self.spent = False
+        self.coordinates = 0
         self._left: int | None = None
-        self._event: tuple[float, float] | None = None
-        self._planned: tuple[float, float, int] | None = None
-        self._excluded: list[Event] = []
+        self._seen = 0
+        self._kind: Kind | None = None
+        self._planned: Charge | None = None
+        self._excluded: dict[Kind, int] = {}
 
-    def exclude(self, history: Sequence[Event]) -> None:
+    def exclude(self, charges: Sequence[Charge]) -> None:
         """Leave out what an account held before this budget began.
 
         Args:
-            history: The account's entries so far.
+            charges: The account so far.
         """
-        self._excluded = [(sigma, rate, steps) for sigma, rate, steps in history]
+        self._excluded = counted(charges)
 
-    def plan(self, noise_multiplier: float, sample_rate: float, steps: int) -> None:
+    def plan(self, charge: Charge) -> None:
         """Say what is known to fit, because the noise was chosen for it; saves working it out.
 
         Args:
-            noise_multiplier: σ.
-            sample_rate: q.
-            steps: How many steps with both fit in the whole budget.
+            charge: Fits in the whole budget.
         """
-        self._planned = (noise_multiplier, sample_rate, steps)
+        self._planned = charge
 
     def forget(self) -> None:
         """Work out anew how many steps fit, of all that is in the account: it was replaced."""
-        self._left, self._event, self.spent = None, None, False
-        self._excluded.clear()
+        self._left, self._kind, self.spent = None, None, False
+        self._excluded = {}
 
-    def fits(self, accountant: Accountant, events: Sequence[Event]) -> bool:
-        """Return whether events can be added to an account.
+    def fits(self, accountant: Accountant, charges: Sequence[Charge]) -> bool:
+        """Return whether charges can be added to an account.
 
         Args:
             accountant: Holds what was released before.
-            events: (σ, q, number) of the events that a step is about to add.
+            charges: What a step is about to add.
 
         Returns:
             Whether ε stays within the budget.
         """
-        if not events:
+        if not charges:
             return True
-        kinds = {event[:2] for event in events}
-        steps = sum(event[2] for event in events)
-        if len(kinds) > 1:
-            self._left, self._event = None, None
-            return self._within(accountant, events)
-        kind = kinds.pop()
-        if kind != self._event:
-            self._event, self._left = kind, self._left_of_plan(accountant, kind)
+        if len(accountant) != self._seen:
+            # Something else was recorded meanwhile: what was worked out is of another account.
+            self._left, self._kind, self._seen = None, None, len(accountant)
+        more = counted(charges)
+        if len(more) > 1:
+            self._left, self._kind = None, None
+            return self._within(accountant, charges)
+        ((kind, steps),) = more.items()
+        if kind != self._kind:
+            self._kind, self._left = kind, self._left_of_plan(accountant, kind)
             if self._left is None:
                 # Once for every σ of a schedule; counted out only when the same comes a second time.
-                return self._within(accountant, [(*kind, steps)])
+                return self._within(accountant, charges)
         if self._left is None or (steps > self._left and self._planned is not None):
             self._planned = None
             self._left = self._count(accountant, kind)
         return steps <= self._left
 
-    def _left_of_plan(self, accountant: Accountant, kind: tuple[float, float]) -> int | None:
+    def _left_of_plan(self, accountant: Accountant, kind: Kind) -> int | None:
         """Return how many steps of the plan are left, or None if the account holds anything else."""
-        if self._planned is None or self._planned[:2] != kind:
+        if self._planned is None or kind_of(self._planned) != kind:
             return None
-        history = self._counted(accountant)
-        others = [entry for entry in history if entry[:2] != kind]
-        return None if others else self._planned[2] - sum(entry[2] for entry in history)
+        held = self._counted(accountant)
+        return None if held.keys() - {kind} else self._planned[2] - held.get(kind, 0)
 
-    def _counted(self, accountant: Accountant) -> list[Event]:
-        """Return the account's entries without those that are left out; an entry may have grown since."""
-        history: list[Event] = [(sigma, rate, steps) for sigma, rate, steps in accountant.history]
-        if not self._excluded:
-            return history
-        place = len(self._excluded) - 1
-        sigma, rate, steps = history[place]
-        more = steps - self._excluded[place][2]
-        return [*([(sigma, rate, more)] if more else []), *history[place + 1 :]]
+    def _counted(self, accountant: Accountant) -> dict[Kind, int]:
+        """Return what the account holds, without what is left out."""
+        held = counted(charges_of(accountant))
+        rest = {kind: count - self._excluded.get(kind, 0) for kind, count in held.items()}
+        return {kind: count for kind, count in rest.items() if count}
 
-    def charge(self, events: Sequence[Event]) -> None:
-        """Take note of events that were added to the account.
+    def charge(self, accountant: Accountant, charges: Sequence[Charge]) -> None:
+        """Take note of charges that were added to the account.
 
         Args:
-            events: What `fits` was asked about.
+            accountant: Holds them already.
+            charges: What `fits` was asked about.
         """
+        self._seen = len(accountant)
         if self._left is not None:
-            self._left -= sum(event[2] for event in events)
+            self._left -= sum(charge[2] for charge in charges)
 
-    def require(self, accountant: Accountant, events: Sequence[Event]) -> None:
+    def require(self, accountant: Accountant, charges: Sequence[Charge]) -> None:
         """Refuse events that do not fit.
 
         Args:
             accountant: Holds what was released before.
-            events: (σ, q, number) of the events that a step is about to add.
+            charges: What a step is about to add.
 
         Raises:
             BudgetExceededError: If they do not fit.
         """
-        if self.fits(accountant, events):
+        if self.fits(accountant, charges):
             return
         self.spent = True
         raise BudgetExceededError(
@@ -141,20 +142,20 @@ class Budget:
             "next does not fit; nothing of it was released. Stop here, or use Budget(..., when_spent='stop')."
         )
 
-    def _within(self, accountant: Accountant, more: Sequence[Event]) -> bool:
+    def _within(self, accountant: Accountant, more: Sequence[Charge]) -> bool:
         """Return whether ε stays within the budget after some more steps."""
-        longer = create_accountant(accountant.mechanism())
-        longer.history = [*self._counted(accountant), *more]
-        return longer.get_epsilon(self.delta) <= self.epsilon
+        held = [times(kind, count) for kind, count in self._counted(accountant).items()]
+        longer = accountant_of(accountant, [*held, *more])
+        return released_bounds(longer, self.delta, coordinates=self.coordinates).upper <= self.epsilon
 
-    def _count(self, accountant: Accountant, kind: tuple[float, float]) -> int:
-        """Return how many equal events fit, by doubling and halving."""
+    def _count(self, accountant: Accountant, kind: Kind) -> int:
+        """Return how many equal steps fit, by doubling and halving."""
         fits, fails = 0, 1
-        while fails <= _MOST_STEPS and self._within(accountant, [(*kind, fails)]):
+        while fails <= _MOST_STEPS and self._within(accountant, [times(kind, fails)]):
             fits, fails = fails, 2 * fails
         while fails - fits > 1:
             middle = (fits + fails) // 2
-            if self._within(accountant, [(*kind, middle)]):
+            if self._within(accountant, [times(kind, middle)]):
                 fits = middle
             else:
                 fails = middle

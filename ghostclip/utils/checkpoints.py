@@ -13,15 +13,21 @@ from torch import nn
 from ghostclip.errors import ResumeError
 from ghostclip.optimizers import DPOptimizer
 from ghostclip.utils.account import Account, run_of
+from ghostclip.utils.assembly import coordinates_of
 from ghostclip.utils.sampling_plan import SamplingPlan
 
 MODULE, OPTIMIZER, ACCOUNTANT = "module_state_dict", "optimizer_state_dict", "privacy_accountant_state_dict"
 SCHEDULERS = {"noise_multiplier": "noise_scheduler_state_dict", "max_grad_norm": "grad_clip_scheduler_state_dict"}
 MECHANISM, NOISE, SAMPLER = "ghostclip_mechanism", "ghostclip_noise", "ghostclip_sampler"
 POLICY, RELEASES, LEDGER, GENERATORS = "ghostclip_policy", "ghostclip_releases", "ghostclip_ledger", "ghostclip_rng"
+PLAN, COORDINATES = "ghostclip_plan", "ghostclip_coordinates"
 VERSION = "ghostclip_version"
-_FORMAT = 2
-"""Version of what is written: 1 held neither policy nor number of releases, ledger or torch's generators."""
+_FORMAT = 3
+"""Version of what is written.
+
+1 held neither policy nor number of releases, ledger or torch's generators; 2 neither the part of a shuffled pass that
+was paid for, nor discrete noise.
+"""
 
 Place = str | os.PathLike[str] | IO[bytes]
 
@@ -48,8 +54,13 @@ def mechanism(optimizer: DPOptimizer, plan: SamplingPlan | None) -> dict[str, An
     if policy.adaptation is None:
         # A bound that moves by itself is part of the state, not of the mechanism.
         described["max_grad_norm"] = optimizer.max_grad_norm
+    if optimizer.noise_source.level == "exact":
+        described["coordinates"] = coordinates_of(optimizer.clipper.model, "exact")
     if plan is not None:
-        described.update(sampling=plan.name, sample_rate=plan.sample_rate)
+        event = plan.event
+        described.update(sampling=event.kind, sample_rate=event.sample_rate)
+        unusual = {"truncation": event.truncation, "unit": event.unit, "records_per_unit": event.records_per_unit}
+        described.update({name: value for name, value in unusual.items() if value not in (None, "record", 1)})
     return described
 
 
@@ -74,7 +85,7 @@ def training_state(account: Account, optimizer: DPOptimizer | None, plan: Sampli
         MissingGradientError: In the middle of a logical batch, whose sums no checkpoint holds.
     """
     state: dict[str, Any] = {VERSION: _FORMAT, ACCOUNTANT: dict(account.accountant.state_dict())}
-    state[LEDGER] = account.lines()
+    state[LEDGER], state[COORDINATES] = account.lines(), account.coordinates
     if optimizer is not None:
         optimizer.require_released()
         state[OPTIMIZER] = optimizer.state_dict()
@@ -86,6 +97,8 @@ def training_state(account: Account, optimizer: DPOptimizer | None, plan: Sampli
     sampler = _sampler_of(plan)
     if sampler is not None:
         state[SAMPLER] = sampler.state_dict()
+    if plan is not None:
+        state[PLAN] = plan.state_dict()
     return state
 
 
@@ -170,6 +183,8 @@ def restore(checkpoint: dict[str, Any], optimizer: DPOptimizer | None, plan: Sam
     sampler = _sampler_of(plan)
     if sampler is not None and SAMPLER in checkpoint:
         sampler.load_state_dict(checkpoint[SAMPLER])
+    if plan is not None:
+        plan.load_state_dict(checkpoint.get(PLAN, {}))
     if optimizer is None:
         return
     if OPTIMIZER not in checkpoint:
@@ -196,12 +211,12 @@ def with_fresh_randomness(
         plan: How its batches are sampled, if known.
 
     Returns:
-        The checkpoint without the noise's state, and with the key of the new sampler.
+        The checkpoint without the noise's state and what was paid for of a pass, and with the key of the new sampler.
 
     Raises:
         ResumeError: If the new noise follows from the same seed as the old.
     """
-    fresh = {name: value for name, value in checkpoint.items() if name not in (NOISE, GENERATORS)}
+    fresh = {name: value for name, value in checkpoint.items() if name not in (NOISE, GENERATORS, PLAN)}
     fresh[RELEASES] = 0
     saved_run = run_of(checkpoint.get(NOISE, {}))
     if saved_run is not None and run_of(optimizer.noise_source.state_dict()) == saved_run:
@@ -215,17 +230,39 @@ def with_fresh_randomness(
     return fresh
 
 
-def continue_schedule(name: str, checkpoint: Mapping[str, Any], optimizer: DPOptimizer | None) -> None:
-    """Set what a scheduler had changed to where the saved training had got.
+def restore_account(checkpoint: Mapping[str, Any], account: Account) -> None:
+    """Continue a saved account.
 
     Args:
-        name: What is scheduled: `noise_multiplier` or `max_grad_norm`.
         checkpoint: What was loaded.
-        optimizer: The private optimizer, if it is restored.
+        account: What is released from here on is charged to.
+
+    Raises:
+        ResumeError: If its ledger has lost releases, or was not given.
+        InvalidOptionError: If the accountant's state cannot be loaded.
     """
+    account.load(checkpoint[ACCOUNTANT], checkpoint.get(LEDGER), coordinates=checkpoint.get(COORDINATES, 0))
+
+
+def continue_schedules(
+    checkpoint: dict[str, Any], optimizer: DPOptimizer | None, schedulers: Mapping[str, Any]
+) -> None:
+    """Set schedulers, and what they had changed, to where the saved training had got; drop what is restored.
+
+    Args:
+        checkpoint: What was loaded; loses the entries of optimizer and schedulers.
+        optimizer: The private optimizer, if it is restored.
+        schedulers: The scheduler of `noise_multiplier` and of `max_grad_norm`, each or None.
+    """
+    checkpoint.pop(OPTIMIZER, None)
     saved = checkpoint.get(MECHANISM, {})
-    if optimizer is not None and name in saved:
-        setattr(optimizer, name, saved[name])
+    for name, scheduler in schedulers.items():
+        state = checkpoint.pop(SCHEDULERS[name], None)
+        if scheduler is None or state is None:
+            continue
+        scheduler.load_state_dict(state)
+        if optimizer is not None and name in saved:
+            setattr(optimizer, name, saved[name])
 
 
 def save(state: dict[str, Any], place: Place, options: Mapping[str, Any]) -> None:

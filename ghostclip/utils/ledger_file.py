@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ghostclip.errors import ResumeError
+from ghostclip.utils.charges import Charge, checked_charge, joined
 
-VERSION = 1
+VERSION = 2
+"""Version of what is written: 1 knew Poisson, full and shuffled batches only."""
 _SEPARATOR = b"\t"
-
-Event = tuple[float, float, int]
-"""(noise multiplier σ, sample rate q, number of equal events)."""
 
 
 class Entry(NamedTuple):
@@ -25,7 +24,7 @@ class Entry(NamedTuple):
     """Whose noise it uses: a digest of the noise key."""
     number: int
     """How many releases that run made before it."""
-    events: tuple[Event, ...]
+    events: tuple[Charge, ...]
     """What it costs."""
     fingerprint: str
     """Digest of what was released."""
@@ -46,6 +45,7 @@ class LedgerFile:
 
     Attributes:
         entries: All releases, in order.
+        mechanisms: What they belong to, in order.
 
     Raises:
         ResumeError: If the file is damaged or of a newer version.
@@ -55,7 +55,7 @@ class LedgerFile:
         self.path = Path(path)
         self.entries: list[Entry] = []
         self._known: dict[tuple[str, int], str] = {}
-        self._mechanism: dict[str, Any] | None = None
+        self.mechanisms: list[dict[str, Any]] = []
         self._read()
 
     def _read(self) -> None:
@@ -73,9 +73,9 @@ class LedgerFile:
 
     def _take(self, values: Mapping[str, Any]) -> None:
         if "mechanism" in values:
-            self._mechanism = values["mechanism"]
+            self.mechanisms.append(values["mechanism"])
             return
-        events = tuple((float(sigma), float(rate), int(steps)) for sigma, rate, steps in values["events"])
+        events = tuple(checked_charge(charge) for charge in values["events"])
         entry = Entry(values["run"], int(values["number"]), events, values["fingerprint"])
         self.entries.append(entry)
         self._known[entry.run, entry.number] = entry.fingerprint
@@ -99,7 +99,7 @@ class LedgerFile:
             mechanism: Plain values by name.
         """
         plain = json.loads(json.dumps(dict(mechanism)))
-        if plain != self._mechanism:
+        if [plain] != self.mechanisms[-1:]:
             self._write({"version": VERSION, "mechanism": plain})
 
     def append(self, entry: Entry) -> None:
@@ -159,17 +159,13 @@ def _folder_to_disk(folder: Path) -> None:
         os.close(descriptor)
 
 
-def total(entries: Sequence[Entry]) -> list[Event]:
-    """Return what releases cost together, in the form of an accountant's history.
+def total(entries: Sequence[Entry]) -> list[Charge]:
+    """Return what releases cost together.
 
     Args:
         entries: Releases.
 
     Returns:
-        (σ, q, number of consecutive events).
+        Charges; consecutive equal ones are one.
     """
-    history: list[Event] = []
-    for sigma, rate, steps in (event for entry in entries for event in entry.events):
-        same = bool(history) and history[-1][:2] == (sigma, rate)
-        history.append((sigma, rate, steps + history.pop()[2] if same else steps))
-    return history
+    return joined(charge for entry in entries for charge in entry.events)

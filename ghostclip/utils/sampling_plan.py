@@ -6,8 +6,10 @@ other place computes a rate.
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
@@ -17,87 +19,74 @@ from ghostclip.data_loader import DPDataLoader
 from ghostclip.data_loader.workers import worker_options
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.optimizers import DPOptimizer
-from ghostclip.utils.ledger_file import Event
+from ghostclip.sampling import PrivateSampler
+from ghostclip.utils.charges import Charge, cost_of
 from ghostclip.utils.physical_loader import splittable_batches
 
 
 class SamplingPlan(Protocol):
     """Where batches come from and how a step on them is accounted."""
 
-    name: str
     loader: DataLoader[Any]
-    sample_rate: float
-    """q of one accounted event."""
+    event: SamplingEvent
+    """What one accounted event is, for one backward pass in a step."""
     events_per_epoch: int
     """Accounted events in one pass over the loader."""
     expected_batch_size: float
-    relation: str
-    """Which data sets count as neighbours."""
 
-    def events(self, optimizer: DPOptimizer) -> list[Event]:
+    def events(self, optimizer: DPOptimizer) -> list[Charge]:
         """Return what the step that is about to be released adds to the account; changes nothing.
 
         Args:
             optimizer: Is about to release.
 
         Returns:
-            (σ, q, number of equal events), none if the step is paid for already.
+            Charges, none if the step is paid for already.
         """
 
-    def settle(self, events: list[Event]) -> None:
+    def settle(self, events: list[Charge]) -> None:
         """Take note that the step was written into the account.
 
         Args:
             events: What `events` returned for it.
         """
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run must know of steps that are paid for already.
 
-def _refuse_other_events(event: SamplingEvent) -> None:
-    """Refuse private loaders that sample in a way that an engine's accountant does not charge for.
+        Returns:
+            Plain values by name.
+        """
 
-    Args:
-        event: What the loader's sampler says of a step.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where a saved plan was; the sampler has continued already.
 
-    Raises:
-        InvalidOptionError: If a step is more than one Gaussian mechanism on a Poisson sample of records.
-    """
-    if event.kind not in ("poisson", "full") or event.records_per_unit > 1:
-        raise InvalidOptionError(
-            f"data_loader that samples {event.kind!r} batches of {event.unit}s: the engine charges Poisson samples of "
-            "records. Use such a loader with a DPOptimizer of your own, and account for its event yourself."
-        )
+        Args:
+            state: What `state_dict` returned; empty if nothing is paid for.
+        """
 
 
-def _noise_multiplier(optimizer: DPOptimizer) -> float:
-    """Return σ over the sum's true sensitivity: k backward passes over one record add up to k·C."""
-    return optimizer.noise_multiplier / optimizer.accumulated_iterations
-
-
-class PoissonPlan:
-    """Every record joins every batch independently with probability q.
+class EventPlan:
+    """Each step is an event of its own, as the private loader's sampler says: Poisson, truncated, or a full batch.
 
     Privacy:
-        A step is a Gaussian mechanism with noise multiplier σ under Poisson sampling of rate q, adjacent by adding,
-        removing or zeroing out a record. If k undeclared backward passes went into the step, a record takes part with
-        probability at most k·q and then moves the sum by at most k·C; that is what is charged, whatever the passes
-        had in common.
+        A step is a Gaussian mechanism on a sample as `SamplingEvent` describes it; where a unit is a user with up to r
+        records in a batch, its noise multiplier is σ/r. If k undeclared backward passes went into the step, a unit
+        takes part with probability at most k·q and then moves the sum by at most k times as much; that is what is
+        charged, whatever the passes had in common. Truncated batches have no such bound (a unit may displace others
+        in each of them), so that several passes are refused there.
 
     Args:
-        loader: The user's loader; one that samples like this already is used as it is.
+        loader: The private loader.
     """
 
-    name = "poisson"
+    def __init__(self, loader: DPDataLoader) -> None:
+        self.loader: DataLoader[Any] = loader
+        self.event = loader.event
+        self.events_per_epoch = len(loader)
+        self.expected_batch_size = float(loader.expected_batch_size)
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        private = DPDataLoader.from_data_loader(loader)
-        _refuse_other_events(private.event)
-        self.loader: DataLoader[Any] = private
-        self.sample_rate = private.sample_rate
-        self.events_per_epoch = len(private)
-        self.expected_batch_size = float(private.expected_batch_size)
-        self.relation = private.event.relation
-
-    def events(self, optimizer: DPOptimizer) -> list[Event]:
+    def events(self, optimizer: DPOptimizer) -> list[Charge]:
         """Return what the step that is about to be released adds to the account.
 
         Args:
@@ -105,15 +94,38 @@ class PoissonPlan:
 
         Returns:
             One event.
-        """
-        rate = min(1.0, optimizer.accumulated_iterations * self.sample_rate)
-        return [(_noise_multiplier(optimizer), rate, 1)]
 
-    def settle(self, events: list[Event]) -> None:
+        Raises:
+            InvalidOptionError: If several undeclared backward passes went into a step on a truncated batch.
+        """
+        passes, event = optimizer.accumulated_iterations, self.event
+        if passes > 1 and event.kind == "truncated_poisson":
+            raise InvalidOptionError(
+                f"{passes} backward passes before one step() on truncated batches (max_batch_size={event.truncation}): "
+                "no account of that is known. Use one backward pass for each batch and BatchMemoryManager for batches "
+                "that do not fit, or leave max_batch_size out."
+            )
+        if passes > 1:
+            rate = min(1.0, passes * event.sample_rate)
+            event = replace(event, sample_rate=rate, records_per_unit=passes * event.records_per_unit)
+        return [cost_of(event, noise_multiplier=optimizer.noise_multiplier)]
+
+    def settle(self, events: list[Charge]) -> None:
         """Nothing to remember: steps are independent.
 
         Args:
             events: What was written.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing to remember: steps are independent."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing to remember: steps are independent.
+
+        Args:
+            state: Empty.
         """
 
 
@@ -126,38 +138,26 @@ class ShuffledPlan:
         again if σ is lowered during the pass, and again if more steps are made than the pass has batches.
 
     Args:
-        loader: The user's loader.
-
-    Raises:
-        DataError: If its sampler may show a record twice in a pass.
+        loader: What the training iterates over.
+        passes: Counts passes over it.
+        expected_batch_size: Records of a full batch.
     """
 
-    name = "shuffled"
-    sample_rate = 1.0
     events_per_epoch = 1
-    relation = "zero_out"
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self._passes = _CountedPasses(_without_repetition(loader))
-        self._passes_seen = 0
-        # As if a pass had ended, so that the first step is charged whatever loader it comes from.
-        self._steps_in_pass = len(self._passes)
-        self._charged_at = float("inf")
-        self.loader: DataLoader[Any] = _StoppableLoader(
-            loader.dataset,
-            batch_sampler=self._passes,
-            collate_fn=loader.collate_fn,
-            generator=loader.generator,
-            **worker_options(loader),
-        )
-        self.expected_batch_size = float(self._passes.batch_size)
-        warnings.warn(
-            "poisson_sampling=False: shuffled batches have no amplification by sampling, so each pass over the data is "
-            "accounted as one full participation (q = 1). ε will be much larger than with Poisson sampling.",
-            stacklevel=4,
-        )
+    def __init__(
+        self, loader: _StoppableLoader | DPDataLoader, passes: _CountedPasses | _Epochs, expected_batch_size: float
+    ) -> None:
+        self.loader: DataLoader[Any] = loader
+        self.event = SamplingEvent(
+            kind="shuffled", sample_rate=1.0, num_units=len(loader.dataset), steps_per_event=len(passes)  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.expected_batch_size = expected_batch_size
+        self._passes = passes
+        self._passes_seen, self._steps_in_pass, self._charged_at = 0, 0, math.inf
+        self.load_state_dict({})
 
-    def events(self, optimizer: DPOptimizer) -> list[Event]:
+    def events(self, optimizer: DPOptimizer) -> list[Charge]:
         """Return what the step that is about to be released adds to the cost of its pass.
 
         Args:
@@ -166,14 +166,16 @@ class ShuffledPlan:
         Returns:
             An event for each pass that begins, or one for less noise than the pass has paid for, or none.
         """
-        sigma = _noise_multiplier(optimizer)
+        # k undeclared backward passes over one record add up to k times its bound.
+        event = replace(self.event, records_per_unit=optimizer.accumulated_iterations)
         begun = self._passes.count - self._passes_seen
         # More steps than batches come from another loader, whose batches may show every record again.
         if begun > 0 or self._steps_in_pass + 1 > len(self._passes):
-            return [(sigma, self.sample_rate, max(1, begun))]
-        return [(sigma, self.sample_rate, 1)] if sigma < self._charged_at else []
+            return [cost_of(event, noise_multiplier=optimizer.noise_multiplier, count=max(1, begun))]
+        charge = cost_of(event, noise_multiplier=optimizer.noise_multiplier)
+        return [charge] if _sigma_of(charge) < self._charged_at else []
 
-    def settle(self, events: list[Event]) -> None:
+    def settle(self, events: list[Charge]) -> None:
         """Take note of a step.
 
         Args:
@@ -185,27 +187,92 @@ class ShuffledPlan:
         if begun > 0 or self._steps_in_pass > len(self._passes):
             self._steps_in_pass = 1
         if events:
-            self._charged_at = events[0][0]
+            self._charged_at = _sigma_of(events[0])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is paid for, where a resumed run continues the pass that was interrupted.
+
+        Returns:
+            Empty for a user's own loader: whoever resumes begins another pass over it.
+        """
+        if not isinstance(self._passes, _Epochs):
+            return {}
+        return {
+            "passes_seen": self._passes_seen,
+            "steps_in_pass": self._steps_in_pass,
+            "charged_at": self._charged_at,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where a saved plan was.
+
+        Args:
+            state: What `state_dict` returned; if it is empty, the next step is charged as one of another pass.
+        """
+        self._passes_seen = int(state.get("passes_seen", self._passes.count))
+        # As if a pass had ended, so that the first step is charged whatever loader it comes from.
+        self._steps_in_pass = int(state.get("steps_in_pass", len(self._passes)))
+        self._charged_at = float(state.get("charged_at", math.inf))
+
+
+def _sigma_of(charge: Charge) -> float:
+    assert not isinstance(charge[0], str), "shuffled passes are entries with q = 1"
+    return charge[0]
 
 
 def plan_for(loader: DataLoader[Any], *, poisson_sampling: bool, before: SamplingPlan | None) -> SamplingPlan:
     """Decide how batches are sampled and accounted.
 
     Args:
-        loader: The user's loader.
+        loader: The user's loader; a private one samples as its scheme says.
         poisson_sampling: Whether to sample as the accountant assumes.
         before: The plan that the same account was used with before, if there is one.
 
     Returns:
         The plan, with the private loader.
+
+    Raises:
+        DataError: If the loader cannot be sampled from as asked.
     """
     if before is not None and before.loader.dataset is not loader.dataset:
         warnings.warn(
             "this engine has accounted for another data set object before. ε adds up as if both were the same "
             "records; use a PrivacyEngine of its own for other records.",
-            stacklevel=3,
+            stacklevel=4,
         )
-    return PoissonPlan(loader) if poisson_sampling else ShuffledPlan(loader)
+    if isinstance(loader, DPDataLoader) and loader.event.kind == "shuffled":
+        return ShuffledPlan(loader, _Epochs(loader.private_sampler), loader.expected_batch_size)
+    if poisson_sampling:
+        return EventPlan(DPDataLoader.from_data_loader(loader))
+    return _shuffled(loader)
+
+
+def _shuffled(loader: DataLoader[Any]) -> ShuffledPlan:
+    """Return the plan of a user's own loader without Poisson sampling.
+
+    Args:
+        loader: The user's loader.
+
+    Returns:
+        The plan.
+
+    Raises:
+        DataError: If its sampler may show a record twice in a pass.
+    """
+    passes = _CountedPasses(_without_repetition(loader))
+    warnings.warn(
+        "poisson_sampling=False: shuffled batches have no amplification by sampling, so each pass over the data is "
+        "accounted as one full participation (q = 1). ε will be much larger than with Poisson sampling.",
+        stacklevel=5,
+    )
+    stoppable = _StoppableLoader(
+        loader.dataset,
+        batch_sampler=passes,
+        collate_fn=loader.collate_fn,
+        generator=loader.generator,
+        **worker_options(loader),
+    )
+    return ShuffledPlan(stoppable, passes, float(passes.batch_size))
 
 
 class _StoppableLoader(DataLoader[Any]):
@@ -239,6 +306,25 @@ class _CountedPasses(Sampler[list[int]]):
 
     def __len__(self) -> int:
         return len(self._batches)
+
+
+class _Epochs:
+    """Counts the epochs of a private sampler, which keeps its position over a resumption.
+
+    Args:
+        sampler: Draws shuffled batches.
+    """
+
+    def __init__(self, sampler: PrivateSampler) -> None:
+        self._sampler = sampler
+
+    @property
+    def count(self) -> int:
+        """Epochs of which a batch was delivered."""
+        return self._sampler.epoch + 1
+
+    def __len__(self) -> int:
+        return len(self._sampler)
 
 
 def _without_repetition(loader: DataLoader[Any]) -> BatchSampler:

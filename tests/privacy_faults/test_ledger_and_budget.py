@@ -125,7 +125,7 @@ class Run:
 
 
 def _epsilon_of(steps):
-    accountant = create_accountant("rdp")
+    accountant = create_accountant()
     accountant.history = [(1.0, 0.2, steps)]
     return accountant.get_epsilon(DELTA)
 

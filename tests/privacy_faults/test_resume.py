@@ -109,7 +109,7 @@ def test_checkpoint_holds_the_whole_mechanism_in_plain_values(tmp_path):
         "sampling": "poisson",
         "sample_rate": 0.2,
     }
-    assert state["ghostclip_version"] == 2
+    assert state["ghostclip_version"] == 3
     assert state["ghostclip_ledger"] == state["ghostclip_releases"] == 2
     assert {"key", "position"} <= state["ghostclip_noise"].keys() & state["ghostclip_sampler"].keys()
 
