@@ -15,7 +15,7 @@ from ghostclip import _validate
 from ghostclip.clipping.clipper import GhostClipper, Reduction, Strategy
 from ghostclip.errors import GhostClipError, InvalidOptionError, UncoveredParameterError, UnsupportedModelError
 from ghostclip.grad_sample import GradSampleHooks, GradSampleModule, PrivateCriterion
-from ghostclip.noise import NoiseSource
+from ghostclip.noise import LEVELS, NoiseSource
 from ghostclip.optimizers import DPOptimizer
 from ghostclip.utils.clipping_options import ClippingOptions
 from ghostclip.utils.sampling_plan import SamplingPlan
@@ -43,15 +43,39 @@ class Request:
     noise_generator: torch.Generator | None
     grad_sample_mode: str
     wrap_model: bool
+    probe: bool
 
 
-def check_options(*, rand_on_empty: bool, noise_generator: torch.Generator | None, secure_mode: bool) -> None:
+def noise_level_of(noise_level: str | None, *, secure_mode: bool) -> str:
+    """Return the level of the engine's noise.
+
+    Args:
+        noise_level: As the user gave it, or None.
+        secure_mode: Opacus's name for a level that is at least "secure".
+
+    Returns:
+        "fast", "secure" or "exact".
+
+    Raises:
+        InvalidOptionError: If the level is unknown, or the two contradict each other.
+    """
+    if noise_level is None:
+        return "secure" if secure_mode else "fast"
+    if _validate.choice(noise_level, "noise_level", LEVELS) == "fast" and secure_mode:
+        raise InvalidOptionError("noise_level='fast' with secure_mode=True: leave one of them out.")
+    return noise_level
+
+
+def check_options(
+    *, rand_on_empty: bool, noise_generator: torch.Generator | None, noise_level: str, grad_sample_mode: str
+) -> None:
     """Refuse what Opacus offers and this engine does not.
 
     Args:
         rand_on_empty: As the user gave it.
         noise_generator: As the user gave it.
-        secure_mode: Whether the engine's noise comes from a cryptographic keystream.
+        noise_level: Of the engine's noise.
+        grad_sample_mode: As the user gave it.
 
     Raises:
         InvalidOptionError: If one of them is refused.
@@ -61,8 +85,29 @@ def check_options(*, rand_on_empty: bool, noise_generator: torch.Generator | Non
             "rand_on_empty=True would train on made-up records. Leave it out: a batch without records has tensors "
             "of length 0 and becomes a step of pure noise."
         )
-    if noise_generator is not None and secure_mode:
-        raise InvalidOptionError("noise_generator with secure_mode=True: secure noise cannot be reproduced.")
+    if noise_generator is not None and noise_level != "fast":
+        raise InvalidOptionError(
+            f"noise_generator with noise_level={noise_level!r} (secure_mode): secure noise cannot be reproduced."
+        )
+    _validate.choice(grad_sample_mode, "grad_sample_mode", STRATEGIES)
+    if noise_level == "exact" and grad_sample_mode != "hooks":
+        raise InvalidOptionError(
+            f"grad_sample_mode={grad_sample_mode!r} with noise_level='exact': gradients are rounded sample by sample, "
+            "which needs them one by one. Use grad_sample_mode='hooks', or noise_level='secure'."
+        )
+
+
+def coordinates_of(module: nn.Module, noise_level: str) -> int:
+    """Return how many numbers a release with discrete noise holds.
+
+    Args:
+        module: The model, private or not.
+        noise_level: Of the engine's noise.
+
+    Returns:
+        Trainable elements; 0 for continuous noise.
+    """
+    return sum(p.numel() for p in module.parameters() if p.requires_grad) if noise_level == "exact" else 0
 
 
 def assemble(request: Request, noise_source: NoiseSource) -> Private | PrivateWithCriterion:
@@ -84,7 +129,7 @@ def assemble(request: Request, noise_source: NoiseSource) -> Private | PrivateWi
     optimizer = request.optimizer
     if isinstance(optimizer, DPOptimizer):
         optimizer = optimizer.original_optimizer
-    _check_objects(module, optimizer)
+    check_objects(module, optimizer)
     clipper = GhostClipper(
         module,
         policy=request.clipping.policy(
@@ -94,7 +139,8 @@ def assemble(request: Request, noise_source: NoiseSource) -> Private | PrivateWi
         strategy=cast(Strategy, _validate.choice(request.grad_sample_mode, "grad_sample_mode", STRATEGIES)),
         loss_reduction=cast(Reduction, _validate.choice(request.loss_reduction, "loss_reduction", ("mean", "sum"))),
         batch_first=request.batch_first,
-        relation=request.plan.relation,
+        relation=request.plan.event.relation,
+        probe=request.probe,
     )
     try:
         return _around(clipper, optimizer, request, noise_source)
@@ -146,7 +192,7 @@ def _bare(module: nn.Module) -> nn.Module:
     return module.to_standard_module() if isinstance(module, GradSampleModule) else module
 
 
-def _check_objects(module: nn.Module, optimizer: Optimizer) -> None:
+def check_objects(module: nn.Module, optimizer: Optimizer) -> None:
     """Check that model and optimizer go together.
 
     Args:
