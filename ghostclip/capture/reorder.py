@@ -190,7 +190,8 @@ class Watch(TorchFunctionMode):
 
     def _arranged(self, base: Tensor) -> Tensor | None:
         axis = self._axis if self._axis < base.dim() else 0
-        if base.shape[axis] != self._batch_size:
+        # A constant that was expanded over the batch has the same row for every sample: nobody's.
+        if base.shape[axis] != self._batch_size or (base.layout == torch.strided and base.stride(axis) == 0):
             return None
         return torch.arange(self._batch_size, device=base.device)
 
