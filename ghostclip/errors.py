@@ -60,5 +60,9 @@ class ResumeError(GhostClipError, ValueError):
     """An interrupted run cannot be continued with what was given."""
 
 
+class NotOfferedError(GhostClipError, ImportError):
+    """A name of another library that scripts import, and that has no counterpart here on purpose."""
+
+
 class FixedSeedWarning(UserWarning):
     """Noise or sampling follows from a seed that somebody may know; whoever knows it can remove the noise."""

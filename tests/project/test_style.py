@@ -21,6 +21,7 @@ LONG_FOR_A_REASON = re.compile(r"#\s*long:\s*\S+")
 MAY_FORWARD_OPTIONS = {
     "ghostclip.grad_sample.module:forward",
     "ghostclip.grad_sample.criterion:__call__",
+    "ghostclip.distributed.parallel:forward",
 }
 
 # Leftovers of writing, and places that exist on one machine only. Spelt so that this file does not match itself.
@@ -82,7 +83,9 @@ def test_nothing_unwanted_is_left(path):
 @pytest.mark.parametrize("path", LIBRARY, ids=shown)
 def test_library_does_not_print_or_configure_logging(path):
     """Printing belongs to the programs; a logger is taken by the module's own name and never configured."""
-    if module_name(path).startswith(("ghostclip.cli", "ghostclip.commands", "ghostclip.finetune", "ghostclip.__main__")):
+    if module_name(path).startswith(
+        ("ghostclip.cli", "ghostclip.commands", "ghostclip.finetune", "ghostclip.__main__")
+    ):
         return
     text = path.read_text(encoding="utf-8")
     assert "logging.basicConfig" not in text
