@@ -1,0 +1,5 @@
+"""The interface of accountants, under Opacus's name for it."""
+
+from ghostclip.accounting import Accountant as IAccountant
+
+__all__ = ["IAccountant"]

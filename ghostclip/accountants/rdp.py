@@ -1,0 +1,5 @@
+"""The Rényi accountant."""
+
+from ghostclip.accounting import RDPAccountant
+
+__all__ = ["RDPAccountant"]
