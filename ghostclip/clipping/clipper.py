@@ -263,8 +263,15 @@ class GhostClipper(Diagnostics):
 
     @property
     def policy(self) -> ClipPolicy:
-        """How samples are clipped."""
+        """How samples are clipped; may be replaced between batches."""
         return self._decisions.policy
+
+    @policy.setter
+    def policy(self, value: ClipPolicy) -> None:
+        if self.has_clipped_sum:
+            raise InvalidOptionError("policy: a batch was clipped by the present one. Replace it after the step.")
+        self._decisions.policy = value
+        self._groups()
 
     @property
     def relation(self) -> str:

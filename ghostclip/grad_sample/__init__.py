@@ -4,15 +4,37 @@ They hold no hooks and compute nothing: all of that is the clipper's. Samplers f
 registered here under Opacus's names.
 """
 
+from ghostclip._refused import refusing
 from ghostclip.grad_sample.criterion import PrivateCriterion, PrivateLoss
+from ghostclip.grad_sample.fast_gradient_clipping import (
+    GradSampleHooksFastGradientClipping,
+    GradSampleModuleFastGradientClipping,
+)
+from ghostclip.grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
+from ghostclip.grad_sample.gsm_exp_weights import GradSampleModuleExpandedWeights
+from ghostclip.grad_sample.modes import MODES, strategy_of
 from ghostclip.grad_sample.module import GradSampleHooks, GradSampleModule
+from ghostclip.grad_sample.utils import get_gsm_class, get_hooks_class, prepare_module, wrap_model
 from ghostclip.rules.modules import register_grad_sampler, register_norm_sampler
 
 __all__ = [
+    "MODES",
+    "AbstractGradSampleHooks",
+    "AbstractGradSampleModule",
     "GradSampleHooks",
+    "GradSampleHooksFastGradientClipping",
     "GradSampleModule",
+    "GradSampleModuleExpandedWeights",
+    "GradSampleModuleFastGradientClipping",
     "PrivateCriterion",
     "PrivateLoss",
+    "get_gsm_class",
+    "get_hooks_class",
+    "prepare_module",
     "register_grad_sampler",
     "register_norm_sampler",
+    "strategy_of",
+    "wrap_model",
 ]
+
+__getattr__ = refusing(__name__)

@@ -7,50 +7,76 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ghostclip.grad_sample.handle import ClipperHandle, attached_clipper
+
 if TYPE_CHECKING:
     from ghostclip.clipping.clipper import GhostClipper
 
 _PREFIX = "_module."
 
 
-class GradSampleHooks:
+class GradSampleHooks(ClipperHandle):
     """What `make_private(wrap_model=False)` returns instead of a model: the handle that ends the clipping.
 
     Args:
-        module: The model, which stays as it is for the user.
-        clipper: The clipper attached to it.
+        m: The model, which stays as it is for the user.
+        batch_first: As for `GradSampleModule`.
+        loss_reduction: As for `GradSampleModule`.
+        strict: As for `GradSampleModule`.
+        force_functorch: As for `GradSampleModule`.
+        clipper: The clipper attached to it; by default one as `GradSampleModule` makes it.
     """
 
-    def __init__(self, module: nn.Module, *, clipper: GhostClipper) -> None:
-        self._module = module
-        self.clipper = clipper
+    def __init__(
+        self,
+        m: nn.Module,
+        *,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        strict: bool = True,
+        force_functorch: bool = False,
+        clipper: GhostClipper | None = None,
+    ) -> None:
+        del strict, force_functorch
+        self._module = m
+        self.clipper = attached_clipper(m, clipper, batch_first=batch_first, loss_reduction=loss_reduction)
 
-    def remove_hooks(self) -> None:
-        """Detach the clipper from the model."""
-        self.clipper.remove()
 
-    def cleanup(self) -> None:
-        """Detach the clipper from the model."""
-        self.clipper.remove()
-
-
-class GradSampleModule(nn.Module):
+class GradSampleModule(ClipperHandle, nn.Module):
     """Stands for a model whose gradients are clipped per sample.
 
     Every attribute is the model's own (`config`, `generate`, `save_pretrained`, a submodule by its name), assignments
     reach the model, and `state_dict()` has the model's keys unchanged. States with Opacus's `_module.` prefix load too.
     A copy (as an exponential moving average makes one) or a pickle carries the model alone: its `clipper` is None.
 
+    Without a clipper it makes one that leaves every sample's gradient in `p.grad_sample` and, until an optimizer sets a
+    bound, their plain sum in `p.grad`.
+
     Args:
-        module: The model.
-        clipper: The clipper attached to it.
+        m: The model.
+        batch_first: Whether the leading axis of the model's inputs is the batch.
+        loss_reduction: "mean" or "sum", as the loss is reduced over the batch.
+        strict: Of no effect: what cannot be clipped exactly is refused when it runs, whatever this says.
+        force_functorch: Of no effect: per-sample gradients are the same however they are formed.
+        clipper: The clipper attached to the model already; it says what the arguments above do.
     """
 
-    def __init__(self, module: nn.Module, *, clipper: GhostClipper) -> None:
+    def __init__(
+        self,
+        m: nn.Module,
+        *,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        strict: bool = True,
+        force_functorch: bool = False,
+        clipper: GhostClipper | None = None,
+    ) -> None:
+        del strict, force_functorch
         super().__init__()
-        self.__dict__["clipper"] = clipper
-        self.train(module.training)
-        self.add_module("_module", module)
+        attached = attached_clipper(m, clipper, batch_first=batch_first, loss_reduction=loss_reduction)
+        self.__dict__["clipper"] = attached
+        self.train(m.training)
+        self.add_module("_module", m)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model.
@@ -64,16 +90,6 @@ class GradSampleModule(nn.Module):
         """
         return self._module(*args, **kwargs)
 
-    @property
-    def batch_first(self) -> bool:
-        """Whether the leading axis of the model's inputs is the batch; a copy, which has no clipper, does not say."""
-        return self.clipper.batch_first
-
-    @property
-    def loss_reduction(self) -> str:
-        """The declared reduction of the loss, "mean" or "sum"; a copy, which has no clipper, does not say."""
-        return self.clipper.loss_reduction
-
     def to_standard_module(self) -> nn.Module:
         """Detach the clipper and return the model as it was.
 
@@ -82,15 +98,6 @@ class GradSampleModule(nn.Module):
         """
         self.remove_hooks()
         return self._module
-
-    def remove_hooks(self) -> None:
-        """Detach the clipper from the model."""
-        if self.clipper is not None:
-            self.clipper.remove()
-
-    def cleanup(self) -> None:
-        """Detach the clipper from the model."""
-        self.remove_hooks()
 
     def state_dict(  # type: ignore[override]
         self,

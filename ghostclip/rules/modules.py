@@ -34,7 +34,9 @@ class Samplers:
     norms: Sampler | None
 
 
-def register_grad_sampler(target: type[nn.Module] | Sequence[type[nn.Module]]) -> Callable[[_S], _S]:
+def register_grad_sampler(
+    target_class_or_classes: type[nn.Module] | Sequence[type[nn.Module]],
+) -> Callable[[_S], _S]:
     """Register a function that gives per-sample gradients of a module class.
 
     Privacy: The function is trusted with the bound: a gradient that is too small is clipped too little. Test it with
@@ -48,7 +50,7 @@ def register_grad_sampler(target: type[nn.Module] | Sequence[type[nn.Module]]) -
         ```
 
     Args:
-        target: The class, or several; instances of subclasses are not meant.
+        target_class_or_classes: The class, or several; instances of subclasses are not meant.
 
     Returns:
         A decorator for a function of (module, inputs, gradient of the output), all tensors with the samples first, that
@@ -57,10 +59,12 @@ def register_grad_sampler(target: type[nn.Module] | Sequence[type[nn.Module]]) -
     Raises:
         InvalidOptionError: If the target is no module class.
     """
-    return _register(target, _GRADIENTS)
+    return _register(target_class_or_classes, _GRADIENTS)
 
 
-def register_norm_sampler(target: type[nn.Module] | Sequence[type[nn.Module]]) -> Callable[[_S], _S]:
+def register_norm_sampler(
+    target_class_or_classes: type[nn.Module] | Sequence[type[nn.Module]],
+) -> Callable[[_S], _S]:
     """Register a function that gives the norms of a module class's per-sample gradients without forming them.
 
     The clipped sum then comes from the gradient sampler if there is one, else from running the module and its backward
@@ -69,7 +73,7 @@ def register_norm_sampler(target: type[nn.Module] | Sequence[type[nn.Module]]) -
     Privacy: The function is trusted with the bound, as for ``register_grad_sampler``.
 
     Args:
-        target: The class, or several; instances of subclasses are not meant.
+        target_class_or_classes: The class, or several; instances of subclasses are not meant.
 
     Returns:
         A decorator for a function of (module, inputs, gradient of the output) that returns the norms ``(samples,)`` for
@@ -78,7 +82,17 @@ def register_norm_sampler(target: type[nn.Module] | Sequence[type[nn.Module]]) -
     Raises:
         InvalidOptionError: If the target is no module class.
     """
-    return _register(target, _NORMS)
+    return _register(target_class_or_classes, _NORMS)
+
+
+def grad_samplers() -> dict[type[nn.Module], Sampler]:
+    """Return the registered samplers of gradients, by module class: the registry itself."""
+    return _GRADIENTS
+
+
+def norm_samplers() -> dict[type[nn.Module], Sampler]:
+    """Return the registered samplers of norms, by module class: the registry itself."""
+    return _NORMS
 
 
 def samplers_of(module: nn.Module) -> Samplers | None:

@@ -1,0 +1,76 @@
+"""Opacus's names for a model that is clipped without per-sample gradients: the two strategies of two backwards."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import nn
+
+from ghostclip.clipping.clipper import GhostClipper, Reduction
+from ghostclip.grad_sample.module import GradSampleHooks, GradSampleModule
+
+
+def GradSampleModuleFastGradientClipping(  # noqa: N802, PLR0913 - Opacus's name and arguments
+    m: nn.Module,
+    *,
+    batch_first: bool = True,
+    loss_reduction: str = "mean",
+    strict: bool = True,
+    force_functorch: bool = False,
+    max_grad_norm: float = 1,
+    use_ghost_clipping: bool = True,
+) -> GradSampleModule:
+    """Return a facade whose clipper takes two backwards; train it with `DPLossFastGradientClipping`.
+
+    Args:
+        m: The model.
+        batch_first: Whether the leading axis of the model's inputs is the batch.
+        loss_reduction: "mean" or "sum", as the loss is reduced over the batch.
+        strict: Of no effect; see `GradSampleModule`.
+        force_functorch: Of no effect; see `GradSampleModule`.
+        max_grad_norm: C.
+        use_ghost_clipping: Norms without per-sample gradients ("ghost"), or with those of one layer at a time ("fast").
+
+    Returns:
+        The facade.
+    """
+    clipper = _clipper(m, max_grad_norm, batch_first, loss_reduction, ghost=use_ghost_clipping)
+    return GradSampleModule(m, strict=strict, force_functorch=force_functorch, clipper=clipper)
+
+
+def GradSampleHooksFastGradientClipping(  # noqa: N802, PLR0913 - Opacus's name and arguments
+    m: nn.Module,
+    *,
+    batch_first: bool = True,
+    loss_reduction: str = "mean",
+    strict: bool = True,
+    force_functorch: bool = False,
+    max_grad_norm: float = 1,
+    use_ghost_clipping: bool = True,
+) -> GradSampleHooks:
+    """As `GradSampleModuleFastGradientClipping`, without wrapping the model.
+
+    Args:
+        m: The model.
+        batch_first: Whether the leading axis of the model's inputs is the batch.
+        loss_reduction: "mean" or "sum", as the loss is reduced over the batch.
+        strict: Of no effect; see `GradSampleModule`.
+        force_functorch: Of no effect; see `GradSampleModule`.
+        max_grad_norm: C.
+        use_ghost_clipping: "ghost" or "fast".
+
+    Returns:
+        The handle.
+    """
+    clipper = _clipper(m, max_grad_norm, batch_first, loss_reduction, ghost=use_ghost_clipping)
+    return GradSampleHooks(m, strict=strict, force_functorch=force_functorch, clipper=clipper)
+
+
+def _clipper(m: nn.Module, bound: float, batch_first: bool, loss_reduction: str, *, ghost: bool) -> GhostClipper:  # noqa: FBT001
+    return GhostClipper(
+        m,
+        max_grad_norm=bound,
+        strategy="ghost" if ghost else "fast",
+        loss_reduction=cast(Reduction, loss_reduction),
+        batch_first=batch_first,
+    )

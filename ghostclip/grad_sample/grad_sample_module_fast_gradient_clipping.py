@@ -1,0 +1,8 @@
+"""The strategies of two backwards under Opacus's import path."""
+
+from ghostclip.grad_sample.fast_gradient_clipping import (
+    GradSampleHooksFastGradientClipping,
+    GradSampleModuleFastGradientClipping,
+)
+
+__all__ = ["GradSampleHooksFastGradientClipping", "GradSampleModuleFastGradientClipping"]
