@@ -1,10 +1,13 @@
 """Training on several ranks: one draw of records shared by all, one sum, one draw of noise."""
 
+from ghostclip._refused import refusing
 from ghostclip.distributed.agreement import require_agreement, share_noise, share_sampler, world_size
+from ghostclip.distributed.parallel import DifferentiallyPrivateDistributedDataParallel
 from ghostclip.distributed.release import noisy_shard, noisy_sum_
 from ghostclip.distributed.shared import SharedNoise, noise_for, share_parameters
 
 __all__ = [
+    "DifferentiallyPrivateDistributedDataParallel",
     "SharedNoise",
     "noise_for",
     "noisy_shard",
@@ -15,3 +18,5 @@ __all__ = [
     "share_sampler",
     "world_size",
 ]
+
+__getattr__ = refusing(__name__)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from ghostclip import _validate
 from ghostclip.errors import InvalidOptionError, MissingGradientError
 from ghostclip.optimizers import checks
+from ghostclip.optimizers.parts import ReleaseHook, StepHook, StepParts, chosen_clipper, chosen_noise
 from ghostclip.optimizers.release import SkipStep, collector, next_bound, noisy_gradients
 from ghostclip.optimizers.virtual import BatchToken, LogicalBatch
 from ghostclip.optimizers.wrapped import WrappedOptimizer
@@ -29,11 +30,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-StepHook = Callable[["DPOptimizer"], None]
-ReleaseHook = Callable[["DPOptimizer", Sequence[torch.Tensor]], None]
 
-
-class DPOptimizer(WrappedOptimizer):
+class DPOptimizer(StepParts, WrappedOptimizer):
     """Wraps a torch optimizer so that each step releases a noisy sum of clipped gradients, and nothing else.
 
     A step computes, for every trainable parameter of the wrapped optimizer,
@@ -57,8 +55,10 @@ class DPOptimizer(WrappedOptimizer):
         max_grad_norm: C, handed on to the clipper; None leaves the clipper's.
         expected_batch_size: The public constant that the sum is divided by; may be None for `loss_reduction="sum"`.
         loss_reduction: "mean" or "sum", as the loss was declared to the clipper.
-        clipper: Where the clipped sums come from.
-        noise_source: Where the noise comes from.
+        generator: Makes the noise reproducible, and so not private against who knows it.
+        secure_mode: Whether noise comes from a cryptographic keystream.
+        clipper: Where the clipped sums come from; by default that of the `GradSampleModule` that holds the parameters.
+        noise_source: Where the noise comes from, in place of `generator` and `secure_mode`.
 
     Raises:
         InvalidOptionError: If an option is out of range or contradicts the clipper, or if the optimizer is one that
@@ -74,12 +74,14 @@ class DPOptimizer(WrappedOptimizer):
         max_grad_norm: float | None = None,
         expected_batch_size: float | None,
         loss_reduction: str = "mean",
-        clipper: GhostClipper,
-        noise_source: NoiseSource,
+        generator: torch.Generator | None = None,
+        secure_mode: bool = False,
+        clipper: GhostClipper | None = None,
+        noise_source: NoiseSource | None = None,
     ) -> None:
         super().__init__(optimizer)
         checks.refuse_repeated_evaluation(optimizer)
-        self.clipper = clipper
+        self.clipper = clipper = chosen_clipper(optimizer, clipper)
         self.loss_reduction = _validate.choice(loss_reduction, "loss_reduction", ("mean", "sum"))
         if loss_reduction != clipper.loss_reduction:
             raise InvalidOptionError(
@@ -92,8 +94,8 @@ class DPOptimizer(WrappedOptimizer):
         self._step_hooks: list[StepHook] = []
         self._release_hooks: list[ReleaseHook] = []
         self.releases = 0
-        self.noise_source = noise_source
-        self._collected = collector(clipper, noise_source)
+        self.noise_source = chosen_noise(noise_source, generator=generator, secure_mode=secure_mode)
+        self._collected = collector(clipper, self.noise_source)
         self._rehearsing = False
         self._warned: set[str] = set()
         self.noise_multiplier = noise_multiplier
@@ -155,26 +157,6 @@ class DPOptimizer(WrappedOptimizer):
         """Whether the last step() only accumulated, so that the parameters did not change."""
         return self._batch.open
 
-    def attach_step_hook(self, fn: StepHook) -> None:
-        """Run a function in every releasing step, after all checks and before noise is drawn.
-
-        Hooks add up and run in the order they were attached; the budget's is the first. (To see the noisy gradient,
-        use torch's `register_step_pre_hook`.)
-
-        Args:
-            fn: Called with this optimizer; an exception it raises stops the step with nothing released.
-        """
-        self._step_hooks.append(fn)
-
-    def attach_release_hook(self, fn: ReleaseHook) -> None:
-        """Run a function in every releasing step on what is about to be released, before anything can see it.
-
-        Args:
-            fn: Called with this optimizer and the noisy gradients, which it must not change; the ledger's is the first.
-                An exception it raises stops the step with nothing released.
-        """
-        self._release_hooks.append(fn)
-
     # A step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -217,7 +199,7 @@ class DPOptimizer(WrappedOptimizer):
             TamperedGradientError: If a clipped sum was changed since backward.
         """
         try:
-            self._require_gradient()
+            self.clip_and_accumulate()
             if self._batch.skip_next or self._rehearsing:
                 self._batch.close_virtual_step(self.clipper.generation)
                 return False
@@ -251,8 +233,11 @@ class DPOptimizer(WrappedOptimizer):
         self._batch.count_passes(self.clipper.backward_passes, self.clipper.generation, empty=empty)
         self._collected.collect()
 
-    def _release(self) -> None:
+    def _release(self, *, divide: bool = True) -> None:
         """Replace the clipped sums in `p.grad` by the noisy, scaled release.
+
+        Args:
+            divide: Whether the sum of a mean loss is divided already.
 
         Privacy:
             The order matters: first everything that can refuse, then noise, then the ledger; only then does anything
@@ -267,8 +252,7 @@ class DPOptimizer(WrappedOptimizer):
             step_hook(self)
         # Nobody else holds the sums while they turn into a release, which the ledger sees first.
         self.original_optimizer.zero_grad(set_to_none=True)
-        mean = self.loss_reduction == "mean" and self.expected_batch_size is not None
-        divisor = float(self.expected_batch_size) if mean and self.expected_batch_size else 1.0
+        divisor = self.divisor if divide else 1.0
         released = noisy_gradients(
             trainable, sums, std=std, divisor=divisor, noise_source=self.noise_source, collected=self._collected
         )
@@ -292,6 +276,7 @@ class DPOptimizer(WrappedOptimizer):
 
     def _drop(self) -> None:
         """Forget the logical batch; no parameter keeps a clipped sum, also not one frozen since backward."""
+        self._hide_sums()
         self.clipper.reset()
         self._batch.clear()
         self.original_optimizer.zero_grad(set_to_none=True)
@@ -305,6 +290,7 @@ class DPOptimizer(WrappedOptimizer):
         del set_to_none
         if self._batch.open:
             return
+        self._hide_sums()
         self.clipper.reset()
         self.original_optimizer.zero_grad(set_to_none=True)
 
