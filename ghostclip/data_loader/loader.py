@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from ghostclip._validate import positive_int
+from ghostclip._validate import fraction, positive_int
 from ghostclip.accounting.events import SamplingEvent
 from ghostclip.data_loader.accepted import checked_batch_size, dataset_length, record_sampler
 from ghostclip.data_loader.empty_batch import EmptyBatchCollate
@@ -41,9 +41,14 @@ class DPDataLoader(DataLoader):
     Args:
         dataset: Map-style data set with a length.
         batch_size: Expected number of records in a Poisson batch, at most the length.
-        scheme: Another way to sample, in place of `batch_size`.
+        sample_rate: q of Poisson batches, in place of `batch_size`.
+        scheme: Another way to sample, in place of both.
         steps: Batches per epoch; round(length / batch_size) by default.
         max_batch_size: Largest batch: of a larger sample a random subset is kept, which its event accounts for.
+        distributed: All ranks draw one batch and share its records; made on all of them.
+        drop_last: Of no effect: every batch is a Poisson sample.
+        batch_first: Of no effect: the batch axis of an empty batch is found by evidence.
+        rand_on_empty: Refused, as in `from_data_loader`.
         collate_fn: As torch's, never called with an empty list.
         generator: Fixes the sampling and the workers' seeds; warns.
         num_workers: As torch's.
@@ -67,9 +72,14 @@ class DPDataLoader(DataLoader):
         dataset: Dataset,
         *,
         batch_size: int | None = None,
+        sample_rate: float | None = None,
         scheme: SamplingScheme | None = None,
         steps: int | None = None,
         max_batch_size: int | None = None,
+        distributed: bool = False,
+        drop_last: bool = False,
+        batch_first: bool = True,
+        rand_on_empty: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         generator: torch.Generator | None = None,
         num_workers: int = 0,
@@ -81,14 +91,22 @@ class DPDataLoader(DataLoader):
         persistent_workers: bool = False,
         pin_memory_device: str = "",
     ) -> None:
+        del drop_last, batch_first
+        refuse_invented_records(rand_on_empty=rand_on_empty)
         if scheme is None:
-            scheme = _poisson(dataset, batch_size, steps, max_batch_size)
-        elif (batch_size, steps, max_batch_size) != (None, None, None):
-            raise InvalidOptionError("batch_size, steps and max_batch_size belong to the scheme; give them to it only.")
+            rate = _rate(dataset, batch_size, sample_rate)
+            length = dataset_length(dataset)
+            scheme = Poisson(num_samples=length, sample_rate=rate, epoch_steps=steps, truncation=max_batch_size)
+        elif (batch_size, sample_rate, steps, max_batch_size) != (None, None, None, None):
+            raise InvalidOptionError(
+                "batch_size, sample_rate, steps and max_batch_size belong to the scheme; give them to it only."
+            )
         if scheme.num_samples != dataset_length(dataset):
             raise DataError(f"scheme over {scheme.num_samples} records: the data set has {dataset_length(dataset)}.")
         self.sample_rate = scheme.event.sample_rate
         sampler = PrivateSampler(scheme, generator=generator)
+        if distributed:
+            share_sampler(sampler)
         super().__init__(
             dataset,
             batch_sampler=sampler,
@@ -121,7 +139,7 @@ class DPDataLoader(DataLoader):
         return self.private_sampler.event
 
     @classmethod
-    def from_data_loader(
+    def from_data_loader(  # noqa: PLR0913 - Opacus's options and ours
         cls,
         data_loader: DataLoader,
         *,
@@ -129,6 +147,7 @@ class DPDataLoader(DataLoader):
         scheme: SamplingScheme | None = None,
         max_batch_size: int | None = None,
         distributed: bool | None = None,
+        batch_first: bool = True,
         rand_on_empty: bool = False,
     ) -> DPDataLoader:
         """Return a loader over the same data with the same options, but with Poisson batches.
@@ -143,6 +162,7 @@ class DPDataLoader(DataLoader):
             max_batch_size: Largest Poisson batch.
             distributed: All ranks draw one batch and share its records. By default so where torch.distributed runs
                 with several of them; False is for ranks that train apart from each other.
+            batch_first: Of no effect: the batch axis of an empty batch is found by evidence.
             rand_on_empty: Refused: an invented record in place of an empty batch doubles the sensitivity.
 
         Returns:
@@ -155,11 +175,8 @@ class DPDataLoader(DataLoader):
         Cost:
             Ranks that share batches exchange a key once.
         """
-        if rand_on_empty:
-            raise InvalidOptionError(
-                "rand_on_empty=True: an invented record that appears only when nobody was drawn makes one person's "
-                "influence twice the clipping bound; leave it out, empty batches are supported."
-            )
+        del batch_first
+        refuse_invented_records(rand_on_empty=rand_on_empty)
         if isinstance(data_loader, DPDataLoader):
             return data_loader
         batch_size = checked_batch_size(data_loader)
@@ -224,23 +241,43 @@ class DPDataLoader(DataLoader):
         self.private_sampler.load_state_dict(state)
 
 
-def _poisson(dataset: Dataset, batch_size: int | None, steps: int | None, max_batch_size: int | None) -> Poisson:
-    """Return the scheme of Poisson batches of an expected size.
+def _rate(dataset: Dataset, batch_size: int | None, sample_rate: float | None) -> float:
+    """Return the sampling rate, given it or the expected size of a batch.
 
     Args:
         dataset: The user's data set.
-        batch_size: Expected number of records in a batch.
-        steps: Batches per epoch, or None.
-        max_batch_size: Largest batch, or None.
+        batch_size: Expected number of records in a batch, or None.
+        sample_rate: q, or None.
 
     Returns:
-        The scheme.
+        q.
 
     Raises:
         DataError: If the data set cannot be sampled from, or is smaller than a batch.
+        InvalidOptionError: If not exactly one of the two is given.
     """
     length = dataset_length(dataset)
+    if sample_rate is not None and batch_size is None:
+        return fraction(sample_rate, "sample_rate")
+    if sample_rate is not None:
+        raise InvalidOptionError(f"batch_size={batch_size}, sample_rate={sample_rate}: give one of the two.")
     if positive_int(batch_size, "batch_size") > length:
         raise DataError(f"batch_size={batch_size}: the data set has only {length} records; use a smaller batch.")
     assert batch_size is not None, "refused above"
-    return Poisson(num_samples=length, sample_rate=batch_size / length, epoch_steps=steps, truncation=max_batch_size)
+    return batch_size / length
+
+
+def refuse_invented_records(*, rand_on_empty: bool) -> None:
+    """Refuse to train on records that nobody wrote.
+
+    Args:
+        rand_on_empty: As the user gave it.
+
+    Raises:
+        InvalidOptionError: If it is True.
+    """
+    if rand_on_empty:
+        raise InvalidOptionError(
+            "rand_on_empty=True: an invented record that appears only when nobody was drawn makes one person's "
+            "influence twice the clipping bound; leave it out, empty batches are supported."
+        )

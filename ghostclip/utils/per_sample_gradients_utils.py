@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from ghostclip.clipping.clipper import GhostClipper
 from ghostclip.errors import DataError, GhostClipError, InvalidOptionError, UnsupportedModelError
+from ghostclip.grad_sample.modes import strategy_of
 
 STRATEGIES: Final = ("bookkeeping", "ghost", "fast", "hooks")
 REDUCTIONS: Final = ("mean", "sum")
@@ -80,8 +81,16 @@ class Report:
         return "\n".join([f"{wrong} of {len(lines)} comparisons with one sample at a time are wrong:", *lines])
 
 
-def get_grad_sample_modes() -> list[str]:
-    """Return the strategies that a check goes through."""
+def get_grad_sample_modes(use_ew: bool = False) -> list[str]:  # noqa: FBT001, FBT002 - Opacus's signature
+    """Return the strategies that a check goes through.
+
+    Args:
+        use_ew: Of no effect: Opacus's "ew" is the strategy "hooks".
+
+    Returns:
+        Their names.
+    """
+    del use_ew
     return list(STRATEGIES)
 
 
@@ -101,6 +110,7 @@ def check_per_sample_gradients_are_correct(  # noqa: PLR0913 - the public functi
     rtol: float | None = None,
     atol: float | None = None,
     raise_if_wrong: bool = False,
+    grad_sample_mode: str | None = None,
 ) -> bool:
     """Return whether a module's per-sample gradients, their norms and clipped sums are right in every strategy.
 
@@ -120,13 +130,20 @@ def check_per_sample_gradients_are_correct(  # noqa: PLR0913 - the public functi
         rtol: Allowed difference relative to each tensor's largest entry; None for the dtype's.
         atol: Allowed difference whatever the size of the entries; None for ``rtol`` of the largest gradient of all.
         raise_if_wrong: Raise instead of returning False.
+        grad_sample_mode: Opacus's name for one strategy, in place of ``strategy``.
 
     Returns:
         Whether all comparisons hold.
 
     Raises:
+        InvalidOptionError: An option is unknown, or both names of the strategy are given.
         UnsupportedModelError: Something is wrong and ``raise_if_wrong`` is set; the message is the report.
     """
+    if grad_sample_mode is not None:
+        if strategy is not None:
+            message = f"strategy={strategy!r} and grad_sample_mode={grad_sample_mode!r} are the same; give one."
+            raise InvalidOptionError(message)
+        strategy = strategy_of(grad_sample_mode)
     report = per_sample_gradient_report(
         x, module, batch_first=batch_first, strategy=strategy, loss_reduction=loss_reduction, rtol=rtol, atol=atol
     )
@@ -174,7 +191,11 @@ def per_sample_gradient_report(  # noqa: PLR0913 - as above
     return Report(tuple(rows))
 
 
-def compute_microbatch_grad_sample(x: Inputs, module: nn.Module, *, batch_first: bool = True) -> dict[str, Tensor]:
+def compute_microbatch_grad_sample(
+    x: Inputs,
+    module: nn.Module,
+    batch_first: bool = True,  # noqa: FBT001, FBT002 - Opacus's signature
+) -> dict[str, Tensor]:
     """Return per-sample gradients by running one sample after the other: slow, and right by construction.
 
     Args:
@@ -211,7 +232,10 @@ def compute_microbatch_grad_sample(x: Inputs, module: nn.Module, *, batch_first:
 
 
 def compute_grad_sample(
-    x: Inputs, module: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean"
+    x: Inputs,
+    module: nn.Module,
+    batch_first: bool = True,  # noqa: FBT001, FBT002 - Opacus's signature
+    loss_reduction: str = "mean",
 ) -> dict[str, Tensor]:
     """Return per-sample gradients as the engine forms them with the strategy ``"hooks"``.
 
