@@ -10,29 +10,45 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ghostclip.clipping.clipper import GhostClipper
+    from ghostclip.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
     from ghostclip.privacy_engine import PrivacyEngine
     from ghostclip.rules import register_rule
     from ghostclip.validation.validate import validate
 
 __version__ = "0.1.0"
 
-__all__ = ["GhostClipper", "PrivacyEngine", "register_rule", "validate", "__version__"]
+__all__ = [
+    "GhostClipper",
+    "GradSampleModule",
+    "GradSampleModuleFastGradientClipping",
+    "PrivacyEngine",
+    "register_rule",
+    "validate",
+    "__version__",
+]
 
 _HOME_OF = {
     "GhostClipper": "ghostclip.clipping.clipper",
+    "GradSampleModule": "ghostclip.grad_sample",
+    "GradSampleModuleFastGradientClipping": "ghostclip.grad_sample",
     "PrivacyEngine": "ghostclip.privacy_engine",
     "register_rule": "ghostclip.rules",
     "validate": "ghostclip.validation.validate",
 }
 _SUBMODULES = frozenset(
     {
+        "accountants",
         "accounting",
         "audit",
         "clipping",
         "data_loader",
+        "distributed",
         "errors",
         "grad_sample",
         "inspection",
+        "layers",
+        "legacy",
+        "lightning",
         "noise",
         "optimizers",
         "privacy_engine",

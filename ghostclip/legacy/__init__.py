@@ -1,0 +1,20 @@
+"""The interface of Opacus's first generation (0.x): an engine that is attached to an optimizer, and norm clippers.
+
+New code uses `ghostclip.PrivacyEngine`, which also sees to the sampling.
+"""
+
+from ghostclip.legacy.engine import PrivacyEngine
+from ghostclip.legacy.per_sample_gradient_clip import (
+    ConstantFlatClipper,
+    ConstantPerLayerClipper,
+    NormClipper,
+    PerSampleGradientClipper,
+)
+
+__all__ = [
+    "ConstantFlatClipper",
+    "ConstantPerLayerClipper",
+    "NormClipper",
+    "PerSampleGradientClipper",
+    "PrivacyEngine",
+]

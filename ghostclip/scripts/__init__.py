@@ -1,0 +1,1 @@
+"""Programs that Opacus's users call by module path."""
