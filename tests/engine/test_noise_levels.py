@@ -1,0 +1,261 @@
+"""Levels of noise through the engine: what each needs, what discreteness costs, and what the engine says of it all."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.utils.data import DataLoader
+
+from ghostclip import GhostClipper, PrivacyEngine
+from ghostclip.accounting import create_accountant
+from ghostclip.accounting.discrete_gaussian import discretisation_delta
+from ghostclip.distributed import SharedNoise
+from ghostclip.errors import InvalidOptionError
+from ghostclip.noise import ExactNoise, ExactRelease
+from ghostclip.optimizers import DPOptimizer
+from ghostclip.utils.budget import Budget
+from ghostclip.utils.discretisation import STEPS_PER_BOUND, released_bounds
+from tests.engine.training import small_data, small_model
+
+DATA = small_data(64)
+DELTA = 1e-5
+COORDINATES = sum(p.numel() for p in small_model().parameters())
+
+
+def made(engine, *, epsilon=None, **options):
+    model = options.pop("module", None) or small_model()
+    arguments = {
+        "module": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "data_loader": DataLoader(DATA, batch_size=8),
+        "max_grad_norm": 1.0,
+        "grad_sample_mode": "hooks" if engine.noise_level == "exact" else "auto",
+        **options,
+    }
+    if epsilon is None:
+        return engine.make_private(noise_multiplier=1.0, **arguments)
+    return engine.make_private_with_epsilon(target_epsilon=epsilon, target_delta=DELTA, epochs=2, **arguments)
+
+
+def steps(private, number):
+    model, optimizer = private[0], private[1]
+    for start in range(0, 8 * number, 8):
+        rows = [record % 64 for record in range(start, start + 8)]
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(DATA.tensors[0][rows]), DATA.tensors[1][rows]).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("given", "level"),
+    [
+        ({}, "fast"),
+        ({"secure_mode": True}, "secure"),
+        ({"noise_level": "secure"}, "secure"),
+        ({"noise_level": "exact", "secure_mode": True}, "exact"),
+    ],
+)
+def test_level_is_what_was_asked_for(given, level):
+    engine = PrivacyEngine(**given)
+    private = made(engine)
+    assert engine.noise_level == private[1].noise_source.level == level
+    assert engine.secure_mode == (level != "fast")
+
+
+@pytest.mark.parametrize("given", [{"noise_level": "fast", "secure_mode": True}, {"noise_level": "safe"}])
+def test_levels_that_contradict_or_do_not_exist_are_refused(given):
+    with pytest.raises(InvalidOptionError, match="noise_level"):
+        PrivacyEngine(**given)
+
+
+@pytest.mark.parametrize("mode", ["auto", "bookkeeping", "ghost", "fast"])
+def test_exact_noise_asks_for_gradients_one_by_one(mode):
+    model = small_model()
+    with pytest.raises(InvalidOptionError, match="grad_sample_mode='hooks'"):
+        made(PrivacyEngine(noise_level="exact"), module=model, grad_sample_mode=mode)
+    made(PrivacyEngine(noise_level="exact"), module=model)
+
+
+@pytest.mark.parametrize("clipping", ["adaptive", "per_layer"])
+def test_exact_noise_asks_for_one_fixed_bound(clipping):
+    with pytest.raises(InvalidOptionError, match="one fixed norm"):
+        made(PrivacyEngine(noise_level="exact"), clipping=clipping)
+
+
+def test_exact_release_is_whole_steps_of_the_grid():
+    private = made(PrivacyEngine(noise_level="exact"), module=small_model().double(), data_loader=_doubles())
+    inputs, targets = DATA.tensors[0][:8].double(), DATA.tensors[1][:8]
+    nn.functional.cross_entropy(private[0](inputs), targets).backward()
+    private[1].step()
+    for p in private[0].parameters():
+        in_steps = p.grad * 8 * STEPS_PER_BOUND
+        assert torch.equal(in_steps, in_steps.round())
+        assert in_steps.any()
+
+
+def _doubles():
+    return DataLoader(torch.utils.data.TensorDataset(DATA.tensors[0].double(), DATA.tensors[1]), batch_size=8)
+
+
+def test_grid_that_is_accounted_is_the_one_that_is_released_on():
+    assert inspect.signature(ExactRelease).parameters["bits"].default == math.log2(STEPS_PER_BOUND)
+
+
+@pytest.mark.parametrize("history", [[(2.0, 0.2, 50)], [(4.0, 0.2, 20), (1.8, 0.2, 30)]])
+def test_discreteness_takes_its_share_of_delta(history):
+    """Chosen so that it takes most of δ; the smallest σ decides, and what is returned fits."""
+    accountant = create_accountant("rdp")
+    accountant.history = history
+    scale = min(entry[0] for entry in history) * 2**24
+    delta, coordinates = 1e-7, 10**12
+    plain = accountant.get_epsilon(delta)
+    epsilon = released_bounds(accountant, delta, coordinates=coordinates).upper
+    spent = discretisation_delta(epsilon, scale=scale, coordinates=coordinates, steps=50)
+    assert 0.2 * delta < spent < delta
+    assert epsilon >= accountant.get_epsilon(delta - spent) > plain
+    assert epsilon <= 1.01 * accountant.get_epsilon(delta - spent)
+
+
+def test_engine_adds_what_discreteness_costs_and_refuses_a_delta_below_it():
+    engine = PrivacyEngine(noise_level="exact", accountant="rdp")
+    steps(made(engine), 6)
+    assert engine.accountant.history == [(1.0, 0.125, 6)]
+    wanted = released_bounds(engine.accountant, 1e-8, coordinates=COORDINATES).upper
+    assert engine.get_epsilon(1e-8) == wanted > engine.accountant.get_epsilon(1e-8)
+    with pytest.raises(InvalidOptionError, match=f"{COORDINATES} numbers"):
+        engine.get_epsilon(1e-13)
+
+
+def test_budgets_and_targets_leave_room_for_discreteness(monkeypatch):
+    """A model of 10^17 numbers cannot be built here; its engine is told that it was."""
+    for place in ("ghostclip.privacy_engine", "ghostclip.utils.checkpoints"):
+        monkeypatch.setattr(f"{place}.coordinates_of", lambda module, level: 10**17 if level == "exact" else 0)
+    engine = PrivacyEngine(noise_level="exact", accountant="rdp")
+    private = made(engine, epsilon=3.0, when_spent="stop")
+    continuous = PrivacyEngine(accountant="rdp")
+    less = made(continuous, epsilon=3.0)
+    assert private[1].noise_multiplier > less[1].noise_multiplier
+    steps(private, 25)
+    assert len(engine.accountant) == 16
+    assert engine.budget_spent
+    assert 2.99 < engine.get_epsilon(DELTA) <= 3.0
+
+    def fitting(coordinates):
+        budget = Budget(5.0, 1e-7)
+        budget.coordinates = coordinates
+        return budget._count(create_accountant("rdp"), (2.0, 0.2))
+
+    assert 1 <= fitting(10**13) < fitting(0)
+
+
+def test_what_was_discrete_stays_so_in_ledgers_and_checkpoints(tmp_path):
+    engine = PrivacyEngine(noise_level="exact", ledger=tmp_path / "ledger", accountant="rdp")
+    private = made(engine)
+    steps(private, 3)
+    engine.save_checkpoint(path=tmp_path / "run.pt", module=private[0], optimizer=private[1])
+    spent = engine.get_epsilon(1e-8)
+    again = PrivacyEngine(ledger=tmp_path / "ledger", accountant="rdp")
+    assert again.get_epsilon(1e-8) == spent > again.accountant.get_epsilon(1e-8)
+    state = torch.load(tmp_path / "run.pt", weights_only=True)
+    torch.save({**state, "ghostclip_ledger": None}, tmp_path / "run.pt")
+    moved = PrivacyEngine(accountant="rdp", ledger=tmp_path / "later")
+    other = made(moved)
+    moved.load_checkpoint(path=tmp_path / "run.pt", module=other[0], optimizer=other[1], allow_mechanism_change=True)
+    assert moved.get_epsilon(1e-8) == spent
+    assert PrivacyEngine(accountant="rdp", ledger=tmp_path / "later").get_epsilon(1e-8) == spent
+
+
+def test_noise_that_ranks_share_is_added_to_integers(tmp_path):
+    """Of one rank here; `tests/distributed` has two."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        model = small_model().double()
+        clipper = GhostClipper(model, max_grad_norm=1.0, strategy="hooks")
+        optimizer = DPOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            noise_multiplier=1.0,
+            expected_batch_size=8,
+            clipper=clipper,
+            noise_source=SharedNoise(ExactNoise()),
+        )
+        nn.functional.cross_entropy(model(DATA.tensors[0][:8].double()), DATA.tensors[1][:8]).backward()
+        optimizer.step()
+    finally:
+        distributed.destroy_process_group()
+    for p in model.parameters():
+        in_steps = p.grad * 8 * STEPS_PER_BOUND
+        assert torch.equal(in_steps, in_steps.round())
+        assert in_steps.std() > 0.3 * STEPS_PER_BOUND
+
+
+def test_delta_of_a_whole_record_warns_once():
+    engine = PrivacyEngine()
+    private = made(engine)
+    steps(private, 1)
+    with pytest.warns(UserWarning, match=r"not below 1/N"):
+        engine.get_epsilon(1 / 64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.get_epsilon(1 / 64)
+        PrivacyEngine().get_epsilon(0.5)
+    model = small_model()
+    with pytest.warns(UserWarning, match="N = 64"):
+        PrivacyEngine().make_private_with_epsilon(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(DATA, batch_size=8),
+            target_epsilon=1.0,
+            target_delta=0.02,
+            epochs=1,
+            max_grad_norm=1.0,
+        )
+
+
+@pytest.mark.parametrize("probe", [True, False])
+def test_probe_is_handed_to_the_clipper(probe, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "ghostclip.utils.assembly.GhostClipper",
+        lambda model, **given: asked.append(given["probe"]) or GhostClipper(model, **given),
+    )
+    made(PrivacyEngine(), probe=probe)
+    made(PrivacyEngine(), probe=probe, epsilon=3.0)
+    assert asked == [probe, probe]
+
+
+@pytest.mark.parametrize("level", ["fast", "secure", "exact"])
+def test_summary_says_what_the_guarantee_is(level):
+    engine = PrivacyEngine(noise_level=level)
+    assert "ε ≤ 0.0000" in engine.summary(DELTA)
+    steps(made(engine), 4)
+    text = engine.summary(DELTA)
+    bounds = engine.epsilon_bounds(DELTA)
+    lower, upper = bounds.lower, bounds.upper
+    shown = float(text.split("ε ≤ ")[1].split(",")[0])
+    assert upper <= shown <= upper + 1e-4
+    assert f"less than ε = {math.floor(lower * 1e4) / 1e4:.4f}" in text
+    for phrase in ("δ = 1e-05", "nothing in its place", "64, is public", "q = 0.125", f"{level} noise", "losses"):
+        assert phrase in text, phrase
+    assert ("rounding of floating-point numbers" in text) == (level != "exact")
+    assert "\n" not in text
+
+
+def test_summary_names_users_and_truncation():
+    from ghostclip.data_loader import DPDataLoader
+    from ghostclip.sampling import Poisson, UserPoisson
+
+    users = UserPoisson([record // 4 for record in range(64)], sample_rate=0.25, max_records=3)
+    truncated = Poisson(num_samples=64, sample_rate=0.125, truncation=20)
+    said = []
+    for scheme in (users, truncated):
+        engine = PrivacyEngine()
+        made(engine, data_loader=DPDataLoader.from_data_loader(DataLoader(DATA, batch_size=8), scheme=scheme))
+        said.append(engine.summary(DELTA))
+    assert "each user (at most 3 records in a batch)" in said[0]
+    assert "16, is public" in said[0]
+    assert "at most 20 in a batch" in said[1]
