@@ -1,0 +1,150 @@
+"""Measure one of the published tables again: `python -m paper_repro --help`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import machine
+from paper_repro import stages
+from paper_repro.capacity import add_capacity
+from paper_repro.cases import Case, Size, Table
+from paper_repro.data import DataError, with_data
+from paper_repro.measure import Plan, measured
+from paper_repro.memory import add_memory
+from paper_repro.plot import plot
+from paper_repro.report import markdown
+from paper_repro.tables import LETTERS, load
+
+RESULTS = Path(__file__).resolve().parent / "results"
+CAPS = {"tiny": 0.25, "small": 1.5, "full": 40.0}
+MOST = {"tiny": 8, "small": 1024, "full": 4096}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m paper_repro", description=__doc__)
+    parser.add_argument("table", choices=LETTERS, help="which table")
+    parser.add_argument("--device", default="cpu", help="cpu (the default), or cuda, which runs the full sizes")
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument("--tiny", action="store_true", help="does it run, in seconds; not how fast")
+    sizes.add_argument("--full", action="store_true", help="the published sizes, also on a CPU")
+    parser.add_argument("--steps", type=int, default=40, help="most steps of each case (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, help="timing of each case (default: the table's own)")
+    parser.add_argument("--case", action="append", help="only this model, by its short name; repeatable")
+    parser.add_argument("--engine", action="append", help="only this engine beside the non-private one; likewise")
+    parser.add_argument("--data", type=Path, help="folder with the real data sets (default: synthetic inputs)")
+    parser.add_argument("--cap", type=float, help="GiB that table D looks for the largest batch in")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own choice)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the files (default: %(default)s)")
+    return parser
+
+
+def _chosen(parser: argparse.ArgumentParser, options: argparse.Namespace, size: Size) -> tuple[Table, list[Case]]:
+    """The table and the cases wanted of it, with real data if there is some."""
+    table = load(options.table, size)
+    groups = dict.fromkeys(case.group for case in table.cases)
+    names = [engine.name for engine in table.engines(False)]
+    for option, given, known in (("--case", options.case, list(groups)), ("--engine", options.engine, names)):
+        unknown = sorted(set(given or ()) - set(known))
+        if unknown:
+            parser.error(f"argument {option}: unknown: {', '.join(unknown)} (there are: {', '.join(known)})")
+    if options.steps < 1:
+        parser.error(f"argument --steps: {options.steps} is not at least 1")
+    cases = [case for case in table.cases if not options.case or case.group in options.case]
+    if options.data:
+        try:
+            cases = [with_data(case, options.data) for case in cases]
+        except DataError as problem:
+            parser.error(f"argument --data: {problem}")
+    return table, cases
+
+
+def _device(parser: argparse.ArgumentParser, name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as problem:
+        parser.error(f"argument --device: {name}: {str(problem).splitlines()[0]}")
+    return device
+
+
+def _measure(table: Table, size: Size, plan: Plan, cap: float) -> dict[str, Any]:
+    """Everything that the table has."""
+
+    def after(case: Case, found: dict[str, Any]) -> None:
+        if table.memory and plan.device.type == "cpu":
+            add_memory(table.letter, size, case, found)
+        if table.extra == "capacity":
+            add_capacity(table.letter, size, case, found, {"device": plan.device, "cap": cap, "most": MOST[size]})
+
+    report: dict[str, Any] = {"cases": list(measured(table, plan, after))}
+    if table.extra == "stages":
+        report["stages"] = list(stages.measured(size, plan.device, plan.only))
+    return report
+
+
+def _write(report: dict[str, Any], table: Table, folder: Path) -> None:
+    device = report["machine"]["device"].split(":")[0]
+    stem = f"table-{table.letter.lower()}-{device}{'-tiny' if report['size'] == 'tiny' else ''}"
+    folder.mkdir(parents=True, exist_ok=True)
+    text = markdown(report, table)
+    (folder / f"{stem}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    (folder / f"{stem}.md").write_text(text, encoding="utf-8")
+    plot(report, folder / f"{stem}.png")
+    sys.stdout.write(f"\n{text}\nwritten: {folder / stem}.json, .md, .png\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one table.
+
+    Args:
+        arguments: The command line after the program's name; the process's own by default.
+
+    Returns:
+        The exit status: 1 if a strategy of ghostclip failed, other than for memory, or computed something wrong.
+    """
+    parser = _parser()
+    given = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(given)
+    device = _device(parser, options.device)
+    size: Size = "tiny" if options.tiny else "full" if options.full or device.type == "cuda" else "small"
+    table, cases = _chosen(parser, options, size)
+    table = replace(table, cases=tuple(cases))
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    machine.exact_float32()
+    seconds = table.seconds if options.seconds is None else options.seconds
+    plan = Plan(device, options.steps, seconds, frozenset(options.engine or ()))
+    cap = options.cap or CAPS[size]
+    notes = [f"Inputs: {'the data sets in the folder given' if options.data else 'synthetic, of the real shapes'}."]
+    if table.extra == "capacity":
+        notes.append(
+            f"Largest batch: under {cap:g} GiB for everything but the program itself, to within 3 %; on a GPU of the "
+            "allocator's memory, on a CPU of the process's own data. Batches above "
+            f"{MOST[size]} are not tried."
+        )
+    report = {
+        "command": shlex.join(["python", "-m", "paper_repro", *given]),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "table": table.letter,
+        "size": size,
+        "machine": machine.describe(device),
+        "notes": notes,
+        "references": [vars(reference) for reference in table.references],
+        **_measure(table, size, plan, cap),
+    }
+    _write(report, table, options.out)
+    rows = [row for case in report["cases"] for row in case["engines"] if row["title"].startswith("ghostclip")]
+    return int(any(row["status"] != "ok" and row.get("problem") != "out of memory" for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""Every case of a table, every engine: check, one trial step alone, then timing in turns."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.correctness import ROUNDING, TOLERANCE, Reference, reference
+from benchmarks.engines import Engine, Runner
+from benchmarks.run import Row, add_times, checked
+from benchmarks.tasks import Task
+from paper_repro.cases import Case, Table
+from paper_repro.limits import SHARE_OF_FREE, cap, free_bytes, reason
+from paper_repro.opacus_layers import needs_opacus_layers, same_function, with_opacus_layers
+
+MAX_GRAD_NORM = 1.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a run is made.
+
+    Attributes:
+        device: Where it runs.
+        rounds: Most rounds of timing.
+        seconds: Timing of a case stops after about this time.
+        only: Names of the private engines wanted; empty for all.
+    """
+
+    device: torch.device
+    rounds: int
+    seconds: float
+    only: frozenset[str]
+
+    def engines(self, table: Table, *, check: bool) -> list[Engine]:
+        """The engines that are wanted.
+
+        Args:
+            table: Knows them all.
+            check: Whether for the check, or for timing.
+
+        Returns:
+            The non-private one first.
+        """
+        found = table.engines(check)
+        return [engine for engine in found if not engine.private or not self.only or engine.name in self.only]
+
+
+def say(text: str) -> None:
+    """Tell the person who waits.
+
+    Args:
+        text: One line or more.
+    """
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def _swapped_task(task: Task) -> Task:
+    return replace(task, make_model=lambda: with_opacus_layers(task.make_model()))
+
+
+def check(table: Table, case: Case, plan: Plan) -> list[Row]:
+    """Compare every engine's clipped sum with one-sample autograd in float64, on a few samples.
+
+    An engine that runs on swapped layers is compared with one-sample autograd through those, and it is said whether
+    they compute what torch's do.
+
+    Args:
+        table: Gives the engines.
+        case: Any case of a group.
+        plan: How the run is made.
+
+    Returns:
+        A row for each engine, with `status`.
+    """
+    task = replace(case.task, batch_size=min(case.task.batch_size, table.checked_samples))
+    expected = reference(task, plan.device)
+    swapped, remark = expected, ""
+    if needs_opacus_layers(task.make_model()):
+        swapped = reference(_swapped_task(task), plan.device)
+        inputs = task.batch(plan.device)[0]
+        kept = same_function(task.model(plan.device), _swapped_task(task).model(plan.device), inputs)
+        remark = "" if kept else "Opacus's layer computes something else than torch's"
+    rows = []
+    for engine in plan.engines(table, check=True):
+        opacus = engine.name.startswith("opacus")
+        with warnings.catch_warnings():
+            # Without noise on purpose, so that the clipped sums show.
+            warnings.filterwarnings("ignore", message="noise_multiplier=0")
+            row = checked(engine, task, plan.device, swapped if opacus else expected)
+        if opacus and remark:
+            row["remark"] = remark
+        if row["status"] == "failed":
+            row["problem"] = str(row["problem"]).splitlines()[0][:200]
+        rows.append(row)
+        say(f"   {engine.title}: {row['status']} {row.get('error', '')} {row.get('problem', '')}")
+        gc.collect()
+    return rows
+
+
+def _trial(engine: Engine, case: Case, device: torch.device) -> dict[str, Any]:
+    """One step alone: does it fit, and on a GPU, what does it take."""
+    found: dict[str, Any] = {}
+    try:
+        batch = case.task.batch(device)
+        runner = engine.attach(case.task.model(device), MAX_GRAD_NORM)
+        if device.type == "cuda":
+            runner.step(batch)
+            found["loaded_bytes"] = torch.cuda.memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+        runner.step(batch)
+        if device.type == "cuda":
+            found["peak_bytes"] = torch.cuda.max_memory_allocated(device)
+    except Exception as problem:  # noqa: BLE001 - whatever an engine raises is a result
+        found = {"status": "failed", "problem": reason(problem)}
+    # An engine's hooks hold on to its model in circles, and the next engine needs the room.
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
+
+
+def _remembering(engine: Engine, runners: dict[str, Runner]) -> Engine:
+    """The same engine, whose runner can be asked for more than the time of a step."""
+
+    def attach(model: nn.Module, max_grad_norm: float) -> Runner:
+        runners[engine.name] = engine.attach(model, max_grad_norm)
+        return runners[engine.name]
+
+    return replace(engine, attach=attach)
+
+
+def _add_update_times(rows: list[Row], runners: dict[str, Runner], rounds: int) -> None:
+    for row in rows:
+        seconds = getattr(runners[str(row["name"])], "update_seconds", None)
+        if seconds:
+            # The last step was made under a counter of operations, and those before the rounds to warm up.
+            row["update_seconds"] = statistics.median(seconds[-rounds - 1 : -1])
+
+
+def measure_case(table: Table, case: Case, verdicts: list[Row], plan: Plan) -> dict[str, Any]:
+    """Time one case.
+
+    Args:
+        table: Gives the engines.
+        case: What is measured.
+        verdicts: What `check` said of the case's group.
+        plan: How the run is made.
+
+    Returns:
+        The case's part of the report: plain values, ready for JSON.
+    """
+    rows: list[Row] = [dict(row) for row in verdicts]
+    chosen = []
+    for row, engine in zip(rows, plan.engines(table, check=False), strict=True):
+        if case.published.get(engine.name):
+            row["published"] = case.published[engine.name]
+        if row["status"] == "ok":
+            row.update(_trial(engine, case, plan.device))
+        if row["status"] == "ok":
+            chosen.append((row, engine))
+    rounds = _time(chosen, case, plan)
+    model = case.task.make_model()
+    return {
+        "name": case.task.name,
+        "group": case.group,
+        "title": case.title,
+        "batch_size": case.task.batch_size,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "trainable": sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        "epoch": case.epoch,
+        "tolerance": {"ghostclip": TOLERANCE, "others": ROUNDING},
+        "checked_samples": min(case.task.batch_size, table.checked_samples),
+        "rounds": rounds,
+        "engines": rows,
+    }
+
+
+def _time(chosen: list[tuple[Row, Engine]], case: Case, plan: Plan) -> int:
+    """Add times to the rows; ratios need the non-private one, so without it there are none."""
+    if not chosen or chosen[0][0]["private"]:
+        return 0
+    runners: dict[str, Runner] = {}
+    rows = [row for row, _ in chosen]
+    engines = [_remembering(engine, runners) for _, engine in chosen]
+    clipping = Reference(max_grad_norm=MAX_GRAD_NORM, clipped_sum=[])
+    limits = {"rounds": plan.rounds, "seconds": plan.seconds}
+    try:
+        rounds = add_times(rows, engines, case.task, plan.device, clipping, limits=limits)
+    except Exception as problem:  # noqa: BLE001 - each fits alone; together their models may not
+        for row in rows:
+            row.update(status="failed", problem=f"in turns with the others: {reason(problem)}")
+        return 0
+    _add_update_times(rows, runners, rounds)
+    return rounds
+
+
+def measured(table: Table, plan: Plan, after: Callable[[Case, dict[str, Any]], None]) -> Iterator[dict[str, Any]]:
+    """Measure every case of a table.
+
+    Args:
+        table: The table.
+        plan: How the run is made.
+        after: Called with each case and its part of the report, to add to it.
+
+    Yields:
+        Each case's part of the report.
+    """
+    verdicts: dict[str, list[Row]] = {}
+    free = free_bytes()
+    guarded = plan.device.type == "cpu" and free is not None
+    for case in table.cases:
+        say(f"== {case.task.title}")
+        with cap(SHARE_OF_FREE * (free or 0), plan.device) if guarded else nullcontext():
+            if case.group not in verdicts:
+                verdicts[case.group] = check(table, case, plan)
+            found = measure_case(table, case, verdicts[case.group], plan)
+        gc.collect()
+        after(case, found)
+        say(f"   {found['rounds']} rounds")
+        yield found

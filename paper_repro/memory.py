@@ -1,0 +1,129 @@
+"""Peak memory of every engine on one case, in a process of its own: `python -m paper_repro.memory --help`.
+
+On a CPU only: on a GPU the allocator's own count is read during the trial step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.engines import Engine
+from benchmarks.machine import exact_float32
+from benchmarks.memory import ENVIRONMENT, resident
+from paper_repro.cases import Case, Size
+from paper_repro.limits import SHARE_OF_FREE, cap, free_bytes, reason
+from paper_repro.measure import MAX_GRAD_NORM
+from paper_repro.tables import LETTERS, load
+
+STEPS = 2
+_CLEAR = Path("/proc/self/clear_refs")
+
+
+def forget_peak() -> None:
+    """Let the process's peak start anew from what it holds now."""
+    gc.collect()
+    _CLEAR.write_text("5", encoding="ascii")
+
+
+def can_forget_peak() -> bool:
+    """Whether this system lets a process start its peak anew."""
+    return _CLEAR.exists() and os.access(_CLEAR, os.W_OK)
+
+
+def _steps(engine: Engine, case: Case, device: torch.device) -> dict[str, Any]:
+    try:
+        batch = case.task.batch(device)
+        runner = engine.attach(case.task.model(device), MAX_GRAD_NORM)
+        forget_peak()
+        loaded = resident("VmRSS")
+        for _ in range(STEPS):
+            runner.step(batch)
+    except Exception as problem:  # noqa: BLE001 - whatever an engine raises is a result
+        return {"memory_problem": reason(problem)}
+    return {"loaded_bytes": loaded, "peak_bytes": resident("VmHWM")}
+
+
+def _in_this_process(letter: str, size: Size, name: str, wanted: list[str]) -> dict[str, Any]:
+    exact_float32()
+    device = torch.device("cpu")
+    table = load(letter, size)
+    case = next(case for case in table.cases if case.task.name == name)
+    tiny = next(other for other in load(letter, "tiny").cases if other.group == case.group)
+    found = {}
+    for engine in table.engines(False):
+        if engine.name in wanted:
+            # What is imported and planned at an engine's first step is not counted as its memory.
+            _steps(engine, tiny, device)
+            with cap(SHARE_OF_FREE * (free_bytes() or 0), device):
+                found[engine.name] = _steps(engine, case, device)
+            gc.collect()
+    return found
+
+
+def in_new_process(module: str, arguments: list[str]) -> dict[str, Any]:
+    """Run one of this package's modules in a process whose resident size is what is alive.
+
+    Args:
+        module: Its name; it prints one line of JSON at the end.
+        arguments: Its command line.
+
+    Returns:
+        What it printed; with `process_problem` if it died.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=Path(__file__).resolve().parents[1],
+        env={**os.environ, **ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return {"process_problem": f"the process ended with {done.returncode}: {last}"[:200]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def add_memory(letter: str, size: Size, case: Case, found: dict[str, Any]) -> None:
+    """Add the peak memory of each engine that was timed.
+
+    Args:
+        letter: The table.
+        size: How large its models are.
+        case: The case.
+        found: Its part of the report; its engines' rows gain `loaded_bytes` and `peak_bytes`, or `memory_problem`.
+    """
+    wanted = [row["name"] for row in found["engines"] if row["status"] == "ok"]
+    if not wanted or not can_forget_peak():
+        return
+    arguments = [letter, case.task.name, "--size", size, "--engines", *wanted]
+    measured = in_new_process("paper_repro.memory", arguments)
+    lost = {"memory_problem": measured["process_problem"]} if "process_problem" in measured else {}
+    for row in found["engines"]:
+        if row["name"] in wanted:
+            row.update(measured.get(row["name"], lost))
+
+
+def main() -> None:
+    """Print the peaks as one line of JSON."""
+    parser = argparse.ArgumentParser(prog="python -m paper_repro.memory", description=__doc__)
+    parser.add_argument("table", choices=LETTERS)
+    parser.add_argument("case")
+    parser.add_argument("--size", choices=("tiny", "small", "full"), default="small")
+    parser.add_argument("--engines", nargs="+", required=True)
+    options = parser.parse_args()
+    found = _in_this_process(options.table, options.size, options.case, options.engines)
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()

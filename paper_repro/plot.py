@@ -1,0 +1,117 @@
+"""A report as a picture: bars for a model at one batch size, lines over several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+COLOURS = {
+    "nonprivate": "#8d99ae",
+    "bookkeeping": "#012a4a",
+    "ghost": "#2a6f97",
+    "fast": "#61a5c2",
+    "hooks": "#a9d6e5",
+    "opacus-gsm": "#7f4f24",
+    "opacus-hooks": "#c77d2e",
+    "opacus-fast": "#e0a458",
+    "opacus-ghost": "#f2cc8f",
+}
+Case = Mapping[str, Any]
+Row = Mapping[str, Any]
+PANELS = {
+    "time, × non-private": "wall_ratio",
+    "CPU time, × non-private": "cpu_ratio",
+    "FLOPs, × non-private": "flops_ratio",
+    "memory above the model, MB": "megabytes",
+    "largest batch": "largest_batch",
+}
+
+
+def _value(row: Row, key: str) -> float | None:
+    if key == "megabytes":
+        return (row["peak_bytes"] - row["loaded_bytes"]) / 2**20 if "peak_bytes" in row else None
+    return row.get(key)
+
+
+def _rows(case: Case) -> list[Row]:
+    return [row for row in case["engines"] if _value(row, "wall_ratio") is not None or "largest_batch" in row]
+
+
+def _panels(cases: Sequence[Case]) -> dict[str, str]:
+    """The panels for which there is a figure."""
+    rows = [row for case in cases for row in _rows(case)]
+    return {title: key for title, key in PANELS.items() if any(_value(row, key) is not None for row in rows)}
+
+
+def _bars(axes: Any, case: Case, key: str) -> None:
+    rows = _rows(case)
+    values = [_value(row, key) or 0.0 for row in rows]
+    bars = axes.barh([row["title"] for row in rows], values, color=[COLOURS[row["name"]] for row in rows])
+    labels = [f"{value:.3g}" if value < 100 else f"{value:,.0f}" for value in values]
+    missing = [_value(row, key) is None for row in rows]
+    labels = ["–" if absent else label for label, absent in zip(labels, missing, strict=True)]
+    axes.bar_label(bars, labels=labels, padding=3, fontsize=7)
+    axes.invert_yaxis()
+    axes.margins(x=0.2)
+
+
+def _lines(axes: Any, cases: Sequence[Case], key: str) -> None:
+    for first in cases[0]["engines"]:
+        points = []
+        for case in cases:
+            row = next(row for row in case["engines"] if row["name"] == first["name"])
+            value = _value(row, key)
+            if value is not None:
+                points.append((case["batch_size"], value))
+        if points:
+            axes.plot(*zip(*points, strict=True), "o-", ms=3, label=first["title"], color=COLOURS[first["name"]])
+    batch_sizes = [case["batch_size"] for case in cases]
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(batch_sizes, [str(batch_size) for batch_size in batch_sizes])
+    axes.set_xlabel("batch size", fontsize=8)
+    axes.set_ylim(bottom=0)
+
+
+def _draw(figure: Any, cases: Sequence[Case]) -> None:
+    panels = _panels(cases)
+    figure.suptitle(cases[0]["title"] + ("" if len(cases) > 1 else f", B {cases[0]['batch_size']}"), fontsize=9)
+    if not panels:
+        figure.text(0.5, 0.4, "no engine was timed", ha="center", fontsize=8)
+        return
+    every = list(figure.subplots(1, len(panels), squeeze=False).flat)
+    for axes, (title, key) in zip(every, panels.items(), strict=True):
+        if len(cases) > 1:
+            _lines(axes, cases, key)
+        else:
+            _bars(axes, cases[0], key)
+            if axes is not every[0]:
+                axes.set_yticklabels([])
+        axes.set_title(title, fontsize=8)
+        axes.tick_params(labelsize=7)
+        axes.spines[["top", "right"]].set_visible(False)
+    if len(cases) > 1:
+        every[0].legend(fontsize=6)
+
+
+def plot(report: Mapping[str, Any], path: Path) -> None:
+    """Draw a row of panels for each model.
+
+    Args:
+        report: A report as read from its file.
+        path: The PNG file to write.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    groups = [list(cases) for _, cases in groupby(report["cases"], key=lambda case: case["group"])]
+    heights = [3.2 if len(cases) > 1 else 2.3 for cases in groups]
+    figure = pyplot.figure(figsize=(13, sum(heights)), layout="constrained")
+    parts = figure.subfigures(len(groups), 1, squeeze=False, height_ratios=heights).flat
+    for part, cases in zip(parts, groups, strict=True):
+        _draw(part, cases)
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
