@@ -1,0 +1,39 @@
+"""Kernels for GPUs, written in Triton, each with a twin in plain PyTorch that gives the same values.
+
+The functions here are complete without Triton and on every device: they use a kernel for CUDA tensors where Triton is
+installed, the kernel is expected to pay and has agreed with its twin on that device, and the twin everywhere else.
+`set_mode("off")`, or ``GHOSTCLIP_KERNELS=off`` in the environment, turns every kernel off; "on" uses them wherever they
+can run. Configurations follow from shapes: nothing is tuned by running a kernel on live data.
+"""
+
+from typing import Final
+
+from ghostclip.kernels import affine, gram, noise, outer, rows
+from ghostclip.kernels.affine import NormAffine, layer_norm_affine, rms_norm_affine
+from ghostclip.kernels.bounds import Bounded
+from ghostclip.kernels.gram import symmetric_gram
+from ghostclip.kernels.noise import add_noise_
+from ghostclip.kernels.outer import outer_square, weighted_sum
+from ghostclip.kernels.rows import row_square
+from ghostclip.kernels.switch import mode, set_mode, using
+from ghostclip.kernels.twins import Twins
+
+TWINS: Final = (gram.TWINS, outer.SQUARE, outer.SUM, rows.TWINS, affine.TWINS, noise.TWINS)
+"""Every kernel with its twin."""
+
+__all__ = [
+    "TWINS",
+    "Bounded",
+    "NormAffine",
+    "Twins",
+    "add_noise_",
+    "layer_norm_affine",
+    "mode",
+    "outer_square",
+    "rms_norm_affine",
+    "row_square",
+    "set_mode",
+    "symmetric_gram",
+    "using",
+    "weighted_sum",
+]

@@ -1,0 +1,1 @@
+"""The kernels themselves: the only modules that import Triton, loaded when one is first used."""

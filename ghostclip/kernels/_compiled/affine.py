@@ -1,0 +1,109 @@
+"""Per-sample gradients of the affine part of layer and RMS norm, with their squared norms, in one pass over them."""
+# Triton reads the annotations of kernels: only its own mean something to it.
+# ruff: noqa: ANN001, ANN202, PLR0913, PLR0917, N803
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_PROGRAMS: Final = 512
+_TILE: Final = 4096
+
+
+@triton.jit
+def _norm_affine(
+    x_ptr,
+    g_ptr,
+    weight_ptr,
+    bias_ptr,
+    square_ptr,
+    positions,
+    features,
+    share,
+    programs,
+    eps,
+    CENTRED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    sample = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(1)
+    x_ptr += sample * positions * features
+    g_ptr += sample * positions * features
+    f = tl.arange(0, BLOCK_F)
+    weight = tl.zeros((BLOCK_F,), dtype=tl.float32)
+    bias = tl.zeros((BLOCK_F,), dtype=tl.float32)
+    last = min(positions, (program + 1) * share)
+    for first in range(program * share, last, BLOCK_T):
+        t = first + tl.arange(0, BLOCK_T)
+        mask = (t[:, None] < last) & (f[None, :] < features)
+        place = t[:, None].to(tl.int64) * features + f[None, :]
+        x_TF = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        g_TF = tl.load(g_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        if CENTRED:
+            x_TF = tl.where(mask, x_TF - (tl.sum(x_TF, 1) / features)[:, None], 0.0)
+        spread_T = tl.sqrt(tl.sum(x_TF * x_TF, 1) / features + eps)
+        # Rows beyond the last are zero; with eps = 0 their spread is too.
+        x_TF = x_TF / tl.where(t < last, spread_T, 1.0)[:, None]
+        weight += tl.sum(g_TF * x_TF, 0)
+        bias += tl.sum(g_TF, 0)
+    place = (sample * programs + program) * features + f
+    tl.store(weight_ptr + place, weight, mask=f < features)
+    tl.store(bias_ptr + place, bias, mask=f < features)
+    if WHOLE:
+        one = tl.arange(0, 1)
+        zero = tl.zeros((1,), dtype=tl.float64)
+        tl.store(square_ptr + sample * 2 + one, zero + tl.sum((weight * weight).to(tl.float64), 0))
+        tl.store(square_ptr + sample * 2 + 1 + one, zero + tl.sum((bias * bias).to(tl.float64), 0))
+
+
+def norm_affine(x_BTF: Tensor, g_BTF: Tensor, eps: float, centred: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return per-sample gradients of weight and bias and the squares of their norms.
+
+    Args:
+        x_BTF: What is normalised, float32, float16 or bfloat16.
+        g_BTF: Gradient of the output, likewise, same shape.
+        eps: Added to the mean square before the root.
+        centred: 1 for layer norm, 0 for RMS norm.
+
+    Returns:
+        Gradients of weight and bias, float32, shape ``(B, F)``, and their squared norms, shape ``(B,)``.
+    """
+    samples, positions, features = x_BTF.shape
+    if x_BTF.numel() == 0:
+        none = torch.zeros(samples, features, device=x_BTF.device)
+        return none, none.clone(), none.sum(1), none.sum(1)
+    block_f = triton.next_power_of_2(features)
+    block_t = max(1, min(triton.next_power_of_2(positions), _TILE // block_f))
+    wanted = min(triton.cdiv(_PROGRAMS, samples), triton.cdiv(positions, 4 * block_t))
+    share = triton.cdiv(positions, wanted)
+    programs = triton.cdiv(positions, share)
+    weight_BPF, bias_BPF = torch.empty(2, samples, programs, features, device=x_BTF.device)
+    square_B2 = torch.empty(samples, 2, dtype=torch.float64, device=x_BTF.device)
+    _norm_affine[(samples, programs)](
+        x_BTF.contiguous(),
+        g_BTF.contiguous(),
+        weight_BPF,
+        bias_BPF,
+        square_B2,
+        positions,
+        features,
+        share,
+        programs,
+        eps,
+        CENTRED=bool(centred),
+        WHOLE=programs == 1,
+        BLOCK_T=block_t,
+        BLOCK_F=block_f,
+        num_warps=max(4, block_t * block_f // 1024),
+    )
+    if programs == 1:
+        return weight_BPF[:, 0], bias_BPF[:, 0], square_B2[:, 0].float(), square_B2[:, 1].float()
+    weight_BF, bias_BF = weight_BPF.sum(1), bias_BPF.sum(1)
+    squares = (gradient.double().square().sum(1).float() for gradient in (weight_BF, bias_BF))
+    return weight_BF, bias_BF, *squares

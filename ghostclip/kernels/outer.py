@@ -1,0 +1,111 @@
+"""Sums of outer products: squared norms of gradients that are formed and not kept, and weighted sums over samples.
+
+Shape letters: N samples (times slots), T positions, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ghostclip.kernels.bounds import Bounded, instantiated_error, position_scale, widened
+from ghostclip.kernels.twins import Twins, generator, is_half
+
+SHORT: Final = 16
+"""Positions below which a tile of the kernel would be mostly empty."""
+
+
+def outer_square(a_NTI: Tensor, g_NTO: Tensor, *, samples_at_once: int = 1) -> Bounded:
+    """Return squared norms of ``Σ_t g_t ⊗ a_t``, formed and squared.
+
+    The contraction that forms the clipped sum later rounds differently; ``error_N`` bounds by how much.
+
+    Cost: 2·T·I·O a sample. The kernel keeps each tile of a gradient in registers; the twin stores ``samples_at_once``
+    whole gradients.
+
+    Args:
+        a_NTI: Layer inputs, shape ``(N, T, I)``, floating-point.
+        g_NTO: Gradients of the layer outputs, shape ``(N, T, O)``.
+        samples_at_once: Gradients that the twin forms at a time.
+
+    Returns:
+        Squared norms and a bound in proportion to the norm; float64 for float64, else float32.
+
+    Privacy:
+        ``value_N + error_N`` is at least the true squared norm, whichever way it was formed.
+    """
+    pays = is_half(a_NTI, g_NTO) and a_NTI.shape[1] >= SHORT
+    return SQUARE.pick(a_NTI, g_NTO, pays=pays)(a_NTI, g_NTO, samples_at_once)
+
+
+def weighted_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor) -> Tensor:
+    """Add ``Σ_n c_n Σ_t g_nt ⊗ a_nt`` to a matrix, in place.
+
+    Cost: 2·N·T·I·O. The kernel weighs each sample's gradient in registers and takes 16-bit tensors as they are; the
+    twin makes a weighted copy of the smaller factor, and one of each in ``out_OI``'s dtype.
+
+    Args:
+        a_NTI: Layer inputs, shape ``(N, T, I)``, floating-point or complex.
+        g_NTO: Gradients of the layer outputs, shape ``(N, T, O)``.
+        coef_N: Coefficients, shape ``(N,)``, in ``out_OI``'s dtype.
+        out_OI: What is added to, float32 or float64, shape ``(O, I)``.
+
+    Returns:
+        ``out_OI``.
+    """
+    pays = is_half(a_NTI, g_NTO) and a_NTI.shape[1] >= SHORT
+    if out_OI.dtype != torch.float32 or not out_OI.is_contiguous():
+        return _naive_sum(a_NTI, g_NTO, coef_N, out_OI)
+    return SUM.pick(a_NTI, g_NTO, coef_N, out_OI, pays=pays)(a_NTI, g_NTO, coef_N, out_OI)
+
+
+def _naive_square(a_NTI: Tensor, g_NTO: Tensor, samples_at_once: int) -> Bounded:
+    pieces = []
+    for start in range(0, a_NTI.shape[0], samples_at_once):
+        piece = slice(start, start + samples_at_once)
+        pieces.append(torch.bmm(widened(g_NTO[piece]).mT, widened(a_NTI[piece])).square_().sum((1, 2)))
+    value_N = torch.cat(pieces) if pieces else widened(a_NTI.new_zeros(0))
+    return Bounded(value_N, instantiated_error(value_N, position_scale(a_NTI, g_NTO)))
+
+
+def _naive_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor) -> Tensor:
+    a_NTI, g_NTO, coef = a_NTI.to(out_OI.dtype), g_NTO.to(out_OI.dtype), coef_N.view(-1, 1, 1)
+    # The coefficients go to the smaller side: fewer elements to multiply and to copy.
+    if a_NTI.shape[2] < g_NTO.shape[2]:
+        a_NTI = a_NTI * coef
+    else:
+        g_NTO = g_NTO * coef
+    outputs, inputs = out_OI.shape
+    return torch.addmm(out_OI, g_NTO.reshape(-1, outputs).t(), a_NTI.reshape(-1, inputs), out=out_OI)
+
+
+def _fast_square(a_NTI: Tensor, g_NTO: Tensor, samples_at_once: int) -> Bounded:
+    from ghostclip.kernels._compiled.outer import outer_square as kernel
+
+    return kernel(a_NTI, g_NTO, samples_at_once)
+
+
+def _fast_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor) -> Tensor:
+    from ghostclip.kernels._compiled.outer import weighted_sum as kernel
+
+    return kernel(a_NTI, g_NTO, coef_N, out_OI)
+
+
+def _factors(device: torch.device) -> tuple[Tensor, Tensor]:
+    a, g = (torch.randn(3, 70, width, generator=generator()) for width in (40, 33))
+    return a.to(device, torch.bfloat16), g.to(device, torch.bfloat16)
+
+
+def _square_example(device: torch.device) -> tuple[Tensor, Tensor, int]:
+    return *_factors(device), 2
+
+
+def _sum_example(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    coef_N = torch.rand(3, generator=generator()).to(device)
+    return *_factors(device), coef_N, torch.ones(33, 40, device=device)
+
+
+SQUARE: Final = Twins("outer_square", _naive_square, _fast_square, _square_example)
+SUM: Final = Twins("weighted_sum", _naive_sum, _fast_sum, _sum_example)

@@ -1,0 +1,68 @@
+"""Squared norms of gradients that add up in rows of a table.
+
+Shape letters: B samples, T positions, I features.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ghostclip.kernels.bounds import Bounded, instantiated_error, widened
+from ghostclip.kernels.twins import Twins, generator
+
+
+def row_square(ids_BT: Tensor, g_BTI: Tensor) -> Bounded:
+    """Return squared norms of gradients in which row ``ids[b,t]`` receives ``g[b,t]``.
+
+    Cost: one sort of T keys a sample. The kernel then reads every row once and stores no sum; the twin stores all sums.
+
+    Args:
+        ids_BT: Row numbers, shape ``(B, T)``, integer.
+        g_BTI: Gradients of the looked-up rows, shape ``(B, T, I)``, floating-point.
+
+    Returns:
+        Squared norms, and a bound on what a clipped sum, which adds repeated rows in another order, may round
+        otherwise; float64 for float64, else float32.
+
+    Privacy:
+        ``value_N + error_N`` is at least the squared norm of what is summed.
+    """
+    return TWINS.pick(g_BTI)(ids_BT, g_BTI)
+
+
+def _runs(ids_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the order that sorts each sample's rows, and each place's run of equal rows: its first place, its end."""
+    sorted_BT, order_BT = ids_BT.sort(dim=1)
+    first_BT = torch.searchsorted(sorted_BT, sorted_BT)
+    return order_BT, first_BT, torch.searchsorted(sorted_BT, sorted_BT, right=True)
+
+
+def _naive(ids_BT: Tensor, g_BTI: Tensor) -> Bounded:
+    order_BT, first_BT, end_BT = _runs(ids_BT)
+    g_BTI = widened(g_BTI).take_along_dim(order_BT.unsqueeze(2), 1)
+    sums_BTI = torch.zeros_like(g_BTI).scatter_add_(1, first_BT.unsqueeze(2).expand_as(g_BTI), g_BTI)
+    value_B = sums_BTI.square().sum((1, 2))
+    repeated_BT = end_BT - first_BT > 1
+    return _bounded(value_B, (g_BTI.square().sum(2) * repeated_BT).sum(1))
+
+
+def _bounded(value_B: Tensor, repeated_B: Tensor) -> Bounded:
+    """Rows that stand alone are not rounded; sums of several are, as those of outer products are."""
+    return Bounded(value_B, instantiated_error(value_B, repeated_B))
+
+
+def _fast(ids_BT: Tensor, g_BTI: Tensor) -> Bounded:
+    from ghostclip.kernels._compiled.rows import row_squares as kernel
+
+    return _bounded(*kernel(g_BTI, *_runs(ids_BT)))
+
+
+def _example(device: torch.device) -> tuple[Tensor, Tensor]:
+    ids_BT = torch.randint(5, (2, 13), generator=generator())
+    return ids_BT.to(device), torch.randn(2, 13, 33, generator=generator()).to(device)
+
+
+TWINS: Final = Twins("row_square", _naive, _fast, _example)

@@ -1,0 +1,139 @@
+"""A kernel and its twin in plain PyTorch under one name, and the choice between them.
+
+A kernel is compared with its twin on a small problem before it is first used on a device. If they differ, or the kernel
+does not compile there, the twin is used from then on and a warning says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ghostclip.kernels import switch
+from ghostclip.kernels.bounds import Bounded
+
+_log = logging.getLogger(__name__)
+
+AGREEMENT: Final = 1e-4
+"""Largest relative difference of a kernel from its twin, over a tensor: rounding is far below, mistakes far above."""
+
+_HALF: Final = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Twins:
+    """Two ways to one result.
+
+    Attributes:
+        name: What warnings call the kernel.
+        naive: The twin; returns a tensor or a tuple of tensors.
+        fast: The kernel, with the same arguments and results; loads Triton when called.
+        example: Arguments for the check on a device, odd sizes, new ones at every call.
+        dtypes: What the kernel accepts.
+    """
+
+    name: str
+    naive: Callable[..., Any]
+    fast: Callable[..., Any]
+    example: Callable[[torch.device], tuple[Any, ...]]
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, *_HALF)
+    _trusted: dict[torch.device, bool] = field(default_factory=dict)
+
+    def pick(self, *tensors: Tensor, pays: bool = True) -> Callable[..., Any]:
+        """Return the kernel where it is allowed, can run and agrees with the twin; otherwise the twin.
+
+        Args:
+            *tensors: The tensors that it would be given.
+            pays: Whether the kernel is expected to be faster; does not matter in mode "on".
+
+        Returns:
+            `fast` or `naive`.
+        """
+        mode = switch.mode()
+        if mode == "off" or not (pays or mode == "on") or not switch.runs_on(tensors[0].device):
+            return self.naive
+        fits = all(tensor.dtype in self.dtypes and tensor.device == tensors[0].device for tensor in tensors)
+        return self.fast if fits and self.trusted(tensors[0].device) else self.naive
+
+    def trusted(self, device: torch.device) -> bool:
+        """Return whether the kernel agrees with its twin on a device; compared once in a process.
+
+        Args:
+            device: Where it would run.
+
+        Returns:
+            False, after a warning, if it does not, or fails.
+        """
+        if device not in self._trusted:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return False
+            self._trusted[device] = self._compare(device)
+        return self._trusted[device]
+
+    def _compare(self, device: torch.device) -> bool:
+        try:
+            difference = self.difference(device)
+        except Exception as problem:  # noqa: BLE001 - whatever a compiler or driver raises, the twin still works
+            _log.warning("kernel %s does not run on %s (%s); plain PyTorch is used.", self.name, device, problem)
+            return False
+        if not difference <= AGREEMENT:
+            _log.warning(
+                "kernel %s is off by %.1e on %s; plain PyTorch is used. %s=off turns every kernel off.",
+                *(self.name, difference, device, switch.VARIABLE),
+            )
+        return difference <= AGREEMENT
+
+    def difference(self, device: torch.device) -> float:
+        """Return the largest relative difference between kernel and twin on the example."""
+        return difference(self.fast(*self.example(device)), self.naive(*self.example(device)))
+
+
+def difference(got: Any, wanted: Any) -> float:
+    """Return the largest relative difference between what a kernel and its twin returned.
+
+    Args:
+        got: A tensor, or tuples of such results, nested or not.
+        wanted: The same from the twin.
+
+    Returns:
+        Of the values; infinite where an error bound is smaller than the twin's. A kernel's may be larger.
+    """
+    if isinstance(got, Tensor):
+        return relative_difference(got, wanted)
+    if isinstance(got, Bounded):
+        covered = bool((got.error_N >= (1 - AGREEMENT) * wanted.error_N).all())
+        return relative_difference(got.value_N, wanted.value_N) if covered else float("inf")
+    return max(difference(one, other) for one, other in zip(got, wanted, strict=True))
+
+
+def relative_difference(got: Tensor, wanted: Tensor) -> float:
+    """Return the largest difference between two tensors over the largest value of the second.
+
+    Args:
+        got: What is judged.
+        wanted: What it should be, of the same shape.
+
+    Returns:
+        0 for tensors without elements; infinite where shapes differ or `got` is not finite.
+    """
+    if got.shape != wanted.shape or not bool(torch.isfinite(got).all()):
+        return float("inf")
+    if got.numel() == 0:
+        return 0.0
+    largest = max(wanted.double().abs().max().item(), 1e-30)
+    return (got.double() - wanted.double()).abs().max().item() / largest
+
+
+def generator() -> torch.Generator:
+    """Return a generator for examples: the user's global one is left as it is."""
+    return torch.Generator().manual_seed(20_24)
+
+
+def is_half(*tensors: Tensor) -> bool:
+    """Return whether all tensors are 16-bit: matrix units take them as they are, the twin copies them to 32 bits."""
+    return all(tensor.dtype in _HALF for tensor in tensors)

@@ -1,0 +1,1 @@
+"""Kernels, in Triton's interpreter and on a GPU, and their twins."""

@@ -1,0 +1,23 @@
+"""A kernel that turns given words into normal values: key streams do not hit the tails on demand."""
+
+import torch
+import triton
+import triton.language as tl
+
+from ghostclip.kernels._compiled import noise
+
+
+@triton.jit
+def _pairs(radius_ptr, angle_ptr, cosine_ptr, sine_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    radius = tl.load(radius_ptr + i).to(tl.uint64, bitcast=True)
+    cosine, sine = noise.normal_pair(radius, tl.load(angle_ptr + i).to(tl.uint64, bitcast=True))
+    tl.store(cosine_ptr + i, cosine)
+    tl.store(sine_ptr + i, sine)
+
+
+def normal_pair(radius: torch.Tensor, angle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two normal values for each pair of int64 words; a power of two of them."""
+    cosine, sine = torch.empty(2, radius.numel(), dtype=torch.float64, device=radius.device)
+    _pairs[(1,)](radius, angle, cosine, sine, N=radius.numel())
+    return cosine, sine
