@@ -12,15 +12,14 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ghostclip import _validate
-from ghostclip.clipping.clipper import GhostClipper, Reduction, Strategy
+from ghostclip.clipping.clipper import GhostClipper, Reduction
 from ghostclip.errors import GhostClipError, InvalidOptionError, UncoveredParameterError, UnsupportedModelError
-from ghostclip.grad_sample import GradSampleHooks, GradSampleModule, PrivateCriterion
+from ghostclip.grad_sample import GradSampleHooks, GradSampleModule, PrivateCriterion, strategy_of
 from ghostclip.noise import LEVELS, NoiseSource
 from ghostclip.optimizers import DPOptimizer
 from ghostclip.utils.clipping_options import ClippingOptions
 from ghostclip.utils.sampling_plan import SamplingPlan
 
-STRATEGIES = ("auto", "bookkeeping", "ghost", "fast", "hooks")
 _TWO_PASS = ("ghost", "fast")
 
 PrivateModule = GradSampleModule | GradSampleHooks
@@ -89,8 +88,7 @@ def check_options(
         raise InvalidOptionError(
             f"noise_generator with noise_level={noise_level!r} (secure_mode): secure noise cannot be reproduced."
         )
-    _validate.choice(grad_sample_mode, "grad_sample_mode", STRATEGIES)
-    if noise_level == "exact" and grad_sample_mode != "hooks":
+    if strategy_of(grad_sample_mode) != "hooks" and noise_level == "exact":
         raise InvalidOptionError(
             f"grad_sample_mode={grad_sample_mode!r} with noise_level='exact': gradients are rounded sample by sample, "
             "which needs them one by one. Use grad_sample_mode='hooks', or noise_level='secure'."
@@ -136,7 +134,7 @@ def assemble(request: Request, noise_source: NoiseSource) -> Private | PrivateWi
             expected_batch_size=request.plan.expected_batch_size,
             noise_multiplier=_validate.non_negative(request.noise_multiplier, "noise_multiplier"),
         ),
-        strategy=cast(Strategy, _validate.choice(request.grad_sample_mode, "grad_sample_mode", STRATEGIES)),
+        strategy=strategy_of(request.grad_sample_mode),
         loss_reduction=cast(Reduction, _validate.choice(request.loss_reduction, "loss_reduction", ("mean", "sum"))),
         batch_first=request.batch_first,
         relation=request.plan.event.relation,
