@@ -194,6 +194,7 @@ def _outcome(prepared: Prepared, training: PrivateTraining, comparison: Comparis
     from ghostclip.finetune.record import Outcome
 
     options, mechanism = prepared.options, prepared.mechanism
+    bounds, summary = training.guarantee()
     return Outcome(
         options=options,
         output=prepared.output,
@@ -206,7 +207,9 @@ def _outcome(prepared: Prepared, training: PrivateTraining, comparison: Comparis
         warnings=prepared.warnings,
         state=prepared.state,
         # The accountant's own ledger, not the plan: it counted what was released.
-        epsilon=training.epsilon(),
+        epsilon=bounds.upper,
+        epsilon_lower=bounds.lower,
+        summary=summary,
         perplexity_after=after,
         private=comparison.private_steps(training.measures),
         all_private=training.measures,

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ghostclip.accounting import create_accountant, get_noise_multiplier
+from ghostclip.accounting import DEFAULT_ACCOUNTANT, create_accountant, get_noise_multiplier
 from ghostclip.errors import InvalidOptionError
 from ghostclip.finetune.options import ARCHITECTURES, DEFAULT_EPOCHS, FinetuneOptions
 
-ACCOUNTANT = "rdp"
+ACCOUNTANT = DEFAULT_ACCOUNTANT
 _NOISE = {True: "secure (a cryptographic keystream", False: "fast (a statistical generator"}
 
 
@@ -153,7 +153,8 @@ def assumptions(mechanism: Mechanism, most_per_document: int, options: FinetuneO
         f"the number of training passages (N = {mechanism.passages}) is public.",
         f"Mechanism: {mechanism.steps} Gaussian steps over Poisson samples (each passage joins with probability "
         f"q = {mechanism.sample_rate:.5g}), gradients clipped to C = {mechanism.max_grad_norm:g} per passage, "
-        f"noise multiplier σ = {mechanism.noise_multiplier:.4f}; accounted with Rényi divergences ({ACCOUNTANT}).",
+        f"noise multiplier σ = {mechanism.noise_multiplier:.4f}; accounted by the smaller of what a privacy loss "
+        f"distribution and Rényi divergences prove (accountant {ACCOUNTANT!r}).",
         "Protected: the weights after every step, and so the checkpoint. "
         f"Noise level {_NOISE[options.secure_noise]} "
         "with a fresh secret key), in floating point: attacks on rounding or timing are not covered.",

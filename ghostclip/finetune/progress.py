@@ -9,7 +9,7 @@ from types import TracebackType
 
 from ghostclip.finetune.plot import smoothed
 
-# ε takes the accountant some ten milliseconds; more often would slow a run of short steps.
+# ε takes the accountant some hundred milliseconds at most; more often would slow a run of short steps.
 _REFRESH_SECONDS = 2.0
 
 

@@ -16,7 +16,7 @@ from ghostclip.finetune.checkpoint import RunState
 from ghostclip.finetune.comparison import seconds_per_step
 from ghostclip.finetune.options import FinetuneOptions
 from ghostclip.finetune.output import write_text
-from ghostclip.finetune.privacy import Mechanism
+from ghostclip.finetune.privacy import ACCOUNTANT, Mechanism
 from ghostclip.finetune.steps import StepMeasures
 
 SCHEMA = 1
@@ -40,6 +40,7 @@ class DataFacts:
 class Outcome:
     """Everything that report, plot and record are made from.
 
+    ``epsilon`` is the guarantee, ``epsilon_lower`` what no accountant could go below, ``summary`` what they mean.
     ``private`` are the private steps that ``ordinary`` ones are compared with; ``ordinary`` is None where none was
     taken.
     """
@@ -55,6 +56,8 @@ class Outcome:
     warnings: tuple[str, ...]
     state: RunState
     epsilon: float
+    epsilon_lower: float
+    summary: str
     perplexity_after: float
     private: StepMeasures
     all_private: StepMeasures
@@ -118,7 +121,9 @@ def as_json(outcome: Outcome) -> dict[str, object]:
         "privacy": {
             "private": outcome.is_private,
             "epsilon": _finite(outcome.epsilon),
-            "accountant": "rdp",
+            "epsilon_lower_bound": _finite(outcome.epsilon_lower),
+            "summary": outcome.summary,
+            "accountant": ACCOUNTANT,
             "unit": "passage",
             "steps_spent": outcome.state.step,
             **asdict(outcome.mechanism),

@@ -52,9 +52,8 @@ def result_text(outcome: Outcome) -> str:
         Lines.
     """
     before, after = outcome.state.perplexity_before, outcome.perplexity_after
-    mechanism = outcome.mechanism
     guarantee = (
-        f"(ε = {outcome.epsilon:.3f}, δ = {mechanism.delta:.3g}) after {outcome.state.step} steps"
+        f"{outcome.summary} A record is a passage here."
         if outcome.is_private
         else "NONE: the noise was fixed with --unsafe-noise-seed"
     )

@@ -37,7 +37,7 @@ from ghostclip.utils.batch_memory_manager import BatchMemoryManager
 from ghostclip.utils.physical_batch_size import find_max_physical_batch_size
 
 if TYPE_CHECKING:
-    from ghostclip.accounting import Accountant
+    from ghostclip.accounting import Accountant, Bounds
     from ghostclip.noise import NoiseSource
     from ghostclip.optimizers import DPOptimizer
     from ghostclip.sampling import PoissonSampler
@@ -99,6 +99,7 @@ class PrivateTraining:
         self.model = cast("nn.Module", private[0])
         self.optimizer: DPOptimizer = private[1]
         self._loader: DataLoader = private[-1]
+        self._engine = engine
         self.accountant: Accountant = engine.accountant
         self._session_steps = 0
         self._loss_sum = 0.0
@@ -161,6 +162,17 @@ class PrivateTraining:
             ε at the mechanism's δ.
         """
         return self.accountant.get_epsilon(self.mechanism.delta) if self.state.step else 0.0
+
+    def guarantee(self) -> tuple[Bounds, str]:
+        """Give what was spent in the end, and what it means.
+
+        Returns:
+            Bounds on ε at the mechanism's δ, and the engine's summary.
+        """
+        with warnings.catch_warnings():
+            # A δ that promises little was said before the run.
+            warnings.simplefilter("ignore", UserWarning)
+            return self._engine.epsilon_bounds(self.mechanism.delta), self._engine.summary(self.mechanism.delta)
 
     def close(self) -> None:
         """Detach the clipper; the model is an ordinary one again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 
 import pytest
@@ -70,7 +71,9 @@ def test_run_writes_what_it_promises(finetune, text_file, tmp_path, record_of, m
     record = record_of(out)
     privacy = record["privacy"]
     assert privacy["private"] is True
-    assert 7.9 < privacy["epsilon"] <= 8.0
+    assert 7.9 < privacy["epsilon_lower_bound"] <= privacy["epsilon"] <= 8.0
+    assert f"(ε ≤ {math.ceil(privacy['epsilon'] * 1e4) / 1e4:.4f}, δ = " in result.out
+    assert "no accountant could report less" in " ".join(result.out.split())
     assert privacy["delta"] == pytest.approx(1 / (10 * record["data"]["training"]))
     assert privacy["sample_rate"] == pytest.approx(7 / record["data"]["training"])
     assert privacy["steps_spent"] == len(record["not_private"]["losses"]) == 5
