@@ -162,7 +162,10 @@ class Account:
 
         def epsilon_of(sigma: float) -> float:
             planned = accountant_of(self.accountant, [cost_of(plan.event, noise_multiplier=sigma, count=steps)])
-            return released_bounds(planned, budget.delta, coordinates=coordinates).upper
+            with warnings.catch_warnings():
+                # The search tries σ that nobody would use, where numbers overflow on the way to inf.
+                warnings.simplefilter("ignore", RuntimeWarning)
+                return released_bounds(planned, budget.delta, coordinates=coordinates).upper
 
         unused = min(_UNUSED, _UNUSED_SHARE * budget.epsilon)
         noise_multiplier = smallest_noise_multiplier(epsilon_of, target=budget.epsilon, tolerance=unused)

@@ -23,7 +23,8 @@ LEVELS = ("fast", "secure", "exact")
 SHAPES = ((70_001,), (3, 5), (1,))
 RECORDS = 300
 STD = 5.0
-SIGMAS = (0.0, 1.0)
+SETTINGS = (("secure", 0.0), ("secure", 1.0), ("exact", 1.0))
+"""(level of noise, noise multiplier) of a training."""
 
 
 def partial_sums(level: str, rank: int) -> list[torch.Tensor]:
@@ -49,7 +50,7 @@ def run(rank: int, ranks: int, folder: str) -> None:
             "batches": _batches(),
             "noise": {level: _releases(level, rank) for level in LEVELS},
             "refused": _refused(rank),
-            "trained": {sigma: train(rank, sigma=sigma) for sigma in SIGMAS},
+            "trained": {setting: train(rank, *setting) for setting in SETTINGS},
         }
     finally:
         distributed.destroy_process_group()
@@ -62,11 +63,12 @@ def model(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 3))
 
 
-def train(rank: int, *, sigma: float, states: dict[str, Any] | None = None) -> dict[str, Any]:
+def train(rank: int, level: str, sigma: float, *, states: dict[str, Any] | None = None) -> dict[str, Any]:
     """Train for an epoch through the engine, in physical batches.
 
     Args:
         rank: Number of the process: models start differently.
+        level: Of the noise.
         sigma: Noise multiplier.
         states: Of the noise and the sampler, to repeat another training.
 
@@ -75,13 +77,14 @@ def train(rank: int, *, sigma: float, states: dict[str, Any] | None = None) -> d
     """
     features = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(features, features.abs().argmax(1) % 3)
-    engine, net = PrivacyEngine(secure_mode=True), model(rank)
+    engine, net = PrivacyEngine(noise_level=level), model(rank)
     net, optimizer, loader = engine.make_private(
         module=net,
         optimizer=torch.optim.SGD(net.parameters(), lr=0.5),
         data_loader=DataLoader(data, batch_size=8),
         noise_multiplier=sigma,
         max_grad_norm=0.3,
+        grad_sample_mode="hooks" if level == "exact" else "auto",
     )
     if states is not None:
         optimizer.noise_source.load_state_dict(states["noise"])

@@ -10,7 +10,7 @@ from ghostclip.distributed import noisy_shard, noisy_sum_, require_agreement, sh
 from ghostclip.errors import InvalidOptionError
 from ghostclip.noise import make_noise_source
 from ghostclip.sampling import Poisson, PrivateSampler
-from tests.distributed.ranks import LEVELS, RECORDS, SHAPES, SIGMAS, STD, model, partial_sums, run, train
+from tests.distributed.ranks import LEVELS, RECORDS, SETTINGS, SHAPES, STD, model, partial_sums, run, train
 
 pytestmark = pytest.mark.distributed
 RANKS = 2
@@ -114,14 +114,14 @@ def test_16_bit_sums_are_refused():
         noisy_shard(torch.zeros(3, dtype=torch.bfloat16), 1.0, make_noise_source())
 
 
-@pytest.mark.filterwarnings("ignore:noise_multiplier=0")
-@pytest.mark.parametrize("sigma", SIGMAS)
-def test_two_ranks_train_the_model_that_one_process_trains(found, sigma):
+@pytest.mark.filterwarnings("ignore:noise_multiplier=0", "ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_two_ranks_train_the_model_that_one_process_trains(found, setting):
     """Through the engine, from models that started differently, in physical batches of 3, noise or none."""
-    one, two = (rank["trained"][sigma] for rank in found)
+    one, two = (rank["trained"][setting] for rank in found)
     assert one["states"] == two["states"]
-    alone = train(0, sigma=sigma, states=one["states"])
-    assert alone["level"] == one["level"] == "secure"
+    alone = train(0, *setting, states=one["states"])
+    assert alone["level"] == one["level"] == setting[0]
     assert alone["epsilon"] == one["epsilon"] == two["epsilon"]
     start = list(model(0).parameters())
     for first, second, want, begun in zip(
