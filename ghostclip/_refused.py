@@ -19,6 +19,10 @@ _NO_OP = (
     "it trains without clipping while the account goes on. Use the plain model and optimizer to compare with "
     "training without privacy"
 )
+_ADAPTIVE = (
+    "the private optimizer moves the bound from a noisy count that is accounted; a criterion that moved it would count "
+    'without being charged. Use clipping="adaptive", in any strategy'
+)
 
 REFUSED: Final[dict[str, str]] = {
     "accountants.analysis.gdp.compute_eps_poisson": (
@@ -45,6 +49,12 @@ REFUSED: Final[dict[str, str]] = {
     "grad_sample.GradSampleHooksNoOp": _NO_OP,
     "optimizers.FSDPOptimizerFastGradientClipping": _SHARDED,
     "utils.fsdp_utils.FSDP2Wrapper": _SHARDED,
+    "utils.adaptive_clipping.DPLossFastGradientAdaptiveClipping": _ADAPTIVE,
+    "utils.adaptive_clipping.DPTensorFastGradientAdaptiveClipping": _ADAPTIVE,
+    "utils.batch_memory_manager.BatchSplittingSampler": (
+        "every physical batch carries a token that says where it belongs, so that a loop which is left early cannot "
+        "confuse the optimizer. Use BatchMemoryManager or wrap_data_loader"
+    ),
 }
 
 REFUSED_MODES: Final[dict[str, str]] = {"ghost_fsdp": _SHARDED, "ghost_tp": _SHARDED, "no_op": _NO_OP}

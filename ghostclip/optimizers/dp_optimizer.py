@@ -186,8 +186,11 @@ class DPOptimizer(StepParts, WrappedOptimizer):
         return loss
 
     @torch.no_grad()
-    def pre_step(self) -> bool:
+    def pre_step(self, closure: Callable[[], Any] | None = None) -> bool:
         """Everything of a step but the inner optimizer's update.
+
+        Args:
+            closure: Evaluates the model once and calls backward.
 
         Returns:
             True if `p.grad` now holds a release for the inner optimizer, False after a virtual step or one that a
@@ -198,6 +201,9 @@ class DPOptimizer(StepParts, WrappedOptimizer):
             UncoveredParameterError: If a trainable parameter of the optimizer is not clipped.
             TamperedGradientError: If a clipped sum was changed since backward.
         """
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
         try:
             self.clip_and_accumulate()
             if self._batch.skip_next or self._rehearsing:

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ghostclip import _validate
+from ghostclip._refused import refusing
 from ghostclip.errors import InvalidOptionError
 from ghostclip.optimizers import DPOptimizer
 from ghostclip.utils.memory import PeakMemory, available_bytes
@@ -24,6 +25,8 @@ from ghostclip.utils.physical_batch_size import (
 from ghostclip.utils.physical_loader import PhysicalBatchLoader, SizePolicy
 
 _log = logging.getLogger(__name__)
+
+__getattr__ = refusing(__name__)
 
 # A Poisson batch exceeds its mean by more than this many standard deviations about once in 10^9 draws.
 _DEVIATIONS = 6.0
@@ -233,3 +236,22 @@ class BatchMemoryManager:
             )
         del room
         return size
+
+
+def wrap_data_loader(
+    *, data_loader: DataLoader[Any], max_batch_size: int | str, optimizer: DPOptimizer
+) -> PhysicalBatchLoader:
+    """Return the loader of physical batches that a `BatchMemoryManager` hands out.
+
+    A loop over it that is left early is cleaned up at the next one only; `with BatchMemoryManager(...)` does at once.
+
+    Args:
+        data_loader: The loader of logical batches.
+        max_batch_size: The largest physical batch, or "auto".
+        optimizer: The private optimizer.
+
+    Returns:
+        The loader.
+    """
+    manager = BatchMemoryManager(data_loader=data_loader, max_physical_batch_size=max_batch_size, optimizer=optimizer)
+    return manager.__enter__()

@@ -1,0 +1,100 @@
+"""What runs under the same name and does something else on purpose, each with the test that shows it."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+
+class Difference(NamedTuple):
+    """One thing that behaves otherwise."""
+
+    what: str
+    opacus: str
+    here: str
+    test: str
+    """Where it is shown, as `file::function`."""
+
+
+_FILE = "tests/opacus/test_differences.py"
+
+DIFFERENCES: Final[tuple[Difference, ...]] = (
+    Difference(
+        "losses of shape [B, 1] in ghost mode",
+        "are multiplied with the coefficients [B] into B×B: every sample's gradient is scaled by the sum of all "
+        "coefficients, and the bound does not hold",
+        "one value a sample is one value a sample: exact",
+        f"{_FILE}::test_losses_of_shape_b_1",
+    ),
+    Difference(
+        "a criterion that returns a scalar in ghost mode",
+        "the batch's mean is clipped as if it were one sample's loss: no gradient is clipped by itself",
+        "refused: it must give one loss per sample, or the default strategy be used",
+        f"{_FILE}::test_scalar_criterion_in_ghost_mode",
+    ),
+    Difference(
+        "loss.backward() on a loss that was not wrapped, in ghost mode",
+        "the step releases an unclipped gradient and the account counts it",
+        "refused; the default strategy takes a plain loss.backward()",
+        f"{_FILE}::test_unwrapped_loss_in_ghost_mode",
+    ),
+    Difference(
+        "two backwards before a step in ghost mode",
+        "the first one is lost",
+        "both count: exact, and the step is charged for them",
+        f"{_FILE}::test_two_backwards_in_ghost_mode",
+    ),
+    Difference(
+        "a schedule of the clip bound in ghost mode",
+        "moves the noise but not the clipping, which keeps a copy of C: too little noise where C falls",
+        "one C, which clipping and noise both read",
+        f"{_FILE}::test_schedule_of_the_bound_in_ghost_mode",
+    ),
+    Difference(
+        'clipping="adaptive" in ghost mode',
+        "refused; a criterion of its own moves the bound",
+        "works in every strategy, the noisy count being part of the step",
+        f"{_FILE}::test_adaptive_clipping_in_ghost_mode",
+    ),
+    Difference(
+        "the expected batch size of N = 147 records in batches of 3",
+        "2: the product of N and a rounded rate is truncated, so that every update is half as long again",
+        "what the loader was given",
+        f"{_FILE}::test_expected_batch_size",
+    ),
+    Difference(
+        "MultiheadAttention with batch_first and several heads, replaced by ModuleValidator.fix",
+        "computes another function: heads are mixed with positions",
+        "is torch's module, which is clipped as it is",
+        f"{_FILE}::test_attention_is_the_same_function",
+    ),
+    Difference(
+        "secure_mode=True",
+        "needs torchcsprng, which no longer exists for present versions of torch",
+        "noise from a ChaCha20 or SHAKE keystream, without a further package",
+        f"{_FILE}::test_secure_mode",
+    ),
+    Difference(
+        "a misspelt option",
+        "is swallowed: posson_sampling=False trains with Poisson sampling",
+        "is an error",
+        f"{_FILE}::test_misspelt_option",
+    ),
+    Difference(
+        "scripts' state_dict()",
+        "has the prefix _module. in every key",
+        "has the model's own keys; states with the prefix load too",
+        f"{_FILE}::test_keys_of_the_state",
+    ),
+    Difference(
+        "p.grad between backward and step",
+        "is the ordinary gradient of the batch, not private and not clipped",
+        "is the clipped sum; p.grad_sample is the same as Opacus's in hooks mode",
+        f"{_FILE}::test_gradients_between_backward_and_step",
+    ),
+    Difference(
+        "p.summed_grad after step()",
+        "stays: the exact sum lies beside its noisy release, which gives the noise away",
+        "ends with the release",
+        f"{_FILE}::test_sum_does_not_outlive_its_release",
+    ),
+)

@@ -1,0 +1,1 @@
+"""Scripts, names and behaviour of Opacus, beside ours."""

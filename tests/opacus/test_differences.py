@@ -1,0 +1,224 @@
+"""What behaves otherwise than in Opacus on purpose: ours is right, and Opacus's is what it is said to be.
+
+Each is a row of `benchmarks/opacus_surface/differences.py`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ghostclip.errors import GhostClipError, LossReductionError, MissingGradientError
+from tests.opacus.pairs import Training, batch, clipped_sum, make_private, package, released, small_model
+
+pytest.importorskip("opacus")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:::opacus"),
+    pytest.mark.filterwarnings("ignore:Full backward hook"),
+    pytest.mark.filterwarnings("ignore:noise_multiplier=0"),
+    pytest.mark.filterwarnings("ignore:2 backward passes"),
+]
+BOUND = 0.5
+# Opacus adds 1e-6 to every norm.
+CLOSE = {"ghostclip": 1e-10, "opacus": 1e-5}
+
+
+def error(training: Training, want: torch.Tensor) -> float:
+    """Relative error of what was released."""
+    return ((released(training) - want).norm() / want.norm()).item()
+
+
+def step(training: Training, *, criterion=None, parts: int = 1) -> None:
+    """Backward over the batch in equal parts, and a step."""
+    criterion = criterion or training.criterion or nn.CrossEntropyLoss()
+    x, y = batch()
+    training.optimizer.zero_grad()
+    for inputs, target in zip(x.chunk(parts), y.chunk(parts), strict=True):
+        criterion(training.module(inputs), target).backward()
+    training.optimizer.step()
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "functorch"])
+@pytest.mark.parametrize("name", ["ghostclip", "opacus"])
+def test_the_ordinary_step_is_the_same(name, mode):
+    training = make_private(name, mode)
+    step(training)
+    assert error(training, clipped_sum()) < CLOSE[name]
+
+
+class ColumnLoss(nn.Module):
+    """Cross-entropy that gives one value a sample as a column."""
+
+    reduction = "mean"
+
+    def forward(self, output, target):
+        losses = functional.cross_entropy(output, target, reduction="none")[:, None]
+        return losses if self.reduction == "none" else losses.mean()
+
+
+def test_losses_of_shape_b_1():
+    ours, theirs = (make_private(name, "ghost", criterion=ColumnLoss()) for name in ("ghostclip", "opacus"))
+    step(ours)
+    assert error(ours, clipped_sum()) < 1e-10
+    step(theirs)
+    assert released(theirs).norm() > 6 * BOUND
+
+
+def scalar_criterion(output, target):
+    return functional.cross_entropy(output, target)
+
+
+def test_scalar_criterion_in_ghost_mode():
+    with pytest.raises(LossReductionError, match="not one loss per sample"):
+        step(make_private("ghostclip", "ghost", criterion=scalar_criterion))
+    default = make_private("ghostclip", "auto", criterion=scalar_criterion)
+    step(default)
+    assert error(default, clipped_sum()) < 1e-10
+    theirs = make_private("opacus", "ghost", criterion=scalar_criterion)
+    step(theirs)
+    assert error(theirs, clipped_sum()) > 0.1
+
+
+def test_unwrapped_loss_in_ghost_mode():
+    with pytest.raises(GhostClipError, match=r"clipper\.backward"):
+        step(make_private("ghostclip", "ghost"), criterion=nn.CrossEntropyLoss())
+    theirs = make_private("opacus", "ghost", bound=1e-3)
+    step(theirs, criterion=nn.CrossEntropyLoss())
+    assert released(theirs).norm() > 10 * 6 * 1e-3
+
+
+def test_two_backwards_in_ghost_mode():
+    ours, theirs = (make_private(name, "ghost") for name in ("ghostclip", "opacus"))
+    charged = []
+    ours.optimizer.attach_step_hook(lambda optimizer: charged.append(optimizer.accumulated_iterations))
+    step(ours, parts=2)
+    assert error(ours, clipped_sum()) < 1e-10
+    assert charged == [2]
+    step(theirs, parts=2)
+    assert error(theirs, clipped_sum()) > 0.1
+
+
+def test_schedule_of_the_bound_in_ghost_mode():
+    for name in ("ghostclip", "opacus"):
+        training = make_private(name, "ghost", bound=10 * BOUND)
+        schedule = package(f"{name}.schedulers").LambdaGradClip(
+            training.optimizer, scheduler_function=lambda epoch: 0.1 if epoch else 1.0
+        )
+        schedule.step()
+        assert training.optimizer.max_grad_norm == BOUND
+        step(training)
+        if name == "ghostclip":
+            assert error(training, clipped_sum()) < 1e-10
+        else:
+            assert released(training).norm() > 6 * BOUND
+
+
+def test_adaptive_clipping_in_ghost_mode():
+    options = {
+        "clipping": "adaptive",
+        "target_unclipped_quantile": 0.0,
+        "clipbound_learning_rate": 1.0,
+        "max_clipbound": 10.0,
+        "min_clipbound": 0.01,
+        "unclipped_num_std": 1.0,
+    }
+    ours = make_private("ghostclip", "ghost", bound=5.0, options=options)
+    step(ours)
+    assert error(ours, clipped_sum(5.0)) < 1e-10
+    unclipped = math.log(5.0 / ours.optimizer.max_grad_norm)
+    assert 0 < unclipped <= 1
+    with pytest.raises(ValueError, match="Unsupported combination"):
+        make_private("opacus", "ghost", options=options)
+
+
+def test_expected_batch_size():
+    sizes = {name: make_private(name, "hooks", records=147, batch_size=3) for name in ("ghostclip", "opacus")}
+    assert sizes["ghostclip"].optimizer.expected_batch_size == 3
+    assert sizes["opacus"].optimizer.expected_batch_size == 2
+
+
+def test_attention_is_the_same_function():
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    x = torch.randn(3, 4, 8)
+    want = attention(x, x, x)[0]
+    ours = package("ghostclip.validators").ModuleValidator.fix(attention)
+    theirs = package("opacus.validators").ModuleValidator.fix(attention)
+    torch.testing.assert_close(ours(x, x, x)[0], want)
+    assert (theirs(x, x, x)[0] - want).abs().max() > 1e-2
+
+
+def test_secure_mode():
+    engine = package("ghostclip").PrivacyEngine(secure_mode=True)
+    assert engine.secure_mode
+    with pytest.raises(ImportError, match="torchcsprng"):
+        package("opacus").PrivacyEngine(secure_mode=True)
+
+
+def test_misspelt_option():
+    misspelt = {"posson_sampling": False}
+    with pytest.raises(TypeError, match="posson_sampling"):
+        make_private("ghostclip", "hooks", options=misspelt)
+    assert make_private("opacus", "hooks", options=misspelt).optimizer is not None
+
+
+def test_keys_of_the_state():
+    ours, theirs = (make_private(name, "hooks").module for name in ("ghostclip", "opacus"))
+    plain = list(small_model().state_dict())
+    assert list(ours.state_dict()) == plain
+    assert list(theirs.state_dict()) == [f"_module.{key}" for key in plain]
+    ours.load_state_dict(theirs.state_dict())
+
+
+def test_gradients_between_backward_and_step():
+    x, y = batch()
+    kept = {}
+    for name in ("ghostclip", "opacus"):
+        training = make_private(name, "hooks")
+        nn.CrossEntropyLoss()(training.module(x), y).backward()
+        kept[name] = training
+    pairs = list(zip(kept["ghostclip"].model.parameters(), kept["opacus"].model.parameters(), strict=True))
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours.grad_sample, theirs.grad_sample)
+    assert all(
+        torch.equal(ours, p.grad_sample)
+        for ours, (p, _) in zip(kept["ghostclip"].optimizer.grad_samples, pairs, strict=True)
+    )
+    flat = torch.cat([ours.grad.flatten() for ours, _ in pairs])
+    torch.testing.assert_close(flat, clipped_sum())
+    plain = torch.cat([theirs.grad.flatten() for _, theirs in pairs])
+    assert plain.norm() > BOUND
+
+
+def test_sum_does_not_outlive_its_release():
+    for name in ("ghostclip", "opacus"):
+        training = make_private(name, "hooks")
+        x, y = batch()
+        nn.CrossEntropyLoss()(training.module(x), y).backward()
+        training.optimizer.clip_and_accumulate()
+        sums = torch.cat([p.summed_grad.flatten() for p in training.model.parameters()])
+        assert ((sums - clipped_sum()).norm() / sums.norm()).item() < CLOSE[name]
+        training.optimizer.add_noise()
+        undivided = torch.cat([p.grad.flatten() for p in training.model.parameters()])
+        assert ((undivided - clipped_sum()).norm() / sums.norm()).item() < CLOSE[name]
+        training.optimizer.scale_grad()
+        training.optimizer.original_optimizer.step()
+        assert error(training, clipped_sum()) < CLOSE[name]
+        outlived = [p.summed_grad is not None for p in training.model.parameters()]
+        assert outlived == [name == "opacus"] * len(outlived)
+
+
+def test_parts_of_a_step_come_in_order():
+    optimizer = make_private("ghostclip", "hooks").optimizer
+    with pytest.raises(MissingGradientError, match="step"):
+        optimizer.clip_and_accumulate()
+    with pytest.raises(MissingGradientError, match="add_noise"):
+        optimizer.add_noise()
+    with pytest.raises(MissingGradientError, match="scale_grad"):
+        optimizer.scale_grad()
+    with pytest.raises(MissingGradientError, match="grad_samples"):
+        _ = optimizer.grad_samples

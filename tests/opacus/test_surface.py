@@ -1,0 +1,87 @@
+"""No public name of Opacus is unaccounted for, and no reason is idle."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+
+opacus = pytest.importorskip("opacus")
+
+from benchmarks.opacus_surface import differences, reasons, table  # noqa: E402
+from benchmarks.opacus_surface.compare import difference  # noqa: E402
+from benchmarks.opacus_surface.walk import Name  # noqa: E402
+from ghostclip._refused import REFUSED, REFUSED_MODES  # noqa: E402
+from ghostclip.errors import InvalidOptionError, NotOfferedError  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "opacus-surface.json"
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[table.Row]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return table.rows(opacus)
+
+
+def test_every_name_is_accounted_for(rows):
+    assert len(rows) > 400
+    assert [row.path for row in rows if row.status == "unaccounted"] == []
+
+
+def test_no_reason_is_idle(rows):
+    used = {row.reason for row in rows}
+    idle = [reason.pattern for reason in reasons.REASONS if reason not in used and reason.pattern not in REFUSED]
+    # Where Lightning is installed it is compared like the rest.
+    assert [pattern for pattern in idle if pattern != "lightning"] == []
+
+
+def test_committed_table_is_that_of_this_code(rows):
+    written = json.loads(RESULTS.read_text(encoding="utf-8"))
+    told = {entry["name"]: entry["status"] for entry in written["names"] if entry["name"] != "lightning"}
+    assert told == {row.path: row.status for row in rows if row.path != "lightning"}
+
+
+def test_every_difference_has_its_test():
+    for entry in differences.DIFFERENCES:
+        file, _, function = entry.test.partition("::")
+        assert f"def {function}(" in (ROOT / file).read_text(encoding="utf-8"), entry.test
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_refused_name_says_why_where_it_is_imported(name):
+    module, _, attribute = name.rpartition(".")
+    with pytest.raises(NotOfferedError, match="is not offered: "):
+        getattr(importlib.import_module(f"ghostclip.{module}"), attribute)
+    with pytest.raises(AttributeError):
+        _ = importlib.import_module(f"ghostclip.{module}").nothing_like_it
+
+
+@pytest.mark.parametrize("mode", [*sorted(REFUSED_MODES), "ghosts"])
+def test_refused_mode_says_why(mode):
+    from ghostclip.grad_sample import strategy_of
+
+    with pytest.raises(InvalidOptionError, match=mode):
+        strategy_of(mode)
+
+
+def theirs(option, *, other=1):
+    """A function to be compared with."""
+
+
+def test_comparison_sees_what_differs(monkeypatch):
+    from benchmarks.opacus_surface import compare
+
+    def told(ours):
+        monkeypatch.setattr(compare, "ours", lambda path: ours)
+        return difference(Name("somewhere.theirs", "function", theirs))
+
+    assert told(lambda option, other=1, more=None: None) == ""
+    assert told(lambda *, option, other=1: None) == "option by keyword"
+    assert told(lambda option, *, other=2: None) == "other=2 by default"
+    assert told(lambda option: None) == "has no other"
+    assert told(lambda option, other=1, *, more: None) == "also needs more"
