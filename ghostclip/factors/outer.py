@@ -4,12 +4,12 @@ Shape letters: B samples, S independent slots (convolution groups; 1 otherwise),
 outputs.
 """
 
-from collections.abc import Iterator, Sequence
-from math import sqrt
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from ghostclip import kernels
 from ghostclip.factors import planner
 from ghostclip.factors.base import Factor, SquaredNorm, no_error, to_accumulation, where_kept
 from ghostclip.factors.contraction import contraction
@@ -63,24 +63,9 @@ class Outer(Factor):
         Returns:
             Squared norms of at least zero, shape ``(B,)``, with an error in proportion to ``Σ_t |a_t|²·|g_t|²``.
         """
-        a_NTI, g_NTO = to_accumulation(self.a_NTI), to_accumulation(self.g_NTO)
-        scale_B = self._scale()
-        positions, inputs, outputs = self.sizes
-        if positions == 1:
-            return no_error(scale_B)
-        total_N = a_NTI.new_zeros(a_NTI.shape[0])
-        rows = planner.gram_rows(positions, a_NTI.shape[0])
-        for start in range(0, positions, rows):
-            stop = min(start + rows, positions)
-            product = torch.bmm(a_NTI[:, start:stop], a_NTI[:, start:].mT)
-            product *= torch.bmm(g_NTO[:, start:stop], g_NTO[:, start:].mT)
-            total_N += product[:, :, : stop - start].sum((1, 2)) + 2 * product[:, :, stop - start :].sum((1, 2))
-        value_B = self._per_sample(total_N)
-        # Rounding of T² dot products behaves like a random walk: it scales with the sum of squares, not with the
-        # result.
-        unit = torch.finfo(value_B.dtype).eps * (2 + (sqrt(inputs) + sqrt(outputs)) / 16)
-        error_B = unit * scale_B
-        return SquaredNorm(value_B.clamp(min=0), error_B)
+        rows = planner.gram_rows(self.sizes[0], self.a_NTI.shape[0])
+        value_N, error_N = kernels.symmetric_gram(self.a_NTI, self.g_NTO, rows=rows)
+        return SquaredNorm(self._per_sample(value_N).clamp(min=0), self._per_sample(error_N))
 
     def instantiated_sqnorm(self) -> SquaredNorm:
         """Return squared norms of the gradients, formed a few samples at a time.
@@ -92,16 +77,9 @@ class Outer(Factor):
         Returns:
             Squared norms, shape ``(B,)``, with an error in proportion to the norm.
         """
-        value_B = self._per_sample(torch.cat([grad.square_().sum((1, 2)) for grad in self._instantiate()]))
-        # (norm + δ)² - norm², where δ is the rounding of a sum of T products.
-        delta_B = 4 * torch.finfo(value_B.dtype).eps * self._scale().to(value_B.dtype).sqrt()
-        return SquaredNorm(value_B, delta_B * (2 * value_B.sqrt() + delta_B))
-
-    def _scale(self) -> Tensor:
-        """Return ``Σ_t |a_t|²·|g_t|²``: what the squared norm would be if no two positions met, shape ``(B,)``."""
-        a_NT = torch.linalg.vector_norm(to_accumulation(self.a_NTI), dim=2)
-        g_NT = torch.linalg.vector_norm(to_accumulation(self.g_NTO), dim=2)
-        return self._per_sample((a_NT * g_NT).square().sum(1))
+        chunk = planner.chunk_of_samples(self.sizes[1] * self.sizes[2])
+        value_N, error_N = kernels.outer_square(self.a_NTI, self.g_NTO, samples_at_once=chunk)
+        return SquaredNorm(self._per_sample(value_N), self._per_sample(error_N))
 
     def materialize(self) -> Tensor:
         """Return the per-sample gradients, shape ``(B, *P)``. Cost: 2·T·I·O a sample."""
@@ -110,21 +88,15 @@ class Outer(Factor):
 
     def add_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:
         """Add ``sum_b coef_b g_bᵀ a_b`` to ``out`` with one contraction. Cost: 2·B·T·I·O."""
-        _, inputs, outputs = self.sizes
-        a_NTI, g_NTO = self.a_NTI.to(out.dtype), self.g_NTO.to(out.dtype)
-        if self.slots > 1:
-            out_SOI = out.view(self.slots, outputs, inputs)
-            shape_a, shape_g = (self.batch_size, self.slots, -1, inputs), (self.batch_size, self.slots, -1, outputs)
-            out_SOI += contraction("b,bsto,bsti->soi", coef_B, g_NTO.reshape(shape_g), a_NTI.reshape(shape_a))
+        positions, inputs, outputs = self.sizes
+        if self.slots == 1:
+            kernels.weighted_sum(self.a_NTI, self.g_NTO, coef_B, out.view(outputs, inputs))
             return
-        coef = coef_B.view(-1, 1, 1)
-        # The coefficients go to the smaller side: fewer elements to multiply and to copy.
-        if inputs < outputs:
-            a_NTI = a_NTI * coef
-        else:
-            g_NTO = g_NTO * coef
-        out_OI = out.view(outputs, inputs)
-        torch.addmm(out_OI, g_NTO.reshape(-1, outputs).t(), a_NTI.reshape(-1, inputs), out=out_OI)
+        a_NTI, g_NTO = self.a_NTI.to(out.dtype), self.g_NTO.to(out.dtype)
+        out_SOI = out.view(self.slots, outputs, inputs)
+        lead = (self.batch_size, self.slots, positions)
+        factors = (g_NTO.reshape(*lead, outputs), a_NTI.reshape(*lead, inputs))
+        out_SOI += contraction("b,bsto,bsti->soi", coef_B, *factors)
 
     def masked(self, keep_B: Tensor) -> "Outer":
         """Return the factor with dropped samples set to zero."""
@@ -146,10 +118,3 @@ class Outer(Factor):
 
     def _per_sample(self, values_N: Tensor) -> Tensor:
         return values_N if self.slots == 1 else values_N.view(-1, self.slots).sum(1)
-
-    def _instantiate(self) -> Iterator[Tensor]:
-        _, inputs, outputs = self.sizes
-        chunk = planner.chunk_of_samples(inputs * outputs)
-        for start in range(0, self.a_NTI.shape[0], chunk):
-            g_NTO = to_accumulation(self.g_NTO[start : start + chunk])
-            yield torch.bmm(g_NTO.mT, to_accumulation(self.a_NTI[start : start + chunk]))

@@ -9,6 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ghostclip import kernels
 from ghostclip.factors.base import Factor, SquaredNorm, no_error, to_accumulation, where_kept
 
 
@@ -35,6 +36,8 @@ class Rows(Factor):
 
         Cost: one sort of B·T keys and 3·B·T·I; never a T×T mask, never a B×V×I tensor.
         """
+        if self.g_BTI.is_cuda:
+            return no_error(kernels.row_square(self.ids_BT, self.g_BTI).value_N)
         pairs_K, sums_KI = self.segments()
         value_B = sums_KI.new_zeros(self.batch_size)
         value_B.index_add_(0, pairs_K // self.matrix[0], sums_KI.square().sum(1))
