@@ -140,6 +140,14 @@ def test_no_samples(positions):
     assert not out.any()
 
 
+@pytest.mark.parametrize("samples", [0, 2])
+def test_no_samples_or_positions_in_groups(samples):
+    outer = Outer(torch.zeros(2 * samples, 0, 4), torch.zeros(2 * samples, 0, 3), shape=(6, 4), slots=2)
+    out = torch.zeros(6, 4)
+    outer.add_clipped_sum_(torch.zeros(samples), out)
+    assert not out.any()
+
+
 def test_no_positions():
     outer = Outer(torch.zeros(2, 0, 4), torch.zeros(2, 0, 3), shape=(3, 4))
     assert outer.sqnorm().value_B.tolist() == [0, 0]
