@@ -21,7 +21,7 @@ from ghostclip.capture.rewrite import rewritten
 from ghostclip.capture.rows import listed_rows, row_maps
 from ghostclip.capture.tracked import TrackedTensor, plain
 from ghostclip.capture.usage import Use, no_axis
-from ghostclip.capture.ways import GENERAL, OWN_ROWS, RULE, RULE_ON_COPIES, SPREAD
+from ghostclip.capture.ways import GENERAL, OWN_ROWS, RULE, RULE_ON_COPIES, SPREAD, SPREAD_ROUTED
 from ghostclip.errors import BatchAxisError, GhostClipError
 from ghostclip.factors import Factor
 from ghostclip.rules import Call, Captured, rule_for
@@ -70,7 +70,7 @@ def consume(session: "Session", operation: Operation) -> Any:
 
 
 def _without_rule(session: "Session", operation: Operation, *, own_rows: bool) -> Any:
-    if broadcast.is_elementwise(operation.name) and _takes(session, SPREAD):
+    if broadcast.is_elementwise(operation.name):
         spread = _by_spreading(session, operation)
         if spread is not NotImplemented:
             return spread
@@ -159,9 +159,11 @@ def _by_rule(session: "Session", operation: Operation, targets: dict[str, Tracke
 
 def _use_of(session: "Session", operation: Operation, targets: dict[str, TrackedTensor], captured: Captured) -> Use:
     record = session.record
-    site = session.sites.at(targets.values(), operation.name, captured.form)
     sizes = tuple(captured.rows.shape[: captured.lead])
     maps = row_maps(session, captured.rows, sizes)
+    routed = bool(maps) and maps[0].kind == "listed"
+    way = session.sites.ways.taken
+    site = session.sites.at(targets.values(), operation.name, captured.form, way=way, routed=routed)
     if not maps:
         raise BatchAxisError(no_axis(site, captured.rows, record))
     use = Use(site, record, targets, captured.factors, captured.lead, maps, lead_sizes=sizes)
@@ -193,8 +195,10 @@ def _by_spreading(session: "Session", operation: Operation) -> Any:
     listed = None
     if record.batch_size > 1:
         listed = listed_rows(session, witness, axis - dims + witness.dim())
+    if listed is not None and not _takes(session, SPREAD_ROUTED):
+        listed = None
     maps = broadcast.map_of_rows(size, record.batch_size, record.axis, listed)
-    if not maps:
+    if not maps or (listed is None and not _takes(session, SPREAD)):
         return NotImplemented
     rows = broadcast.RowAxis(axis, size, maps[0], record.batch_size)
     doubtful = None if witness.requires_grad else (operation, witness)
@@ -225,7 +229,8 @@ def _enter_spread(
     spread: broadcast.Spread,
     doubtful: tuple[Operation, Tensor] | None = None,
 ) -> Tensor:
-    site = session.sites.at([tracked], name, "dense")
+    way, routed = session.sites.ways.taken, spread.rows.row_map.kind == "listed"
+    site = session.sites.at([tracked], name, "dense", way=way, routed=routed)
 
     def factors(saved: Sequence[Tensor], grad: Tensor, split: Any) -> Mapping[str, Factor]:
         return {"value": spread.factor(grad)}

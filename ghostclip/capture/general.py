@@ -66,7 +66,9 @@ def in_general(session: "Session", operation: Operation) -> Any:
     entered = {id(t): t.origin.value.detach().requires_grad_() for t in tracked}
     rerun = _rerun_of(operation, list(entered), list(entered.values()))
     local = _Local(operation, entered)
-    site = session.sites.at(tracked, operation.name, GENERAL_FORM)
+    routed = any(tensor.dim() and listed_rows(session, tensor, 0) is not None for tensor in operation.plain)
+    way = session.sites.ways.taken
+    site = session.sites.at(tracked, operation.name, GENERAL_FORM, way=way, routed=routed)
     if site.at_once:
         site.forms.update(dict.fromkeys(site.names, AT_ONCE_FORM))
     targets = {str(number): t for number, t in enumerate(tracked)}
@@ -169,13 +171,13 @@ def _unset(saved: Sequence[Tensor], grad: Tensor, split: Any) -> Mapping[str, Fa
 
 def _output_maps(output: Tensor, operation: Operation, session: "Session", site: Site) -> list[RowMap]:
     record = session.record
+    maps = candidates(output.shape, record.batch_size, axis=record.axis) if output.dim() else []
     if record.batch_size > 1 and output.dim():
         for tensor in operation.plain:
             if tensor.dim() and tensor.shape[0] == output.shape[0]:
                 listed = listed_rows(session, tensor, 0)
                 if listed is not None:
-                    return [RowMap("listed", 0, listed)]
-    maps = candidates(output.shape, record.batch_size, axis=record.axis) if output.dim() else []
+                    return [RowMap("listed", 0, listed), *maps]
     if not maps:
         raise BatchAxisError(no_axis(site, output, record))
     return maps

@@ -1,13 +1,15 @@
 """Evidence for which rows are whose: the gradient of some samples alone.
 
 A backward that starts from some samples' outputs leaves exact zeros in every row that is not theirs. It is asked of one
-sample alone and, for every binary digit, of the samples whose number has it: no reordering of the batch looks right to
-all of them. That decides between the row maps that the sizes allow, and it proves that samples do not mix: where no map
-explains the zeros, the model is refused.
+sample alone and of sets that tell any two samples apart, each way round: no reordering of the batch looks right to all
+of them, and no sample can follow another unseen. That decides between the row maps that the sizes allow, and it proves
+that samples do not mix: where no map explains the zeros, the model is refused.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations, count, islice
+from math import comb
 from typing import Any
 
 import torch
@@ -66,11 +68,10 @@ class Probe:
         known = self._known.setdefault(use.site, use.site.chosen)
         for row_map in use.maps:
             key = (use.site, row_map.key)
-            if key in self._rejected or (known not in (None, row_map.key) and row_map.kind not in ("listed", "whole")):
+            if key in self._rejected or (known not in (None, row_map.key) and row_map.kind != "whole"):
                 continue
             if _explains(row_map, use, grad, self.samples):
-                if row_map.kind != "listed":
-                    use.site.chosen = row_map.key
+                use.site.chosen = row_map.key
                 use.site.attempts = MAX_ATTEMPTS
                 return
             self._rejected.add(key)
@@ -136,11 +137,21 @@ def _shapes(grad: Tensor, use: Use) -> str:
 
 
 def sample_sets(batch_size: int) -> list[set[int]]:
-    """Return the sets of samples to ask about: one sample alone, then those with each binary digit in their number."""
-    places = range((batch_size - 1).bit_length())
-    digits = [{sample for sample in range(batch_size) if sample >> place & 1} for place in places]
+    """Return the sets of samples to ask about: one sample alone, then, in few sets, each sample without each other.
+
+    Samples are given code words of equal weight (Sperner), so that of any two each has a digit that the other lacks.
+
+    Args:
+        batch_size: B, at least 2.
+
+    Returns:
+        Sets of sample numbers, about log2(B) of them: for any two samples, one holds the first without the second.
+    """
+    length = next(length for length in count(1) if comb(length, length // 2) >= batch_size)
+    words = list(islice(combinations(range(length), length // 2), batch_size))
+    digits = [{sample for sample, word in enumerate(words) if place in word} for place in range(length)]
     alone = {batch_size // 2}
-    return [alone, *(chosen for chosen in digits if chosen != alone)]
+    return [alone, *(chosen for chosen in digits if chosen and chosen != alone)]
 
 
 def starts(outputs: Sequence[Tensor], *, record: Record) -> list[list[Start]]:

@@ -43,6 +43,9 @@ def _samples(node: Any, output_nr: int, rows: int, batch_size: int, expected_axi
             return marked[1] if marked[0] == 0 and marked[1].numel() == rows else None
         if _is_last_state(node, output_nr):
             return _of_first_step(node, rows, batch_size, expected_axis)
+        joined = _joined(node, rows, batch_size, expected_axis)
+        if joined is not None:
+            return joined
         selection = _selection(node, output_nr, rows)
         if selection is not None:
             index, parent_rows = selection
@@ -126,6 +129,35 @@ def _parent_samples(node: Any, rows: int, batch_size: int, expected_axis: int) -
     return index % batch_size if expected_axis == 1 and rows > batch_size else index // (rows // batch_size)
 
 
+def _joined(node: Any, rows: int, batch_size: int, expected_axis: int) -> Tensor | None:
+    """Return the samples of parts that were selected from the batch and put one after the other."""
+    if node.name() not in ("CatBackward0", "StackBackward0") or node._saved_dim != 0:
+        return None
+    found: list[Tensor] = []
+    for part, number in node.next_functions:
+        one = None if part is None else _part(part, number, node.name(), batch_size, expected_axis)
+        if one is None:
+            return None
+        found.append(one.cpu())
+    listed = torch.cat(found) if found else None
+    return listed if listed is not None and listed.numel() == rows else None
+
+
+def _part(part: Any, number: int, joiner: str, batch_size: int, expected_axis: int) -> Tensor | None:
+    if joiner == "CatBackward0":
+        shape = part._input_metadata[number].shape
+        return _samples(part, number, shape[0], batch_size, expected_axis) if len(shape) else None
+    if part.name() != "SelectBackward0" or part._saved_dim != 0:
+        return None
+    size = part._saved_self_sym_sizes[0]
+    parent = _parent_samples(part, size, batch_size, expected_axis)
+    return (
+        None
+        if parent is None
+        else parent[(part._saved_index - (1 << 64 if part._saved_index >> 63 else 0)) % size :][:1]
+    )
+
+
 def _selection(node: Any, output_nr: int, rows: int) -> tuple[Tensor, int] | None:
     """Return (index into the parent's rows, number of the parent's rows) if the node selects rows."""
     name = node.name()
@@ -133,6 +165,8 @@ def _selection(node: Any, output_nr: int, rows: int) -> tuple[Tensor, int] | Non
         return _advanced_index(node, rows)
     if name == "IndexSelectBackward0" and node._saved_dim == 0:
         return node._saved_index, node._saved_self_sym_sizes[0]
+    if name == "GatherBackward0" and node._saved_dim == 0:
+        return _gathered(node)
     if name in ("SliceBackward0", "SplitBackward0", "SplitWithSizesBackward0") and node._saved_dim == 0:
         size = node._saved_self_sym_sizes[0]
         start = _start(node, name, output_nr)
@@ -152,6 +186,15 @@ def _advanced_index(node: Any, rows: int) -> tuple[Tensor, int] | None:
     if index.dim() != 1 or index.numel() != rows:
         return None
     return index % sizes[0], sizes[0]
+
+
+def _gathered(node: Any) -> tuple[Tensor, int] | None:
+    index = node._saved_index
+    parent, number = node.next_functions[0]
+    first = index.flatten(1)[:, :1] if index.dim() > 1 else index[:, None]
+    if parent is None or not bool((index.reshape(len(index), -1) == first).all()):
+        return None
+    return first[:, 0], parent._input_metadata[number].shape[0]
 
 
 def _start(node: Any, name: str, output_nr: int) -> int:

@@ -90,6 +90,8 @@ def _misread(
     escaped = any(isinstance(leaf, TrackedTensor) for leaf in tree_leaves(output))
     if escaped and not sites.any_axis and record.batch_size > 1:
         sites.any_axis = True
+        # Taken for constants only because of the axis.
+        sites.constants.clear()
         return True
     probe = probe_outputs(session, tensors(output))
     if probe is None:

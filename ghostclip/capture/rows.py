@@ -28,7 +28,8 @@ def row_maps(session: "Session", rows: Tensor, sizes: Sequence[int]) -> list[Row
     if batch_size > 1 and sizes and not (axis == 1 and len(sizes) > 1):
         listed = listed_rows(session, rows, 0)
         if listed is not None:
-            return [RowMap("listed", 0, listed)]
+            # A selection along the first axis is one of samples only where that axis holds them: the evidence decides.
+            return [RowMap("listed", 0, listed), *candidates(sizes, batch_size, axis=axis)]
     if batch_size > 1 and id(rows) in session.record.inputs and axis < len(sizes) and sizes[axis] == batch_size:
         # What the model was called with has its batch where that was declared, whatever other axis has that size.
         return [RowMap("axis", axis)]

@@ -140,13 +140,23 @@ class Sites:
         dims = tuple(tensor.dim() for tensor in operation.plain)
         return *_key(operation.tracked, operation.name), dims
 
-    def at(self, tracked: Iterable[TrackedTensor], name: str, form: str) -> Site:
+    def at(
+        self,
+        tracked: Iterable[TrackedTensor],
+        name: str,
+        form: str,
+        *,
+        way: tuple[Any, str] = (None, ""),
+        routed: bool = False,
+    ) -> Site:
         """Return the call site of an operation, made on first sight.
 
         Args:
             tracked: The tracked tensors it consumes.
             name: Its name.
             form: What its factors are, for the coverage table.
+            way: How it is consumed, see ``Ways``.
+            routed: Whether rows seem to have been selected on the way to it.
 
         Returns:
             The site; a layer called several times in a forward has one for each call, since layouts may differ, and
@@ -156,11 +166,11 @@ class Sites:
         key = _key(tracked, name)
         visits = self._session.record.visits
         visits[key] += 1
-        numbered = (key, visits[key], self.ways.taken[1])
+        numbered = (key, visits[key], way[1], routed)
         if numbered not in self.table:
             names = tuple(dict.fromkeys(leaf for t in tracked for leaf in t.origin.names))
             self.table[numbered] = Site(names, name)
-        self.table[numbered].way = self.ways.taken
+        self.table[numbered].way = way
         site = self.table[numbered]
         for t in tracked:
             shown = "dense" if form.startswith("outer") and t.origin.value.dim() < 2 else form

@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from ghostclip.errors import UncoveredParameterError
+from ghostclip.errors import UncoveredParameterError, UnsupportedModelError
 
 
 class Interceptor(Protocol):
@@ -87,9 +87,11 @@ class TrackedTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Hand the operation to the session that lent the first tracked argument."""
+        """Hand the operation to the session that lent the first tracked argument; refuse it under ``torch.vmap``."""
         kwargs = kwargs or {}
         first = next(tracked_leaves((args, kwargs)))
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise UnsupportedModelError(_in_transform(first.origin.names, func.__name__))
         with torch._C.DisableTorchFunctionSubclass():
             return first.origin.interceptor.intercept(func, args, kwargs)
 
@@ -131,8 +133,9 @@ def _trapped(tracked: TrackedTensor, origin: Origin) -> TrackedTensor:
     def refuse(grad: Tensor) -> Tensor:
         listed = ", ".join(names)
         message = (
-            f"parameter '{listed}' is used by an operation that cannot be captured (a custom autograd.Function or a "
-            "scripted module). Write the operation with torch functions, or freeze the parameter."
+            f"parameter '{listed}' is used by an operation that cannot be captured (a custom autograd.Function, a "
+            "scripted function, or as an argument of a torch.func transform such as vmap). Write the operation with "
+            "torch functions, or freeze the parameter."
         )
         raise UncoveredParameterError(message)
 
@@ -208,6 +211,14 @@ def replace_tracked(tree: Any, replacement: Callable[[TrackedTensor], Any]) -> A
 def plain(tree: Any) -> Any:
     """Return the tree with tracked tensors replaced by their detached values."""
     return replace_tracked(tree, lambda tracked: tracked.origin.value)
+
+
+def _in_transform(names: Sequence[str], operation: str) -> str:
+    return (
+        f"parameter '{', '.join(names)}' is used in {operation} inside torch.vmap, grad or another transform of "
+        "torch.func, where samples cannot be told apart. Write the operation for the whole batch (the layer itself, "
+        "einsum or bmm), or freeze the parameter."
+    )
 
 
 def without_samples(tree: Any) -> str:

@@ -159,7 +159,7 @@ class Use:
     def row_map(self) -> RowMap:
         """The row map in force: the one confirmed at this site if the sizes allow it, else the preferred one."""
         for row_map in self.maps:
-            if row_map.kind in ("listed", "whole") or row_map.key == self.site.chosen:
+            if row_map.kind == "whole" or row_map.key == self.site.chosen:
                 return row_map
         if self.site.chosen is None and self.maps:
             return self.maps[0]
@@ -171,10 +171,8 @@ class Use:
 
     def listed_samples(self, rows: int) -> Tensor | None:
         """Return the sample of each of ``rows`` rows when they were routed here, for operations further on."""
-        first = self.maps[0] if self.maps else None
-        if first is None or first.samples is None or first.samples.numel() != rows:
-            return None
-        return first.samples
+        samples = self.row_map.samples if self.maps else None
+        return None if samples is None or samples.numel() != rows else samples
 
     def parameter_factors(self, grad: Tensor) -> list[tuple[str, Factor]]:
         """Return the factors of this use for every parameter behind it.
@@ -184,6 +182,9 @@ class Use:
 
         Returns:
             (parameter name, factor) pairs.
+
+        Raises:
+            UnsupportedModelError: What was computed from a parameter was changed in place since.
         """
         saved = self.node.saved_tensors if self.node is not None else ()
         row_map, batch_size = self.row_map, self.record.batch_size

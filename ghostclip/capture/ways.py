@@ -9,15 +9,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from ghostclip.capture.inputs import in_backward
 from ghostclip.capture.usage import Record, Site
 
 OWN_ROWS: Final = "own rows"
 RULE: Final = "rule"
 RULE_ON_COPIES: Final = "rule on copies"
 SPREAD: Final = "spread"
+SPREAD_ROUTED: Final = "spread over selected rows"
 GENERAL: Final = "general"
 # Where these were refuted another one may serve: copies of a parameter need not be one a sample.
-_REFUTABLE: Final = (OWN_ROWS, RULE_ON_COPIES, SPREAD)
+_REFUTABLE: Final = (OWN_ROWS, RULE_ON_COPIES, SPREAD, SPREAD_ROUTED)
+# Whether rows were selected may change from batch to batch.
+_ALIKE: Final = {SPREAD: SPREAD_ROUTED, SPREAD_ROUTED: SPREAD}
 
 
 @dataclass(eq=False)
@@ -41,8 +45,10 @@ class Ways:
             key: Its parameters and operation.
             record: The forward, which counts its calls.
         """
-        record.visits["way", key] += 1
-        self.taken = (key, record.visits["way", key]), ""
+        # What checkpointing runs again must run as it did, and its calls come in another order.
+        if not in_backward():
+            record.visits["way", key] += 1
+        self.taken = (key, 1 if in_backward() else record.visits["way", key]), ""
 
     def take(self, way: str, record: Record) -> bool:
         """Take a way at the latest call site unless the evidence speaks against it.
@@ -55,7 +61,9 @@ class Ways:
             Whether it is taken.
         """
         place = self.taken[0]
-        if record.batch_size > 1 and ((place, way) in self.refuted or self.settled.get(place, way) != way):
+        before = record.ways.get(place, way) if in_backward() else way
+        other = self.settled.get(place, before) not in (way, _ALIKE.get(way))
+        if record.batch_size > 1 and (other or (place, way) in self.refuted):
             return False
         self.taken = place, way
         record.ways[place] = way
@@ -79,7 +87,7 @@ class Ways:
         Returns:
             Whether another way is left to try.
         """
-        found = {site.way for site in sites if site.way[1] in _REFUTABLE and site.way[0] not in self.settled}
-        found -= self.refuted
+        found = {site.way for site in sites if site.way[1] in _REFUTABLE}
+        found -= self.refuted | set(self.settled.items())
         self.refuted |= found
         return bool(found)

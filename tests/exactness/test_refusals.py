@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ghostclip.errors import GhostClipError, LossReductionError
+from ghostclip.errors import GhostClipError, LossReductionError, UnsupportedModelError
 from tests.cases import by_name
 from tests.exactness.runs import engine, expected
 
@@ -211,3 +211,40 @@ def test_gradient_penalty(strategy, with_loss):
     with pytest.raises(GhostClipError, match="gradient penalty"):
         step()
     assert _nothing_trained(model)
+
+
+class _PerSampleCalls(nn.Module):
+    """Calls a layer inside ``torch.vmap``."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 4)
+
+    def forward(self, x):
+        return torch.vmap(self.layer)(x)
+
+
+class _Complex(nn.Module):
+    """Multiplies by a complex parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, dtype=torch.complex128))
+
+    def forward(self, x):
+        return (x * self.weight).abs()
+
+
+@pytest.mark.parametrize(("kind", "said"), [(_PerSampleCalls, r"layer.*torch\.vmap"), (_Complex, "weight.*complex")])
+def test_what_cannot_be_seen(strategy, kind, said):
+    model = kind().double() if kind is _PerSampleCalls else kind()
+    with pytest.raises(UnsupportedModelError, match=said):
+        _attach_and_step(strategy, model, torch.randn(4, 5, dtype=F64))
+    assert _nothing_trained(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_scripted_part():
+    model = nn.Sequential(torch.jit.script(nn.Linear(5, 4)), nn.Linear(4, 2))
+    with pytest.raises(UnsupportedModelError, match="0 is a scripted"):
+        engine("auto")(model, 1.0)
