@@ -1,0 +1,1 @@
+"""Each kernel beside its twin on a GPU: `python -m benchmarks.kernels`."""

@@ -1,0 +1,80 @@
+"""The benchmark of kernels: a wrong kernel is called wrong and shows no speed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.kernels.__main__ import table
+from benchmarks.kernels.cases import cases
+from benchmarks.kernels.measure import measure
+from ghostclip.kernels import Bounded
+
+CPU = torch.device("cpu")
+CASES = list(cases(quick=True))
+
+
+def _first(name):
+    return next(case for case in CASES if case.kernel.name == name)
+
+
+def _measured(case, fast):
+    return measure(replace(case, kernel=replace(case.kernel, fast=fast)), CPU, rounds=1)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.kernel.name}-{case.dtype}")
+def test_a_right_kernel_passes(case):
+    row = _measured(case, case.kernel.naive)
+    assert row["status"] == "ok", row
+
+
+@pytest.mark.parametrize("case", CASES[:5], ids=lambda case: case.kernel.name)
+def test_a_wrong_kernel_does_not(case):
+    def wrong(*arguments):
+        result = case.kernel.naive(*arguments)
+        (result if isinstance(result, torch.Tensor) else result[0]).mul_(1.001)
+        return result
+
+    assert _measured(case, wrong)["status"] == "wrong"
+
+
+def test_a_norm_that_is_too_small_is_wrong():
+    case = _first("symmetric_gram")
+
+    def low(a, g, rows):
+        value, error = case.kernel.naive(a, g, rows)
+        return Bounded(value * (1 - 5e-6), error * 0)
+
+    row = _measured(case, low)
+    assert (row["status"], row["bound_holds"]) == ("wrong", False)
+
+
+def test_a_kernel_that_does_not_repeat_is_wrong():
+    case = _first("outer_square")
+    drawn = iter((1.0, 1 + 1e-6))
+
+    def wavering(a, g, samples):
+        value, error = case.kernel.naive(a, g, samples)
+        return Bounded(value * next(drawn), error)
+
+    row = _measured(case, wavering)
+    assert (row["status"], row["repeats"]) == ("wrong", False)
+
+
+def _raises(*arguments):
+    raise RuntimeError("out of shared memory")
+
+
+def test_the_table_shows_no_speed_of_what_is_not_right():
+    wrong = {**_measured(CASES[0], _raises), "speed_up": 3.0}
+    assert wrong["status"] == "failed"
+    about = {"cpu": "a", "cores": 1, "threads": 1, "memory_gib": 1, "os": "b", "python": "3", "versions": {}}
+    about |= {"commit": "c" * 40, "changed_since_commit": False}
+    report = {"command": "python -m benchmarks.kernels", "date": "d", "machine": about}
+    off = {**wrong, "status": "wrong", "error": 0.25, "repeats": True, "bound_holds": True}
+    text = table({**report, "rows": [wrong, off]})
+    assert "out of shared memory" in text
+    assert "wrong: off" in text
+    assert "3.00" not in text
