@@ -112,6 +112,14 @@ def add_capacity(letter: str, size: Size, case: Case, found: dict[str, Any], giv
         say(f"   {row['title']}: largest batch under {given['cap']} GiB: {said}")
 
 
+def _tiny_like(case: Case, letter: str) -> Case:
+    """The tiny case of the same model, or of the same family."""
+    cases = load(letter, "tiny").cases
+    family = case.group.split("-")[0]
+    alike = [other for other in cases if other.group == case.group]
+    return (alike or [other for other in cases if other.group.startswith(family)])[0]
+
+
 def main() -> None:
     """Print the largest batch as one line of JSON."""
     parser = argparse.ArgumentParser(prog="python -m paper_repro.capacity", description=__doc__)
@@ -128,10 +136,8 @@ def main() -> None:
     table = load(options.table, options.size)
     case = next(case for case in table.cases if case.task.name == options.case)
     engine = next(engine for engine in table.engines(False) if engine.name == options.engine)
-    kind = case.group.split("-")[0]
-    tiny = next(other for other in load(options.table, "tiny").cases if other.group.startswith(kind))
     # Libraries that are loaded at the first step are not part of what the cap is for.
-    _seconds_of_a_step(engine, tiny, 2, device)
+    _seconds_of_a_step(engine, _tiny_like(case, options.table), 2, device)
     result = _search(engine, case, device, options.cap * GIB, most=options.most)
     sys.stdout.write(json.dumps(result) + "\n")
 

@@ -219,6 +219,8 @@ def measured(table: Table, plan: Plan, after: Callable[[Case, dict[str, Any]], N
     verdicts: dict[str, list[Row]] = {}
     free = free_bytes()
     guarded = plan.device.type == "cpu" and free is not None
+    # What is loaded by now stays, and need not be searched for garbage between every two engines.
+    gc.freeze()
     for case in table.cases:
         say(f"== {case.task.title}")
         with cap(SHARE_OF_FREE * (free or 0), plan.device) if guarded else nullcontext():

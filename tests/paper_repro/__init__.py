@@ -1,0 +1,1 @@
+"""The programs that measure published tables again: their models, their command line, and what they refuse."""
