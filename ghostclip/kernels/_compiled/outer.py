@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ghostclip.kernels._compiled.tiles import gradient_tile, operand
-from ghostclip.kernels.bounds import CHUNK, Bounded, instantiated_error, matrix_unit_error, position_scale
+from ghostclip.kernels.bounds import CHUNK, Bounded, instantiated_error, matrix_unit_error
 
 # Programs that keep a large GPU busy; more of them only make more partial sums.
 _PROGRAMS: Final = 1024
@@ -112,7 +112,9 @@ def outer_square(a_NTI: Tensor, g_NTO: Tensor, samples_at_once: int) -> Bounded:
     sizes = (positions, inputs, outputs, programs)
     _square[(samples, programs)](a, g, value_NP, *sizes, BLOCK=_BLOCK, BLOCK_T=32, CHUNK=CHUNK, num_warps=4)
     value_N = value_NP.sum(1).float()
-    error_N = instantiated_error(value_N, position_scale(a, g)) + matrix_unit_error(value_N)
+    # Widened as they are read: no copy in float32 is made.
+    a_NT, g_NT = (torch.linalg.vector_norm(tensor, dim=2, dtype=torch.float32) for tensor in (a, g))
+    error_N = instantiated_error(value_N, (a_NT * g_NT).square().sum(1)) + matrix_unit_error(value_N)
     return Bounded(value_N, error_N)
 
 
