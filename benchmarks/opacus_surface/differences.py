@@ -27,7 +27,7 @@ DIFFERENCES: Final[tuple[Difference, ...]] = (
     ),
     Difference(
         "a criterion that returns a scalar in ghost mode",
-        "the batch's mean is clipped as if it were one sample's loss: no gradient is clipped by itself",
+        "the sum of all coefficients multiplies the mean: every sample is scaled alike, none is clipped by itself",
         "refused: it must give one loss per sample, or the default strategy be used",
         f"{_FILE}::test_scalar_criterion_in_ghost_mode",
     ),
