@@ -14,7 +14,8 @@ of losses exists, and the cost does not depend on the number of steps. What is l
   the denominator.
 - *Nodes.* The trapezoidal rule with step 2π/W gives Σ_k e^{ckW} δ(ε + kW) exactly: too much, never too little; terms
   k ≠ 0 are bounded by Chernoff's inequality for the lower bound.
-- *Rounding.* Every factor's relative error is bounded and carried along (`Composition.along`).
+- *Rounding.* Every factor's relative error is bounded and carried along (`Composition.along`), that of K and of cε
+  is added to the exponent (`Composition.moment_error`).
 
 Letters: J atoms, N nodes of the contour, K = log M.
 
@@ -42,6 +43,9 @@ DECAY = 38.0
 MOST_NODES = 1 << 17
 ROUNDOFF = 2.0**-53
 
+MASS_ERROR = 2.0**-43
+"""Relative error that an atom's mass may have: quadrature, density and normal tail together stay below it."""
+
 
 class Composition:
     """The total privacy loss of several steps, each made a number of times.
@@ -56,12 +60,15 @@ class Composition:
         self.pairs = tuple(pairs)
         self.gaussian = gaussian
         self._moments: dict[float, tuple[float, float, float]] = {}
+        self._errors: dict[float, float] = {}
         self.count_P = np.array(counts, dtype=np.float64)
         survived = math.fsum(
             count * math.log1p(-pair.infinite) if pair.infinite < 1 else -math.inf
             for pair, count in zip(pairs, counts, strict=True)
         )
-        self.infinite = -math.expm1(survived)
+        # The sum is no smaller, and exact for a single pair.
+        revealed = math.fsum(count * pair.infinite for pair, count in zip(pairs, counts, strict=True))
+        self.infinite = min(-math.expm1(survived), revealed)
         if self.pairs:
             self._loss_J = np.concatenate([pair.loss_J for pair in self.pairs])
             with np.errstate(divide="ignore"):
@@ -87,16 +94,48 @@ class Composition:
             mean_P = np.add.reduceat(weight_J * self._loss_J, self._starts)
             off_J = self._loss_J - np.repeat(mean_P, self._sizes)
             variance_P = np.add.reduceat(weight_J * off_J * off_J, self._starts)
+            self._errors[c] = float(self.count_P @ (self._unsure(c, weight_J) + 4 * ROUNDOFF * np.abs(log_P)))
             value += float(self.count_P @ log_P)
             slope += float(self.count_P @ mean_P)
             bend += float(self.count_P @ variance_P)
         self._moments[c] = value, slope, bend
         return value, slope, bend
 
+    def moment_error(self, c: float) -> float:
+        """Return by how much rounding may have changed K(c).
+
+        Args:
+            c: A real point.
+
+        Returns:
+            A bound of the absolute error.
+        """
+        value = self.log_moment(c)[0]
+        return self._errors.get(c, 0.0) + 16 * ROUNDOFF * (abs(value) + self.gaussian * (c * c + c))
+
+    def _unsure(self, c: float, weight_J: Array) -> Array:
+        """Bound the relative error of each pair's M(c), and of M(c + it) in units of M(c) for t = 0, shape [P].
+
+        An atom's share carries the errors of its mass, of the exponent c·l + log m and of the loss; J of them are
+        added in an unknown order.
+        """
+        with np.errstate(invalid="ignore"):
+            exponent_J = 8 * np.abs(c * self._loss_J) + 2 * np.abs(self._log_mass_J)
+        exponent_J[weight_J == 0] = 0.0
+        sums_P = np.add.reduceat(weight_J * exponent_J, self._starts)
+        return np.asarray(MASS_ERROR + ROUNDOFF * (64 + 2 * np.array(self._sizes) + sums_P), dtype=np.float64)
+
     @property
     def varies(self) -> bool:
         """Whether there is anything but losses of 0 and infinity."""
         return bool(self.gaussian or self.pairs)
+
+    def largest_loss(self) -> float:
+        """Return an upper bound of the finite losses: δ(ε) is the probability of an infinite one from there on."""
+        if self.gaussian:
+            return math.inf
+        top = math.fsum(count * float(pair.loss_J.max()) for pair, count in zip(self.pairs, self.count_P, strict=True))
+        return max(0.0, top * (1 + 1e-12))
 
     def total_variation(self) -> float:
         """Return an upper bound of δ(0): the sum over the steps' own, and Pinsker's inequality for Gaussian ones."""
@@ -135,11 +174,14 @@ class Composition:
         total_N, error_N = np.zeros(nodes, dtype=np.complex128), np.zeros(nodes)
         if not self.pairs:
             return total_N, error_N
-        weights = np.split(self._tilted(c)[1], self._starts[1:])
-        for pair, weight_J, count in zip(self.pairs, weights, self.count_P, strict=True):
+        all_J = self._tilted(c)[1]
+        weights, unsure_P = np.split(all_J, self._starts[1:]), self._unsure(c, all_J)
+        # Tables of powers are made by products: an error of e^{it} grows with the power.
+        powers = 16 * (math.isqrt(nodes) + 1)
+        for pair, weight_J, count, still in zip(self.pairs, weights, self.count_P, unsure_P.tolist(), strict=True):
             share_N = _transform(pair.loss_J, weight_J, step, nodes)
             spread = float(weight_J @ np.abs(pair.loss_J))
-            unsure = ROUNDOFF * (weight_J.size + 256 + 4 * step * nodes * spread)
+            unsure = still + ROUNDOFF * (powers + 8 * step * nodes * spread)
             size_N = np.maximum(np.abs(share_N), 1e-300)
             total_N += count * np.log(np.where(np.abs(share_N) > 0, share_N, 1e-300))
             error_N += count * np.log1p(unsure / size_N)
@@ -209,16 +251,20 @@ class Contour:
         log_N, error_N = composition.along(c, nodes.step, nodes.count)
         s_N = c + 1j * self.t_N
         log_N = log_N + variance / 2 * ((2 * c + 1) * 1j * self.t_N - self.t_N**2)
-        part_N: Complex = np.asarray(np.exp(log_N) * (nodes.step / math.pi), dtype=np.complex128)
-        part_N[0] /= 2
+        # Angles of many turns are known only to their own precision.
+        error_N = error_N + 4 * ROUNDOFF * (16 + np.abs(log_N))
+        scale_N = np.full(nodes.count, nodes.step / math.pi)
+        scale_N[0] /= 2
+        part_N: Complex = np.asarray(np.exp(log_N) * scale_N, dtype=np.complex128)
         self._density_N = part_N
         self._delta_N: Complex = np.asarray(part_N / (s_N * (s_N + 1)), dtype=np.complex128)
-        rounding_N = np.abs(part_N) * np.expm1(np.minimum(error_N + 64 * ROUNDOFF, 700.0))
+        rounding_N = np.exp(log_N.real + error_N) * -np.expm1(-error_N) * scale_N
         last = float(self.t_N[-1])
         beyond = math.exp(-variance * last**2 / 2) / (variance * last) / math.pi if variance > 0 else math.inf
         self._density_error = float(rounding_N.sum()) + beyond
         self._delta_error = float((rounding_N / np.abs(s_N * (s_N + 1))).sum()) + beyond / last**2
         self._log_moment = composition.log_moment(c)[0] + nodes.smoothing * (c * c + c) / 2
+        self._moment_error = composition.moment_error(c) + 4 * ROUNDOFF * nodes.smoothing * (c * c + c)
 
     def upper(self, epsilon: float) -> float:
         """Return an upper bound of the composition's δ(ε).
@@ -229,7 +275,8 @@ class Contour:
         Returns:
             δ in [0, 1].
         """
-        scale, turn_N = self._at(epsilon)
+        exponent, error, turn_N = self._at(epsilon)
+        scale = math.exp(min(max(exponent + error, -700.0), 700.0))
         value = scale * (float((self._delta_N * turn_N).real.sum()) + self._delta_error + self._phase_error(epsilon))
         return min(1.0, self._composition.infinite + max(value, 0.0)) if not math.isnan(value) else 1.0
 
@@ -242,10 +289,14 @@ class Contour:
         Returns:
             δ in [0, 1].
         """
-        scale, turn_N = self._at(epsilon)
+        exponent, error, turn_N = self._at(epsilon)
+        if exponent > 700:
+            return self._composition.infinite
+        scale = math.exp(exponent - error)
         v = self._nodes.smoothing
         value = float((self._delta_N * turn_N).real.sum()) - self._delta_error - self._phase_error(epsilon)
         density = float((self._density_N * turn_N).real.sum()) + self._density_error
+        density += self._density_phase_error(epsilon)
         value = scale * (value - v * math.exp(v / 8) * max(density, 0.0)) - self._aliases(epsilon)
         return min(1.0, self._composition.infinite + max(value, 0.0)) if not math.isnan(value) else 0.0
 
@@ -258,29 +309,40 @@ class Contour:
         Returns:
             The ratio, at least 1.
         """
-        turn_N = self._at(epsilon)[1]
+        turn_N = self._at(epsilon)[2]
         density = float((self._density_N * turn_N).real.sum())
         slope = float((self._density_N / (self._nodes.c + 1 + 1j * self.t_N) * turn_N).real.sum())
         return max(1.0, density / slope) if slope > 0 else 1.0
 
-    def _at(self, epsilon: float) -> tuple[float, Complex]:
-        exponent = self._log_moment - self._nodes.c * epsilon
-        return math.exp(min(exponent, 700.0)), np.exp(-1j * epsilon * self.t_N)
+    def _at(self, epsilon: float) -> tuple[float, float, Complex]:
+        """Return log of what the sum is multiplied by, a bound of its error, and what each node is multiplied by."""
+        shift = self._nodes.c * epsilon
+        error = self._moment_error + 4 * ROUNDOFF * (abs(self._log_moment) + abs(shift) + 1)
+        return self._log_moment - shift, error, np.exp(-1j * epsilon * self.t_N)
 
     def _phase_error(self, epsilon: float) -> float:
         """Bound what rounding of the angles tε changes."""
         angle_N = ROUNDOFF * 4 * (1 + abs(epsilon) * self.t_N)
         return float((np.abs(self._delta_N) * angle_N).sum())
 
+    def _density_phase_error(self, epsilon: float) -> float:
+        angle_N = ROUNDOFF * 4 * (1 + abs(epsilon) * self.t_N)
+        return float((np.abs(self._density_N) * angle_N).sum())
+
     def _aliases(self, epsilon: float) -> float:
         """Bound Σ_{k≠0} e^{ckW} δ(ε + kW)."""
         c, period = self._nodes.c, self._nodes.period
         total = 1 / math.expm1(min(c * period, 700.0))
         return total + min(
-            math.exp(min(log_chernoff(self._composition, self._nodes.smoothing, far, epsilon), 700.0))
-            / math.expm1(min((far - c) * period, 700.0))
+            _geometric(log_chernoff(self._composition, self._nodes.smoothing, far, epsilon), (far - c) * period)
             for far in (FURTHER * c).tolist()
         )
+
+
+def _geometric(log_first: float, decay: float) -> float:
+    """Return Σ_{k≥1} e^{log_first - k·decay}, at most e^700."""
+    log_sum = log_first - decay - math.log(-math.expm1(-decay)) if decay > 0 else math.inf
+    return math.exp(min(log_sum, 700.0))
 
 
 FURTHER: Array = np.array([1.05, 1.1, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0, 5.0, 8.0])
@@ -288,7 +350,7 @@ FURTHER: Array = np.array([1.05, 1.1, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0, 5.0, 8.0])
 
 
 def log_chernoff(composition: Composition, smoothing: float, c: float, epsilon: float) -> float:
-    """Return log of M(c)·e^{-cε}·max_u e^{-cu}(1 - e^{-u}), which is at least δ(ε).
+    """Return log of M(c)·e^{-cε}·max_u e^{-cu}(1 - e^{-u}), which is at least δ(ε), rounded upwards.
 
     Args:
         composition: The steps.
@@ -300,7 +362,10 @@ def log_chernoff(composition: Composition, smoothing: float, c: float, epsilon: 
         The logarithm.
     """
     value = composition.log_moment(c)[0] + smoothing * (c * c + c) / 2
-    return value - c * epsilon + c * math.log(c) - (1 + c) * math.log1p(c)
+    # The maximum is at u = log(1 + 1/c); c·log c - (1 + c)·log(1 + c) would cancel for large c.
+    size = abs(value) + abs(c * epsilon) + math.log1p(c) + 2
+    error = composition.moment_error(c) + 8 * ROUNDOFF * (size + smoothing * (c * c + c))
+    return value - c * epsilon - c * math.log1p(1 / c) - math.log1p(c) + error
 
 
 def chosen_nodes(composition: Composition, *, c: float, smoothing: float, epsilon: float, delta: float) -> Nodes:

@@ -103,9 +103,14 @@ def sampled_gaussian_loss(z: Array, *, sigma: float, rate: float) -> Array:
     exponent = (z - 0.5) / sigma**2
     if rate == 1:
         return exponent
-    near = np.log1p(rate * np.expm1(np.minimum(exponent, 30.0)))
-    far = math.log(rate) + exponent + np.log1p((1 - rate) / rate * np.exp(-np.maximum(exponent, 30.0)))
-    return np.where(exponent < 30, near, far)
+    inside = np.minimum(exponent, 700.0)
+    change = rate * np.expm1(inside)
+    # 1 + change cancels where rate is close to 1 and the exponent far below 0; the two terms themselves do not.
+    near = np.where(
+        change > -0.5, np.log1p(np.maximum(change, -0.5)), np.log((1 - rate) + rate * np.exp(np.minimum(inside, 0.0)))
+    )
+    far = math.log(rate) + exponent + np.log1p((1 - rate) / rate * np.exp(-np.maximum(exponent, 700.0)))
+    return np.where(exponent < 700, near, far)
 
 
 @dataclass(frozen=True)
@@ -208,7 +213,8 @@ def _all_revealed(step: SampledGaussian) -> DiscretePair:
     """Return the pair of a step without noise: what was sampled is seen."""
     if step.direction == "add" and step.rate < 1:
         return DiscretePair(np.array([-math.log1p(-step.rate)]), np.ones(1))
-    return DiscretePair(np.zeros(1), np.array([1 - step.rate]), step.rate)
+    unseen = math.log1p(-step.rate) if step.direction == "remove" and step.rate < 1 else 0.0
+    return DiscretePair(np.array([unseen]), np.array([1 - step.rate]), step.rate)
 
 
 def _edges(step: SampledGaussian, cells: Cells) -> Array:

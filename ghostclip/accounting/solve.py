@@ -117,7 +117,8 @@ def _one_direction(build: Build, direction: str, delta: float, reach: float, wid
     coarse = build(direction, "upper", Cells(min(0.1, 2 * width), 0.02, 0.0, reach))
     if coarse.infinite >= delta:
         lower = build(direction, "lower", Cells(width, 0.02, 0.0, reach))
-        return Bounds(math.inf if lower.infinite > delta else 0.0, math.inf)
+        upper = coarse.largest_loss() if coarse.infinite == delta else math.inf
+        return Bounds(math.inf if lower.infinite > delta else 0.0, upper)
     if coarse.total_variation() <= delta:
         return Bounds(0.0, 0.0)
     fineness = _Fineness(width, 2e-5)
@@ -304,6 +305,8 @@ def _certainly_below(build: Build, direction: str, epsilon: float, delta: float,
     coarse = build(direction, "upper", Cells(min(0.1, 2 * width), 0.02, 0.0, reach))
     if coarse.infinite >= delta:
         return False
+    if math.isinf(epsilon):
+        return True
     c = saddle_for_epsilon(coarse, epsilon)
     if coarse.infinite + math.exp(min(log_chernoff(coarse, 0.0, c, epsilon), 0.0)) <= delta:
         return True

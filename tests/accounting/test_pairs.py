@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from ghostclip.accounting.pairs import Cells, SampledGaussian, discretised
+from ghostclip.accounting.pairs import Cells, SampledGaussian, discretised, sampled_gaussian_loss
 
 CELLS = Cells(0.1, 0.2, 0.5, 10.0)
 STEPS = [(1.0, 0.3), (0.5, 0.01), (4.0, 0.9), (0.3, 1e-3)]
@@ -34,3 +34,23 @@ def test_one_step_lies_between(sigma, rate, direction):
         above, below = (pair.mass_J @ -np.expm1(np.minimum(epsilon - pair.loss_J, 0.0)) for pair in (upper, lower))
         assert below <= exact + 1e-9
         assert exact <= above + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("rate", "exponent"), [(1 - 1e-12, -30.0), (1 - 1e-15, -40.0), (1e-20, 31.0), (1e-7, 20.0), (0.3, -5.0)]
+)
+def test_losses_are_precise_at_extreme_rates(rate, exponent):
+    from fractions import Fraction
+
+    found = float(sampled_gaussian_loss(np.array([exponent + 0.5]), sigma=1.0, rate=rate)[0])
+    weighed = (1 - Fraction(rate)) + Fraction(rate) * Fraction(math.exp(exponent))
+    exact = math.log1p(float(weighed - 1)) if abs(weighed - 1) < 0.5 else math.log(weighed)
+    assert found == pytest.approx(exact, rel=1e-13)
+
+
+@pytest.mark.parametrize("direction", ["remove", "add", "replace"])
+def test_a_step_without_noise_is_known_exactly(direction):
+    pair = discretised(SampledGaussian(0.0, 0.25, direction), CELLS, "lower")
+    in_Q = float(pair.mass_J @ np.exp(-pair.loss_J))
+    assert in_Q == pytest.approx(0.75 if direction != "remove" else 1.0)
+    assert pair.infinite == (0.0 if direction == "add" else 0.25)
