@@ -95,7 +95,7 @@ def checked_others(others: Sequence[Sequence[object]], *, where: str) -> list[Ot
     """
     try:
         return [_checked_other(entry) for entry in others]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise InvalidOptionError(f"{where}: others is {others!r}: {error}.") from error
 
 
@@ -194,12 +194,16 @@ def checked_history(history: Sequence[Sequence[float]], *, where: str) -> list[E
     """
     checked: list[Entry] = []
     for index, entry in enumerate(history):
-        if len(entry) != 3 or entry[2] != int(entry[2]) or entry[2] < 0:
+        try:
+            sigma, rate, steps = entry
+            count = int(steps)
+        except (TypeError, ValueError, OverflowError):
+            count = -1
+        if count < 0 or count != steps:
             raise InvalidOptionError(
                 f"{where}: entry {index} is {entry!r}; expected (noise_multiplier, sample_rate, steps)."
             )
-        sigma, rate, steps = entry
-        checked.append((checked_noise_multiplier(sigma), checked_sample_rate(rate), int(steps)))
+        checked.append((checked_noise_multiplier(sigma), checked_sample_rate(rate), count))
     return checked
 
 

@@ -58,7 +58,7 @@ def run(given: dict[str, Any]) -> int:
 def _segments(given: dict[str, Any], setting: Setting) -> list[Segment]:
     segments = read_schedule(given["schedule"]) if "schedule" in given else []
     for sigma, rate, steps in given.get("segment", ()):
-        if steps != int(steps):
+        if not float(steps).is_integer():
             raise InvalidOptionError(f"--segment: {steps} steps; expected a whole number.")
         segments.append((sigma, rate, int(steps)))
     one = {"--noise-multiplier": setting.sigma, "--sample-rate": setting.rate, "--steps": setting.steps}
@@ -67,6 +67,8 @@ def _segments(given: dict[str, Any], setting: Setting) -> list[Segment]:
         if missing:
             raise InvalidOptionError(f"{', '.join(missing)}: needed (or --segment, or --schedule).")
         segments.insert(0, (setting.sigma or 0.0, setting.rate or 0.0, setting.steps or 0))
-    elif setting.steps is not None:
-        raise InvalidOptionError("--steps without --noise-multiplier: segments bring their own steps.")
+    else:
+        ignored = [name for name, value in one.items() if value is not None]
+        if ignored:
+            raise InvalidOptionError(f"{', '.join(ignored)} without --noise-multiplier: segments bring their own.")
     return segments

@@ -226,6 +226,14 @@ def write_files(given: dict[str, Any], result: dict[str, Any], segments: list[Se
         plot_epsilon(segments, setting, given["plot"])
 
 
+def _whole(steps: str | float) -> int:
+    """Return a number of steps; a part of one is no number of steps, and cutting it off would count too few."""
+    whole = int(steps)
+    if not isinstance(steps, str) and whole != steps:
+        raise ValueError(f"{steps} steps")
+    return whole
+
+
 def read_schedule(path: Path) -> list[Segment]:
     """Read segments from a file: JSON [[sigma, q, steps], ...], or lines "sigma q steps" (commas allowed, # comments).
 
@@ -245,8 +253,8 @@ def read_schedule(path: Path) -> list[Segment]:
         else:
             lines = (line.split("#")[0].replace(",", " ").split() for line in text.splitlines())
             rows = [line for line in lines if line]
-        segments = [(float(sigma), float(rate), int(steps)) for sigma, rate, steps in rows]
-    except (ValueError, TypeError) as error:
+        segments = [(float(sigma), float(rate), _whole(steps)) for sigma, rate, steps in rows]
+    except (OverflowError, TypeError, ValueError) as error:
         raise DataError(f"{path}: expected noise multiplier, sample rate and steps in each line ({error}).") from error
     if not segments:
         raise DataError(f"{path}: holds no segment.")

@@ -48,7 +48,7 @@ def plot_epsilon(segments: list[Segment], setting: Setting, path: Path) -> None:
     right.minorticks_off()
     left.set_ylim(bottom=0)
     left.legend(frameon=False, loc="lower right")
-    right.legend(frameon=False)
+    right.legend(facecolor="white", edgecolor="none", framealpha=1)
     figure.savefig(path, dpi=150)
 
 

@@ -106,6 +106,9 @@ def test_a_plot_is_written(capsys, tmp_path):
         (("epsilon", *SETTING, "--steps", 1, "--delta", 0), "delta"),
         (("epsilon", *SETTING, "--steps", 1, "--accountant", "gdp"), "refused as a guarantee"),
         (("epsilon", "--segment", 1, 0.1, 2.5), "whole number"),
+        (("epsilon", "--segment", 1, 0.1, "nan"), "whole number"),
+        (("epsilon", "--segment", 1, 0.1, "inf"), "whole number"),
+        (("epsilon", "--segment", 1, 0.1, 2, "--sample-rate", 0.2), "--sample-rate without"),
         (("calibrate", *SETTING), "--target-epsilon: needed"),
         (("calibrate", "--target-epsilon", 1, "--steps", 5), "give two"),
         (("calibrate", "--target-epsilon", 1, *SETTING, "--steps", 5), "give two"),
@@ -122,5 +125,7 @@ def test_a_wrong_schedule(capsys, tmp_path):
     path = tmp_path / "schedule.txt"
     path.write_text("1 0.01\n")
     assert "expected noise multiplier" in run(capsys, "epsilon", "--schedule", path)[2]
+    path.write_text("[[1, 0.01, 2.5]]")
+    assert "2.5 steps" in run(capsys, "epsilon", "--schedule", path)[2]
     path.write_text("\n")
     assert "no segment" in run(capsys, "epsilon", "--schedule", path)[2]
