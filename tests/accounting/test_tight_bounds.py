@@ -27,7 +27,7 @@ SPOTS = [
     (0.5, 1e-3, 1_000_000, 1e-5, 52.34),
 ]
 GRID = [*usual(), *edges()]
-QUICK = GRID[::9]
+QUICK = GRID[::27]
 
 
 def keeper(history, name="best", relation="zero_out"):
