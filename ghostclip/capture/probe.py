@@ -175,8 +175,7 @@ def starts(outputs: Sequence[Tensor], *, record: Record) -> list[list[Start]]:
     exact, folded = _sorted_out(places, record)
     if not (exact or folded[0]):
         # States ``(layers, B, ...)`` and nothing else.
-        maps = [(place, _certain_map(place, record, last=True)) for place in places]
-        exact = [Start(place, row_map) for place, row_map in maps if row_map is not None]
+        exact = _by_second_axis(places, record)
     if places and not (exact or folded[0]):
         shapes = ", ".join(str(tuple(place.shape)) for place in places)
         message = (
@@ -194,7 +193,8 @@ def starts(outputs: Sequence[Tensor], *, record: Record) -> list[list[Start]]:
         return _with_other_axes(exact, record) if exact else []
     # With as many rows a sample as there are samples, a model that mixes samples looks like one that mixes positions.
     certain = any(start.place.shape[0] == record.batch_size**2 for start in folded[0])
-    return folded[:1] if certain else folded
+    time_first = _by_second_axis(places, record)
+    return ([time_first] if time_first else []) + (folded[:1] if certain else folded)
 
 
 def loss_starts(loss: Tensor, *, record: Record) -> list[Start]:
@@ -226,6 +226,12 @@ def _sorted_out(places: Sequence[Place], record: Record) -> tuple[list[Start], l
             for way, kind in zip(folded, kinds, strict=True):
                 way.append(Start(place, RowMap(kind, 0)))
     return exact, folded
+
+
+def _by_second_axis(places: Sequence[Place], record: Record) -> list[Start]:
+    """Return the starts that have one row a sample on axis 1, as outputs ``(T, B, ...)`` do."""
+    maps = [(place, _certain_map(place, record, last=True)) for place in places]
+    return [Start(place, row_map) for place, row_map in maps if row_map is not None]
 
 
 def _with_other_axes(exact: list[Start], record: Record) -> list[list[Start]]:

@@ -150,6 +150,34 @@ def test_states_with_their_layers_first(only_states, samples):
     assert clipper.batch_size == samples
 
 
+class _TimeFirst(nn.Module):
+    """Takes the batch first and returns time first, as connectionist losses want it."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 5)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0]).transpose(0, 1).log_softmax(-1)
+
+
+@pytest.mark.parametrize("samples", [2, 3, 4])
+def test_time_first_outputs(samples, strategy):
+    model, x = _TimeFirst().double(), torch.randn(samples, 6, 3, dtype=F64)
+    targets = torch.randint(1, 5, (samples, 2))
+
+    def losses(model, batch):
+        size = len(batch["x"])
+        lengths = torch.full((size,), 6), torch.full((size,), 2)
+        return nn.functional.ctc_loss(model(batch["x"]), batch["y"], *lengths, reduction="none")
+
+    reference = per_sample_gradients(model, {"x": x, "y": targets}, losses, axes={})
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=0.1, strategy=strategy)
+    clipper.backward(losses(model, {"x": x, "y": targets}))
+    norms_B = torch.stack([whole_norm(gradient) for gradient in reference])
+    torch.testing.assert_close(clipper.per_sample_norms, norms_B, rtol=1e-10, atol=0.0)
+
+
 class _Averaged(nn.Linear):
     def __init__(self):
         super().__init__(3, 4)
