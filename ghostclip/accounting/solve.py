@@ -117,8 +117,8 @@ def _one_direction(build: Build, direction: str, delta: float, reach: float, wid
     coarse = build(direction, "upper", Cells(min(0.1, 2 * width), 0.02, 0.0, reach))
     if coarse.infinite >= delta:
         lower = build(direction, "lower", Cells(width, 0.02, 0.0, reach))
-        upper = coarse.largest_loss() if coarse.infinite == delta else math.inf
-        return Bounds(math.inf if lower.infinite > delta else 0.0, upper)
+        most = coarse.largest_loss() if coarse.infinite == delta else math.inf
+        return Bounds(math.inf if lower.infinite > delta else 0.0, most)
     if coarse.total_variation() <= delta:
         return Bounds(0.0, 0.0)
     fineness = _Fineness(width, 2e-5)
