@@ -27,6 +27,7 @@ PANELS = {
     "memory above the model, MB": "megabytes",
     "largest batch": "largest_batch",
 }
+MOST_FLOPS = 100.0
 
 
 def _value(row: Row, key: str) -> float | None:
@@ -42,7 +43,13 @@ def _rows(case: Case) -> list[Row]:
 def _panels(cases: Sequence[Case]) -> dict[str, str]:
     """The panels for which there is a figure."""
     rows = [row for case in cases for row in _rows(case)]
-    return {title: key for title, key in PANELS.items() if any(_value(row, key) is not None for row in rows)}
+    found = {}
+    for title, key in PANELS.items():
+        values = [value for value in (_value(row, key) for row in rows) if value is not None]
+        # A model without products, an embedding, has a base that nothing can be compared with.
+        if values and not (key == "flops_ratio" and max(values) > MOST_FLOPS):
+            found[title] = key
+    return found
 
 
 def _bars(axes: Any, case: Case, key: str) -> None:

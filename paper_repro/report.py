@@ -159,7 +159,8 @@ def _stages(found: Sequence[Mapping[str, Any]]) -> str:
 LEGEND = (
     "time, CPU time, FLOPs: times the non-private step, the first two as the median over rounds in which every engine "
     "ran once. error: of the clipped sum against one-sample autograd in float64, largest over parameters, on a few "
-    "samples of the batch; an engine beyond the tolerance (1e-5 for ghostclip, 1e-3 for others) is not timed.\n"
+    "samples of the batch; an engine beyond the tolerance (1e-5 for ghostclip, or 1e-10 in float64 where float32 "
+    "itself rounds more; 1e-3 for others) is not timed.\n"
 )
 
 
