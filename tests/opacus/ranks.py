@@ -1,0 +1,51 @@
+"""What each process does that trains with Opacus's distributed names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import distributed, nn
+
+from ghostclip.data_loader import DistributedUniformWithReplacementSampler
+from ghostclip.distributed import DifferentiallyPrivateDistributedDataParallel
+from ghostclip.grad_sample import GradSampleModule
+from ghostclip.optimizers import DistributedDPOptimizer
+from tests.opacus.pairs import batch
+
+BOUND, SIGMA = 0.5, 0.25
+
+
+def run(rank: int, ranks: int, folder: str) -> None:
+    """Be one rank: take a half of the batch, step without noise and with it, and write the parameters down.
+
+    Args:
+        rank: Its number.
+        ranks: How many there are.
+        folder: Where they meet, and where results go.
+    """
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
+    try:
+        # Every rank's model starts differently; the wrapper makes them equal.
+        torch.manual_seed(3 + rank)
+        model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+        facade = GradSampleModule(DifferentiallyPrivateDistributedDataParallel(model))
+        optimizer = DistributedDPOptimizer(
+            torch.optim.SGD(facade.parameters(), lr=1.0),
+            noise_multiplier=0.0,
+            max_grad_norm=BOUND,
+            expected_batch_size=6,
+        )
+        x, y = batch()
+        states = []
+        for sigma in (0.0, SIGMA):
+            optimizer.noise_multiplier = sigma
+            nn.CrossEntropyLoss()(facade(x[rank::ranks]), y[rank::ranks]).backward()
+            optimizer.step()
+            states.append([p.detach().clone() for p in model.parameters()])
+        sampler = DistributedUniformWithReplacementSampler(total_size=100, sample_rate=0.25)
+        sampler.set_epoch(0)
+        torch.save({"states": states, "batches": list(sampler)}, Path(folder) / f"rank{rank}.pt")
+    finally:
+        distributed.destroy_process_group()
