@@ -31,7 +31,8 @@ DEV_STAMP := $(VENV)/.installed-dev
 CHECKED := ghostclip tests benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all lint format typecheck check bench bench-micro clean distclean
+
+.PHONY: help demo test test-slow test-kernels test-all lint format typecheck check bench bench-micro clean distclean
 
 help:  ## list what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -65,6 +66,11 @@ test: $(DEV_STAMP)  ## run the quick tests (those not marked slow), on $(JOBS) p
 test-slow: $(DEV_STAMP)  ## run the tests marked slow
 	@echo "==> pytest, slow tests"
 	@$(BIN)/python -m pytest -q -n $(JOBS) -m slow $(TEST_ARGS)
+
+test-kernels: $(DEV_STAMP)  ## run the Triton kernels in Triton's interpreter (installs Triton)
+	@$(INSTALL) "triton"
+	@echo "==> pytest, kernels"
+	@$(BIN)/python -m pytest -q tests/kernels $(TEST_ARGS)
 
 test-all: $(DEV_STAMP)  ## run every test
 	@echo "==> pytest, all tests, $(JOBS) processes"
