@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ghostclip.capture.company import refuse_company
 from ghostclip.capture.evidence import probe_outputs
 from ghostclip.capture.inputs import rolled, same_tensors
 from ghostclip.capture.mixing import where_forward_mixes
@@ -47,6 +48,13 @@ def proven(session: "Session", module: nn.Module, args: tuple[Any, ...], kwargs:
         kept, session.record = session.record, record
         inputs, size, axis = (args, kwargs), record.batch_size, record.axis
         record.buffers.refuse_data(inputs, run=lambda given: session.again(module, *given), batch_size=size, axis=axis)
+        refuse_company(
+            session.model,
+            lambda given: tensors(module.forward(*given[0], **given[1])),
+            inputs,
+            batch_size=size,
+            axis=axis,
+        )
         session.record = kept
         record.buffers = None
     return output
