@@ -25,7 +25,7 @@ from paper_repro.report import markdown
 from paper_repro.tables import LETTERS, load
 
 RESULTS = Path(__file__).resolve().parent / "results"
-CAPS = {"tiny": 0.25, "small": 1.5, "full": 40.0}
+CAPS = {"tiny": 0.25, "small": 0.4, "full": 40.0}
 MOST = {"tiny": 8, "small": 1024, "full": 4096}
 
 

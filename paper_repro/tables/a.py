@@ -17,6 +17,8 @@ from paper_repro.trainers import trainers
 
 BATCH_SIZES = {"tiny": (4, 8), "small": (16, 32, 64, 128, 256), "full": (16, 32, 64, 128, 256, 512, 1024, 2048)}
 LENGTH = 256
+# Opacus loops over 256 positions in Python: on a CPU some sizes are enough.
+LSTM_ON_CPU = (16, 64, 256)
 SIGMA = 1.1
 
 
@@ -59,7 +61,12 @@ def table(size: Size) -> Table:
     return Table(
         letter="A",
         title="Run time per epoch of DP-SGD on four small models",
-        cases=tuple(_case(model, batch, size) for model in _models(size) for batch in BATCH_SIZES[size]),
+        cases=tuple(
+            _case(model, batch, size)
+            for model in _models(size)
+            for batch in BATCH_SIZES[size]
+            if size != "small" or model.name != "imdb-lstm" or batch in LSTM_ON_CPU
+        ),
         references=(),
         engines=lambda check: trainers(sigma=0.0 if check else SIGMA, keep=check),
         unit="epoch",

@@ -10,7 +10,7 @@ from paper_repro.models.language import bert_last_block
 from paper_repro.published import BERT, BERT_ENGINES, STAGES
 from paper_repro.trainers import trainers
 
-BATCH_SIZES = {"tiny": (4, 8), "small": (8, 32), "full": (32, 128, 512, 1024, 2048)}
+BATCH_SIZES = {"tiny": (4, 8), "small": (32,), "full": (32, 128, 512, 1024, 2048)}
 SIGMA = 1.0
 TITLE = "BERT base, last encoder layer, pooler and classifier trained (7,680,771 of 108,312,579 parameters), T 128"
 
