@@ -18,6 +18,7 @@ TORCH_INDEX ?=
 DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
+PAPER_ARGS ?=
 # More workers than this only take memory: every one of them loads torch.
 JOBS ?= $(shell $(PYTHON) -c "import os; print(min(8, os.cpu_count() or 1))" 2>/dev/null || echo 1)
 
@@ -28,11 +29,10 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt --build-constrain
 # One stamp for those who run, one for those who develop; each older than what it was made from is made anew.
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
-CHECKED := ghostclip tests benchmarks
+CHECKED := ghostclip tests benchmarks paper_repro
 
 .DEFAULT_GOAL := help
-
-.PHONY: help demo test test-slow test-kernels test-all lint format typecheck check bench bench-micro clean distclean
+.PHONY: help demo test test-slow test-kernels test-all lint format typecheck check bench bench-micro paper clean distclean
 
 help:  ## list what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -99,9 +99,12 @@ bench: $(DEV_STAMP)  ## time, FLOPs and memory beside non-private PyTorch and Op
 bench-micro: $(DEV_STAMP)  ## pytest-benchmark pieces, one layer at a time
 	@$(BIN)/python -m pytest -q -o addopts="--import-mode=importlib --strict-markers" benchmarks/micro
 
+paper: $(DEV_STAMP)  ## measure the published tables again (about 10 minutes a table)
+	@for table in A B C D E; do $(BIN)/python -m paper_repro $$table $(PAPER_ARGS) || exit 1; done
+
 clean:  ## remove caches and build products
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
-	@find ghostclip tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find ghostclip tests benchmarks paper_repro -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## remove the environment as well
 	@rm -rf $(VENV)

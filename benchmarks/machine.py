@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = ("torch", "opacus", "numpy", "scipy", "opt_einsum")
+PACKAGES = ("torch", "opacus", "transformers", "numpy", "scipy", "opt_einsum")
 
 
 def describe(device: torch.device) -> dict[str, object]:
@@ -83,5 +83,7 @@ def _commit() -> dict[str, object]:
             return None
         return done.stdout.strip()
 
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/ghostclip", ":/benchmarks/*.py")
+    changed = git(
+        "status", "--porcelain", "--untracked-files=no", "--", ":/ghostclip", ":/benchmarks/*.py", ":/paper_repro/*.py"
+    )
     return {"commit": git("rev-parse", "HEAD"), "changed_since_commit": bool(changed) if changed is not None else None}

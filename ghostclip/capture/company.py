@@ -90,10 +90,12 @@ def _differs(base: list[Tensor], outputs: list[Tensor], *, axis: int, sizes: tup
 @contextmanager
 def _left_alone(model: nn.Module) -> Iterator[None]:
     """Put buffers and the generator back afterwards."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    buffers = [(buffer, buffer.detach().clone(), buffer._version) for buffer in model.buffers()]
     with torch.random.fork_rng(devices=[]):
         try:
             yield
         finally:
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            for buffer, value, version in buffers:
+                # A backward refuses what was written to since the forward, be it the same value.
+                if buffer._version != version:
+                    buffer.copy_(value)

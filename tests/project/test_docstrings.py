@@ -135,6 +135,6 @@ def test_public_functions_are_documented(path):
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize("path", python_files("ghostclip", "tests", "benchmarks"), ids=shown)
+@pytest.mark.parametrize("path", python_files("ghostclip", "tests", "benchmarks", "paper_repro"), ids=shown)
 def test_every_module_says_what_lives_there(path):
     assert ast.get_docstring(tree_of(path)), f"{shown(path)} has no docstring"

@@ -9,7 +9,7 @@ import pytest
 
 from tests.project.source import FunctionNode, functions, module_name, python_files, shown
 
-FILES = python_files("ghostclip", "tests", "benchmarks")
+FILES = python_files("ghostclip", "tests", "benchmarks", "paper_repro")
 LIBRARY = python_files("ghostclip")
 MAX_FILE_LINES = 400
 MAX_BODY_LINES = 40
