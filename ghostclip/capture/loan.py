@@ -55,6 +55,15 @@ class Loan:
         self._flat.clear()
         return True
 
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Yield while module calls are taken for inner ones, which begin and end nothing."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+
     def take_back(self) -> None:
         """Put all parameters back in place, however deep the calls are."""
         self._depth = 1

@@ -48,13 +48,16 @@ def proven(session: "Session", module: nn.Module, args: tuple[Any, ...], kwargs:
         kept, session.record = session.record, record
         inputs, size, axis = (args, kwargs), record.batch_size, record.axis
         record.buffers.refuse_data(inputs, run=lambda given: session.again(module, *given), batch_size=size, axis=axis)
-        refuse_company(
-            session.model,
-            lambda given: tensors(module.forward(*given[0], **given[1])),
-            inputs,
-            batch_size=size,
-            axis=axis,
-        )
+        if not kept.reordered:
+            # Rows in another order than the samples change places with them.
+            with session.loan.unwatched():
+                refuse_company(
+                    session.model,
+                    lambda given: tensors(module.forward(*given[0], **given[1])),
+                    inputs,
+                    batch_size=size,
+                    axis=axis,
+                )
         session.record = kept
         record.buffers = None
     return output

@@ -66,8 +66,8 @@ class Session:
         self.parameters: dict[str, nn.Parameter] = {}
         self.probes = True
         self.watch = Watch()
-        self._loan = loan.Loan(model, self)
-        self.units = Units(self, self._loan)
+        self.loan = loan.Loan(model, self)
+        self.units = Units(self, self.loan)
         self._reentrant = False
         self._full_backward = False
         self._forwards = 0
@@ -81,7 +81,7 @@ class Session:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._loan.close()
+        self.loan.close()
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -98,7 +98,7 @@ class Session:
         """
         if self._running is not None and self._running.was_broken_off(module):
             self._break_off()
-        if not self._loan.begin() or not torch.is_grad_enabled():
+        if not self.loan.begin() or not torch.is_grad_enabled():
             return None
         self._compiler = eager.suspend()
         changed = None
@@ -128,7 +128,7 @@ class Session:
             self.record.inputs = frozenset(id(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
         for packed in packed_inputs(inputs):
             self.watch.admit(packed)
-        self._loan.lend_all()
+        self.loan.lend_all()
 
     def _let_compile(self) -> None:
         eager.resume(self._compiler)
@@ -136,7 +136,7 @@ class Session:
 
     def _break_off(self) -> None:
         """End a forward that was interrupted without any hook being called."""
-        self._loan.take_back()
+        self.loan.take_back()
         self.units.clear()
         self.watch.end()
         self._let_compile()
@@ -157,7 +157,7 @@ class Session:
         Returns:
             The output to hand on (of a forward read anew, or without the made-up sample); None to keep it.
         """
-        if not self._loan.end():
+        if not self.loan.end():
             return None
         self.watch.end()
         try:
@@ -196,14 +196,14 @@ class Session:
         """
         old = self.record
         self.record = Record(batch_size=old.batch_size, axis=old.axis, padded=old.padded)
-        self._loan.begin()
+        self.loan.begin()
         try:
             self._start(args, kwargs)
             self.units.begin(module, args, kwargs)
             output = module.forward(*args, **kwargs)
             return self.units.end(module, output)
         finally:
-            self._loan.end()
+            self.loan.end()
             self.watch.end()
 
     def _tied(self, item: Any) -> Any:
@@ -229,13 +229,13 @@ class Session:
         if not (self.record.checkpointed or self.record.silent):
             yield
             return
-        self._loan.begin()
+        self.loan.begin()
         compiler = eager.suspend()
         try:
             self._start()
             yield
         finally:
-            self._loan.end()
+            self.loan.end()
             self.watch.end()
             eager.resume(compiler)
 

@@ -71,7 +71,7 @@ ARCHITECTURES: list[Architecture] = [
         given={"num_codebooks": 2},
         inputs=_codes,
         loss=_books_folded,
-        refused="batch of 6 samples",
+        refused="6 samples that the model's first input holds",
         reason="its input folds a sample's books of codes into the batch axis; a module that takes samples may hold it",
     ),
     _audio(
