@@ -32,22 +32,7 @@ def convolution(call: Call) -> Captured | None:
     Returns:
         What it captures; None for a tracked input or one without a row axis.
     """
-    x, weight = call.values["input"], call.values["weight"]
-    dims = weight.dim() - 2
-    if "input" in call.tracked or x.dim() != dims + 2:
-        return None
-    geometry = _Geometry.of(call, dims)
-    needs_weight, needs_bias, shape = "weight" in call.tracked, "bias" in call.tracked, weight.shape
-
-    def factors(saved: Sequence[Tensor], grad: Tensor, split: Split) -> Mapping[str, Factor]:
-        found: dict[str, Factor] = {}
-        if needs_bias:
-            found["bias"] = Dense(to_accumulation(split(grad.flatten(2), 1)).sum((1, 3)))
-        if needs_weight:
-            found["weight"] = geometry.weight_factor(split(saved[0], 1), split(grad, 1), shape)
-        return found
-
-    return Captured((x,) if needs_weight else (), x, 1, factors, "outer product of windows")
+    return _captured(call, transposed=False)
 
 
 _TRANSPOSED = "input weight bias stride padding output_padding groups dilation"
@@ -63,6 +48,10 @@ def transposed_convolution(call: Call) -> Captured | None:
     Returns:
         What it captures; None for a tracked input or one without a row axis.
     """
+    return _captured(call, transposed=True)
+
+
+def _captured(call: Call, *, transposed: bool) -> Captured | None:
     x, weight = call.values["input"], call.values["weight"]
     dims = weight.dim() - 2
     if "input" in call.tracked or x.dim() != dims + 2:
@@ -75,7 +64,8 @@ def transposed_convolution(call: Call) -> Captured | None:
         if needs_bias:
             found["bias"] = Dense(to_accumulation(split(grad.flatten(2), 1)).sum((1, 3)))
         if needs_weight:
-            found["weight"] = geometry.weight_factor(split(grad, 1), split(saved[0], 1), shape)
+            inner, outer = (grad, saved[0]) if transposed else (saved[0], grad)
+            found["weight"] = geometry.weight_factor(split(inner, 1), split(outer, 1), shape)
         return found
 
     return Captured((x,) if needs_weight else (), x, 1, factors, "outer product of windows")
