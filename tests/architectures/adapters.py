@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from tests.architectures.table import OURS, Architecture, text
+from tests.architectures.table import Architecture, text
 from tests.architectures.tiny import make, tiny
 from tests.cases import Case
 from tests.cases.table import probe_loss
@@ -25,13 +25,6 @@ _CAUSAL: Mapping[str, tuple[str, Mapping[str, object]]] = {
         {**_LORA, "target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]},
     ),
     "IA3": ("IA3Config", {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
-    "prompt tuning": ("PromptTuningConfig", {"num_virtual_tokens": 4}),
-    "p-tuning": ("PromptEncoderConfig", {"num_virtual_tokens": 4, "encoder_hidden_size": 8}),
-    "prefix tuning": ("PrefixTuningConfig", {"num_virtual_tokens": 4}),
-    "prefix tuning, projected": (
-        "PrefixTuningConfig",
-        {"num_virtual_tokens": 4, "prefix_projection": True, "encoder_hidden_size": 8},
-    ),
     "LoHa": ("LoHaConfig", {"r": 2, "target_modules": ["q_proj", "v_proj"]}),
     "LoKr": ("LoKrConfig", {"r": 2, "target_modules": ["q_proj", "v_proj"]}),
     "OFT": ("OFTConfig", {"r": 0, "oft_block_size": 4, "target_modules": ["q_proj", "v_proj"]}),
@@ -60,11 +53,6 @@ def _last_tokens(model: nn.Module, batch: dict) -> Tensor:
 
 # name: (what the error says, why)
 _REFUSED: Mapping[str, tuple[str, str]] = {
-    "prompt tuning": (
-        "another order",
-        f"{OURS}: its constant token ids, expanded to the batch and cut to one row, look like one sample's",
-    ),
-    "p-tuning": ("another order", f"{OURS}: as prompt tuning"),
     "LoHa": (
         "custom autograd.Function",
         "its weights are multiplied in a custom autograd.Function, which cannot be looked into",
