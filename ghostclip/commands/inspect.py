@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +82,10 @@ def run(given: dict[str, Any]) -> int:
     request = Request(**{name: options[name] for name in names})
     if request.full and ":" in request.model:
         raise InvalidOptionError("--full: a factory's model has its real sizes already; leave it out")
-    # The page says what is slow.
-    logging.getLogger("ghostclip.capture").setLevel(logging.ERROR)
-    source = load_source(request)
-    proof = load_source(Request(**{**vars(request), "full": False})) if request.full else None
-    found = inspect_model(source, strategy=options["strategy"], trainable=options["trainable"], proof=proof)
+    with _quiet():
+        source = load_source(request)
+        proof = load_source(Request(**{**vars(request), "full": False})) if request.full else None
+        found = inspect_model(source, strategy=options["strategy"], trainable=options["trainable"], proof=proof)
     text = json.dumps(found.as_dict(), indent=1)
     if options.get("json") == "-":
         print(text)
@@ -93,6 +94,18 @@ def run(given: dict[str, Any]) -> int:
         if "json" in options:
             _write(Path(options["json"]), text)
     return 0 if found.ok else EXIT_REFUSED
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the log still: the page says what is slow."""
+    logger = logging.getLogger("ghostclip.capture")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _write(path: Path, text: str) -> None:
