@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.architectures.report import OTHERS
 from benchmarks.cases.report import summary
 from benchmarks.report import markdown
 
@@ -66,12 +67,14 @@ def architectures() -> str:
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     exact = [row for row in rows if row.get("error", 1.0) <= 1e-10]
     refused = [row for row in rows if "refused" in row]
-    opacus = [sum(row["opacus"][way].get("error", 1.0) <= 1e-10 for row in exact if "opacus" in row) for way in _OPACUS]
+    opacus = [
+        sum(row["opacus"][way].get("error", 1.0) <= OTHERS for row in exact if "opacus" in row) for way in _OPACUS
+    ]
     compared = sum("opacus" in row for row in exact)
     return (
         f"Of {len(rows)} architectures (transformers, vision, audio, multimodal, mixtures of experts, state-space and "
         f"linear-attention models), built small with random weights, {len(exact)} are clipped exactly as they are and "
-        f"{len(refused)} are refused by name. Opacus is exact on {opacus[0]} (hooks) and {opacus[1]} "
+        f"{len(refused)} are refused by name. Opacus is exact (to {OTHERS:g}) on {opacus[0]} (hooks) and {opacus[1]} "
         f"(ghost) of the {compared} where both were run: [architectures.md](benchmarks/results/architectures.md).\n"
     )
 
