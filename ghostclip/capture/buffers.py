@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from ghostclip.capture.mixing import replaced
 from ghostclip.errors import SampleMixingError
 
 
@@ -60,7 +60,7 @@ class Buffers:
         after = self.changed()
         if not after:
             return
-        altered = tree_map(lambda item: _repeated(item, axis, batch_size), inputs)
+        altered = replaced(inputs, 0, batch_size=batch_size, axis=axis)
         try:
             found = [self._after_run(run, given, names=after) for given in (inputs, altered)]
         finally:
@@ -90,15 +90,3 @@ class Buffers:
         with torch.no_grad():
             for name, value in values.items():
                 now[name].copy_(value)
-
-
-def _repeated(item: Any, axis: int, batch_size: int) -> Any:
-    """Return an input with its last sample in the place of the first as well."""
-    if not isinstance(item, Tensor) or item.dim() == 0:
-        return item
-    place = axis if axis < item.dim() else 0
-    if item.shape[place] != batch_size:
-        return item
-    rest = item.detach().narrow(place, 1, batch_size - 1)
-    joined = torch.cat([item.detach().narrow(place, batch_size - 1, 1), rest], place)
-    return joined.requires_grad_(item.requires_grad)

@@ -6,15 +6,14 @@ proved, a model that draws no random numbers is therefore run without gradients 
 and on the batch without its last sample. What the others receive must stay the same.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ghostclip.capture.mixing import batch_axis_of, replaced
+from ghostclip.capture.mixing import batch_axis_of, replaced, restored_buffers
 from ghostclip.errors import SampleMixingError
 
 # Relative differences beyond those of another order of rounding.
@@ -38,19 +37,21 @@ def refuse_company(
     """
     fewer = tree_map(lambda leaf: _without_last(leaf, batch_size=batch_size, axis=axis), inputs)
     other = replaced(inputs, 0, batch_size=batch_size, axis=axis)
-    with torch.no_grad(), _left_alone(model):
+    with torch.no_grad(), restored_buffers(model), torch.random.fork_rng(devices=[]):
         try:
             state = torch.get_rng_state()
             base = run(inputs)
             if not torch.equal(state, torch.get_rng_state()) or any(tensor.is_cuda for tensor in base):
                 return
-            changed, shorter = run(other), run(fewer)
+            # One after the other: outputs may be as large as all activations of a layer.
+            replacing = _differs(base, run(other), axis=axis, sizes=(batch_size, batch_size), rows=slice(1, batch_size))
+            rest = slice(0, batch_size - 1)
+            leaving = _differs(base, run(fewer), axis=axis, sizes=(batch_size, batch_size - 1), rows=rest)
         except Exception:  # noqa: BLE001 - what it does on other batches is no reason to refuse this one
             return
-    if _differs(base, changed, axis=axis, sizes=(batch_size, batch_size), rows=slice(1, batch_size)):
-        raise SampleMixingError(_refusal(model, "one sample was replaced"))
-    if _differs(base, shorter, axis=axis, sizes=(batch_size, batch_size - 1), rows=slice(0, batch_size - 1)):
-        raise SampleMixingError(_refusal(model, "the last sample was left out"))
+    if replacing or leaving:
+        what = "one sample was replaced" if replacing else "the last sample was left out"
+        raise SampleMixingError(_refusal(model, what))
 
 
 def _refusal(model: nn.Module, what: str) -> str:
@@ -85,17 +86,3 @@ def _differs(base: list[Tensor], outputs: list[Tensor], *, axis: int, sizes: tup
         if bool(((first - second).abs().nan_to_num() > tolerance * scale).any()):
             return True
     return False
-
-
-@contextmanager
-def _left_alone(model: nn.Module) -> Iterator[None]:
-    """Put buffers and the generator back afterwards."""
-    buffers = [(buffer, buffer.detach().clone(), buffer._version) for buffer in model.buffers()]
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            for buffer, value, version in buffers:
-                # A backward refuses what was written to since the forward, be it the same value.
-                if buffer._version != version:
-                    buffer.copy_(value)

@@ -183,6 +183,27 @@ def same_randomness(device_tensors: Iterable[Tensor] = ()) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def restored_buffers(model: nn.Module) -> Iterator[None]:
+    """Put a model's buffers back afterwards.
+
+    Args:
+        model: The model.
+
+    Yields:
+        Nothing.
+    """
+    before = [(buffer, buffer.detach().clone(), buffer._version) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value, version in before:
+                # A backward refuses what was written to since the forward, be it the same value.
+                if buffer._version != version:
+                    buffer.copy_(value)
+
+
 def _spread_out(batch_size: int) -> list[int]:
     """Return the samples to replace: all, or the first, the last and some between."""
     if batch_size <= _MAX_REPLACED:
@@ -311,14 +332,11 @@ def where_forward_mixes(model: nn.Module, module: nn.Module, inputs: Any, *, bat
     Returns:
         Sentences for an error message; where the place is not known, none is guessed.
     """
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with torch.no_grad():
+    with torch.no_grad(), restored_buffers(model):
         try:
             start = mixing_start(model, lambda i: module(*i[0], **i[1]), inputs, batch_size=batch_size, axis=axis)
         except Exception:  # noqa: BLE001 - refused anyway: what it does on other samples must not hide why
             start = None
-        for buffer, value in buffers:
-            buffer.copy_(value)
     if start is None:
         return (
             "Where it starts does not show in the outputs of its modules; ghostclip.validate(model, batch, loss_fn) "
