@@ -78,7 +78,7 @@ def _layer_cases(title: str, size: tuple[int, int, int, int], dtype: torch.dtype
         return _random((n, t, i), dtype, device), _random((n, t, o), dtype, device, 1)
 
     def norm(device: torch.device) -> tuple[Any, ...]:
-        return *factors(device), 128
+        return *factors(device), 1 << 22
 
     def formed(device: torch.device) -> tuple[Any, ...]:
         return *factors(device), max(1, (1 << 24) // (i * o))

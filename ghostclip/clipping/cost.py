@@ -9,7 +9,6 @@ Shape letters: B samples, N samples times slots, T positions, I inputs, O output
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from math import ceil
 
 from ghostclip.capture.arrivals import Arrival, Product
 from ghostclip.factors import planner
@@ -114,11 +113,7 @@ def norm_flops(item: Product, *, instantiate: bool = False) -> int:
         return 0
     if instantiate or not planner.prefers_gram(positions, inputs, outputs):
         return item.flops
-    if positions == 1:
-        return 0
-    rows = planner.gram_rows(positions, item.count)
-    entries = sum(min(rows, positions - start) * (positions - start) for start in range(0, positions, rows))
-    return 2 * item.count * entries * (inputs + outputs)
+    return item.count * planner.gram_flops(positions, inputs, outputs)
 
 
 def _held(arrived: Arrival, *, count: int, strategy: str) -> int:
@@ -194,5 +189,4 @@ def _norm_plan(item: Product, *, instantiate: bool) -> str:
         return "instantiate, contract"
     if item.positions <= 1:
         return "product of two norms, contract"
-    blocks = ceil(item.positions / planner.gram_rows(item.positions, item.count))
-    return f"symmetric Gram in {blocks} block{'s' if blocks > 1 else ''}, contract"
+    return "symmetric Gram, contract"

@@ -80,8 +80,8 @@ def _outer_outer(first: Outer, second: Outer) -> Tensor:
         return dot_products(*products)
     a_NUI, g_NUO = to_accumulation(second.a_NTI), to_accumulation(second.g_NTO)
     total_N = a_NUI.new_zeros(a_NUI.shape[0])
-    rows = planner.gram_rows(positions, max(1, a_NUI.shape[0] * other // max(1, positions)))
-    for start in range(0, positions, max(rows, 1)):
+    rows = planner.block_rows(positions, max(1, a_NUI.shape[0] * other // max(1, positions)))
+    for start in range(0, positions, rows):
         piece = slice(start, start + rows)
         product = torch.bmm(to_accumulation(first.a_NTI[:, piece]), a_NUI.mT)
         product *= torch.bmm(to_accumulation(first.g_NTO[:, piece]), g_NUO.mT)
@@ -94,8 +94,8 @@ def _outer_rows(outer: Outer, rows: Rows) -> Tensor:
     outer = outer.reshaped(rows.matrix)
     a_BTI, r_BUI = to_accumulation(outer.a_NTI), to_accumulation(rows.g_BTI)
     total_B = a_BTI.new_zeros(rows.batch_size)
-    block = planner.gram_rows(a_BTI.shape[1], rows.batch_size)
-    for start in range(0, a_BTI.shape[1], max(block, 1)):
+    block = planner.block_rows(a_BTI.shape[1], rows.batch_size)
+    for start in range(0, a_BTI.shape[1], block):
         piece = slice(start, start + block)
         g_BTV = to_accumulation(outer.g_NTO[:, piece])
         picked_BTU = g_BTV.gather(2, rows.ids_BT.unsqueeze(1).expand(-1, g_BTV.shape[1], -1))

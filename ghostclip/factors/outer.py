@@ -45,7 +45,7 @@ class Outer(Factor):
     def sqnorm(self) -> SquaredNorm:
         """Return squared norms, by the cheaper of a symmetric Gram and instantiation.
 
-        Cost: min((1 + 1/n)·T²·(I+O), 2·T·I·O) a sample.
+        Cost: little more than min(T²·(I+O), 2·T·I·O) a sample.
         """
         if self.a_NTI.shape[0] == 0 or self.a_NTI.shape[1] == 0:
             return no_error(self._per_sample(to_accumulation(self.a_NTI).sum((1, 2))))
@@ -54,17 +54,17 @@ class Outer(Factor):
         return self.instantiated_sqnorm()
 
     def gram_sqnorm(self) -> SquaredNorm:
-        """Return squared norms from ``sum_{s,t} (a_s·a_t)(g_s·g_t)``, upper triangle only, in n blocks of rows.
+        """Return squared norms from ``sum_{s,t} (a_s·a_t)(g_s·g_t)``, upper triangle only, block by block.
 
         The double sum cancels when positions oppose each other; ``error_B`` bounds what rounding may have hidden.
 
-        Cost: (1 + 1/n)·T²·(I+O) a sample.
+        Cost: little more than T²·(I+O) a sample, see `ghostclip.kernels.gram_entries`.
 
         Returns:
             Squared norms of at least zero, shape ``(B,)``, with an error in proportion to ``Σ_t |a_t|²·|g_t|²``.
         """
-        rows = planner.gram_rows(self.sizes[0], self.a_NTI.shape[0])
-        value_N, error_N = kernels.symmetric_gram(self.a_NTI, self.g_NTO, rows=rows)
+        workspace = planner.WORKSPACE_ELEMENTS
+        value_N, error_N = kernels.symmetric_gram(self.a_NTI, self.g_NTO, workspace=workspace)
         return SquaredNorm(self._per_sample(value_N).clamp(min=0), self._per_sample(error_N))
 
     def instantiated_sqnorm(self) -> SquaredNorm:

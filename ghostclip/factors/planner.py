@@ -1,18 +1,15 @@
 """The cost model: how an ``Outer`` norm is computed and what is kept until the clipped sum.
 
 Per sample, T positions, I inputs, O outputs, h = 2·I·O/(I+O). All counts are multiply-adds ×2 (FLOPs):
-a symmetric Gram in n blocks costs (1 + 1/n)·T²·(I+O), instantiation 2·T·I·O, the backward's own weight gradient
-2·T·I·O.
+a symmetric Gram of E entries costs 2·E·(I+O), instantiation 2·T·I·O, the backward's own weight gradient 2·T·I·O.
 """
 
-from math import ceil
 from typing import Final
 
-# More blocks waste less of the lower triangle (loss 1/n) but make thinner products.
-GRAM_BLOCKS: Final = 8
-MIN_GRAM_ROWS: Final = 32
-# Elements of the largest temporary a norm may allocate (float32: 64 MiB).
-WORKSPACE_ELEMENTS: Final = 1 << 24
+from ghostclip import kernels
+
+# Elements of the largest temporary a norm may allocate (float32: 16 MiB).
+WORKSPACE_ELEMENTS: Final = kernels.WORKSPACE
 
 
 def keeps_per_sample(positions: int, inputs: int, outputs: int) -> bool:
@@ -24,9 +21,10 @@ def keeps_per_sample(positions: int, inputs: int, outputs: int) -> bool:
         outputs: O.
 
     Returns:
-        True when I·O <= T·(I+O): keeping it then costs no memory and saves the second contraction.
+        True when I·O <= T·(I+O): keeping it then costs no memory and saves the second contraction. Never for one
+        position, whose norm is the product of two norms and costs nothing.
     """
-    return inputs * outputs <= positions * (inputs + outputs)
+    return positions > 1 and inputs * outputs <= positions * (inputs + outputs)
 
 
 def prefers_gram(positions: int, inputs: int, outputs: int) -> bool:
@@ -38,27 +36,39 @@ def prefers_gram(positions: int, inputs: int, outputs: int) -> bool:
         outputs: O.
 
     Returns:
-        True when (1 + 1/n)·T·(I+O) < 2·I·O.
+        True when the Gram's entries · (I+O) < T·I·O.
     """
-    if positions == 1:
-        return True
-    blocks = ceil(positions / gram_rows(positions, 1))
-    return (1 + 1 / blocks) * positions * (inputs + outputs) < 2 * inputs * outputs
+    return (
+        positions == 1
+        or kernels.gram_entries(positions, inputs + outputs) * (inputs + outputs) < positions * inputs * outputs
+    )
 
 
-def gram_rows(positions: int, samples: int) -> int:
-    """Return how many rows of the Gram matrix are formed at a time.
+def gram_flops(positions: int, inputs: int, outputs: int) -> int:
+    """Return what the symmetric Gram of one sample costs.
 
     Args:
         positions: T.
+        inputs: I.
+        outputs: O.
+
+    Returns:
+        FLOPs of its products; none for one position.
+    """
+    return 0 if positions <= 1 else 2 * kernels.gram_entries(positions, inputs + outputs) * (inputs + outputs)
+
+
+def block_rows(positions: int, samples: int) -> int:
+    """Return how many rows of a T×T product are formed at a time where it is not symmetric.
+
+    Args:
+        positions: T, of both sides.
         samples: Samples handled together.
 
     Returns:
-        Rows per block: about T/8, at least 32, at most what the workspace holds.
+        As many as the workspace holds, one at least.
     """
-    wanted = max(MIN_GRAM_ROWS, ceil(positions / GRAM_BLOCKS))
-    fits = max(1, WORKSPACE_ELEMENTS // max(1, samples * positions))
-    return min(positions, wanted, fits)
+    return max(1, min(positions, WORKSPACE_ELEMENTS // max(1, samples * positions)))
 
 
 def chunk_of_samples(elements_per_sample: int) -> int:

@@ -11,7 +11,7 @@ from typing import Final
 from ghostclip.kernels import affine, gram, noise, outer, rows
 from ghostclip.kernels.affine import NormAffine, layer_norm_affine, rms_norm_affine
 from ghostclip.kernels.bounds import Bounded
-from ghostclip.kernels.gram import symmetric_gram
+from ghostclip.kernels.gram import WORKSPACE, gram_entries, gram_levels, symmetric_gram
 from ghostclip.kernels.noise import add_noise_
 from ghostclip.kernels.outer import outer_square, weighted_sum
 from ghostclip.kernels.rows import row_square
@@ -22,6 +22,7 @@ TWINS: Final = (gram.TWINS, outer.SQUARE, outer.SUM, rows.TWINS, affine.TWINS, n
 """Every kernel with its twin."""
 
 __all__ = [
+    "WORKSPACE",
     "TWINS",
     "Bounded",
     "NormAffine",
@@ -33,6 +34,8 @@ __all__ = [
     "rms_norm_affine",
     "row_square",
     "set_mode",
+    "gram_entries",
+    "gram_levels",
     "symmetric_gram",
     "using",
     "weighted_sum",

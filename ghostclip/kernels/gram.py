@@ -5,7 +5,8 @@ Shape letters: N samples (times slots), T positions, I inputs, O outputs.
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterator
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,22 +14,33 @@ from torch import Tensor
 from ghostclip.kernels.bounds import Bounded, gram_error, position_scale, widened
 from ghostclip.kernels.twins import Twins, generator, is_half
 
-ROWS: Final = 128
-"""Rows of the Gram matrix that the twin forms at a time."""
+Factors: TypeAlias = tuple[Tensor, Tensor]
+
+LEAF: Final = 16
+"""Positions of the smallest blocks on the diagonal of a long sequence: thinner products are slower than they save."""
+
+NARROW: Final = 1024
+"""Inputs and outputs together up to which blocks half as large pay."""
+
+LARGEST_LEAF: Final = 1024
+"""Positions of the largest: it must fit the workspace."""
+
+WORKSPACE: Final = 1 << 22
+"""Elements of the Gram matrices that the twin holds at a time (float32: 16 MiB)."""
 
 
-def symmetric_gram(a_NTI: Tensor, g_NTO: Tensor, *, rows: int = ROWS) -> Bounded:
+def symmetric_gram(a_NTI: Tensor, g_NTO: Tensor, *, workspace: int = WORKSPACE) -> Bounded:
     """Return squared norms of ``Σ_t g_t ⊗ a_t`` without a T×T tensor.
 
     The double sum cancels when positions oppose each other; ``error_N`` bounds what rounding may have hidden.
 
-    Cost: (1 + 1/n)·T²·(I+O) a sample, for n blocks of rows. The kernel stores no part of the Gram matrix and takes
-    16-bit tensors as they are; the twin stores ``(N, rows, T)`` of it.
+    Cost: `gram_entries` · 2·(I+O) a sample, little more than T²·(I+O). The kernel stores no part of the Gram matrix
+    and takes 16-bit tensors as they are; the twin stores at most ``workspace`` elements of it.
 
     Args:
         a_NTI: Layer inputs, shape ``(N, T, I)``, floating-point or complex.
         g_NTO: Gradients of the layer outputs, shape ``(N, T, O)``.
-        rows: Rows of the Gram matrix that the twin forms at a time.
+        workspace: Elements that the twin may hold at a time, of Gram matrices and of widened copies each.
 
     Returns:
         Squared norms, which may be slightly negative, and a bound in proportion to ``Σ_t |a_t|²·|g_t|²``; float64 for
@@ -37,33 +49,133 @@ def symmetric_gram(a_NTI: Tensor, g_NTO: Tensor, *, rows: int = ROWS) -> Bounded
     Privacy:
         ``value_N + error_N`` is at least the true squared norm, whichever way it was formed.
     """
-    if a_NTI.shape[1] == 1:
+    if a_NTI.shape[1] <= 1 or not len(a_NTI):
         value_N = position_scale(a_NTI, g_NTO)
         return Bounded(value_N, torch.zeros_like(value_N))
-    return TWINS.pick(a_NTI, g_NTO, pays=is_half(a_NTI, g_NTO))(a_NTI, g_NTO, rows)
+    return TWINS.pick(a_NTI, g_NTO, pays=is_half(a_NTI, g_NTO))(a_NTI, g_NTO, workspace)
 
 
-def _naive(a_NTI: Tensor, g_NTO: Tensor, rows: int) -> Bounded:
-    a_NTI, g_NTO = widened(a_NTI), widened(g_NTO)
-    positions = a_NTI.shape[1]
-    total_N = a_NTI.new_zeros(a_NTI.shape[0])
-    for start in range(0, positions, rows):
-        stop = min(start + rows, positions)
-        product = torch.bmm(a_NTI[:, start:stop], a_NTI[:, start:].mT)
-        product *= torch.bmm(g_NTO[:, start:stop], g_NTO[:, start:].mT)
-        total_N += product[:, :, : stop - start].sum((1, 2)) + 2 * product[:, :, stop - start :].sum((1, 2))
-    return Bounded(total_N, gram_error(position_scale(a_NTI, g_NTO), a_NTI.shape[2], g_NTO.shape[2]))
+def gram_levels(positions: int, width: int) -> int:
+    """Return how often the twin halves the Gram matrix.
+
+    Args:
+        positions: T.
+        width: I + O.
+
+    Returns:
+        Three times or more for long sequences, so that at most an eighth of the lower triangle is formed; twice for
+        shorter ones, as often as possible for the shortest.
+    """
+    if positions < 8 * LEAF:
+        return min(2, max(0, positions.bit_length() - 1))
+    fewest = 4 if positions >= 32 * LEAF or width <= NARROW else 3
+    return max(fewest, ((positions - 1) // LARGEST_LEAF).bit_length())
 
 
-def _fast(a_NTI: Tensor, g_NTO: Tensor, rows: int) -> Bounded:
+def gram_entries(positions: int, width: int) -> int:
+    """Return how many entries of one T×T Gram matrix the twin forms.
+
+    Args:
+        positions: T.
+        width: I + O.
+
+    Returns:
+        The blocks above the diagonal, those on it, and the last rows where T cannot be halved evenly; about
+        T²/2·(1 + 2^-levels). A diagonal of single entries needs no product.
+    """
+    levels = gram_levels(positions, width)
+    leaf = positions >> levels
+    whole = leaf << levels
+    above = sum((1 << level) * (whole >> (level + 1)) ** 2 for level in range(levels))
+    return above + (leaf**2 << levels if leaf > 1 else 0) + (positions - whole) * positions
+
+
+def _naive(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Bounded:
+    samples, positions, inputs = a_NTI.shape
+    outputs = g_NTO.shape[2]
+    at_once = max(1, samples)
+    if is_half(a_NTI, g_NTO):
+        at_once = max(1, workspace // max(1, positions * (inputs + outputs)))
+    found = [
+        _halved(widened(a_NTI[start : start + at_once]), widened(g_NTO[start : start + at_once]), workspace)
+        for start in range(0, max(1, samples), at_once)
+    ]
+    value_N, scale_N = (torch.cat(parts) for parts in zip(*found, strict=True)) if len(found) > 1 else found[0]
+    return Bounded(value_N, gram_error(scale_N, inputs, outputs))
+
+
+def _halved(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> tuple[Tensor, Tensor]:
+    """Return the sum over the Gram matrices, ``(N,)``, and over their diagonals, of which rounding is a share."""
+    samples, positions = a_NTI.shape[:2]
+    levels = gram_levels(positions, a_NTI.shape[2] + g_NTO.shape[2])
+    leaf = positions >> levels
+    whole = leaf << levels
+    above_N = a_NTI.new_zeros(samples)
+    for level in range(levels):
+        half = whole >> (level + 1)
+        for a_MLI, g_MLO in _pieces(a_NTI, g_NTO, 2 * half, whole):
+            upper, lower = (a_MLI[:, :half], g_MLO[:, :half]), (a_MLI[:, half:], g_MLO[:, half:])
+            above_N += _products(upper, lower, workspace)[0].view(samples, -1).sum(1)
+    value_N, scale_N = 2 * above_N, torch.zeros_like(above_N)
+    if leaf == 1:
+        scale_N += position_scale(a_NTI[:, :whole], g_NTO[:, :whole])
+        value_N += scale_N
+    else:
+        for block in _pieces(a_NTI, g_NTO, leaf, whole):
+            parts = _products(block, block, workspace)
+            value_N += parts[0].view(samples, -1).sum(1)
+            scale_N += parts[1].view(samples, -1).sum(1)
+    if whole < positions:
+        last = a_NTI[:, whole:], g_NTO[:, whole:]
+        value_N += 2 * _products(last, (a_NTI[:, :whole], g_NTO[:, :whole]), workspace)[0]
+        inside_N, diagonal_N = _products(last, last, workspace)
+        value_N += inside_N
+        scale_N += diagonal_N
+    return value_N, scale_N
+
+
+def _pieces(a_NTI: Tensor, g_NTO: Tensor, size: int, whole: int) -> Iterator[Factors]:
+    """Yield the factors in pieces of ``size`` positions, ``(M, size, ...)``, all together where views allow."""
+    if whole == a_NTI.shape[1] and a_NTI.is_contiguous() and g_NTO.is_contiguous():
+        yield a_NTI.view(-1, size, a_NTI.shape[2]), g_NTO.view(-1, size, g_NTO.shape[2])
+        return
+    for start in range(0, whole, size):
+        yield a_NTI[:, start : start + size], g_NTO[:, start : start + size]
+
+
+def _products(rows: Factors, columns: Factors, workspace: int) -> tuple[Tensor, Tensor]:
+    """Return sums and traces of ``(a·a)(g·g)`` over all pairs of a row and a column, each ``(M,)``."""
+    count, height = rows[0].shape[:2]
+    width = columns[0].shape[1]
+    at_once = max(1, workspace // (height * width))
+    lines = height if at_once > 1 else max(1, min(height, workspace // width))
+    if at_once >= count and lines == height:
+        return _product(rows, columns)
+    sums = rows[0].new_zeros(2, count)
+    for first in range(0, count, at_once):
+        piece = slice(first, first + at_once)
+        right = columns[0][piece], columns[1][piece]
+        for start in range(0, height, lines):
+            part = slice(start, start + lines)
+            sums[:, piece] += torch.stack(_product((rows[0][piece, part], rows[1][piece, part]), right))
+    return sums[0], sums[1]
+
+
+def _product(rows: Factors, columns: Factors) -> tuple[Tensor, Tensor]:
+    product = torch.bmm(rows[0], columns[0].mT)
+    product *= torch.bmm(rows[1], columns[1].mT)
+    return product.sum((1, 2)), product.diagonal(dim1=1, dim2=2).sum(1)
+
+
+def _fast(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Bounded:
     from ghostclip.kernels._compiled.gram import symmetric_gram as kernel
 
-    return kernel(a_NTI, g_NTO, rows)
+    return kernel(a_NTI, g_NTO, workspace)
 
 
 def _example(device: torch.device) -> tuple[Tensor, Tensor, int]:
     a, g = (torch.randn(2, 70, width, generator=generator()) for width in (40, 33))
-    return a.to(device, torch.bfloat16), g.to(device, torch.bfloat16), 32
+    return a.to(device, torch.bfloat16), g.to(device, torch.bfloat16), WORKSPACE
 
 
 TWINS: Final = Twins("symmetric_gram", _naive, _fast, _example)

@@ -31,7 +31,7 @@ def kernels_everywhere(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [F64, torch.complex128], ids=str)
-@pytest.mark.parametrize("positions", [1, 2, 63])
+@pytest.mark.parametrize("positions", [1, 2, 3, 7, 63, 64, 131, 160])
 def test_norms(positions, dtype):
     a, g = torch.randn(3, positions, 6, dtype=dtype), torch.randn(3, positions, 5, dtype=dtype)
     if dtype.is_complex:
@@ -39,7 +39,7 @@ def test_norms(positions, dtype):
         return
     expected = torch.stack([(g[n].T @ a[n]).square().sum() for n in range(3)])
     torch.testing.assert_close(kernels.symmetric_gram(a, g).value_N, expected)
-    torch.testing.assert_close(kernels.symmetric_gram(a, g, rows=7).value_N, expected)
+    torch.testing.assert_close(kernels.symmetric_gram(a, g, workspace=7).value_N, expected)
     torch.testing.assert_close(kernels.outer_square(a, g).value_N, expected)
     torch.testing.assert_close(kernels.outer_square(a, g, samples_at_once=2).value_N, expected)
 

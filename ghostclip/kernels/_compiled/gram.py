@@ -58,18 +58,18 @@ def _gram(
     tl.store(scale_ptr + place, scale)
 
 
-def symmetric_gram(a_NTI: Tensor, g_NTO: Tensor, rows: int) -> Bounded:
+def symmetric_gram(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Bounded:
     """Return squared norms and error bounds; sums are added in a fixed order, so that runs repeat bit by bit.
 
     Args:
         a_NTI: Layer inputs, shape ``(N, T, I)``, float32, float16 or bfloat16.
         g_NTO: Gradients of the layer outputs, shape ``(N, T, O)``, likewise.
-        rows: Not used: no block of the Gram matrix is stored.
+        workspace: Not used: no block of the Gram matrix is stored.
 
     Returns:
         Squared norms, float32, shape ``(N,)``, and their error bounds.
     """
-    del rows
+    del workspace
     samples, positions, inputs = a_NTI.shape
     outputs = g_NTO.shape[2]
     if a_NTI.numel() == 0 or g_NTO.numel() == 0:
