@@ -3,7 +3,7 @@
 from ghostclip._refused import refusing
 from ghostclip.distributed.agreement import require_agreement, share_noise, share_sampler, world_size
 from ghostclip.distributed.parallel import DifferentiallyPrivateDistributedDataParallel
-from ghostclip.distributed.release import noisy_shard, noisy_sum_
+from ghostclip.distributed.release import noisy_shard, noisy_sum_, noisy_sums_
 from ghostclip.distributed.shared import SharedNoise, noise_for, share_parameters
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "noise_for",
     "noisy_shard",
     "noisy_sum_",
+    "noisy_sums_",
     "require_agreement",
     "share_noise",
     "share_parameters",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import distributed
 
 from ghostclip.distributed.agreement import Group, world_size
 from ghostclip.errors import InvalidOptionError
-from ghostclip.noise.keyed import KeyedNoise
+from ghostclip.noise.keyed import KeyedNoise, skip_noise
+from ghostclip.noise.packs import add_noise_
 
 
 @torch.no_grad()
@@ -31,13 +34,33 @@ def noisy_sum_(partial: torch.Tensor, std: float, source: KeyedNoise, *, group: 
     Raises:
         InvalidOptionError: If the sum has a 16-bit type.
     """
-    _require_wide(partial)
+    noisy_sums_([partial], std, source, group=group)
+
+
+@torch.no_grad()
+def noisy_sums_(partials: Sequence[torch.Tensor], std: float, source: KeyedNoise, *, group: Group = None) -> None:
+    """Replace every rank's partial sums by those over all ranks plus one draw of noise, the same on all ranks.
+
+    As `noisy_sum_` for each, with the noise that one machine adds to all of them at once.
+
+    Args:
+        partials: This rank's clipped sums of several parameters, in the same order on all ranks; overwritten.
+        std: Standard deviation of the noise in one coordinate.
+        source: This rank's source, of which all share the key.
+        group: The ranks that train together.
+
+    Raises:
+        InvalidOptionError: If a sum has a 16-bit type.
+    """
+    for partial in partials:
+        _require_wide(partial)
     if world_size(group) == 1 or distributed.get_rank(group) == 0:
-        source.add_(partial, std)
-    elif std > 0 and partial.numel() > 0:
-        source.skip()
+        add_noise_(source, partials, std)
+    elif std > 0:
+        skip_noise(source, partials)
     if world_size(group) > 1:
-        _all_reduce(partial, group)
+        for partial in partials:
+            _all_reduce(partial, group)
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import distributed, nn
 from torch.utils.data import DataLoader
 
 from ghostclip.distributed.agreement import Group, require_agreement, share_noise
-from ghostclip.distributed.release import noisy_sum_
+from ghostclip.distributed.release import noisy_sums_
 from ghostclip.noise.keyed import KeyedNoise, NoiseSource
 from ghostclip.sampling import PrivateSampler
 
@@ -44,10 +44,19 @@ class SharedNoise:
             tensor: This rank's part.
             std: Standard deviation of the noise; 0 adds up only.
         """
+        self.add_all_([tensor], std)
+
+    def add_all_(self, tensors: Sequence[torch.Tensor], std: float) -> None:
+        """Replace several partial sums; called on all ranks in the same order.
+
+        Args:
+            tensors: This rank's parts.
+            std: Standard deviation of the noise; 0 adds up only.
+        """
         if not self._agreed:
             require_agreement("noise", self._source.fingerprint(), self._group)
             self._agreed = True
-        noisy_sum_(tensor, std, self._source, group=self._group)
+        noisy_sums_(tensors, std, self._source, group=self._group)
 
     def renew_key(self) -> None:
         """Draw from a fresh key from here on, the same on all ranks; called on all of them."""

@@ -11,6 +11,7 @@ from ghostclip.noise.exact_release import ExactRelease
 from ghostclip.noise.gaussian import box_muller
 from ghostclip.noise.grid import Grid
 from ghostclip.noise.keyed import NoiseSource
+from ghostclip.noise.packs import add_noise_
 from ghostclip.noise.sums import ExactSums
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Grid",
     "NoiseSource",
     "SecureNoise",
+    "add_noise_",
     "box_muller",
     "discrete_gaussian",
     "make_noise_source",

@@ -5,8 +5,12 @@ Neither claims that floating-point numbers hide what they encode: for that the s
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
+from numpy.random.bit_generator import ISeedSequence
+from numpy.typing import NDArray
 
 from ghostclip._validate import choice
 from ghostclip.errors import InvalidOptionError
@@ -85,9 +89,35 @@ class FastNoise(KeyedNoise):
 
 
 def _generator(key: RandomKey, block: Block) -> np.random.Generator:
-    """Return a fast 64-bit generator with 128 bits of its own."""
-    entropy = int.from_bytes(key.digest(block.position, 16, part=block.number), "little")
-    return np.random.Generator(np.random.SFC64(np.random.SeedSequence(entropy)))
+    """Return a fast 64-bit generator with a state of its own, 192 bits of it."""
+    return np.random.Generator(np.random.SFC64(_SeedOfBlock(key, block)))  # type: ignore[arg-type]  # numpy's stubs omit ISeedSequence
+
+
+class _SeedOfBlock(ISeedSequence):
+    """The key's stream for a block as a generator's first state; numpy's own mixing takes longer than small draws.
+
+    Args:
+        key: What the noise follows from.
+        block: What is drawn.
+    """
+
+    def __init__(self, key: RandomKey, block: Block) -> None:
+        self._key = key
+        self._block = block
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint32) -> NDArray[Any]:
+        """Return the first words of the stream.
+
+        Args:
+            n_words: How many.
+            dtype: numpy's unsigned 32-bit or 64-bit integers.
+
+        Returns:
+            Uniform words, shape [n_words].
+        """
+        kind = np.dtype(dtype).newbyteorder("<")
+        length = n_words * kind.itemsize
+        return np.frombuffer(self._key.digest(self._block.position, length, part=self._block.number), dtype=kind)
 
 
 def _gpu_normal(key: RandomKey, block: Block, device: torch.device) -> torch.Tensor:
@@ -131,5 +161,9 @@ class SecureNoise(StreamedNoise):
 
 def _add_in_double(part_N: torch.Tensor, noise_N: torch.Tensor, std: float) -> None:
     """Add std·noise, drawn on the CPU, to a part on any device; Apple's has no float64."""
-    where = torch.device("cpu") if part_N.device.type == "mps" else part_N.device
-    part_N.copy_(noise_N.mul_(std).to(where).add_(part_N.to(where)).to(part_N.dtype))
+    noise_N.mul_(std)
+    if part_N.device.type == "mps":
+        part_N.copy_(noise_N.add_(part_N.cpu()).to(part_N.dtype))
+        return
+    # Types that differ are promoted: the sum is formed in float64 and rounded as it is written.
+    part_N.add_(noise_N.to(part_N.device))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ghostclip._validate import non_negative
 from ghostclip.errors import InvalidOptionError, ResumeError
+from ghostclip.noise.packs import copy_back_, draws_at_once, flattened, packs
 from ghostclip.sampling.keys import RandomKey
 
 BLOCK = 1 << 15
@@ -123,6 +124,33 @@ class KeyedNoise:
         if target is not tensor:
             tensor.copy_(target)
 
+    @torch.no_grad()
+    def add_all_(self, tensors: Sequence[torch.Tensor], std: float) -> None:
+        """Add N(0, std²) to every element of several tensors, in place.
+
+        Tensors of up to a block are added up to packs of up to a block, and a pack is one call of `add_`: a model has
+        hundreds of them, for which starting a generator would cost more than the noise.
+
+        Args:
+            tensors: As `add_` takes them; none twice.
+            std: Standard deviation, finite and at least 0; 0 leaves the tensors as they are.
+
+        Privacy:
+            Every element gets noise of its own, as by calling `add_` for each tensor.
+
+        Cost:
+            Temporary memory for a pack and its noise: two blocks.
+        """
+        if non_negative(std, "std") == 0:
+            return
+        for pack in packs(tensors, self._block_size):
+            if len(pack) == 1:
+                self.add_(pack[0], std)
+                continue
+            flat_N = flattened(pack)
+            self.add_(flat_N, std)
+            copy_back_(flat_N, pack)
+
     def skip(self) -> None:
         """Pass over the noise of one call, which another rank adds."""
         self._position += 1
@@ -182,6 +210,18 @@ class KeyedNoise:
             raise ResumeError(f"noise state: level {state['level']!r} was saved, this source is {self.level!r}.")
         self._key.load(state["key"])
         self._position = int(state["position"])
+
+
+def skip_noise(source: KeyedNoise, tensors: Sequence[torch.Tensor]) -> None:
+    """Pass over the noise of `add_noise_`, which another rank adds.
+
+    Args:
+        source: As the other rank's.
+        tensors: Of the sizes and types that the other rank adds noise to.
+    """
+    calls = packs(tensors, source._block_size) if draws_at_once(source) else [t for t in tensors if t.numel()]
+    for _ in calls:
+        source.skip()
 
 
 def _blocks(position: int, offset: int, count: int, total: int, size: int) -> Iterator[tuple[Block, slice, slice]]:

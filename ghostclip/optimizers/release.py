@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from ghostclip.noise import ExactRelease
+from ghostclip.noise import ExactRelease, add_noise_
 
 if TYPE_CHECKING:
     from ghostclip.clipping.clipper import GhostClipper
@@ -57,7 +57,8 @@ def noisy_gradients(
 
     Args:
         parameters: The trainable parameters.
-        sums: Their clipped sums, forgotten one by one; collected integers take their place.
+        sums: Their clipped sums in float32 at least, shapes of the parameters, None where nothing contributed; become
+            the release and are forgotten. Collected integers take their place.
         std: Standard deviation of the noise in one coordinate of the sum.
         divisor: Public constant that the noisy sum is divided by.
         noise_source: Where the noise comes from.
@@ -67,37 +68,25 @@ def noisy_gradients(
         The release of each parameter, in its dtype.
     """
     if isinstance(collected, ExactRelease):
-        totals = zip(parameters, collected.release(parameters, std=std), strict=True)
-        return [total.div_(divisor).to(p.dtype) for p, total in totals]
-    released: list[torch.Tensor] = []
+        released = collected.release(parameters, std=std)
+    else:
+        released = [_or_zeros(clipped, p) for p, clipped in zip(parameters, sums, strict=True)]
+        sums.clear()
+        # Also where it is 0: a source that several ranks share adds up their sums.
+        add_noise_(noise_source, released, std)
+    if divisor != 1 and released:
+        torch._foreach_div_(released, divisor)
     for index, p in enumerate(parameters):
-        clipped, sums[index] = sums[index], None
-        released.append(noisy_gradient(p, clipped, std=std, divisor=divisor, noise_source=noise_source))
+        # One by one: 16-bit parameters must not have all releases twice.
+        released[index] = released[index].to(p.dtype)
     return released
 
 
-def noisy_gradient(
-    p: nn.Parameter, clipped: torch.Tensor | None, *, std: float, divisor: float, noise_source: NoiseSource
-) -> torch.Tensor:
-    """Add noise to one parameter's clipped sum, in place, and scale it.
-
-    Args:
-        p: The parameter.
-        clipped: Its clipped sum in float32 at least, shape of `p`, or None if nothing contributed.
-        std: Standard deviation of the noise in one coordinate of the sum.
-        divisor: Public constant that the noisy sum is divided by.
-        noise_source: Where the noise comes from.
-
-    Returns:
-        The release for this parameter, in its dtype.
-    """
-    if clipped is None:
-        clipped = torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
-    # Also where it is 0: a source that several ranks share adds up their sums.
-    noise_source.add_(clipped, std=std)
-    if divisor != 1:
-        clipped.div_(divisor)
-    return clipped.to(p.dtype)
+def _or_zeros(clipped: torch.Tensor | None, p: nn.Parameter) -> torch.Tensor:
+    """Return a clipped sum, or that of a parameter which nothing contributed to."""
+    if clipped is not None:
+        return clipped
+    return torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
 
 
 def next_bound(

@@ -1,0 +1,120 @@
+"""Small tensors put together, so that drawing noise for a model costs what its elements cost and not its tensors.
+
+Shape letters: N elements of a pack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+
+class Source(Protocol):
+    """Adds noise to one tensor."""
+
+    def add_(self, tensor: Tensor, std: float) -> None:
+        """Add N(0, std²) to every element, in place.
+
+        Args:
+            tensor: Any tensor.
+            std: Standard deviation.
+        """
+
+
+class JointSource(Source, Protocol):
+    """Adds noise to several tensors at once."""
+
+    def add_all_(self, tensors: Sequence[Tensor], std: float) -> None:
+        """Add N(0, std²) to every element of all tensors, in place.
+
+        Args:
+            tensors: Any tensors.
+            std: Standard deviation.
+        """
+
+
+def add_noise_(source: Source, tensors: Sequence[Tensor], std: float) -> None:
+    """Add N(0, std²) to every element of several tensors, in place, at once where the source can.
+
+    Args:
+        source: Where the noise comes from.
+        tensors: As the source takes them.
+        std: Standard deviation; 0 is asked for as well: a source that several ranks share adds up their sums.
+    """
+    if draws_at_once(source):
+        cast("JointSource", source).add_all_(tensors, std)
+        return
+    for tensor in tensors:
+        source.add_(tensor, std=std)
+
+
+def draws_at_once(source: Source) -> bool:
+    """Return whether a source's `add_all_` stands for its `add_`.
+
+    It does not where a subclass, or whoever put something else in its place, knows of `add_` alone: what they changed
+    must not be passed over.
+
+    Args:
+        source: The source.
+
+    Returns:
+        Whether one class defines both, and nothing covers its `add_`.
+    """
+    for kind in type(source).__mro__:
+        if "add_all_" in vars(kind):
+            return getattr(source.add_, "__func__", None) is vars(kind).get("add_")
+    return False
+
+
+def packs(tensors: Sequence[Tensor], limit: Callable[[Tensor], int]) -> Iterator[list[Tensor]]:
+    """Divide tensors into lists of one type and device each, in an order that follows from the tensors alone.
+
+    Args:
+        tensors: Any tensors; empty ones are left out.
+        limit: Most elements of a list of several, for tensors like this one.
+
+    Yields:
+        Tensors above the limit one by one as they come, others together.
+    """
+    filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    room: dict[tuple[torch.dtype, torch.device], int] = {}
+    for tensor in tensors:
+        size = tensor.numel()
+        most = limit(tensor)
+        if size >= most:
+            yield [tensor]
+            continue
+        if size == 0:
+            continue
+        kind = (tensor.dtype, tensor.device)
+        if kind in filling and size > room[kind]:
+            yield filling.pop(kind)
+        room[kind] = (room[kind] if kind in filling else most) - size
+        filling.setdefault(kind, []).append(tensor)
+    yield from filling.values()
+
+
+def flattened(pack: Sequence[Tensor]) -> Tensor:
+    """Return a copy of the elements of several tensors.
+
+    Args:
+        pack: Tensors of one type and device.
+
+    Returns:
+        Shape ``(N,)``.
+    """
+    return _flatten_dense_tensors(pack)
+
+
+def copy_back_(flat_N: Tensor, pack: Sequence[Tensor]) -> None:
+    """Give the elements back to the tensors that they were copied from.
+
+    Args:
+        flat_N: As `flattened` returned it, changed since.
+        pack: The same tensors.
+    """
+    torch._foreach_copy_(list(pack), list(_unflatten_dense_tensors(flat_N, pack)))
