@@ -31,6 +31,7 @@ class GradientStore:
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._versions: dict[nn.Parameter, int] = {}
         self._in_progress: dict[nn.Parameter, Tensor] = {}
+        self._sampled: set[nn.Parameter] = set()
 
     def buffer(self, name: str) -> Tensor:
         """Return the accumulator of a parameter: float32 or float64, contiguous, holding the sum so far."""
@@ -77,7 +78,8 @@ class GradientStore:
             grad_BP: Shape ``(B, *P)``, P the parameter's, float32 or float64.
         """
         parameter = self._parameters[name]
-        before = getattr(parameter, "grad_sample", None)
+        before = getattr(parameter, "grad_sample", None) if parameter in self._sampled else None
+        self._sampled.add(parameter)
         if before is None:
             parameter.grad_sample = grad_BP  # type: ignore[attr-defined]
         else:
@@ -86,7 +88,7 @@ class GradientStore:
 
     def drop_stale_samples(self) -> None:
         """Drop per-sample gradients of a batch that is over, before those of the next are formed beside them."""
-        for parameter in self._parameters.values():
+        for parameter in self._sampled:
             stale = parameter.grad is None and not (self.owned and self.has_sum)
             if stale and getattr(parameter, "grad_sample", None) is not None:
                 parameter.grad_sample = None  # type: ignore[attr-defined]
@@ -158,10 +160,12 @@ class GradientStore:
 
     def reset(self) -> None:
         """Forget all sums and per-sample gradients."""
-        for parameter in [*self._sums, *self._parameters.values()]:
+        for parameter in (*self._sums, *self._parameters.values()):
             parameter.grad = None
+        for parameter in self._sampled:
             if getattr(parameter, "grad_sample", None) is not None:
                 parameter.grad_sample = None  # type: ignore[attr-defined]
+        self._sampled.clear()
         self._in_progress.clear()
         self._sums.clear()
         self._versions.clear()

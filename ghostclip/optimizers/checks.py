@@ -45,8 +45,9 @@ def refuse_uncovered(clipper: GhostClipper, parameters: Sequence[nn.Parameter]) 
     Raises:
         UncoveredParameterError: If one of them is trainable and not clipped.
     """
-    covered = {id(p) for p in clipper.trainable_parameters()}
-    stray = [p for p in parameters if p.requires_grad and id(p) not in covered]
+    trainable = [p for p in parameters if p.requires_grad]
+    covered = {id(p) for p in clipper.trainable_parameters()} if trainable else set()
+    stray = [p for p in trainable if id(p) not in covered]
     if stray:
         names = {id(p): name for name, p in clipper.model.named_parameters()}
         listed = ", ".join(

@@ -38,6 +38,7 @@ class StepParts:
     _step_hooks: list[StepHook]
     _release_hooks: list[ReleaseHook]
     _unscaled = False
+    _shows_sums = False
     _require_gradient: Callable[[], None]
     _drop: Callable[[], None]
     _release: Callable[..., None]
@@ -124,21 +125,24 @@ class StepParts:
         if not self._unscaled:
             raise MissingGradientError("scale_grad(): nothing undivided was released. Call add_noise() first.")
         self._unscaled = False
-        for p in self.params:
-            if p.requires_grad and p.grad is not None:
-                p.grad.div_(self.divisor)
+        gradients = [p.grad for p in self.params if p.requires_grad and p.grad is not None]
+        if gradients:
+            torch._foreach_div_(gradients, self.divisor)
 
     def _show_sums(self) -> None:
         """Let `p.summed_grad` be the clipped sum, where per-sample gradients are shown too."""
         if self.clipper.strategy == "hooks":
+            self._shows_sums = True
             for p in self.params:
                 if p.requires_grad:
                     p.summed_grad = self.clipper.summed_gradient(p)  # type: ignore[attr-defined]
 
     def _hide_sums(self) -> None:
-        for p in self.params:
-            if getattr(p, "summed_grad", None) is not None:
-                p.summed_grad = None  # type: ignore[attr-defined]
+        if self._shows_sums:
+            self._shows_sums = False
+            for p in self.params:
+                if getattr(p, "summed_grad", None) is not None:
+                    p.summed_grad = None  # type: ignore[attr-defined]
 
 
 def chosen_clipper(optimizer: Any, clipper: GhostClipper | None) -> GhostClipper:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any, cast
 
 from ghostclip.accounting import Accountant, create_accountant
@@ -16,6 +17,7 @@ Kind = tuple[float, float] | tuple[str, tuple[float, ...]]
 """A charge without its number."""
 
 
+@lru_cache(maxsize=64)
 def cost_of(event: SamplingEvent, *, noise_multiplier: float, count: int = 1) -> Charge:
     """Return what releases on a sample cost.
 
