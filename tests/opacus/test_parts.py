@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
-
 import pytest
 import torch
 from torch import nn
@@ -14,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 from ghostclip import data_loader
 from ghostclip.accountants.analysis import gdp, rdp
 from ghostclip.distributed import DifferentiallyPrivateDistributedDataParallel
-from ghostclip.errors import DataError, InvalidOptionError, NotOfferedError
+from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.scripts import compute_dp_sgd_privacy
 from ghostclip.utils import fsdp_utils, module_utils, tensor_utils
 from ghostclip.utils.batch_memory_manager import wrap_data_loader
@@ -172,40 +169,3 @@ def test_compatibility_is_judged():
     assert not engine.is_compatible(module=fixed, optimizer=optimizer, data_loader=None)
     assert not engine.is_compatible(module=fixed, optimizer=torch.optim.LBFGS(fixed.parameters()), data_loader=None)
     assert not engine.is_compatible(module=fixed, optimizer=None, data_loader=DataLoader([], batch_size=2))
-
-
-class StandIn:
-    """What Lightning's data module offers to a class that derives from it."""
-
-    def __init__(self):
-        self.prepared = True
-
-
-class Plain:
-    """A user's data module."""
-
-    def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.arange(20)), batch_size=4)
-
-    def val_dataloader(self):
-        return "validation"
-
-
-def test_lightning_data_module(monkeypatch):
-    lightning = types.ModuleType("pytorch_lightning")
-    lightning.LightningDataModule = StandIn
-    monkeypatch.setitem(sys.modules, "pytorch_lightning", lightning)
-    lightning.__spec__ = types.SimpleNamespace()
-    from ghostclip.lightning import DPLightningDataModule
-
-    module = DPLightningDataModule(Plain())
-    assert module.prepared
-    assert isinstance(module, StandIn)
-    assert isinstance(module.train_dataloader(), data_loader.DPDataLoader)
-    assert module.val_dataloader() == "validation"
-
-
-def test_lightning_is_named_where_it_is_missing(monkeypatch):
-    monkeypatch.setattr("ghostclip.lightning.find_spec", lambda name: None)
-    with pytest.raises(NotOfferedError, match="pip install lightning"):
-        from ghostclip.lightning import DPLightningDataModule  # noqa: F401

@@ -1,0 +1,129 @@
+"""The data module for Lightning: beside a stand-in for the library, and with the library where it is installed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from ghostclip.data_loader import DPDataLoader
+from ghostclip.errors import InvalidOptionError
+from ghostclip.lightning import DPLightningDataModule
+
+
+class LightningDataModule:
+    """What Lightning's class offers to one that derives from it."""
+
+    def __init__(self):
+        self.prepared = True
+
+    def train_dataloader(self):
+        raise NotImplementedError
+
+    def val_dataloader(self):
+        return []
+
+
+LightningDataModule.__module__ = "lightning.pytorch.core.datamodule"
+
+
+def users(base):
+    """A user's data module."""
+
+    class Users(base):
+        def setup(self, stage):
+            self.stage = stage
+
+        def train_dataloader(self):
+            return DataLoader(TensorDataset(torch.randn(40, 5), torch.randint(0, 2, (40,))), batch_size=4)
+
+        def val_dataloader(self):
+            return "validation"
+
+    return Users()
+
+
+def test_module_is_the_librarys_and_ours():
+    plain = users(LightningDataModule)
+    module = DPLightningDataModule(plain)
+    assert module.prepared
+    assert isinstance(module, LightningDataModule)
+    assert isinstance(module, DPLightningDataModule)
+    assert isinstance(module.train_dataloader(), DPDataLoader)
+    assert module.train_dataloader().sample_rate == 0.1
+    assert module.val_dataloader() == "validation"
+    module.setup(stage="fit")
+    assert plain.stage == "fit"
+    assert type(module) is type(DPLightningDataModule(users(LightningDataModule)))
+
+
+def test_a_class_derived_from_it_keeps_its_methods():
+    class Own(DPLightningDataModule):
+        def val_dataloader(self):
+            return "own"
+
+    assert Own(users(LightningDataModule)).val_dataloader() == "own"
+
+
+def test_sampling_follows_the_generator():
+    with pytest.warns(UserWarning, match="seed|generator"):
+        first, second = (
+            [len(x) for x, _ in module.train_dataloader()]
+            for module in (
+                DPLightningDataModule(users(LightningDataModule), torch.Generator().manual_seed(4)) for _ in range(2)
+            )
+        )
+    assert first == second
+
+
+def test_anything_else_is_refused():
+    with pytest.raises(InvalidOptionError, match="not a LightningDataModule"):
+        DPLightningDataModule(DataLoader([1]))
+
+
+@pytest.mark.integration
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("library", ["lightning.pytorch", "pytorch_lightning"])
+def test_trainer_makes_private_steps(library):
+    from ghostclip import PrivacyEngine
+
+    pl = pytest.importorskip(library, reason="Lightning is an extra of its own")
+
+    class Model(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(5, 2)
+            self.engine = PrivacyEngine(accountant="rdp")
+
+        def forward(self, x):
+            return self.layer(x)
+
+        def training_step(self, batch, _index):
+            return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            # As Opacus's guide has it: the whole module is wrapped, and the wrapper kept where torch does not look.
+            self.trainer.fit_loop.setup_data()
+            wrapped, optimizer, _ = self.engine.make_private(
+                module=self,
+                optimizer=torch.optim.SGD(self.parameters(), lr=0.1),
+                data_loader=self.trainer.train_dataloader,
+                noise_multiplier=1.0,
+                max_grad_norm=1.0,
+                poisson_sampling=isinstance(self.trainer.train_dataloader, DPDataLoader),
+            )
+            self.dp = {"model": wrapped}
+            return optimizer
+
+    model = Model()
+    before = model.layer.weight.detach().clone()
+    quiet = {
+        "enable_progress_bar": False,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+    }
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=2, limit_val_batches=0, **quiet)
+    trainer.fit(model, DPLightningDataModule(users(pl.LightningDataModule)))
+    assert len(model.engine.accountant) == 20
+    assert not torch.equal(before, model.layer.weight)
