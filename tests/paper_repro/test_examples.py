@@ -1,0 +1,94 @@
+"""Every example runs from its command line; with its defaults, which takes a while, it learns."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from paper_repro.examples import __main__ as program
+from paper_repro.examples import data
+
+TINY = ["--epochs", "1", "--samples", "96", "--batch-size", "48"]
+HERE = ("mnist", "cifar_resnet", "bert_text", "char_lstm", "dcgan")
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_an_example_runs(name, capsys):
+    found = program.run(name, TINY)["found"]
+    assert 0 < found["epsilon"] < 1000
+    assert 0 <= found.get("accuracy", 0) <= 1
+    assert "epoch 1: " in capsys.readouterr().out
+
+
+@pytest.mark.distributed
+def test_the_example_of_two_processes_runs(capfd):
+    found = program.run("mnist_ddp", TINY)["found"]
+    assert 0 < found["epsilon"] < 1000
+    printed = capfd.readouterr().out
+    assert "rank 0" in printed
+    assert "rank 1" in printed
+
+
+@pytest.mark.integration
+@pytest.mark.filterwarnings("ignore")
+def test_the_example_of_lightning_runs():
+    pytest.importorskip("lightning", reason="Lightning is an extra of its own")
+    assert 0 < program.run("mnist_lightning", TINY)["found"]["epsilon"] < 1000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*HERE, "mnist_ddp"])
+def test_an_example_learns(name):
+    found = program.run(name)["found"]
+    if name == "dcgan":
+        assert found["after"] < 0.5 * found["before"]
+    else:
+        assert found["accuracy"] > 1.3 * found["chance"]
+
+
+def test_digits_are_told_apart():
+    """The glyphs are ten different ones, and the drawn digits are nearer to their own."""
+    glyphs = data._glyphs()
+    assert len({tuple(glyph.flatten().tolist()) for glyph in glyphs}) == 10
+    images, labels = data.digits(400).tensors
+    means = [images[labels == label].mean(0) for label in range(10)]
+    nearest = [min(range(10), key=lambda k: (image - means[k]).norm()) for image in images]
+    assert sum(a == b for a, b in zip(nearest, labels.tolist(), strict=True)) > 200
+
+
+def test_a_paragraph_comes_once():
+    texts = [text for _, text in data.paragraphs()]
+    assert len(texts) == len(set(texts)) > 1000
+
+
+def test_table_of_what_was_reached(tmp_path, monkeypatch, capsys):
+    found = {
+        "mnist": {"accuracy": 0.5, "chance": 0.1, "epsilon": 3.0},
+        "dcgan": {"before": 1.0, "after": 0.25, "epsilon": 2.0},
+    }
+
+    def run(name, arguments=()):
+        if name not in found:
+            return {"name": name, "missing": "lightning"}
+        return {"name": name, "about": "about", "found": found[name], "seconds": 2.0}
+
+    monkeypatch.setattr(program, "run", run)
+    assert program.main(["mnist", "dcgan", "--out", str(tmp_path)]) == 0
+    page = (tmp_path / "examples-cpu.md").read_text("utf-8")
+    assert "| `mnist` | about | 50.0% right | 10.0% | 3.00 | 2 |" in page
+    assert "| `dcgan` | about | distance 0.25 | 1.00 | 2.00 | 2 |" in page
+    assert len(json.loads((tmp_path / "examples-cpu.json").read_text("utf-8"))["examples"]) == 2
+    assert program.main(["mnist_lightning"]) == 1
+    assert "needs lightning" in capsys.readouterr().out
+
+
+def test_command_line(capsys):
+    assert program.main(["--list"]) == 0
+    assert all(name in capsys.readouterr().out for name in ("mnist",))
+    with pytest.raises(SystemExit):
+        program.main(["mnits"])
+    assert "no example mnits" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        program.run("mnist", ["--epochs", "0"])
+    assert "no whole number above 0" in capsys.readouterr().err
