@@ -5,15 +5,13 @@ Shape letters: B samples, S slots (groups of a convolution), N = B·S, T positio
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Final
 
 from torch import Tensor
 
 from ghostclip.capture.tracked import TrackedTensor
-from ghostclip.factors import Dense, Diagonal, Factor, Outer, Permuted, Placed, Rows, Stacked
+from ghostclip.factors import Diagonal, Factor, Outer, Permuted, Placed, Rows, Stacked, Windows
 
-_CONVOLUTIONS: Final = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 # The form that call sites of the general way carry in the coverage table.
 GENERAL_FORM: Final = "one gradient a sample"
 # The same where all samples could be taken at once.
@@ -29,12 +27,18 @@ class Product:
         positions: T.
         inputs: I.
         outputs: O.
+        kept: Whether book-keeping keeps the gradients, where the factor decides otherwise than by T, I and O.
+        norm: FLOPs of one of N's squared norm, likewise.
+        plan: How that norm is formed, in a few words.
     """
 
     count: int
     positions: int
     inputs: int
     outputs: int
+    kept: bool | None = None
+    norm: int | None = None
+    plan: str = ""
 
     @property
     def flops(self) -> int:
@@ -56,11 +60,9 @@ class Arrival:
         kind: ``"outer"``, ``"rows"``, ``"dense"``, ``"diagonal"`` or ``"general"``.
         samples: B.
         products: Products of matrices that the operation's forward consists of, none where it has none.
-        materialised: The per-sample gradient was formed at once (a convolution's that is smaller than its factors, or
-            one that had to be pulled back to the parameters).
+        materialised: The per-sample gradient was formed at once, to be pulled back to the parameters.
         derived: The argument was computed from the parameters, and was not a parameter itself.
-        elements: Elements that the factor keeps alive and that an ordinary backward would not: the gradients, and the
-            unfolded windows of a convolution.
+        elements: Elements that the factor keeps alive and that an ordinary backward would not: the gradients.
         itemsize: Bytes of an element.
         recomputed: Activation checkpointing runs the forward again in every backward.
         input_key: Identity of the input that an ordinary backward keeps as well.
@@ -118,25 +120,22 @@ def arrival(
     Returns:
         The description; it holds no tensor.
     """
-    operation, form = where.operation, where.form
+    form = where.form
     value = tracked.origin.value
     parts = list(_parts(factor))
     products = tuple(_product(part) for part in parts if isinstance(part, Outer))
     kind = _kind(parts[0]) if parts else "dense"
-    conv = operation in _CONVOLUTIONS and value.dim() > 2 and isinstance(factor, Dense)
     if form in (GENERAL_FORM, AT_ONCE_FORM):
         kind, products = "general", _guessed(value, grad, factor.batch_size)
-    elif conv:
-        kind, products = "outer", _of_convolution(value, grad, factor.batch_size)
     inside = next((item.index for item in (factor, pulled) if isinstance(item, Placed)), ())
     return Arrival(
         names=tracked.origin.names,
         kind=kind,
         samples=factor.batch_size,
         products=products,
-        materialised=bool(products) and (conv or not _stays_factored(pulled)),
+        materialised=bool(products) and not _stays_factored(pulled),
         derived=bool(tracked.origin.func),
-        elements=sum(_added_elements(part, unfolded=operation in _CONVOLUTIONS) for part in parts),
+        elements=sum(grad.numel() if isinstance(part, Windows) else _added_elements(part) for part in parts),
         itemsize=grad.element_size(),
         needs_input_gradient=where.needs_input_gradient,
         recomputed=where.recomputed,
@@ -166,17 +165,15 @@ def _kind(part: Factor) -> str:
 
 
 def _product(outer: Outer) -> Product:
-    return Product(outer.a_NTI.shape[0], *outer.sizes)
+    count = outer.batch_size * outer.slots
+    if not isinstance(outer, Windows):
+        return Product(count, *outer.sizes)
+    plan, flops = outer.norm_plan()
+    return Product(count, *outer.sizes, kept=outer.keeps_gradient(), norm=flops, plan=plan)
 
 
-def _added_elements(part: Factor, *, unfolded: bool) -> int:
-    return part.g_NTO.numel() if isinstance(part, Outer) and not unfolded else part.element_count()
-
-
-def _of_convolution(weight: Tensor, grad: Tensor, samples: int) -> tuple[Product, ...]:
-    # Groups split inputs and outputs alike: one product of all outputs with one group's inputs costs the same.
-    outputs = weight.shape[0]
-    return (Product(samples, grad.numel() // max(1, samples * outputs), prod(weight.shape[1:]), outputs),)
+def _added_elements(part: Factor) -> int:
+    return part.g_NTO.numel() if isinstance(part, Outer) else part.element_count()
 
 
 def _guessed(weight: Tensor, grad: Tensor, samples: int) -> tuple[Product, ...]:

@@ -95,6 +95,8 @@ def _clipping(arrived: Arrival, *, count: int, strategy: str) -> int:
 
 def keeps(item: Product) -> bool:
     """Return whether book-keeping keeps a layer's per-sample gradients in the place of its two factors."""
+    if item.kept is not None:
+        return item.kept
     return item.positions > 0 and planner.keeps_per_sample(item.positions, item.inputs, item.outputs)
 
 
@@ -111,6 +113,8 @@ def norm_flops(item: Product, *, instantiate: bool = False) -> int:
     positions, inputs, outputs = item.positions, item.inputs, item.outputs
     if positions == 0:
         return 0
+    if item.norm is not None and not instantiate:
+        return item.count * item.norm
     if instantiate or not planner.prefers_gram(positions, inputs, outputs):
         return item.flops
     return item.count * planner.gram_flops(positions, inputs, outputs)
@@ -185,6 +189,8 @@ def plan_of(arrived: Arrival, *, strategy: str) -> str:
 def _norm_plan(item: Product, *, instantiate: bool) -> str:
     if item.positions == 0:
         return "no rows"
+    if item.plan and not instantiate:
+        return f"{item.plan}, contract"
     if instantiate or not planner.prefers_gram(item.positions, item.inputs, item.outputs):
         return "instantiate, contract"
     if item.positions <= 1:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ghostclip.capture.usage import Record, Use
 from ghostclip.clipping.norms import GroupNorms, cross_terms, exact_norms, exact_sqnorm, in_double
 from ghostclip.errors import BatchAxisError, GhostClipError
-from ghostclip.factors import Dense, Factor, Outer, Permuted, Placed, Rows, SquaredNorm, joined, planner
+from ghostclip.factors import Dense, Factor, Outer, Permuted, Placed, Rows, SquaredNorm, joined
 
 
 class Sums(Protocol):
@@ -309,8 +309,6 @@ def smaller_form(factor: Factor) -> Factor:
         return Placed(smaller_form(factor.inner), factor.index, shape=factor.shape)
     if isinstance(factor, Permuted):
         return Permuted(smaller_form(factor.inner), factor.order)
-    if isinstance(factor, Outer) and factor.batch_size > 0:
-        positions, inputs, outputs = factor.sizes
-        if positions > 0 and planner.keeps_per_sample(positions, inputs, outputs):
-            return Dense(factor.materialize())
+    if isinstance(factor, Outer) and factor.keeps_gradient():
+        return Dense(factor.materialize())
     return factor

@@ -14,6 +14,7 @@ from ghostclip.factors.placed import Placed
 from ghostclip.factors.rows import Rows
 from ghostclip.factors.sampled import Sampled
 from ghostclip.factors.stacked import Stacked
+from ghostclip.factors.windows import Windows
 
 __all__ = [
     "Dense",
@@ -26,6 +27,7 @@ __all__ = [
     "Sampled",
     "SquaredNorm",
     "Stacked",
+    "Windows",
     "accumulation_dtype",
     "inner",
     "joined",

@@ -20,6 +20,7 @@ from ghostclip.factors.permuted import Permuted
 from ghostclip.factors.placed import Placed
 from ghostclip.factors.rows import Rows
 from ghostclip.factors.stacked import Stacked, sum_tensors
+from ghostclip.factors.windows import Windows
 
 
 def inner(first: Factor, second: Factor) -> Tensor:
@@ -78,6 +79,7 @@ def _outer_outer(first: Outer, second: Outer) -> Tensor:
     if positions * other * (inputs + outputs) > (positions + other) * inputs * outputs:
         products = (first.materialize().flatten(1), second.materialize().flatten(1))
         return dot_products(*products)
+    first, second = (factor.unfolded() if isinstance(factor, Windows) else factor for factor in (first, second))
     a_NUI, g_NUO = to_accumulation(second.a_NTI), to_accumulation(second.g_NTO)
     total_N = a_NUI.new_zeros(a_NUI.shape[0])
     rows = planner.block_rows(positions, max(1, a_NUI.shape[0] * other // max(1, positions)))

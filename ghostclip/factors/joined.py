@@ -3,7 +3,7 @@
 The norm of a sum of n factors has n·(n-1)/2 cross terms. Factors of one form need none: positions of outer products
 (and looked-up rows) simply stand one after the other, and tensors add up.
 
-Shape letters: N samples times slots, T positions, B samples.
+Shape letters: N samples times slots, T positions, B samples, K rows of a sample, C channels.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from ghostclip.factors.dense import Dense
 from ghostclip.factors.outer import Outer
 from ghostclip.factors.rows import Rows
 from ghostclip.factors.stacked import sum_tensors
+from ghostclip.factors.windows import Windows
 
 # Two uses of a large layer have one cross term, which costs less memory than their positions side by side.
 _FEW: Final = 3
@@ -37,6 +38,9 @@ def joined(factors: Sequence[Factor]) -> list[Factor]:
 
 
 def _form(factor: Factor) -> Any:
+    if isinstance(factor, Windows):
+        sides = (factor.x_BKC, factor.g_BKO)
+        return Windows, factor.shape, factor.geometry, *((side.shape[2:], side.dtype) for side in sides)
     if isinstance(factor, Outer):
         return Outer, factor.shape, factor.slots, factor.sizes[1:], factor.a_NTI.dtype, factor.g_NTO.dtype
     if isinstance(factor, Rows):
@@ -50,6 +54,10 @@ def _as_one(group: list[Factor]) -> Sequence[Factor]:
         return group
     if isinstance(first, Dense):
         return [Dense(sum_tensors([factor.grad_BP for factor in group if isinstance(factor, Dense)]))]
+    if isinstance(first, Windows):
+        convolved = [factor for factor in group if isinstance(factor, Windows)]
+        x_BKC, g_BKO = (torch.cat(sides, 1) for sides in zip(*((f.x_BKC, f.g_BKO) for f in convolved), strict=True))
+        return [Windows(x_BKC, g_BKO, first.geometry, shape=first.shape)]
     if isinstance(first, Outer):
         outers = [factor for factor in group if isinstance(factor, Outer)]
         a_NTI, g_NTO = torch.cat([outer.a_NTI for outer in outers], 1), torch.cat([outer.g_NTO for outer in outers], 1)

@@ -42,6 +42,10 @@ class Outer(Factor):
         """T, I and O."""
         return self.a_NTI.shape[1], self.a_NTI.shape[2], self.g_NTO.shape[2]
 
+    def keeps_gradient(self) -> bool:
+        """Return whether the per-sample gradient is no larger than the two factors, so that it takes their place."""
+        return self.batch_size > 0 and self.sizes[0] > 0 and planner.keeps_per_sample(*self.sizes)
+
     def sqnorm(self) -> SquaredNorm:
         """Return squared norms, by the cheaper of a symmetric Gram and instantiation.
 

@@ -1,0 +1,244 @@
+"""The geometry of a convolution, and the three contractions in which its kernel's gradient takes part.
+
+None of them unfolds a whole batch: windows are copied a few samples at a time where nothing cheaper serves.
+
+Shape letters: B samples, K rows of a sample (frames), S groups, C channels, P pixels, T output positions, I inputs of a
+group times the kernel, O outputs.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+# Elements of unfolded windows, or of gradients in a layout of the backend's own, at a time (float32: 2 MiB).
+CHUNK_ELEMENTS: Final = 1 << 19
+# Below so many positions, or channels, a grouped backward costs more to set up than windows cost to copy (measured).
+GROUPED_POSITIONS: Final = 128
+GROUPED_CHANNELS: Final = 8
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Where the windows of one convolution lie.
+
+    Attributes:
+        shape: The kernel's shape ``(S·O, C, *kernel)``.
+        stride: Step between windows, for every axis of space.
+        padding: Zeros before and behind, for every axis of space.
+        dilation: Step within a window.
+        groups: S.
+    """
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    dilation: tuple[int, ...]
+    groups: int = 1
+
+    @property
+    def kernel(self) -> torch.Size:
+        """The kernel's size along every axis of space."""
+        return self.shape[2:]
+
+    def fitted(self, x: Tensor, positions: Sequence[int]) -> tuple[Tensor, list[int]]:
+        """Cut the input to what the windows at the first so many positions see.
+
+        Args:
+            x: Input, shape ``(..., *space)``.
+            positions: Windows along every axis.
+
+        Returns:
+            The input and the padding that is left on both sides: a convolution of the two has exactly so many
+            positions. A view, unless zeros before and behind differ, or a transposed convolution's output padding left
+            room for windows that it does not have.
+        """
+        amounts, regular = [], True
+        for place, (before, behind) in enumerate(self.padding):
+            seen = (positions[place] - 1) * self.stride[place] + self.dilation[place] * (self.kernel[place] - 1) + 1
+            missing = seen - x.shape[x.dim() - len(positions) + place] - before
+            regular = regular and before == behind and missing > behind - self.stride[place]
+            amounts.append((before, missing))
+        if regular:
+            return x, [before for before, _ in amounts]
+        return functional.pad(x, [n for pair in reversed(amounts) for n in pair]), [0] * len(amounts)
+
+    def windows(self, x: Tensor, positions: Sequence[int]) -> Tensor:
+        """Return windows, kernel first: ``(..., *kernel, *positions)``, a view of the padded input.
+
+        Args:
+            x: Input, shape ``(..., *space)``.
+            positions: Windows along every axis.
+
+        Returns:
+            The view.
+        """
+        if any(map(any, self.padding)):
+            x = functional.pad(x, [n for pair in reversed(self.padding) for n in pair])
+        lead, dims = x.dim() - len(positions), len(positions)
+        for place, size in enumerate(self.kernel):
+            reach = self.dilation[place] * (size - 1) + 1
+            x = x.unfold(lead + place, reach, self.stride[place])[..., :: self.dilation[place]]
+            x = x.narrow(lead + place, 0, positions[place])
+        return x.permute(*range(lead), *range(lead + dims, lead + 2 * dims), *range(lead, lead + dims))
+
+    def unfolded(self, x_BKC: Tensor, positions: Sequence[int]) -> Tensor:
+        """Return copies of all windows.
+
+        Args:
+            x_BKC: Inputs, shape ``(B, K, S·C, *space)``.
+            positions: Windows along every axis.
+
+        Returns:
+            Shape ``(B·S, I, K·T)``.
+        """
+        samples, rows = x_BKC.shape[:2]
+        windows = self.windows(x_BKC.unflatten(2, (self.groups, -1)), positions).movedim(1, 3 + len(self.kernel))
+        return windows.reshape(samples * self.groups, prod(self.shape[1:]), rows * prod(positions))
+
+    def by_group(self, tensor: Tensor) -> Tensor:
+        """Return ``(B, K, S·F, *space)`` as ``(B·S, F, K·P)``, a view where K is 1."""
+        parts = tensor.unflatten(2, (self.groups, -1)).flatten(4).permute(0, 2, 3, 1, 4)
+        return parts.reshape(-1, parts.shape[2], parts.shape[3] * parts.shape[4])
+
+    def per_sample(self, x_BKC: Tensor, g_BKO: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the kernel's gradients of a few samples at a time.
+
+        Args:
+            x_BKC: Inputs, shape ``(B, K, S·C, *space)``, in the dtype of the gradients.
+            g_BKO: Output gradients, shape ``(B, K, S·O, *positions)``.
+
+        Yields:
+            Which samples, and their gradients, shape ``(b, S·O·I)``. Cost: 2·T·I·O a sample.
+        """
+        positions = g_BKO.shape[3:]
+        if all(size == 1 for size in self.kernel) and not any(map(any, self.padding)):
+            # One pixel is a window: nothing to unfold.
+            x_BKC = self.windows(x_BKC, positions).flatten(3, 2 + len(positions))
+            form, needed = self._pointwise, self.shape.numel()
+        elif self._suits_groups(x_BKC, g_BKO):
+            form = self._grouped
+            needed = max(self.shape.numel(), x_BKC[0].numel() + g_BKO[0].numel()) // 4
+        else:
+            form = self._by_windows
+            needed = self.groups * prod(self.shape[1:]) * prod(positions) * x_BKC.shape[1]
+        chunk = max(1, CHUNK_ELEMENTS // max(1, needed))
+        for start in range(0, x_BKC.shape[0], chunk):
+            piece = slice(start, start + chunk)
+            yield piece, form(x_BKC[piece], g_BKO[piece]).reshape(-1, self.shape.numel())
+
+    def _suits_groups(self, x_BKC: Tensor, g_BKO: Tensor) -> bool:
+        narrow, outputs = self.shape[1], self.shape[0] // self.groups
+        many = g_BKO.shape[1] * prod(g_BKO.shape[3:]) >= GROUPED_POSITIONS or outputs * narrow == 1
+        wide = narrow >= GROUPED_CHANNELS or outputs * narrow == 1
+        ours = x_BKC.device.type == "cpu" and x_BKC.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+        return bool(many and wide and ours)
+
+    def _pointwise(self, x_BKC: Tensor, g_BKO: Tensor) -> Tensor:
+        return torch.bmm(self.by_group(g_BKO), self.by_group(x_BKC).mT)
+
+    def _by_windows(self, x_BKC: Tensor, g_BKO: Tensor) -> Tensor:
+        return torch.bmm(self.by_group(g_BKO), self.unfolded(x_BKC, g_BKO.shape[3:]).mT)
+
+    def _grouped(self, x_BKC: Tensor, g_BKO: Tensor) -> Tensor:
+        # A convolution with one group for every sample: its kernel's gradient is every sample's own.
+        samples = x_BKC.shape[0]
+        x, pads = self.fitted(x_BKC, g_BKO.shape[3:])
+        kernel = x.new_empty(1).expand(samples * self.shape[0], *self.shape[1:])
+        sides = (x.transpose(0, 1).flatten(1, 2), g_BKO.transpose(0, 1).flatten(1, 2))
+        return self._kernel_gradient(*sides, kernel, pads, samples * self.groups)
+
+    def weighted(self, x_BKC: Tensor, g_BKO: Tensor, coef_B: Tensor) -> Tensor:
+        """Return ``Σ_b coef_B[b]·g_b`` as an ordinary convolution's backward forms the kernel's gradient.
+
+        Args:
+            x_BKC: Inputs, shape ``(B, K, S·C, *space)``, in the dtype of the result.
+            g_BKO: Output gradients, shape ``(B, K, S·O, *positions)``.
+            coef_B: Coefficients, shape ``(B,)``.
+
+        Returns:
+            Shape ``(S·O, C, *kernel)``. Cost: 2·B·T·I·O, and a weighted copy of the smaller tensor.
+        """
+        positions = g_BKO.shape[3:]
+        coef = coef_B.view(-1, *[1] * (g_BKO.dim() - 1))
+        if x_BKC.numel() < g_BKO.numel():
+            x_BKC = x_BKC * coef
+        else:
+            g_BKO = g_BKO * coef
+        x, pads = self.fitted(x_BKC.flatten(0, 1), positions)
+        return self._kernel_gradient(x, g_BKO.flatten(0, 1), x.new_empty(self.shape), pads, self.groups)
+
+    def _kernel_gradient(self, x: Tensor, g: Tensor, kernel: Tensor, pads: list[int], groups: int) -> Tensor:
+        places = (self.stride, pads, self.dilation, False, [0] * len(pads), groups)
+        with _in_full_precision(x):
+            found: Any = torch.ops.aten.convolution_backward(g, x, kernel, None, *places, [False, True, False])
+        gradient: Tensor = found[1]
+        return gradient
+
+    def window_squares(self, x_BKC: Tensor, positions: Sequence[int]) -> Tensor:
+        """Return the squared norm of every window.
+
+        Args:
+            x_BKC: Inputs, shape ``(B, K, S·C, *space)``.
+            positions: Windows along every axis.
+
+        Returns:
+            Shape ``(B, S, K, *positions)``.
+        """
+        squares = x_BKC.square().unflatten(2, (self.groups, -1)).sum(3).transpose(1, 2)
+        axis = squares.dim() - len(positions)
+        return self.windows(squares, positions).sum(tuple(range(axis, axis + len(positions))))
+
+    def window_gram(self, x_BKC: Tensor, positions: Sequence[int]) -> Tensor:
+        """Return dot products of all pairs of windows from those of pixels; only for a stride of 1.
+
+        Two windows' dot product is a sum of dot products of pixels that stand apart alike, so that each pair of pixels
+        is multiplied once and not once for every pair of windows it is in:
+        ``A[s, t] = Σ_k G[s + k, t + k]`` with ``G[u, v] = x_u · x_v``, one axis of space after the other.
+
+        Args:
+            x_BKC: Inputs, shape ``(B, K, S·C, *space)``.
+            positions: Windows along every axis.
+
+        Returns:
+            Shape ``(B·S, K·T, K·T)``. Cost: 2·(K·P)²·C a group, and kernel-many additions an entry and axis.
+        """
+        x_NCP = self.by_group(x_BKC)
+        rows, space, dims = x_BKC.shape[1], x_BKC.shape[3:], len(positions)
+        gram = torch.bmm(x_NCP.mT, x_NCP).view(-1, rows, *space, rows, *space)
+        for place in range(dims):
+            if self.kernel[place] > 1 or space[place] != positions[place]:
+                gram = self._along(gram, place, positions[place])
+        return gram.reshape(-1, rows * prod(positions), rows * prod(positions))
+
+    def _along(self, gram: Tensor, place: int, count: int) -> Tensor:
+        axes = (2 + place, 3 + place + len(self.kernel))
+        size, pad = gram.shape[axes[0]], self.padding[place][0]
+        shape = list(gram.shape)
+        shape[axes[0]] = shape[axes[1]] = count
+        total = gram.new_zeros(shape)
+        for offset in range(0, self.kernel[place] * self.dilation[place], self.dilation[place]):
+            first, last = max(0, pad - offset), min(count, size + pad - offset)
+            if first < last:
+                into, part = total, gram
+                for axis in axes:
+                    into = into.narrow(axis, first, last - first)
+                    part = part.narrow(axis, first + offset - pad, last - first)
+                into += part
+        return total
+
+
+def _in_full_precision(x: Tensor) -> AbstractContextManager[Any]:
+    """Keep cuDNN from rounding float32 to TF32: clipped sums promise more digits than that."""
+    cudnn = torch.backends.cudnn
+    if not x.is_cuda or not cudnn.is_available():
+        return nullcontext()
+    context: AbstractContextManager[Any] = cudnn.flags(
+        enabled=cudnn.enabled, benchmark=cudnn.benchmark, deterministic=cudnn.deterministic, allow_tf32=False
+    )
+    return context

@@ -1,0 +1,189 @@
+"""Per-sample gradients of a convolution's kernel, held as input and output gradient and never unfolded whole.
+
+Shape letters: B samples, K rows of a sample (frames), S groups, N = B·S, C channels, P pixels, T positions (of all
+rows), I inputs of a group times the kernel, O outputs of a group.
+"""
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ghostclip.factors import planner
+from ghostclip.factors.base import SquaredNorm, no_error, square_sums, to_accumulation, where_kept
+from ghostclip.factors.convolution import Geometry
+from ghostclip.factors.outer import Outer
+from ghostclip.kernels.bounds import gram_error, instantiated_error
+
+# Gradients of so few elements in all are kept whatever they replace (float32: 8 MiB).
+_SMALL: Final = 1 << 21
+_INSTANTIATE: Final = "instantiate"
+_WINDOWS: Final = "symmetric Gram of windows"
+_PIXELS: Final = "Gram of pixels"
+
+
+class Windows(Outer):
+    """The gradient of sample b, group s, is ``sum_t g[b,s,t] ⊗ (window t of x[b,s])``, a matrix (O, I)."""
+
+    def __init__(self, x_BKC: Tensor, g_BKO: Tensor, geometry: Geometry, *, shape: Sequence[int] | None = None) -> None:
+        """Keep input and output gradient.
+
+        Args:
+            x_BKC: Inputs, shape ``(B, K, S·C, *space)``, real.
+            g_BKO: Output gradients, shape ``(B, K, S·O, *positions)``.
+            geometry: Where the windows lie.
+            shape: The parameter's shape, of as many elements as the kernel; None for the kernel's.
+        """
+        self.x_BKC, self.g_BKO, self.geometry = x_BKC, g_BKO, geometry
+        self.shape = geometry.shape if shape is None else torch.Size(shape)
+        self.slots = geometry.groups
+        self.batch_size = x_BKC.shape[0]
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """T, I and O."""
+        shape = self.geometry.shape
+        return self.g_BKO.shape[1] * prod(self.g_BKO.shape[3:]), prod(shape[1:]), shape[0] // self.slots
+
+    @property
+    def a_NTI(self) -> Tensor:  # type: ignore[override]
+        """All windows, unfolded when asked for, shape ``(B·S, T, I)``."""
+        return self.geometry.unfolded(self.x_BKC, self.g_BKO.shape[3:]).mT
+
+    @property
+    def g_NTO(self) -> Tensor:  # type: ignore[override]
+        """The output gradients by position, shape ``(B·S, T, O)``."""
+        return self.geometry.by_group(self.g_BKO).mT
+
+    def unfolded(self) -> Outer:
+        """Return the same gradients over unfolded windows."""
+        return Outer(self.a_NTI, self.g_NTO, shape=self.shape, slots=self.slots)
+
+    def keeps_gradient(self) -> bool:
+        """Return whether book-keeping holds the per-sample gradient in the place of input and output gradient.
+
+        It does where it is no larger than they are. It also does where it is small, or no larger than unfolded windows
+        and output gradients would be, if a Gram would cost more than half of what forming the gradients costs.
+        """
+        positions, inputs, outputs = self.sizes
+        if positions == 0 or self.batch_size == 0:
+            return False
+        gradient = self.slots * inputs * outputs
+        if gradient * self.batch_size <= self.element_count():
+            return True
+        small = gradient * self.batch_size <= _SMALL or planner.keeps_per_sample(positions, inputs, outputs)
+        return small and self.norm_plan()[1] > positions * inputs * outputs
+
+    def norm_plan(self) -> tuple[str, int]:
+        """Return how the squared norm of one sample and group is formed, in a few words, and its cost (FLOPs)."""
+        costs = self._costs()
+        form = min(costs, key=lambda name: costs[name])
+        return form, costs[form]
+
+    def _costs(self) -> dict[str, int]:
+        positions, inputs, outputs = self.sizes
+        costs = {_INSTANTIATE: 2 * positions * inputs * outputs}
+        costs[_WINDOWS] = planner.gram_flops(positions, inputs, outputs)
+        pixels = self.x_BKC.shape[1] * prod(self.x_BKC.shape[3:])
+        fits = max(pixels, positions) ** 2 <= planner.WORKSPACE_ELEMENTS
+        if fits and all(step == 1 for step in self.geometry.stride):
+            costs[_PIXELS] = 2 * (pixels**2 * self.geometry.shape[1] + positions**2 * outputs)
+        return costs
+
+    def sqnorm(self) -> SquaredNorm:
+        """Return squared norms: from a Gram of pixels or of windows, or from the gradients formed and dropped.
+
+        Cost: min(2·P²·C + 2·T²·O (stride 1), about T²·(I+O), 2·T·I·O) a sample and group.
+        """
+        if self.x_BKC.numel() == 0 or self.g_BKO.numel() == 0:
+            return no_error(to_accumulation(self.x_BKC.new_zeros(self.batch_size)))
+        forms = {_INSTANTIATE: self.instantiated_sqnorm, _WINDOWS: self.gram_sqnorm, _PIXELS: self.pixel_sqnorm}
+        return forms[self.norm_plan()[0]]()
+
+    def pixel_sqnorm(self) -> SquaredNorm:
+        """Return squared norms from dot products of pixels and of output gradients; only for a stride of 1.
+
+        Returns:
+            Squared norms of at least zero, shape ``(B,)``, with the error bound of a Gram.
+        """
+        _, inputs, outputs = self.sizes
+        entries = max(self.x_BKC.shape[1] * prod(self.x_BKC.shape[3:]), self.sizes[0]) ** 2
+
+        def norm(part: "Windows") -> SquaredNorm:
+            a_NTT = part.geometry.window_gram(to_accumulation(part.x_BKC), part.g_BKO.shape[3:])
+            g_NOT = part.geometry.by_group(to_accumulation(part.g_BKO))
+            g_NTT = torch.bmm(g_NOT.mT, g_NOT)
+            scale_N = torch.linalg.vecdot(a_NTT.diagonal(dim1=1, dim2=2), g_NTT.diagonal(dim1=1, dim2=2))
+            value_N = g_NTT.mul_(a_NTT).sum((1, 2))
+            error_N = gram_error(scale_N, inputs, outputs)
+            return SquaredNorm(self._per_sample(value_N).clamp(min=0), self._per_sample(error_N))
+
+        return self._in_parts(norm, planner.chunk_of_samples(2 * self.slots * entries))
+
+    def gram_sqnorm(self) -> SquaredNorm:
+        """Return squared norms from a Gram of windows, unfolded a few samples at a time."""
+        positions, inputs, _ = self.sizes
+        chunk = planner.chunk_of_samples(self.slots * positions * inputs)
+        return self._in_parts(lambda part: part.unfolded().gram_sqnorm(), chunk)
+
+    def instantiated_sqnorm(self) -> SquaredNorm:
+        """Return squared norms of the gradients, formed a few samples at a time.
+
+        Returns:
+            Squared norms, shape ``(B,)``, with the error bound of a gradient that is formed twice.
+        """
+        x_BKC, g_BKO, positions = to_accumulation(self.x_BKC), to_accumulation(self.g_BKO), self.g_BKO.shape[3:]
+        value_B = x_BKC.new_zeros(self.batch_size)
+        for piece, grads in self.geometry.per_sample(x_BKC, g_BKO):
+            value_B[piece] = square_sums(grads)
+        a_BSKT = self.geometry.window_squares(x_BKC, positions)
+        g_BSKT = g_BKO.square().unflatten(2, (self.slots, -1)).sum(3).transpose(1, 2)
+        scale_B = (a_BSKT * g_BSKT).flatten(1).sum(1)
+        return SquaredNorm(value_B, instantiated_error(value_B, scale_B))
+
+    def materialize(self) -> Tensor:
+        """Return the per-sample gradients, shape ``(B, *P)``. Cost: 2·T·I·O a sample and group."""
+        x_BKC, g_BKO = to_accumulation(self.x_BKC), to_accumulation(self.g_BKO)
+        full_BP: Tensor | None = None
+        if self.x_BKC.numel() and self.g_BKO.numel():
+            for piece, grads in self.geometry.per_sample(x_BKC, g_BKO):
+                if grads.shape[0] == self.batch_size:
+                    return grads.reshape(self.batch_size, *self.shape)
+                full_BP = x_BKC.new_empty(self.batch_size, self.numel()) if full_BP is None else full_BP
+                full_BP[piece] = grads
+        return (x_BKC.new_zeros(self.batch_size, self.numel()) if full_BP is None else full_BP).reshape(
+            self.batch_size, *self.shape
+        )
+
+    def add_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:
+        """Add the weighted sum of the gradients to ``out``, formed as in a non-private backward. Cost: 2·B·T·I·O."""
+        if self.x_BKC.numel() and self.g_BKO.numel():
+            total = self.geometry.weighted(self.x_BKC.to(out.dtype), self.g_BKO.to(out.dtype), coef_B)
+            out += total.view(out.shape)
+
+    def masked(self, keep_B: Tensor) -> "Windows":
+        """Return the factor with dropped samples set to zero."""
+        x_BKC, g_BKO = where_kept(keep_B, self.x_BKC), where_kept(keep_B, self.g_BKO)
+        return Windows(x_BKC, g_BKO, self.geometry, shape=self.shape)
+
+    def transposed(self) -> Outer:
+        """Return the factor of the transposed matrix, over unfolded windows."""
+        return self.unfolded().transposed()
+
+    def reshaped(self, shape: Sequence[int]) -> "Windows":
+        """Return the factor of the same values for a parameter of ``shape``."""
+        return Windows(self.x_BKC, self.g_BKO, self.geometry, shape=shape)
+
+    def element_count(self) -> int:
+        """Return how many tensor elements the factor keeps alive."""
+        return self.x_BKC.numel() + self.g_BKO.numel()
+
+    def _in_parts(self, norm: "Callable[[Windows], SquaredNorm]", chunk: int) -> SquaredNorm:
+        """Put together the norms of a few samples at a time."""
+        found = [
+            norm(Windows(self.x_BKC[start : start + chunk], self.g_BKO[start : start + chunk], self.geometry))
+            for start in range(0, self.batch_size, chunk)
+        ]
+        return found[0] if len(found) == 1 else SquaredNorm(*(torch.cat(parts) for parts in zip(*found, strict=True)))

@@ -1,0 +1,289 @@
+"""Convolutions without unfolded copies: each form of norm, gradient and sum against torch's own."""
+
+from math import prod
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.flops import counter
+from ghostclip.factors import Dense, Outer, Windows, convolution, joined
+from ghostclip.factors.convolution import Geometry
+from tests.exactness.runs import engine
+
+F64 = torch.float64
+B = 3
+
+
+def _geometry(shape, **given):
+    dims = len(shape) - 2
+    padding = given.get("padding", ((0, 0),) * dims)
+    ones = (1,) * dims
+    stride, dilation = given.get("stride", ones), given.get("dilation", ones)
+    return Geometry(torch.Size(shape), stride, padding, dilation, given.get("groups", 1))
+
+
+# Name -> (geometry, rows of a sample, space, positions fewer than there is room for along every axis).
+TABLE = {
+    "plain": (_geometry((5, 4, 3, 3)), 1, (6, 7), 0),
+    "padded": (_geometry((5, 4, 3, 2), padding=((1, 1), (2, 2))), 1, (6, 7), 0),
+    "uneven_padding": (_geometry((5, 4, 2, 4), padding=((0, 1), (1, 2))), 1, (6, 7), 0),
+    "dilated": (_geometry((5, 4, 3, 2), padding=((2, 2), (0, 0)), dilation=(2, 3)), 1, (6, 7), 0),
+    "stride": (_geometry((5, 4, 3, 3), padding=((1, 1), (0, 0)), stride=(2, 3)), 1, (6, 8), 0),
+    "groups": (_geometry((6, 2, 3, 3), padding=((1, 1), (1, 1)), groups=3), 1, (5, 4), 0),
+    "depthwise": (_geometry((4, 1, 3), padding=((1, 1),), groups=4), 1, (9,), 0),
+    "frames": (_geometry((5, 4, 3), padding=((1, 1),)), 2, (9,), 0),
+    "frames_in_groups": (_geometry((6, 2, 3), groups=2), 3, (7,), 0),
+    "pointwise": (_geometry((5, 4, 1, 1)), 1, (6, 7), 0),
+    "pointwise_stride": (_geometry((6, 2, 1, 1), stride=(2, 2), groups=2), 2, (5, 6), 0),
+    "pointwise_padded": (_geometry((5, 4, 1), padding=((1, 1),)), 1, (6,), 0),
+    "one_position": (_geometry((5, 4, 6, 7)), 1, (6, 7), 0),
+    "volume": (_geometry((3, 2, 2, 2, 2), padding=((1, 1), (0, 0), (1, 1))), 1, (3, 4, 3), 0),
+    "room_left": (_geometry((5, 4, 3, 3), padding=((1, 1), (1, 1))), 1, (9, 8), 3),
+    "room_left_by_stride": (_geometry((5, 4, 3), padding=((1, 1),), stride=(2,)), 1, (12,), 2),
+    "wide_kernel": (_geometry((5, 4, 7), padding=((3, 3),)), 1, (4,), 0),
+}
+
+
+def _factor(name, samples=B):
+    geometry, rows, space, fewer = TABLE[name]
+    x = torch.randn(samples, rows, geometry.shape[1] * geometry.groups, *space, dtype=F64)
+    padded = functional.pad(x.flatten(0, 1), [n for pair in reversed(geometry.padding) for n in pair])
+    convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[len(space) - 1]
+    kernel = torch.zeros(geometry.shape, dtype=F64)
+    y = convolve(padded, kernel, None, geometry.stride, 0, geometry.dilation, geometry.groups)
+    positions = [size - fewer for size in y.shape[2:]]
+    return Windows(x, torch.randn(samples, rows, geometry.shape[0], *positions, dtype=F64), geometry)
+
+
+def _by_autograd(factor):
+    """Each sample's gradient of the kernel, from torch's own convolution."""
+    geometry, found = factor.geometry, []
+    convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[len(geometry.kernel) - 1]
+    for x_KC, g_KO in zip(factor.x_BKC, factor.g_BKO, strict=True):
+        kernel = torch.zeros(geometry.shape, dtype=F64, requires_grad=True)
+        padded = functional.pad(x_KC, [n for pair in reversed(geometry.padding) for n in pair])
+        y = convolve(padded, kernel, None, geometry.stride, 0, geometry.dilation, geometry.groups)
+        y = y[(..., *(slice(size) for size in g_KO.shape[2:]))]
+        found.append(torch.autograd.grad(y, kernel, g_KO)[0])
+    return torch.stack(found)
+
+
+@pytest.fixture(params=TABLE)
+def factor(request):
+    return _factor(request.param)
+
+
+def test_gradients_and_sum(factor):
+    expected = _by_autograd(factor)
+    torch.testing.assert_close(factor.materialize(), expected)
+    torch.testing.assert_close(factor.unfolded().materialize(), expected)
+    coef, out = torch.rand(B, dtype=F64), torch.randn(factor.shape, dtype=F64)
+    total = out + torch.einsum("b,b...->...", coef, expected)
+    factor.add_clipped_sum_(coef, out)
+    torch.testing.assert_close(out, total)
+    flat = torch.zeros(factor.numel(), dtype=F64)
+    factor.reshaped(flat.shape).add_clipped_sum_(coef, flat)
+    torch.testing.assert_close(flat, torch.einsum("b,b...->...", coef, expected).flatten())
+
+
+def test_every_form_of_norm(factor):
+    expected = _by_autograd(factor).flatten(1).square().sum(1)
+    forms = [factor.sqnorm, factor.gram_sqnorm, factor.instantiated_sqnorm]
+    if set(factor.geometry.stride) == {1}:
+        forms.append(factor.pixel_sqnorm)
+    for form in forms:
+        value, error = form()
+        torch.testing.assert_close(value, expected)
+        assert (error >= 0).all()
+        assert (error <= 1e-10 * expected).all()
+
+
+def test_in_parts(factor, monkeypatch):
+    whole = factor.materialize(), factor.sqnorm().value_B
+    monkeypatch.setattr(convolution, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr("ghostclip.factors.planner.WORKSPACE_ELEMENTS", 1)
+    torch.testing.assert_close(factor.materialize(), whole[0])
+    torch.testing.assert_close(factor.sqnorm().value_B, whole[1])
+    torch.testing.assert_close(factor.instantiated_sqnorm().value_B, whole[1])
+
+
+def test_masked_samples_are_gone_even_if_they_are_not_finite(factor):
+    expected = factor.materialize()
+    expected[1] = 0
+    factor.x_BKC[1] = float("nan")
+    factor.g_BKO[1] = float("inf")
+    for form in (factor.sqnorm, factor.instantiated_sqnorm):
+        value = form().value_B
+        assert value[[0, 2]].isfinite().all()
+        assert not value[1].isfinite()
+    masked = factor.masked(torch.tensor([True, False, True]))
+    torch.testing.assert_close(masked.materialize(), expected)
+    out = torch.zeros(factor.shape, dtype=F64)
+    masked.add_clipped_sum_(torch.ones(B, dtype=F64), out)
+    torch.testing.assert_close(out, expected.sum(0))
+
+
+def test_uses_of_one_kernel(factor):
+    """Three uses stand side by side as further rows."""
+    geometry = factor.geometry
+    others = [Windows(torch.randn_like(factor.x_BKC), torch.randn_like(factor.g_BKO), geometry) for _ in range(2)]
+    (together,) = joined([factor, *others])
+    assert isinstance(together, Windows)
+    expected = sum(_by_autograd(part) for part in (factor, *others))
+    torch.testing.assert_close(together.materialize(), expected)
+    torch.testing.assert_close(together.sqnorm().value_B, expected.flatten(1).square().sum(1))
+
+
+@pytest.mark.parametrize("name", ["plain", "stride", "depthwise", "pointwise"])
+def test_no_samples(name):
+    factor = _factor(name, samples=0)
+    assert factor.sqnorm().value_B.shape == (0,)
+    assert factor.materialize().shape == (0, *factor.shape)
+    assert not factor.keeps_gradient()
+    out = torch.zeros(factor.shape, dtype=F64)
+    factor.add_clipped_sum_(torch.zeros(0, dtype=F64), out)
+    assert not out.any()
+
+
+# Wide and long enough for the backward of a convolution with one group a sample.
+GROUPED = {
+    "wide": (_geometry((24, 9, 3, 3), padding=((1, 1), (1, 1))), 1, (13, 12), 0),
+    "stride": (_geometry((8, 8, 4, 3), stride=(2, 1)), 1, (27, 14), 0),
+    "uneven": (_geometry((10, 16, 2), padding=((0, 1),)), 1, (150,), 0),
+    "depthwise": (_geometry((20, 1, 3, 3), padding=((1, 1), (1, 1)), groups=20), 1, (7, 6), 0),
+    "groups": (_geometry((24, 8, 3), groups=3), 2, (90,), 0),
+    "volume": (_geometry((8, 8, 2, 3, 2)), 1, (7, 6, 8), 0),
+}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_grouped_backward(name, monkeypatch):
+    """A sample's own gradient, whatever its neighbours hold."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("torch was built without oneDNN, which this form is for")
+    monkeypatch.setitem(TABLE, name, GROUPED[name])
+    exact = _factor(name)
+    factor = Windows(exact.x_BKC.float(), exact.g_BKO.float(), exact.geometry)
+    assert factor.geometry._suits_groups(factor.x_BKC, factor.g_BKO)
+    torch.testing.assert_close(factor.materialize().double(), exact.materialize(), rtol=1e-5, atol=1e-4)
+    factor.x_BKC[1, :, :1], factor.g_BKO[1, :, -1:] = float("inf"), float("nan")
+    neighbours = factor.materialize()[[0, 2]].double()
+    torch.testing.assert_close(neighbours, exact.materialize()[[0, 2]], rtol=1e-5, atol=1e-4)
+
+
+def test_sixteen_bits_are_widened():
+    exact = _factor("padded")
+    factor = Windows(exact.x_BKC.bfloat16(), exact.g_BKO.bfloat16(), exact.geometry)
+    wide = Windows(factor.x_BKC.double(), factor.g_BKO.double(), exact.geometry)
+    expected = wide.materialize()
+    torch.testing.assert_close(factor.materialize().double(), expected, rtol=1e-5, atol=1e-5)
+    for form in (factor.sqnorm, factor.instantiated_sqnorm, factor.gram_sqnorm, factor.pixel_sqnorm):
+        torch.testing.assert_close(form().value_B.double(), expected.flatten(1).square().sum(1), rtol=1e-5, atol=1e-5)
+    out = torch.zeros(factor.shape)
+    factor.add_clipped_sum_(torch.ones(B), out)
+    torch.testing.assert_close(out.double(), expected.sum(0), rtol=1e-5, atol=1e-5)
+
+
+def test_pixels_over_estimate_what_they_cannot_resolve():
+    """Two rows cancel but for 1e-4: the error bound covers what the Gram lost."""
+    geometry = _geometry((64, 32, 3, 3), padding=((1, 1), (1, 1)))
+    x, g = torch.randn(1, 1, 32, 6, 6), torch.randn(1, 1, 64, 6, 6)
+    x, g = x.repeat(1, 2, 1, 1, 1), torch.cat([g, -(1 - 1e-4) * g], 1)
+    exact = Windows(x.double(), g.double(), geometry).instantiated_sqnorm().value_B
+    value, error = Windows(x, g, geometry).pixel_sqnorm()
+    assert (value + error).item() >= exact.item()
+    assert error.item() > 0
+
+
+class _Largest(TorchDispatchMode):
+    """Remembers the largest tensor that any operation made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().nbytes():
+                self.elements = max(self.elements, leaf.untyped_storage().nbytes() // leaf.element_size())
+        return result
+
+
+@pytest.mark.parametrize(
+    ("channels", "outputs", "size", "options"),
+    [
+        (16, 16, 24, {"padding": 1}),
+        (32, 32, 8, {"padding": 1}),
+        (3, 8, 32, {"kernel_size": 5, "stride": 2}),
+        (24, 24, 16, {"padding": 1, "groups": 24}),
+    ],
+    ids=["kept", "pixels", "stride", "depthwise"],
+)
+@pytest.mark.parametrize("strategy", ["bookkeeping", "ghost"])
+def test_windows_are_never_unfolded_whole(channels, outputs, size, options, strategy, monkeypatch):
+    monkeypatch.setattr(convolution, "CHUNK_ELEMENTS", 1 << 12)
+    monkeypatch.setattr("ghostclip.factors.planner.WORKSPACE_ELEMENTS", 1 << 12)
+    samples, model = 8, nn.Conv2d(channels, outputs, **{"kernel_size": 3, **options})
+    x = torch.randn(samples, channels, size, size)
+    clipper = engine(strategy)(model, 1.0)
+    clipper.backward(model(x).square().mean((1, 2, 3)))
+    y = model(x)
+    with _Largest() as seen:
+        clipper.backward(y.square().mean((1, 2, 3)))
+    unfolded = samples * channels * prod(model.kernel_size) * prod(y.shape[2:])
+    # Padding and layouts of its own make the backend's copies of input and gradient a little larger than they are.
+    allowed = max(1.6 * x.numel(), 2 * y.numel())
+    assert seen.elements <= allowed < 0.6 * unfolded
+
+
+def _counted(step):
+    with counter() as counted:
+        step()
+    return counted.get_total_flops()
+
+
+def _private_and_plain(model, x, strategy="bookkeeping"):
+    plain = _counted(lambda: model(x).square().mean((1, 2, 3)).sum().backward())
+    model.zero_grad(set_to_none=True)
+    clipper = engine(strategy)(model, 1.0)
+    clipper.backward(model(x).square().mean((1, 2, 3)))
+    return _counted(lambda: clipper.backward(model(x).square().mean((1, 2, 3)))), plain
+
+
+@pytest.mark.parametrize(("samples", "groups"), [(4, 1), (4, 4), (4, 16)])
+def test_kept_gradients_cost_their_sum_only(samples, groups):
+    """Also in groups: no product across them."""
+    model = nn.Conv2d(16, 16, 3, padding=1, groups=groups, bias=False)
+    private, plain = _private_and_plain(model, torch.randn(samples, 16, 24, 24))
+    assert private == plain + 2 * samples * model.weight.numel()
+
+
+def test_gram_of_pixels_costs_no_kernel_times():
+    samples, channels, outputs, pixels = 512, 32, 48, 36
+    model = nn.Conv2d(channels, outputs, 3, padding=1, bias=False)
+    private, plain = _private_and_plain(model, torch.randn(samples, channels, 6, 6))
+    gram = 2 * samples * pixels**2 * (channels + outputs)
+    assert private == plain + gram
+    assert gram < 0.3 * plain / 2
+
+
+@pytest.mark.parametrize("strategy", ["ghost", "fast"])
+def test_second_pass_is_an_ordinary_backward(strategy):
+    """Forward, norm and sum; its input needs no gradient."""
+    model = nn.Conv2d(16, 16, 3, padding=1, bias=False)
+    private, plain = _private_and_plain(model, torch.randn(4, 16, 24, 24), strategy)
+    assert private <= 1.5 * plain
+
+
+def test_what_book_keeping_holds():
+    """The gradient where it is no larger than input and output gradient, else those two and never the windows."""
+    geometry = _geometry((64, 64, 3, 3), padding=((1, 1), (1, 1)))
+    short, long = (Windows(torch.randn(64, 1, 64, n, n), torch.randn(64, 1, 64, n, n), geometry) for n in (4, 32))
+    assert long.keeps_gradient()
+    assert not short.keeps_gradient()
+    assert short.element_count() == 2 * 64 * 64 * 16
+    assert isinstance(short, Outer)
+    assert Dense(long.materialize()).element_count() <= long.element_count()
