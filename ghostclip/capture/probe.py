@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, count, islice
 from math import comb
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from ghostclip.capture.places import Place, reduced_places
 from ghostclip.capture.provenance import routed_samples
 from ghostclip.capture.usage import MAX_ATTEMPTS, Record, Site, Use
 from ghostclip.errors import BatchAxisError, SampleMixingError
+
+# Elements that are looked at together.
+_LOOKED_AT: Final = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Probe:
         if use.node is not None:
             # Non-reentrant checkpointing keeps what it recomputed until it is read.
             _ = use.node.saved_tensors
-        if not bool((grad.nan_to_num(nan=0.0) != 0).any()):
+        if not bool(_nonzero_rows(grad if grad.dim() else grad.view(1)).any()):
             use.site.attempts += 1
             return
         # What an earlier forward has shown must hold for good: rows may not change their order from batch to batch.
@@ -126,10 +129,18 @@ def _explains(row_map: Any, use: Use, grad: Tensor, samples: set[int]) -> bool:
     if row_map.kind == "whole":
         return True
     rows_B = row_map.split(grad, use.lead, use.record.batch_size)
-    others = torch.ones(rows_B.shape[0], dtype=torch.bool, device=rows_B.device)
-    others[list(samples)] = False
-    # A zero gradient through a sample that is not finite gives NaN there: no evidence of anything.
-    return not bool((rows_B[others].nan_to_num(nan=0.0) != 0).any())
+    touched_B = _nonzero_rows(rows_B)
+    touched_B[list(samples)] = False
+    return not bool(touched_B.any())
+
+
+def _nonzero_rows(rows: Tensor) -> Tensor:
+    """Return which rows hold anything but zeros, a few at a time: no copy of a gradient as large as the logits.
+
+    A zero gradient through a sample that is not finite gives NaN there: no evidence of anything.
+    """
+    few = max(1, _LOOKED_AT // max(1, rows[:1].numel()))
+    return torch.cat([(part.nan_to_num(nan=0.0) != 0).flatten(1).any(1) for part in rows.unsqueeze(-1).split(few)])
 
 
 def _shapes(grad: Tensor, use: Use) -> str:
@@ -277,8 +288,8 @@ def cotangents(begun: Sequence[Start], *, batch_size: int, samples: set[int]) ->
         sample_n = start.row_map.samples_of(place.shape[axis], batch_size).to(place.device)
         chosen_n = torch.isin(sample_n, torch.tensor(sorted(samples), device=place.device))
         # Never zero, so that no row of a sample can be missed.
-        noise = torch.rand(place.shape, generator=generator).to(device=place.device, dtype=place.dtype) + 0.5
-        grads.append(noise * chosen_n.view([-1 if other == axis else 1 for other in range(len(place.shape))]))
+        noise = torch.rand(place.shape, generator=generator).add_(0.5).to(device=place.device, dtype=place.dtype)
+        grads.append(noise.mul_(chosen_n.view([-1 if other == axis else 1 for other in range(len(place.shape))])))
     return grads
 
 
