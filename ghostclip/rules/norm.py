@@ -1,5 +1,8 @@
 """Normalisation layers with an affine part: layer, RMS, group and instance norm; batch norm is refused.
 
+What was normalised is computed again from the saved input, which is cheaper than to keep it, and multiplied in place by
+the output's gradient: one temporary of the input's size.
+
 Shape letters: B samples, T positions, C channels, F normalised features, L the leading (row) axes.
 """
 
@@ -35,13 +38,12 @@ def _feature_affine(call: Call, shape: list[int], normalize: Callable[[Tensor], 
     tracked, lead = call.tracked, x.dim() - len(shape)
 
     def factors(saved: Sequence[Tensor], grad: Tensor, split: Split) -> Mapping[str, Factor]:
-        g_BTF = to_accumulation(split(grad, lead))
+        g = to_accumulation(grad)
         found: dict[str, Factor] = {}
         if "weight" in tracked:
-            x_BTF = split(normalize(to_accumulation(saved[0])), lead)
-            found["weight"] = Dense((g_BTF * x_BTF).sum(1))
+            found["weight"] = Dense(split(normalize(to_accumulation(saved[0])).mul_(g), lead).sum(1))
         if "bias" in tracked:
-            found["bias"] = Dense(g_BTF.sum(1))
+            found["bias"] = Dense(split(g, lead).sum(1))
         return found
 
     return Captured((x,) if "weight" in call.tracked else (), x, lead, factors, "dense")
@@ -79,7 +81,8 @@ def instance_norm(call: Call) -> Captured | None:
     if call.get("running_mean") is not None:
         return None
     eps = call.get("eps", 1e-5)
-    return _channel_affine(call, lambda x: functional.instance_norm(x, eps=eps))
+    # One group a channel is the same, in half the time on a CPU.
+    return _channel_affine(call, lambda x: functional.group_norm(x, x.shape[1], eps=eps))
 
 
 @register_op("batch_norm", arguments="input running_mean running_var weight bias training momentum eps")
@@ -111,13 +114,13 @@ def _channel_affine(call: Call, normalize: Callable[[Tensor], Tensor]) -> Captur
     x, tracked = call.values["input"], call.tracked
 
     def factors(saved: Sequence[Tensor], grad: Tensor, split: Split) -> Mapping[str, Factor]:
-        g_BTC = split(to_accumulation(grad).flatten(2).sum(2) if grad.dim() > 2 else grad, 1)
-        found: dict[str, Factor] = {}
+        g = to_accumulation(grad)
+        space, found = tuple(range(2, g.dim())), dict[str, Factor]()
         if "weight" in tracked:
-            product = to_accumulation(grad) * normalize(to_accumulation(saved[0]))
-            found["weight"] = Dense(split(product.flatten(2).sum(2) if grad.dim() > 2 else product, 1).sum(1))
+            product = normalize(to_accumulation(saved[0])).mul_(g)
+            found["weight"] = Dense(split(product.sum(space) if space else product, 1).sum(1))
         if "bias" in tracked:
-            found["bias"] = Dense(to_accumulation(g_BTC).sum(1))
+            found["bias"] = Dense(split(g.sum(space) if space else g, 1).sum(1))
         return found
 
     return Captured((x,) if "weight" in call.tracked else (), x, 1, factors, "dense")
