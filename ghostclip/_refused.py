@@ -7,6 +7,7 @@ reasons from here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from typing import Final, NoReturn
 
 from ghostclip.errors import NotOfferedError
@@ -19,10 +20,19 @@ _NO_OP = (
     "it trains without clipping while the account goes on. Use the plain model and optimizer to compare with "
     "training without privacy"
 )
-_ADAPTIVE = (
-    "the private optimizer moves the bound from a noisy count that is accounted; a criterion that moved it would count "
-    'without being charged. Use clipping="adaptive", in any strategy'
+
+_RULES = (
+    "rules belong to the torch function that uses a parameter, not to a module class. Per-sample gradients are in "
+    'p.grad_sample with grad_sample_mode="hooks"; for a layer of your own @register_grad_sampler'
 )
+_PRV = "a grid-based computation; ghostclip.accounting.PLDAccountant bounds ε from both sides"
+_INSIDE = "part of Opacus's inside; the clipper does this, and nothing is hung on modules"
+_RECURRENT = "torch's own recurrent layers are clipped as they are; use DPLSTM, DPGRU and DPRNN, which are their names"
+_NO_REPLACEMENT = "there is nothing to replace: torch's own layer is clipped as it is. Leave the call out"
+_UNFOLDED = "unfolding is the convolution rule's; use torch.nn.functional.unfold"
+_CHECKED = "the check does this inside; use check_per_sample_gradients_are_correct, or module_utils"
+
+_CHECKS = ("ModelWithLoss*", "check_torch_*", "clone_module", "compute_*_and_opacus", "compute_*_or_seq", "unpack_*")
 
 REFUSED: Final[dict[str, str]] = {
     "accountants.analysis.gdp.compute_eps_poisson": (
@@ -49,16 +59,42 @@ REFUSED: Final[dict[str, str]] = {
     "grad_sample.GradSampleHooksNoOp": _NO_OP,
     "optimizers.FSDPOptimizerFastGradientClipping": _SHARDED,
     "utils.fsdp_utils.FSDP2Wrapper": _SHARDED,
-    "utils.adaptive_clipping.DPLossFastGradientAdaptiveClipping": _ADAPTIVE,
-    "utils.adaptive_clipping.DPTensorFastGradientAdaptiveClipping": _ADAPTIVE,
-    "utils.batch_memory_manager.BatchSplittingSampler": (
-        "every physical batch carries a token that says where it belongs, so that a loop which is left early cannot "
-        "confuse the optimizer. Use BatchMemoryManager or wrap_data_loader"
-    ),
 }
+
+PATTERNS: Final[tuple[tuple[str, str], ...]] = (
+    ("accountants.analysis.prv*", _PRV),
+    ("grad_sample.*compute_*", _RULES),
+    *((f"grad_sample.{name}", _RULES) for name in ("*_norm", "conv*", "dp_*", "embedding*", "functorch*", "linear")),
+    ("grad_sample.*create_*_sample", _INSIDE),
+    ("grad_sample.*promote_current_grad_sample", _INSIDE),
+    ("grad_sample.gsm_base.OPACUS_PARAM_MONKEYPATCH_ATTRS", _INSIDE),
+    ("grad_sample.gsm_no_op*", _NO_OP),
+    ("grad_sample.*_fsdp*", _SHARDED),
+    ("grad_sample.*_tp*", _SHARDED),
+    *((f"layers.dp_rnn.{name}", _RECURRENT) for name in ("DP*Base*", "*.has_cell_state", "RNN_CELL_*", "apply_*")),
+    ("layers.param_rename.filter_out_old_keys", _INSIDE),
+    ("optimizers.fsdpoptimizer*", _SHARDED),
+    ("utils.tensor_utils.unfold*", _UNFOLDED),
+    ("utils.tensor_utils.filter_dilated_rows", _UNFOLDED),
+    *((f"utils.per_sample_gradients_utils.{name}", _CHECKED) for name in _CHECKS),
+    *((f"validators.{name}*", _NO_REPLACEMENT) for name in ("gru", "lstm", "multihead_attention")),
+)
+"""Names that are refused by shell pattern, as `REFUSED`; and the modules that Opacus has them in."""
 
 REFUSED_MODES: Final[dict[str, str]] = {"ghost_fsdp": _SHARDED, "ghost_tp": _SHARDED, "no_op": _NO_OP}
 """Values of `grad_sample_mode` that are refused by name."""
+
+
+def reason_for(name: str) -> str | None:
+    """Return why a name is refused.
+
+    Args:
+        name: Dotted, without the package.
+
+    Returns:
+        The reason, or None for any other name.
+    """
+    return REFUSED.get(name) or next((why for pattern, why in PATTERNS if fnmatchcase(name, pattern)), None)
 
 
 def refusing(module: str) -> Callable[[str], NoReturn]:
@@ -73,7 +109,7 @@ def refusing(module: str) -> Callable[[str], NoReturn]:
     place = module.partition(".")[2]
 
     def missing(name: str) -> NoReturn:
-        reason = REFUSED.get(f"{place}.{name}")
+        reason = None if name.startswith("_") else reason_for(f"{place}.{name}")
         if reason is not None:
             raise NotOfferedError(f"{module}.{name} is not offered: {reason}.")
         raise AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -38,7 +38,9 @@ class DPLightningDataModule:
         """Make an instance of the class that also derives from Lightning's."""
         del generator
         base = _base_of(datamodule)
-        kind: Any = cls if issubclass(cls, base) else _joined(cls, base)
+        kind: Any = cls
+        if not issubclass(cls, base):
+            kind = _joined(kind, base)
         made: DPLightningDataModule = object.__new__(kind)
         return made
 

@@ -97,4 +97,35 @@ DIFFERENCES: Final[tuple[Difference, ...]] = (
         "ends with the release",
         f"{_FILE}::test_sum_does_not_outlive_its_release",
     ),
+    Difference(
+        "backwards between disable_hooks() and enable_hooks()",
+        "put ordinary gradients into p.grad, which nobody clips",
+        "are clipped and count like any other; disable_hooks() warns that it switches nothing off",
+        f"{_FILE}::test_hooks_are_not_switched_off",
+    ),
+    Difference(
+        "forbid_grad_accumulation()",
+        "makes a second backward before a step an error",
+        "changes nothing: k backwards are accounted as what they are, σ/k at rate k·q, with a warning",
+        f"{_FILE}::test_accumulation_is_accounted",
+    ),
+    Difference(
+        "p.grad of a GradSampleModule without a private optimizer",
+        "is what autograd computes",
+        "is the sum of p.grad_sample, as a private optimizer takes it: for a mean loss B times autograd's. A plain "
+        "optimizer takes p.grad_sample.mean(0), or a model that is not wrapped",
+        f"{_FILE}::test_facade_alone_leaves_the_plain_gradient",
+    ),
+    Difference(
+        "a bound that a criterion adapts (DPLossFastGradientAdaptiveClipping)",
+        "moves in every backward, before the gradients are clipped to it, by a count that is made noisy at once",
+        "moves in the step, whose σ covers the noisy count; the criterion only says how",
+        f"{_FILE}::test_adaptive_criterion_moves_the_bound_in_the_step",
+    ),
+    Difference(
+        "BatchSplittingSampler with workers that prefetch",
+        "queues what each batch is, and mixes logical batches after a loop that is left early",
+        "is an error that names BatchMemoryManager, which works with any number of workers",
+        f"{_FILE}::test_splitting_sampler_refuses_to_run_ahead",
+    ),
 )

@@ -9,29 +9,11 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import Final, NamedTuple
 
-from ghostclip._refused import REFUSED
-
-# Which class a factory makes: members of Opacus's class are looked up there.
-MADE_BY: Final = {
-    "AdaClipDPOptimizer": "optimizers.DPOptimizer",
-    "DPPerLayerOptimizer": "optimizers.DPOptimizer",
-    "DistributedDPOptimizer": "optimizers.DPOptimizer",
-    "DistributedDPOptimizerFastGradientClipping": "optimizers.DPOptimizer",
-    "DistributedPerLayerOptimizer": "optimizers.DPOptimizer",
-    "DPTensorFastGradientClipping": "grad_sample.PrivateLoss",
-    "GradSampleHooksFastGradientClipping": "grad_sample.GradSampleHooks",
-}
+from ghostclip._refused import PATTERNS, REFUSED
 
 _NAMED = "options are named, so that a misspelt one is an error; Opacus's `**kwargs` swallow it"
-_FACTORY = "a function that makes the one private optimizer, with another clip policy or noise source"
-_RULES = (
-    "rules belong to the torch function that uses a parameter, not to a module class; per-sample gradients are in "
-    'p.grad_sample with grad_sample_mode="hooks"'
-)
-_PRV = "a grid-based PRV computation; `ghostclip.accounting.PLDAccountant` bounds ε from both sides"
+_FACTORY = "a name for the one private optimizer, with another clip policy or noise source"
 _INSIDE = "part of Opacus's inside; the clipper does this, and nothing is hung on modules"
-_RECURRENT = "torch's own recurrent layers are clipped as they are; DPLSTM, DPGRU and DPRNN are their names"
-_NO_REPLACEMENT = "nothing to replace: torch's own layer is clipped as it is"
 _DEFAULT_ACCOUNTANT = 'the default accountant is the tighter of two valid bounds; accountant="prv" and "rdp" exist too'
 
 
@@ -46,9 +28,8 @@ class Reason(NamedTuple):
 
 
 REASONS: Final[tuple[Reason, ...]] = (
-    *(Reason(name, True, why) for name, why in REFUSED.items()),
+    *(Reason(name, True, why) for name, why in (*REFUSED.items(), *PATTERNS)),
     Reason("accountants.accountant.T_state_dict", True, "a type variable of Opacus's own annotations"),
-    Reason("accountants.analysis.prv*", True, _PRV),
     Reason("accountants.accountant.IAccountant.get_epsilon", False, _NAMED),
     Reason("accountants.gdp.GaussianAccountant.get_epsilon", False, "an estimate, so `estimate=True` must be said"),
     Reason("accountants.prv.PRVAccountant.get_epsilon", False, "certified to 0.1 %; there is no error to choose"),
@@ -65,43 +46,19 @@ REASONS: Final[tuple[Reason, ...]] = (
         f"work; {_NAMED}",
     ),
     Reason("data_loader.DPDataLoader", False, f"torch's own options are named; {_NAMED}"),
-    Reason("*GradSampleModuleFastGradientClipping", False, 'makes a `GradSampleModule`, "ghost" or "fast"'),
-    Reason("*GradSampleHooksFastGradientClipping", False, 'makes a `GradSampleHooks`, "ghost" or "fast"'),
     Reason("grad_sample.*prepare_module", False, _NAMED),
     Reason("grad_sample.*wrap_model", False, _NAMED),
-    Reason("grad_sample.*compute_*", True, _RULES),
-    Reason("grad_sample.conv*", True, _RULES),
-    Reason("grad_sample.dp_multihead_attention", True, _RULES),
-    Reason("grad_sample.dp_rnn", True, _RULES),
-    Reason("grad_sample.embedding*", True, _RULES),
-    Reason("grad_sample.functorch*", True, _RULES),
-    Reason("grad_sample.*_norm", True, _RULES),
-    Reason("grad_sample.linear", True, _RULES),
-    Reason("grad_sample.*create_or_accumulate_grad_sample", True, _INSIDE),
-    Reason("grad_sample.*promote_current_grad_sample", True, _INSIDE),
-    Reason("grad_sample.*create_norm_sample", True, _INSIDE),
     Reason("grad_sample.*.capture_*_hook", True, _INSIDE),
     Reason("grad_sample.*.rearrange_grad_samples", True, _INSIDE),
     Reason("grad_sample.*.log_module_gradient_sample_mode", True, "`clipper.coverage()` says it of each parameter"),
-    Reason("grad_sample.gsm_base.OPACUS_PARAM_MONKEYPATCH_ATTRS", True, _INSIDE),
-    Reason("grad_sample.*.add_hooks", True, "a clipper is attached once; wrap the model again after remove_hooks()"),
-    Reason("grad_sample.*.*able_hooks", True, "nothing to switch off: a forward without backward leaves no state"),
     Reason(
-        "grad_sample.*.forbid_grad_accumulation",
-        True,
-        "nothing to forbid: k backwards before a step are accounted as what they are (σ/k at rate k·q)",
+        "grad_sample.*.add_hooks", False, "refused when called: a clipper is attached once, when the model is wrapped"
     ),
     Reason("grad_sample.gsm_base.AbstractGradSampleModule.zero_grad", False, "gradients always become None"),
-    Reason("grad_sample.gsm_no_op*", True, REFUSED["grad_sample.GradSampleModuleNoOp"]),
-    Reason("grad_sample.*_fsdp*", True, REFUSED["grad_sample.GradSampleModuleFastGradientClippingFSDP"]),
-    Reason("grad_sample.*_tp*", True, REFUSED["grad_sample.GradSampleModuleFastGradientClippingTP"]),
     Reason("layers.dp_multihead_attention.DPMultiheadAttention.unsqueeze_0_2", True, "not needed: torch's own module"),
     Reason("layers.dp_multihead_attention.DPMultiheadAttention.*", False, "torch's own signature"),
-    Reason("layers.dp_rnn.*", True, _RECURRENT),
     Reason("layers.param_rename.RenameParamsMixin.load_state_dict", True, "torch's own, on the module mixed in"),
-    Reason("layers.param_rename.filter_out_old_keys", True, _INSIDE),
     Reason("lightning", False, "cannot be compared where Lightning is not installed; DPLightningDataModule is offered"),
-    Reason("optimizers.fsdpoptimizer*", True, REFUSED["optimizers.FSDPOptimizerFastGradientClipping"]),
     Reason("optimizers.*.update_max_grad_norm", True, "part of the step: the noisy count is released with the sum"),
     Reason("optimizers.*.reduce_gradients", True, "part of the noise source: sums of ranks meet before the noise"),
     Reason("optimizers.*DPOptimizer.zero_grad", False, "gradients always become None"),
@@ -112,29 +69,13 @@ REASONS: Final[tuple[Reason, ...]] = (
     Reason("schedulers.*.get_max_grad_norm", True, "`next_value(current)`"),
     Reason("schedulers.*.get_noise_multiplier", True, "`next_value(current)`"),
     Reason(
-        "utils.adaptive_clipping.*FastGradientAdaptiveClipping*",
-        True,
-        REFUSED["utils.adaptive_clipping.DPLossFastGradientAdaptiveClipping"],
-    ),
-    Reason(
-        "utils.fast_gradient_clipping_utils.DP*FastGradientClipping",
-        False,
-        "makes the criterion or loss",
-    ),
-    Reason("utils.per_sample_gradients_utils.ModelWithLoss*", True, "checks take any module and any output"),
-    Reason(
         "utils.per_sample_gradients_utils.check_per_sample_gradients_are_correct",
         False,
         "every strategy is checked by default, within what rounding explains in the dtype",
     ),
     Reason("utils.per_sample_gradients_utils.compute_microbatch_grad_sample", False, "of each sample's own loss"),
     Reason("utils.per_sample_gradients_utils.compute_opacus_grad_sample", False, 'the strategy "hooks", always'),
-    Reason("utils.per_sample_gradients_utils.*", True, "the check does this inside; see also module_utils"),
-    Reason("utils.tensor_utils.*", True, "unfolding is the convolution rule's; torch.nn.functional.unfold is public"),
     Reason("validators.batch_norm.fix", False, _NAMED),
-    Reason("validators.gru*", True, _NO_REPLACEMENT),
-    Reason("validators.lstm*", True, _NO_REPLACEMENT),
-    Reason("validators.multihead_attention*", True, _NO_REPLACEMENT),
     Reason("validators.fix", True, "whichever was imported last in Opacus; `ModuleValidator.fix`"),
     Reason("validators.validate", True, "whichever was imported last in Opacus; `ModuleValidator.validate`"),
     Reason("version", True, "`ghostclip.__version__`"),

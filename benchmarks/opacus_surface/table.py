@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from benchmarks.opacus_surface.compare import difference
 from benchmarks.opacus_surface.differences import DIFFERENCES
-from benchmarks.opacus_surface.reasons import MADE_BY, Reason, reason_for
+from benchmarks.opacus_surface.reasons import Reason, reason_for
 from benchmarks.opacus_surface.walk import Name, public_names
 
 STATUSES = ("same", "differs", "refused")
@@ -44,19 +43,12 @@ def _row(name: Name) -> Row:
     if name.problem:
         reason = reason_for(name.path, refused=False)
         return Row(name.path, name.kind, "differs" if reason else "unaccounted", name.problem, reason)
-    form = difference(_at_home(name))
+    form = difference(name)
     if form == "":
         return Row(name.path, name.kind, "same", "", None)
     reason = reason_for(name.path, refused=form is None)
     status = "unaccounted" if reason is None else "refused" if form is None else "differs"
     return Row(name.path, name.kind, status, form or "", reason)
-
-
-def _at_home(name: Name) -> Name:
-    """Point a member of a class that a function makes here at the class that it makes."""
-    owner, _, member = name.path.rpartition(".")
-    made = MADE_BY.get(owner.rpartition(".")[2]) if name.kind == "member" else None
-    return name if made is None else replace(name, path=f"{made}.{member}")
 
 
 def report(found: Sequence[Row], about: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,20 +7,14 @@ from typing import cast
 from torch import nn
 
 from ghostclip.clipping.clipper import GhostClipper, Reduction
+from ghostclip.grad_sample.described import Described
 from ghostclip.grad_sample.module import GradSampleHooks, GradSampleModule
 
+_TWO_PASSES = ("ghost", "fast")
 
-def GradSampleModuleFastGradientClipping(  # noqa: N802, PLR0913 - Opacus's name and arguments
-    m: nn.Module,
-    *,
-    batch_first: bool = True,
-    loss_reduction: str = "mean",
-    strict: bool = True,
-    force_functorch: bool = False,
-    max_grad_norm: float = 1,
-    use_ghost_clipping: bool = True,
-) -> GradSampleModule:
-    """Return a facade whose clipper takes two backwards; train it with `DPLossFastGradientClipping`.
+
+class GradSampleModuleFastGradientClipping(GradSampleModule, metaclass=Described):
+    """A `GradSampleModule` whose clipper takes two backwards; train it with `DPLossFastGradientClipping`.
 
     Args:
         m: The model.
@@ -30,24 +24,36 @@ def GradSampleModuleFastGradientClipping(  # noqa: N802, PLR0913 - Opacus's name
         force_functorch: Of no effect; see `GradSampleModule`.
         max_grad_norm: C.
         use_ghost_clipping: Norms without per-sample gradients ("ghost"), or with those of one layer at a time ("fast").
-
-    Returns:
-        The facade.
     """
-    clipper = _clipper(m, max_grad_norm, batch_first, loss_reduction, ghost=use_ghost_clipping)
-    return GradSampleModule(m, strict=strict, force_functorch=force_functorch, clipper=clipper)
+
+    def __init__(  # noqa: PLR0913 - Opacus's arguments
+        self,
+        m: nn.Module,
+        *,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        strict: bool = True,
+        force_functorch: bool = False,
+        max_grad_norm: float = 1,
+        use_ghost_clipping: bool = True,
+    ) -> None:
+        clipper = _clipper(m, max_grad_norm, batch_first, loss_reduction, ghost=use_ghost_clipping)
+        super().__init__(m, strict=strict, force_functorch=force_functorch, clipper=clipper)
+
+    @classmethod
+    def describes(cls, module: GradSampleModule) -> bool:
+        """Say whether a facade is one of two backwards.
+
+        Args:
+            module: The facade.
+
+        Returns:
+            True if so.
+        """
+        return _takes_two_passes(module.clipper)
 
 
-def GradSampleHooksFastGradientClipping(  # noqa: N802, PLR0913 - Opacus's name and arguments
-    m: nn.Module,
-    *,
-    batch_first: bool = True,
-    loss_reduction: str = "mean",
-    strict: bool = True,
-    force_functorch: bool = False,
-    max_grad_norm: float = 1,
-    use_ghost_clipping: bool = True,
-) -> GradSampleHooks:
+class GradSampleHooksFastGradientClipping(GradSampleHooks, metaclass=Described):
     """As `GradSampleModuleFastGradientClipping`, without wrapping the model.
 
     Args:
@@ -58,12 +64,37 @@ def GradSampleHooksFastGradientClipping(  # noqa: N802, PLR0913 - Opacus's name 
         force_functorch: Of no effect; see `GradSampleModule`.
         max_grad_norm: C.
         use_ghost_clipping: "ghost" or "fast".
-
-    Returns:
-        The handle.
     """
-    clipper = _clipper(m, max_grad_norm, batch_first, loss_reduction, ghost=use_ghost_clipping)
-    return GradSampleHooks(m, strict=strict, force_functorch=force_functorch, clipper=clipper)
+
+    def __init__(  # noqa: PLR0913 - Opacus's arguments
+        self,
+        m: nn.Module,
+        *,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        strict: bool = True,
+        force_functorch: bool = False,
+        max_grad_norm: float = 1,
+        use_ghost_clipping: bool = True,
+    ) -> None:
+        clipper = _clipper(m, max_grad_norm, batch_first, loss_reduction, ghost=use_ghost_clipping)
+        super().__init__(m, strict=strict, force_functorch=force_functorch, clipper=clipper)
+
+    @classmethod
+    def describes(cls, hooks: GradSampleHooks) -> bool:
+        """Say whether a handle is of a clipper of two backwards.
+
+        Args:
+            hooks: The handle.
+
+        Returns:
+            True if so.
+        """
+        return _takes_two_passes(hooks.clipper)
+
+
+def _takes_two_passes(clipper: GhostClipper | None) -> bool:
+    return clipper is not None and clipper.strategy in _TWO_PASSES
 
 
 def _clipper(m: nn.Module, bound: float, batch_first: bool, loss_reduction: str, *, ghost: bool) -> GhostClipper:  # noqa: FBT001

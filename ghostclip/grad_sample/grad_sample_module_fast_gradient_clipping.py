@@ -1,8 +1,11 @@
 """The strategies of two backwards under Opacus's import path."""
 
+from ghostclip._refused import refusing
 from ghostclip.grad_sample.fast_gradient_clipping import (
     GradSampleHooksFastGradientClipping,
     GradSampleModuleFastGradientClipping,
 )
 
 __all__ = ["GradSampleHooksFastGradientClipping", "GradSampleModuleFastGradientClipping"]
+
+__getattr__ = refusing(__name__)

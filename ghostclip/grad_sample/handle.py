@@ -6,9 +6,10 @@ Shape legend: B samples.
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -117,6 +118,41 @@ class ClipperHandle:
 
     def allow_grad_accumulation(self) -> None:
         """Nothing to allow: several backwards before a step are always possible, and accounted as what they are."""
+
+    def forbid_grad_accumulation(self) -> None:
+        """Nothing to forbid: k backwards before a step are accounted as what they are, and warned of."""
+
+    def disable_hooks(self) -> None:
+        """Warn that nothing is switched off.
+
+        Privacy:
+            A gradient that is not clipped per sample never reaches a parameter while the model is private.
+        """
+        warnings.warn(
+            "disable_hooks(): nothing is switched off. Evaluation and gradients of inputs leave no state; a backward "
+            "to parameters is still clipped and counts. For gradients that are not private use to_standard_module(), "
+            "or a copy of the model.",
+            stacklevel=2,
+        )
+
+    def enable_hooks(self) -> None:
+        """Nothing to switch on; see `disable_hooks`."""
+
+    def add_hooks(self, *, strict: bool = True, force_functorch: bool = False) -> NoReturn:
+        """Refuse to attach again: an optimizer holds on to the clipper that it was made with.
+
+        Args:
+            strict: As Opacus takes it.
+            force_functorch: As Opacus takes it.
+
+        Raises:
+            InvalidOptionError: Always.
+        """
+        del strict, force_functorch
+        raise InvalidOptionError(
+            "add_hooks(): a clipper is attached once, when the model is wrapped. After remove_hooks() make the model "
+            "private again: engine.make_private, or GradSampleModule(model)."
+        )
 
     @classmethod
     def is_supported(cls, module: nn.Module) -> bool:

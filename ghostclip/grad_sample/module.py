@@ -50,7 +50,7 @@ class GradSampleModule(ClipperHandle, nn.Module):
     A copy (as an exponential moving average makes one) or a pickle carries the model alone: its `clipper` is None.
 
     Without a clipper it makes one that leaves every sample's gradient in `p.grad_sample` and, until an optimizer sets a
-    bound, their plain sum in `p.grad`.
+    bound, their plain sum in `p.grad`: for a mean loss B times what autograd computes.
 
     Args:
         m: The model.

@@ -12,7 +12,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from ghostclip._refused import refusing
 from ghostclip.errors import UnsupportedModelError
+
+__getattr__ = refusing(__name__)
 
 
 class RNNLinear(nn.Linear):

@@ -5,6 +5,10 @@ from typing import Any
 
 from torch import nn
 
+from ghostclip._refused import refusing
+
+__getattr__ = refusing(__name__)
+
 
 class RenameParamsMixin:
     """A module whose parameters appear under other names: those of a reference layer that it replaces.

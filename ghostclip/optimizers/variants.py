@@ -1,4 +1,7 @@
-"""Opacus's optimizers by name: each is `DPOptimizer` with another clip policy or noise source, so none is a class."""
+"""Opacus's optimizers by name: each makes a `DPOptimizer` with another clip policy or noise source, and adds nothing.
+
+`isinstance` asks what an optimizer does: one that `make_private` returned is an instance of the name that fits it.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +14,19 @@ from torch.optim import Optimizer
 from ghostclip._validate import choice
 from ghostclip.clipping import policies
 from ghostclip.clipping.adaptation import QuantileAdaptation
+from ghostclip.clipping.grouping import PerParameter
 from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.distributed import SharedNoise
 from ghostclip.errors import InvalidOptionError
+from ghostclip.grad_sample.described import Described
 from ghostclip.grad_sample.modes import strategy_of
 from ghostclip.noise import make_noise_source
 from ghostclip.optimizers.dp_optimizer import DPOptimizer
 from ghostclip.optimizers.parts import chosen_clipper
 
 
-def DPPerLayerOptimizer(  # noqa: N802, PLR0913 - Opacus's name and arguments
-    optimizer: Optimizer,
-    *,
-    noise_multiplier: float,
-    max_grad_norm: Sequence[float],
-    expected_batch_size: float | None,
-    loss_reduction: str = "mean",
-    generator: torch.Generator | None = None,
-    secure_mode: bool = False,
-) -> DPOptimizer:
-    """Return a private optimizer that clips every parameter's gradient by itself.
+class DPPerLayerOptimizer(DPOptimizer, metaclass=Described):
+    """A private optimizer that clips every parameter's gradient by itself.
 
     Args:
         optimizer: The optimizer over the parameters of a `GradSampleModule`.
@@ -40,37 +36,44 @@ def DPPerLayerOptimizer(  # noqa: N802, PLR0913 - Opacus's name and arguments
         loss_reduction: "mean" or "sum".
         generator: Makes the noise reproducible, and so not private against who knows it.
         secure_mode: Whether noise comes from a cryptographic keystream.
-
-    Returns:
-        The private optimizer.
     """
-    _clip_with(optimizer, policies.per_layer(max_grad_norm))
-    return DPOptimizer(
-        optimizer,
-        noise_multiplier=noise_multiplier,
-        expected_batch_size=expected_batch_size,
-        loss_reduction=loss_reduction,
-        generator=generator,
-        secure_mode=secure_mode,
-    )
+
+    def __init__(  # noqa: PLR0913 - Opacus's arguments
+        self,
+        optimizer: Optimizer,
+        *,
+        noise_multiplier: float,
+        max_grad_norm: Sequence[float],
+        expected_batch_size: float | None,
+        loss_reduction: str = "mean",
+        generator: torch.Generator | None = None,
+        secure_mode: bool = False,
+    ) -> None:
+        _clip_with(optimizer, policies.per_layer(max_grad_norm))
+        super().__init__(
+            optimizer,
+            noise_multiplier=noise_multiplier,
+            expected_batch_size=expected_batch_size,
+            loss_reduction=loss_reduction,
+            generator=generator,
+            secure_mode=secure_mode,
+        )
+
+    @classmethod
+    def describes(cls, optimizer: DPOptimizer) -> bool:
+        """Say whether an optimizer clips every parameter's gradient by itself.
+
+        Args:
+            optimizer: The optimizer.
+
+        Returns:
+            True if so.
+        """
+        return isinstance(optimizer.clipper.policy.grouping, PerParameter)
 
 
-def AdaClipDPOptimizer(  # noqa: N802, PLR0913 - Opacus's name and arguments
-    optimizer: Optimizer,
-    *,
-    noise_multiplier: float,
-    target_unclipped_quantile: float,
-    clipbound_learning_rate: float,
-    max_clipbound: float,
-    min_clipbound: float,
-    unclipped_num_std: float,
-    max_grad_norm: float,
-    expected_batch_size: float | None,
-    loss_reduction: str = "mean",
-    generator: torch.Generator | None = None,
-    secure_mode: bool = False,
-) -> DPOptimizer:
-    """Return a private optimizer whose bound follows a quantile of the norms; see `QuantileAdaptation`.
+class AdaClipDPOptimizer(DPOptimizer, metaclass=Described):
+    """A private optimizer whose bound follows a quantile of the norms; see `QuantileAdaptation`.
 
     Args:
         optimizer: The optimizer over the parameters of a `GradSampleModule`.
@@ -85,39 +88,56 @@ def AdaClipDPOptimizer(  # noqa: N802, PLR0913 - Opacus's name and arguments
         loss_reduction: "mean" or "sum".
         generator: Makes the noise reproducible, and so not private against who knows it.
         secure_mode: Whether noise comes from a cryptographic keystream.
-
-    Returns:
-        The private optimizer.
     """
-    adaptation = QuantileAdaptation(
-        target_unclipped_quantile=target_unclipped_quantile,
-        clipbound_learning_rate=clipbound_learning_rate,
-        unclipped_num_std=unclipped_num_std,
-        min_clipbound=min_clipbound,
-        max_clipbound=max_clipbound,
-    )
-    _clip_with(optimizer, policies.adaptive(max_grad_norm, adaptation))
-    return DPOptimizer(
-        optimizer,
-        noise_multiplier=noise_multiplier,
-        expected_batch_size=expected_batch_size,
-        loss_reduction=loss_reduction,
-        generator=generator,
-        secure_mode=secure_mode,
-    )
+
+    def __init__(  # noqa: PLR0913 - Opacus's arguments
+        self,
+        optimizer: Optimizer,
+        *,
+        noise_multiplier: float,
+        target_unclipped_quantile: float,
+        clipbound_learning_rate: float,
+        max_clipbound: float,
+        min_clipbound: float,
+        unclipped_num_std: float,
+        max_grad_norm: float,
+        expected_batch_size: float | None,
+        loss_reduction: str = "mean",
+        generator: torch.Generator | None = None,
+        secure_mode: bool = False,
+    ) -> None:
+        adaptation = QuantileAdaptation(
+            target_unclipped_quantile=target_unclipped_quantile,
+            clipbound_learning_rate=clipbound_learning_rate,
+            unclipped_num_std=unclipped_num_std,
+            min_clipbound=min_clipbound,
+            max_clipbound=max_clipbound,
+        )
+        _clip_with(optimizer, policies.adaptive(max_grad_norm, adaptation))
+        super().__init__(
+            optimizer,
+            noise_multiplier=noise_multiplier,
+            expected_batch_size=expected_batch_size,
+            loss_reduction=loss_reduction,
+            generator=generator,
+            secure_mode=secure_mode,
+        )
+
+    @classmethod
+    def describes(cls, optimizer: DPOptimizer) -> bool:
+        """Say whether an optimizer's bound follows a quantile of the norms.
+
+        Args:
+            optimizer: The optimizer.
+
+        Returns:
+            True if so.
+        """
+        return optimizer.clipper.policy.adaptation is not None
 
 
-def DistributedDPOptimizer(  # noqa: N802, PLR0913 - Opacus's name and arguments
-    optimizer: Optimizer,
-    *,
-    noise_multiplier: float,
-    max_grad_norm: float | Sequence[float],
-    expected_batch_size: float | None,
-    loss_reduction: str = "mean",
-    generator: torch.Generator | None = None,
-    secure_mode: bool = False,
-) -> DPOptimizer:
-    """Return a private optimizer that adds up the ranks' clipped sums and adds noise once.
+class DistributedDPOptimizer(DPOptimizer, metaclass=Described):
+    """A private optimizer that adds up the ranks' clipped sums and adds noise once.
 
     Privacy:
         A record must be in one rank's part of a logical batch only, as `DPDataLoader` and
@@ -132,22 +152,43 @@ def DistributedDPOptimizer(  # noqa: N802, PLR0913 - Opacus's name and arguments
         generator: Makes the noise reproducible, and so not private against who knows it.
         secure_mode: Whether noise comes from a cryptographic keystream.
 
-    Returns:
-        The private optimizer.
-
     Raises:
         InvalidOptionError: If torch.distributed is not running.
     """
-    source = make_noise_source(level="secure" if secure_mode else "fast", generator=generator)
-    several = isinstance(max_grad_norm, Sequence)
-    _clip_with(optimizer, policies.per_layer(max_grad_norm) if several else ClipPolicy(max_grad_norm))
-    return DPOptimizer(
-        optimizer,
-        noise_multiplier=noise_multiplier,
-        expected_batch_size=expected_batch_size,
-        loss_reduction=loss_reduction,
-        noise_source=SharedNoise(source),
-    )
+
+    def __init__(  # noqa: PLR0913 - Opacus's arguments
+        self,
+        optimizer: Optimizer,
+        *,
+        noise_multiplier: float,
+        max_grad_norm: float | Sequence[float],
+        expected_batch_size: float | None,
+        loss_reduction: str = "mean",
+        generator: torch.Generator | None = None,
+        secure_mode: bool = False,
+    ) -> None:
+        source = make_noise_source(level="secure" if secure_mode else "fast", generator=generator)
+        several = isinstance(max_grad_norm, Sequence)
+        _clip_with(optimizer, policies.per_layer(max_grad_norm) if several else ClipPolicy(max_grad_norm))
+        super().__init__(
+            optimizer,
+            noise_multiplier=noise_multiplier,
+            expected_batch_size=expected_batch_size,
+            loss_reduction=loss_reduction,
+            noise_source=SharedNoise(source),
+        )
+
+    @classmethod
+    def describes(cls, optimizer: DPOptimizer) -> bool:
+        """Say whether an optimizer shares its noise with other ranks.
+
+        Args:
+            optimizer: The optimizer.
+
+        Returns:
+            True if so.
+        """
+        return isinstance(optimizer.noise_source, SharedNoise)
 
 
 _BY_CLIPPING: dict[tuple[str, bool], Callable[..., DPOptimizer]] = {

@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from ghostclip import _validate
-from ghostclip._refused import refusing
 from ghostclip.errors import InvalidOptionError
 from ghostclip.optimizers import DPOptimizer
+from ghostclip.utils.batch_splitting_sampler import BatchSplittingSampler
 from ghostclip.utils.memory import PeakMemory, available_bytes
 from ghostclip.utils.physical_batch_size import (
     DEFAULT_SHARE,
@@ -22,39 +22,14 @@ from ghostclip.utils.physical_batch_size import (
     find_max_physical_batch_size,
     memory_limit,
 )
-from ghostclip.utils.physical_loader import PhysicalBatchLoader, SizePolicy
+from ghostclip.utils.physical_loader import FixedSize, PhysicalBatchLoader, SizePolicy
+
+__all__ = ["BatchMemoryManager", "BatchSplittingSampler", "wrap_data_loader"]
 
 _log = logging.getLogger(__name__)
 
-__getattr__ = refusing(__name__)
-
 # A Poisson batch exceeds its mean by more than this many standard deviations about once in 10^9 draws.
 _DEVIATIONS = 6.0
-
-
-class _FixedSize:
-    """A physical batch size that was given or found before the loop.
-
-    Args:
-        size: The largest physical batch.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def before(self) -> None:
-        """Nothing to measure."""
-
-    def after(self, size: int) -> None:
-        """Nothing to learn."""
-
-    def failed(self, size: int) -> None:
-        """Hand out batches of half that size from now on.
-
-        Args:
-            size: Number of samples that did not fit.
-        """
-        self.size = min(self.size, max(1, size // 2))
 
 
 class _LearnedSize:
@@ -205,12 +180,12 @@ class BatchMemoryManager:
     def _make_policy(self) -> SizePolicy:
         """Fix the size, find it, or start to learn it."""
         if isinstance(self.max_physical_batch_size, int):
-            return _FixedSize(self.max_physical_batch_size)
+            return FixedSize(self.max_physical_batch_size)
         device = self.optimizer.params[0].device
         expected = self._expected_batch_size()
         upper = math.ceil(expected + _DEVIATIONS * math.sqrt(expected))
         if self._trial_step is not None:
-            return _FixedSize(self._rehearse(self._trial_step, upper, device))
+            return FixedSize(self._rehearse(self._trial_step, upper, device))
         budget = self._memory_budget
         if budget is None and device.type == "cuda":
             budget = int(DEFAULT_SHARE * (available_bytes(device) or 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -10,16 +11,12 @@ from ghostclip._validate import choice
 from ghostclip.clipping.clipper import GhostClipper
 from ghostclip.errors import InvalidOptionError
 from ghostclip.grad_sample import GradSampleHooks, GradSampleModule, PrivateCriterion, PrivateLoss
+from ghostclip.grad_sample.described import Described
 from ghostclip.optimizers import DPOptimizer
 
 
-def DPLossFastGradientClipping(  # noqa: N802 - Opacus's name
-    module: GradSampleModule | GradSampleHooks,
-    optimizer: DPOptimizer,
-    criterion: Callable[..., torch.Tensor],
-    loss_reduction: str = "mean",
-) -> PrivateCriterion:
-    """Return a criterion whose `loss.backward()` clips every sample's gradient.
+class DPLossFastGradientClipping(PrivateCriterion, metaclass=Described):
+    """A criterion whose `loss.backward()` clips every sample's gradient.
 
     Args:
         module: The facade of the model.
@@ -27,22 +24,35 @@ def DPLossFastGradientClipping(  # noqa: N802 - Opacus's name
         criterion: The loss function.
         loss_reduction: As the facade was told.
 
-    Returns:
-        The criterion.
-
     Raises:
         InvalidOptionError: If the three do not belong together.
     """
-    return PrivateCriterion(_common_clipper(module, optimizer, loss_reduction), criterion)
+
+    def __init__(
+        self,
+        module: GradSampleModule | GradSampleHooks,
+        optimizer: DPOptimizer,
+        criterion: Callable[..., torch.Tensor],
+        loss_reduction: str = "mean",
+    ) -> None:
+        super().__init__(common_clipper(module, optimizer, loss_reduction), criterion)
+
+    @classmethod
+    def describes(cls, criterion: PrivateCriterion) -> bool:
+        """Say that every private criterion is one.
+
+        Args:
+            criterion: The criterion.
+
+        Returns:
+            True.
+        """
+        del criterion
+        return True
 
 
-def DPTensorFastGradientClipping(  # noqa: N802 - Opacus's name
-    module: GradSampleModule | GradSampleHooks,
-    optimizer: DPOptimizer,
-    loss_per_sample: torch.Tensor,
-    loss_reduction: str = "mean",
-) -> PrivateLoss:
-    """Return the losses of a batch as one loss, whose `backward()` clips every sample's gradient.
+class DPTensorFastGradientClipping(PrivateLoss, metaclass=Described):
+    """The losses of a batch as one loss, whose `backward()` clips every sample's gradient.
 
     Args:
         module: The facade of the model.
@@ -50,18 +60,57 @@ def DPTensorFastGradientClipping(  # noqa: N802 - Opacus's name
         loss_per_sample: The losses, `[B]`.
         loss_reduction: As the facade was told.
 
-    Returns:
-        The loss.
-
     Raises:
         InvalidOptionError: If the three do not belong together.
     """
-    return PrivateLoss(_common_clipper(module, optimizer, loss_reduction), loss_per_sample)
+
+    def __init__(
+        self,
+        module: GradSampleModule | GradSampleHooks,
+        optimizer: DPOptimizer,
+        loss_per_sample: torch.Tensor,
+        loss_reduction: str = "mean",
+    ) -> None:
+        super().__init__(common_clipper(module, optimizer, loss_reduction), loss_per_sample)
+
+    @classmethod
+    def describes(cls, loss: PrivateLoss) -> bool:
+        """Say that every private loss is one.
+
+        Args:
+            loss: The loss.
+
+        Returns:
+            True.
+        """
+        del loss
+        return True
 
 
-def _common_clipper(
-    module: GradSampleModule | GradSampleHooks, optimizer: DPOptimizer, loss_reduction: str
-) -> GhostClipper:
+def common_clipper(module: Any, optimizer: Any, loss_reduction: str) -> GhostClipper:
+    """Return the clipper that a facade and an optimizer share.
+
+    Args:
+        module: The facade of a model.
+        optimizer: The private optimizer over its parameters.
+        loss_reduction: As the facade was told.
+
+    Returns:
+        The clipper.
+
+    Raises:
+        InvalidOptionError: If one of them is no such object, or they do not belong together.
+    """
+    if not isinstance(module, (GradSampleModule, GradSampleHooks)):
+        raise InvalidOptionError(
+            f"module {type(module).__name__}: not wrapped. Give what make_private() returned in its place, or "
+            "GradSampleModuleFastGradientClipping(module)."
+        )
+    if not isinstance(optimizer, DPOptimizer):
+        raise InvalidOptionError(
+            f"optimizer {type(optimizer).__name__}: not private. Give what make_private() returned in its place, or "
+            "DPOptimizerFastGradientClipping(optimizer, ...)."
+        )
     clipper: GhostClipper = optimizer.clipper
     if clipper is not module.clipper:
         raise InvalidOptionError(

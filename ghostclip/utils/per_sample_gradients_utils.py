@@ -18,9 +18,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 from torch.utils._pytree import tree_leaves
 
+from ghostclip._refused import refusing
 from ghostclip.clipping.clipper import GhostClipper
 from ghostclip.errors import DataError, GhostClipError, InvalidOptionError, UnsupportedModelError
 from ghostclip.grad_sample.modes import strategy_of
+
+__getattr__ = refusing(__name__)
 
 STRATEGIES: Final = ("bookkeeping", "ghost", "fast", "hooks")
 REDUCTIONS: Final = ("mean", "sum")

@@ -46,7 +46,32 @@ class SizePolicy(Protocol):
         """
 
 
-class _Chunk(NamedTuple):
+class FixedSize:
+    """A physical batch size that was given or found before the loop.
+
+    Args:
+        size: The largest physical batch.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def before(self) -> None:
+        """Nothing to measure."""
+
+    def after(self, size: int) -> None:
+        """Nothing to learn."""
+
+    def failed(self, size: int) -> None:
+        """Hand out batches of half that size from now on.
+
+        Args:
+            size: Number of samples that did not fit.
+        """
+        self.size = min(self.size, max(1, size // 2))
+
+
+class Chunk(NamedTuple):
     """What the sampler sends to a worker."""
 
     token: BatchToken
@@ -60,7 +85,7 @@ class _Samples(NamedTuple):
     samples: Any
 
 
-class _SplittingSampler(Sampler[Any]):
+class SplittingSampler(Sampler[Any]):
     """Splits each logical batch of indices into nearly equal parts, as the policy allows at that moment.
 
     Args:
@@ -81,7 +106,7 @@ class _SplittingSampler(Sampler[Any]):
                 parts = max(1, math.ceil(left / self._policy.size))
                 size = math.ceil(left / parts)
                 token = BatchToken(logical_id, chunk, parts == 1, size)
-                yield _Chunk(token, indices[start : start + size])
+                yield Chunk(token, indices[start : start + size])
                 if parts == 1:
                     break
                 start, chunk = start + size, chunk + 1
@@ -100,7 +125,7 @@ class _TokenDataset(Dataset[Any]):
     def __getitem__(self, index: Any) -> Any:
         return self.dataset[index]
 
-    def __getitems__(self, chunk: _Chunk) -> _Samples:
+    def __getitems__(self, chunk: Chunk) -> _Samples:
         many = getattr(self.dataset, "__getitems__", None)
         if not chunk.indices:
             samples: Any = []
@@ -159,7 +184,7 @@ class PhysicalBatchLoader(DataLoader[Any]):
         self._physical_per_logical = lambda: max(1, math.ceil(expected_batch_size / policy.size))
         super().__init__(
             _TokenDataset(loader.dataset),
-            batch_sampler=_SplittingSampler(self._logical_batches, policy),
+            batch_sampler=SplittingSampler(self._logical_batches, policy),
             collate_fn=_TokenCollate(loader.collate_fn),
             generator=loader.generator,
             **worker_options(loader),

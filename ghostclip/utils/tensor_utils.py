@@ -9,6 +9,10 @@ from collections.abc import Iterable
 
 import torch
 
+from ghostclip._refused import refusing
+
+__getattr__ = refusing(__name__)
+
 
 def calc_sample_norms(named_params: Iterable[tuple[str, torch.Tensor]], *, flat: bool = True) -> list[torch.Tensor]:
     """Return the norm of every sample's gradient.

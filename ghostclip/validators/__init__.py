@@ -3,6 +3,7 @@
 Recurrent layers and attention need no replacement here: they are captured as they are.
 """
 
+from ghostclip._refused import refusing
 from ghostclip.validators import batch_norm, embedding, instance_norm
 from ghostclip.validators.errors import (
     IllegalModuleConfigurationError,
@@ -29,3 +30,5 @@ __all__ = [
     "embedding",
     "instance_norm",
 ]
+
+__getattr__ = refusing(__name__)

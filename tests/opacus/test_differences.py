@@ -222,3 +222,96 @@ def test_parts_of_a_step_come_in_order():
         optimizer.scale_grad()
     with pytest.raises(MissingGradientError, match="grad_samples"):
         _ = optimizer.grad_samples
+
+
+def test_hooks_are_not_switched_off():
+    ours, theirs = (make_private(name, "hooks") for name in ("ghostclip", "opacus"))
+    x, y = batch()
+    with pytest.warns(UserWarning, match="nothing is switched off"):
+        ours.module.disable_hooks()
+    theirs.module.disable_hooks()
+    for training in (ours, theirs):
+        nn.CrossEntropyLoss()(training.module(x), y).backward()
+        training.module.enable_hooks()
+    assert theirs.model[0].weight.grad_sample is None
+    ours.optimizer.step()
+    assert error(ours, clipped_sum()) < 1e-10
+
+
+def test_accumulation_is_accounted():
+    ours, theirs = (make_private(name, "hooks") for name in ("ghostclip", "opacus"))
+    charged = []
+    ours.optimizer.attach_step_hook(lambda optimizer: charged.append(optimizer.accumulated_iterations))
+    ours.module.forbid_grad_accumulation()
+    step(ours, parts=2)
+    assert error(ours, clipped_sum()) < 1e-10
+    assert charged == [2]
+    theirs.module.forbid_grad_accumulation()
+    with pytest.raises(ValueError, match="grad accumulation"):
+        step(theirs, parts=2)
+
+
+def test_facade_alone_leaves_the_plain_gradient():
+    x, y = batch()
+    plain = small_model()
+    nn.CrossEntropyLoss()(plain(x), y).backward()
+    for name in ("ghostclip", "opacus"):
+        facade = package(name).GradSampleModule(small_model())
+        nn.CrossEntropyLoss()(facade(x), y).backward()
+        for p, q in zip(facade.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad_sample.mean(0), q.grad)
+            torch.testing.assert_close(p.grad, p.grad_sample.sum(0) if name == "ghostclip" else q.grad)
+
+
+def test_adaptive_criterion_moves_the_bound_in_the_step():
+    for name in ("ghostclip", "opacus"):
+        model = small_model()
+        names = package(f"{name}.grad_sample")
+        module = names.GradSampleModuleFastGradientClipping(model, max_grad_norm=BOUND)
+        optimizer = package(f"{name}.optimizers").DPOptimizerFastGradientClipping(
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            noise_multiplier=0.0,
+            max_grad_norm=BOUND,
+            expected_batch_size=6,
+        )
+        criterion = package(
+            f"{name}.utils.adaptive_clipping.adaptive_clipping_utils"
+        ).DPLossFastGradientAdaptiveClipping(
+            module,
+            optimizer,
+            nn.CrossEntropyLoss(),
+            target_unclipped_quantile=1.0,
+            min_clipbound=0.1,
+            clipbound_learning_rate=1.0,
+            initial_noise_multiplier=0.1,
+        )
+        x, y = batch()
+        criterion(module(x), y).backward()
+        if name == "opacus":
+            assert optimizer.max_grad_norm != BOUND
+            continue
+        assert optimizer.max_grad_norm == BOUND
+        optimizer.step()
+        assert optimizer.max_grad_norm > BOUND
+        # A second criterion with the same options goes on where the bound has got to.
+        reached = optimizer.max_grad_norm
+        type(criterion)(
+            module,
+            optimizer,
+            nn.CrossEntropyLoss(),
+            target_unclipped_quantile=1.0,
+            min_clipbound=0.1,
+            clipbound_learning_rate=1.0,
+        )
+        assert optimizer.max_grad_norm == reached
+
+
+def test_splitting_sampler_refuses_to_run_ahead():
+    training = make_private("ghostclip", "hooks")
+    parts = package("ghostclip.utils.batch_memory_manager").BatchSplittingSampler(
+        sampler=training.loader.batch_sampler, max_batch_size=2, optimizer=training.optimizer
+    )
+    ahead = iter(parts)
+    next(ahead)
+    with pytest.raises(MissingGradientError, match="BatchMemoryManager works with any number"):
+        next(ahead)
