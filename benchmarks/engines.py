@@ -6,20 +6,19 @@ update are left out: they cost the same whatever computed the sum.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
-from benchmarks.tasks import Batch, PerSampleCrossEntropy, per_sample_losses
+from benchmarks.tasks import Batch, per_sample_losses
 
-# Opacus hooks modules whose inputs need no gradient; torch says so at every step.
-warnings.filterwarnings("ignore", message="Full backward hook is firing")
+
+class CannotDo(Exception):  # noqa: N818 - a fact about an engine, no error
+    """Raised by an engine for a model that is not made for it; says why in one sentence."""
 
 
 class Runner(Protocol):
@@ -48,7 +47,7 @@ class Engine:
         name: Short name, used on the command line and in files.
         title: What a reader of the table sees.
         private: Whether the result is a sum of clipped gradients.
-        attach: Takes a model of its own and the clipping norm, gives a runner.
+        attach: Takes a model of its own and the clipping norm, gives a runner; raises `CannotDo`.
     """
 
     name: str
@@ -57,7 +56,15 @@ class Engine:
     attach: Callable[[nn.Module, float], Runner]
 
 
-def _trainable(model: nn.Module) -> list[nn.Parameter]:
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that a result has an entry for.
+
+    Args:
+        model: Any model.
+
+    Returns:
+        Those that require a gradient, in the model's order.
+    """
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
@@ -73,7 +80,7 @@ class _NonPrivate:
         per_sample_losses(self.model, batch).mean().backward()
 
     def result(self) -> list[Tensor | None]:
-        return [parameter.grad for parameter in _trainable(self.model)]
+        return [parameter.grad for parameter in trainable(self.model)]
 
 
 class _Ghostclip:
@@ -90,59 +97,7 @@ class _Ghostclip:
         self.clipper.backward(per_sample_losses(self.model, batch))
 
     def result(self) -> list[Tensor | None]:
-        return [parameter.grad for parameter in _trainable(self.model)]
-
-
-class _OpacusHooks:
-    """Opacus's default: per-sample gradients kept in `grad_sample`, clipped by its optimizer."""
-
-    def __init__(self, model: nn.Module, max_grad_norm: float) -> None:
-        from opacus.grad_sample import GradSampleModule
-        from opacus.optimizers import DPOptimizer
-
-        self.model = GradSampleModule(model, loss_reduction="mean")
-        self.optimizer = DPOptimizer(
-            torch.optim.SGD(_trainable(self.model), lr=0.1),
-            noise_multiplier=0.0,
-            max_grad_norm=max_grad_norm,
-            expected_batch_size=1,
-        )
-
-    def step(self, batch: Batch) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-        per_sample_losses(self.model, batch).mean().backward()
-        self.optimizer.clip_and_accumulate()
-
-    def result(self) -> list[Tensor | None]:
-        return [parameter.summed_grad for parameter in self.optimizer.params]
-
-
-class _OpacusGhost:
-    """Opacus's ghost clipping: two backward passes behind its own loss object."""
-
-    def __init__(self, model: nn.Module, max_grad_norm: float) -> None:
-        from opacus.grad_sample import GradSampleModuleFastGradientClipping
-        from opacus.optimizers import DPOptimizerFastGradientClipping
-        from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
-
-        self.model = GradSampleModuleFastGradientClipping(
-            model, loss_reduction="mean", max_grad_norm=max_grad_norm, use_ghost_clipping=True
-        )
-        self.optimizer = DPOptimizerFastGradientClipping(
-            torch.optim.SGD(_trainable(self.model), lr=0.1),
-            noise_multiplier=0.0,
-            max_grad_norm=max_grad_norm,
-            expected_batch_size=1,
-        )
-        self.criterion = DPLossFastGradientClipping(self.model, self.optimizer, PerSampleCrossEntropy(), "mean")
-
-    def step(self, batch: Batch) -> None:
-        inputs, target = batch
-        self.optimizer.zero_grad(set_to_none=True)
-        self.criterion(self.model(inputs), target).backward()
-
-    def result(self) -> list[Tensor | None]:
-        return [parameter.grad for parameter in _trainable(self.model)]
+        return [parameter.grad for parameter in trainable(self.model)]
 
 
 NON_PRIVATE = Engine("nonprivate", "PyTorch, not private", False, _NonPrivate)
@@ -150,14 +105,16 @@ STRATEGIES = ("bookkeeping", "ghost", "fast", "hooks")
 
 
 def engines() -> list[Engine]:
-    """Every engine that can be measured here.
+    """Ordinary training, ghostclip's strategies, and Opacus's two main modes where it is installed.
 
     Returns:
-        The non-private one first; Opacus only where it is installed.
+        The non-private one first. `benchmarks.peers.every_engine` adds whoever else is installed.
     """
     found = [NON_PRIVATE]
     found += [Engine(name, f"ghostclip {name}", True, partial(_Ghostclip, strategy=name)) for name in STRATEGIES]
     if find_spec("opacus"):
-        found.append(Engine("opacus-hooks", "Opacus hooks", True, _OpacusHooks))
-        found.append(Engine("opacus-ghost", "Opacus ghost", True, _OpacusGhost))
+        from benchmarks.peers.opacus import Ghost, Hooks
+
+        found.append(Engine("opacus-hooks", "Opacus hooks", True, Hooks))
+        found.append(Engine("opacus-ghost", "Opacus ghost", True, Ghost))
     return found

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = ("torch", "opacus", "transformers", "numpy", "scipy", "opt_einsum")
+PACKAGES = ("torch", "opacus", "jax", "jaxlib", "backpack-for-pytorch", "transformers", "numpy", "scipy", "opt_einsum")
 
 
 def describe(device: torch.device) -> dict[str, object]:

@@ -1,29 +1,49 @@
 """Peak memory of a few steps of one engine, in a process of its own: `python -m benchmarks.memory --help`.
 
 On a CPU it is the peak resident set above that of the process with the model and the batch loaded; on a GPU the same by
-the caching allocator's own count.
+the caching allocator's own count. Two peaks are read: that of the first steps, in which an engine finds out what it needs
+to know of a model, and that of later ones.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import re
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from benchmarks.engines import Engine, engines
+from benchmarks.engines import Engine, Runner
 from benchmarks.machine import exact_float32
-from benchmarks.tasks import Task, tasks
+from benchmarks.peers import every_engine
+from benchmarks.tasks import Batch, Task, find
 
-STEPS = 3
-# Freed blocks go back to the system at once, so that the resident set is what is alive and not what glibc keeps.
-ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+FIRST_STEPS = 3
+LATER_STEPS = 4
+# Freed blocks go back to the system at once, so that the resident set is what is alive and not what glibc keeps; one
+# arena, for autograd allocates in threads of its own. With these, two runs differ by less than 1 %.
+ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+_CLEAR = Path("/proc/self/clear_refs")
+
+
+@runtime_checkable
+class Prepares(Protocol):
+    """A runner that compiles before its first step."""
+
+    def prepare(self, batch: Batch) -> None:
+        """Do what is done once for all steps on such a batch.
+
+        Args:
+            batch: As given to `step`.
+        """
 
 
 def resident(field: str) -> int:
@@ -44,34 +64,125 @@ def resident(field: str) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _task(name: str, *, quick: bool) -> Task:
-    return next(task for task in tasks(quick=quick) if task.name == name)
+def held(device: torch.device) -> int:
+    """What is held now.
+
+    Args:
+        device: A GPU, whose allocator is asked, or the CPU.
+
+    Returns:
+        Bytes.
+    """
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident("VmRSS")
 
 
-def _load_what_a_step_loads(engine: Engine, small: Task, device: torch.device) -> None:
-    """Make a step on a small model, so that modules imported at the first step are not counted as its memory."""
-    engine.attach(small.model(device), 1.0).step(small.batch(device))
+def peak(device: torch.device) -> int:
+    """The most that was held since `forget_peak`.
+
+    Args:
+        device: A GPU, whose allocator is asked, or the CPU.
+
+    Returns:
+        Bytes.
+    """
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident("VmHWM")
 
 
-def _steps_in_this_process(task_name: str, engine_name: str, device: torch.device, *, quick: bool) -> dict[str, int]:
-    exact_float32()
-    engine = next(engine for engine in engines() if engine.name == engine_name)
-    _load_what_a_step_loads(engine, _task(task_name, quick=True), device)
-    task = _task(task_name, quick=quick)
-    batch = task.batch(device)
-    runner = engine.attach(task.model(device), 1.0)
+def forget_peak(device: torch.device) -> bool:
+    """Let the peak start anew from what is held now.
+
+    Args:
+        device: A GPU or the CPU.
+
+    Returns:
+        Whether this system can: not every one lets a process forget its own.
+    """
+    gc.collect()
     if device.type == "cuda":
-        loaded = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-    else:
-        loaded = resident("VmRSS")
-    for _ in range(STEPS):
+        return True
+    try:
+        _CLEAR.write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True
+
+
+def load_what_a_step_loads(engine: Engine, small: Task, device: torch.device) -> None:
+    """Make a step on a small model, so that what is imported at the first step is not counted as its memory.
+
+    Args:
+        engine: The engine.
+        small: A task like the one that is measured.
+        device: Where it runs.
+    """
+    engine.attach(small.model(device), 1.0).step(small.batch(device))
+    gc.collect()
+
+
+def peaks(runner: Runner, batch: Batch, device: torch.device) -> dict[str, int]:
+    """Make first and later steps.
+
+    Args:
+        runner: An engine that has not made a step.
+        batch: Given to it.
+        device: Where it runs.
+
+    Returns:
+        `loaded_bytes`, before the first step, `peak_bytes` of the first three, and `steady_bytes`, the peak of four
+        later ones, where this system lets it be read.
+    """
+    if isinstance(runner, Prepares):
+        runner.prepare(batch)
+    fresh = forget_peak(device)
+    loaded = held(device)
+    for _ in range(FIRST_STEPS):
         runner.step(batch)
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident("VmHWM")
-    return {"loaded_bytes": loaded, "peak_bytes": peak}
+    found = {"loaded_bytes": loaded, "peak_bytes": peak(device)}
+    if fresh and forget_peak(device):
+        for _ in range(LATER_STEPS):
+            runner.step(batch)
+        found["steady_bytes"] = peak(device)
+    return found
 
 
-def measure(task_name: str, engine_name: str, device: torch.device, *, quick: bool) -> dict[str, int]:
+def _in_this_process(task: Task, small: Task, engine: Engine, device: torch.device) -> dict[str, int]:
+    exact_float32()
+    load_what_a_step_loads(engine, small, device)
+    batch = task.batch(device)
+    return peaks(engine.attach(task.model(device), 1.0), batch, device)
+
+
+def in_new_process(module: str, arguments: list[str], *, seconds: float | None = None) -> dict[str, Any]:
+    """Run a module that prints one line of JSON at its end, in a process whose resident size is what is alive.
+
+    Args:
+        module: Its name.
+        arguments: Its command line.
+        seconds: How long it may take.
+
+    Returns:
+        What it printed; `process_problem` alone if it died or took too long.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", module, *arguments],
+            cwd=Path(__file__).resolve().parents[1],
+            env={**os.environ, **ENVIRONMENT},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired:
+        return {"process_problem": f"not done after {seconds:.0f} s"}
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return {"process_problem": f"the process ended with {done.returncode}: {last}"[:200]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(task_name: str, engine_name: str, device: torch.device, *, quick: bool) -> dict[str, Any]:
     """Measure in a new process.
 
     Args:
@@ -81,18 +192,10 @@ def measure(task_name: str, engine_name: str, device: torch.device, *, quick: bo
         quick: Whether the small tasks are meant.
 
     Returns:
-        `loaded_bytes`, before the first step, and `peak_bytes`.
+        The peaks, or `process_problem`.
     """
-    command = [sys.executable, "-m", "benchmarks.memory", task_name, engine_name, "--device", str(device)]
-    done = subprocess.run(
-        [*command, "--quick"] if quick else command,
-        cwd=Path(__file__).resolve().parents[1],
-        env={**os.environ, **ENVIRONMENT},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+    arguments = [task_name, engine_name, "--device", str(device)]
+    return in_new_process("benchmarks.memory", [*arguments, "--quick"] if quick else arguments)
 
 
 def main() -> None:
@@ -102,12 +205,14 @@ def main() -> None:
     parser.add_argument("engine")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--batch-size", type=int, help="samples (default: the task's own)")
     options = parser.parse_args()
-    print(
-        json.dumps(
-            _steps_in_this_process(options.task, options.engine, torch.device(options.device), quick=options.quick)
-        )
-    )
+    task = find(options.task, quick=options.quick)
+    if options.batch_size:
+        task = replace(task, batch_size=options.batch_size)
+    engine = next(engine for engine in every_engine() if engine.name == options.engine)
+    small = find("gpt" if options.task.startswith("block") else options.task, quick=True)
+    print(json.dumps(_in_this_process(task, small, engine, torch.device(options.device))))
 
 
 if __name__ == "__main__":

@@ -107,3 +107,68 @@ class MLP(nn.Sequential):
             nn.ReLU(),
             nn.Linear(width, classes),
         )
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions with group norm and a shortcut.
+
+    Args:
+        channels: Of the input.
+        out: Of the output.
+        stride: Of the first convolution.
+    """
+
+    def __init__(self, channels: int, out: int, *, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(channels, out, 3, stride=stride, padding=1, bias=False)
+        self.first_norm = nn.GroupNorm(8, out)
+        self.second = nn.Conv2d(out, out, 3, padding=1, bias=False)
+        self.second_norm = nn.GroupNorm(8, out)
+        same = stride == 1 and channels == out
+        self.shortcut = nn.Identity() if same else nn.Conv2d(channels, out, 1, stride=stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add what two convolutions make of the input to the input."""
+        y = F.relu(self.first_norm(self.first(x)))
+        return F.relu(self.shortcut(x) + self.second_norm(self.second(y)))
+
+
+class ResNet(nn.Sequential):
+    """A residual network with group norm on images of three channels: a stem, three blocks, mean over the image.
+
+    Args:
+        width: Channels of the first block; doubled in each further one. A multiple of eight.
+        classes: Size of the output.
+    """
+
+    def __init__(self, *, width: int = 32, classes: int = 10) -> None:
+        super().__init__(
+            nn.Conv2d(3, width, 3, padding=1, bias=False),
+            nn.GroupNorm(8, width),
+            nn.ReLU(),
+            ResidualBlock(width, width, stride=1),
+            ResidualBlock(width, 2 * width, stride=2),
+            ResidualBlock(2 * width, 4 * width, stride=2),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(4 * width, classes),
+        )
+
+
+class LSTM(nn.Module):
+    """The text classifier of the Opacus paper (Figure 1): embedding, one LSTM layer, mean over time, a linear layer.
+
+    Args:
+        vocabulary: Rows of the embedding.
+        width: Size of the embedding and of the state.
+    """
+
+    def __init__(self, *, vocabulary: int = 10_004, width: int = 100) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, width)
+        self.lstm = nn.LSTM(width, width, batch_first=True)
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        """Logits `[B, 2]`."""
+        return self.head(self.lstm(self.token(ids_BT))[0].mean(1))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.architectures.report import OTHERS
 from benchmarks.cases.report import summary
-from benchmarks.report import markdown
+from benchmarks.headline import headline
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -31,11 +31,20 @@ def measured() -> str:
         path = RESULTS / name
         if path.exists():
             report = json.loads(path.read_text(encoding="utf-8"))
-            picture = path.with_suffix(".png").relative_to(ROOT).as_posix()
+            stem = path.with_suffix("").relative_to(ROOT).as_posix()
             parts.append(
-                f"{markdown(report)}\nFrom [{name}]({path.relative_to(ROOT).as_posix()}).\n\n![{name}]({picture})\n"
+                f"{headline(report)}\nEvery engine on every model: [{path.stem}.md]({stem}.md), made from "
+                f"[{name}]({stem}.json).\n\n![{path.stem}]({stem}.png)\n"
             )
-    return "\n".join(parts) or "No run is committed yet: `python -m benchmarks` makes one.\n"
+    parts += [_linked(path) for path in sorted(RESULTS.glob("*-cpu.md")) + sorted(RESULTS.glob("*-cuda.md"))]
+    return "\n".join(part for part in parts if part) or "No run is committed yet: `python -m benchmarks` makes one.\n"
+
+
+def _linked(path: Path) -> str:
+    """A line for a further report: curves over T and B, largest batches, large models on a GPU."""
+    shown = {"scaling": "Curves over T and B", "capacity": "Largest batch under a cap", "large": "Large models"}
+    title = shown.get(path.stem.rpartition("-")[0])
+    return f"{title}: [{path.name}]({path.relative_to(ROOT).as_posix()}).\n" if title else ""
 
 
 def cases() -> str:

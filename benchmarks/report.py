@@ -6,31 +6,80 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 HEADER = (
-    "| engine | step, ms | time | CPU time | GFLOP | FLOPs | memory, MB | error |\n"
-    "|---|---:|---:|---:|---:|---:|---:|---:|\n"
+    "| engine | step, ms | time | CPU time | GFLOP | FLOPs | memory, MB | memory | first steps, MB | error |\n"
+    "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|\n"
 )
+Row = Mapping[str, Any]
+MEGABYTE = 2**20
 
 
-def _times(value: float) -> str:
-    return f"{value:.2f}×"
+def times(value: float | None) -> str:
+    """How a ratio is written.
+
+    Args:
+        value: The ratio, or None where there is none.
+    """
+    return "" if value is None else f"{value:.2f}×"
 
 
-def _row(row: Mapping[str, Any]) -> str:
+def held_bytes(row: Row) -> int | None:
+    """The memory that steps take above the loaded model: of later steps, or of the first where only they were measured.
+
+    Args:
+        row: An engine's row.
+
+    Returns:
+        Bytes, or None where nothing was measured.
+    """
+    if "peak_bytes" not in row:
+        return None
+    return row.get("steady_bytes", row["peak_bytes"]) - row["loaded_bytes"]
+
+
+def memory_ratio(row: Row, rows: Sequence[Row]) -> float | None:
+    """Memory over that of the non-private engine.
+
+    Args:
+        row: An engine's row.
+        rows: The task's rows.
+
+    Returns:
+        The ratio, or None where one of the two is missing, or the base is too small to divide by.
+    """
+    own = held_bytes(row)
+    base = next((held_bytes(other) for other in rows if not other["private"]), None)
+    return own / base if own is not None and base and base >= MEGABYTE else None
+
+
+def why_not(row: Row) -> str:
+    """Why an engine has no figures.
+
+    Args:
+        row: A row whose status is not "ok".
+
+    Returns:
+        One line.
+    """
+    # A wrong engine's speed would be read as a figure, so there is none.
+    why = f"error {row['error']:.0e}" if row["status"] == "wrong" else row["problem"].splitlines()[0][:80]
+    return f"{row['status']}: {why}"
+
+
+def _row(row: Row, rows: Sequence[Row]) -> str:
     if row["status"] != "ok":
-        # A wrong engine's speed would be read as a figure, so there is none.
-        why = f"error {row['error']:.0e}" if row["status"] == "wrong" else row["problem"].splitlines()[0][:80]
-        return f"| {row['title']} | {row['status']}: {why} | | | | | | |\n"
-    error = f"{row['error']:.0e}" if "error" in row else ""
-    memory = (row["peak_bytes"] - row["loaded_bytes"]) / 2**20
+        return f"| {row['title']} | {why_not(row)} | | | | | | | | |\n"
+    memory = held_bytes(row)
     cells = [
         row["title"],
         f"{row['wall_seconds'] * 1e3:.1f}",
-        _times(row["wall_ratio"]),
-        _times(row["cpu_ratio"]),
-        f"{row['flops'] / 1e9:.2f}",
-        _times(row["flops_ratio"]),
-        f"{memory:.0f}",
-        error,
+        times(row["wall_ratio"]),
+        times(row["cpu_ratio"]),
+        "" if row["flops"] is None else f"{row['flops'] / 1e9:.2f}",
+        times(row["flops_ratio"]),
+        "" if memory is None else f"{memory / MEGABYTE:.0f}",
+        times(memory_ratio(row, rows)),
+        f"{(row['peak_bytes'] - row['loaded_bytes']) / MEGABYTE:.0f}" if "peak_bytes" in row else "",
+        f"{row['error']:.0e}" if "error" in row else "",
     ]
     return f"| {' | '.join(cells)} |\n"
 
@@ -54,7 +103,7 @@ def machine_line(report: Mapping[str, Any]) -> str:
     )
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
+def table(rows: Sequence[Row]) -> str:
     """The table of one task.
 
     Args:
@@ -63,7 +112,62 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     Returns:
         Markdown.
     """
-    return HEADER + "".join(_row(row) for row in rows)
+    return HEADER + "".join(_row(row, rows) for row in rows)
+
+
+def heading(report: Mapping[str, Any]) -> str:
+    """Command, machine, and a warning where the run was a quick one.
+
+    Args:
+        report: Any report of these benchmarks.
+
+    Returns:
+        Markdown.
+    """
+    parts = [f"`{report['command']}` on {machine_line(report)}\n"]
+    if report["quick"]:
+        parts.append("A quick run on small models: it shows that everything runs, not how fast.\n")
+    return "\n".join(parts)
+
+
+def task_title(task: Mapping[str, Any]) -> str:
+    """A task's title with what it was run with.
+
+    Args:
+        task: A task's part of a report.
+
+    Returns:
+        Markdown.
+    """
+    clipped = f"{task['parameters']:,} parameters, C = {task['max_grad_norm']:.3g}, {task['rounds']} rounds"
+    return f"**{task['title']}** ({clipped})"
+
+
+LEGEND = (
+    "A step is forward, backward and clipping, float32. time, CPU time, FLOPs, memory: times the non-private step, the "
+    "first two as the median over rounds in which every engine ran once. memory: peak of later steps above the loaded "
+    "model, in a process of its own; first steps: the peak of the first three, in which a model is analysed. error: of "
+    "the clipped sum against one-sample autograd in float64, largest over parameters. JAX: compiling is not timed, and "
+    "its FLOPs are XLA's count before optimisation, elementwise operations included.\n"
+)
+
+
+def absent(report: Mapping[str, Any]) -> str:
+    """Who is missing from a report, and what is quoted in their place.
+
+    Args:
+        report: A report as read from its file.
+
+    Returns:
+        Markdown; empty if nobody is.
+    """
+    lines = [f"Not installed: {peer['title']} (`{peer['install']}`).\n" for peer in report.get("missing", ())]
+    lines += [
+        f"{quoted['title']} {quoted['why']}; measured elsewhere on the first model: "
+        f"{quoted['flops_ratio']}× the FLOPs, {quoted['wall_ratio']}× the time (quoted, not measured in this run).\n"
+        for quoted in report.get("quoted", ())
+    ]
+    return "\n".join(lines)
 
 
 def markdown(report: Mapping[str, Any]) -> str:
@@ -75,16 +179,7 @@ def markdown(report: Mapping[str, Any]) -> str:
     Returns:
         Markdown, one table a task.
     """
-    parts = [f"`{report['command']}` on {machine_line(report)}\n"]
-    if report["quick"]:
-        parts.append("A quick run on small models: it shows that everything runs, not how fast.\n")
-    for task in report["tasks"]:
-        clipped = f"{task['parameters']:,} parameters, C = {task['max_grad_norm']:.3g}, {task['rounds']} rounds"
-        parts.append(f"**{task['title']}** ({clipped})\n\n{table(task['engines'])}")
-    parts.append(
-        "A step is forward, backward and clipping, float32. time, CPU time, FLOPs: times the non-private step, the "
-        "first two as the median over rounds in which every engine ran once. memory: peak above the loaded model, in a "
-        "process of its own. error: of the clipped sum against one-sample autograd in float64, largest over "
-        "parameters.\n"
-    )
-    return "\n".join(parts)
+    parts = [heading(report)]
+    parts += [f"{task_title(task)}\n\n{table(task['engines'])}" for task in report["tasks"]]
+    parts += [LEGEND, absent(report)]
+    return "\n".join(part for part in parts if part)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from benchmarks import flops, memory, timing
 from benchmarks.correctness import ROUNDING, TOLERANCE, Reference, error_of, reference
-from benchmarks.engines import STRATEGIES, Engine
+from benchmarks.engines import STRATEGIES, CannotDo, Engine
 from benchmarks.tasks import Task
 
 Row = dict[str, object]
@@ -30,13 +31,16 @@ def checked(engine: Engine, task: Task, device: torch.device, expected: Referenc
         expected: Of the same task.
 
     Returns:
-        The engine's row: its names, its error, and as `status` "ok", "wrong" or "failed".
+        The engine's row: its names, its error, and as `status` "ok", "wrong", "failed", or "cannot" where it says
+        itself that the model is not for it.
     """
     row: Row = {"name": engine.name, "title": engine.title, "private": engine.private, "status": "ok"}
     if not engine.private:
         return row
     try:
         error = error_of(engine, task, device, expected)
+    except CannotDo as problem:
+        return {**row, "status": "cannot", "problem": str(problem)}
     except Exception as problem:  # noqa: BLE001 - whatever an engine raises is a result of the comparison
         return {**row, "status": "failed", "problem": f"{type(problem).__name__}: {problem}"[:300]}
     limit = TOLERANCE if engine.name in STRATEGIES else ROUNDING
@@ -75,14 +79,31 @@ def add_times(
         row["wall_ratio"] = timing.ratio(taken.wall, times[0].wall)
         row["cpu_ratio"] = timing.ratio(taken.cpu, times[0].cpu)
         row["flops"] = counted
-        # A norm or a table alone has no products at all.
-        row["flops_ratio"] = counted / operations[0] if operations[0] else None
+        # A norm or a table alone has no products at all, and not everybody counts.
+        row["flops_ratio"] = counted / operations[0] if counted is not None and operations[0] else None
         row["rounds"] = {"wall": taken.wall, "cpu": taken.cpu}
     return len(times[0].wall)
 
 
+@dataclass(frozen=True)
+class Limits:
+    """How much is spent on a task.
+
+    Attributes:
+        rounds: Most rounds of timing.
+        seconds: Timing stops after about this time.
+        with_memory: Whether memory is measured, each engine in a process of its own.
+        checked_samples: Samples of the batch that correctness is checked on; None for all.
+    """
+
+    rounds: int
+    seconds: float
+    with_memory: bool = True
+    checked_samples: int | None = None
+
+
 def measure_task(
-    task: Task, wanted: Sequence[Engine], device: torch.device, *, rounds: int, seconds: float, quick: bool
+    task: Task, wanted: Sequence[Engine], device: torch.device, limits: Limits, *, quick: bool
 ) -> dict[str, object]:
     """Measure one task.
 
@@ -90,32 +111,33 @@ def measure_task(
         task: The model and its batch.
         wanted: The engines, the non-private one first.
         device: Where they run.
-        rounds: Most rounds of timing.
-        seconds: Timing stops after about this time.
+        limits: How much is spent.
         quick: Whether the task is one of the small ones.
 
     Returns:
         The task's part of the report: plain values, ready for JSON.
     """
     _say(f"== {task.title}\n   one-sample reference in float64")
-    expected = reference(task, device)
+    few = replace(task, batch_size=min(task.batch_size, limits.checked_samples or task.batch_size))
+    expected = reference(few, device)
     rows = []
     for engine in wanted:
-        rows.append(checked(engine, task, device, expected))
+        rows.append(checked(engine, few, device, expected))
         _say(f"   {engine.title}: {rows[-1]['status']} {rows[-1].get('error', '')} {rows[-1].get('problem', '')}")
     right = [(row, engine) for row, engine in zip(rows, wanted, strict=True) if row["status"] == "ok"]
-    _say(f"   timing {len(right)} engines in turns, about {seconds:.0f} s")
+    _say(f"   timing {len(right)} engines in turns, about {limits.seconds:.0f} s")
     done = add_times(
         [row for row, _ in right],
         [engine for _, engine in right],
         task,
         device,
         expected,
-        limits={"rounds": rounds, "seconds": seconds},
+        limits={"rounds": limits.rounds, "seconds": limits.seconds},
     )
-    _say(f"   {done} rounds; memory, one process an engine")
-    for row, engine in right:
-        row.update(memory.measure(task.name, engine.name, device, quick=quick))
+    _say(f"   {done} rounds{'; memory, one process an engine' if limits.with_memory else ''}")
+    if limits.with_memory:
+        for row, engine in right:
+            row.update(memory.measure(task.name, engine.name, device, quick=quick))
     parameters = sum(parameter.numel() for parameter in task.model(torch.device("cpu")).parameters())
     return {
         "name": task.name,

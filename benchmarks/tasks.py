@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.models import GPT, MLP, MnistCNN
+from benchmarks.models import GPT, LSTM, MLP, MnistCNN, ResNet
 
 Batch = tuple[Tensor, Tensor]
 SEED = 11
@@ -106,6 +108,23 @@ def _labelled_batch(*shape: int) -> Callable[[int], Batch]:
     return make
 
 
+def _text_batch(vocabulary: int, length: int) -> Callable[[int], Batch]:
+    def make(samples: int) -> Batch:
+        return torch.randint(0, vocabulary, (samples, length)), torch.randint(0, 2, (samples,))
+
+    return make
+
+
+def _gpt(name: str, length: int, samples: int) -> Task:
+    title = f"GPT, 4 layers, d 256, 4 heads, T {length}, V 5000, B {samples}"
+    return Task(name, title, samples, partial(GPT, positions=length), _token_batch(5000, length))
+
+
+def _tiny_gpt(name: str, length: int, samples: int) -> Task:
+    small = partial(GPT, vocabulary=500, width=64, heads=4, layers=2, positions=length)
+    return Task(name, f"GPT, 2 layers, d 64, T {length}, V 500, B {samples}", samples, small, _token_batch(500, length))
+
+
 def tasks(*, quick: bool) -> list[Task]:
     """Everything that is measured.
 
@@ -113,17 +132,65 @@ def tasks(*, quick: bool) -> list[Task]:
         quick: Small enough to finish in seconds; says that the code runs, not how fast.
 
     Returns:
-        The tasks, the largest first.
+        The tasks, the GPT that limits are stated for first; the same names in both sizes.
     """
     if quick:
-        small = {"vocabulary": 500, "width": 64, "heads": 4, "layers": 2, "positions": 32}
         return [
-            Task("gpt", "GPT, 2 layers, d 64, T 32, V 500, B 4", 4, lambda: GPT(**small), _token_batch(500, 32)),
+            _tiny_gpt("gpt", 32, 4),
+            _tiny_gpt("gpt-512", 64, 2),
+            _tiny_gpt("gpt-1024", 96, 1),
             Task("cnn", "MNIST CNN, B 8", 8, MnistCNN, _labelled_batch(1, 28, 28)),
-            Task("mlp", "MLP 64-64-64-10, B 8", 8, lambda: MLP(features=64, width=64), _labelled_batch(64)),
+            Task("cnn-64", "MNIST CNN, B 4", 4, MnistCNN, _labelled_batch(1, 28, 28)),
+            Task("mlp", "MLP 64-64-64-10, B 8", 8, partial(MLP, features=64, width=64), _labelled_batch(64)),
+            Task("resnet", "ResNet, width 8, 12 x 12, B 4", 4, partial(ResNet, width=8), _labelled_batch(3, 12, 12)),
+            Task("lstm", "LSTM, d 12, T 16, B 4", 4, partial(LSTM, vocabulary=50, width=12), _text_batch(50, 16)),
         ]
     return [
-        Task("gpt", "GPT, 4 layers, d 256, 4 heads, T 128, V 5000, B 16", 16, GPT, _token_batch(5000, 128)),
+        _gpt("gpt", 128, 16),
+        _gpt("gpt-512", 512, 4),
+        _gpt("gpt-1024", 1024, 2),
         Task("cnn", "MNIST CNN (26,010 parameters), B 256", 256, MnistCNN, _labelled_batch(1, 28, 28)),
+        Task("cnn-64", "MNIST CNN (26,010 parameters), B 64", 64, MnistCNN, _labelled_batch(1, 28, 28)),
         Task("mlp", "MLP 784-1024-1024-10, B 128", 128, MLP, _labelled_batch(784)),
+        Task("resnet", "ResNet with group norm, 32 x 32 images, B 64", 64, ResNet, _labelled_batch(3, 32, 32)),
+        Task("lstm", "Embedding, LSTM 100, T 128, B 64", 64, LSTM, _text_batch(10_004, 128)),
     ]
+
+
+def block(length: int, samples: int, *, quick: bool) -> Task:
+    """One transformer block between embedding and head: what scaling curves are drawn of.
+
+    Args:
+        length: T, the tokens of a sample.
+        samples: B.
+        quick: Whether a narrow one is meant.
+
+    Returns:
+        A task that `find` knows by its name.
+    """
+    vocabulary, width = (100, 32) if quick else (1000, 256)
+    model = partial(GPT, vocabulary=vocabulary, width=width, heads=4, layers=1, positions=length)
+    title = f"GPT, 1 layer, d {width}, 4 heads, T {length}, V {vocabulary}, B {samples}"
+    return Task(f"block-T{length}-B{samples}", title, samples, model, _token_batch(vocabulary, length))
+
+
+def find(name: str, *, quick: bool) -> Task:
+    """The task of a name, as processes of their own are told.
+
+    Args:
+        name: Of one of `tasks`, or of a `block`.
+        quick: Whether the small ones are meant.
+
+    Returns:
+        The task.
+
+    Raises:
+        LookupError: If there is none.
+    """
+    found = re.fullmatch(r"block-T(\d+)-B(\d+)", name)
+    if found:
+        return block(int(found[1]), int(found[2]), quick=quick)
+    for task in tasks(quick=quick):
+        if task.name == name:
+            return task
+    raise LookupError(f"no task is called {name!r}")

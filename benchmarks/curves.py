@@ -1,0 +1,76 @@
+"""Curves as pictures: a line for each engine, a panel for each measure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.plot import COLOURS
+from benchmarks.report import memory_ratio
+
+Points = Sequence[Mapping[str, Any]]
+MEASURES = {
+    "time, × non-private": lambda row, _: row.get("wall_ratio"),
+    "FLOPs, × non-private": lambda row, _: row.get("flops_ratio"),
+    "memory, × non-private": memory_ratio,
+}
+# ghostclip's lines are drawn through, those of others are broken.
+OTHERS = ("opacus", "torch", "jax", "backpack")
+
+
+def _lines(points: Points, measure: Any, over: str) -> dict[tuple[str, str], tuple[list[int], list[float]]]:
+    """Name and title of each engine with the places where it has a value, and the values."""
+    found: dict[tuple[str, str], tuple[list[int], list[float]]] = {}
+    for point in points:
+        for row in point["engines"]:
+            value = measure(row, point["engines"]) if row["status"] == "ok" else None
+            if value is not None:
+                places, values = found.setdefault((row["name"], row["title"]), ([], []))
+                places.append(point[over])
+                values.append(value)
+    return found
+
+
+def _draw(panel: Any, points: Points, measure: Any, over: str) -> None:
+    most = 1.0
+    for (name, title), (places, values) in _lines(points, measure, over).items():
+        style = "--" if name.startswith(OTHERS) else "-"
+        width = 2.4 if name == "bookkeeping" else 1.4
+        panel.plot(places, values, style, color=COLOURS.get(name, "#444444"), linewidth=width, marker="o", label=title)
+        most = max(most, *values)
+    panel.axhline(1.0, color="#d62828", linewidth=0.8, linestyle=":")
+    panel.set_xscale("log", base=2)
+    panel.set_xticks([point[over] for point in points], [str(point[over]) for point in points], fontsize=8)
+    panel.minorticks_off()
+    if most > 8:
+        panel.set_yscale("log", base=2)
+        panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    panel.tick_params(labelsize=8)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def plot(report: Mapping[str, Any], path: Path) -> None:
+    """Draw a row of panels for each curve of a report.
+
+    Args:
+        report: As `benchmarks.scaling` writes it.
+        path: The PNG file to write.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    curves = report["curves"]
+    figure, rows = pyplot.subplots(
+        len(curves), len(MEASURES), figsize=(14, 3.4 * len(curves)), layout="constrained", squeeze=False
+    )
+    for row, curve in zip(rows, curves, strict=True):
+        for panel, (title, measure) in zip(row, MEASURES.items(), strict=True):
+            _draw(panel, curve["points"], measure, curve["over"])
+            panel.set_title(title, fontsize=9)
+            panel.set_xlabel(curve["title"], fontsize=8)
+        row[-1].legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.02, 0.5))
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
