@@ -21,6 +21,7 @@ every sample as if its norm were at least the floor.
 Shape letters: B samples.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -76,11 +77,13 @@ def clip_coefficients(norm_B: Tensor, max_grad_norm: float) -> Tensor:
 
     Reference: Abadi et al. 2016 (arXiv 1607.00133), algorithm 1.
     """
-    quotient_B = _quotient(norm_B, max_grad_norm, norm_B)
+    quotient_B = _quotient(norm_B, max_grad_norm, norm_B).clamp_(max=1.0)
     if max_grad_norm < _FLOOR[norm_B.dtype]:
-        return quotient_B.clamp(max=1.0)
-    coef_B = torch.where(norm_B <= max_grad_norm, torch.ones_like(norm_B), quotient_B.clamp(max=1.0))
-    return torch.where(norm_B.isfinite(), coef_B, torch.zeros_like(norm_B))
+        return quotient_B
+    coef_B = torch.where(norm_B <= max_grad_norm, 1.0, quotient_B)
+    # Infinity is below no bound but one that is infinite in this dtype.
+    finite = max_grad_norm <= torch.finfo(norm_B.dtype).max
+    return coef_B if finite else torch.where(norm_B < math.inf, coef_B, 0.0)
 
 
 def _quotient(norm_B: Tensor, max_grad_norm: float, denominator_B: Tensor) -> Tensor:
@@ -97,10 +100,10 @@ def _quotient(norm_B: Tensor, max_grad_norm: float, denominator_B: Tensor) -> Te
     limits = torch.finfo(norm_B.dtype)
     # Two roundings follow (the quotient here, the product with the gradient later).
     bound = max_grad_norm * (1 - 4 * limits.eps)
-    quotient_B = (bound / denominator_B.clamp(min=_FLOOR[norm_B.dtype])).clamp(max=limits.max * _HEADROOM)
+    quotient_B = (bound / denominator_B.clamp(min=_FLOOR[norm_B.dtype])).clamp_(max=limits.max * _HEADROOM)
     # Below the normal numbers a quotient has few digits and may be rounded up by half of itself.
-    usable_B = norm_B.isfinite() & (quotient_B >= limits.tiny)
-    return torch.where(usable_B, quotient_B, torch.zeros_like(norm_B))
+    usable_B = (norm_B < math.inf).logical_and_(quotient_B >= limits.tiny)
+    return torch.where(usable_B, quotient_B, 0.0)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.capture.usage import Record
+from ghostclip.clipping.grouping import Grouping
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.passes import Release
 from ghostclip.clipping.policies import ClipPolicy, Layout, finite_samples, relation_factor
@@ -50,6 +51,7 @@ class Decisions:
         self.non_finite_total = 0
         self.layout = Layout({}, (), ())
         self._sensitivities: list[float] = []
+        self._opened: tuple[list[str], ClipPolicy, Grouping, float] | None = None
 
     def open(self, names: list[str]) -> Layout:
         """Return the clip groups of the backward that begins.
@@ -60,7 +62,10 @@ class Decisions:
         Returns:
             The groups.
         """
-        self.layout = self.policy.layout(names)
+        key = (names, self.policy, self.policy.grouping, self.policy.max_grad_norm)
+        if key != self._opened:
+            self.layout = self.policy.layout(names)
+            self._opened = key
         return self.layout
 
     def release(self, total: GroupNorms, record: Record, scale: float, doubtful_B: Tensor | None) -> Release:
@@ -88,7 +93,7 @@ class Decisions:
         if self.policy.adaptation is not None:
             self.policy.adaptation.observe(norm_GB, layout.bounds, finite_B)
         self.norm_GB, self.coef_GB = norm_GB, coef_GB
-        self.non_finite = int((~finite_B).sum())
+        self.non_finite = finite_B.numel() - int(torch.count_nonzero(finite_B))
         self.non_finite_total += self.non_finite
         scaled = [coef_B * scale for coef_B in coef_GB]
         return Release(scaled, layout.group_of, finite_B if self.non_finite else None, doubtful_B)

@@ -1,6 +1,6 @@
 """Norms of whole samples from the factors of all parameters, with cross terms and certified against rounding.
 
-Shape letters: B samples.
+Shape letters: B samples, K factors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,38 +19,69 @@ TOLERANCE: Final = {torch.float32: 1e-5, torch.float64: 1e-12}
 class NormSum:
     """Adds up squared norms and their error bounds over factors.
 
-    Attributes:
-        value_B: Sum of squares, or None before the first.
-        error_B: Sum of error bounds.
+    What is added is kept until the sum is asked for: two operations then, and not four for each factor.
     """
 
     def __init__(self) -> None:
         """Start at nothing."""
-        self.value_B: Tensor | None = None
-        self.error_B: Tensor | None = None
+        self._values: list[Tensor] = []
+        self._errors: list[Tensor] = []
 
     def add(self, norm: SquaredNorm) -> None:
-        """Add one factor's squared norms."""
-        if self.value_B is None or self.error_B is None:
-            self.value_B, self.error_B = norm.value_B.clone(), norm.error_B.clone()
-            return
-        if norm.value_B.dtype == torch.float64 and self.value_B.dtype != torch.float64:
-            self.value_B, self.error_B = self.value_B.double(), self.error_B.double()
-        self.value_B += norm.value_B.to(self.value_B.device)
-        self.error_B += norm.error_B.to(self.value_B.device)
+        """Add one factor's squared norms.
+
+        Args:
+            norm: Squared norms, which must not change afterwards.
+        """
+        self._values.append(norm.value_B)
+        self._errors.append(norm.error_B)
+
+    def total(self) -> SquaredNorm | None:
+        """Return the sum of squares and the sum of error bounds, or None before the first."""
+        if not self._values:
+            return None
+        if len(self._values) > 1:
+            # Hundreds of squares would drift by more than a norm is rounded up by.
+            self._values, self._errors = [_sum(self._values, torch.float64)], [_sum(self._errors)]
+        return SquaredNorm(self._values[0], self._errors[0])
+
+    def replace(self, norm: SquaredNorm) -> None:
+        """Forget the sum and begin with another.
+
+        Args:
+            norm: What `total` returns from here on.
+        """
+        self._values, self._errors = [norm.value_B], [norm.error_B]
 
     def norm_B(self) -> Tensor:
         """Return the norms, rounded up: the root of the sum and its error bound."""
-        assert self.value_B is not None
-        assert self.error_B is not None
-        eps = torch.finfo(self.value_B.dtype).eps
-        return (self.value_B + self.error_B).clamp(min=0).sqrt() * (1 + 8 * eps)
+        total = self.total()
+        assert total is not None
+        eps = torch.finfo(total.value_B.dtype).eps
+        return (total.value_B + total.error_B).clamp_(min=0).sqrt_().mul_(1 + 8 * eps)
 
     def doubtful_B(self) -> Tensor:
         """Return which samples' norms rounding may have changed by more than the tolerance."""
-        assert self.value_B is not None
-        assert self.error_B is not None
-        return self.error_B > TOLERANCE[self.value_B.dtype] * self.value_B
+        total = self.total()
+        assert total is not None
+        return total.error_B > TOLERANCE[total.value_B.dtype] * total.value_B
+
+
+def _sum(parts: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """Return the sum of tensors of shape ``(B,)`` on the first one's device.
+
+    Args:
+        parts: float32 or float64.
+        dtype: What is summed in; None for their own.
+
+    Returns:
+        float64 if one of them is.
+    """
+    device = parts[0].device
+    if any(part.device != device for part in parts):
+        parts = [part.to(device) for part in parts]
+    stacked_KB = torch.stack(list(parts))
+    return stacked_KB.sum(0, dtype=dtype).to(stacked_KB.dtype)
 
 
 class GroupNorms:
@@ -85,8 +116,9 @@ class GroupNorms:
             other: Sums that are not used any more.
         """
         for own, more in zip(self.sums, other.sums, strict=True):
-            if more.value_B is not None and more.error_B is not None:
-                own.add(SquaredNorm(more.value_B, more.error_B))
+            total = more.total()
+            if total is not None:
+                own.add(total)
 
     def refine(self, exact: "GroupNorms", doubtful_B: Tensor) -> None:
         """Replace the norms of doubtful samples, and of no others, so that no sample's norm depends on another sample.
@@ -96,12 +128,14 @@ class GroupNorms:
             doubtful_B: Which samples are doubtful.
         """
         for own, better in zip(self.sums, exact.sums, strict=True):
-            if own.value_B is not None and own.error_B is not None and better.value_B is not None:
+            before, after = own.total(), better.total()
+            if before is not None and after is not None:
                 # Kept in its own dtype, which tells how small a norm can be known; rounded up on the way.
-                margin = 1 + 4 * torch.finfo(own.value_B.dtype).eps
-                value_B = (better.value_B * margin).to(own.value_B)
-                own.value_B = torch.where(doubtful_B.to(value_B.device), value_B, own.value_B)
-                own.error_B = own.error_B.masked_fill(doubtful_B.to(value_B.device), 0.0)
+                margin = 1 + 4 * torch.finfo(before.value_B.dtype).eps
+                value_B = (after.value_B * margin).to(before.value_B)
+                doubtful_B = doubtful_B.to(value_B.device)
+                kept_B = torch.where(doubtful_B, value_B, before.value_B)
+                own.replace(SquaredNorm(kept_B, before.error_B.masked_fill(doubtful_B, 0.0)))
 
     def norm_GB(self, batch_size: int) -> list[Tensor]:
         """Return the norms of every group, rounded up; zeros for a group that nothing arrived for.
@@ -112,13 +146,13 @@ class GroupNorms:
         Returns:
             One tensor of shape ``(B,)`` for each group.
         """
-        return [torch.zeros(batch_size) if total.value_B is None else total.norm_B() for total in self.sums]
+        return [torch.zeros(batch_size) if total.total() is None else total.norm_B() for total in self.sums]
 
     def doubtful_B(self) -> Tensor | None:
         """Return which samples' norms rounding may have changed in some group; None when there are none."""
         doubtful_B: Tensor | None = None
         for total in self.sums:
-            if total.value_B is not None:
+            if total.total() is not None:
                 more_B = total.doubtful_B()
                 doubtful_B = more_B if doubtful_B is None else doubtful_B | more_B.to(doubtful_B.device)
         return None if doubtful_B is None or not bool(doubtful_B.any()) else doubtful_B
@@ -172,8 +206,9 @@ def exact_sqnorm(factor: Factor) -> SquaredNorm:
         total = NormSum()
         for part in factor.parts.values():
             total.add(exact_sqnorm(part))
-        if total.value_B is not None and total.error_B is not None:
-            return SquaredNorm(total.value_B, total.error_B)
+        norm = total.total()
+        if norm is not None:
+            return norm
     return factor.sqnorm()
 
 

@@ -217,9 +217,10 @@ def finite_samples(norm_GB: Sequence[Tensor]) -> Tensor:
     Returns:
         Shape ``(B,)``, bool.
     """
-    finite_B = norm_GB[0].isfinite()
+    # A norm is at least 0, and NaN is below nothing.
+    finite_B = norm_GB[0] < math.inf
     for norm_B in norm_GB[1:]:
-        finite_B = finite_B & norm_B.isfinite().to(finite_B.device)
+        finite_B &= (norm_B < math.inf).to(finite_B.device)
     return finite_B
 
 

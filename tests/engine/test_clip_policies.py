@@ -209,7 +209,7 @@ every_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_table_of_edge_cases(rule, dtype):
     limits = torch.finfo(dtype)
     norm_B = torch.tensor([0.0, limits.tiny, 1e-13, 1e-3, 1.0, 7.0, limits.max, math.inf, math.nan], dtype=dtype)
-    for bound in (1e-30, 1e-3, 1.0, 1e6, 1e30):
+    for bound in (1e-30, 1e-3, 1.0, 1e6, 1e30, 1e300):
         coef_B = rule.coefficients(norm_B, bound)
         assert coef_B.dtype == dtype
         assert bool(coef_B.isfinite().all())

@@ -1,0 +1,66 @@
+"""Squared norms of many factors add up without drift, whatever their types and order, and groups are asked for anew."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from ghostclip.clipping import policies
+from ghostclip.clipping.decisions import Decisions
+from ghostclip.clipping.grouping import PerParameter
+from ghostclip.clipping.norms import NormSum
+from ghostclip.factors import SquaredNorm
+
+
+def squares(count, dtype=torch.float32):
+    values = torch.rand(count, 3, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    return [SquaredNorm(value_B, 1e-9 * value_B) for value_B in values]
+
+
+@pytest.mark.parametrize("asked_every", [1, 7, 5000])
+def test_norm_of_thousands_of_factors_is_never_too_small(asked_every):
+    total, parts = NormSum(), squares(3000)
+    assert total.total() is None
+    for number, part in enumerate(parts):
+        total.add(part)
+        if number % asked_every == 0:
+            total.total()
+    exact = [math.sqrt(math.fsum(part.value_B[b].item() for part in parts)) for b in range(3)]
+    for got, want in zip(total.norm_B().tolist(), exact, strict=True):
+        assert want <= got <= want * (1 + (1e-4 if asked_every == 1 else 2e-6))
+    assert not total.doubtful_B().any()
+
+
+def test_what_was_added_stays_as_it_is():
+    part = squares(1)[0]
+    before = part.value_B.clone()
+    total = NormSum()
+    total.add(part)
+    total.norm_B()
+    total.add(part)
+    total.norm_B()
+    assert torch.equal(part.value_B, before)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_one_double_makes_the_sum_double(order):
+    total = NormSum()
+    for part in [*squares(2), *squares(1, torch.float64)][::order]:
+        total.add(part)
+    assert total.norm_B().dtype == torch.float64
+    total.replace(squares(1)[0])
+    assert total.norm_B().dtype == torch.float32
+
+
+def test_groups_follow_names_bound_and_policy():
+    decisions = Decisions(policies.flat(1.0), "zero_out")
+    assert decisions.open(["a", "b"]).bounds == (1.0,)
+    decisions.policy.max_grad_norm = 2.0
+    assert decisions.open(["a", "b"]).bounds == (2.0,)
+    decisions.policy.grouping = PerParameter()
+    assert decisions.open(["a", "b"]).labels == ("a", "b")
+    assert decisions.open(["a", "c"]).labels == ("a", "c")
+    decisions.policy = policies.per_layer([3.0, 4.0])
+    assert decisions.open(["a", "c"]).bounds == pytest.approx((3.0, 4.0))
