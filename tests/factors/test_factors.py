@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ghostclip import kernels
 from ghostclip.factors import Dense, Diagonal, Outer, Permuted, Placed, Rows, Stacked, inner, planner
 from ghostclip.factors.base import dot_products, square_sums
+from tests.factors.largest import LargestTensor
 
 F64 = torch.float64
 B = 3
@@ -36,6 +37,11 @@ MATRIX = {
     "outer_one_position": lambda: _outer(positions=1),
     "outer_long": lambda: _outer(positions=63),
     "rows": _rows,
+    "rows_once_each": lambda: _rows((7, 5), positions=1),
+    "rows_seldom_repeated": lambda: Rows(
+        torch.tensor([[0, 3, 1, 5, 3], [6, 2, 0, 1, 4], [2, 2, 2, 0, 1]]), torch.randn(B, 5, 5, dtype=F64), shape=(7, 5)
+    ),
+    "rows_always_repeated": lambda: _rows((7, 5), positions=40),
     "dense": lambda: Dense(torch.randn(B, 7, 5, dtype=F64)),
     "diagonal": lambda: Diagonal(torch.randn(B, 4, dtype=F64), axis=1),
     "placed_row": lambda: Placed(Dense(torch.randn(B, 5, dtype=F64)), (2,), shape=(7, 5)),
@@ -91,6 +97,18 @@ def test_inner_product(first, second):
     expected = (one.materialize() * two.materialize()).flatten(1).sum(1)
     torch.testing.assert_close(inner(one, two), expected)
     torch.testing.assert_close(inner(two, one), expected)
+
+
+def test_rows_copy_repeated_look_ups_only():
+    """Gradients of rows that a sample looks up once are squared where they stand."""
+    samples, positions, features = 4, 300, 16
+    ids = torch.stack([torch.randperm(5000)[:positions] for _ in range(samples)])
+    ids[:, 7] = ids[:, 3]
+    rows = Rows(ids, torch.randn(samples, positions, features), shape=(5000, features))
+    with LargestTensor() as seen:
+        value = rows.sqnorm().value_B
+    assert seen.elements < 0.5 * samples * positions * features
+    torch.testing.assert_close(value, rows.materialize().flatten(1).square().sum(1))
 
 
 def test_gram_and_instantiation_agree():

@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from benchmarks.flops import counter
 from ghostclip.factors import Dense, Outer, Windows, convolution, joined
 from ghostclip.factors.convolution import Geometry
 from tests.exactness.runs import engine
+from tests.factors.largest import LargestTensor
 
 F64 = torch.float64
 B = 3
@@ -199,19 +198,6 @@ def test_pixels_over_estimate_what_they_cannot_resolve():
     assert error.item() > 0
 
 
-class _Largest(TorchDispatchMode):
-    """Remembers the largest tensor that any operation made."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().nbytes():
-                self.elements = max(self.elements, leaf.untyped_storage().nbytes() // leaf.element_size())
-        return result
-
-
 @pytest.mark.parametrize(
     ("channels", "outputs", "size", "options"),
     [
@@ -231,7 +217,7 @@ def test_windows_are_never_unfolded_whole(channels, outputs, size, options, stra
     clipper = engine(strategy)(model, 1.0)
     clipper.backward(model(x).square().mean((1, 2, 3)))
     y = model(x)
-    with _Largest() as seen:
+    with LargestTensor() as seen:
         clipper.backward(y.square().mean((1, 2, 3)))
     unfolded = samples * channels * prod(model.kernel_size) * prod(y.shape[2:])
     # Padding and layouts of its own make the backend's copies of input and gradient a little larger than they are.
