@@ -7,7 +7,7 @@ group times the kernel, O outputs.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# Elements of unfolded windows, or of gradients in a layout of the backend's own, at a time (float32: 2 MiB).
+# Elements of unfolded windows, or of gradients in a layout of the backend's own, at a time (float32: 2 MiB, of which a
+# cache holds most; 64 MiB where there are many cores to feed).
 CHUNK_ELEMENTS: Final = 1 << 19
+CHUNK_ELEMENTS_ON_GPU: Final = 1 << 24
 # Below so many positions, or channels, a grouped backward costs more to set up than windows cost to copy (measured).
 GROUPED_POSITIONS: Final = 128
 GROUPED_CHANNELS: Final = 8
@@ -127,7 +129,8 @@ class Geometry:
         else:
             form = self._by_windows
             needed = self.groups * prod(self.shape[1:]) * prod(positions) * x_BKC.shape[1]
-        chunk = max(1, CHUNK_ELEMENTS // max(1, needed))
+        at_once = CHUNK_ELEMENTS if x_BKC.device.type == "cpu" else CHUNK_ELEMENTS_ON_GPU
+        chunk = max(1, at_once // max(1, needed))
         for start in range(0, x_BKC.shape[0], chunk):
             piece = slice(start, start + chunk)
             yield piece, form(x_BKC[piece], g_BKO[piece]).reshape(-1, self.shape.numel())
@@ -233,12 +236,19 @@ class Geometry:
         return total
 
 
-def _in_full_precision(x: Tensor) -> AbstractContextManager[Any]:
-    """Keep cuDNN from rounding float32 to TF32: clipped sums promise more digits than that."""
-    cudnn = torch.backends.cudnn
-    if not x.is_cuda or not cudnn.is_available():
-        return nullcontext()
-    context: AbstractContextManager[Any] = cudnn.flags(
-        enabled=cudnn.enabled, benchmark=cudnn.benchmark, deterministic=cudnn.deterministic, allow_tf32=False
-    )
-    return context
+@contextmanager
+def _in_full_precision(x: Tensor) -> Iterator[None]:
+    """Keep cuDNN from rounding float32 to TF32, its default: clipped sums promise more digits than that."""
+    if not x.is_cuda:
+        yield
+        return
+    cudnn: Any = torch.backends.cudnn
+    # Reading the older switch is an error where somebody used the newer one.
+    newer = hasattr(cudnn, "conv")
+    place, switch, exact = (cudnn.conv, "fp32_precision", "ieee") if newer else (cudnn, "allow_tf32", False)
+    before = getattr(place, switch)
+    setattr(place, switch, exact)
+    try:
+        yield
+    finally:
+        setattr(place, switch, before)

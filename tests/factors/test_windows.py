@@ -1,6 +1,7 @@
 """Convolutions without unfolded copies: each form of norm, gradient and sum against torch's own."""
 
 from math import prod
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -223,6 +224,24 @@ def test_windows_are_never_unfolded_whole(channels, outputs, size, options, stra
     # Padding and layouts of its own make the backend's copies of input and gradient a little larger than they are.
     allowed = max(1.6 * x.numel(), 2 * y.numel())
     assert seen.elements <= allowed < 0.6 * unfolded
+
+
+@pytest.mark.parametrize("chosen", ["tf32", "ieee"])
+def test_no_tf32_on_a_gpu(chosen):
+    """The switch is put back, whichever of torch's two generations of switches was used."""
+    cudnn = torch.backends.cudnn
+    if not hasattr(cudnn, "conv"):
+        pytest.skip("a torch from before 2.9, whose older switch has no name for convolutions")
+    before = cudnn.conv.fp32_precision
+    try:
+        cudnn.conv.fp32_precision = chosen
+        with convolution._in_full_precision(SimpleNamespace(is_cuda=True)):
+            assert cudnn.conv.fp32_precision == "ieee"
+        assert cudnn.conv.fp32_precision == chosen
+        with convolution._in_full_precision(torch.ones(1)):
+            assert cudnn.conv.fp32_precision == chosen
+    finally:
+        cudnn.conv.fp32_precision = before
 
 
 def _counted(step):
