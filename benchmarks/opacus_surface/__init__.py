@@ -1,1 +1,1 @@
-"""Opacus's public surface beside ours: every module, name and signature, and why the ones that differ do."""
+"""Opacus's public surface beside ours: every name and signature, why some differ, and scripts run with both."""

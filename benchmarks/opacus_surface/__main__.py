@@ -1,4 +1,4 @@
-"""Compare the public surfaces and write the table: `python -m benchmarks.opacus_surface`."""
+"""Compare the surfaces, run scripts with both packages, write the tables: `python -m benchmarks.opacus_surface`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from pathlib import Path
 import torch
 
 from benchmarks import machine
+from benchmarks.opacus_surface import outcomes
 from benchmarks.opacus_surface.table import markdown, report, rows
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 def main() -> int:
-    """Compare, write, and fail if a name is unaccounted for.
+    """Compare, run, write, and fail if a name is unaccounted for or a script fails here.
 
     Returns:
         The exit status.
@@ -31,19 +32,22 @@ def main() -> int:
         import opacus
 
         found = rows(opacus)
+        scripts = outcomes.plain(outcomes.pairs())
     about = {
         "command": " ".join(["python -m benchmarks.opacus_surface", *sys.argv[1:]]),
         "date": datetime.now(timezone.utc).date().isoformat(),
         "opacus": opacus.__version__,
         "machine": machine.describe(torch.device("cpu")),
     }
-    result = report(found, about)
+    result = {**report(found, about), "scripts": scripts}
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "opacus-surface.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     (options.out / "opacus-surface.md").write_text(markdown(result))
     missing = [row.path for row in found if row.status == "unaccounted"]
     sys.stdout.write(f"{result['counts']}\n" + "".join(f"unaccounted: {path}\n" for path in missing))
-    return 1 if missing else 0
+    failing = [row for row in scripts if row["status"].startswith("fails")]
+    sys.stdout.write("".join(f"{row['status']}: {row['script']}: {row['remark']}\n" for row in failing))
+    return 1 if missing or failing else 0
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from benchmarks.opacus_surface import outcomes
 from benchmarks.opacus_surface.compare import difference
 from benchmarks.opacus_surface.differences import DIFFERENCES
 from benchmarks.opacus_surface.reasons import Reason, reason_for
@@ -94,6 +95,7 @@ def markdown(given: Mapping[str, Any]) -> str:
         "|---|---|---|---|",
     ]
     lines += [f"| {row['what']} | {row['opacus']} | {row['here']} | `{row['test']}` |" for row in given["differences"]]
+    lines += ["", outcomes.markdown(given["scripts"]).rstrip()]
     for status, title in (("differs", "Names that differ in form"), ("refused", "Names without a counterpart")):
         lines += ["", f"## {title}\n", "| name | | why |", "|---|---|---|"]
         lines += [

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip.errors import GhostClipError, LossReductionError, MissingGradientError
 from tests.opacus.pairs import Training, batch, clipped_sum, make_private, package, released, small_model
@@ -315,3 +316,40 @@ def test_splitting_sampler_refuses_to_run_ahead():
     next(ahead)
     with pytest.raises(MissingGradientError, match="BatchMemoryManager works with any number"):
         next(ahead)
+
+
+@pytest.mark.filterwarnings("ignore:poisson_sampling=False")
+def test_fixed_batches_are_no_samples():
+    spent = {}
+    for name in ("ghostclip", "opacus"):
+        model = small_model()
+        engine = package(name).PrivacyEngine(accountant="rdp")
+        x, y = batch(60)
+        made = engine.make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+            data_loader=DataLoader(TensorDataset(x, y), batch_size=6),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            poisson_sampling=False,
+        )
+        for inputs, target in made[-1]:
+            made[1].zero_grad()
+            nn.CrossEntropyLoss()(made[0](inputs), target).backward()
+            made[1].step()
+        spent[name] = engine.get_epsilon(1e-3)
+    # One Gaussian mechanism with σ = 1 alone: δ(ε) = Φ(1/2 - ε) - e^ε·Φ(-1/2 - ε), which no account can undercut.
+    least = spent["opacus"]
+    normal = torch.distributions.Normal(0.0, 1.0)
+    delta = normal.cdf(torch.tensor(0.5 - least)) - math.exp(least) * normal.cdf(torch.tensor(-0.5 - least))
+    assert delta > 1e-3
+    assert spent["ghostclip"] > least
+
+
+def test_length_of_an_account():
+    for name in ("ghostclip", "opacus"):
+        accountant = package(f"{name}.accountants").RDPAccountant()
+        for _ in range(3):
+            accountant.step(noise_multiplier=1.0, sample_rate=0.25)
+        assert len(accountant) == (3 if name == "ghostclip" else 1)
+        assert [tuple(entry) for entry in accountant.history] == [(1.0, 0.25, 3)]
