@@ -21,6 +21,7 @@ def test_an_example_runs(name, capsys):
     assert "epoch 1: " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_example_of_two_processes_runs(capfd):
     found = program.run("mnist_ddp", TINY)["found"]
