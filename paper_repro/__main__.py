@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks import machine
-from paper_repro import stages
+from paper_repro import beside_opacus, stages
 from paper_repro.capacity import add_capacity
 from paper_repro.cases import Case, Size, Table
 from paper_repro.data import DataError, with_data
@@ -25,6 +25,7 @@ from paper_repro.report import markdown
 from paper_repro.tables import LETTERS, load
 
 RESULTS = Path(__file__).resolve().parent / "results"
+STEPS = {"tiny": 3, "small": 100, "full": 100}
 CAPS = {"tiny": 0.25, "small": 0.4, "full": 40.0}
 MOST = {"tiny": 8, "small": 1024, "full": 4096}
 
@@ -36,8 +37,8 @@ def _parser() -> argparse.ArgumentParser:
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument("--tiny", action="store_true", help="does it run, in seconds; not how fast")
     sizes.add_argument("--full", action="store_true", help="the published sizes, also on a CPU")
-    parser.add_argument("--steps", type=int, default=40, help="most steps of each case (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, help="timing of each case (default: the table's own)")
+    parser.add_argument("--minutes", type=float, help="time for the whole table, about (default: the table's own)")
+    parser.add_argument("--steps", type=int, help="most rounds of timing a case (default: 100, tiny 3)")
     parser.add_argument("--case", action="append", help="only this model, by its short name; repeatable")
     parser.add_argument("--engine", action="append", help="only this engine beside the non-private one; likewise")
     parser.add_argument("--data", type=Path, help="folder with the real data sets (default: synthetic inputs)")
@@ -56,8 +57,10 @@ def _chosen(parser: argparse.ArgumentParser, options: argparse.Namespace, size: 
         unknown = sorted(set(given or ()) - set(known))
         if unknown:
             parser.error(f"argument {option}: unknown: {', '.join(unknown)} (there are: {', '.join(known)})")
-    if options.steps < 1:
+    if options.steps is not None and options.steps < 1:
         parser.error(f"argument --steps: {options.steps} is not at least 1")
+    if options.minutes is not None and not options.minutes >= 0:
+        parser.error(f"argument --minutes: {options.minutes} is negative")
     cases = [case for case in table.cases if not options.case or case.group in options.case]
     if options.data:
         try:
@@ -85,7 +88,8 @@ def _measure(table: Table, size: Size, plan: Plan, cap: float) -> dict[str, Any]
         if table.extra == "capacity":
             add_capacity(table.letter, size, case, found, {"device": plan.device, "cap": cap, "most": MOST[size]})
 
-    report: dict[str, Any] = {"cases": list(measured(table, plan, after))}
+    cases = list(measured(table, plan, after))
+    report: dict[str, Any] = {"cases": cases, "beside_opacus": beside_opacus.cells(cases)}
     if table.extra == "stages":
         report["stages"] = list(stages.measured(size, plan.device, plan.only))
     return report
@@ -121,10 +125,15 @@ def main(arguments: list[str] | None = None) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     machine.exact_float32()
-    seconds = table.seconds if options.seconds is None else options.seconds
-    plan = Plan(device, options.steps, seconds, frozenset(options.engine or ()))
+    minutes = table.minutes if options.minutes is None else options.minutes
+    steps = options.steps or STEPS[size]
+    plan = Plan(device, steps, 60 * minutes, frozenset(options.engine or ()))
     cap = options.cap or CAPS[size]
-    notes = [f"Inputs: {'the data sets in the folder given' if options.data else 'synthetic, of the real shapes'}."]
+    notes = [
+        f"At most {steps} rounds of timing a case, fewer (three at least) so that the whole fits {minutes:g} "
+        "minutes; other libraries' engines that would burst that are left out where a step of theirs says so.",
+    ]
+    notes += [f"Inputs: {'the data sets in the folder given' if options.data else 'synthetic, of the real shapes'}."]
     if table.extra == "capacity":
         notes.append(
             f"Largest batch: under {cap:g} GiB for everything but the program itself, to within 3 %; on a GPU of the "

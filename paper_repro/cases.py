@@ -53,7 +53,8 @@ class Table:
         engines: All engines; the argument says whether for the check (no noise, gradients kept) or for timing.
         unit: What a time stands for in the table: "step", "epoch" or "examples".
         memory: Whether peak memory is measured as well.
-        seconds: Timing of each case on a CPU stops after about this time.
+        minutes: What the whole table takes, about, on two cores of a CPU.
+        timed_share: Share of it for checks and times; the rest is for memory and the like.
         checked_samples: Samples of the batch that engines are checked on.
         notes: What differs from the publication.
         extra: "stages" or "capacity": a second measurement that the table has.
@@ -66,7 +67,8 @@ class Table:
     engines: Callable[[bool], list[Engine]]
     unit: Literal["step", "epoch", "examples"] = "step"
     memory: bool = False
-    seconds: float = 20.0
+    minutes: float = 6.0
+    timed_share: float = 1.0
     checked_samples: int = 4
     notes: tuple[str, ...] = ()
     extra: str = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -25,6 +26,14 @@ from paper_repro.opacus_layers import needs_opacus_layers, same_function, with_o
 MAX_GRAD_NORM = 1.0
 # Relative error that an engine may have in float64.
 EXACT = 1e-10
+# Steps that an engine makes besides the trial: two to warm up, three rounds at least, one under a counter.
+FEWEST_STEPS = 6
+# A first step that took less is followed by a second one, which tells more: the first one loads and plans.
+SHORT_STEP = 2.0
+# A mode of Opacus that takes so many times its fastest in a single step is not the fastest after all.
+SURELY_SLOWER = 3.0
+# What other libraries say at every step, of layers that they hook.
+NOISE = ("Full backward hook is firing", "In CPU autocast", "There is a performance drop")
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,8 @@ class Plan:
     Attributes:
         device: Where it runs.
         rounds: Most rounds of timing.
-        seconds: Timing of a case stops after about this time.
+        seconds: Everything that a case takes is to be done after about this time; the least there is, a trial and
+            three rounds, is done in any case.
         only: Names of the private engines wanted; empty for all.
     """
 
@@ -87,6 +97,10 @@ def _rounding_only(engine: Engine, task: Task, device: torch.device, expected: R
     return {"error_float64": error, "status": "ok", "remark": f"float32 rounds; {error:.0e} in float64"}
 
 
+def _said(row: Row) -> str:
+    return str(row["problem"]) if "problem" in row else f"(error {row['error']:.0e})" if "error" in row else ""
+
+
 def check(table: Table, case: Case, plan: Plan) -> list[Row]:
     """Compare every engine's clipped sum with one-sample autograd in float64, on a few samples.
 
@@ -123,9 +137,17 @@ def check(table: Table, case: Case, plan: Plan) -> list[Row]:
         if row["status"] == "failed":
             row["problem"] = str(row["problem"]).splitlines()[0][:200]
         rows.append(row)
-        say(f"   {engine.title}: {row['status']} {row.get('error', '')} {row.get('problem', '')}")
+        say(f"   {engine.title}: {row['status']} {_said(row)}")
         gc.collect()
     return rows
+
+
+def _seconds_of(runner: Runner, batch: Batch, device: torch.device) -> float:
+    started = time.perf_counter()
+    runner.step(batch)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
 
 
 def _trial(engine: Engine, case: Case, device: torch.device) -> dict[str, Any]:
@@ -138,7 +160,9 @@ def _trial(engine: Engine, case: Case, device: torch.device) -> dict[str, Any]:
             runner.step(batch)
             found["loaded_bytes"] = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
-        runner.step(batch)
+        found["trial_seconds"] = _seconds_of(runner, batch, device)
+        if found["trial_seconds"] < SHORT_STEP:
+            found["trial_seconds"] = _seconds_of(runner, batch, device)
         if device.type == "cuda":
             found["peak_bytes"] = torch.cuda.max_memory_allocated(device)
     except Exception as problem:  # noqa: BLE001 - whatever an engine raises is a result
@@ -168,6 +192,25 @@ def _add_update_times(rows: list[Row], runners: dict[str, Runner], rounds: int) 
             row["update_seconds"] = statistics.median(seconds[-rounds - 1 : -1])
 
 
+def _leave_out_slow(chosen: list[tuple[Row, Engine]], seconds: float) -> list[tuple[Row, Engine]]:
+    """Drop others' slowest engines until the fewest steps of all fit; modes that may be Opacus's fastest stay."""
+    opacus = [row["trial_seconds"] for row, engine in chosen if engine.name.startswith("opacus")]
+    stays = SURELY_SLOWER * min(opacus, default=0.0)
+    droppable = [
+        row
+        for row, engine in chosen
+        if engine.private and engine.name not in STRATEGIES and row["trial_seconds"] > stays
+    ]
+    taken = sum(row["trial_seconds"] for row, _ in chosen)
+    for row in sorted(droppable, key=lambda row: -row["trial_seconds"]):
+        if FEWEST_STEPS * taken <= seconds:
+            break
+        taken -= row["trial_seconds"]
+        times = row["trial_seconds"] / chosen[0][0]["trial_seconds"]
+        row.update(status="slow", problem=f"one step took {row['trial_seconds']:.1f} s, {times:.0f}× the non-private")
+    return [(row, engine) for row, engine in chosen if row["status"] == "ok"]
+
+
 def measure_case(table: Table, case: Case, verdicts: list[Row], plan: Plan) -> dict[str, Any]:
     """Time one case.
 
@@ -175,11 +218,12 @@ def measure_case(table: Table, case: Case, verdicts: list[Row], plan: Plan) -> d
         table: Gives the engines.
         case: What is measured.
         verdicts: What `check` said of the case's group.
-        plan: How the run is made.
+        plan: How the run is made; its seconds are for this.
 
     Returns:
         The case's part of the report: plain values, ready for JSON.
     """
+    started = time.perf_counter()
     rows: list[Row] = [dict(row) for row in verdicts]
     chosen = []
     for row, engine in zip(rows, plan.engines(table, check=False), strict=True):
@@ -189,7 +233,15 @@ def measure_case(table: Table, case: Case, verdicts: list[Row], plan: Plan) -> d
             row.update(_trial(engine, case, plan.device))
         if row["status"] == "ok":
             chosen.append((row, engine))
-    rounds = _time(chosen, case, plan)
+    if chosen and not chosen[0][0]["private"]:
+        left = plan.seconds - (time.perf_counter() - started)
+        chosen = _leave_out_slow(chosen, left)
+        outside_rounds = (FEWEST_STEPS - 3) * sum(row["trial_seconds"] for row, _ in chosen)
+        plan = replace(plan, seconds=max(0.0, left - outside_rounds))
+        rounds = _time(chosen, case, plan)
+    else:
+        # Ratios need the non-private one; without it there are none.
+        rounds = 0
     model = case.task.make_model()
     return {
         "name": case.task.name,
@@ -207,9 +259,7 @@ def measure_case(table: Table, case: Case, verdicts: list[Row], plan: Plan) -> d
 
 
 def _time(chosen: list[tuple[Row, Engine]], case: Case, plan: Plan) -> int:
-    """Add times to the rows; ratios need the non-private one, so without it there are none."""
-    if not chosen or chosen[0][0]["private"]:
-        return 0
+    """Add times to the rows, in turns."""
     runners: dict[str, Runner] = {}
     rows = [row for row, _ in chosen]
     engines = [_remembering(engine, runners) for _, engine in chosen]
@@ -234,7 +284,7 @@ def measured(table: Table, plan: Plan, after: Callable[[Case, dict[str, Any]], N
 
     Args:
         table: The table.
-        plan: How the run is made.
+        plan: How the run is made; its seconds are for the whole table, and what a case does not need is the next ones'.
         after: Called with each case and its part of the report, to add to it.
 
     Yields:
@@ -243,15 +293,21 @@ def measured(table: Table, plan: Plan, after: Callable[[Case, dict[str, Any]], N
     verdicts: dict[str, list[Row]] = {}
     free = free_bytes()
     guarded = plan.device.type == "cpu" and free is not None
+    begun = time.perf_counter()
     # What is loaded by now stays, and need not be searched for garbage between every two engines.
     gc.freeze()
-    for case in table.cases:
+    for text in NOISE:
+        warnings.filterwarnings("ignore", message=text)
+    for done, case in enumerate(table.cases):
         say(f"== {case.task.title}")
+        started = time.perf_counter()
+        share = table.timed_share * max(0.0, plan.seconds - (started - begun)) / (len(table.cases) - done)
         with cap(SHARE_OF_FREE * (free or 0), plan.device) if guarded else nullcontext():
             if case.group not in verdicts:
                 verdicts[case.group] = check(table, case, plan)
-            found = measure_case(table, case, verdicts[case.group], plan)
+            left = max(0.0, share - (time.perf_counter() - started))
+            found = measure_case(table, case, verdicts[case.group], replace(plan, seconds=left))
         gc.collect()
         after(case, found)
-        say(f"   {found['rounds']} rounds")
+        say(f"   {found['rounds']} rounds; {time.perf_counter() - started:.0f} s in all")
         yield found

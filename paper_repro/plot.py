@@ -17,6 +17,9 @@ COLOURS = {
     "opacus-hooks": "#c77d2e",
     "opacus-fast": "#e0a458",
     "opacus-ghost": "#f2cc8f",
+    "opacus-functorch": "#9c6644",
+    "opacus-ew": "#ddb892",
+    "torch-func": "#6a994e",
 }
 Case = Mapping[str, Any]
 Row = Mapping[str, Any]

@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from benchmarks.report import machine_line
+from paper_repro import beside_opacus
 from paper_repro.cases import Table
 from paper_repro.stages import STAGES
 
@@ -85,7 +86,8 @@ def _columns(table: Table) -> dict[str, Cell]:
 def _why(row: Row) -> str:
     if row["status"] == "wrong":
         return f"wrong: error {row['error']:.0e}"
-    return f"failed: {row['problem']}"
+    said = {"slow": "left out", "cannot": "not for this model"}
+    return f"{said.get(row['status'], 'failed')}: {row['problem']}"
 
 
 # What still stands in the row of an engine that was not timed.
@@ -182,6 +184,7 @@ def markdown(report: Mapping[str, Any], table: Table) -> str:
     if report.get("stages"):
         parts.append(_stages(report["stages"]))
     parts.append(LEGEND)
+    parts.append(beside_opacus.markdown(report.get("beside_opacus", ())))
     if table.references:
         parts.append("## Published, on other hardware\n")
         parts += [reference.markdown() for reference in table.references]

@@ -53,7 +53,8 @@ def table(size: Size) -> Table:
         references=(BERT, STAGES),
         engines=lambda check: trainers(sigma=0.0 if check else SIGMA, keep=check),
         memory=True,
-        seconds=30.0,
+        minutes=5.0,
+        timed_share=0.5,
         notes=tuple(notes),
         extra="stages",
     )

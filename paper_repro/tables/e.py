@@ -60,6 +60,7 @@ def table(size: Size) -> Table:
         engines=lambda check: trainers(sigma=0.0 if check else SIGMA, keep=check),
         unit="epoch",
         memory=True,
-        seconds=40.0,
+        minutes=7.0,
+        timed_share=0.8,
         notes=tuple(notes),
     )

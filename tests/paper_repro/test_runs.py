@@ -53,7 +53,7 @@ def _same_process(monkeypatch):
 @pytest.mark.usefixtures("_same_process")
 @pytest.mark.parametrize("letter", LETTERS)
 def test_a_table_runs_from_end_to_end(letter, tmp_path):
-    arguments = shlex.split(f"{letter} --tiny --steps 1 --seconds 0 {SHORT[letter]}")
+    arguments = shlex.split(f"{letter} --tiny --steps 1 --minutes 0 {SHORT[letter]}")
     assert program.main([*arguments, "--out", str(tmp_path)]) == 0
     report = json.loads((tmp_path / f"table-{letter.lower()}-cpu-tiny.json").read_text(encoding="utf-8"))
     assert report["machine"]["commit"]

@@ -18,6 +18,7 @@ from paper_repro.tables import load
         (["F"], "invalid choice: 'F'"),
         (["A", "--stpes", "3"], "unrecognized arguments: --stpes"),
         (["A", "--steps", "0"], "argument --steps: 0 is not at least 1"),
+        (["A", "--minutes", "-1"], "argument --minutes: -1.0 is negative"),
         (["A", "--case", "resnet"], "argument --case: unknown: resnet (there are: mnist-cnn, "),
         (["E", "--engine", "jax"], "argument --engine: unknown: jax (there are: nonprivate, "),
         (["A", "--tiny", "--full"], "not allowed with argument --tiny"),
