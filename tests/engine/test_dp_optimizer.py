@@ -195,6 +195,22 @@ def test_optimizer_with_a_strange_parameter_is_refused():
         DPOptimizer(inner, noise_multiplier=1.0, expected_batch_size=1, clipper=clipper, noise_source=None)
 
 
+def test_parameter_that_joins_unnoticed_is_refused_by_the_step():
+    training = Training()
+    stranger = nn.Parameter(torch.zeros(3), requires_grad=False)
+    training.optimizer.param_groups[0]["params"].append(stranger)
+    batch = batch_of(small_data(), start=0, stop=4)
+    training.step(batch)
+    stranger.requires_grad_()
+    stranger.grad = torch.ones(3)
+    draws = len(training.noise.stds)
+    training.backward(batch)
+    with pytest.raises(UncoveredParameterError, match="one of shape \\(3,\\) outside the model"):
+        training.optimizer.step()
+    assert len(training.noise.stds) == draws
+    assert not stranger.any()
+
+
 def test_parameter_group_that_is_not_clipped_is_refused():
     training, strange = Training(), nn.Linear(2, 2)
     with pytest.raises(UncoveredParameterError):
