@@ -80,14 +80,20 @@ class Geometry:
         Returns:
             The view.
         """
-        if any(map(any, self.padding)):
-            x = functional.pad(x, [n for pair in reversed(self.padding) for n in pair])
         lead, dims = x.dim() - len(positions), len(positions)
-        for place, size in enumerate(self.kernel):
-            reach = self.dilation[place] * (size - 1) + 1
-            x = x.unfold(lead + place, reach, self.stride[place])[..., :: self.dilation[place]]
-            x = x.narrow(lead + place, 0, positions[place])
+        x = self._padded(x)
+        for place in range(dims):
+            x = self._unfolded_along(x, lead + place, place, positions[place])
         return x.permute(*range(lead), *range(lead + dims, lead + 2 * dims), *range(lead, lead + dims))
+
+    def _padded(self, x: Tensor) -> Tensor:
+        amounts = [n for pair in reversed(self.padding) for n in pair]
+        return functional.pad(x, amounts) if any(amounts) else x
+
+    def _unfolded_along(self, x: Tensor, axis: int, place: int, count: int) -> Tensor:
+        """Return the first so many windows along one axis of space, their entries as the last axis; a view."""
+        reach = self.dilation[place] * (self.kernel[place] - 1) + 1
+        return x.unfold(axis, reach, self.stride[place])[..., :: self.dilation[place]].narrow(axis, 0, count)
 
     def unfolded(self, x_BKC: Tensor, positions: Sequence[int]) -> Tensor:
         """Return copies of all windows.
@@ -193,9 +199,10 @@ class Geometry:
         Returns:
             Shape ``(B, S, K, *positions)``.
         """
-        squares = x_BKC.square().unflatten(2, (self.groups, -1)).sum(3).transpose(1, 2)
-        axis = squares.dim() - len(positions)
-        return self.windows(squares, positions).sum(tuple(range(axis, axis + len(positions))))
+        squares = self._padded(x_BKC.square().unflatten(2, (self.groups, -1)).sum(3).transpose(1, 2))
+        for place, count in enumerate(positions):
+            squares = self._unfolded_along(squares, 3 + place, place, count).sum(-1)
+        return squares
 
     def window_gram(self, x_BKC: Tensor, positions: Sequence[int]) -> Tensor:
         """Return dot products of all pairs of windows from those of pixels; only for a stride of 1.
