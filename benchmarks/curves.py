@@ -24,7 +24,8 @@ def _lines(points: Points, measure: Any, over: str) -> dict[tuple[str, str], tup
     found: dict[tuple[str, str], tuple[list[int], list[float]]] = {}
     for point in points:
         for row in point["engines"]:
-            value = measure(row, point["engines"]) if row["status"] == "ok" else None
+            # Ordinary training is the line at one.
+            value = measure(row, point["engines"]) if row["status"] == "ok" and row["private"] else None
             if value is not None:
                 places, values = found.setdefault((row["name"], row["title"]), ([], []))
                 places.append(point[over])
@@ -33,14 +34,18 @@ def _lines(points: Points, measure: Any, over: str) -> dict[tuple[str, str], tup
 
 
 def _draw(panel: Any, points: Points, measure: Any, over: str) -> None:
+    lines = _lines(points, measure, over)
+    if not lines:
+        panel.text(0.5, 0.5, "not measured", transform=panel.transAxes, ha="center", fontsize=9)
     most = 1.0
-    for (name, title), (places, values) in _lines(points, measure, over).items():
+    for (name, title), (places, values) in lines.items():
         style = "--" if name.startswith(OTHERS) else "-"
         width = 2.4 if name == "bookkeeping" else 1.4
         panel.plot(places, values, style, color=COLOURS.get(name, "#444444"), linewidth=width, marker="o", label=title)
         most = max(most, *values)
     panel.axhline(1.0, color="#d62828", linewidth=0.8, linestyle=":")
     panel.set_xscale("log", base=2)
+    panel.set_xlim(points[0][over] / 1.15, points[-1][over] * 1.15)
     panel.set_xticks([point[over] for point in points], [str(point[over]) for point in points], fontsize=8)
     panel.minorticks_off()
     if most > 8:
@@ -71,6 +76,7 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
             _draw(panel, curve["points"], measure, curve["over"])
             panel.set_title(title, fontsize=9)
             panel.set_xlabel(curve["title"], fontsize=8)
-        row[-1].legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.02, 0.5))
+        lines, titles = row[0].get_legend_handles_labels()
+        row[-1].legend(lines, titles, fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.02, 0.5))
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

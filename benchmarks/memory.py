@@ -1,8 +1,8 @@
 """Peak memory of a few steps of one engine, in a process of its own: `python -m benchmarks.memory --help`.
 
 On a CPU it is the peak resident set above that of the process with the model and the batch loaded; on a GPU the same by
-the caching allocator's own count. Two peaks are read: that of the first steps, in which an engine finds out what it needs
-to know of a model, and that of later ones.
+the caching allocator's own count. Two peaks are read: that of the first steps, in which an engine finds out what it
+needs to know of a model, and that of later ones.
 """
 
 from __future__ import annotations

@@ -93,7 +93,17 @@ class Task:
         return inputs.to(device), target.to(device)
 
 
-def _token_batch(vocabulary: int, length: int) -> Callable[[int], Batch]:
+def token_batch(vocabulary: int, length: int) -> Callable[[int], Batch]:
+    """Random text whose targets are the next tokens.
+
+    Args:
+        vocabulary: Number of different tokens.
+        length: Tokens of a sample.
+
+    Returns:
+        Makes a batch of a number of samples.
+    """
+
     def make(samples: int) -> Batch:
         ids_BT = torch.randint(0, vocabulary, (samples, length + 1))
         return ids_BT[:, :-1].contiguous(), ids_BT[:, 1:].contiguous()
@@ -117,12 +127,12 @@ def _text_batch(vocabulary: int, length: int) -> Callable[[int], Batch]:
 
 def _gpt(name: str, length: int, samples: int) -> Task:
     title = f"GPT, 4 layers, d 256, 4 heads, T {length}, V 5000, B {samples}"
-    return Task(name, title, samples, partial(GPT, positions=length), _token_batch(5000, length))
+    return Task(name, title, samples, partial(GPT, positions=length), token_batch(5000, length))
 
 
 def _tiny_gpt(name: str, length: int, samples: int) -> Task:
     small = partial(GPT, vocabulary=500, width=64, heads=4, layers=2, positions=length)
-    return Task(name, f"GPT, 2 layers, d 64, T {length}, V 500, B {samples}", samples, small, _token_batch(500, length))
+    return Task(name, f"GPT, 2 layers, d 64, T {length}, V 500, B {samples}", samples, small, token_batch(500, length))
 
 
 def tasks(*, quick: bool) -> list[Task]:
@@ -171,7 +181,7 @@ def block(length: int, samples: int, *, quick: bool) -> Task:
     vocabulary, width = (100, 32) if quick else (1000, 256)
     model = partial(GPT, vocabulary=vocabulary, width=width, heads=4, layers=1, positions=length)
     title = f"GPT, 1 layer, d {width}, 4 heads, T {length}, V {vocabulary}, B {samples}"
-    return Task(f"block-T{length}-B{samples}", title, samples, model, _token_batch(vocabulary, length))
+    return Task(f"block-T{length}-B{samples}", title, samples, model, token_batch(vocabulary, length))
 
 
 def find(name: str, *, quick: bool) -> Task:

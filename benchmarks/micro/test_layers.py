@@ -17,10 +17,18 @@ BATCH_SIZE = 16
 LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "linear": (lambda: nn.Linear(512, 512), lambda: torch.randn(BATCH_SIZE, 512)),
     "linear-long": (lambda: nn.Linear(256, 256), lambda: torch.randn(BATCH_SIZE, 512, 256)),
+    "head": (lambda: nn.Linear(256, 5000), lambda: torch.randn(BATCH_SIZE, 32, 256)),
     "conv": (lambda: nn.Conv2d(64, 64, 8), lambda: torch.randn(BATCH_SIZE, 64, 50, 100)),
+    "conv-small": (lambda: nn.Conv2d(16, 32, 3), lambda: torch.randn(BATCH_SIZE, 16, 16, 16)),
+    "conv-grouped": (lambda: nn.Conv2d(32, 32, 3, groups=8), lambda: torch.randn(BATCH_SIZE, 32, 16, 16)),
+    "conv-depthwise": (lambda: nn.Conv2d(64, 64, 3, groups=64), lambda: torch.randn(BATCH_SIZE, 64, 32, 32)),
+    "conv1d": (lambda: nn.Conv1d(64, 64, 3), lambda: torch.randn(BATCH_SIZE, 64, 256)),
     "layernorm": (lambda: nn.LayerNorm(64), lambda: torch.randn(BATCH_SIZE, 64)),
+    "layernorm-long": (lambda: nn.LayerNorm(256), lambda: torch.randn(BATCH_SIZE, 512, 256)),
+    "rmsnorm-long": (lambda: nn.RMSNorm(256), lambda: torch.randn(BATCH_SIZE, 512, 256)),
     "groupnorm": (lambda: nn.GroupNorm(16, 256), lambda: torch.randn(BATCH_SIZE, 256, 64)),
     "embedding": (lambda: nn.Embedding(20_000, 100), lambda: torch.randint(0, 20_000, (BATCH_SIZE, 1))),
+    "embedding-long": (lambda: nn.Embedding(20_000, 100), lambda: torch.randint(0, 20_000, (BATCH_SIZE, 256))),
 }
 
 

@@ -1,0 +1,238 @@
+"""The largest physical batch of each engine under a cap of memory: `python -m benchmarks.capacity --help`.
+
+Each engine is searched in a process of its own, by the peak that steps take above the loaded model: an engine is judged
+by what it takes and not by how it fails. On a GPU the allocator refuses what is far beyond the cap.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import machine
+from benchmarks.correctness import Reference, reference
+from benchmarks.engines import Engine
+from benchmarks.files import RESULTS, head, stem, write
+from benchmarks.memory import Prepares, forget_peak, held, in_new_process, load_what_a_step_loads, peak
+from benchmarks.peers import every_engine
+from benchmarks.report import MEGABYTE, heading, times, why_not
+from benchmarks.run import checked
+from benchmarks.search import largest
+from benchmarks.tasks import Batch, Task, find
+
+TASKS = ("gpt", "cnn")
+ENGINES = ("bookkeeping", "ghost", "hooks", "opacus-hooks", "opacus-ghost", "torch-func", "jax")
+# Above the loaded model, MB: a few times what ordinary training takes at the batch that is timed.
+CAPS = {"gpt": 512.0, "cnn": 64.0}
+QUICK_CAP = 6.0
+SECONDS = 400.0
+STEPS = 2
+
+
+class Probe:
+    """Measures peaks of one engine at one number of samples after the other.
+
+    Args:
+        engine: The engine.
+        task: Gives model and batches.
+        device: Where it runs.
+    """
+
+    def __init__(self, engine: Engine, task: Task, device: torch.device) -> None:
+        self.engine, self.task, self.device = engine, task, device
+        self.seconds: dict[int, float] = {}
+        self.runner: Any = None
+        self.loaded = 0
+
+    def __call__(self, samples: int) -> float:
+        """Make steps on a batch.
+
+        Args:
+            samples: Its size.
+
+        Returns:
+            Peak bytes above the loaded model; infinite where a GPU's allocator refuses.
+        """
+        batch = replace(self.task, batch_size=samples).batch(self.device)
+        if self.runner is None:
+            self.runner = self.engine.attach(self.task.model(self.device), 1.0)
+            self.loaded = held(self.device)
+        if isinstance(self.runner, Prepares):
+            self.runner.prepare(batch)
+            self.loaded = held(self.device)
+        forget_peak(self.device)
+        try:
+            for _ in range(STEPS):
+                self._step(batch, samples)
+        except torch.cuda.OutOfMemoryError:
+            # What a step left half done is not used again.
+            self.runner = None
+            return float("inf")
+        finally:
+            highest = peak(self.device)
+            del batch
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+        return highest - self.loaded
+
+    def _step(self, batch: Batch, samples: int) -> None:
+        started = time.perf_counter()
+        self.runner.step(batch)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.seconds[samples] = time.perf_counter() - started
+
+
+def search(
+    engine: Engine, task: Task, device: torch.device, *, cap: float, most: int, first: int = 1
+) -> dict[str, Any]:
+    """Search in this process.
+
+    Args:
+        engine: The engine.
+        task: Gives model and batches.
+        device: Where it runs.
+        cap: Bytes above the loaded model.
+        most: Look no further.
+        first: The number of samples that is tried first.
+
+    Returns:
+        `largest_batch`, the peaks in bytes by batch, and the samples a second at that batch.
+    """
+    probe = Probe(engine, task, device)
+    number, peaks = largest(probe, cap, most=most, first=first)
+    found: dict[str, Any] = {
+        "largest_batch": number,
+        "largest_batch_is_limit": number >= most,
+        "peaks": {str(samples): bytes_ for samples, bytes_ in sorted(peaks.items()) if bytes_ != float("inf")},
+    }
+    if number:
+        found["samples_per_second"] = number / probe.seconds[number]
+    return found
+
+
+def _in_this_process(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    machine.exact_float32()
+    engine = next(engine for engine in every_engine() if engine.name == options.search)
+    load_what_a_step_loads(engine, find(options.task[0], quick=True), device)
+    cap = options.cap * MEGABYTE
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, 2 * cap / total), device)
+    task = find(options.task[0], quick=options.quick)
+    return search(engine, task, device, cap=cap, most=options.most)
+
+
+def _expected(task: Task, device: torch.device) -> tuple[Task, Reference]:
+    few = replace(task, batch_size=min(task.batch_size, 2))
+    return few, reference(few, device)
+
+
+def measured(name: str, wanted: list[Engine], options: argparse.Namespace) -> dict[str, Any]:
+    """Search for every engine that is right.
+
+    Args:
+        name: Of the task.
+        wanted: The engines, the non-private one first.
+        options: Of the command line.
+
+    Returns:
+        The task's part of the report.
+    """
+    device = torch.device(options.device)
+    task = find(name, quick=options.quick)
+    cap = options.cap or (QUICK_CAP if options.quick else CAPS.get(name, max(CAPS.values())))
+    few, expected = _expected(task, device)
+    rows = []
+    for engine in wanted:
+        row: dict[str, Any] = checked(engine, few, device, expected)
+        if row["status"] == "ok":
+            arguments = ["--search", engine.name, "--task", name, "--cap", str(cap), "--most", str(options.most)]
+            arguments += ["--device", str(device), *(["--quick"] if options.quick else [])]
+            found = in_new_process("benchmarks.capacity", arguments, seconds=SECONDS)
+            problem = found.pop("process_problem", None)
+            row.update({"status": "failed", "problem": problem} if problem else found)
+        print(f"   {task.name}, {engine.title}: {row.get('largest_batch', row['status'])}", file=sys.stderr, flush=True)
+        rows.append(row)
+    return {"name": name, "title": task.title.rpartition(", B")[0], "cap_megabytes": cap, "engines": rows}
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """The report as tables.
+
+    Args:
+        report: A report as read from its file.
+
+    Returns:
+        One table a task.
+    """
+    parts = [f"# Largest batch under a cap of memory\n\n{heading(report)}"]
+    for task in report["tasks"]:
+        base = task["engines"][0].get("largest_batch")
+        lines = [f"**{task['title']}**, at most {task['cap_megabytes']:g} MB above the loaded model\n"]
+        lines.append("| engine | largest batch | of non-private | samples a second there |\n|---|---:|---:|---:|")
+        for row in task["engines"]:
+            if row["status"] != "ok":
+                lines.append(f"| {row['title']} | {why_not(row)} | | |")
+                continue
+            most = "≥ " if row["largest_batch_is_limit"] else ""
+            share = times(row["largest_batch"] / base) if base else ""
+            speed = f"{row['samples_per_second']:.0f}" if "samples_per_second" in row else ""
+            lines.append(f"| {row['title']} | {most}{row['largest_batch']} | {share} | {speed} |")
+        parts.append("\n".join(lines) + "\n")
+    parts.append("The largest batch is known to within 2 %; the peak is that of the first two steps.\n")
+    return "\n".join(parts)
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.capacity", description=__doc__)
+    parser.add_argument("--task", action="append", help=f"may be given several times (default: {', '.join(TASKS)})")
+    parser.add_argument("--engine", action="append", help=f"beside the non-private one (default: {', '.join(ENGINES)})")
+    parser.add_argument("--cap", type=float, help=f"MB above the loaded model (default: {CAPS})")
+    parser.add_argument("--most", type=int, default=4096, help="try no larger batch (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="cpu (the default), cuda, ...")
+    parser.add_argument("--quick", action="store_true", help="small models: does it run")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the files (default: %(default)s)")
+    parser.add_argument("--search", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Search for every engine and write the report.
+
+    Args:
+        arguments: The command line; that of the process by default.
+
+    Returns:
+        The exit status: 1 if an engine of ghostclip failed or computed something wrong.
+    """
+    options = _options(arguments)
+    device = torch.device(options.device)
+    if options.search:
+        print(json.dumps(_in_this_process(options, device)))
+        return 0
+    machine.exact_float32()
+    names = options.engine or ENGINES
+    wanted = [engine for engine in every_engine() if not engine.private or engine.name in names]
+    given = sys.argv[1:] if arguments is None else arguments
+    report = head("benchmarks.capacity", given, device, quick=options.quick)
+    report["tasks"] = [measured(name, wanted, options) for name in options.task or TASKS]
+    text = markdown(report)
+    path = write(options.out, stem("capacity", device, quick=options.quick), report, text)
+    print(f"\n{text}\nwritten: {path}.json, .md")
+    rows = [row for task in report["tasks"] for row in task["engines"]]
+    return int(any(row["status"] != "ok" and row["title"].startswith("ghostclip") for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""The programs from end to end on small models, and what their tables say of engines without figures."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+
+from benchmarks import __main__ as program
+from benchmarks import capacity, memory, run, scaling
+from benchmarks.engines import NON_PRIVATE
+from benchmarks.files import stem
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import large
+from benchmarks.headline import fastest_peer, summary
+from benchmarks.report import absent, markdown, memory_ratio
+from benchmarks.tasks import block, find, tasks
+
+CPU = torch.device("cpu")
+PEAKS = {"loaded_bytes": 0, "peak_bytes": 3 * 2**20, "steady_bytes": 2**21}
+
+
+@pytest.fixture
+def _same_process(monkeypatch):
+    """Stands in for processes of their own, which would spend their seconds on imports."""
+
+    def here(module, arguments, *, seconds=None):
+        if module == "benchmarks.memory":
+            return dict(PEAKS)
+        if module == "benchmarks.capacity":
+            return {"largest_batch": 3, "largest_batch_is_limit": False, "samples_per_second": 7.5}
+        options = large._options(arguments)
+        return large._in_this_process(options, torch.device(options.device))
+
+    for place in (memory, capacity, large):
+        monkeypatch.setattr(place, "in_new_process", here)
+
+
+@pytest.mark.usefixtures("_same_process")
+def test_the_report_runs_from_end_to_end(tmp_path):
+    arguments = ["--quick", "--task", "mlp", "--engine", "bookkeeping", "--engine", "torch-func", "--seconds", "0"]
+    assert program.main([*arguments, "--rounds", "1", "--out", str(tmp_path)]) == 0
+    report = json.loads((tmp_path / "report-cpu-quick.json").read_text(encoding="utf-8"))
+    assert [row["name"] for row in report["tasks"][0]["engines"]] == ["nonprivate", "bookkeeping", "torch-func"]
+    assert all(row["status"] == "ok" and row["flops"] > 0 for row in report["tasks"][0]["engines"])
+    text = (tmp_path / "report-cpu-quick.md").read_text(encoding="utf-8")
+    assert "| 1.00× | 3 |" in text, "memory of later steps as a ratio, then of the first in MB"
+    assert "fastDP" in text
+    assert (tmp_path / "report-cpu-quick.png").stat().st_size > 5_000
+    assert "torch.func vmap" in summary(report)
+
+
+@pytest.mark.usefixtures("_same_process")
+def test_curves_run_from_end_to_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(scaling, "QUICK_LENGTHS", (4, 8))
+    monkeypatch.setattr(scaling, "QUICK_TOKENS", 8)
+    arguments = ["--quick", "--over", "T", "--engine", "bookkeeping", "--out", str(tmp_path)]
+    assert scaling.main(arguments) == 0
+    curve = json.loads((tmp_path / "scaling-cpu-quick.json").read_text(encoding="utf-8"))["curves"][0]
+    assert [(point["T"], point["B"]) for point in curve["points"]] == [(4, 2), (8, 1)]
+    text = (tmp_path / "scaling-cpu-quick.md").read_text(encoding="utf-8")
+    assert "| memory, × non-private | T = 4 | T = 8 |" in text
+    assert (tmp_path / "scaling-cpu-quick.png").stat().st_size > 5_000
+
+
+@pytest.mark.usefixtures("_same_process")
+def test_capacity_runs_from_end_to_end(tmp_path):
+    assert capacity.main(["--quick", "--task", "mlp", "--engine", "ghost", "--out", str(tmp_path)]) == 0
+    text = (tmp_path / "capacity-cpu-quick.md").read_text(encoding="utf-8")
+    assert "| ghostclip ghost | 3 | 1.00× | 8 |" in text
+
+
+@pytest.mark.usefixtures("_same_process")
+@pytest.mark.integration
+@pytest.mark.parametrize("name", ["gpt2-large", pytest.param("llama-1b", marks=pytest.mark.slow)])
+def test_large_models_run_small(tmp_path, name):
+    options = ["--device", "cpu", "--quick", "--most", "1", "--engine", "bookkeeping", "--out", str(tmp_path)]
+    assert large.main([*options, "--case", name]) == 0
+    report = json.loads((tmp_path / "large-cpu-quick.json").read_text(encoding="utf-8"))
+    (case,) = report["cases"]
+    assert [row["status"] for row in case["engines"]] == ["ok", "ok"], case
+    assert case["engines"][1]["error"] <= 1e-5
+    assert {"wall_seconds", "steady_bytes", "largest_batch"} <= set(case["engines"][1])
+
+
+def test_a_stage_that_fails_or_hangs_keeps_nobody_from_running(tmp_path, monkeypatch, capsys):
+    found = [
+        gpu.Stage("large", ("-c", "import time; time.sleep(60)"), 0.3),
+        gpu.Stage("tests", ("-c", "raise SystemExit(3)"), 60.0),
+        gpu.Stage("report", ("-c", "print('here')"), 60.0),
+    ]
+    monkeypatch.setattr(gpu, "stages", lambda device, out, *, quick: found)
+    assert gpu.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 1
+    done = json.loads((tmp_path / "gpu-cpu-quick.json").read_text(encoding="utf-8"))["stages"]
+    assert [row["status"] for row in done] == ["cut short", "failed", "ok"]
+    assert (tmp_path / "gpu-cpu-quick-report.log").read_text(encoding="utf-8") == "here\n"
+    assert "report ok" in capsys.readouterr().out
+
+
+def test_no_stage_starts_when_the_budget_is_spent(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "stages", lambda device, out, *, quick: [gpu.Stage("large", ("-c", "1/0"), 9.0)])
+    assert gpu.main(["--device", "cpu", "--quick", "--budget", "0.5", "--out", str(tmp_path)]) == 0
+
+
+def test_stages_fit_the_commands_they_start(tmp_path):
+    for device in (CPU, torch.device("cuda")):
+        found = {stage.name: stage for stage in gpu.stages(device, tmp_path, quick=True)}
+        assert ("kernels" in found) == (device.type == "cuda")
+        large._options(list(found["large"].arguments[2:]))
+        program._options(list(found["report"].arguments[2:]))
+
+
+def test_a_process_that_dies_or_hangs_is_a_result(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert "ended with 1" in memory.in_new_process("benchmarks.memory", [])["process_problem"]
+
+
+def test_peaks_see_memory_that_is_let_go_again():
+    class Runner:
+        def step(self, batch):
+            torch.ones(8 * 2**20)
+
+        def result(self):
+            return []
+
+    found = memory.peaks(Runner(), find("mlp", quick=True).batch(CPU), CPU)
+    assert found["peak_bytes"] - found["loaded_bytes"] > 24 * 2**20
+    assert found.get("steady_bytes", found["peak_bytes"]) - found["loaded_bytes"] > 24 * 2**20
+
+
+def test_the_first_steps_are_not_counted_as_later_ones():
+    class Runner:
+        steps = 0
+
+        def step(self, batch):
+            self.steps += 1
+            torch.ones((64 if self.steps == 1 else 1) * 2**20)
+
+        def result(self):
+            return []
+
+    if not memory.forget_peak(CPU):
+        pytest.skip("this system does not let a process forget its peak")
+    found = memory.peaks(Runner(), find("mlp", quick=True).batch(CPU), CPU)
+    assert found["peak_bytes"] - found["steady_bytes"] > 128 * 2**20
+
+
+def _row(name, ratio, *, private=True, status="ok"):
+    return {"name": name, "title": name, "private": private, "status": status, "wall_ratio": ratio, "problem": "p"}
+
+
+def test_the_fastest_peer_is_right_and_not_ours():
+    rows = [_row("nonprivate", 1.0, private=False), _row("bookkeeping", 1.1), _row("ghost", 0.9), _row("jax", 1.5)]
+    rows += [_row("opacus-ghost", 0.5, status="wrong"), _row("torch-func", 1.4)]
+    assert fastest_peer(rows)["name"] == "torch-func"
+    assert fastest_peer(rows[:3]) is None
+
+
+def test_memory_is_no_ratio_where_there_is_too_little_of_it():
+    base = {"private": False, "loaded_bytes": 0, "peak_bytes": 2**24, "steady_bytes": 2**21}
+    own = {"private": True, "loaded_bytes": 2**20, "peak_bytes": 2**24, "steady_bytes": 2**22}
+    assert memory_ratio(own, [base, own]) == pytest.approx(1.5)
+    assert memory_ratio(own, [{**base, "steady_bytes": 2**10}, own]) is None
+    assert memory_ratio({"private": True}, [base]) is None
+
+
+def test_an_engine_that_cannot_says_why_and_shows_no_figure():
+    machine = {"cpu": "a", "cores": 1, "threads": 1, "memory_gib": 1, "os": "b", "python": "3", "versions": {}}
+    machine |= {"commit": "c" * 40, "changed_since_commit": False}
+    task = {"title": "T", "parameters": 1, "max_grad_norm": 1.0, "rounds": 1}
+    task["engines"] = [{**_row("jax", 1.234, status="cannot"), "problem": "not written"}]
+    report = {"command": "c", "date": "d", "quick": False, "machine": machine, "tasks": [task]}
+    report["missing"] = [{"title": "BackPACK", "install": "pip install it"}]
+    text = markdown(report)
+    assert "cannot: not written" in text
+    assert "1.23" not in text
+    assert "Not installed: BackPACK (`pip install it`)" in absent(report)
+
+
+def test_tasks_have_the_same_names_in_both_sizes():
+    assert [task.name for task in tasks(quick=True)] == [task.name for task in tasks(quick=False)]
+    assert find(block(64, 2, quick=False).name, quick=False).batch_size == 2
+    with pytest.raises(LookupError, match="'nobody'"):
+        find("nobody", quick=True)
+
+
+def test_a_batch_that_is_checked_may_be_smaller_than_the_timed_one(monkeypatch):
+    seen = []
+    monkeypatch.setattr(run, "reference", lambda task, device: seen.append(task.batch_size) or _Expected)
+    run.measure_task(find("mlp", quick=True), [NON_PRIVATE], CPU, run.Limits(1, 0.0, False, 2), quick=True)
+    assert seen == [2]
+
+
+class _Expected:
+    max_grad_norm = 1.0
+
+
+def test_quick_results_have_names_of_their_own():
+    assert (stem("x", CPU, quick=True), stem("x", CPU, quick=False)) == ("x-cpu-quick", "x-cpu")

@@ -1,0 +1,73 @@
+"""The largest batch is found from few peaks, whatever shape memory has."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from benchmarks import capacity
+from benchmarks.engines import NON_PRIVATE
+from benchmarks.search import PRECISION, largest
+from benchmarks.tasks import find
+
+CPU = torch.device("cpu")
+# Bytes of a number of samples, the cap, and the largest number that is within it (of at most 4096).
+SHAPES = {
+    "line": (lambda number: 100 + 10 * number, 1000, 90),
+    "square": (lambda number: number**2, 5000, 70),
+    "flat": (lambda number: 5, 10, 4096),
+    "not one": (lambda number: 2000, 10, 0),
+    "steps": (lambda number: 50 * math.ceil(number / 8), 777, 120),
+    "refused": (lambda number: 10 * number if number < 50 else math.inf, 1e6, 49),
+    "one": (lambda number: number, 1, 1),
+}
+
+
+@pytest.mark.parametrize("first", [1, 7])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_largest_is_the_largest(shape, first):
+    peak_of, cap, right = SHAPES[shape]
+    found, peaks = largest(peak_of, cap, most=4096, first=first)
+    assert peaks == {number: peak_of(number) for number in peaks}
+    assert found <= right <= max(found + 1, found * (1 + PRECISION))
+    assert found == 0 or peaks[found] <= cap
+    assert len(peaks) <= 14
+
+
+def test_the_next_number_is_ruled_out_by_measuring_it():
+    found, peaks = largest(lambda number: 100 + 10 * number, 300, most=4096)
+    assert (found, 21 in peaks) == (20, True)
+
+
+def test_a_line_takes_few_probes():
+    _, peaks = largest(lambda number: 3e6 + 1e6 * number, 512e6, most=4096)
+    assert len(peaks) <= 7
+
+
+def test_an_engine_is_searched_by_what_its_steps_take(monkeypatch):
+    taken = {"peak": 0}
+    monkeypatch.setattr(capacity, "held", lambda device: 1000)
+    monkeypatch.setattr(capacity, "forget_peak", lambda device: True)
+    monkeypatch.setattr(capacity, "peak", lambda device: taken["peak"])
+
+    class Runner:
+        def __init__(self, model, max_grad_norm):
+            pass
+
+        def step(self, batch):
+            taken["peak"] = 1000 + 10 * len(batch[1])
+
+    engine = capacity.Engine("x", "X", False, Runner)
+    found = capacity.search(engine, find("mlp", quick=True), CPU, cap=205, most=64)
+    assert found["largest_batch"] == 20
+    assert not found["largest_batch_is_limit"]
+    assert found["peaks"]["20"] == 200
+    assert found["samples_per_second"] > 0
+
+
+def test_more_samples_take_more_memory():
+    """The real measure, in this process: the C library may keep what is freed, so only the order is asked for."""
+    probe = capacity.Probe(NON_PRIVATE, find("cnn", quick=True), CPU)
+    assert probe(512) > probe(1) + 2**20
