@@ -64,7 +64,8 @@ REFUSED: Final[dict[str, str]] = {
 PATTERNS: Final[tuple[tuple[str, str], ...]] = (
     ("accountants.analysis.prv*", _PRV),
     ("grad_sample.*compute_*", _RULES),
-    *((f"grad_sample.{name}", _RULES) for name in ("*_norm", "conv*", "dp_*", "embedding*", "functorch*", "linear")),
+    *((f"grad_sample.{name}", _RULES) for name in ("*_norm", "conv*", "dp_*", "embedding*", "linear")),
+    ("grad_sample.functorch.prepare_layer", _RULES),
     ("grad_sample.*create_*_sample", _INSIDE),
     ("grad_sample.*promote_current_grad_sample", _INSIDE),
     ("grad_sample.gsm_base.OPACUS_PARAM_MONKEYPATCH_ATTRS", _INSIDE),

@@ -4,6 +4,7 @@ New code uses `ghostclip.PrivacyEngine`, which also sees to the sampling.
 """
 
 from ghostclip.legacy.engine import PrivacyEngine
+from ghostclip.legacy.models import DPModelInspector, convert_batchnorm_modules
 from ghostclip.legacy.per_sample_gradient_clip import (
     ConstantFlatClipper,
     ConstantPerLayerClipper,
@@ -14,7 +15,9 @@ from ghostclip.legacy.per_sample_gradient_clip import (
 __all__ = [
     "ConstantFlatClipper",
     "ConstantPerLayerClipper",
+    "DPModelInspector",
     "NormClipper",
     "PerSampleGradientClipper",
     "PrivacyEngine",
+    "convert_batchnorm_modules",
 ]

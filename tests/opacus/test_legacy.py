@@ -10,7 +10,15 @@ from torch import nn
 
 from ghostclip.accounting import RDPAccountant
 from ghostclip.errors import InvalidOptionError, MissingGradientError
-from ghostclip.legacy import ConstantFlatClipper, ConstantPerLayerClipper, PerSampleGradientClipper, PrivacyEngine
+from ghostclip.legacy import (
+    ConstantFlatClipper,
+    ConstantPerLayerClipper,
+    DPModelInspector,
+    PerSampleGradientClipper,
+    PrivacyEngine,
+    convert_batchnorm_modules,
+)
+from ghostclip.validators import UnsupportedModuleError
 from tests.opacus.pairs import batch, clipped_sum, small_model
 
 pytestmark = [
@@ -188,3 +196,15 @@ def test_clipper_by_hand_per_layer():
     assert bounds == pytest.approx([0.1, 0.2, 0.3, 0.4])
     assert samples == 6
     clipper.close()
+
+
+def test_model_is_inspected_and_converted():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Sequential(nn.BatchNorm2d(8), nn.ReLU()))
+    assert not DPModelInspector(should_throw=False).validate(model)
+    with pytest.raises(UnsupportedModuleError, match="BatchNorm2d"):
+        DPModelInspector().validate(model)
+    assert isinstance(convert_batchnorm_modules(model)[1][0], nn.GroupNorm)
+    assert isinstance(model[1][0], nn.BatchNorm2d)
+    converted = convert_batchnorm_modules(model, lambda norm: nn.InstanceNorm2d(norm.num_features))
+    assert isinstance(converted[1][0], nn.InstanceNorm2d)
+    assert DPModelInspector().validate(converted)

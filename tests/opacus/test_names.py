@@ -17,6 +17,7 @@ from ghostclip.grad_sample import (
     GradSampleModule,
     GradSampleModuleFastGradientClipping,
 )
+from ghostclip.grad_sample.functorch import make_functional
 from ghostclip.optimizers import (
     AdaClipDPOptimizer,
     DistributedDPOptimizer,
@@ -89,14 +90,15 @@ def test_what_is_not_private_is_named():
         facade.add_hooks()
 
 
+@pytest.mark.filterwarnings("ignore:2 backward passes")
 def test_adaptive_loss_of_a_batch():
     training = make_private("ghostclip", "ghost", bound=1.0)
-    for _ in range(2):
-        x, y = batch()
-        losses = nn.functional.cross_entropy(training.module(x), y, reduction="none")
-        DPTensorFastGradientAdaptiveClipping(
-            training.module, training.optimizer, losses, target_unclipped_quantile=1.0, min_clipbound=0.5
-        ).backward()
+    options = {"target_unclipped_quantile": 1.0, "min_clipbound": 0.5}
+    for backwards in (1, 2):
+        for _ in range(backwards):
+            x, y = batch()
+            losses = nn.functional.cross_entropy(training.module(x), y, reduction="none")
+            DPTensorFastGradientAdaptiveClipping(training.module, training.optimizer, losses, **options).backward()
         training.optimizer.step()
     assert training.optimizer.max_grad_norm > 1.0
     summed = DPOptimizer(
@@ -115,6 +117,7 @@ def test_adaptive_loss_of_a_batch():
     [
         ("grad_sample", "compute_conv_grad_sample", "register_grad_sampler"),
         ("grad_sample", "linear", "register_grad_sampler"),
+        ("grad_sample.functorch", "ft_compute_per_sample_gradient", "register_grad_sampler"),
         ("grad_sample.grad_sample_module", "create_or_accumulate_grad_sample", "inside"),
         ("layers.dp_rnn", "DPRNNBase", "DPLSTM"),
         ("utils.tensor_utils", "unfold2d", r"functional\.unfold"),
@@ -202,3 +205,19 @@ def test_length_over_any_sampler():
     batches = BatchSampler(SequentialSampler(range(20)), batch_size=10, drop_last=False)
     assert len(BatchSplittingSampler(sampler=batches, max_batch_size=4, optimizer=optimizer)) == 5
     assert len(BatchSplittingSampler(sampler=[[1, 2], [3]], max_batch_size=4, optimizer=optimizer)) == 2
+
+
+def test_functional_form_gives_gradients_of_ones_own():
+    model = small_model()
+    x, y = batch()
+    facade = GradSampleModule(model)
+    function, parameters = make_functional(facade, disable_autograd_tracking=True)
+
+    def loss(parameters, inputs, target):
+        return nn.functional.cross_entropy(function(parameters, inputs[None]), target[None])
+
+    own = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(parameters, x, y)
+    nn.CrossEntropyLoss()(facade(x), y).backward()
+    for gradient, p in zip(own, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, p.grad_sample)
+    assert [id(p) for p in make_functional(model)[1]] == [id(p) for p in model.parameters()]

@@ -71,6 +71,19 @@ shown = {
     "loader": isinstance(made[2], DPDataLoader), "inner": type(made[1].original_optimizer).__name__,
 }
 """,
+    "gradients of one's own by torch.func": """
+from opacus.grad_sample.functorch import make_functional
+from torch.func import grad_and_value, vmap
+fmodel, _ = make_functional(model)
+
+def loss_and_score(params, x, y):
+    score = fmodel(params, x.unsqueeze(0))
+    return criterion(score, y.unsqueeze(0)), score
+
+compute = vmap(grad_and_value(loss_and_score, has_aux=True), in_dims=(None, 0, 0))
+gradients, (losses, scores) = compute(list(model.parameters()), inputs[:5], labels[:5])
+shown = {"norms": [g.norm().item() for g in gradients], "losses": losses.tolist()}
+""",
     "noise for a budget": """
 from opacus.accountants.utils import get_noise_multiplier
 sigma = get_noise_multiplier(target_epsilon=3.0, target_delta=1e-5, sample_rate=0.01, epochs=5, accountant="rdp")
