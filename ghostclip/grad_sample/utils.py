@@ -79,7 +79,7 @@ def get_gsm_class(grad_sample_mode: str) -> Callable[..., Any]:
         grad_sample_mode: "hooks", "functorch", "ew" or "ghost".
 
     Returns:
-        `GradSampleModule`, or the function that makes one for "ghost".
+        `GradSampleModule`, or `GradSampleModuleFastGradientClipping` for "ghost".
 
     Raises:
         InvalidOptionError: If the mode is unknown or refused, or has no class in Opacus (use `prepare_module`).
@@ -94,7 +94,7 @@ def get_hooks_class(grad_sample_mode: str) -> Callable[..., Any]:
         grad_sample_mode: "hooks", "functorch", "ew" or "ghost".
 
     Returns:
-        `GradSampleHooks`, or the function that makes one for "ghost".
+        `GradSampleHooks`, or `GradSampleHooksFastGradientClipping` for "ghost".
 
     Raises:
         InvalidOptionError: If the mode is unknown or refused, or has no class in Opacus (use `prepare_module`).

@@ -1,6 +1,6 @@
 """The one private optimizer: clipped sums in, noise added, accountant told, inner optimizer stepped.
 
-Opacus's other optimizers are names of functions that make it.
+Opacus's other optimizers are names for it, with another clip policy or noise source.
 """
 
 from ghostclip._refused import refusing

@@ -213,7 +213,7 @@ def get_optimizer_class(
         grad_sample_mode: Only checked.
 
     Returns:
-        `DPOptimizer`, or a function that makes one.
+        `DPOptimizer`, or a name for one.
 
     Raises:
         InvalidOptionError: If there is none for the combination.
