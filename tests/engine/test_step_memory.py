@@ -50,11 +50,11 @@ class LiveBytes(TorchDispatchMode):
 class Run:
     """Layers of 640 kB each, with small biases, ready for a step."""
 
-    def __init__(self, dtype, level):
+    def __init__(self, dtype, level, strategy="auto"):
         layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
         self.model = nn.Sequential(*layers).to(dtype)
         self.dtype = dtype
-        self.clipper = GhostClipper(self.model, max_grad_norm=1.0)
+        self.clipper = GhostClipper(self.model, max_grad_norm=1.0, strategy=strategy)
         self.optimizer = DPOptimizer(
             torch.optim.SGD(self.model.parameters(), lr=0.01),
             noise_multiplier=1.0,
@@ -115,3 +115,12 @@ def test_release_is_formed_where_the_sum_lies():
     places = [run.clipper.summed_gradient(p).data_ptr() for p in run.model.parameters()]
     run.optimizer.step()
     assert [p.grad.data_ptr() for p in run.model.parameters()] == places
+
+
+def test_no_per_sample_gradient_outlives_its_step():
+    run = Run(torch.float32, "fast", strategy="hooks")
+    for _ in range(2):
+        run.backward()
+        assert all(p.grad_sample.shape == (4, *p.shape) for p in run.model.parameters())
+        run.optimizer.step()
+        assert all(p.grad_sample is None for p in run.model.parameters())

@@ -33,6 +33,14 @@ def test_norm_of_thousands_of_factors_is_never_too_small(asked_every):
     assert not total.doubtful_B().any()
 
 
+def test_error_bounds_add_up_and_count():
+    total, value_B = NormSum(), torch.ones(2)
+    for _ in range(4):
+        total.add(SquaredNorm(value_B, torch.tensor([0.5, 0.0])))
+    assert total.norm_B().tolist() == pytest.approx([math.sqrt(6.0), 2.0], rel=1e-5)
+    assert total.doubtful_B().tolist() == [True, False]
+
+
 def test_what_was_added_stays_as_it_is():
     part = squares(1)[0]
     before = part.value_B.clone()
