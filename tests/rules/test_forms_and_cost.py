@@ -16,6 +16,7 @@ from ghostclip.rules import Call, rule_for
 from tests.cases.custom_operations import OneParameter
 from tests.cases.indexing import Looked, WindowBias
 from tests.exactness.runs import engine
+from tests.factors.largest import LargestTensor
 
 SAMPLES = 16
 ROWS, OUTER, WINDOWS, DENSE = "rows", "outer product", "outer product of windows", "dense"
@@ -148,3 +149,23 @@ def test_groups_of_a_convolution_form_no_cross_blocks():
         # Two samples' windows of three inputs and their gradients at each position, or the kernel's own gradients.
         assert factor.element_count() <= 2 * 64 * (3 + 1) * 11
         assert factor.materialize().shape == (2, *shape)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "shape"),
+    [
+        ("layer_norm", {"normalized_shape": [16]}, (4, 9, 16)),
+        ("group_norm", {"num_groups": 2}, (4, 16, 9)),
+        ("instance_norm", {}, (4, 16, 9)),
+    ],
+)
+def test_affine_norms_make_one_temporary(name, options, shape):
+    """The normalised input, which the gradient is multiplied into; sums are smaller."""
+    x, grad = torch.randn(shape), torch.randn(shape)
+    values = {"input": x, **options, "weight": torch.ones(16), "bias": torch.zeros(16)}
+    rule, _ = rule_for(name)
+    captured = rule(Call(name, values, frozenset({"weight", "bias"})))
+    with LargestTensor() as seen:
+        found = captured.factors([x], grad, lambda t, lead: t.flatten(1, lead - 1) if lead > 1 else t.unsqueeze(1))
+    assert sum(size >= x.numel() for size in seen.made) == 1
+    assert {key: factor.materialize().shape for key, factor in found.items()} == dict.fromkeys(found, (4, 16))
