@@ -68,20 +68,17 @@ def main(arguments: list[str] | None = None) -> int:
         torch.set_num_threads(options.threads)
     machine.exact_float32()
     wanted = chosen(options.engine)
-    report = {
-        **head("benchmarks", sys.argv[1:] if arguments is None else arguments, device, quick=options.quick),
-        "missing": missing(),
-        "quoted": list(QUOTED),
-        "tasks": [
-            measure_task(task, wanted, device, Limits(options.rounds, options.seconds), quick=options.quick)
-            for task in tasks(quick=options.quick)
-            if not options.task or task.name in options.task
-        ],
-    }
-    table = markdown(report)
-    path = write(options.out, stem("report", device, quick=options.quick), report, table)
-    plot(report, path.with_suffix(".png"))
-    print(f"\n{table}\nwritten: {path}.json, .md, .png")
+    report = head("benchmarks", sys.argv[1:] if arguments is None else arguments, device, quick=options.quick)
+    report |= {"missing": missing(), "quoted": list(QUOTED), "tasks": []}
+    limits, name = Limits(options.rounds, options.seconds), stem("report", device, quick=options.quick)
+    for task in tasks(quick=options.quick):
+        if options.task and task.name not in options.task:
+            continue
+        report["tasks"].append(measure_task(task, wanted, device, limits, quick=options.quick))
+        # After every task, so that a run that is cut short has what it measured.
+        path = write(options.out, name, report, markdown(report))
+        plot(report, path.with_suffix(".png"))
+    print(f"\n{markdown(report)}\nwritten: {options.out / name}.json, .md, .png")
     rows = [row for task in report["tasks"] for row in task["engines"]]
     return int(any(row["status"] != "ok" and row["title"].startswith("ghostclip") for row in rows))
 

@@ -132,13 +132,12 @@ def main(arguments: list[str] | None = None) -> int:
     rounds, seconds = (2, 1.0) if options.quick else (options.rounds, options.seconds)
     limits = Limits(rounds, seconds, with_memory=not options.no_memory, checked_samples=2)
     report = head("benchmarks.scaling", sys.argv[1:] if arguments is None else arguments, device, quick=options.quick)
-    report["curves"] = [
-        measured(over, wanted, device, limits, quick=options.quick) for over in options.over or ("T", "B")
-    ]
-    text = markdown(report)
-    path = write(options.out, stem("scaling", device, quick=options.quick), report, text)
-    plot(report, path.with_suffix(".png"))
-    print(f"\n{text}\nwritten: {path}.json, .md, .png")
+    report["curves"], name = [], stem("scaling", device, quick=options.quick)
+    for over in options.over or ("T", "B"):
+        report["curves"].append(measured(over, wanted, device, limits, quick=options.quick))
+        path = write(options.out, name, report, markdown(report))
+        plot(report, path.with_suffix(".png"))
+    print(f"\n{markdown(report)}\nwritten: {options.out / name}.json, .md, .png")
     rows = [row for curve in report["curves"] for point in curve["points"] for row in point["engines"]]
     return int(any(row["status"] != "ok" and row["title"].startswith("ghostclip") for row in rows))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,6 +99,21 @@ def test_a_stage_that_fails_or_hangs_keeps_nobody_from_running(tmp_path, monkeyp
     assert [row["status"] for row in done] == ["cut short", "failed", "ok"]
     assert (tmp_path / "gpu-cpu-quick-report.log").read_text(encoding="utf-8") == "here\n"
     assert "report ok" in capsys.readouterr().out
+
+
+def test_what_a_stage_started_ends_with_it(tmp_path):
+    """What is left running would hold a GPU's memory."""
+    inner = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-SE', '-c', {inner!r}])"
+    log = tmp_path / "log"
+    assert gpu.run(gpu.Stage("report", ("-SE", "-c", code), 60.0), 4.0, log)["status"] == "cut short"
+    stat = Path(f"/proc/{int(log.read_text())}/stat")
+    for _ in range(50):
+        # Gone, or dead and not yet collected by whoever adopted it.
+        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.1)
+    raise AssertionError("still running")
 
 
 def test_no_stage_starts_when_the_budget_is_spent(tmp_path, monkeypatch):
