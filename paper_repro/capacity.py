@@ -1,11 +1,13 @@
-"""The largest batch under a cap of memory, by doubling and halving: `python -m paper_repro.capacity --help`.
+"""The largest batch under a cap of memory: `python -m paper_repro.capacity --help`.
 
-Each engine is tried in a process of its own, which holds no other model, and which sees the cap as the machine's end.
+All engines of a case are tried in a process of their own, one after the other; it holds no other model, and each engine
+sees the cap as the machine's end.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import sys
@@ -18,68 +20,102 @@ import torch
 
 from benchmarks.engines import Engine
 from benchmarks.machine import exact_float32
+from benchmarks.memory import forget_peak, held, in_new_process, peak
 from paper_repro.cases import Case, Size
 from paper_repro.limits import cap, reason, short_of_memory
 from paper_repro.measure import MAX_GRAD_NORM, say
-from paper_repro.memory import in_new_process
 from paper_repro.tables import LETTERS, load
 
 GIB = 2**30
+# Two steps: what the first leaves behind, the second has to live with.
+STEPS = 2
+# While memory is not known, a batch that fits is followed by one so many times as large.
+FIRST_STEPS = 4
+# A line has two points; guesses along it that do not close in are given up.
+POINTS = 2
+GUESSES = 6
 # A batch is said to be the largest when it is known to within this share, which saves steps nobody would miss.
 PRECISION = 0.03
 
 
-def largest(fits: Callable[[int], bool], *, most: int) -> int:
+def _foreseen(used: dict[int, int], limit: float) -> int | None:
+    """The batch whose memory reaches the limit, on the line through the two largest that fit."""
+    if len(used) < POINTS:
+        return None
+    (small, low), (large, high) = sorted(used.items())[-POINTS:]
+    return large + int((limit - high) * (large - small) / (high - low)) if high > low else None
+
+
+def largest(fits: Callable[[int], int | None], *, most: int, limit: float = 0.0) -> int:
     """Find the largest batch that fits, if smaller ones do.
 
+    Memory grows in a straight line with the batch, so after two batches the next one is the one foreseen to be the
+    largest. Where that is off, or memory is not known, halving goes on.
+
     Args:
-        fits: Whether a number of samples does.
+        fits: The bytes that a number of samples takes, 0 if they are not known; None if it does not fit.
         most: Look no further.
+        limit: Bytes there are; 0 if they are not known.
 
     Returns:
         The number, to within 3 %; 0 if not even one fits.
     """
-    low, high = 0, 1
-    while high <= most and fits(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)
+    used: dict[int, int] = {}
+    low, high, guesses = 0, most + 1, 0
     while high - low > max(1, int(PRECISION * low)):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        middle = (low + high) // 2 if high <= most else max(1, FIRST_STEPS * low)
+        foreseen = _foreseen(used, limit) if limit and guesses < GUESSES else None
+        if foreseen is not None:
+            guesses += 1
+            # On its other side lies the next guess, so that two of them close the gap.
+            middle = foreseen if guesses % 2 else int(foreseen * (1 + PRECISION)) + 1
+        middle = min(max(middle, low + 1), high - 1)
+        taken = fits(middle)
+        if taken is None:
+            high = middle
+        else:
+            low = middle
+            if taken:
+                used[middle] = taken
     return low
 
 
-def _seconds_of_a_step(engine: Engine, case: Case, samples: int, device: torch.device) -> float:
+def _step(engine: Engine, case: Case, samples: int, device: torch.device, *, steps: int) -> float:
+    """Seconds of the last of some first steps."""
     task = replace(case.task, batch_size=samples)
     batch = task.batch(device)
     runner = engine.attach(task.model(device), MAX_GRAD_NORM)
-    runner.step(batch)
-    started = time.perf_counter()
-    runner.step(batch)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - started
+    seconds = 0.0
+    for _ in range(steps):
+        started = time.perf_counter()
+        runner.step(batch)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - started
+    return seconds
 
 
 def _search(engine: Engine, case: Case, device: torch.device, limit: float, *, most: int) -> dict[str, Any]:
     seconds: dict[int, float] = {}
 
-    def fits(samples: int) -> bool:
+    def fits(samples: int) -> int | None:
         try:
+            known = forget_peak(device)
+            before = held(device)
             with cap(limit, device):
-                seconds[samples] = _seconds_of_a_step(engine, case, samples, device)
+                seconds[samples] = _step(engine, case, samples, device, steps=STEPS)
+            return peak(device) - (before if device.type == "cpu" else 0) if known else 0
         except Exception as problem:
             if not short_of_memory(problem):
                 raise
-            return False
+            return None
         finally:
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-        return True
 
     try:
-        found = largest(fits, most=most)
+        found = largest(fits, most=most, limit=limit)
     except Exception as problem:  # noqa: BLE001 - whatever an engine raises is a result
         return {"capacity_problem": reason(problem)}
     result: dict[str, Any] = {"largest_batch": found, "largest_batch_is_limit": found >= most}
@@ -98,16 +134,17 @@ def add_capacity(letter: str, size: Size, case: Case, found: dict[str, Any], giv
         found: Its part of the report; its engines' rows gain `largest_batch`, or `capacity_problem`.
         given: `device`, `cap` in GiB and `most` samples.
     """
-    for row in found["engines"]:
-        # Out of memory at the batch that is timed is no reason not to look for a smaller one.
-        if row["status"] != "ok" and row.get("problem") != "out of memory":
-            continue
-        arguments = [letter, case.task.name, str(row["name"]), "--size", size]
-        for name, value in given.items():
-            arguments += [f"--{name}", str(value)]
-        measured = in_new_process("paper_repro.capacity", arguments)
-        problem = measured.pop("process_problem", None)
-        row.update({"capacity_problem": problem} if problem else measured)
+    # Out of memory at the batch that is timed is no reason not to look for a smaller one.
+    rows = [row for row in found["engines"] if row["status"] in ("ok", "slow") or row.get("problem") == "out of memory"]
+    if not rows:
+        return
+    arguments = [letter, case.task.name, "--size", size]
+    for name, value in given.items():
+        arguments += [f"--{name}", str(value)]
+    measured = in_new_process("paper_repro.capacity", [*arguments, "--engines", *[str(row["name"]) for row in rows]])
+    for row in rows:
+        problem = measured.get("process_problem")
+        row.update({"capacity_problem": problem} if problem else measured[row["name"]])
         said = row.get("largest_batch", row.get("capacity_problem"))
         say(f"   {row['title']}: largest batch under {given['cap']} GiB: {said}")
 
@@ -121,11 +158,11 @@ def _tiny_like(case: Case, letter: str) -> Case:
 
 
 def main() -> None:
-    """Print the largest batch as one line of JSON."""
+    """Print the largest batch of each engine as one line of JSON."""
     parser = argparse.ArgumentParser(prog="python -m paper_repro.capacity", description=__doc__)
     parser.add_argument("table", choices=LETTERS)
     parser.add_argument("case")
-    parser.add_argument("engine")
+    parser.add_argument("--engines", nargs="+", required=True)
     parser.add_argument("--size", choices=("tiny", "small", "full"), default="small")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--cap", type=float, required=True, help="GiB")
@@ -135,11 +172,15 @@ def main() -> None:
     device = torch.device(options.device)
     table = load(options.table, options.size)
     case = next(case for case in table.cases if case.task.name == options.case)
-    engine = next(engine for engine in table.engines(False) if engine.name == options.engine)
-    # Libraries that are loaded at the first step are not part of what the cap is for.
-    _seconds_of_a_step(engine, _tiny_like(case, options.table), 2, device)
-    result = _search(engine, case, device, options.cap * GIB, most=options.most)
-    sys.stdout.write(json.dumps(result) + "\n")
+    found = {}
+    for engine in table.engines(False):
+        if engine.name in options.engines:
+            # Libraries that are loaded at the first step are not part of what the cap is for.
+            with contextlib.suppress(Exception):
+                _step(engine, _tiny_like(case, options.table), 2, device, steps=1)
+            gc.collect()
+            found[engine.name] = _search(engine, case, device, options.cap * GIB, most=options.most)
+    sys.stdout.write(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

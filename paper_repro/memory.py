@@ -9,7 +9,6 @@ import argparse
 import gc
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 
 from benchmarks.engines import Engine
 from benchmarks.machine import exact_float32
-from benchmarks.memory import ENVIRONMENT, resident
+from benchmarks.memory import forget_peak, in_new_process, resident
 from paper_repro.cases import Case, Size
 from paper_repro.limits import SHARE_OF_FREE, cap, free_bytes, reason
 from paper_repro.measure import MAX_GRAD_NORM
@@ -26,12 +25,6 @@ from paper_repro.tables import LETTERS, load
 
 STEPS = 2
 _CLEAR = Path("/proc/self/clear_refs")
-
-
-def forget_peak() -> None:
-    """Let the process's peak start anew from what it holds now."""
-    gc.collect()
-    _CLEAR.write_text("5", encoding="ascii")
 
 
 def can_forget_peak() -> bool:
@@ -43,7 +36,7 @@ def _steps(engine: Engine, case: Case, device: torch.device) -> dict[str, Any]:
     try:
         batch = case.task.batch(device)
         runner = engine.attach(case.task.model(device), MAX_GRAD_NORM)
-        forget_peak()
+        forget_peak(device)
         loaded = resident("VmRSS")
         for _ in range(STEPS):
             runner.step(batch)
@@ -67,30 +60,6 @@ def _in_this_process(letter: str, size: Size, name: str, wanted: list[str]) -> d
                 found[engine.name] = _steps(engine, case, device)
             gc.collect()
     return found
-
-
-def in_new_process(module: str, arguments: list[str]) -> dict[str, Any]:
-    """Run one of this package's modules in a process whose resident size is what is alive.
-
-    Args:
-        module: Its name; it prints one line of JSON at the end.
-        arguments: Its command line.
-
-    Returns:
-        What it printed; with `process_problem` if it died.
-    """
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        cwd=Path(__file__).resolve().parents[1],
-        env={**os.environ, **ENVIRONMENT},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return {"process_problem": f"the process ended with {done.returncode}: {last}"[:200]}
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def add_memory(letter: str, size: Size, case: Case, found: dict[str, Any]) -> None:

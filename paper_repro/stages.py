@@ -18,12 +18,12 @@ from torch import nn
 
 from benchmarks.engines import Engine
 from benchmarks.machine import exact_float32
-from benchmarks.memory import resident
+from benchmarks.memory import forget_peak, in_new_process, resident
 from benchmarks.tasks import Task
 from paper_repro.cases import Size
 from paper_repro.limits import SHARE_OF_FREE, cap, free_bytes, reason
 from paper_repro.measure import MAX_GRAD_NORM, say
-from paper_repro.memory import can_forget_peak, forget_peak, in_new_process
+from paper_repro.memory import can_forget_peak
 from paper_repro.trainers import trainers
 
 STAGES = ("to device", "forward", "backward", "step")
@@ -60,7 +60,7 @@ def _peak_above(device: torch.device, work: Callable[[], Any]) -> tuple[Any, flo
         before = torch.cuda.memory_allocated(device)
         given = work()
         return given, (torch.cuda.max_memory_allocated(device) - before) / MB
-    forget_peak()
+    forget_peak(device)
     before = resident("VmRSS")
     given = work()
     return given, max(0, resident("VmHWM") - before) / MB

@@ -120,7 +120,7 @@ def table(size: Size) -> Table:
         references=(LANGUAGE, VISION),
         engines=lambda check: trainers(sigma=0.0 if check else SIGMA, keep=check),
         unit="examples",
-        minutes=8.0,
+        minutes=7.0,
         timed_share=0.5,
         notes=tuple(notes),
         extra="capacity",

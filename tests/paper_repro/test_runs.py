@@ -43,7 +43,8 @@ def _same_process(monkeypatch):
         if module.endswith("memory"):
             return {name: {"loaded_bytes": 0, "peak_bytes": 2**20} for name in arguments[5:]}
         if module.endswith("capacity"):
-            return {"largest_batch": 3, "largest_batch_is_limit": False, "examples_per_second_at_largest": 7.5}
+            found = {"largest_batch": 3, "largest_batch_is_limit": False, "examples_per_second_at_largest": 7.5}
+            return dict.fromkeys(arguments[arguments.index("--engines") + 1 :], found)
         return {"megabytes": dict.fromkeys(("to device", "forward", "backward", "step"), 1.0)}
 
     for place in (memory, capacity, program.stages):
@@ -131,17 +132,20 @@ def test_weights_stay_where_they_are():
     torch.testing.assert_close(per_sample_losses(trainer.model, batch).detach(), before)
 
 
+@pytest.mark.parametrize("memory_is", ["unknown", "a line", "a step"])
 @pytest.mark.parametrize("most_that_fits", [0, 1, 2, 3, 7, 8, 29, 70, 157, 1000])
-def test_the_largest_batch_is_found(most_that_fits):
+def test_the_largest_batch_is_found(most_that_fits, memory_is):
     tried = []
+    limit = 10 * most_that_fits + 7
 
     def fits(samples):
         tried.append(samples)
-        return samples <= most_that_fits
+        used = {"unknown": 0, "a line": 5 + 10 * samples, "a step": 4 + samples // 64}[memory_is]
+        return used if samples <= most_that_fits else None
 
-    found = largest(fits, most=500)
+    found = largest(fits, most=500, limit=limit)
     expected = min(most_that_fits, 500)
     assert found <= expected
     assert expected - found <= max(0, 0.03 * expected)
     assert max(tried) <= 500
-    assert len(tried) <= 16
+    assert len(tried) <= (7 if memory_is == "a line" else 16)
