@@ -153,6 +153,19 @@ def test_attention_is_the_same_function():
     assert (theirs(x, x, x)[0] - want).abs().max() > 1e-2
 
 
+def test_groups_of_a_replaced_batch_norm():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16))
+    x = torch.randn(3, 5)
+    ours, theirs = (package(f"{name}.validators").ModuleValidator.fix(model) for name in ("ghostclip", "opacus"))
+    assert (theirs[1].num_groups, ours[1].num_groups) == (16, 2)
+    assert theirs(x).abs().max() < 1e-4
+    assert ours(x).std() > 0.5
+    # What a model that was trained with Opacus's groups needs.
+    same = package("ghostclip.validators").ModuleValidator.fix(model, num_groups=math.gcd(32, 16))
+    assert same[1].num_groups == 16
+
+
 def test_secure_mode():
     engine = package("ghostclip").PrivacyEngine(secure_mode=True)
     assert engine.secure_mode
