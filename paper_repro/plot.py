@@ -102,7 +102,8 @@ def _draw(figure: Any, cases: Sequence[Case]) -> None:
         axes.tick_params(labelsize=7)
         axes.spines[["top", "right"]].set_visible(False)
     if len(cases) > 1:
-        every[0].legend(fontsize=6)
+        # Beside the panels: on them it would hide lines.
+        figure.legend(*every[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7, frameon=False)
 
 
 def plot(report: Mapping[str, Any], path: Path) -> None:
