@@ -27,6 +27,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--engine", action="append", help="only this engine beside the non-private one; likewise")
     parser.add_argument("--seconds", type=float, default=60.0, help="timing of each task (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=60, help="most rounds of each task (default: %(default)s)")
+    parser.add_argument(
+        "--with-memory", action="store_true", help="measure memory in a quick run too, which takes minutes"
+    )
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own choice)")
     options = parser.parse_args(arguments)
     for given, known in (
@@ -39,6 +42,10 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     if options.quick:
         options.seconds, options.rounds = min(options.seconds, 5.0), min(options.rounds, 3)
     return options
+
+
+def _limits(options: argparse.Namespace) -> Limits:
+    return Limits(options.rounds, options.seconds, with_memory=options.with_memory or not options.quick)
 
 
 def chosen(names: list[str] | None) -> list[Engine]:
@@ -70,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
     wanted = chosen(options.engine)
     report = head("benchmarks", sys.argv[1:] if arguments is None else arguments, device, quick=options.quick)
     report |= {"missing": missing(), "quoted": list(QUOTED), "tasks": []}
-    limits, name = Limits(options.rounds, options.seconds), stem("report", device, quick=options.quick)
+    limits, name = _limits(options), stem("report", device, quick=options.quick)
     for task in tasks(quick=options.quick):
         if options.task and task.name not in options.task:
             continue

@@ -28,6 +28,8 @@ from benchmarks.tasks import Batch, Task, find
 
 FIRST_STEPS = 3
 LATER_STEPS = 4
+# An engine that is not done by then has no figure for memory.
+SECONDS = 150.0
 # Freed blocks go back to the system at once, so that the resident set is what is alive and not what glibc keeps; one
 # arena, for autograd allocates in threads of its own. With these, two runs differ by less than 1 %.
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
@@ -195,7 +197,7 @@ def measure(task_name: str, engine_name: str, device: torch.device, *, quick: bo
         The peaks, or `process_problem`.
     """
     arguments = [task_name, engine_name, "--device", str(device)]
-    return in_new_process("benchmarks.memory", [*arguments, "--quick"] if quick else arguments)
+    return in_new_process("benchmarks.memory", [*arguments, "--quick"] if quick else arguments, seconds=SECONDS)
 
 
 def main() -> None:

@@ -130,7 +130,7 @@ def main(arguments: list[str] | None = None) -> int:
     names = options.engine or ENGINES
     wanted = [engine for engine in every_engine() if not engine.private or engine.name in names]
     rounds, seconds = (2, 1.0) if options.quick else (options.rounds, options.seconds)
-    limits = Limits(rounds, seconds, with_memory=not options.no_memory, checked_samples=2)
+    limits = Limits(rounds, seconds, with_memory=not (options.no_memory or options.quick), checked_samples=2)
     report = head("benchmarks.scaling", sys.argv[1:] if arguments is None else arguments, device, quick=options.quick)
     report["curves"], name = [], stem("scaling", device, quick=options.quick)
     for over in options.over or ("T", "B"):

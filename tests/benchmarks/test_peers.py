@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from benchmarks import peers
-from benchmarks.correctness import ROUNDING, reference
+from benchmarks.correctness import reference
 from benchmarks.engines import NON_PRIVATE, CannotDo, Engine
 from benchmarks.flops import count
 from benchmarks.peers import every_engine, missing
@@ -50,7 +50,8 @@ def test_a_peer_is_right_or_says_why(name, expected):
         row = checked(engine, find(task_name, quick=True), CPU, wanted)
         if task_name in REACH[name]:
             assert row["status"] == "ok", row
-            assert row["error"] <= ROUNDING
+            # Small models leave little to round, and this tells the two forms of GELU apart. Measured: 1.3e-6.
+            assert row["error"] <= 1e-5
         else:
             assert row["status"] == "cannot", row
             assert REASONS[name] in row["problem"]

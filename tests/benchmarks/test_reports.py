@@ -43,7 +43,7 @@ def _same_process(monkeypatch):
 @pytest.mark.usefixtures("_same_process")
 def test_the_report_runs_from_end_to_end(tmp_path):
     arguments = ["--quick", "--task", "mlp", "--engine", "bookkeeping", "--engine", "torch-func", "--seconds", "0"]
-    assert program.main([*arguments, "--rounds", "1", "--out", str(tmp_path)]) == 0
+    assert program.main([*arguments, "--rounds", "1", "--with-memory", "--out", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "report-cpu-quick.json").read_text(encoding="utf-8"))
     assert [row["name"] for row in report["tasks"][0]["engines"]] == ["nonprivate", "bookkeeping", "torch-func"]
     assert all(row["status"] == "ok" and row["flops"] > 0 for row in report["tasks"][0]["engines"])
