@@ -167,6 +167,7 @@ def _use_of(session: "Session", operation: Operation, targets: dict[str, Tracked
     if not maps:
         raise BatchAxisError(no_axis(site, captured.rows, record))
     use = Use(site, record, targets, captured.factors, captured.lead, maps, lead_sizes=sizes)
+    use.behind = captured.rows.grad_fn
     if not captured.rows.requires_grad:
         session.sites.doubt(use, operation, [captured.rows])
     return use

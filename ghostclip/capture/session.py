@@ -279,11 +279,10 @@ class Session:
             UncoveredParameterError: Some were lent by another session, or a backward starts where no data came in.
         """
         name = operation_name(func)
-        if not torch.is_grad_enabled():
-            # Reentrant checkpointing runs its forward like this first.
-            self.record.silent = True
-            return func(*plain(args), **plain(kwargs))
-        if name in LOOKED_AT:
+        # Reentrant checkpointing runs its forward without gradients first.
+        silent = not torch.is_grad_enabled()
+        self.record.silent = self.record.silent or silent
+        if silent or name in LOOKED_AT:
             return func(*plain(args), **plain(kwargs))
         if any(tracked.origin.interceptor is not self for tracked in tracked_leaves((args, kwargs))):
             message = f"{name}: parameters of two models with separate clippers meet. Use one clipper for both."
@@ -309,6 +308,7 @@ class Session:
             # What checkpointing runs again in a backward is no further use: counting it would keep its factors waiting.
             for tracked in use.targets.values():
                 self.record.use_counts.update(tracked.origin.names)
+            self.record.note_size(use)
         self.record.checkpointed = self.record.checkpointed or under_checkpoint()
         # The other kind recomputes under hooks of its own, and what it registers then is dropped.
         self._reentrant = self._reentrant or (in_backward() and not under_checkpoint())

@@ -72,6 +72,8 @@ class Record:
         reordered: Data was put into another order before a parameter met it.
         visits: How often each call site was passed.
         ways: In which way each was consumed.
+        sizes: Parameters and leading sizes of every use of a rule, in order.
+        beside: Elements of the per-sample gradients of all other uses.
     """
 
     batch_size: int
@@ -87,6 +89,15 @@ class Record:
     reordered: bool = False
     visits: Counter[Any] = field(default_factory=Counter)
     ways: dict[Any, str] = field(default_factory=dict)
+    sizes: list[tuple[tuple[str, ...], tuple[int, ...]]] = field(default_factory=list)
+    beside: int = 0
+
+    def note_size(self, use: "Use") -> None:
+        """Note what a use of this forward will take, for whoever plans its backward."""
+        if use.lead_sizes:
+            self.sizes.append((use.site.names, use.lead_sizes))
+        else:
+            self.beside += self.batch_size * sum(tracked.origin.value.numel() for tracked in use.targets.values())
 
 
 def no_axis(site: Site, rows: Tensor, record: Record) -> str:
@@ -135,6 +146,7 @@ class Use:
         lead: How many leading axes of the output are rows.
         maps: Row maps that the sizes allow, the preferred one first.
         node: The side node that keeps saved tensors, or None.
+        behind: The node that made the rows of data, or None.
         lead_sizes: Sizes of the leading axes.
         constant_key: Where it is remembered, should its data prove to be a constant after all; None where it cannot be.
         versions: How often each target had been changed in place.
@@ -147,6 +159,7 @@ class Use:
     lead: int
     maps: list[RowMap]
     node: Any = None
+    behind: Any = None
     lead_sizes: tuple[int, ...] = ()
     constant_key: Any = None
     versions: dict[str, int] = field(default_factory=dict)
@@ -168,6 +181,10 @@ class Use:
             f"step (batch size {self.record.batch_size}) do not allow it. Keep the layout of the batch constant."
         )
         raise BatchAxisError(message)
+
+    def release(self) -> None:
+        """Let go of what was saved: its backward is over, and the graph may live on."""
+        self.node = self.behind = None
 
     def listed_samples(self, rows: int) -> Tensor | None:
         """Return the sample of each of ``rows`` rows when they were routed here, for operations further on."""

@@ -19,6 +19,7 @@ from ghostclip.clipping.diagnostics import Diagnostics
 from ghostclip.clipping.loss import check_loss, check_normaliser
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, Pass, SumPass
+from ghostclip.clipping.plan import Planner, Planning
 from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.clipping.savepoint import Savepoint
 from ghostclip.clipping.store import GradientStore
@@ -72,6 +73,8 @@ class GhostClipper(Diagnostics):
         batch_first: bool = True,
         relation: str = "zero_out",
         probe: bool = True,
+        memory_budget: float = 1.05,
+        planning: Planning = "model",
     ) -> None:
         """Attach to a model.
 
@@ -85,6 +88,9 @@ class GhostClipper(Diagnostics):
             relation: Which data sets count as neighbours: "zero_out", "add_remove" or "replace_one".
             probe: Prove in the first forwards, by extra backwards, whose rows are whose and that samples do not mix;
                 False only for a model that `ghostclip.validate` found sound in the same layout.
+            memory_budget: The most that book-keeping may hold, over what an ordinary backward holds, in return for
+                fewer operations: see `ghostclip.clipping.plan.Planner`.
+            planning: How that is planned: "model" (estimated costs) or "measured" (timed once for each shape).
 
         Raises:
             InvalidOptionError: An option has a value that is not listed.
@@ -108,6 +114,7 @@ class GhostClipper(Diagnostics):
         )
         self._session.probes = probe
         self._store = GradientStore(self._session.parameters)
+        self.planner = Planner(memory_budget, planning)
         self._groups()
 
     # -- backward -------------------------------------------------------------------------------------------------
@@ -132,7 +139,7 @@ class GhostClipper(Diagnostics):
         if strategy in _TWO_PASS:
             self._two_passes(loss.sum(), per_sample=per_sample, instantiate=strategy == "fast")
             return
-        listener = self._one_pass(strategy)
+        listener = self._one_pass(strategy, loss)
         self._listen(listener, lambda: loss.sum().backward())
         self._complete(listener, per_sample=per_sample)
 
@@ -183,9 +190,13 @@ class GhostClipper(Diagnostics):
         finally:
             self._session.listener = None
 
-    def _one_pass(self, strategy: str) -> BookKeeping:
+    def _one_pass(self, strategy: str, loss: Tensor | None) -> BookKeeping:
         if strategy != "hooks":
-            return BookKeeping(self._groups())
+            parameters = self._session.parameters
+            if loss is None:
+                return BookKeeping(self._groups(), plan=lambda use, grad: self.planner.during(use, grad, parameters))
+            keep = self.planner.before(loss, self._session.record, parameters)
+            return BookKeeping(self._groups(), plan=lambda use, grad: keep)
         self._store.drop_stale_samples()
         return Hooks(self._groups())
 
@@ -204,7 +215,7 @@ class GhostClipper(Diagnostics):
                 "loss.backward() under activation checkpointing keeps every layer's input; clipper.backward(loss) "
                 "does not."
             )
-        listener = self._one_pass(strategy)
+        listener = self._one_pass(strategy, None)
         close = self._session.open_listener(listener)
 
         def complete() -> None:
@@ -297,7 +308,8 @@ class GhostClipper(Diagnostics):
         """Return how every trainable parameter is handled, and its cost at the last batch's sizes; print with str()."""
         decided = "ghost" if self._session.is_checkpointed() else "bookkeeping"
         strategy = decided if self.strategy == "auto" else self.strategy
-        return coverage_of(self.model, self._session.sites.table.values(), strategy=strategy)
+        sites = self._session.sites.table.values()
+        return coverage_of(self.model, sites, strategy=strategy, kept=self.planner.latest)
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that are clipped: all that require grad."""

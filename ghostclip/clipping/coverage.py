@@ -1,7 +1,7 @@
 """How every trainable parameter is handled and what that costs, as a table."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Final
 
 from torch import nn
@@ -181,13 +181,16 @@ def readable_bytes(count: int) -> str:
     return f"{count} B"
 
 
-def coverage_of(model: nn.Module, sites: Iterable[Site], *, strategy: str = "bookkeeping") -> Coverage:
+def coverage_of(
+    model: nn.Module, sites: Iterable[Site], *, strategy: str = "bookkeeping", kept: Collection[str] = ()
+) -> Coverage:
     """Build the table.
 
     Args:
         model: The model.
         sites: Call sites seen so far.
         strategy: What the plan and the costs are for.
+        kept: Parameters whose per-sample gradients the memory budget keeps, see `ghostclip.clipping.plan`.
 
     Returns:
         The table, in the order of ``model.named_parameters()``.
@@ -205,6 +208,9 @@ def coverage_of(model: nn.Module, sites: Iterable[Site], *, strategy: str = "boo
         path, _, own = name.rpartition(".")
         used = by_name.get(name, [])
         arrivals = [item for site in used for item in site.arrivals.values() if _bears(item, name, sizes)]
+        bought = name in kept and strategy == "bookkeeping"
+        if bought:
+            arrivals = [_kept(item) for item in arrivals]
         inputs.update({item.input_key: item.input_elements * item.itemsize for item in arrivals})
         rows.append(
             CoverageRow(
@@ -214,13 +220,17 @@ def coverage_of(model: nn.Module, sites: Iterable[Site], *, strategy: str = "boo
                 tuple(parameter.shape),
                 _joined(f"{site.operation}: {site.forms.get(name, '')}" for site in used) or NOT_USED,
                 _joined(_rung(site, name) for site in used),
-                _joined(plan_of(item, strategy=strategy) for item in arrivals),
+                _joined(plan_of(item, strategy=strategy) for item in arrivals) + " (budget)" * bought,
                 cost_of(arrivals, count=parameter.numel(), strategy=strategy),
                 _joined(_axes(site) for site in used if site.chosen is not None),
             )
         )
     parameters = sum(p.numel() * p.element_size() * (2 if p.requires_grad else 1) for p in model.parameters())
     return Coverage(rows, strategy=strategy, base_bytes=parameters + sum(inputs.values()))
+
+
+def _kept(arrived: Arrival) -> Arrival:
+    return replace(arrived, products=tuple(replace(item, kept=True) for item in arrived.products))
 
 
 def _joined(texts: Iterable[str]) -> str:

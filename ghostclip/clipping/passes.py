@@ -6,9 +6,9 @@ first, then the clipped sums, contracted layer by layer as the same gradients ar
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from ghostclip.capture.usage import Record, Use
 from ghostclip.clipping.norms import GroupNorms, cross_terms, exact_norms, exact_sqnorm, in_double
 from ghostclip.errors import BatchAxisError, GhostClipError
 from ghostclip.factors import Dense, Factor, Outer, Permuted, Placed, Rows, SquaredNorm, joined
+
+Plan: TypeAlias = Callable[[Use, Tensor], frozenset[str]]
 
 
 class Sums(Protocol):
@@ -39,7 +41,10 @@ class Pass(ABC):
 
     Attributes:
         records: The forwards whose uses arrived.
+        final: Whether no other backward follows, so that what uses have saved may go.
     """
+
+    final = True
 
     def __init__(self) -> None:
         """Start with nothing heard."""
@@ -57,6 +62,8 @@ class Pass(ABC):
         with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
             for name, factor in use.parameter_factors(grad):
                 self.consume(use, name, factor)
+        if self.final:
+            use.release()
 
     def admit(self, record: Record) -> None:
         """Take in a forward; all forwards of one backward must have the same samples, and each is taken once.
@@ -98,20 +105,35 @@ class Pass(ABC):
 class BookKeeping(Pass):
     """One backward: keep every factor (or the per-sample gradient where that is smaller), then contract once."""
 
-    def __init__(self, group_of: Mapping[str, int]) -> None:
+    def __init__(self, group_of: Mapping[str, int], *, plan: Plan = lambda use, grad: frozenset()) -> None:
         """Start with nothing kept.
 
         Args:
             group_of: The parameters' clip groups, see `GroupNorms`.
+            plan: Says, when the first gradient arrives, of which parameters per-sample gradients are kept although
+                their factors are smaller; see `Planner`.
         """
         super().__init__()
+        self._plan = plan
+        self._keep: frozenset[str] | None = None
         self.factors: defaultdict[str, list[Factor]] = defaultdict(list)
         self.total = GroupNorms(group_of)
         self._waiting: defaultdict[str, list[Factor]] = defaultdict(list)
 
+    def receive(self, use: Use, grad: Tensor) -> None:
+        """Take the gradient of a use's output; the first one decides what is kept.
+
+        Args:
+            use: The use.
+            grad: Shape and dtype of the output.
+        """
+        if self._keep is None:
+            self._keep = self._plan(use, grad)
+        super().receive(use, grad)
+
     def consume(self, use: Use, name: str, factor: Factor) -> None:
         """Keep a factor and add its squared norm."""
-        kept = smaller_form(factor)
+        kept = smaller_form(factor, always=name in (self._keep or ()))
         if use.record.use_counts[name] > 1:
             # Its uses are put together first: there may be as many as steps of a sequence.
             self._waiting[name].append(kept)
@@ -177,6 +199,8 @@ class Hooks(BookKeeping):
 
 class NormPass(Pass):
     """The first of two backwards: norms only. Factors of shared parameters stay until all have arrived."""
+
+    final = False
 
     def __init__(
         self,
@@ -303,12 +327,20 @@ class Release:
         buffer += exact
 
 
-def smaller_form(factor: Factor) -> Factor:
-    """Return the per-sample gradient itself where it is no larger than the factors it replaces."""
+def smaller_form(factor: Factor, *, always: bool = False) -> Factor:
+    """Return the per-sample gradient itself where it is no larger than the factors it replaces.
+
+    Args:
+        factor: The factor.
+        always: Whether it is wanted where it is larger.
+
+    Returns:
+        The factor itself, or a `Dense` in its place.
+    """
     if isinstance(factor, Placed):
-        return Placed(smaller_form(factor.inner), factor.index, shape=factor.shape)
+        return Placed(smaller_form(factor.inner, always=always), factor.index, shape=factor.shape)
     if isinstance(factor, Permuted):
-        return Permuted(smaller_form(factor.inner), factor.order)
-    if isinstance(factor, Outer) and factor.keeps_gradient():
+        return Permuted(smaller_form(factor.inner, always=always), factor.order)
+    if isinstance(factor, Outer) and (factor.keeps_gradient() or always):
         return Dense(factor.materialize())
     return factor

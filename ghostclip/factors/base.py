@@ -116,6 +116,8 @@ def square_sums(flat_BP: Tensor) -> Tensor:
         Sums of squares, shape ``(B,)``, same dtype.
     """
     blocks = flat_BP.shape[1] // _BLOCK
+    if not blocks:
+        return torch.linalg.vector_norm(flat_BP, dim=1).square()
     whole_BKP = flat_BP[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK))
     norms_BK = torch.linalg.vector_norm(whole_BKP, dim=2)
     rest_B1 = torch.linalg.vector_norm(flat_BP[:, blocks * _BLOCK :], dim=1, keepdim=True)

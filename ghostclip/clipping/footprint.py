@@ -1,0 +1,192 @@
+"""How much memory a backward holds at every moment: read off its graph before it runs, without a measurement.
+
+A measurement of the allocator would differ from run to run, and a plan made of it with it; the graph is the same each
+time. Saved tensors are counted once for each storage, until the last operation that saved them has run.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ghostclip.capture.provenance import METADATA_KEY
+from ghostclip.capture.usage import Use
+
+# Operations whose input's gradient is the memory of their output's.
+_VIEWS: Final = (
+    "View", "UnsafeView", "Transpose", "T", "Permute", "Unsqueeze", "Squeeze", "Add", "Alias", "Reshape", "Expand",
+    "Select", "Slice", "Unbind", "_Own", "_Enter", "_Source", "_Tie", "Clone",
+)  # fmt: skip
+_saved_names: dict[type, list[str]] = {}
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One operation of a backward.
+
+    Attributes:
+        use: The use whose gradient arrives there, or None.
+        live: Bytes of saved tensors while it runs, of this operation and all that follow.
+        passing: Bytes of gradients that it takes and makes.
+        arriving: Bytes of the gradient that it takes.
+    """
+
+    use: Use | None
+    live: int
+    passing: int
+    arriving: int
+
+
+@dataclass
+class Footprint:
+    """A backward as a sequence of moments.
+
+    Attributes:
+        moments: In the order in which they will run.
+        inputs: Bytes of what each use keeps of its inputs, where no other use keeps it; by the use's number (``id``).
+    """
+
+    moments: list[Moment]
+    inputs: dict[int, int] = field(default_factory=dict)
+
+    def ordinary_peak(self) -> int:
+        """Return the most that the same backward of ordinary training holds: at least this, its gradients included."""
+        peak = built = 0
+        seen: set[str] = set()
+        for moment in self.moments:
+            peak = max(peak, moment.live + moment.passing + built)
+            if moment.use is not None:
+                new = {name: tracked for tracked in moment.use.targets.values() for name in tracked.origin.names}
+                built += sum(_parameter_bytes(tracked, name) for name, tracked in new.items() if name not in seen)
+                seen |= set(new)
+        return max(peak, built)
+
+
+def footprint_of(loss: Tensor, parameters: Iterable[Tensor]) -> Footprint:
+    """Read the graph of a backward that will start at a loss.
+
+    Args:
+        loss: A tensor in the graph.
+        parameters: Tensors that are alive whatever the backward does: their storages do not count.
+
+    Returns:
+        Its moments. Reading unpacks saved tensors, so that it must not be done under activation checkpointing.
+    """
+    return _read(_nodes_behind(loss.grad_fn), parameters)
+
+
+def footprint_from(use: Use, grad: Tensor, parameters: Iterable[Tensor]) -> Footprint:
+    """Read what is left of a backward that has come to its first use.
+
+    Args:
+        use: The use.
+        grad: The gradient of its output.
+        parameters: As for `footprint_of`.
+
+    Returns:
+        Its moments from that use on: what the loss itself held is not among them.
+    """
+    constant = _addresses(parameters)
+    rest = _read(_nodes_behind(use.behind), parameters)
+    own = sum(_storages(_inputs_of(use), constant).values())
+    arriving = grad.numel() * grad.element_size()
+    first = Moment(use, own + (rest.moments[0].live if rest.moments else 0), arriving, arriving)
+    return Footprint([first, *rest.moments], {id(use): own, **rest.inputs})
+
+
+def _read(nodes: Sequence[Any], parameters: Iterable[Tensor]) -> Footprint:
+    constant = _addresses(parameters)
+    uses = [node.metadata.get(METADATA_KEY) for node in nodes]
+    kept = [_storages(_inputs_of(use), constant) for use in uses]
+    saved = [_storages(_saved(node), constant) | own for node, own in zip(nodes, kept, strict=True)]
+    last = {key: number for number, storages in enumerate(saved) for key in storages}
+    freed = [0] * len(nodes)
+    sizes = {key: size for storages in saved for key, size in storages.items()}
+    for key, number in last.items():
+        freed[number] += sizes[key]
+    live = sum(sizes.values())
+    moments = []
+    for node, use, gone in zip(nodes, uses, freed, strict=True):
+        arriving = _bytes_of(node._input_metadata)
+        made = 0 if node.name().removesuffix("Backward0").removesuffix("Backward") in _VIEWS else _made(node)
+        moments.append(Moment(use, live, arriving + made, arriving))
+        live -= gone
+    owners: dict[int, int] = {}
+    for storages in kept:
+        for key in storages:
+            owners[key] = owners.get(key, 0) + 1
+    inputs = {
+        id(use): sum(size for key, size in storages.items() if owners[key] == 1)
+        for use, storages in zip(uses, kept, strict=True)
+        if use is not None
+    }
+    return Footprint(moments, inputs)
+
+
+def _nodes_behind(start: Any) -> list[Any]:
+    """Return a node and those behind it as the engine runs them: the latest operation first."""
+    pending: list[Any] = [] if start is None else [start]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen and not hasattr(following, "variable"):
+                seen.add(following)
+                pending.append(following)
+    return sorted(seen, key=lambda node: -node._sequence_nr())
+
+
+def _addresses(tensors: Iterable[Tensor]) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def _saved(node: Any) -> list[Tensor]:
+    kind = type(node)
+    if kind not in _saved_names:
+        # Numbers and sizes stand beside the tensors: what is a tensor shows only in the value.
+        found = [name for name in dir(kind) if name.startswith("_saved_")]
+        _saved_names[kind] = found or (["saved_tensors"] if hasattr(kind, "saved_tensors") else [])
+    tensors: list[Tensor] = []
+    for name in _saved_names[kind]:
+        try:
+            value = getattr(node, name)
+        except RuntimeError:
+            # Freed by an earlier backward.
+            continue
+        items = value if isinstance(value, (tuple, list)) else (value,)
+        tensors += [item for item in items if isinstance(item, Tensor)]
+    return tensors
+
+
+def _inputs_of(use: Use | None) -> Sequence[Tensor]:
+    return () if use is None or use.node is None else use.node.saved_tensors
+
+
+def _storages(tensors: Iterable[Tensor], constant: set[int]) -> dict[int, int]:
+    found = {}
+    for tensor in tensors:
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in constant:
+                found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def _made(node: Any) -> int:
+    return sum(
+        _bytes_of([following._input_metadata[number]])
+        for following, number in node.next_functions
+        if following is not None
+    )
+
+
+def _bytes_of(metadata: Iterable[Any]) -> int:
+    return sum(prod(item.shape) * item.dtype.itemsize for item in metadata if item.shape is not None)
+
+
+def _parameter_bytes(tracked: Any, name: str) -> int:
+    parameter = tracked.origin.leaves[name].parameter
+    return int(parameter.numel() * parameter.element_size())
