@@ -55,16 +55,29 @@ def _panels(cases: Sequence[Case]) -> dict[str, str]:
     return found
 
 
+def _label(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
+
+
+def _finish_bars(axes: Any, bars: Any, labels: Sequence[str]) -> None:
+    axes.bar_label(bars, labels=labels, padding=3, fontsize=7)
+    axes.invert_yaxis()
+    axes.margins(x=0.2)
+
+
+def _finish(axes: Any, title: str, *, first: bool) -> None:
+    if not first:
+        axes.set_yticklabels([])
+    axes.set_title(title, fontsize=8)
+    axes.tick_params(labelsize=7)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 def _bars(axes: Any, case: Case, key: str) -> None:
     rows = _rows(case)
     values = [_value(row, key) or 0.0 for row in rows]
     bars = axes.barh([row["title"] for row in rows], values, color=[COLOURS[row["name"]] for row in rows])
-    labels = [f"{value:.3g}" if value < 100 else f"{value:,.0f}" for value in values]
-    missing = [_value(row, key) is None for row in rows]
-    labels = ["–" if absent else label for label, absent in zip(labels, missing, strict=True)]
-    axes.bar_label(bars, labels=labels, padding=3, fontsize=7)
-    axes.invert_yaxis()
-    axes.margins(x=0.2)
+    _finish_bars(axes, bars, ["–" if _value(row, key) is None else _label(_value(row, key) or 0.0) for row in rows])
 
 
 def _lines(axes: Any, cases: Sequence[Case], key: str) -> None:
@@ -96,18 +109,29 @@ def _draw(figure: Any, cases: Sequence[Case]) -> None:
             _lines(axes, cases, key)
         else:
             _bars(axes, cases[0], key)
-            if axes is not every[0]:
-                axes.set_yticklabels([])
-        axes.set_title(title, fontsize=8)
-        axes.tick_params(labelsize=7)
-        axes.spines[["top", "right"]].set_visible(False)
+        _finish(axes, title, first=len(cases) > 1 or axes is every[0])
     if len(cases) > 1:
         # Beside the panels: on them it would hide lines.
         figure.legend(*every[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7, frameon=False)
 
 
+def _stages(figure: Any, part: Mapping[str, Any]) -> None:
+    """Memory by stage, a panel for each."""
+    rows = [row for row in part["engines"] if "megabytes" in row]
+    figure.suptitle(f"{part['title']}: memory above what a stage began with, MB", fontsize=9)
+    if not rows:
+        return
+    stages = list(rows[0]["megabytes"])
+    every = list(figure.subplots(1, len(stages), squeeze=False).flat)
+    for axes, stage in zip(every, stages, strict=True):
+        values = [row["megabytes"][stage] for row in rows]
+        bars = axes.barh([row["title"] for row in rows], values, color=[COLOURS[row["name"]] for row in rows])
+        _finish_bars(axes, bars, [_label(value) for value in values])
+        _finish(axes, stage, first=axes is every[0])
+
+
 def plot(report: Mapping[str, Any], path: Path) -> None:
-    """Draw a row of panels for each model.
+    """Draw a row of panels for each model, and for memory by stage.
 
     Args:
         report: A report as read from its file.
@@ -120,9 +144,13 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
 
     groups = [list(cases) for _, cases in groupby(report["cases"], key=lambda case: case["group"])]
     heights = [3.2 if len(cases) > 1 else 2.3 for cases in groups]
+    stages = list(report.get("stages", ()))
+    heights += [2.3] * len(stages)
     figure = pyplot.figure(figsize=(13, sum(heights)), layout="constrained")
-    parts = figure.subfigures(len(groups), 1, squeeze=False, height_ratios=heights).flat
-    for part, cases in zip(parts, groups, strict=True):
-        _draw(part, cases)
+    parts = iter(figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights).flat)
+    for cases in groups:
+        _draw(next(parts), cases)
+    for stage in stages:
+        _stages(next(parts), stage)
     figure.savefig(path, dpi=100)
     pyplot.close(figure)

@@ -74,9 +74,9 @@ def table(size: Size) -> Table:
         checked_samples=16 if size != "tiny" else 4,
         notes=(
             f"Models and protocol: {OPACUS_PAPER}. SGD, σ = {SIGMA}, C = 1, float32. The paper shows its times as a "
-            "picture only, so there is no published column. Opacus runs in each of its modes, torch.func as a user would "
-            "write it. Of its other engines, JAX and BackPACK are measured by `python -m benchmarks`; TF Privacy and "
-            "PyVacy are not run here.",
+            "picture only, so there is no published column. Opacus runs in each of its modes, torch.func as a user "
+            "would write it. Of its other engines, JAX and BackPACK are measured by `python -m benchmarks`; TF Privacy "
+            "and PyVacy are not run here.",
             "An epoch's time is the median step times the steps of an epoch; loading data is left out.",
             "The LSTM has torch's two bias vectors a gate, the paper's one: 400 parameters more."
             + (" On a CPU it is measured at three of the batch sizes." if size == "small" else ""),
