@@ -26,7 +26,7 @@ from paper_repro.tables import LETTERS, load
 
 RESULTS = Path(__file__).resolve().parent / "results"
 STEPS = {"tiny": 3, "small": 100, "full": 100}
-CAPS = {"tiny": 0.1, "small": 0.25, "full": 40.0}
+CAPS = {"tiny": 0.1, "small": 0.15, "full": 40.0}
 MOST = {"tiny": 8, "small": 1024, "full": 4096}
 
 
