@@ -32,7 +32,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 CHECKED := ghostclip tests benchmarks paper_repro
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-kernels test-all lint format typecheck check bench bench-micro paper clean distclean
+.PHONY: help demo test test-slow test-kernels test-all lint format typecheck check bench bench-micro bench-peers paper examples clean distclean
 
 help:  ## list what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -96,11 +96,19 @@ bench: $(DEV_STAMP)  ## time, FLOPs and memory beside non-private PyTorch and Op
 	@echo "==> python -m benchmarks $(BENCH_ARGS)"
 	@$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
+bench-peers: $(DEV_STAMP)  ## install JAX and BackPACK, so that `make bench` compares with them as well
+	@$(INSTALL) "jax"
+	@# Its dependency torchvision does not import beside torch's CPU build, and is not needed.
+	@$(INSTALL) --no-deps "backpack-for-pytorch" "unfoldNd" "einops"
+
 bench-micro: $(DEV_STAMP)  ## pytest-benchmark pieces, one layer at a time
 	@$(BIN)/python -m pytest -q -o addopts="--import-mode=importlib --strict-markers" benchmarks/micro
 
-paper: $(DEV_STAMP)  ## measure the published tables again (about 10 minutes a table)
+paper: $(DEV_STAMP)  ## measure the published tables again (about 40 minutes for all five)
 	@for table in A B C D E; do $(BIN)/python -m paper_repro $$table $(PAPER_ARGS) || exit 1; done
+
+examples: $(DEV_STAMP)  ## run the example trainings, written as users of Opacus write them (about 3 minutes)
+	@$(BIN)/python -m paper_repro.examples
 
 clean:  ## remove caches and build products
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
