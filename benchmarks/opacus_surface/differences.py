@@ -68,7 +68,7 @@ DIFFERENCES: Final[tuple[Difference, ...]] = (
         f"{_FILE}::test_attention_is_the_same_function",
     ),
     Difference(
-        "the group norm that ModuleValidator.fix puts in the place of a batch norm of C channels",
+        "the group norm that ModuleValidator.fix puts in the place of a BatchNorm1d of C channels",
         "has gcd(32, C) groups: of one channel each for C = 16 or 32, so that it gives zeros after a linear layer",
         "has groups of at least 8 channels; num_groups= says otherwise, as a model trained after Opacus's fix needs it",
         f"{_FILE}::test_groups_of_a_replaced_batch_norm",

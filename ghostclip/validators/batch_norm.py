@@ -1,5 +1,6 @@
 """Batch norm: refused in training mode, replaced by group norm (or instance norm)."""
 
+from math import gcd
 from typing import Final
 
 from torch import nn
@@ -49,7 +50,8 @@ def fix(module: _BatchNorm, *, replace_bn_with_in: bool = False, num_groups: int
     Args:
         module: The batch norm.
         replace_bn_with_in: By instance norm instead of group norm.
-        num_groups: Groups; must divide the channels.
+        num_groups: Groups; must divide the channels. By default gcd(32, channels), as Opacus has it, but of at least 8
+            channels each for ``BatchNorm1d``: a group of one channel without positions is normalised to zero.
 
     Returns:
         A group norm with as many parameters, or an instance norm; ``module`` itself in evaluation mode.
@@ -67,13 +69,15 @@ def fix(module: _BatchNorm, *, replace_bn_with_in: bool = False, num_groups: int
             name = type(module).__name__
             raise UnsupportableModuleError(f"{name}: no instance norm is of its kind. Leave replace_bn_with_in out.")
         return kind(channels, eps=module.eps, affine=module.affine)
-    groups = _groups_of(channels) if num_groups is None else num_groups
+    flat = isinstance(module, nn.BatchNorm1d)
+    default = _groups_without_space(channels) if flat else gcd(_MAX_GROUPS, channels)
+    groups = default if num_groups is None else num_groups
     if groups < 1 or channels % groups:
         raise InvalidOptionError(f"num_groups={groups} does not divide the {channels} channels of a batch norm.")
     return nn.GroupNorm(groups, channels, eps=module.eps, affine=module.affine)
 
 
-def _groups_of(channels: int) -> int:
+def _groups_without_space(channels: int) -> int:
     """Return the most groups that divide the channels: at most 32, of at least 8 channels each, else one."""
     most = max(1, min(_MAX_GROUPS, channels // _MIN_CHANNELS))
     return max(groups for groups in range(1, most + 1) if channels % groups == 0)

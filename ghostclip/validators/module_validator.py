@@ -74,7 +74,7 @@ class ModuleValidator:
         Args:
             module: The model; it is not changed.
             replace_bn_with_in: Replace batch norm by instance norm (default: by group norm).
-            num_groups: Groups of a group norm that replaces a batch norm (default: at most 32, of at least 8 channels).
+            num_groups: Groups of a group norm that replaces a batch norm (default: gcd(32, channels), fewer in 1-D).
 
         Returns:
             The copy.

@@ -197,7 +197,8 @@ def test_instance_norm_in_place_of_batch_norm():
 def test_number_of_groups():
     assert ModuleValidator.fix(nn.BatchNorm2d(12), num_groups=6).num_groups == 6
     assert ModuleValidator.fix(nn.BatchNorm2d(512)).num_groups == 32
-    assert ModuleValidator.fix(nn.BatchNorm2d(24)).num_groups == 3
+    assert ModuleValidator.fix(nn.BatchNorm2d(24)).num_groups == 8
+    assert ModuleValidator.fix(nn.BatchNorm1d(24)).num_groups == 3
     with pytest.raises(InvalidOptionError, match=r"num_groups=5.*12 channels"):
         ModuleValidator.fix(nn.BatchNorm2d(12), num_groups=5)
     with pytest.raises(InvalidOptionError, match="num_groups"):
