@@ -9,6 +9,7 @@ Shape letters: B samples, T positions of a sample, L the leading (row) axes, F f
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -106,6 +107,11 @@ def candidates(lead: Sequence[int], batch_size: int, *, axis: int) -> list[RowMa
     Returns:
         Candidates in order of preference; empty when no axis can hold the samples.
     """
+    return list(_candidates(tuple(lead), batch_size, axis))
+
+
+@lru_cache(maxsize=4096)
+def _candidates(lead: tuple[int, ...], batch_size: int, axis: int) -> list[RowMap]:
     if batch_size == 1:
         return [WHOLE]
     order = [axis, *(k for k in range(len(lead)) if k != axis)] if axis < len(lead) else list(range(len(lead)))

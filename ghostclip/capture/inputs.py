@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from ghostclip.capture.leaves import leaves_of
 from ghostclip.capture.packed import is_packed
 from ghostclip.errors import BatchAxisError
 
@@ -25,7 +25,7 @@ def batch_size_of(args: tuple[Any, ...], kwargs: dict[str, Any], axis: int) -> i
         BatchAxisError: There is no tensor among the inputs.
     """
     first = [kwargs[key] for key in ("input_ids", "inputs_embeds", "pixel_values", "input_features") if key in kwargs]
-    for leaf in tree_leaves((args, first, kwargs), is_leaf=is_packed):
+    for leaf in leaves_of((args, first, kwargs), is_leaf=is_packed):
         if is_packed(leaf):
             return int(leaf.batch_sizes[0])
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
@@ -111,7 +111,7 @@ def same_tensors(first: Any, second: Any) -> bool:
     Returns:
         True when shapes and values agree; leaves that are no tensors are not compared.
     """
-    pairs = zip(tree_leaves(first), tree_leaves(second), strict=True)
+    pairs = zip(leaves_of(first), leaves_of(second), strict=True)
     return all(torch.equal(one, two) for one, two in pairs if isinstance(one, Tensor))
 
 

@@ -31,7 +31,7 @@ class Loan:
         self._depth = 0
         self._lent: list[tuple[dict[str, Any], str, nn.Parameter]] = []
         self._flat: list[tuple[nn.RNNBase, list[Any]]] = []
-        self._cache: dict[int, TrackedTensor] = {}
+        self._cache: dict[nn.Parameter, TrackedTensor] = {}
         self._guards: dict[int, RemovableHandle] = {}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -92,15 +92,11 @@ class Loan:
 
     def _stand_in(self, name: str, parameter: nn.Parameter) -> TrackedTensor:
         """Return the stand-in, made anew when the parameter's storage was exchanged (``.to``, ``.data = ...``)."""
-        cached = self._cache.get(id(parameter))
+        cached = self._cache.get(parameter)
         if cached is not None:
             value = cached.origin.value
             same = value.data_ptr() == parameter.data_ptr() and value.dtype == parameter.dtype
-            if (
-                same
-                and value.shape == parameter.shape
-                and cached.origin.leaves[cached.origin.names[0]].parameter is parameter
-            ):
+            if same and value.shape == parameter.shape:
                 return cached
         if parameter.is_complex():
             message = (
@@ -110,7 +106,7 @@ class Loan:
             raise UnsupportedModelError(message)
         self._guard(name, parameter)
         tracked = self._session.lend(name, parameter)
-        self._cache[id(parameter)] = tracked
+        self._cache[parameter] = tracked
         return tracked
 
     def _guard(self, name: str, parameter: nn.Parameter) -> None:

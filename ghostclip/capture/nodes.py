@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+
+from ghostclip.capture.leaves import leaves_of
 
 
 class _Keep(torch.autograd.Function):
@@ -195,7 +196,7 @@ def is_to_tie(model: nn.Module, inputs: Any) -> bool:
     Returns:
         True when the model has a trainable parameter and some input requires grad.
     """
-    if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(inputs)):
+    if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves_of(inputs)):
         return False
     return any(parameter.requires_grad for parameter in model.parameters())
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -33,12 +34,12 @@ class Operation:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    @property
+    @cached_property
     def tracked(self) -> list[TrackedTensor]:
         """The tracked arguments, each once, in order."""
         return list({id(t): t for t in tracked_leaves((self.args, self.kwargs))}.values())
 
-    @property
+    @cached_property
     def plain(self) -> list[Tensor]:
         """The other tensors among the arguments."""
         return list(plain_leaves((self.args, self.kwargs)))

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_leaves
+
+from ghostclip.capture.leaves import leaves_of
 
 _VF: Any = torch._VF
 PACK, PAD = _VF._pack_padded_sequence, _VF._pad_packed_sequence
@@ -46,7 +47,7 @@ def rows_of(packed: PackedSequence) -> Tensor:
 
 def packed_inputs(tree: Any) -> Iterator[PackedSequence]:
     """Yield the packed sequences among a model's inputs, in order."""
-    for leaf in tree_leaves(tree, is_leaf=is_packed):
+    for leaf in leaves_of(tree, is_leaf=is_packed):
         if is_packed(leaf):
             yield leaf
 

@@ -7,11 +7,12 @@ running the forward again mends that, with what was learnt.
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from ghostclip.capture.company import refuse_company
 from ghostclip.capture.evidence import probe_outputs
 from ghostclip.capture.inputs import rolled, same_tensors
+from ghostclip.capture.leaves import leaves_of
 from ghostclip.capture.mixing import where_forward_mixes
 from ghostclip.capture.packed import is_packed
 from ghostclip.capture.tracked import TrackedTensor
@@ -77,7 +78,7 @@ def tensors(tree: Any) -> list[Tensor]:
     pending, seen = [(tree, 0)], set()
     while pending:
         item, depth = pending.pop(0)
-        for leaf in tree_leaves(item):
+        for leaf in leaves_of(item):
             if isinstance(leaf, Tensor):
                 if not isinstance(leaf, TrackedTensor):
                     found[id(leaf)] = leaf
@@ -98,7 +99,7 @@ def _misread(
 ) -> bool:
     """Return whether the forward must be read anew; raises where no reading can help, or none is left."""
     record, sites = session.record, session.sites
-    escaped = any(isinstance(leaf, TrackedTensor) for leaf in tree_leaves(output))
+    escaped = any(isinstance(leaf, TrackedTensor) for leaf in leaves_of(output))
     if escaped and not sites.any_axis and record.batch_size > 1:
         sites.any_axis = True
         # Taken for constants only because of the axis.

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from ghostclip.capture import eager, loan, readings
@@ -15,13 +15,14 @@ from ghostclip.capture.consume import consume
 from ghostclip.capture.decompose import decompose
 from ghostclip.capture.derive import derive, reorders_copies
 from ghostclip.capture.inputs import batch_size_of, emptied, in_backward, is_power_of_four, padded, under_checkpoint
+from ghostclip.capture.leaves import leaves_of
 from ghostclip.capture.nodes import accumulation_node, is_to_tie, tie
 from ghostclip.capture.operation import LOOKED_AT, Operation, operation_name
 from ghostclip.capture.packed import packed_inputs
 from ghostclip.capture.reorder import Watch
 from ghostclip.capture.running import Running
 from ghostclip.capture.sites import Sites
-from ghostclip.capture.tracked import TrackedTensor, lend, plain, tracked_leaves, without_samples
+from ghostclip.capture.tracked import TrackedTensor, lend, plain, without_samples
 from ghostclip.capture.units import Units
 from ghostclip.capture.usage import MAX_ATTEMPTS, Listener, Record, Use
 from ghostclip.capture.written import refuse_data, write
@@ -68,8 +69,7 @@ class Session:
         self.watch = Watch()
         self.loan = loan.Loan(model, self)
         self.units = Units(self, self.loan)
-        self._reentrant = False
-        self._full_backward = False
+        self._reentrant = self._full_backward = False
         self._forwards = 0
         self._running: Running | None = None
         self._compiler: Any = None
@@ -123,12 +123,12 @@ class Session:
 
     def _start(self, *inputs: Any) -> None:
         """Lend the parameters out and watch what is done with them and with the data."""
-        self.watch.begin(self.record.batch_size, self.record.axis, made_up=self.record.padded)
-        if inputs:
-            self.record.inputs = frozenset(id(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+        self.loan.lend_all()
+        leaves = [leaf for leaf in leaves_of(inputs) if isinstance(leaf, Tensor)]
+        self.watch.begin(self.record.batch_size, self.record.axis, made_up=self.record.padded, inputs=leaves)
+        self.record.inputs = frozenset(map(id, leaves)) if inputs else self.record.inputs
         for packed in packed_inputs(inputs):
             self.watch.admit(packed)
-        self.loan.lend_all()
 
     def _let_compile(self) -> None:
         eager.resume(self._compiler)
@@ -281,15 +281,15 @@ class Session:
         name = operation_name(func)
         # Reentrant checkpointing runs its forward without gradients first.
         silent = not torch.is_grad_enabled()
-        self.record.silent = self.record.silent or silent
+        self.record.silent |= silent
         if silent or name in LOOKED_AT:
             return func(*plain(args), **plain(kwargs))
-        if any(tracked.origin.interceptor is not self for tracked in tracked_leaves((args, kwargs))):
+        operation = Operation(func, name, args, kwargs)
+        if any(tracked.origin.interceptor is not self for tracked in operation.tracked):
             message = f"{name}: parameters of two models with separate clippers meet. Use one clipper for both."
             raise UncoveredParameterError(message)
         if name == "backward":
             raise UncoveredParameterError(without_samples(args))
-        operation = Operation(func, name, args, kwargs)
         data = [tensor for tensor in operation.plain if self.sites.is_data(tensor, name)]
         moves_copies = reorders_copies(operation, self.record.batch_size)
         if moves_copies or not data or self.sites.takes_constants(operation, data):

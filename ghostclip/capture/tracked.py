@@ -5,14 +5,16 @@ A tracked tensor behaves like the parameter it stands for. Every torch function 
 one that brings in per-sample data is *consumed*.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from ghostclip.errors import UncoveredParameterError, UnsupportedModelError
+
+_NO_TENSORS: Final = frozenset({type(None), bool, int, float, str, slice, torch.Size, torch.dtype, torch.device})
 
 
 class Interceptor(Protocol):
@@ -89,7 +91,8 @@ class TrackedTensor(torch.Tensor):
     ) -> Any:
         """Hand the operation to the session that lent the first tracked argument; refuse it under ``torch.vmap``."""
         kwargs = kwargs or {}
-        first = next(tracked_leaves((args, kwargs)))
+        near = [item for item in args if isinstance(item, TrackedTensor)]
+        first = near[0] if near else next(tracked_leaves((args, kwargs)))
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise UnsupportedModelError(_in_transform(first.origin.names, func.__name__))
         with torch._C.DisableTorchFunctionSubclass():
@@ -162,28 +165,32 @@ def lend(name: str, parameter: nn.Parameter, interceptor: Interceptor) -> Tracke
 
 
 def tracked_leaves(tree: Any) -> Iterator[TrackedTensor]:
-    """Yield the tracked tensors in nested tuples, lists and dicts, in order."""
-    if isinstance(tree, TrackedTensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from tracked_leaves(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from tracked_leaves(item)
+    """Return the tracked tensors in nested tuples, lists and dicts, in order."""
+    found: list[Any] = []
+    _collect((tree,), found, tracked=True)
+    return iter(found)
 
 
 def plain_leaves(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors that are not tracked in nested tuples, lists and dicts, in order."""
-    if isinstance(tree, Tensor):
-        if not isinstance(tree, TrackedTensor):
-            yield tree
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from plain_leaves(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from plain_leaves(item)
+    """Return the tensors that are not tracked in nested tuples, lists and dicts, in order."""
+    found: list[Any] = []
+    _collect((tree,), found, tracked=False)
+    return iter(found)
+
+
+def _collect(items: Iterable[Any], found: list[Any], *, tracked: bool) -> None:
+    # Every torch function of a forward comes by here: lists in the place of generators, and types before instances.
+    for item in items:
+        kind = type(item)
+        if kind in _NO_TENSORS:
+            continue
+        if isinstance(item, Tensor):
+            if isinstance(item, TrackedTensor) is tracked:
+                found.append(item)
+        elif isinstance(item, (tuple, list)):
+            _collect(item, found, tracked=tracked)
+        elif isinstance(item, dict):
+            _collect(item.values(), found, tracked=tracked)
 
 
 def replace_tracked(tree: Any, replacement: Callable[[TrackedTensor], Any]) -> Any:

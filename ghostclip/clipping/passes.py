@@ -306,6 +306,14 @@ class Release:
     group_of: Mapping[str, int] = field(default_factory=dict)
     keep_B: Tensor | None = None
     doubtful_B: Tensor | None = None
+    _converted: dict[tuple[int, torch.device, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
+
+    def _coefficients(self, group: int, buffer: Tensor) -> Tensor:
+        """Return a group's coefficients in a buffer's dtype and on its device, converted once for all parameters."""
+        key = group, buffer.device, buffer.dtype
+        if key not in self._converted:
+            self._converted[key] = self.coef_GB[group].to(device=buffer.device, dtype=buffer.dtype)
+        return self._converted[key]
 
     def into(self, buffer: Tensor, factor: Factor, name: str) -> None:
         """Add a factor's clipped sum to a buffer.
@@ -316,7 +324,7 @@ class Release:
             name: The parameter's name.
         """
         kept = factor if self.keep_B is None else factor.masked(self.keep_B)
-        coef_B = self.coef_GB[self.group_of.get(name, 0)].to(device=buffer.device, dtype=buffer.dtype)
+        coef_B = self._coefficients(self.group_of.get(name, 0), buffer)
         if self.doubtful_B is None or isinstance(kept, (Dense, Rows)):
             kept.add_clipped_sum_(coef_B, buffer)
             return

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ghostclip import kernels
 from ghostclip._validate import choice
 from ghostclip.capture.usage import Record, Use
 from ghostclip.clipping.footprint import Footprint, footprint_from, footprint_of
@@ -36,6 +37,10 @@ _MOVED: Final = 64
 _PASSES_KEPT: Final = 4
 # Input and output gradient are read by every level of the Gram, and by the contraction.
 _PASSES_FACTORED: Final = 5
+# What calling one torch function costs, in FLOPs, and how many there are: small layers are all calls.
+_CALL: Final = 250_000
+_CALLS_KEPT: Final = 4
+_CALLS_A_LEVEL: Final = 6
 _REPEATS: Final = 3
 
 
@@ -251,7 +256,9 @@ def _estimated(shape: Shape) -> float:
     norm = min(planner.gram_flops(positions, inputs, outputs), product)
     factored = norm + product + _MOVED * _PASSES_FACTORED * positions * (inputs + outputs)
     kept = product + _MOVED * _PASSES_KEPT * inputs * outputs
-    return float(shape.samples * (factored - kept))
+    levels = kernels.gram_levels(positions, inputs + outputs)
+    calls = _CALLS_A_LEVEL * (levels + 1) - _CALLS_KEPT
+    return float(shape.samples * (factored - kept) + _CALL * calls)
 
 
 _measured: dict[Shape, float] = {}
