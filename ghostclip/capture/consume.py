@@ -20,7 +20,7 @@ from ghostclip.capture.provenance import METADATA_KEY, leads_to
 from ghostclip.capture.rewrite import rewritten
 from ghostclip.capture.rows import listed_rows, row_maps
 from ghostclip.capture.tracked import TrackedTensor, plain
-from ghostclip.capture.usage import Use, no_axis
+from ghostclip.capture.usage import Use
 from ghostclip.capture.ways import GENERAL, OWN_ROWS, RULE, RULE_ON_COPIES, SPREAD, SPREAD_ROUTED
 from ghostclip.errors import BatchAxisError, GhostClipError
 from ghostclip.factors import Factor
@@ -59,11 +59,11 @@ def consume(session: "Session", operation: Operation) -> Any:
         # One matrix for every sample is no product over letters that all samples share.
         return _with_own_rows(session, operation)
     if bound is not None:
-        has_rows = _has_rows(session, bound[1])
+        maps = _maps(session, bound[1])
         copied = stacked and any(tracked.origin.spread for tracked in operation.tracked)
-        if has_rows and _takes(session, RULE_ON_COPIES if copied else RULE):
-            return _by_rule(session, operation, *bound)
-        if not has_rows and not _in_graph(operation):
+        if maps and _takes(session, RULE_ON_COPIES if copied else RULE):
+            return _by_rule(session, operation, bound, maps)
+        if not maps and not _in_graph(operation):
             # The samples' number stands on an axis that cannot hold samples: a constant.
             return _derived(operation)
     return _without_rule(session, operation, own_rows=own_rows)
@@ -136,13 +136,16 @@ def _bind(operation: Operation) -> tuple[dict[str, TrackedTensor], Captured] | N
     return None if captured is None else (targets, captured)
 
 
-def _has_rows(session: "Session", captured: Captured) -> bool:
-    """Return whether an axis that a rule takes for rows can hold the samples."""
-    return bool(row_maps(session, captured.rows, captured.rows.shape[: captured.lead]))
+def _maps(session: "Session", captured: Captured) -> list[RowMap]:
+    """Return the ways in which an axis that a rule takes for rows can hold the samples."""
+    return row_maps(session, captured.rows, tuple(captured.rows.shape[: captured.lead]))
 
 
-def _by_rule(session: "Session", operation: Operation, targets: dict[str, TrackedTensor], captured: Captured) -> Tensor:
-    use = _use_of(session, operation, targets, captured)
+def _by_rule(
+    session: "Session", operation: Operation, bound: tuple[dict[str, TrackedTensor], Captured], maps: list[RowMap]
+) -> Tensor:
+    captured = bound[1]
+    use = _use_of(session, operation, bound, maps)
     # Kept before the operation runs, which may change its input in place (then reading it back is an error).
     use.node = keep(captured.saved) if captured.saved else None
     output: Tensor = operation.run_plain()
@@ -157,15 +160,14 @@ def _by_rule(session: "Session", operation: Operation, targets: dict[str, Tracke
     return output
 
 
-def _use_of(session: "Session", operation: Operation, targets: dict[str, TrackedTensor], captured: Captured) -> Use:
-    record = session.record
+def _use_of(
+    session: "Session", operation: Operation, bound: tuple[dict[str, TrackedTensor], Captured], maps: list[RowMap]
+) -> Use:
+    (targets, captured), record = bound, session.record
     sizes = tuple(captured.rows.shape[: captured.lead])
-    maps = row_maps(session, captured.rows, sizes)
-    routed = bool(maps) and maps[0].kind == "listed"
+    routed = maps[0].kind == "listed"
     way = session.sites.ways.taken
     site = session.sites.at(targets.values(), operation.name, captured.form, way=way, routed=routed)
-    if not maps:
-        raise BatchAxisError(no_axis(site, captured.rows, record))
     use = Use(site, record, targets, captured.factors, captured.lead, maps, lead_sizes=sizes)
     use.behind = captured.rows.grad_fn
     if not captured.rows.requires_grad:

@@ -5,7 +5,7 @@ about whose they are; the index that picked them does, and autograd keeps it. Th
 the nearest captured layer and looks only at nodes that select rows.
 """
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,6 +14,23 @@ _MAX_NODES = 256
 METADATA_KEY = "ghostclip_use"
 # On a node whose output's rows are known: (axis, sample of every row along it).
 ROWS_KEY = "ghostclip_rows"
+# Nodes that may put rows into another order, or hold fewer or more of them.
+_SELECTING: Final = frozenset(
+    {
+        "_RecurrenceBackward", "CatBackward0", "StackBackward0", "SelectBackward0", "IndexBackward0",
+        "IndexSelectBackward0", "GatherBackward0", "SliceBackward0", "SplitBackward0", "SplitWithSizesBackward0",
+    }
+)  # fmt: skip
+_LEAVES: Final = frozenset({"AccumulateGrad", "torch::autograd::AccumulateGrad"})
+# A node's name is made anew each time it is asked for; its class tells the same.
+_names: dict[type, str] = {}
+
+
+def _name_is(node: Any, names: frozenset[str]) -> bool:
+    kind = type(node)
+    if kind not in _names:
+        _names[kind] = node.name()
+    return _names[kind] in names
 
 
 def routed_samples(x: Tensor, axis: int, batch_size: int, expected_axis: int) -> Tensor | None:
@@ -35,12 +52,19 @@ def routed_samples(x: Tensor, axis: int, batch_size: int, expected_axis: int) ->
 
 def _samples(node: Any, output_nr: int, rows: int, batch_size: int, expected_axis: int) -> Tensor | None:
     for _ in range(_MAX_NODES):
-        use = node.metadata.get(METADATA_KEY)
+        notes = node.metadata
+        use = notes.get(METADATA_KEY)
         if use is not None:
             return use.listed_samples(rows)
-        marked = node.metadata.get(ROWS_KEY)
+        marked = notes.get(ROWS_KEY)
         if marked is not None:
             return marked[1] if marked[0] == 0 and marked[1].numel() == rows else None
+        if not _name_is(node, _SELECTING):
+            following = _along(node, rows)
+            if following is None:
+                return None
+            node, output_nr = following
+            continue
         if _is_last_state(node, output_nr):
             return _of_first_step(node, rows, batch_size, expected_axis)
         joined = _joined(node, rows, batch_size, expected_axis)
@@ -214,8 +238,13 @@ def _same_rows(node: Any, rows: int) -> tuple[Any, int] | None:
         place = node._saved_index - (1 << 64 if node._saved_index >> 63 else 0)
         part = stack.next_functions[place] if stacked else (None, 0)
         return None if part[0] is None else part
+    return _along(node, rows)
+
+
+def _along(node: Any, rows: int) -> tuple[Any, int] | None:
+    """Return the first parent with as many rows."""
     for following, number in node.next_functions:
-        if following is None or following.name().endswith("AccumulateGrad"):
+        if following is None or _name_is(following, _LEAVES):
             continue
         shape = following._input_metadata[number].shape
         if len(shape) > 0 and shape[0] == rows:

@@ -8,8 +8,7 @@ that is proved by evidence.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ghostclip.capture.inputs import in_backward
 from ghostclip.capture.packed import PACK, PAD, positions, rows_of, with_a_step
 from ghostclip.capture.provenance import ROWS_KEY, columns_of, routed_samples
 
@@ -42,21 +40,6 @@ _NOTED = _PICKS | _SORTS | {torch.Tensor.__setitem__}
 # Stands for an order that is not known.
 DOUBTFUL = torch.empty(0, dtype=torch.int64)
 
-# Functions that leave rows where they are: as long as no other was called, no row needs to be looked for.
-_ORDERLY: Final = {
-    "linear", "layer_norm", "rms_norm", "group_norm", "instance_norm", "batch_norm", "conv1d", "conv2d", "conv3d",
-    "embedding", "scaled_dot_product_attention", "matmul", "__matmul__", "bmm", "dropout", "softmax", "log_softmax",
-    "relu", "relu_", "gelu", "silu", "elu", "selu", "mish", "tanh", "sigmoid", "softplus", "leaky_relu", "hardtanh",
-    "hardswish", "max_pool1d", "max_pool2d", "_max_pool2d", "boolean_dispatch", "avg_pool1d", "avg_pool2d",
-    "adaptive_avg_pool1d", "adaptive_avg_pool2d", "add", "add_", "sub", "mul", "mul_", "div", "neg", "pow", "rsqrt",
-    "sqrt", "exp", "log", "abs", "square", "clamp", "where", "mean", "sum", "__add__", "__radd__", "__sub__",
-    "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__pow__", "__neg__", "__iadd__", "__imul__",
-    "view", "reshape", "permute", "transpose", "flatten", "unflatten", "unsqueeze", "squeeze", "contiguous", "expand",
-    "repeat", "unbind", "__iter__", "masked_fill", "to", "float", "type_as", "detach", "clone", "size", "dim",
-    "numel", "requires_grad_", "register_hook", "is_floating_point", "is_complex", "__get__", "__set__", "__len__",
-    "arange", "zeros", "ones", "full", "zeros_like", "ones_like", "empty", "triu", "tril",
-}  # fmt: skip
-
 
 class Watch(TorchFunctionMode):
     """Active during a forward; knows the sample of every row of data that was put into another order."""
@@ -67,24 +50,20 @@ class Watch(TorchFunctionMode):
         self._rows: Any = WeakTensorKeyDictionary()
         # Of padded batches with their sequences on axis 1, about to be packed: the sample of each.
         self._columns: Any = WeakTensorKeyDictionary()
-        self.in_order = False
         self._made_up = False
         self._batch_size = 0
         self._axis = 0
 
-    def begin(self, batch_size: int, axis: int, *, made_up: bool = False, inputs: Sequence[Tensor] = ()) -> None:
+    def begin(self, batch_size: int, axis: int, *, made_up: bool = False) -> None:
         """Watch a new forward.
 
         Args:
             batch_size: B.
             axis: The model's batch axis.
             made_up: The batch was empty, and its one sample is made up.
-            inputs: What the model was called with.
         """
         self._rows, self._columns = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
         self._batch_size, self._axis, self._made_up = batch_size, axis, made_up
-        # What is run again in a backward goes on from where the forward was, and inputs may have been selected before.
-        self.in_order = not in_backward() and not any(tensor.requires_grad for tensor in inputs)
         torch.overrides._push_mode(self)
 
     def end(self) -> None:
@@ -109,7 +88,6 @@ class Watch(TorchFunctionMode):
         Args:
             packed: The input.
         """
-        self.in_order = False
         self._tell(packed.data, rows_of(packed))
 
     def __torch_function__(
@@ -120,7 +98,6 @@ class Watch(TorchFunctionMode):
         if func == PACK and self._made_up:
             args = (args[0], *with_a_step(*args[1:]))
         result = func(*args, **kwargs)
-        self.in_order = self.in_order and _keeps_order(func)
         if self._batch_size > 1 and func in (PACK, PAD):
             with torch._C.DisableTorchFunction():
                 (self._packed if func == PACK else self._unpacked)(args, result)
@@ -226,11 +203,6 @@ class Watch(TorchFunctionMode):
                 self._rows[output] = DOUBTFUL
             elif arranged is None or rows is DOUBTFUL or not torch.equal(rows, arranged):
                 self._rows[output] = rows
-
-
-@lru_cache(maxsize=4096)
-def _keeps_order(func: Callable[..., Any]) -> bool:
-    return getattr(func, "__name__", "") in _ORDERLY
 
 
 def _picked(

@@ -49,8 +49,6 @@ def listed_rows(session: "Session", tensor: Tensor, axis: int) -> Tensor | None:
         batch does, or where only the evidence can tell.
     """
     record = session.record
-    if tensor.requires_grad and session.watch.in_order:
-        return None
     if tensor.requires_grad:
         listed = routed_samples(tensor, axis, record.batch_size, record.axis)
     else:

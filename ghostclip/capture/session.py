@@ -124,9 +124,9 @@ class Session:
     def _start(self, *inputs: Any) -> None:
         """Lend the parameters out and watch what is done with them and with the data."""
         self.loan.lend_all()
-        leaves = [leaf for leaf in leaves_of(inputs) if isinstance(leaf, Tensor)]
-        self.watch.begin(self.record.batch_size, self.record.axis, made_up=self.record.padded, inputs=leaves)
-        self.record.inputs = frozenset(map(id, leaves)) if inputs else self.record.inputs
+        self.watch.begin(self.record.batch_size, self.record.axis, made_up=self.record.padded)
+        if inputs:
+            self.record.inputs = frozenset(id(leaf) for leaf in leaves_of(inputs) if isinstance(leaf, Tensor))
         for packed in packed_inputs(inputs):
             self.watch.admit(packed)
 
