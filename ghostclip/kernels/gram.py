@@ -115,7 +115,7 @@ def _halved(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> tuple[Tensor, Tenso
         half = whole >> (level + 1)
         for a_MLI, g_MLO in _pieces(a_NTI, g_NTO, 2 * half, whole):
             upper, lower = (a_MLI[:, :half], g_MLO[:, :half]), (a_MLI[:, half:], g_MLO[:, half:])
-            above_N += _products(upper, lower, workspace)[0].view(samples, -1).sum(1)
+            above_N += _sums(upper, lower, workspace).view(samples, -1).sum(1)
     value_N, scale_N = 2 * above_N, torch.zeros_like(above_N)
     if leaf == 1:
         scale_N += position_scale(a_NTI[:, :whole], g_NTO[:, :whole])
@@ -127,7 +127,7 @@ def _halved(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> tuple[Tensor, Tenso
             scale_N += parts[1].view(samples, -1).sum(1)
     if whole < positions:
         last = a_NTI[:, whole:], g_NTO[:, whole:]
-        value_N += 2 * _products(last, (a_NTI[:, :whole], g_NTO[:, :whole]), workspace)[0]
+        value_N += 2 * _sums(last, (a_NTI[:, :whole], g_NTO[:, :whole]), workspace)
         inside_N, diagonal_N = _products(last, last, workspace)
         value_N += inside_N
         scale_N += diagonal_N
@@ -143,28 +143,35 @@ def _pieces(a_NTI: Tensor, g_NTO: Tensor, size: int, whole: int) -> Iterator[Fac
         yield a_NTI[:, start : start + size], g_NTO[:, start : start + size]
 
 
-def _products(rows: Factors, columns: Factors, workspace: int) -> tuple[Tensor, Tensor]:
-    """Return sums and traces of ``(a·a)(g·g)`` over all pairs of a row and a column, each ``(M,)``."""
+def _sums(rows: Factors, columns: Factors, workspace: int) -> Tensor:
+    """Return sums of ``(a·a)(g·g)`` over all pairs of a row and a column, ``(M,)``."""
+    return _products(rows, columns, workspace, trace=False)[0]
+
+
+def _products(rows: Factors, columns: Factors, workspace: int, *, trace: bool = True) -> tuple[Tensor, Tensor]:
+    """Return sums and, if wanted, traces of ``(a·a)(g·g)`` over all pairs of a row and a column, each ``(M,)``."""
     count, height = rows[0].shape[:2]
     width = columns[0].shape[1]
     at_once = max(1, workspace // (height * width))
     lines = height if at_once > 1 else max(1, min(height, workspace // width))
     if at_once >= count and lines == height:
-        return _product(rows, columns)
+        return _product(rows, columns, offset=0, trace=trace)
     sums = rows[0].new_zeros(2, count)
     for first in range(0, count, at_once):
         piece = slice(first, first + at_once)
         right = columns[0][piece], columns[1][piece]
         for start in range(0, height, lines):
             part = slice(start, start + lines)
-            sums[:, piece] += torch.stack(_product((rows[0][piece, part], rows[1][piece, part]), right))
+            left = rows[0][piece, part], rows[1][piece, part]
+            sums[:, piece] += torch.stack(_product(left, right, offset=start, trace=trace))
     return sums[0], sums[1]
 
 
-def _product(rows: Factors, columns: Factors) -> tuple[Tensor, Tensor]:
+def _product(rows: Factors, columns: Factors, *, offset: int, trace: bool) -> tuple[Tensor, Tensor]:
     product = torch.bmm(rows[0], columns[0].mT)
     product *= torch.bmm(rows[1], columns[1].mT)
-    return product.sum((1, 2)), product.diagonal(dim1=1, dim2=2).sum(1)
+    sum_M = product.sum((1, 2))
+    return sum_M, product.diagonal(offset, dim1=1, dim2=2).sum(1) if trace else sum_M
 
 
 def _fast(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Bounded:
