@@ -97,7 +97,7 @@ bench: $(DEV_STAMP)  ## time, FLOPs and memory beside non-private PyTorch and Op
 	@$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 bench-peers: $(DEV_STAMP)  ## install JAX and BackPACK, so that `make bench` compares with them as well
-	@$(INSTALL) "jax"
+	@$(INSTALL) -e ".[peers]"
 	@# Its dependency torchvision does not import beside torch's CPU build, and is not needed.
 	@$(INSTALL) --no-deps "backpack-for-pytorch" "unfoldNd" "einops"
 
