@@ -90,10 +90,7 @@ def _differs(base: list[Tensor], outputs: list[Tensor], *, axis: int, sizes: tup
 
 
 def _apart(first: Tensor, second: Tensor, tolerance: float) -> bool:
-    """Compare a few rows at a time: logits may be the largest tensors of a step, and copies of them its peak."""
-    few = max(1, _COMPARED // max(1, first[:1].numel()))
-    scale = max(float(rows.abs().nan_to_num(posinf=0.0).max()) for rows in first.split(few))
-    return any(
-        bool(((one - two).abs().nan_to_num() > tolerance * scale).any())
-        for one, two in zip(first.split(few), second.split(few), strict=True)
-    )
+    """Compare a piece at a time: logits may be the largest tensors of a step, and copies of them its peak."""
+    pieces = list(zip(first.reshape(-1).split(_COMPARED), second.reshape(-1).split(_COMPARED), strict=True))
+    scale = max(float(one.abs().nan_to_num(posinf=0.0).max()) for one, _ in pieces)
+    return any(bool(((one - two).abs().nan_to_num() > tolerance * scale).any()) for one, two in pieces)

@@ -135,12 +135,20 @@ def _explains(row_map: Any, use: Use, grad: Tensor, samples: set[int]) -> bool:
 
 
 def _nonzero_rows(rows: Tensor) -> Tensor:
-    """Return which rows hold anything but zeros, a few at a time: no copy of a gradient as large as the logits.
+    """Return which rows hold anything but zeros, a piece at a time: no copy of a gradient as large as the logits.
 
     A zero gradient through a sample that is not finite gives NaN there: no evidence of anything.
     """
-    few = max(1, _LOOKED_AT // max(1, rows[:1].numel()))
-    return torch.cat([(part.nan_to_num(nan=0.0) != 0).flatten(1).any(1) for part in rows.unsqueeze(-1).split(few)])
+    size = rows[:1].numel()
+    if size > _LOOKED_AT:
+        found = [any(bool(_nonzero(part).any()) for part in row.reshape(-1).split(_LOOKED_AT)) for row in rows]
+        return torch.tensor(found, device=rows.device)
+    few = max(1, _LOOKED_AT // max(1, size))
+    return torch.cat([_nonzero(part).flatten(1).any(1) for part in rows.unsqueeze(-1).split(few)])
+
+
+def _nonzero(part: Tensor) -> Tensor:
+    return part.nan_to_num(nan=0.0) != 0
 
 
 def _shapes(grad: Tensor, use: Use) -> str:
