@@ -181,6 +181,7 @@ class GhostClipper(Diagnostics):
         self._close(norms)
 
     def _listen(self, listener: Pass, run: Callable[[], bool | None]) -> bool | None:
+        self._store.drop_stale_sums()
         if self._session.listener is not None:
             raise GhostClipError("a backward of this model is running already.")
         self._session.listener = listener
@@ -191,6 +192,7 @@ class GhostClipper(Diagnostics):
             self._session.listener = None
 
     def _one_pass(self, strategy: str, loss: Tensor | None) -> BookKeeping:
+        self._store.drop_stale_sums()
         if strategy != "hooks":
             parameters = self._session.parameters
             if loss is None:

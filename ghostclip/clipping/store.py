@@ -86,6 +86,13 @@ class GradientStore:
             earlier = before if isinstance(before, list) else [before]
             parameter.grad_sample = [*earlier, grad_BP]  # type: ignore[attr-defined]
 
+    def drop_stale_sums(self) -> None:
+        """Let go of sums that the caller has set to None: a backward would begin new ones beside them."""
+        if not self.owned:
+            for parameter in [parameter for parameter in self._sums if parameter.grad is None]:
+                del self._sums[parameter]
+                self._versions.pop(parameter, None)
+
     def drop_stale_samples(self) -> None:
         """Drop per-sample gradients of a batch that is over, before those of the next are formed beside them."""
         for parameter in self._sampled:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -90,6 +91,21 @@ def test_peak_stays_within_the_budget(budget):
         # A norm's own workspace comes on top.
         assert peak_of(private) <= (budget + 0.02) * base
         assert clipper.planner.latest
+
+
+@pytest.mark.parametrize("strategy", ["bookkeeping", "ghost"])
+def test_sums_that_were_set_to_none_are_let_go_before_the_next_ones(strategy):
+    model = nn.Linear(40, 30)
+    with GhostClipper(model, max_grad_norm=1.0, strategy=strategy) as clipper:
+        clipper.backward(model(torch.randn(3, 40)).square().sum(1))
+        sums = weakref.finalize(model.weight.grad.untyped_storage(), lambda: None)
+        model.zero_grad(set_to_none=True)
+        losses = model(torch.randn(3, 40)).square().sum(1)
+        losses.register_hook(lambda grad: alive.append(sums.alive))
+        alive = []
+        clipper.backward(losses)
+    assert alive
+    assert not any(alive)
 
 
 def test_a_kept_gradient_is_named_in_the_coverage():
