@@ -181,7 +181,6 @@ class GhostClipper(Diagnostics):
         self._close(norms)
 
     def _listen(self, listener: Pass, run: Callable[[], bool | None]) -> bool | None:
-        self._store.drop_stale_sums()
         if self._session.listener is not None:
             raise GhostClipError("a backward of this model is running already.")
         self._session.listener = listener
@@ -192,7 +191,6 @@ class GhostClipper(Diagnostics):
             self._session.listener = None
 
     def _one_pass(self, strategy: str, loss: Tensor | None) -> BookKeeping:
-        self._store.drop_stale_sums()
         if strategy != "hooks":
             parameters = self._session.parameters
             if loss is None:
@@ -321,7 +319,7 @@ class GhostClipper(Diagnostics):
 
     def own_gradients(self) -> None:
         """Let an optimizer own the sums: they persist over ``model.zero_grad()`` until :meth:`reset`."""
-        self._store.owned = True
+        self._store.own()
 
     @property
     def has_clipped_sum(self) -> bool:

@@ -32,6 +32,18 @@ class GradientStore:
         self._versions: dict[nn.Parameter, int] = {}
         self._in_progress: dict[nn.Parameter, Tensor] = {}
         self._sampled: set[nn.Parameter] = set()
+        # Their sums live in ``p.grad`` alone: whoever sets that to None has let go of them.
+        self._shown: set[nn.Parameter] = set()
+
+    def own(self) -> None:
+        """Let an optimizer own the sums from now on, those that are there included."""
+        self.owned = True
+        self._sums.update(self._held())
+        self._shown.clear()
+
+    def _held(self) -> dict[nn.Parameter, Tensor]:
+        """Return every sum there is, by parameter."""
+        return {**self._sums, **{parameter: parameter.grad for parameter in self._shown if parameter.grad is not None}}
 
     def buffer(self, name: str) -> Tensor:
         """Return the accumulator of a parameter: float32 or float64, contiguous, holding the sum so far."""
@@ -86,13 +98,6 @@ class GradientStore:
             earlier = before if isinstance(before, list) else [before]
             parameter.grad_sample = [*earlier, grad_BP]  # type: ignore[attr-defined]
 
-    def drop_stale_sums(self) -> None:
-        """Let go of sums that the caller has set to None: a backward would begin new ones beside them."""
-        if not self.owned:
-            for parameter in [parameter for parameter in self._sums if parameter.grad is None]:
-                del self._sums[parameter]
-                self._versions.pop(parameter, None)
-
     def drop_stale_samples(self) -> None:
         """Drop per-sample gradients of a batch that is over, before those of the next are formed beside them."""
         for parameter in self._sampled:
@@ -114,6 +119,9 @@ class GradientStore:
                     parameter.grad.copy_(kept)
             if parameter.grad is not None:
                 self._versions[parameter] = parameter.grad._version
+        if not self.owned:
+            self._shown.update(parameter for parameter in self._sums if parameter.dtype in _FULL_PRECISION)
+            self._sums = {parameter: kept for parameter, kept in self._sums.items() if parameter not in self._shown}
 
     def summed_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """Return a parameter's clipped sum, float32 at least; None when nothing contributed.
@@ -128,7 +136,7 @@ class GradientStore:
             TamperedGradientError: ``p.grad`` was changed since the backward.
         """
         self._check(parameter)
-        return self._sums.get(parameter)
+        return parameter.grad if parameter in self._shown else self._sums.get(parameter)
 
     def _check(self, parameter: nn.Parameter) -> None:
         kept, grad = self._sums.get(parameter), parameter.grad
@@ -153,7 +161,7 @@ class GradientStore:
     def snapshot(self) -> Callable[[], None]:
         """Return a function that puts the sums back as they are now; they are copied to the memory of the CPU."""
         had_sum = self.has_sum
-        copies = {parameter: kept.to("cpu", copy=True) for parameter, kept in self._sums.items()}
+        copies = {parameter: kept.to("cpu", copy=True) for parameter, kept in self._held().items()}
 
         def restore() -> None:
             self.reset()
@@ -175,5 +183,6 @@ class GradientStore:
         self._sampled.clear()
         self._in_progress.clear()
         self._sums.clear()
+        self._shown.clear()
         self._versions.clear()
         self.has_sum = False
