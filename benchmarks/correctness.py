@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,10 +29,12 @@ class Reference:
     Attributes:
         max_grad_norm: The clipping norm: the median of the samples' norms, so that half of them are clipped.
         clipped_sum: One float64 tensor for each trainable parameter, in the model's order.
+        rounding: The error of the same computation in float32: what no engine can be asked to fall below.
     """
 
     max_grad_norm: float
     clipped_sum: list[Tensor]
+    rounding: float = 0.0
 
 
 def _per_sample_gradients(model: nn.Module, batch: Batch) -> Iterator[list[Tensor]]:
@@ -58,21 +60,27 @@ def reference(task: Task, device: torch.device) -> Reference:
         The clipping norm and the sum.
 
     Cost: 2B times forward and backward of one sample, in float64: once for the norms, once for the sum, so that one
-    sample's gradient is held at a time.
+    sample's gradient is held at a time. B times in float32.
     """
     inputs, target = task.batch(device)
-    batch = (inputs.double() if inputs.is_floating_point() else inputs, target)
+    exact = (inputs.double() if inputs.is_floating_point() else inputs, target)
     model = task.model(device).double()
-    norms = [_norm(gradient) for gradient in _per_sample_gradients(model, batch)]
+    norms = [_norm(gradient) for gradient in _per_sample_gradients(model, exact)]
     max_grad_norm = statistics.median_low(norms)
+    clipped = _clipped_sum(model, exact, norms, max_grad_norm)
+    in_float32 = _clipped_sum(task.model(device), (inputs, target), norms, max_grad_norm)
+    return Reference(max_grad_norm, clipped, relative_error(in_float32, clipped))
+
+
+def _clipped_sum(model: nn.Module, batch: Batch, norms: list[float], max_grad_norm: float) -> list[Tensor]:
     summed = [torch.zeros_like(parameter) for parameter in model.parameters() if parameter.requires_grad]
     for norm, gradient in zip(norms, _per_sample_gradients(model, batch), strict=True):
         for total, part in zip(summed, gradient, strict=True):
             total.add_(part, alpha=min(1.0, max_grad_norm / norm))
-    return Reference(max_grad_norm=max_grad_norm, clipped_sum=summed)
+    return summed
 
 
-def relative_error(computed: list[Tensor | None], expected: list[Tensor]) -> float:
+def relative_error(computed: Sequence[Tensor | None], expected: list[Tensor]) -> float:
     """The largest, over parameters, of |computed - expected| / |expected| in Euclidean norm.
 
     Where the exact gradient vanishes, as that of an attention's key bias does, what is computed is rounding and nothing
