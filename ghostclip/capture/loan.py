@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ghostclip.capture.eager import untraced
+from ghostclip.capture.nodes import nodes_behind
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.errors import GhostClipError, SampleMixingError, UncoveredParameterError, UnsupportedModelError
 
@@ -243,16 +244,6 @@ def untouched_grads(outputs: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
-    pending: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen: set[Any] = set()
-    leaves: list[Tensor] = []
     with torch.no_grad():
-        while pending:
-            node = pending.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if hasattr(node, "variable"):
-                leaves.append(node.variable)
-            pending += [following for following, _ in node.next_functions if following is not None]
-    return leaves
+        nodes = nodes_behind(output.grad_fn for output in outputs)
+        return [node.variable for node in nodes if hasattr(node, "variable")]

@@ -1,6 +1,6 @@
 """Small autograd functions that carry captured tensors through autograd without taking part in the computation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -167,6 +167,25 @@ def accumulation_node(leaf: Tensor) -> Any:
     """
     with torch.enable_grad():
         return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+def nodes_behind(starts: Iterable[Any]) -> list[Any]:
+    """Return the nodes of a graph, those that accumulate leaves' gradients included.
+
+    Args:
+        starts: Nodes to start from; None stands for a tensor outside the graph.
+
+    Returns:
+        They and all behind them, each once.
+    """
+    pending = [node for node in starts if node is not None]
+    seen = dict.fromkeys(pending)
+    while pending:
+        for following, _ in pending.pop().next_functions:
+            if following is not None and following not in seen:
+                seen[following] = None
+                pending.append(following)
+    return list(seen)
 
 
 def own(tensor: Tensor, anchor: Tensor, *, anchored: bool) -> Tensor:

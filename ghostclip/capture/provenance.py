@@ -21,6 +21,7 @@ _SELECTING: Final = frozenset(
         "IndexSelectBackward0", "GatherBackward0", "SliceBackward0", "SplitBackward0", "SplitWithSizesBackward0",
     }
 )  # fmt: skip
+_SELECT: Final = frozenset({"SelectBackward0"})
 _LEAVES: Final = frozenset({"AccumulateGrad", "torch::autograd::AccumulateGrad"})
 # A node's name is made anew each time it is asked for; its class tells the same.
 _names: dict[type, str] = {}
@@ -59,22 +60,17 @@ def _samples(node: Any, output_nr: int, rows: int, batch_size: int, expected_axi
         marked = notes.get(ROWS_KEY)
         if marked is not None:
             return marked[1] if marked[0] == 0 and marked[1].numel() == rows else None
-        if not _name_is(node, _SELECTING):
-            following = _along(node, rows)
-            if following is None:
-                return None
-            node, output_nr = following
-            continue
-        if _is_last_state(node, output_nr):
-            return _of_first_step(node, rows, batch_size, expected_axis)
-        joined = _joined(node, rows, batch_size, expected_axis)
-        if joined is not None:
-            return joined
-        selection = _selection(node, output_nr, rows)
-        if selection is not None:
-            index, parent_rows = selection
-            parent = _parent_samples(node, parent_rows, batch_size, expected_axis)
-            return None if parent is None else parent.to(index.device)[index]
+        if _name_is(node, _SELECTING):
+            if _is_last_state(node, output_nr):
+                return _of_first_step(node, rows, batch_size, expected_axis)
+            joined = _joined(node, rows, batch_size, expected_axis)
+            if joined is not None:
+                return joined
+            selection = _selection(node, output_nr, rows)
+            if selection is not None:
+                index, parent_rows = selection
+                parent = _parent_samples(node, parent_rows, batch_size, expected_axis)
+                return None if parent is None else parent.to(index.device)[index]
         following = _same_rows(node, rows)
         if following is None:
             return None
@@ -230,7 +226,7 @@ def _start(node: Any, name: str, output_nr: int) -> int:
 
 
 def _same_rows(node: Any, rows: int) -> tuple[Any, int] | None:
-    if node.name() == "SelectBackward0" and node._saved_dim == 0:
+    if _name_is(node, _SELECT) and node._saved_dim == 0:
         # The rows lay on the second axis; of a stack, they are those of one part.
         stack, _ = node.next_functions[0]
         stacked = stack is not None and stack.name() == "StackBackward0" and stack._saved_dim == 0
@@ -238,11 +234,6 @@ def _same_rows(node: Any, rows: int) -> tuple[Any, int] | None:
         place = node._saved_index - (1 << 64 if node._saved_index >> 63 else 0)
         part = stack.next_functions[place] if stacked else (None, 0)
         return None if part[0] is None else part
-    return _along(node, rows)
-
-
-def _along(node: Any, rows: int) -> tuple[Any, int] | None:
-    """Return the first parent with as many rows."""
     for following, number in node.next_functions:
         if following is None or _name_is(following, _LEAVES):
             continue

@@ -4,14 +4,16 @@ A measurement of the allocator would differ from run to run, and a plan made of 
 time. Saved tensors are counted once for each storage, until the last operation that saved them has run.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from ghostclip.capture.nodes import nodes_behind
 from ghostclip.capture.provenance import METADATA_KEY
 from ghostclip.capture.usage import Use
 
@@ -50,7 +52,7 @@ class Footprint:
     """
 
     moments: list[Moment]
-    inputs: dict[int, int] = field(default_factory=dict)
+    inputs: dict[int, int]
 
     def ordinary_peak(self) -> int:
         """Return the most that the same backward of ordinary training holds: at least this, its gradients included."""
@@ -114,10 +116,7 @@ def _read(nodes: Sequence[Any], parameters: Iterable[Tensor]) -> Footprint:
         made = 0 if node.name().removesuffix("Backward0").removesuffix("Backward") in _VIEWS else _made(node)
         moments.append(Moment(use, live, arriving + made, arriving))
         live -= gone
-    owners: dict[int, int] = {}
-    for storages in kept:
-        for key in storages:
-            owners[key] = owners.get(key, 0) + 1
+    owners = Counter(key for storages in kept for key in storages)
     inputs = {
         id(use): sum(size for key, size in storages.items() if owners[key] == 1)
         for use, storages in zip(uses, kept, strict=True)
@@ -128,15 +127,8 @@ def _read(nodes: Sequence[Any], parameters: Iterable[Tensor]) -> Footprint:
 
 def _nodes_behind(start: Any) -> list[Any]:
     """Return a node and those behind it as the engine runs them: the latest operation first."""
-    pending: list[Any] = [] if start is None else [start]
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen and not hasattr(following, "variable"):
-                seen.add(following)
-                pending.append(following)
-    return sorted(seen, key=lambda node: -node._sequence_nr())
+    nodes = [node for node in nodes_behind([start]) if not hasattr(node, "variable")]
+    return sorted(nodes, key=lambda node: -node._sequence_nr())
 
 
 def _addresses(tensors: Iterable[Tensor]) -> set[int]:

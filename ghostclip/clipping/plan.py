@@ -25,6 +25,7 @@ from ghostclip.capture.usage import Record, Use
 from ghostclip.clipping.footprint import Footprint, footprint_from, footprint_of
 from ghostclip.errors import InvalidOptionError
 from ghostclip.factors import Dense, Outer, planner
+from ghostclip.factors.base import accumulation_dtype
 
 Planning = Literal["model", "measured"]
 
@@ -185,7 +186,7 @@ def _held(footprint: Footprint, record: Record) -> tuple[list[int], list[Item]]:
             gathered += _dense_bytes(use, record) or moment.arriving + inputs
             continue
         name, shape = found
-        needed = shape.samples * shape.inputs * shape.outputs * max(4, shape.dtype.itemsize)
+        needed = shape.samples * shape.inputs * shape.outputs * accumulation_dtype(shape.dtype).itemsize
         if planner.keeps_per_sample(shape.positions, shape.inputs, shape.outputs):
             gathered += needed
             continue
@@ -272,7 +273,7 @@ def _timed(shape: Shape) -> float:
             torch.randn(shape.samples, shape.positions, size, generator=generator).to(shape.device, shape.dtype)
             for size in (shape.inputs, shape.outputs)
         )
-        wide = torch.float64 if shape.dtype == torch.float64 else torch.float32
+        wide = accumulation_dtype(shape.dtype)
         out = torch.zeros(shape.outputs, shape.inputs, device=shape.device, dtype=wide)
         coef_N = torch.ones(shape.samples, device=shape.device, dtype=wide)
 
