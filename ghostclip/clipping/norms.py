@@ -3,7 +3,7 @@
 Shape letters: B samples, K factors.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -34,7 +34,8 @@ class NormSum:
             norm: Squared norms, which must not change afterwards.
         """
         self._values.append(norm.value_B)
-        self._errors.append(norm.error_B)
+        if norm.error_B is not None:
+            self._errors.append(norm.error_B)
 
     def total(self) -> SquaredNorm | None:
         """Return the sum of squares and the sum of error bounds, or None before the first."""
@@ -42,8 +43,10 @@ class NormSum:
             return None
         if len(self._values) > 1:
             # Hundreds of squares would drift by more than a norm is rounded up by.
-            self._values, self._errors = [_sum(self._values, torch.float64)], [_sum(self._errors)]
-        return SquaredNorm(self._values[0], self._errors[0])
+            device = self._values[0].device
+            self._values = [_sum(self._values, device, torch.float64)]
+            self._errors = [_sum(self._errors, device)] if self._errors else []
+        return SquaredNorm(self._values[0], self._errors[0] if self._errors else None)
 
     def replace(self, norm: SquaredNorm) -> None:
         """Forget the sum and begin with another.
@@ -51,36 +54,51 @@ class NormSum:
         Args:
             norm: What `total` returns from here on.
         """
-        self._values, self._errors = [norm.value_B], [norm.error_B]
+        self._values, self._errors = [norm.value_B], [] if norm.error_B is None else [norm.error_B]
 
     def norm_B(self) -> Tensor:
         """Return the norms, rounded up: the root of the sum and its error bound."""
         total = self.total()
         assert total is not None
         eps = torch.finfo(total.value_B.dtype).eps
+        if total.error_B is None:
+            return total.value_B.sqrt().mul_(1 + 8 * eps)
         return (total.value_B + total.error_B).clamp_(min=0).sqrt_().mul_(1 + 8 * eps)
 
-    def doubtful_B(self) -> Tensor:
-        """Return which samples' norms rounding may have changed by more than the tolerance."""
+    def certain_B(self) -> Tensor:
+        """Return which samples' norms are finite and changed by rounding by no more than the tolerance."""
         total = self.total()
         assert total is not None
-        return total.error_B > TOLERANCE[total.value_B.dtype] * total.value_B
+        dtype = total.value_B.dtype
+        # Far enough below the largest number for whatever is added or multiplied on the way to a norm.
+        finite_B = total.value_B < torch.finfo(dtype).max / 4
+        if total.error_B is None:
+            return finite_B
+        return finite_B.logical_and_(total.error_B <= TOLERANCE[dtype] * total.value_B)
+
+    def doubtful_B(self) -> Tensor | None:
+        """Return which samples' norms rounding may have changed by more than the tolerance; None where it cannot."""
+        total = self.total()
+        assert total is not None
+        return None if total.error_B is None else total.error_B > TOLERANCE[total.value_B.dtype] * total.value_B
 
 
-def _sum(parts: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    """Return the sum of tensors of shape ``(B,)`` on the first one's device.
+def _sum(parts: list[Tensor], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the sum of tensors of shape ``(B,)``.
 
     Args:
         parts: float32 or float64.
+        device: Where the sum goes.
         dtype: What is summed in; None for their own.
 
     Returns:
         float64 if one of them is.
     """
-    device = parts[0].device
     if any(part.device != device for part in parts):
         parts = [part.to(device) for part in parts]
-    stacked_KB = torch.stack(list(parts))
+    if len(parts) == 1:
+        return parts[0]
+    stacked_KB = torch.stack(parts)
     return stacked_KB.sum(0, dtype=dtype).to(stacked_KB.dtype)
 
 
@@ -89,6 +107,7 @@ class GroupNorms:
 
     Attributes:
         sums: The sums, in the order of the groups' numbers.
+        finite: Whether every sample's norm in every group is known to be finite.
     """
 
     def __init__(self, group_of: Mapping[str, int]) -> None:
@@ -98,6 +117,7 @@ class GroupNorms:
             group_of: Number of each parameter's group by parameter name; names that are not listed belong to group 0.
         """
         self.group_of = group_of
+        self.finite = False
         self.sums = [NormSum() for _ in range(1 + max(group_of.values(), default=0))]
 
     def add(self, name: str, norm: SquaredNorm) -> None:
@@ -107,6 +127,7 @@ class GroupNorms:
             name: The parameter's name.
             norm: Its squared norms.
         """
+        self.finite = False
         self.sums[self.group_of.get(name, 0)].add(norm)
 
     def merge(self, other: "GroupNorms") -> None:
@@ -115,6 +136,7 @@ class GroupNorms:
         Args:
             other: Sums that are not used any more.
         """
+        self.finite = False
         for own, more in zip(self.sums, other.sums, strict=True):
             total = more.total()
             if total is not None:
@@ -127,6 +149,7 @@ class GroupNorms:
             exact: The norms of all samples, computed without cancellation.
             doubtful_B: Which samples are doubtful.
         """
+        self.finite = False
         for own, better in zip(self.sums, exact.sums, strict=True):
             before, after = own.total(), better.total()
             if before is not None and after is not None:
@@ -135,7 +158,8 @@ class GroupNorms:
                 value_B = (after.value_B * margin).to(before.value_B)
                 doubtful_B = doubtful_B.to(value_B.device)
                 kept_B = torch.where(doubtful_B, value_B, before.value_B)
-                own.replace(SquaredNorm(kept_B, before.error_B.masked_fill(doubtful_B, 0.0)))
+                error_B = None if before.error_B is None else before.error_B.masked_fill(doubtful_B, 0.0)
+                own.replace(SquaredNorm(kept_B, error_B))
 
     def norm_GB(self, batch_size: int) -> list[Tensor]:
         """Return the norms of every group, rounded up; zeros for a group that nothing arrived for.
@@ -149,13 +173,28 @@ class GroupNorms:
         return [torch.zeros(batch_size) if total.total() is None else total.norm_B() for total in self.sums]
 
     def doubtful_B(self) -> Tensor | None:
-        """Return which samples' norms rounding may have changed in some group; None when there are none."""
-        doubtful_B: Tensor | None = None
-        for total in self.sums:
-            if total.total() is not None:
-                more_B = total.doubtful_B()
-                doubtful_B = more_B if doubtful_B is None else doubtful_B | more_B.to(doubtful_B.device)
+        """Return which samples' norms rounding may have changed in some group; None when there are none.
+
+        Whether all are finite is asked at the same time and noted, so that a device is waited for once.
+
+        Returns:
+            Shape ``(B,)``, bool, on the first group's device.
+        """
+        some = [total for total in self.sums if total.total() is not None]
+        certain_B = _together([total.certain_B() for total in some], torch.Tensor.logical_and_)
+        if certain_B is None or bool(certain_B.all()):
+            self.finite = certain_B is not None
+            return None
+        found = [more_B for more_B in (total.doubtful_B() for total in some) if more_B is not None]
+        doubtful_B = _together(found, torch.Tensor.logical_or_)
         return None if doubtful_B is None or not bool(doubtful_B.any()) else doubtful_B
+
+
+def _together(parts: Sequence[Tensor], combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor | None:
+    """Return tensors combined in place into the first one, on its device; None where there are none."""
+    for part in parts[1:]:
+        combine(parts[0], part.to(parts[0].device))
+    return parts[0] if parts else None
 
 
 def cross_terms(factors: Sequence[Factor]) -> SquaredNorm | None:
@@ -168,6 +207,8 @@ def cross_terms(factors: Sequence[Factor]) -> SquaredNorm | None:
         The cross terms with their error bound. They cancel against the squared norms where uses oppose each other, so
         the bound scales with the norms themselves.
     """
+    if len(factors) < 2:
+        return None
     total_B: Tensor | None = None
     for place, first in enumerate(factors):
         for second in factors[:place]:
@@ -229,5 +270,5 @@ def exact_norms(by_parameter: Mapping[str, Sequence[Factor]], group_of: Mapping[
             continue
         summed = sum_tensors([in_double(factor).materialize().double() for factor in factors])
         value_B = summed.flatten(1).square().sum(1)
-        total.add(name, SquaredNorm(value_B, torch.zeros_like(value_B)))
+        total.add(name, SquaredNorm(value_B, None))
     return total

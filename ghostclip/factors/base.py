@@ -20,11 +20,12 @@ class SquaredNorm(NamedTuple):
     Attributes:
         value_B: Squared norms, shape ``(B,)``, float32 or float64.
         error_B: How far ``value_B`` may lie below the true value because of rounding, same shape; added to the
-            norm before clipping so that a norm is over-estimated, never under-estimated.
+            norm before clipping so that a norm is over-estimated, never under-estimated. None where the relative margin
+            of the clip factor covers it.
     """
 
     value_B: Tensor
-    error_B: Tensor
+    error_B: Tensor | None
 
 
 class Factor(ABC):
@@ -81,7 +82,19 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def to_accumulation(tensor: Tensor) -> Tensor:
     """Return ``tensor`` in its accumulation dtype (no copy when it is there already)."""
-    return tensor.to(accumulation_dtype(tensor.dtype))
+    return tensor if tensor.dtype == torch.float32 else tensor.to(accumulation_dtype(tensor.dtype))
+
+
+def over_positions(x_BTF: Tensor) -> Tensor:
+    """Return the sum over positions.
+
+    Args:
+        x_BTF: Shape ``(B, T, *F)``.
+
+    Returns:
+        Shape ``(B, *F)``, the same dtype; a view where there is one position.
+    """
+    return x_BTF.squeeze(1) if x_BTF.shape[1] == 1 else x_BTF.sum(1)
 
 
 def where_kept(keep_B: Tensor, tensor: Tensor) -> Tensor:
@@ -100,7 +113,7 @@ def where_kept(keep_B: Tensor, tensor: Tensor) -> Tensor:
 
 def no_error(value_B: Tensor) -> SquaredNorm:
     """Return a squared norm whose rounding is covered by the relative margin of the clip factor alone."""
-    return SquaredNorm(value_B, torch.zeros_like(value_B))
+    return SquaredNorm(value_B, None)
 
 
 def square_sums(flat_BP: Tensor) -> Tensor:
@@ -117,7 +130,7 @@ def square_sums(flat_BP: Tensor) -> Tensor:
     """
     blocks = flat_BP.shape[1] // _BLOCK
     if not blocks:
-        return torch.linalg.vector_norm(flat_BP, dim=1).square()
+        return torch.linalg.vector_norm(flat_BP, dim=1).square_()
     whole_BKP = flat_BP[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK))
     norms_BK = torch.linalg.vector_norm(whole_BKP, dim=2)
     rest_B1 = torch.linalg.vector_norm(flat_BP[:, blocks * _BLOCK :], dim=1, keepdim=True)

@@ -30,7 +30,8 @@ class Stacked(Factor):
         norms = [part.sqnorm() for part in self.parts.values()]
         if not norms:
             return no_error(self._zero_B)
-        return SquaredNorm(sum_tensors([n.value_B for n in norms]), sum_tensors([n.error_B for n in norms]))
+        errors = [norm.error_B for norm in norms if norm.error_B is not None]
+        return SquaredNorm(sum_tensors([norm.value_B for norm in norms]), sum_tensors(errors) if errors else None)
 
     def materialize(self) -> Tensor:
         """Return the per-sample gradients, shape ``(B, *P)``."""

@@ -10,7 +10,7 @@ import torch
 from ghostclip.clipping import policies
 from ghostclip.clipping.decisions import Decisions
 from ghostclip.clipping.grouping import PerParameter
-from ghostclip.clipping.norms import NormSum
+from ghostclip.clipping.norms import GroupNorms, NormSum
 from ghostclip.factors import SquaredNorm
 
 
@@ -50,6 +50,56 @@ def test_what_was_added_stays_as_it_is():
     total.add(part)
     total.norm_B()
     assert torch.equal(part.value_B, before)
+
+
+def test_squares_without_an_error_are_never_in_doubt():
+    total = NormSum()
+    for _ in range(3):
+        total.add(SquaredNorm(torch.tensor([3.0, 0.0]), None))
+    assert total.doubtful_B() is None
+    assert total.norm_B().tolist() == pytest.approx([3.0, 0.0], rel=1e-5)
+    total.add(SquaredNorm(torch.tensor([7.0, 0.0]), torch.tensor([9.0, 1e-30])))
+    assert total.norm_B().tolist() == pytest.approx([5.0, 1e-15], rel=1e-5)
+    assert total.doubtful_B().tolist() == [True, True]
+    total.replace(SquaredNorm(torch.ones(2), None))
+    assert total.doubtful_B() is None
+
+
+def test_error_of_one_dtype_and_squares_of_another_add_up():
+    total = NormSum()
+    total.add(SquaredNorm(torch.ones(2, dtype=torch.float64), None))
+    total.add(SquaredNorm(torch.ones(2), torch.tensor([2.0, 0.0])))
+    assert total.norm_B().dtype == torch.float64
+    assert total.norm_B().tolist() == pytest.approx([2.0, math.sqrt(2.0)], rel=1e-12)
+    assert total.doubtful_B().tolist() == [True, False]
+
+
+LARGEST = torch.finfo(torch.float32).max
+
+
+@pytest.mark.parametrize("group_of", [{}, {"a": 0, "b": 1}])
+@pytest.mark.parametrize("error", [None, 1e-7])
+@pytest.mark.parametrize(
+    ("value", "finite"),
+    [(1.0, True), (0.0, True), (1e36, True), (LARGEST, False), (math.inf, False), (math.nan, False)],
+)
+def test_finite_is_noted_only_where_every_group_is(value, finite, error, group_of):
+    value_B = torch.tensor([1.0, value])
+    total = GroupNorms(group_of)
+    total.add("a", SquaredNorm(torch.ones(2), None))
+    total.add("b", SquaredNorm(value_B, None if error is None else error * value_B))
+    assert not total.finite
+    assert total.doubtful_B() is None
+    assert total.finite == finite
+    total.add("a", SquaredNorm(torch.ones(2), None))
+    assert not total.finite, "what was added since may be infinite"
+
+
+def test_doubtful_samples_are_told_beside_one_that_is_not_finite():
+    total = GroupNorms({})
+    total.add("a", SquaredNorm(torch.tensor([1.0, 1.0, math.nan]), torch.tensor([0.0, 1.0, 0.0])))
+    assert total.doubtful_B().tolist() == [False, True, False]
+    assert not total.finite
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -66,8 +66,9 @@ def test_squared_norm(factor):
     value, error = factor.sqnorm()
     expected = factor.materialize().flatten(1).square().sum(1)
     torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
-    assert (error >= 0).all()
-    assert (error <= 1e-10 * expected).all()
+    if error is not None:
+        assert (error >= 0).all()
+        assert (error <= 1e-10 * expected).all()
 
 
 def test_clipped_sum_adds_to_what_is_there(factor):
