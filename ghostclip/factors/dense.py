@@ -26,7 +26,7 @@ class Dense(Factor):
 
     def sqnorm(self) -> SquaredNorm:
         """Return the squared norm of every sample's gradient. Cost: 2·B·|P|."""
-        return no_error(square_sums(self.grad_BP.reshape(self.batch_size, -1)))
+        return no_error(square_sums(self._flat_BP()))
 
     def materialize(self) -> Tensor:
         """Return the per-sample gradients, shape ``(B, *P)``."""
@@ -34,9 +34,10 @@ class Dense(Factor):
 
     def add_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:
         """Add the weighted sum of the gradients to ``out``. Cost: 2·B·|P|."""
-        flat_BP = self.grad_BP.reshape(self.batch_size, -1).to(out.dtype)
-        row = out.view(1, -1)
-        torch.addmm(row, coef_B.unsqueeze(0), flat_BP, out=row)
+        flat_BP = self._flat_BP()
+        if flat_BP.dtype != out.dtype:
+            flat_BP = flat_BP.to(out.dtype)
+        (out if out.dim() == 1 else out.view(-1)).addmv_(flat_BP.mT, coef_B)
 
     def masked(self, keep_B: Tensor) -> "Dense":
         """Return the factor with dropped samples set to zero."""
@@ -49,6 +50,9 @@ class Dense(Factor):
     def element_count(self) -> int:
         """Return how many tensor elements the factor keeps alive."""
         return self.grad_BP.numel()
+
+    def _flat_BP(self) -> Tensor:
+        return self.grad_BP if self.grad_BP.dim() == 2 else self.grad_BP.reshape(self.batch_size, -1)
 
 
 class Diagonal(Factor):
