@@ -77,33 +77,48 @@ def clip_coefficients(norm_B: Tensor, max_grad_norm: float) -> Tensor:
 
     Reference: Abadi et al. 2016 (arXiv 1607.00133), algorithm 1.
     """
-    quotient_B = _quotient(norm_B, max_grad_norm, norm_B).clamp_(max=1.0)
-    if max_grad_norm < _FLOOR[norm_B.dtype]:
-        return quotient_B
-    coef_B = torch.where(norm_B <= max_grad_norm, 1.0, quotient_B)
+    floor = _FLOOR[norm_B.dtype]
+    if max_grad_norm < floor:
+        return _rounded_down(max_grad_norm, norm_B.clamp(min=floor), at_most=1.0)
+    # No floor: whatever lies below it lies below C, and is kept whole.
+    coef_B = _rounded_down(max_grad_norm, norm_B, at_most=1.0).masked_fill_(norm_B <= max_grad_norm, 1.0)
     # Infinity is below no bound but one that is infinite in this dtype.
     finite = max_grad_norm <= torch.finfo(norm_B.dtype).max
     return coef_B if finite else torch.where(norm_B < math.inf, coef_B, 0.0)
 
 
-def _quotient(norm_B: Tensor, max_grad_norm: float, denominator_B: Tensor) -> Tensor:
-    """Return C over the denominator, rounded down, finite; 0 for samples that are not finite.
+def _quotient(max_grad_norm: float, denominator_B: Tensor) -> Tensor:
+    """Return C over the denominator, rounded down, finite; 0 where the denominator is not finite.
 
     Args:
-        norm_B: Gradient norms, shape ``(B,)``.
-        max_grad_norm: C.
-        denominator_B: At least the norm, same shape.
+        max_grad_norm: C, finite.
+        denominator_B: At least the norm, and infinite or NaN where that is, shape ``(B,)``.
 
     Returns:
         Quotients, same shape and dtype.
     """
-    limits = torch.finfo(norm_B.dtype)
-    # Two roundings follow (the quotient here, the product with the gradient later).
+    dtype = denominator_B.dtype
+    at_most = torch.finfo(dtype).max * _HEADROOM
+    return _rounded_down(max_grad_norm, denominator_B.clamp(min=_FLOOR[dtype]), at_most=at_most)
+
+
+def _rounded_down(max_grad_norm: float, denominator_B: Tensor, *, at_most: float) -> Tensor:
+    """Return C over the denominator, never above the true value.
+
+    Args:
+        max_grad_norm: C.
+        denominator_B: Shape ``(B,)``, of any values.
+        at_most: What a larger quotient becomes.
+
+    Returns:
+        Quotients, same shape and dtype; 0 where the true one is 0, no normal number, or not defined (NaN).
+    """
+    limits = torch.finfo(denominator_B.dtype)
+    # Three roundings follow (the reciprocal and the quotient here, the product with the gradient later).
     bound = max_grad_norm * (1 - 4 * limits.eps)
-    quotient_B = (bound / denominator_B.clamp(min=_FLOOR[norm_B.dtype])).clamp_(max=limits.max * _HEADROOM)
+    quotient_B = denominator_B.reciprocal().mul_(bound).clamp_(max=at_most)
     # Below the normal numbers a quotient has few digits and may be rounded up by half of itself.
-    usable_B = (norm_B < math.inf).logical_and_(quotient_B >= limits.tiny)
-    return torch.where(usable_B, quotient_B, 0.0)
+    return torch.where(quotient_B >= limits.tiny, quotient_B, 0.0)
 
 
 @dataclass(frozen=True)
@@ -166,7 +181,7 @@ class AutoS:
         Returns:
             Coefficients, shape and dtype of the norms.
         """
-        return _quotient(norm_B, max_grad_norm, norm_B + self.gamma)
+        return _quotient(max_grad_norm, norm_B + self.gamma)
 
     def describe(self) -> dict[str, float]:
         """Return γ."""
@@ -195,7 +210,7 @@ class Normalised:
         Returns:
             Coefficients, shape and dtype of the norms.
         """
-        return _quotient(norm_B, max_grad_norm, norm_B)
+        return _quotient(max_grad_norm, norm_B)
 
     def describe(self) -> dict[str, float]:
         """Return no constants."""
@@ -235,7 +250,7 @@ class PSAC:
         Returns:
             Coefficients, shape and dtype of the norms.
         """
-        return _quotient(norm_B, max_grad_norm, norm_B + self.r / (norm_B + self.r))
+        return _quotient(max_grad_norm, norm_B + self.r / (norm_B + self.r))
 
     def describe(self) -> dict[str, float]:
         """Return r."""
