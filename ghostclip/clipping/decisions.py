@@ -80,7 +80,7 @@ class Decisions:
         Returns:
             The coefficients, for the gradients as they arrived.
         """
-        norm_GB = [norm_B * scale for norm_B in total.norm_GB(record.batch_size)]
+        norm_GB = _scaled(total.norm_GB(record.batch_size), scale)
         layout = self.layout
         coef_GB = self.policy.coefficients(norm_GB, layout.bounds)
         if record.padded:
@@ -89,14 +89,24 @@ class Decisions:
             self.non_finite = 0
             nothing = [torch.zeros_like(coef_B) for coef_B in coef_GB]
             return Release(nothing, layout.group_of, torch.zeros_like(norm_GB[0], dtype=torch.bool))
-        finite_B = finite_samples(norm_GB)
-        if self.policy.adaptation is not None:
-            self.policy.adaptation.observe(norm_GB, layout.bounds, finite_B)
         self.norm_GB, self.coef_GB = norm_GB, coef_GB
-        self.non_finite = finite_B.numel() - int(torch.count_nonzero(finite_B))
-        self.non_finite_total += self.non_finite
-        scaled = [coef_B * scale for coef_B in coef_GB]
-        return Release(scaled, layout.group_of, finite_B if self.non_finite else None, doubtful_B)
+        keep_B = self._finite_B(total)
+        return Release(_scaled(coef_GB, scale), layout.group_of, keep_B, doubtful_B)
+
+    def _finite_B(self, total: GroupNorms) -> Tensor | None:
+        """Count the samples that are not finite and return which are; None when all are."""
+        assert self.norm_GB is not None
+        adaptation = self.policy.adaptation
+        self.non_finite = 0
+        if total.finite and adaptation is None:
+            return None
+        finite_B = finite_samples(self.norm_GB)
+        if adaptation is not None:
+            adaptation.observe(self.norm_GB, self.layout.bounds, finite_B)
+        if not total.finite:
+            self.non_finite = finite_B.numel() - int(torch.count_nonzero(finite_B))
+            self.non_finite_total += self.non_finite
+        return finite_B if self.non_finite else None
 
     def close(self) -> None:
         """Note that the sums of a backward are complete, clipped to the bounds that were in force."""
@@ -147,6 +157,10 @@ class Decisions:
         if len(self.norm_GB) == 1:
             return self.norm_GB[0]
         return torch.linalg.vector_norm(columns(self.norm_GB), dim=1)
+
+
+def _scaled(parts_GB: list[Tensor], scale: float) -> list[Tensor]:
+    return parts_GB if scale == 1 else [part_B * scale for part_B in parts_GB]
 
 
 def columns(parts_GB: list[Tensor]) -> Tensor:
