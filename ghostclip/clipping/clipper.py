@@ -16,6 +16,7 @@ from ghostclip.capture.usage import Record, Use
 from ghostclip.clipping.coverage import Coverage, coverage_of
 from ghostclip.clipping.decisions import Decisions
 from ghostclip.clipping.diagnostics import Diagnostics
+from ghostclip.clipping.grouping import Whole
 from ghostclip.clipping.loss import check_loss, check_normaliser
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, Pass, SumPass
@@ -140,7 +141,8 @@ class GhostClipper(Diagnostics):
             self._two_passes(loss.sum(), per_sample=per_sample, instantiate=strategy == "fast")
             return
         listener = self._one_pass(strategy, loss)
-        self._listen(listener, lambda: loss.sum().backward())
+        # Ones in the place of a sum: two operations fewer, and their nodes.
+        self._listen(listener, lambda: loss.backward(torch.ones_like(loss)))
         self._complete(listener, per_sample=per_sample)
 
     def resolve_strategy(self) -> str:
@@ -258,6 +260,8 @@ class GhostClipper(Diagnostics):
 
     def _groups(self) -> Mapping[str, int]:
         """Return the clip group of every trainable parameter, as the policy says for those that are trainable now."""
+        if type(self.policy.grouping) is Whole:
+            return self._decisions.open([]).group_of
         named = self.model.named_parameters()
         return self._decisions.open([name for name, parameter in named if parameter.requires_grad]).group_of
 
