@@ -50,11 +50,15 @@ class ClipRule(Protocol):
         """Return the share of every sample's gradient that is kept.
 
         Args:
-            norm_B: Gradient norms, shape ``(B,)``, float32 or float64, already rounded up.
+            norm_B: Gradient norms, shape ``(B,)``, float32 or float64, already rounded up; of several groups one after
+                another where these share a bound.
             max_grad_norm: C, above 0.
 
         Returns:
             Coefficients, shape and dtype of the norms.
+
+        Privacy:
+            Each coefficient may depend on its own norm alone; else one sample moves what is kept of the others.
         """
 
     def describe(self) -> dict[str, float]:

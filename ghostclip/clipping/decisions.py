@@ -160,7 +160,7 @@ class Decisions:
 
 
 def _scaled(parts_GB: list[Tensor], scale: float) -> list[Tensor]:
-    return parts_GB if scale == 1 else [part_B * scale for part_B in parts_GB]
+    return parts_GB if scale == 1 else list(torch._foreach_mul(parts_GB, scale))
 
 
 def columns(parts_GB: list[Tensor]) -> Tensor:

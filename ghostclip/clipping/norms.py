@@ -3,7 +3,8 @@
 Shape letters: B samples, K factors.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -61,20 +62,7 @@ class NormSum:
         total = self.total()
         assert total is not None
         eps = torch.finfo(total.value_B.dtype).eps
-        if total.error_B is None:
-            return total.value_B.sqrt().mul_(1 + 8 * eps)
-        return (total.value_B + total.error_B).clamp_(min=0).sqrt_().mul_(1 + 8 * eps)
-
-    def certain_B(self) -> Tensor:
-        """Return which samples' norms are finite and changed by rounding by no more than the tolerance."""
-        total = self.total()
-        assert total is not None
-        dtype = total.value_B.dtype
-        # Far enough below the largest number for whatever is added or multiplied on the way to a norm.
-        finite_B = total.value_B < torch.finfo(dtype).max / 4
-        if total.error_B is None:
-            return finite_B
-        return finite_B.logical_and_(total.error_B <= TOLERANCE[dtype] * total.value_B)
+        return _at_most_B(total).sqrt().mul_(1 + 8 * eps)
 
     def doubtful_B(self) -> Tensor | None:
         """Return which samples' norms rounding may have changed by more than the tolerance; None where it cannot."""
@@ -170,7 +158,26 @@ class GroupNorms:
         Returns:
             One tensor of shape ``(B,)`` for each group.
         """
-        return [torch.zeros(batch_size) if total.total() is None else total.norm_B() for total in self.sums]
+        if len(self.sums) == 1:
+            return [torch.zeros(batch_size) if self.sums[0].total() is None else self.sums[0].norm_B()]
+        alike = self._alike()
+        like = next((norm.value_B for found in alike for norm in found.values()), torch.zeros(0))
+        norm_GB = [like.new_zeros(batch_size)] * len(self.sums)
+        for found in alike:
+            square_KB = torch.stack([_at_most_B(norm) for norm in found.values()])
+            eps = torch.finfo(square_KB.dtype).eps
+            for number, norm_B in zip(found, square_KB.sqrt_().mul_(1 + 8 * eps).unbind(), strict=True):
+                norm_GB[number] = norm_B
+        return norm_GB
+
+    def _alike(self) -> Collection[dict[int, SquaredNorm]]:
+        """Return the sums there are by their groups' numbers, those of each device and dtype by themselves."""
+        alike: defaultdict[tuple[torch.device, torch.dtype], dict[int, SquaredNorm]] = defaultdict(dict)
+        for number, total in enumerate(self.sums):
+            norm = total.total()
+            if norm is not None:
+                alike[norm.value_B.device, norm.value_B.dtype][number] = norm
+        return alike.values()
 
     def doubtful_B(self) -> Tensor | None:
         """Return which samples' norms rounding may have changed in some group; None when there are none.
@@ -180,14 +187,43 @@ class GroupNorms:
         Returns:
             Shape ``(B,)``, bool, on the first group's device.
         """
-        some = [total for total in self.sums if total.total() is not None]
-        certain_B = _together([total.certain_B() for total in some], torch.Tensor.logical_and_)
-        if certain_B is None or bool(certain_B.all()):
-            self.finite = certain_B is not None
+        certain = _together([_certain(list(found.values())) for found in self._alike()], torch.Tensor.logical_and_)
+        if certain is None or bool(certain):
+            self.finite = certain is not None
             return None
-        found = [more_B for more_B in (total.doubtful_B() for total in some) if more_B is not None]
-        doubtful_B = _together(found, torch.Tensor.logical_or_)
+        found = [total.doubtful_B() for total in self.sums if total.total() is not None]
+        doubtful_B = _together([more_B for more_B in found if more_B is not None], torch.Tensor.logical_or_)
         return None if doubtful_B is None or not bool(doubtful_B.any()) else doubtful_B
+
+
+def _at_most_B(norm: SquaredNorm) -> Tensor:
+    return norm.value_B if norm.error_B is None else (norm.value_B + norm.error_B).clamp_(min=0)
+
+
+def _certain(norms: Sequence[SquaredNorm]) -> Tensor:
+    """Return whether all norms are finite and changed by rounding by no more than the tolerance.
+
+    Args:
+        norms: At least one, all of one device and dtype.
+
+    Returns:
+        One bool on that device.
+    """
+    value_KB = _stacked([norm.value_B for norm in norms])
+    # Far enough below the largest number for whatever is added or multiplied on the way to a norm.
+    certain_KB = value_KB < torch.finfo(value_KB.dtype).max / 4
+    bounded = [(norm.error_B, norm.value_B) for norm in norms if norm.error_B is not None]
+    if not bounded:
+        return certain_KB.all()
+    error_KB, scale_KB = (_stacked(list(parts)) for parts in zip(*bounded, strict=True))
+    small_KB = error_KB <= TOLERANCE[value_KB.dtype] * scale_KB
+    if len(bounded) == len(norms):
+        return certain_KB.logical_and_(small_KB).all()
+    return certain_KB.all().logical_and_(small_KB.all())
+
+
+def _stacked(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.stack(parts)
 
 
 def _together(parts: Sequence[Tensor], combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor | None:

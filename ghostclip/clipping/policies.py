@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from ghostclip import _validate
@@ -173,6 +174,10 @@ class ClipPolicy:
         Returns:
             Coefficients of each group, each of shape ``(B,)``; 0 in all groups for a sample that is not finite in one.
         """
+        if len(norm_GB) > 1 and len(set(bounds)) == 1 and _alike(norm_GB):
+            norm = torch.stack(list(norm_GB))
+            coef = self.rule.coefficients(norm.flatten(), bounds[0]).view_as(norm)
+            return list((coef * (norm < math.inf).all(0)).unbind())
         coef_GB = [self.rule.coefficients(norm_B, bound) for norm_B, bound in zip(norm_GB, bounds, strict=True)]
         if len(coef_GB) == 1:
             return coef_GB
@@ -218,10 +223,17 @@ def finite_samples(norm_GB: Sequence[Tensor]) -> Tensor:
         Shape ``(B,)``, bool.
     """
     # A norm is at least 0, and NaN is below nothing.
+    if len(norm_GB) > 1 and _alike(norm_GB):
+        return (torch.stack(list(norm_GB)) < math.inf).all(0)
     finite_B = norm_GB[0] < math.inf
     for norm_B in norm_GB[1:]:
         finite_B &= (norm_B < math.inf).to(finite_B.device)
     return finite_B
+
+
+def _alike(norm_GB: Sequence[Tensor]) -> bool:
+    """Return whether norms have one device and one dtype, so that those of all groups can be put side by side."""
+    return len({(norm_B.device, norm_B.dtype) for norm_B in norm_GB}) == 1
 
 
 def flat(max_grad_norm: float) -> ClipPolicy:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ghostclip.clipping import policies
+from ghostclip.clipping.coefficients import PSAC, AutoS, Flat, Normalised
 from ghostclip.clipping.decisions import Decisions
 from ghostclip.clipping.grouping import PerParameter
 from ghostclip.clipping.norms import GroupNorms, NormSum
@@ -122,3 +123,33 @@ def test_groups_follow_names_bound_and_policy():
     assert decisions.open(["a", "c"]).labels == ("a", "c")
     decisions.policy = policies.per_layer([3.0, 4.0])
     assert decisions.open(["a", "c"]).bounds == pytest.approx((3.0, 4.0))
+
+
+MIXED = (torch.float32, torch.float64)
+
+
+@pytest.mark.parametrize("dtypes", [MIXED[:1], MIXED[1:], MIXED])
+def test_groups_put_side_by_side_have_the_norms_they_have_alone(dtypes):
+    total = GroupNorms({"a": 0, "b": 1, "c": 3})
+    for place, name in enumerate("abc"):
+        for part in squares(2, dtypes[place % len(dtypes)]):
+            total.add(name, part if name == "a" else SquaredNorm(part.value_B, None))
+    found = total.norm_GB(3)
+    for number in (0, 1, 3):
+        assert torch.equal(found[number], total.sums[number].norm_B())
+    assert found[2].tolist() == [0.0, 0.0, 0.0], "nothing arrived for this group"
+
+
+@pytest.mark.parametrize("rule", [Flat(), AutoS(), Normalised(), PSAC()])
+def test_groups_of_one_bound_are_clipped_as_each_alone(rule):
+    norm_GB = list(10 * torch.rand(5, 7, generator=torch.Generator().manual_seed(1)))
+    norm_GB[1][2], norm_GB[4][5] = math.nan, math.inf
+    finite_B = torch.tensor([sample not in (2, 5) for sample in range(7)])
+    policy = policies.per_layer(1.0, rule=rule)
+    bounds = policy.layout(list("abcde")).bounds
+    together = policy.coefficients(norm_GB, bounds)
+    for coef_B, norm_B, bound in zip(together, norm_GB, bounds, strict=True):
+        assert torch.equal(coef_B, rule.coefficients(norm_B, bound) * finite_B)
+        assert (coef_B[finite_B] > 0).all()
+    apart = policy.coefficients([norm_B.to(MIXED[place % 2]) for place, norm_B in enumerate(norm_GB)], bounds)
+    torch.testing.assert_close(torch.stack([coef_B.float() for coef_B in apart]), torch.stack(together))
