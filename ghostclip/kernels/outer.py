@@ -71,14 +71,16 @@ def _naive_square(a_NTI: Tensor, g_NTO: Tensor, samples_at_once: int) -> Bounded
 
 
 def _naive_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor) -> Tensor:
-    a_NTI, g_NTO, coef = a_NTI.to(out_OI.dtype), g_NTO.to(out_OI.dtype), coef_N.view(-1, 1, 1)
+    if a_NTI.dtype != out_OI.dtype or g_NTO.dtype != out_OI.dtype:
+        a_NTI, g_NTO = a_NTI.to(out_OI.dtype), g_NTO.to(out_OI.dtype)
+    coef = coef_N.view(-1, 1, 1)
     # The coefficients go to the smaller side: fewer elements to multiply and to copy.
     if a_NTI.shape[2] < g_NTO.shape[2]:
         a_NTI = a_NTI * coef
     else:
         g_NTO = g_NTO * coef
     outputs, inputs = out_OI.shape
-    return torch.addmm(out_OI, g_NTO.reshape(-1, outputs).t(), a_NTI.reshape(-1, inputs), out=out_OI)
+    return out_OI.addmm_(g_NTO.reshape(-1, outputs).mT, a_NTI.reshape(-1, inputs))
 
 
 def _fast_square(a_NTI: Tensor, g_NTO: Tensor, samples_at_once: int) -> Bounded:

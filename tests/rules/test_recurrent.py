@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from torch.utils.flop_counter import FlopCounterMode
 
 import ghostclip
+from benchmarks.flops import counter
 from ghostclip.errors import DataError, SampleMixingError, UncoveredParameterError
 from ghostclip.rules.recurrent import WRITTEN_OUT, recurrent_product
 from ghostclip.rules.recurrent_steps import Steps
@@ -125,9 +125,9 @@ def _flops(model: nn.Module, x: Tensor, clipper: ghostclip.GhostClipper | None) 
         losses.sum().backward() if clipper is None else clipper.backward(losses)
 
     step()
-    with FlopCounterMode(display=False) as counter:
+    with counter() as counted:
         step()
-    return counter.get_total_flops()
+    return counted.get_total_flops()
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN], ids=lambda kind: kind.__name__)
