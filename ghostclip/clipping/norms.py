@@ -172,11 +172,12 @@ class GroupNorms:
 
     def _alike(self) -> Collection[dict[int, SquaredNorm]]:
         """Return the sums there are by their groups' numbers, those of each device and dtype by themselves."""
+        found = {number: norm for number, norm in enumerate(total.total() for total in self.sums) if norm is not None}
+        if len(found) == 1:
+            return [found]
         alike: defaultdict[tuple[torch.device, torch.dtype], dict[int, SquaredNorm]] = defaultdict(dict)
-        for number, total in enumerate(self.sums):
-            norm = total.total()
-            if norm is not None:
-                alike[norm.value_B.device, norm.value_B.dtype][number] = norm
+        for number, norm in found.items():
+            alike[norm.value_B.device, norm.value_B.dtype][number] = norm
         return alike.values()
 
     def doubtful_B(self) -> Tensor | None:
