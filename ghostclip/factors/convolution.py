@@ -1,6 +1,6 @@
-"""The geometry of a convolution, and the three contractions in which its kernel's gradient takes part.
+"""The geometry of a convolution: its windows, and the contractions in which its kernel's gradient takes part.
 
-None of them unfolds a whole batch: windows are copied a few samples at a time where nothing cheaper serves.
+None of these unfolds a whole batch.
 
 Shape letters: B samples, K rows of a sample (frames), S groups, C channels, P pixels, T output positions, I inputs of a
 group times the kernel, O outputs.
@@ -10,19 +10,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-
-# Elements of unfolded windows, or of gradients in a layout of the backend's own, at a time (float32: 2 MiB, of which a
-# cache holds most; 64 MiB where there are many cores to feed).
-CHUNK_ELEMENTS: Final = 1 << 19
-CHUNK_ELEMENTS_ON_GPU: Final = 1 << 24
-# Below so many positions, or channels, a grouped backward costs more to set up than windows cost to copy (measured).
-GROUPED_POSITIONS: Final = 128
-GROUPED_CHANNELS: Final = 8
 
 
 @dataclass(frozen=True)
@@ -83,17 +75,30 @@ class Geometry:
         lead, dims = x.dim() - len(positions), len(positions)
         x = self._padded(x)
         for place in range(dims):
-            x = self._unfolded_along(x, lead + place, place, positions[place])
+            x = self.unfolded_along(x, lead + place, place, positions[place])
         return x.permute(*range(lead), *range(lead + dims, lead + 2 * dims), *range(lead, lead + dims))
 
     def _padded(self, x: Tensor) -> Tensor:
         amounts = [n for pair in reversed(self.padding) for n in pair]
         return functional.pad(x, amounts) if any(amounts) else x
 
-    def _unfolded_along(self, x: Tensor, axis: int, place: int, count: int) -> Tensor:
-        """Return the first so many windows along one axis of space, their entries as the last axis; a view."""
-        reach = self.dilation[place] * (self.kernel[place] - 1) + 1
-        return x.unfold(axis, reach, self.stride[place])[..., :: self.dilation[place]].narrow(axis, 0, count)
+    def unfolded_along(self, x: Tensor, axis: int, place: int, count: int) -> Tensor:
+        """Return the first so many windows along one axis of space.
+
+        Args:
+            x: Padded input.
+            axis: Which of its axes.
+            place: Which axis of space that is.
+            count: How many windows.
+
+        Returns:
+            A view, the windows' entries as its last axis.
+        """
+        step = self.dilation[place]
+        windows = x.unfold(axis, step * (self.kernel[place] - 1) + 1, self.stride[place])
+        if step > 1:
+            windows = windows[..., ::step]
+        return windows if windows.shape[axis] == count else windows.narrow(axis, 0, count)
 
     def unfolded(self, x_BKC: Tensor, positions: Sequence[int]) -> Tensor:
         """Return copies of all windows.
@@ -111,51 +116,22 @@ class Geometry:
 
     def by_group(self, tensor: Tensor) -> Tensor:
         """Return ``(B, K, S·F, *space)`` as ``(B·S, F, K·P)``, a view where K is 1."""
+        if tensor.shape[1] == 1:
+            features, pixels = tensor.shape[2] // self.groups, tensor.shape[3:].numel()
+            return tensor.reshape(tensor.shape[0] * self.groups, features, pixels)
         parts = tensor.unflatten(2, (self.groups, -1)).flatten(4).permute(0, 2, 3, 1, 4)
         return parts.reshape(-1, parts.shape[2], parts.shape[3] * parts.shape[4])
 
-    def per_sample(self, x_BKC: Tensor, g_BKO: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the kernel's gradients of a few samples at a time.
+    def grouped(self, x_BKC: Tensor, g_BKO: Tensor) -> Tensor:
+        """Return every sample's own gradient as that of one kernel: of a convolution with a group for every sample.
 
         Args:
-            x_BKC: Inputs, shape ``(B, K, S·C, *space)``, in the dtype of the gradients.
+            x_BKC: Inputs, shape ``(B, K, S·C, *space)``, in the dtype of the result.
             g_BKO: Output gradients, shape ``(B, K, S·O, *positions)``.
 
-        Yields:
-            Which samples, and their gradients, shape ``(b, S·O·I)``. Cost: 2·T·I·O a sample.
+        Returns:
+            Shape ``(B·S·O, C, *kernel)``. Cost: 2·B·T·I·O.
         """
-        positions = g_BKO.shape[3:]
-        if all(size == 1 for size in self.kernel) and not any(map(any, self.padding)):
-            # One pixel is a window: nothing to unfold.
-            x_BKC = self.windows(x_BKC, positions).flatten(3, 2 + len(positions))
-            form, needed = self._pointwise, self.shape.numel()
-        elif self._suits_groups(x_BKC, g_BKO):
-            form = self._grouped
-            needed = max(self.shape.numel(), x_BKC[0].numel() + g_BKO[0].numel()) // 4
-        else:
-            form = self._by_windows
-            needed = self.groups * prod(self.shape[1:]) * prod(positions) * x_BKC.shape[1]
-        at_once = CHUNK_ELEMENTS if x_BKC.device.type == "cpu" else CHUNK_ELEMENTS_ON_GPU
-        chunk = max(1, at_once // max(1, needed))
-        for start in range(0, x_BKC.shape[0], chunk):
-            piece = slice(start, start + chunk)
-            yield piece, form(x_BKC[piece], g_BKO[piece]).reshape(-1, self.shape.numel())
-
-    def _suits_groups(self, x_BKC: Tensor, g_BKO: Tensor) -> bool:
-        narrow, outputs = self.shape[1], self.shape[0] // self.groups
-        many = g_BKO.shape[1] * prod(g_BKO.shape[3:]) >= GROUPED_POSITIONS or outputs * narrow == 1
-        wide = narrow >= GROUPED_CHANNELS or outputs * narrow == 1
-        ours = x_BKC.device.type == "cpu" and x_BKC.dtype == torch.float32 and torch.backends.mkldnn.is_available()
-        return bool(many and wide and ours)
-
-    def _pointwise(self, x_BKC: Tensor, g_BKO: Tensor) -> Tensor:
-        return torch.bmm(self.by_group(g_BKO), self.by_group(x_BKC).mT)
-
-    def _by_windows(self, x_BKC: Tensor, g_BKO: Tensor) -> Tensor:
-        return torch.bmm(self.by_group(g_BKO), self.unfolded(x_BKC, g_BKO.shape[3:]).mT)
-
-    def _grouped(self, x_BKC: Tensor, g_BKO: Tensor) -> Tensor:
-        # A convolution with one group for every sample: its kernel's gradient is every sample's own.
         samples = x_BKC.shape[0]
         x, pads = self.fitted(x_BKC, g_BKO.shape[3:])
         kernel = x.new_empty(1).expand(samples * self.shape[0], *self.shape[1:])
@@ -201,7 +177,7 @@ class Geometry:
         """
         squares = self._padded(x_BKC.square().unflatten(2, (self.groups, -1)).sum(3).transpose(1, 2))
         for place, count in enumerate(positions):
-            squares = self._unfolded_along(squares, 3 + place, place, count).sum(-1)
+            squares = self.unfolded_along(squares, 3 + place, place, count).sum(-1)
         return squares
 
     def window_gram(self, x_BKC: Tensor, positions: Sequence[int]) -> Tensor:

@@ -13,6 +13,7 @@ from ghostclip import kernels
 from ghostclip.factors import planner
 from ghostclip.factors.base import Factor, SquaredNorm, no_error, to_accumulation, where_kept
 from ghostclip.factors.contraction import contraction
+from ghostclip.factors.dense import Dense
 
 
 class Outer(Factor):
@@ -89,6 +90,10 @@ class Outer(Factor):
         """Return the per-sample gradients, shape ``(B, *P)``. Cost: 2·T·I·O a sample."""
         grad_NOI = torch.bmm(to_accumulation(self.g_NTO).mT, to_accumulation(self.a_NTI))
         return grad_NOI.reshape(self.batch_size, *self.shape)
+
+    def instantiated(self) -> Factor:
+        """Return the factor that holds the per-sample gradients themselves, in the order in which they are formed."""
+        return Dense(self.materialize())
 
     def add_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:
         """Add ``sum_b coef_b g_bᵀ a_b`` to ``out`` with one contraction. Cost: 2·B·T·I·O."""

@@ -12,9 +12,20 @@ import torch
 from torch import Tensor
 
 from ghostclip.factors import planner
-from ghostclip.factors.base import SquaredNorm, no_error, square_sums, to_accumulation, where_kept
+from ghostclip.factors.base import (
+    Factor,
+    SquaredNorm,
+    accumulation_dtype,
+    no_error,
+    square_sums,
+    to_accumulation,
+    where_kept,
+)
 from ghostclip.factors.convolution import Geometry
+from ghostclip.factors.dense import Dense
+from ghostclip.factors.kernel_gradients import KernelGradients
 from ghostclip.factors.outer import Outer
+from ghostclip.factors.permuted import Permuted
 from ghostclip.kernels.bounds import gram_error, instantiated_error
 
 # Gradients of so few elements in all are kept whatever they replace (float32: 8 MiB).
@@ -136,7 +147,7 @@ class Windows(Outer):
         """
         x_BKC, g_BKO, positions = to_accumulation(self.x_BKC), to_accumulation(self.g_BKO), self.g_BKO.shape[3:]
         value_B = x_BKC.new_zeros(self.batch_size)
-        for piece, grads in self.geometry.per_sample(x_BKC, g_BKO):
+        for piece, grads in KernelGradients(x_BKC, g_BKO, self.geometry).pieces():
             value_B[piece] = square_sums(grads)
         a_BSKT = self.geometry.window_squares(x_BKC, positions)
         g_BSKT = g_BKO.square().unflatten(2, (self.slots, -1)).sum(3).transpose(1, 2)
@@ -145,17 +156,32 @@ class Windows(Outer):
 
     def materialize(self) -> Tensor:
         """Return the per-sample gradients, shape ``(B, *P)``. Cost: 2·T·I·O a sample and group."""
-        x_BKC, g_BKO = to_accumulation(self.x_BKC), to_accumulation(self.g_BKO)
-        full_BP: Tensor | None = None
-        if self.x_BKC.numel() and self.g_BKO.numel():
-            for piece, grads in self.geometry.per_sample(x_BKC, g_BKO):
-                if grads.shape[0] == self.batch_size:
-                    return grads.reshape(self.batch_size, *self.shape)
-                full_BP = x_BKC.new_empty(self.batch_size, self.numel()) if full_BP is None else full_BP
-                full_BP[piece] = grads
-        return (x_BKC.new_zeros(self.batch_size, self.numel()) if full_BP is None else full_BP).reshape(
-            self.batch_size, *self.shape
+        formed = self._formed()
+        if formed is None:
+            return to_accumulation(self.x_BKC).new_zeros(self.batch_size, *self.shape)
+        if not formed.channels_last:
+            return formed.together().view(self.batch_size, *self.shape)
+        full_BP = self.x_BKC.new_empty(
+            self.batch_size, *self.geometry.shape, dtype=accumulation_dtype(self.x_BKC.dtype)
         )
+        for piece, grads in formed.pieces():
+            full_BP[piece] = formed.in_order(grads)
+        return full_BP.view(self.batch_size, *self.shape)
+
+    def instantiated(self) -> Factor:
+        """Return the factor that holds the gradients themselves, their axes in the order in which they are formed."""
+        formed = self._formed()
+        if formed is None or not formed.channels_last or self.shape != self.geometry.shape:
+            return super().instantiated()
+        shape = self.geometry.shape
+        inner = Dense(formed.together().view(-1, shape[0], *shape[2:], shape[1]))
+        return Permuted(inner, (0, len(shape) - 1, *range(1, len(shape) - 1)))
+
+    def _formed(self) -> KernelGradients | None:
+        """Return what forms the gradients; None where there is nothing to sum."""
+        if self.x_BKC.numel() == 0 or self.g_BKO.numel() == 0:
+            return None
+        return KernelGradients(to_accumulation(self.x_BKC), to_accumulation(self.g_BKO), self.geometry)
 
     def add_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:
         """Add the weighted sum of the gradients to ``out``, formed as in a non-private backward. Cost: 2·B·T·I·O."""

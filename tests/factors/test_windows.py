@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.flops import counter
-from ghostclip.factors import Dense, Outer, Windows, convolution, joined
+from ghostclip.factors import Dense, Outer, Windows, convolution, joined, kernel_gradients
 from ghostclip.factors.convolution import Geometry
 from tests.exactness.runs import engine
 from tests.factors.largest import LargestTensor
@@ -104,7 +104,7 @@ def test_every_form_of_norm(factor):
 
 def test_in_parts(factor, monkeypatch):
     whole = factor.materialize(), factor.sqnorm().value_B
-    monkeypatch.setattr(convolution, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(kernel_gradients, "CHUNK_ELEMENTS", 1)
     monkeypatch.setattr("ghostclip.factors.planner.WORKSPACE_ELEMENTS", 1)
     torch.testing.assert_close(factor.materialize(), whole[0])
     torch.testing.assert_close(factor.sqnorm().value_B, whole[1])
@@ -141,6 +141,7 @@ def test_uses_of_one_kernel(factor):
 @pytest.mark.parametrize("name", ["plain", "stride", "depthwise", "pointwise"])
 def test_no_samples(name):
     factor = _factor(name, samples=0)
+    assert factor.instantiated().materialize().shape == (0, *factor.shape)
     assert factor.sqnorm().value_B.shape == (0,)
     assert factor.materialize().shape == (0, *factor.shape)
     assert not factor.keeps_gradient()
@@ -168,7 +169,7 @@ def test_grouped_backward(name, monkeypatch):
     monkeypatch.setitem(TABLE, name, GROUPED[name])
     exact = _factor(name)
     factor = Windows(exact.x_BKC.float(), exact.g_BKO.float(), exact.geometry)
-    assert factor.geometry._suits_groups(factor.x_BKC, factor.g_BKO)
+    assert factor._formed()._suits_groups()
     torch.testing.assert_close(factor.materialize().double(), exact.materialize(), rtol=1e-5, atol=1e-4)
     factor.x_BKC[1, :, :1], factor.g_BKO[1, :, -1:] = float("inf"), float("nan")
     neighbours = factor.materialize()[[0, 2]].double()
@@ -211,7 +212,7 @@ def test_pixels_over_estimate_what_they_cannot_resolve():
 )
 @pytest.mark.parametrize("strategy", ["bookkeeping", "ghost"])
 def test_windows_are_never_unfolded_whole(channels, outputs, size, options, strategy, monkeypatch):
-    monkeypatch.setattr(convolution, "CHUNK_ELEMENTS", 1 << 12)
+    monkeypatch.setattr(kernel_gradients, "CHUNK_ELEMENTS", 1 << 12)
     monkeypatch.setattr("ghostclip.factors.planner.WORKSPACE_ELEMENTS", 1 << 12)
     samples, model = 8, nn.Conv2d(channels, outputs, **{"kernel_size": 3, **options})
     x = torch.randn(samples, channels, size, size)

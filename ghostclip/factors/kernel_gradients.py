@@ -1,0 +1,219 @@
+"""Each sample's gradient of a convolution's kernel, formed the way that is cheapest for its sizes.
+
+On a CPU most of the cost beyond the products is that of copying windows, and that depends on how many elements lie side
+by side: the layouts below differ in nothing else.
+
+Shape letters: B samples, K rows of a sample (frames), S groups, N = B·S, C channels, P pixels, T output positions, I
+inputs of a group times the kernel, O outputs of a group.
+"""
+
+from collections.abc import Callable, Iterator
+from math import prod
+from typing import Final, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ghostclip.factors.convolution import Geometry
+
+# Elements of unfolded windows, or of gradients in a layout of the backend's own, at a time (float32: 1 MiB, which a
+# cache holds and an allocator keeps; 64 MiB where there are many cores to feed).
+CHUNK_ELEMENTS: Final = 1 << 18
+CHUNK_ELEMENTS_ON_GPU: Final = 1 << 24
+# Below so many positions, or channels, a grouped backward costs more to set up than windows cost to copy (measured).
+GROUPED_POSITIONS: Final = 128
+GROUPED_CHANNELS: Final = 8
+# What copying windows costs, in nanoseconds (measured, one core): an element; an element at a stride, more; a run of
+# elements side by side; a pixel that is moved first so that runs are long, by layout.
+_ELEMENT: Final = 0.2
+_STRIDED: Final = 0.3
+_RUN: Final = 6.0
+_PIXEL_TO_LAST: Final = 1.0
+_PIXEL_TO_PHASE: Final = 0.5
+
+_Form: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+_Layout: TypeAlias = Callable[[Geometry, Tensor, torch.Size], Tensor]
+
+
+class KernelGradients:
+    """Gradients of a kernel, sample by sample.
+
+    Attributes:
+        channels_last: Whether a gradient's axes stand as ``(S·O, *kernel, C)`` and not as the kernel's do: to bring one
+            sum in order is cheaper than to bring every sample's gradient in order.
+    """
+
+    def __init__(self, x_BKC: Tensor, g_BKO: Tensor, geometry: Geometry) -> None:
+        """Choose the form.
+
+        Args:
+            x_BKC: Inputs, shape ``(B, K, S·C, *space)``, in the dtype of the gradients.
+            g_BKO: Output gradients, shape ``(B, K, S·O, *positions)``.
+            geometry: Where the windows lie.
+        """
+        self._x_BKC, self._g_BKO, self._geometry = x_BKC, g_BKO, geometry
+        self._layout: _Layout = unfolded
+        self._form: _Form = self._by_windows
+        gradient = geometry.shape.numel()
+        # Elements that a sample takes beside its gradient, and with a gradient that is dropped again.
+        self._beside = geometry.groups * prod(geometry.shape[1:]) * prod(g_BKO.shape[3:]) * x_BKC.shape[1]
+        self._dropped = max(self._beside, gradient)
+        if all(size == 1 for size in geometry.kernel) and not any(map(any, geometry.padding)):
+            # One pixel is a window: nothing to unfold.
+            self._x_BKC = geometry.windows(x_BKC, g_BKO.shape[3:]).flatten(3, 2 + len(geometry.kernel))
+            self._form, self._beside, self._dropped = self._pointwise, 0, gradient
+        elif self._suits_groups():
+            # The backend works in blocks: an eighth of what it reads and writes.
+            self._beside = self._dropped = max(gradient, x_BKC[0].numel() + g_BKO[0].numel()) // 8
+            self._form = self._grouped
+        else:
+            self._layout = _cheapest(x_BKC, g_BKO, geometry)
+        self.channels_last = self._layout is unfolded_channels_last
+
+    def together(self) -> Tensor:
+        """Return all gradients, shape ``(B, S·O·I)``. Cost: 2·T·I·O a sample."""
+        samples, chunk = self._x_BKC.shape[0], self._chunk(self._beside)
+        if chunk >= samples:
+            return self._form(self._x_BKC, self._g_BKO, None).view(samples, -1)
+        full_BP = self._x_BKC.new_empty(samples, self._geometry.shape.numel())
+        for start in range(0, samples, chunk):
+            piece = slice(start, start + chunk)
+            self._form(self._x_BKC[piece], self._g_BKO[piece], full_BP[piece])
+        return full_BP
+
+    def pieces(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the gradients of a few samples at a time.
+
+        Yields:
+            Which samples, and their gradients, shape ``(b, S·O·I)``. Cost: 2·T·I·O a sample.
+        """
+        chunk = self._chunk(self._dropped)
+        for start in range(0, self._x_BKC.shape[0], chunk):
+            piece = slice(start, start + chunk)
+            grads = self._form(self._x_BKC[piece], self._g_BKO[piece], None)
+            yield piece, grads.view(-1, self._geometry.shape.numel())
+
+    def in_order(self, grads_BP: Tensor) -> Tensor:
+        """Return gradients with their axes in the kernel's order.
+
+        Args:
+            grads_BP: Gradients as they are formed, shape ``(b, S·O·I)``.
+
+        Returns:
+            Shape ``(b, S·O, C, *kernel)``, a view.
+        """
+        shape = self._geometry.shape
+        if not self.channels_last:
+            return grads_BP.view(-1, *shape)
+        return grads_BP.view(-1, shape[0], *shape[2:], shape[1]).movedim(-1, 2)
+
+    def _chunk(self, needed: int) -> int:
+        at_once = CHUNK_ELEMENTS if self._x_BKC.device.type == "cpu" else CHUNK_ELEMENTS_ON_GPU
+        return max(1, at_once // max(1, needed))
+
+    def _suits_groups(self) -> bool:
+        x_BKC, g_BKO, shape = self._x_BKC, self._g_BKO, self._geometry.shape
+        narrow, outputs = shape[1], shape[0] // self._geometry.groups
+        many = g_BKO.shape[1] * prod(g_BKO.shape[3:]) >= GROUPED_POSITIONS or outputs * narrow == 1
+        wide = narrow >= GROUPED_CHANNELS or outputs * narrow == 1
+        ours = x_BKC.device.type == "cpu" and x_BKC.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+        return bool(many and wide and ours)
+
+    def _pointwise(self, x_BKC: Tensor, g_BKO: Tensor, out_BP: Tensor | None) -> Tensor:
+        return self._product(g_BKO, self._geometry.by_group(x_BKC).mT, out_BP)
+
+    def _by_windows(self, x_BKC: Tensor, g_BKO: Tensor, out_BP: Tensor | None) -> Tensor:
+        return self._product(g_BKO, self._layout(self._geometry, x_BKC, g_BKO.shape[3:]), out_BP)
+
+    def _product(self, g_BKO: Tensor, windows_NTI: Tensor, out_BP: Tensor | None) -> Tensor:
+        g_NOT = self._geometry.by_group(g_BKO)
+        if out_BP is None:
+            return torch.bmm(g_NOT, windows_NTI)
+        return torch.bmm(g_NOT, windows_NTI, out=out_BP.view(g_NOT.shape[0], g_NOT.shape[1], windows_NTI.shape[2]))
+
+    def _grouped(self, x_BKC: Tensor, g_BKO: Tensor, out_BP: Tensor | None) -> Tensor:
+        grads = self._geometry.grouped(x_BKC, g_BKO).view(x_BKC.shape[0], -1)
+        return grads if out_BP is None else out_BP.copy_(grads)
+
+
+def unfolded(geometry: Geometry, x_BKC: Tensor, positions: torch.Size) -> Tensor:
+    """Return copies of all windows, position after position as in the output.
+
+    Args:
+        geometry: Where the windows lie.
+        x_BKC: Inputs, shape ``(B, K, S·C, *space)``.
+        positions: Windows along every axis.
+
+    Returns:
+        Shape ``(B·S, K·T, I)``, positions side by side. I in the order ``(C, *kernel)``.
+    """
+    return geometry.unfolded(x_BKC, positions).mT
+
+
+def unfolded_in_phases(geometry: Geometry, x_BKC: Tensor, positions: torch.Size) -> Tensor:
+    """Return what `unfolded` does, from an input whose pixels that stand a stride apart are brought together first.
+
+    Along the last axis entry ``q·stride + r`` of window t is pixel ``t + q`` of phase r: a convolution without stride.
+
+    Args:
+        geometry: Where the windows lie; the last axis without dilation, its kernel a multiple of its stride.
+        x_BKC: Inputs, shape ``(B, K, S·C, *space)``.
+        positions: Windows along every axis.
+
+    Returns:
+        Shape ``(B·S, K·T, I)``, positions side by side. I in the order ``(C, *kernel)``.
+    """
+    stride, (before, _) = geometry.stride[-1], geometry.padding[-1]
+    taps, last = geometry.kernel[-1] // stride, len(geometry.kernel) - 1
+    width = stride * (positions[-1] + taps - 1)
+    x_BKC = functional.pad(x_BKC, (before, width - before - x_BKC.shape[-1]))
+    phases = Geometry(
+        shape=torch.Size([*geometry.shape[:-1], stride, taps]),
+        stride=(*geometry.stride[:-1], 1, 1),
+        padding=(*geometry.padding[:-1], (0, 0), (0, 0)),
+        dilation=(*geometry.dilation[:-1], 1, 1),
+        groups=geometry.groups,
+    )
+    apart = x_BKC.unflatten(-1, (-1, stride)).mT.contiguous().unflatten(2, (geometry.groups, -1))
+    windows = phases.windows(apart, (*positions[:-1], 1, positions[-1])).movedim(1, 5 + last)
+    return windows.transpose(3 + last, 4 + last).reshape(-1, prod(geometry.shape[1:]), _rows(x_BKC, positions)).mT
+
+
+def unfolded_channels_last(geometry: Geometry, x_BKC: Tensor, positions: torch.Size) -> Tensor:
+    """Return copies of all windows, each pixel's channels side by side.
+
+    Args:
+        geometry: Where the windows lie.
+        x_BKC: Inputs, shape ``(B, K, S·C, *space)``.
+        positions: Windows along every axis.
+
+    Returns:
+        Shape ``(B·S, K·T, I)``, contiguous. I in the order ``(*kernel, C)``.
+    """
+    x_BSK = x_BKC.unflatten(2, (geometry.groups, -1)).movedim((2, 3), (1, -1))
+    amounts = [n for pair in reversed(geometry.padding) for n in pair]
+    windows = (functional.pad(x_BSK, [0, 0, *amounts]) if any(amounts) else x_BSK).contiguous()
+    for place, count in enumerate(positions):
+        windows = geometry.unfolded_along(windows, 3 + place, place, count)
+    return windows.movedim(3 + len(positions), -1).reshape(-1, _rows(x_BKC, positions), prod(geometry.shape[1:]))
+
+
+def _rows(x_BKC: Tensor, positions: torch.Size) -> int:
+    return x_BKC.shape[1] * prod(positions)
+
+
+def _cheapest(x_BKC: Tensor, g_BKO: Tensor, geometry: Geometry) -> _Layout:
+    """Return the layout whose copies cost least; elsewhere than on a CPU the one that needs no second copy."""
+    if x_BKC.device.type != "cpu":
+        return unfolded
+    positions, stride, dilation = g_BKO.shape[-1], geometry.stride[-1], geometry.dilation[-1]
+    pixels = x_BKC.shape[3:].numel() / (prod(geometry.kernel) * g_BKO.shape[3:].numel())
+    together = geometry.shape[1] * (geometry.kernel[-1] if dilation == 1 else 1)
+    costs: dict[_Layout, float] = {
+        unfolded: _ELEMENT + _RUN / positions + (_STRIDED if stride > 1 else 0),
+        unfolded_channels_last: _ELEMENT + _RUN / together + _PIXEL_TO_LAST * pixels,
+    }
+    if stride > 1 and dilation == 1 and geometry.kernel[-1] % stride == 0:
+        costs[unfolded_in_phases] = _ELEMENT + _RUN / positions + _PIXEL_TO_PHASE * pixels
+    return min(costs, key=lambda layout: costs[layout])
