@@ -14,6 +14,7 @@ import torch
 from ghostclip.factors.base import Factor
 from ghostclip.factors.dense import Dense
 from ghostclip.factors.outer import Outer
+from ghostclip.factors.permuted import Permuted
 from ghostclip.factors.rows import Rows
 from ghostclip.factors.stacked import sum_tensors
 from ghostclip.factors.windows import Windows
@@ -45,11 +46,16 @@ def _form(factor: Factor) -> Any:
         return Outer, factor.shape, factor.slots, factor.sizes[1:], factor.a_NTI.dtype, factor.g_NTO.dtype
     if isinstance(factor, Rows):
         return Rows, factor.shape, factor.matrix, factor.g_BTI.dtype
+    if isinstance(factor, Permuted) and type(factor.inner) is Dense:
+        return Permuted, factor.order, _form(factor.inner)
     return (Dense, factor.shape, factor.grad_BP.dtype) if type(factor) is Dense else id(factor)
 
 
 def _as_one(group: list[Factor]) -> Sequence[Factor]:
     first = group[0]
+    if isinstance(first, Permuted):
+        inner = [factor.inner for factor in group if isinstance(factor, Permuted)]
+        return [Permuted(part, first.order) for part in _as_one(inner)]
     if len(group) < (2 if isinstance(first, Dense) else _FEW):
         return group
     if isinstance(first, Dense):
