@@ -325,7 +325,8 @@ class Release:
         """
         kept = factor if self.keep_B is None else factor.masked(self.keep_B)
         coef_B = self._coefficients(self.group_of.get(name, 0), buffer)
-        if self.doubtful_B is None or isinstance(kept, (Dense, Rows)):
+        held = kept.inner if isinstance(kept, Permuted) else kept
+        if self.doubtful_B is None or isinstance(held, (Dense, Rows)):
             kept.add_clipped_sum_(coef_B, buffer)
             return
         doubtful_B = self.doubtful_B.to(buffer.device)
@@ -343,12 +344,12 @@ def smaller_form(factor: Factor, *, always: bool = False) -> Factor:
         always: Whether it is wanted where it is larger.
 
     Returns:
-        The factor itself, or a `Dense` in its place.
+        The factor itself, or one that holds the gradient in its place.
     """
     if isinstance(factor, Placed):
         return Placed(smaller_form(factor.inner, always=always), factor.index, shape=factor.shape)
     if isinstance(factor, Permuted):
         return Permuted(smaller_form(factor.inner, always=always), factor.order)
     if isinstance(factor, Outer) and (factor.keeps_gradient() or always):
-        return Dense(factor.materialize())
+        return factor.instantiated()
     return factor
