@@ -4,7 +4,7 @@ Shape letters: B samples, K factors.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -84,8 +84,9 @@ def _sum(parts: list[Tensor], device: torch.device, dtype: torch.dtype | None = 
     """
     if any(part.device != device for part in parts):
         parts = [part.to(device) for part in parts]
-    if len(parts) == 1:
-        return parts[0]
+    if len(parts) <= 2:
+        # One addition rounds once, in whatever precision.
+        return parts[0] if len(parts) == 1 else parts[0] + parts[1]
     stacked_KB = torch.stack(parts)
     return stacked_KB.sum(0, dtype=dtype).to(stacked_KB.dtype)
 
@@ -188,12 +189,14 @@ class GroupNorms:
         Returns:
             Shape ``(B,)``, bool, on the first group's device.
         """
-        certain = _together([_certain(list(found.values())) for found in self._alike()], torch.Tensor.logical_and_)
-        if certain is None or bool(certain):
-            self.finite = certain is not None
+        alike = self._alike()
+        self.finite = len(alike) > 0 and all(_certain(list(found.values())) for found in alike)
+        if self.finite:
             return None
-        found = [total.doubtful_B() for total in self.sums if total.total() is not None]
-        doubtful_B = _together([more_B for more_B in found if more_B is not None], torch.Tensor.logical_or_)
+        doubtful_B: Tensor | None = None
+        for more_B in (total.doubtful_B() for total in self.sums if total.total() is not None):
+            if more_B is not None:
+                doubtful_B = more_B if doubtful_B is None else doubtful_B | more_B.to(doubtful_B.device)
         return None if doubtful_B is None or not bool(doubtful_B.any()) else doubtful_B
 
 
@@ -201,37 +204,26 @@ def _at_most_B(norm: SquaredNorm) -> Tensor:
     return norm.value_B if norm.error_B is None else (norm.value_B + norm.error_B).clamp_(min=0)
 
 
-def _certain(norms: Sequence[SquaredNorm]) -> Tensor:
+def _certain(norms: Sequence[SquaredNorm]) -> bool:
     """Return whether all norms are finite and changed by rounding by no more than the tolerance.
 
     Args:
-        norms: At least one, all of one device and dtype.
-
-    Returns:
-        One bool on that device.
+        norms: At least one, all of one device and dtype; the device is waited for once.
     """
     value_KB = _stacked([norm.value_B for norm in norms])
     # Far enough below the largest number for whatever is added or multiplied on the way to a norm.
-    certain_KB = value_KB < torch.finfo(value_KB.dtype).max / 4
+    limit = torch.finfo(value_KB.dtype).max / 4
     bounded = [(norm.error_B, norm.value_B) for norm in norms if norm.error_B is not None]
     if not bounded:
-        return certain_KB.all()
+        # The largest of numbers one of which is NaN is NaN, and below nothing.
+        return value_KB.numel() == 0 or value_KB.amax().item() < limit
     error_KB, scale_KB = (_stacked(list(parts)) for parts in zip(*bounded, strict=True))
     small_KB = error_KB <= TOLERANCE[value_KB.dtype] * scale_KB
-    if len(bounded) == len(norms):
-        return certain_KB.logical_and_(small_KB).all()
-    return certain_KB.all().logical_and_(small_KB.all())
+    return bool((value_KB < limit).all().logical_and_(small_KB.all()))
 
 
 def _stacked(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.stack(parts)
-
-
-def _together(parts: Sequence[Tensor], combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor | None:
-    """Return tensors combined in place into the first one, on its device; None where there are none."""
-    for part in parts[1:]:
-        combine(parts[0], part.to(parts[0].device))
-    return parts[0] if parts else None
 
 
 def cross_terms(factors: Sequence[Factor]) -> SquaredNorm | None:
