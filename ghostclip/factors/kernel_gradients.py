@@ -110,7 +110,9 @@ class KernelGradients:
 
     def _chunk(self, needed: int) -> int:
         at_once = CHUNK_ELEMENTS if self._x_BKC.device.type == "cpu" else CHUNK_ELEMENTS_ON_GPU
-        return max(1, at_once // max(1, needed))
+        samples, chunk = self._x_BKC.shape[0], max(1, at_once // max(1, needed))
+        # As many samples in every chunk: a last one of a few costs as many operations as the others.
+        return -(-samples // -(-samples // chunk)) if samples else chunk
 
     def _suits_groups(self) -> bool:
         x_BKC, g_BKO, shape = self._x_BKC, self._g_BKO, self._geometry.shape

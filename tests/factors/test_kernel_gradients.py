@@ -92,6 +92,8 @@ def _windows(shape, size, **given):
         (lambda: _windows((32, 16, 4, 4), (32, 32), stride=(4, 4)), unfolded),
         (lambda: _windows((8, 1, 3, 3), (28, 28), padding=((1, 1), (1, 1))), unfolded),
         (lambda: _windows((32, 16, 3, 4), (13, 13), dilation=(1, 2), stride=(2, 2)), unfolded_channels_last),
+        (lambda: _windows((16, 8, 3, 3), (18, 18), dilation=(1, 2)), unfolded),
+        (lambda: _windows((16, 1, 4), (4000,), dilation=(2,), stride=(2,)), unfolded),
     ],
 )
 def test_layout_follows_what_lies_side_by_side(factor, layout):
