@@ -70,7 +70,7 @@ class Outer(Factor):
         """
         workspace = planner.WORKSPACE_ELEMENTS
         value_N, error_N = kernels.symmetric_gram(self.a_NTI, self.g_NTO, workspace=workspace)
-        return SquaredNorm(self._per_sample(value_N).clamp(min=0), self._per_sample(error_N))
+        return SquaredNorm(self._per_sample(value_N).clamp_(min=0), self._per_sample(error_N))
 
     def instantiated_sqnorm(self) -> SquaredNorm:
         """Return squared norms of the gradients, formed a few samples at a time.

@@ -82,10 +82,11 @@ def position_scale(a_NTI: Tensor, g_NTO: Tensor) -> Tensor:
     Returns:
         Shape ``(N,)``, float64 for float64, float32 otherwise.
     """
-    a_NT, g_NT = (torch.linalg.vector_norm(widened(tensor), dim=2) for tensor in (a_NTI, g_NTO))
-    return (a_NT * g_NT).square().sum(1)
+    a_NT = torch.linalg.vector_norm(widened(a_NTI), dim=2)
+    a_NT = (a_NT * torch.linalg.vector_norm(widened(g_NTO), dim=2)).square_()
+    return a_NT.squeeze(1) if a_NT.shape[1] == 1 else a_NT.sum(1)
 
 
 def widened(tensor: Tensor) -> Tensor:
     """Return a real or complex tensor in at least 32 bits a number (no copy when it is there already)."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return tensor if tensor.dtype == torch.float32 else tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -6,6 +6,7 @@ Shape letters: N samples (times slots), T positions, I inputs, O outputs.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Final, TypeAlias
 
 import torch
@@ -55,6 +56,7 @@ def symmetric_gram(a_NTI: Tensor, g_NTO: Tensor, *, workspace: int = WORKSPACE) 
     return TWINS.pick(a_NTI, g_NTO, pays=is_half(a_NTI, g_NTO))(a_NTI, g_NTO, workspace)
 
 
+@lru_cache(maxsize=4096)
 def gram_levels(positions: int, width: int) -> int:
     """Return how often the twin halves the Gram matrix.
 
@@ -72,6 +74,7 @@ def gram_levels(positions: int, width: int) -> int:
     return max(fewest, ((positions - 1) // LARGEST_LEAF).bit_length())
 
 
+@lru_cache(maxsize=4096)
 def gram_entries(positions: int, width: int) -> int:
     """Return how many entries of one T×T Gram matrix the twin forms.
 
@@ -110,36 +113,51 @@ def _halved(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> tuple[Tensor, Tenso
     levels = gram_levels(positions, a_NTI.shape[2] + g_NTO.shape[2])
     leaf = positions >> levels
     whole = leaf << levels
-    above_N = a_NTI.new_zeros(samples)
+    first = _front(a_NTI, g_NTO, whole, workspace)
+    above = []
     for level in range(levels):
         half = whole >> (level + 1)
-        for a_MLI, g_MLO in _pieces(a_NTI, g_NTO, 2 * half, whole):
+        for a_MLI, g_MLO in _pieces(*first, 2 * half):
             upper, lower = (a_MLI[:, :half], g_MLO[:, :half]), (a_MLI[:, half:], g_MLO[:, half:])
-            above_N += _sums(upper, lower, workspace).view(samples, -1).sum(1)
-    value_N, scale_N = 2 * above_N, torch.zeros_like(above_N)
+            above.append(_sums(upper, lower, workspace).view(samples, -1))
+    value, scale = [], []
     if leaf == 1:
-        scale_N += position_scale(a_NTI[:, :whole], g_NTO[:, :whole])
-        value_N += scale_N
+        scale.append(position_scale(*first).view(samples, 1))
+        value.append(scale[0])
     else:
-        for block in _pieces(a_NTI, g_NTO, leaf, whole):
+        for block in _pieces(*first, leaf):
             parts = _products(block, block, workspace)
-            value_N += parts[0].view(samples, -1).sum(1)
-            scale_N += parts[1].view(samples, -1).sum(1)
+            value.append(parts[0].view(samples, -1))
+            scale.append(parts[1].view(samples, -1))
     if whole < positions:
         last = a_NTI[:, whole:], g_NTO[:, whole:]
-        value_N += 2 * _sums(last, (a_NTI[:, :whole], g_NTO[:, :whole]), workspace)
-        inside_N, diagonal_N = _products(last, last, workspace)
-        value_N += inside_N
-        scale_N += diagonal_N
-    return value_N, scale_N
+        above.append(_sums(last, first, workspace).view(samples, 1))
+        inside = _products(last, last, workspace)
+        value.append(inside[0].view(samples, 1))
+        scale.append(inside[1].view(samples, 1))
+    value_N = _total(value)
+    return torch.add(value_N, _total(above), alpha=2) if above else value_N, _total(scale)
 
 
-def _pieces(a_NTI: Tensor, g_NTO: Tensor, size: int, whole: int) -> Iterator[Factors]:
+def _total(parts: list[Tensor]) -> Tensor:
+    """Return sums over all parts, each of shape ``(N, m)``."""
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).sum(1)
+
+
+def _front(a_NTI: Tensor, g_NTO: Tensor, whole: int, workspace: int) -> Factors:
+    """Return the first positions of both factors; contiguous where that takes no more than the workspace."""
+    a_NTI, g_NTO = a_NTI.narrow(1, 0, whole), g_NTO.narrow(1, 0, whole)
+    if a_NTI.numel() + g_NTO.numel() > workspace:
+        return a_NTI, g_NTO
+    return a_NTI.contiguous(), g_NTO.contiguous()
+
+
+def _pieces(a_NTI: Tensor, g_NTO: Tensor, size: int) -> Iterator[Factors]:
     """Yield the factors in pieces of ``size`` positions, ``(M, size, ...)``, all together where views allow."""
-    if whole == a_NTI.shape[1] and a_NTI.is_contiguous() and g_NTO.is_contiguous():
+    if a_NTI.is_contiguous() and g_NTO.is_contiguous():
         yield a_NTI.view(-1, size, a_NTI.shape[2]), g_NTO.view(-1, size, g_NTO.shape[2])
         return
-    for start in range(0, whole, size):
+    for start in range(0, a_NTI.shape[1], size):
         yield a_NTI[:, start : start + size], g_NTO[:, start : start + size]
 
 
@@ -170,7 +188,7 @@ def _products(rows: Factors, columns: Factors, workspace: int, *, trace: bool = 
 def _product(rows: Factors, columns: Factors, *, offset: int, trace: bool) -> tuple[Tensor, Tensor]:
     product = torch.bmm(rows[0], columns[0].mT)
     product *= torch.bmm(rows[1], columns[1].mT)
-    sum_M = product.sum((1, 2))
+    sum_M = product.flatten(1).sum(1)
     return sum_M, product.diagonal(offset, dim1=1, dim2=2).sum(1) if trace else sum_M
 
 

@@ -54,8 +54,10 @@ class Twins:
         Returns:
             `fast` or `naive`.
         """
+        if not switch.runs_on(tensors[0].device):
+            return self.naive
         mode = switch.mode()
-        if mode == "off" or not (pays or mode == "on") or not switch.runs_on(tensors[0].device):
+        if mode == "off" or not (pays or mode == "on"):
             return self.naive
         fits = all(tensor.dtype in self.dtypes and tensor.device == tensors[0].device for tensor in tensors)
         return self.fast if fits and self.trusted(tensors[0].device) else self.naive
