@@ -47,6 +47,8 @@ class RowMap:
         Returns:
             Shape ``(B, T, *F)``; T is the largest number of rows of a sample, shorter samples padded with zeros.
         """
+        if lead == 1 and self.kind == "axis":
+            return tensor.unsqueeze(1)
         features = tensor.shape[lead:]
         if self.kind == "whole":
             return tensor.reshape(1, -1, *features)
@@ -58,7 +60,8 @@ class RowMap:
         elif self.kind == "minor":
             tensor = tensor.unflatten(axis, (size // batch_size, batch_size))
             axis += 1
-        tensor = tensor.movedim(axis, 0)
+        if axis:
+            tensor = tensor.movedim(axis, 0)
         positions = prod(tensor.shape[1 : tensor.dim() - len(features)])
         return tensor.reshape(batch_size, positions, *features)
 

@@ -4,19 +4,19 @@ Three ways, the first that fits: a registered rule (factors from the saved input
 batch (elementwise operations, tensors with a batch axis of their own), and the general way of ``general.py``.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ghostclip.capture import broadcast
+from ghostclip.capture.attach import carry_out, delivery
 from ghostclip.capture.batch_axis import RowMap
 from ghostclip.capture.derive import derive, spread_over
 from ghostclip.capture.general import in_general
-from ghostclip.capture.nodes import enter_graph, keep, own, source
+from ghostclip.capture.nodes import source
 from ghostclip.capture.operation import Operation
-from ghostclip.capture.provenance import METADATA_KEY, leads_to
 from ghostclip.capture.rewrite import rewritten
 from ghostclip.capture.rows import listed_rows, row_maps
 from ghostclip.capture.tracked import TrackedTensor, plain
@@ -146,18 +146,9 @@ def _by_rule(
 ) -> Tensor:
     captured = bound[1]
     use = _use_of(session, operation, bound, maps)
-    # Kept before the operation runs, which may change its input in place (then reading it back is an error).
-    use.node = keep(captured.saved) if captured.saved else None
-    output: Tensor = operation.run_plain()
-    if output.requires_grad:
-        output = own(output, session.anchor, anchored=leads_to(captured.rows, session.anchor))
-    else:
-        output = enter_graph(output, session.anchor)
-    session.register(use)
-    output.register_hook(_deliver(session, use, captured.order))
-    node: Any = output.grad_fn
-    node.metadata[METADATA_KEY] = use
-    return output
+    session.settled.learn(operation, use, captured)
+    rows, saved = captured.rows, captured.saved
+    return carry_out(session, use, operation.run_plain, rows=rows, saved=saved, order=captured.order)
 
 
 def _use_of(
@@ -173,16 +164,6 @@ def _use_of(
     if not captured.rows.requires_grad:
         session.sites.doubt(use, operation, [captured.rows])
     return use
-
-
-def _deliver(session: "Session", use: Use, order: tuple[int, ...] = ()) -> Callable[[Tensor], Tensor]:
-    def hook(grad: Tensor) -> Tensor:
-        # Handed on to autograd as well: one copy serves the norm, the clipped sum and the layer's own backward.
-        grad = grad.contiguous()
-        session.deliver(use, grad.permute(order) if order else grad)
-        return grad
-
-    return hook
 
 
 def _by_spreading(session: "Session", operation: Operation) -> Any:
@@ -244,5 +225,5 @@ def _enter_spread(
         session.sites.doubt(use, doubtful[0], [doubtful[1]])
     entered = source(spread.tensor, session.anchor)
     session.register(use)
-    entered.register_hook(_deliver(session, use))
+    entered.register_hook(delivery(session, use))
     return entered

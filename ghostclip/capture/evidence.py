@@ -23,6 +23,11 @@ def _listening(session: "Session", probe: Probe) -> Iterator[None]:
         session.listener = None
 
 
+def is_to_prove(session: "Session") -> bool:
+    """Return whether the latest forward is one that evidence is asked for."""
+    return session.probes and session.record.unproven and session.record.batch_size > 1
+
+
 def probe_outputs(session: "Session", outputs: list[Tensor]) -> Probe | None:
     """Probe the latest forward from the model's outputs if it passed call sites that are not proven.
 
@@ -37,7 +42,7 @@ def probe_outputs(session: "Session", outputs: list[Tensor]) -> Probe | None:
         BatchAxisError: No output has an axis that could hold the samples.
     """
     record = session.record
-    if not session.probes or not record.unproven or record.batch_size < 2:
+    if not is_to_prove(session):
         return None
     first: Probe | None = None
     states = [(site, site.chosen, site.attempts) for site in session.sites.table.values()]

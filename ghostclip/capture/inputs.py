@@ -1,6 +1,6 @@
 """What a model's inputs say about a forward: the number of samples, empty batches, activation checkpointing."""
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -8,6 +8,9 @@ from torch import Tensor
 from ghostclip.capture.leaves import leaves_of
 from ghostclip.capture.packed import is_packed
 from ghostclip.errors import BatchAxisError
+
+# Where keyword inputs begin: their order says nothing.
+_MAIN_INPUTS: Final = ("input_ids", "inputs_embeds", "pixel_values", "input_features")
 
 
 def batch_size_of(args: tuple[Any, ...], kwargs: dict[str, Any], axis: int) -> int:
@@ -24,12 +27,13 @@ def batch_size_of(args: tuple[Any, ...], kwargs: dict[str, Any], axis: int) -> i
     Raises:
         BatchAxisError: There is no tensor among the inputs.
     """
-    first = [kwargs[key] for key in ("input_ids", "inputs_embeds", "pixel_values", "input_features") if key in kwargs]
-    for leaf in leaves_of((args, first, kwargs), is_leaf=is_packed):
-        if is_packed(leaf):
-            return int(leaf.batch_sizes[0])
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            return leaf.shape[axis if axis < leaf.dim() else 0]
+    first = [kwargs[key] for key in _MAIN_INPUTS if key in kwargs] if kwargs else []
+    for tree in (args, first, kwargs):
+        for leaf in leaves_of(tree, is_leaf=is_packed):
+            if is_packed(leaf):
+                return int(leaf.batch_sizes[0])
+            if isinstance(leaf, Tensor) and leaf.dim() > 0:
+                return leaf.shape[axis if axis < leaf.dim() else 0]
     message = "the model was called without a tensor that has a batch axis, so the number of samples is unknown."
     raise BatchAxisError(message)
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip.capture.leaves import leaves_of
+from ghostclip.capture.tracked import TrackedTensor
 
 
 class _Keep(torch.autograd.Function):
@@ -113,15 +114,44 @@ class Region(torch.autograd.Function):
         return None, None, None, *(next(found) if tensor.requires_grad else None for tensor in ctx.local)
 
 
+class Kept:
+    """Tensors as they were when they were saved; what a node of the graph holds, at a tenth of its cost."""
+
+    __slots__ = ("_tensors", "_versions")
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """Note how often each tensor had been changed in place by now.
+
+        Args:
+            tensors: Tensors; their aliases outside the graph are held, lest a graph that holds this hold itself.
+        """
+        self._tensors = tuple([tensor.detach() for tensor in tensors])
+        self._versions = [tensor._version for tensor in tensors]
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor, ...]:
+        """The tensors; as autograd does, a RuntimeError where one was changed in place since."""
+        if [tensor._version for tensor in self._tensors] != self._versions:
+            message = (
+                "one of the variables needed for gradient computation has been modified by an inplace operation: the "
+                "input of a layer whose parameters are clipped. Change a copy of it."
+            )
+            raise RuntimeError(message)
+        return self._tensors
+
+
 def keep(tensors: Sequence[Tensor]) -> Any:
-    """Save tensors through autograd.
+    """Save tensors, through autograd where hooks on saved tensors are active.
 
     Args:
         tensors: What the backward will want back.
 
     Returns:
-        A node; its ``saved_tensors`` gives them back (recomputed under activation checkpointing).
+        Its ``saved_tensors`` gives them back (recomputed under activation checkpointing).
     """
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None and not any(tensor.is_inference() for tensor in tensors):
+        return Kept(tensors)
     with torch._C.DisableTorchFunctionSubclass():
         anchor = torch.zeros((), requires_grad=True)
         return _Keep.apply(anchor, *tensors).grad_fn
@@ -220,14 +250,16 @@ def is_to_tie(model: nn.Module, inputs: Any) -> bool:
     return any(parameter.requires_grad for parameter in model.parameters())
 
 
-def tie(tensor: Tensor, anchor: Tensor) -> Tensor:
+def tied(item: Any, anchor: Tensor) -> Any:
     """Make a graph that goes on upstream of the model lead to ``anchor`` as well.
 
     Args:
-        tensor: An input of the model that requires grad.
+        item: An input of the model.
         anchor: As in ``enter_graph``.
 
     Returns:
-        An alias that passes gradients on to ``tensor`` and none to ``anchor``.
+        Of a tensor that requires grad, an alias that passes gradients on to it and none to ``anchor``; anything else,
+        and parameters on loan, as they are.
     """
-    return _Tie.apply(anchor, tensor)
+    is_to = isinstance(item, Tensor) and item.requires_grad and not isinstance(item, TrackedTensor)
+    return _Tie.apply(anchor, item) if is_to else item

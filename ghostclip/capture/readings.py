@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ghostclip.capture.company import refuse_company
-from ghostclip.capture.evidence import probe_outputs
+from ghostclip.capture.evidence import is_to_prove, probe_outputs
 from ghostclip.capture.inputs import rolled, same_tensors
 from ghostclip.capture.leaves import leaves_of
 from ghostclip.capture.mixing import where_forward_mixes
@@ -39,7 +39,7 @@ def proven(session: "Session", module: nn.Module, args: tuple[Any, ...], kwargs:
     Returns:
         The output of the last reading.
     """
-    record = session.record
+    record, kwargs = session.record, dict(kwargs)
     for reading in range(1, _MAX_READINGS + 1):
         if not _misread(session, output, module, args, kwargs, final=reading == _MAX_READINGS):
             break
@@ -105,7 +105,7 @@ def _misread(
         # Taken for constants only because of the axis.
         sites.constants.clear()
         return True
-    probe = probe_outputs(session, tensors(output))
+    probe = probe_outputs(session, tensors(output)) if is_to_prove(session) else None
     if probe is None:
         return False
     doubted = set() if final else probe.constants() - sites.constants

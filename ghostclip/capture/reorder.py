@@ -36,9 +36,30 @@ _TURNS = {
     torch.Tensor.T.__get__, torch.Tensor.mT.__get__,  # type: ignore[attr-defined]
 }  # fmt: skip
 _JOINS = {torch.cat, torch.concat, torch.concatenate}
-_NOTED = _PICKS | _SORTS | {torch.Tensor.__setitem__}
+_PACKING = {PACK, PAD}
+_SEEN = _PICKS | _SORTS | _PACKING | {torch.Tensor.__setitem__}
 # Stands for an order that is not known.
 DOUBTFUL = torch.empty(0, dtype=torch.int64)
+
+
+class _RowsOf:
+    """The sample of each row by tensor, as long as the tensor lives.
+
+    Attributes:
+        told: Whether anything was ever told; most models leave the order of their rows alone.
+    """
+
+    def __init__(self) -> None:
+        self.told = False
+        self._known: Any = None
+
+    def __setitem__(self, tensor: Tensor, rows: Tensor) -> None:
+        if not self.told:
+            self.told, self._known = True, WeakTensorKeyDictionary()
+        self._known[tensor] = rows
+
+    def get(self, tensor: Tensor) -> Tensor | None:
+        return self._known.get(tensor) if self.told else None
 
 
 class Watch(TorchFunctionMode):
@@ -47,7 +68,7 @@ class Watch(TorchFunctionMode):
     def __init__(self) -> None:
         """Start with nothing seen."""
         super().__init__()
-        self._rows: Any = WeakTensorKeyDictionary()
+        self._rows = _RowsOf()
         # Of padded batches with their sequences on axis 1, about to be packed: the sample of each.
         self._columns: Any = WeakTensorKeyDictionary()
         self._made_up = False
@@ -62,7 +83,10 @@ class Watch(TorchFunctionMode):
             axis: The model's batch axis.
             made_up: The batch was empty, and its one sample is made up.
         """
-        self._rows, self._columns = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
+        if self._rows.told:
+            self._rows = _RowsOf()
+        if len(self._columns):
+            self._columns = WeakTensorKeyDictionary()
         self._batch_size, self._axis, self._made_up = batch_size, axis, made_up
         torch.overrides._push_mode(self)
 
@@ -80,7 +104,7 @@ class Watch(TorchFunctionMode):
         Returns:
             Shape ``(rows,)``, int64; None where the rows are in the samples' own order, ``DOUBTFUL`` where unknown.
         """
-        return self._rows.get(tensor) if len(self._rows) and not tensor.requires_grad else None
+        return self._rows.get(tensor) if self._rows.told and not tensor.requires_grad else None
 
     def admit(self, packed: PackedSequence) -> None:
         """Note the rows of a packed sequence that is an input of the model.
@@ -95,16 +119,17 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         """Run any torch function and note what it does to the order of rows."""
         kwargs = kwargs or {}
+        if func not in _SEEN and not self._rows.told:
+            return func(*args, **kwargs)
         if func == PACK and self._made_up:
             args = (args[0], *with_a_step(*args[1:]))
         result = func(*args, **kwargs)
-        if self._batch_size > 1 and func in (PACK, PAD):
+        if self._batch_size > 1:
             with torch._C.DisableTorchFunction():
-                (self._packed if func == PACK else self._unpacked)(args, result)
-            return result
-        if self._batch_size > 1 and (func in _NOTED or len(self._rows)):
-            with torch._C.DisableTorchFunction():
-                self._note(func, args, kwargs, result)
+                if func in _PACKING:
+                    (self._packed if func == PACK else self._unpacked)(args, result)
+                else:
+                    self._note(func, args, kwargs, result)
         return result
 
     def _note(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -142,7 +167,7 @@ class Watch(TorchFunctionMode):
         if padded.requires_grad:
             order = columns_of(padded, axis, self._batch_size, self._axis)
         else:
-            order = (self._rows if batch_first else self._columns).get(padded)
+            order = self._rows.get(padded) if batch_first else self._columns.get(padded)
             if order is None and self._rows.get(padded) is None and padded.shape[axis] == self._batch_size:
                 order = torch.arange(self._batch_size)
         known = DOUBTFUL if order is None or order is DOUBTFUL else order.cpu()[positions(result[1])]

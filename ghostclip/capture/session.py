@@ -14,17 +14,19 @@ from ghostclip.capture.buffers import Buffers
 from ghostclip.capture.consume import consume
 from ghostclip.capture.decompose import decompose
 from ghostclip.capture.derive import derive, reorders_copies
+from ghostclip.capture.evidence import is_to_prove
 from ghostclip.capture.inputs import batch_size_of, emptied, in_backward, is_power_of_four, padded, under_checkpoint
 from ghostclip.capture.leaves import leaves_of
-from ghostclip.capture.nodes import accumulation_node, is_to_tie, tie
+from ghostclip.capture.nodes import accumulation_node, is_to_tie, tied
 from ghostclip.capture.operation import LOOKED_AT, Operation, operation_name
 from ghostclip.capture.packed import packed_inputs
 from ghostclip.capture.reorder import Watch
 from ghostclip.capture.running import Running
+from ghostclip.capture.settled import Settled
 from ghostclip.capture.sites import Sites
 from ghostclip.capture.tracked import TrackedTensor, lend, plain, without_samples
 from ghostclip.capture.units import Units
-from ghostclip.capture.usage import MAX_ATTEMPTS, Listener, Record, Use
+from ghostclip.capture.usage import MAX_ATTEMPTS, Listener, Record, Use, differentiated
 from ghostclip.capture.written import refuse_data, write
 from ghostclip.errors import UncoveredParameterError, UnsupportedModelError
 
@@ -67,6 +69,7 @@ class Session:
         self.parameters: dict[str, nn.Parameter] = {}
         self.probes = True
         self.watch = Watch()
+        self.settled = Settled(self)
         self.loan = loan.Loan(model, self)
         self.units = Units(self, self.loan)
         self._reentrant = self._full_backward = False
@@ -113,9 +116,9 @@ class Session:
             self.record.batch_size = size
             self._forwards += 1
             self.record.unproven = is_power_of_four(self._forwards)
-            self.record.buffers = Buffers(self.model) if self.record.unproven and self.probes and size > 1 else None
+            self.record.buffers = Buffers(self.model) if is_to_prove(self) else None
             if is_to_tie(self.model, (args, kwargs)):
-                args, kwargs = tree_map(self._tied, (args, dict(kwargs)))
+                args, kwargs = tree_map(lambda item: tied(item, self.anchor), (args, dict(kwargs)))
             self._running = Running(module, kwargs, self._break_off)
             changed = args, self._running.hand_over()
         self._start(args, kwargs)
@@ -125,10 +128,14 @@ class Session:
         """Lend the parameters out and watch what is done with them and with the data."""
         self.loan.lend_all()
         self.watch.begin(self.record.batch_size, self.record.axis, made_up=self.record.padded)
-        if inputs:
-            self.record.inputs = frozenset(id(leaf) for leaf in leaves_of(inputs) if isinstance(leaf, Tensor))
-        for packed in packed_inputs(inputs):
-            self.watch.admit(packed)
+        if not inputs:
+            return
+        leaves = leaves_of(inputs)
+        self.record.inputs = frozenset([id(leaf) for leaf in leaves if isinstance(leaf, Tensor)])
+        if len(self.record.inputs) > 1:
+            # A packed sequence is a tuple of tensors.
+            for packed in packed_inputs(inputs):
+                self.watch.admit(packed)
 
     def _let_compile(self) -> None:
         eager.resume(self._compiler)
@@ -175,7 +182,7 @@ class Session:
             self._running = None
         if failed:
             return None
-        result = readings.proven(self, module, args, dict(kwargs), output)
+        result = readings.proven(self, module, args, kwargs, output)
         for leaf in readings.tensors(result):
             if leaf.requires_grad:
                 leaf.register_hook(self._announcement(leaf.grad_fn if leaf.dim() == 0 else None))
@@ -195,6 +202,7 @@ class Session:
             Its output.
         """
         old = self.record
+        self.settled.forget()
         self.record = Record(batch_size=old.batch_size, axis=old.axis, padded=old.padded)
         self.loan.begin()
         try:
@@ -205,11 +213,6 @@ class Session:
         finally:
             self.loan.end()
             self.watch.end()
-
-    def _tied(self, item: Any) -> Any:
-        if isinstance(item, Tensor) and item.requires_grad and not isinstance(item, TrackedTensor):
-            return tie(item, self.anchor)
-        return item
 
     def _announcement(self, node: Any) -> Callable[[Tensor], None]:
         """Return a hook that tells of a backward before any layer hears of it; ``node`` made the model's own loss."""
@@ -249,10 +252,8 @@ class Session:
             To be called when the backward ends. If it never ends (an exception), the next forward cleans up.
         """
         self.listener = listener
-        stack = ExitStack()
-        stack.enter_context(self.lending())
-        self._open = stack
-
+        self._open = ExitStack()
+        self._open.enter_context(self.lending())
         return self.discard_listener
 
     def discard_listener(self) -> None:
@@ -278,6 +279,9 @@ class Session:
         Raises:
             UncoveredParameterError: Some were lent by another session, or a backward starts where no data came in.
         """
+        done = self.settled.run(func, args, kwargs)
+        if done is not NotImplemented:
+            return done
         name = operation_name(func)
         # Reentrant checkpointing runs its forward without gradients first.
         silent = not torch.is_grad_enabled()
@@ -329,13 +333,7 @@ class Session:
             UnsupportedModelError: The gradient itself is to be differentiated.
         """
         if torch.is_grad_enabled():
-            message = (
-                f"{self.describe_module(use.site.names[0])}: a backward with create_graph=True passed "
-                f"{use.site.describe()}. What a gradient penalty (WGAN-GP, double backward) adds to the gradient of "
-                "this parameter reaches it through the backward, where it cannot be clipped per sample. Leave the "
-                "penalty out, take that gradient with create_graph=False, or freeze the parameter."
-            )
-            raise UnsupportedModelError(message)
+            raise UnsupportedModelError(differentiated(use.site, self.describe_module(use.site.names[0])))
         if self.listener is None:
             if not self._trains():
                 return
@@ -397,4 +395,5 @@ class Session:
             Its tracked stand-in.
         """
         self.parameters[name] = parameter
+        self.settled.forget()
         return lend(name, parameter, self)

@@ -118,6 +118,23 @@ def no_axis(site: Site, rows: Tensor, record: Record) -> str:
     )
 
 
+def differentiated(site: Site, place: str) -> str:
+    """Say that a gradient which passed a site is to be differentiated itself.
+
+    Args:
+        site: The site.
+        place: Names the module that owns its parameter.
+
+    Returns:
+        The text for an ``UnsupportedModelError``.
+    """
+    return (
+        f"{place}: a backward with create_graph=True passed {site.describe()}. What a gradient penalty (WGAN-GP, "
+        "double backward) adds to the gradient of this parameter reaches it through the backward, where it cannot be "
+        "clipped per sample. Leave the penalty out, take it with create_graph=False, or freeze the parameter."
+    )
+
+
 class Listener(Protocol):
     """Whoever receives gradients of captured outputs."""
 
@@ -165,8 +182,10 @@ class Use:
     versions: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Note how often each target had been changed in place by now."""
-        self.versions = {key: target.origin.graph._version for key, target in self.targets.items()}
+        """Note how often each target that was computed from parameters had been changed in place by now."""
+        for key, target in self.targets.items():
+            if target.origin.func:
+                self.versions[key] = target.origin.graph._version
 
     @property
     def row_map(self) -> RowMap:
@@ -213,12 +232,7 @@ class Use:
         sizes = (batch_size, grad.shape, *(tensor.shape for tensor in saved))
         pairs: list[tuple[str, Factor]] = []
         for key, factor in found.items():
-            origin = self.targets[key].origin
-            # A parameter itself may be: an embedding with max_norm renormalises the rows it looks up.
-            if origin.func and origin.graph._version != self.versions[key]:
-                raise UnsupportedModelError(_changed_since(self.site))
-            leaves = self.targets[key].origin.leaves
-            pulled = [pair for pair in pull_back(self.targets[key], factor) if leaves[pair[0]].parameter.requires_grad]
+            pulled = self._pulled(key, factor)
             if self.site.sizes.get(key) != sizes:
                 self.site.arrivals[key] = arrival(
                     self.targets[key],
@@ -230,6 +244,18 @@ class Use:
                 self.site.sizes[key] = sizes
             pairs += pulled
         return pairs
+
+    def _pulled(self, key: str, factor: Factor) -> list[tuple[str, Factor]]:
+        """Return the factors of the trainable parameters behind a target."""
+        origin = self.targets[key].origin
+        if not origin.func:
+            ((name, leaf),) = origin.leaves.items()
+            return [(name, factor)] if leaf.parameter.requires_grad else []
+        # A parameter itself may be: an embedding with max_norm renormalises the rows it looks up.
+        if origin.graph._version != self.versions[key]:
+            raise UnsupportedModelError(_changed_since(self.site))
+        pulled = pull_back(self.targets[key], factor)
+        return [(name, part) for name, part in pulled if origin.leaves[name].parameter.requires_grad]
 
     def _circumstances(self, key: str, saved: Sequence[Tensor]) -> Circumstances:
         form = self.site.forms.get(self.targets[key].origin.names[0], "")

@@ -59,11 +59,17 @@ class Pass(ABC):
         """
         if use.record not in self.records:
             self.admit(use.record)
-        with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
-            for name, factor in use.parameter_factors(grad):
-                self.consume(use, name, factor)
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(grad.device.type):
+            with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
+                self._take(use, grad)
+        else:
+            self._take(use, grad)
         if self.final:
             use.release()
+
+    def _take(self, use: Use, grad: Tensor) -> None:
+        for name, factor in use.parameter_factors(grad):
+            self.consume(use, name, factor)
 
     def admit(self, record: Record) -> None:
         """Take in a forward; all forwards of one backward must have the same samples, and each is taken once.

@@ -17,6 +17,6 @@ from ghostclip.rules import (  # noqa: F401  (importing a family registers its r
     products,
     recurrent,
 )
-from ghostclip.rules.registry import Call, Captured, register_rule, rule_for
+from ghostclip.rules.registry import Call, Captured, Rule, follows_from_form, register_rule, rule_for
 
-__all__ = ["Call", "Captured", "register_rule", "rule_for"]
+__all__ = ["Call", "Captured", "Rule", "follows_from_form", "register_rule", "rule_for"]

@@ -21,7 +21,7 @@ def _tuple(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
     return (value,) * dims if isinstance(value, int) else tuple(value) * (dims if len(value) == 1 else 1)
 
 
-@register_op("conv1d", "conv2d", "conv3d", arguments="input weight bias stride padding dilation groups")
+@register_op("conv1d", "conv2d", "conv3d", arguments="input weight bias stride padding dilation groups", by_form=True)
 def convolution(call: Call) -> Captured | None:
     """Rule for a convolution: weight ``Windows`` of the input.
 
@@ -37,7 +37,7 @@ def convolution(call: Call) -> Captured | None:
 _TRANSPOSED = "input weight bias stride padding output_padding groups dilation"
 
 
-@register_op("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", arguments=_TRANSPOSED)
+@register_op("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", arguments=_TRANSPOSED, by_form=True)
 def transposed_convolution(call: Call) -> Captured | None:
     """Rule for a transposed convolution: the kernel's gradient is a convolution's with input and output exchanged.
 

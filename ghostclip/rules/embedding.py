@@ -13,7 +13,9 @@ from ghostclip.factors import Factor, Rows
 from ghostclip.rules.registry import Call, Captured, Split, register_op
 
 
-@register_op("embedding", arguments="input weight padding_idx max_norm norm_type scale_grad_by_freq sparse")
+@register_op(
+    "embedding", arguments="input weight padding_idx max_norm norm_type scale_grad_by_freq sparse", by_form=True
+)
 def embedding(call: Call) -> Captured | None:
     """Rule for a look-up: ``Rows``; rows of ``padding_idx`` receive nothing, as in torch.
 

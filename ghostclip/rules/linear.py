@@ -15,7 +15,7 @@ from ghostclip.rules.registry import Call, Captured, Split, register_op
 _LETTERS = "abcdefgh"
 
 
-@register_op("linear", arguments="input weight bias")
+@register_op("linear", arguments="input weight bias", by_form=True)
 def linear(call: Call) -> Captured | None:
     """Return the capture of ``y = x Wᵀ + b``: weight ``Outer``, bias ``Dense``; also of a tracked x, without bias."""
     x, weight = call.values["input"], call.values["weight"]

@@ -98,8 +98,9 @@ def norm_samplers() -> dict[type[nn.Module], Sampler]:
 def samplers_of(module: nn.Module) -> Samplers | None:
     """Return what is registered for a module's own class, or None."""
     kind = type(module)
-    found = Samplers(_GRADIENTS.get(kind), _NORMS.get(kind))
-    return None if found.gradients is None and found.norms is None else found
+    if kind not in _GRADIENTS and kind not in _NORMS:
+        return None
+    return Samplers(_GRADIENTS.get(kind), _NORMS.get(kind))
 
 
 def _register(

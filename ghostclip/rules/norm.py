@@ -13,18 +13,18 @@ from torch.nn import functional
 
 from ghostclip.errors import SampleMixingError
 from ghostclip.factors import Dense, Factor
-from ghostclip.factors.base import to_accumulation
+from ghostclip.factors.base import over_positions, to_accumulation
 from ghostclip.rules.registry import Call, Captured, Split, register_op
 
 
-@register_op("layer_norm", arguments="input normalized_shape weight bias eps")
+@register_op("layer_norm", arguments="input normalized_shape weight bias eps", by_form=True)
 def layer_norm(call: Call) -> Captured | None:
     """Return the capture of layer norm: both affine parameters ``Dense``; None where the input is tracked."""
     shape, eps = list(call.values["normalized_shape"]), call.get("eps", 1e-5)
     return _feature_affine(call, shape, lambda x: functional.layer_norm(x, shape, eps=eps))
 
 
-@register_op("rms_norm", arguments="input normalized_shape weight eps")
+@register_op("rms_norm", arguments="input normalized_shape weight eps", by_form=True)
 def rms_norm(call: Call) -> Captured | None:
     """Return the capture of RMS norm: the weight ``Dense``; None where the input is tracked."""
     shape, eps = list(call.values["normalized_shape"]), call.values.get("eps")
@@ -41,15 +41,15 @@ def _feature_affine(call: Call, shape: list[int], normalize: Callable[[Tensor], 
         g = to_accumulation(grad)
         found: dict[str, Factor] = {}
         if "weight" in tracked:
-            found["weight"] = Dense(split(normalize(to_accumulation(saved[0])).mul_(g), lead).sum(1))
+            found["weight"] = Dense(over_positions(split(normalize(to_accumulation(saved[0])).mul_(g), lead)))
         if "bias" in tracked:
-            found["bias"] = Dense(split(g, lead).sum(1))
+            found["bias"] = Dense(over_positions(split(g, lead)))
         return found
 
     return Captured((x,) if "weight" in call.tracked else (), x, lead, factors, "dense")
 
 
-@register_op("group_norm", arguments="input num_groups weight bias eps")
+@register_op("group_norm", arguments="input num_groups weight bias eps", by_form=True)
 def group_norm(call: Call) -> Captured | None:
     """Return the capture of group norm: channels follow the row axis; both affine parameters ``Dense``."""
     groups, eps = call.values["num_groups"], call.get("eps", 1e-5)
@@ -59,6 +59,7 @@ def group_norm(call: Call) -> Captured | None:
 @register_op(
     "instance_norm",
     arguments="input running_mean running_var weight bias use_input_stats momentum eps",
+    by_form=True,
 )
 def instance_norm(call: Call) -> Captured | None:
     """Rule for instance norm on its own statistics: both affine parameters ``Dense``.
@@ -118,9 +119,9 @@ def _channel_affine(call: Call, normalize: Callable[[Tensor], Tensor]) -> Captur
         space, found = tuple(range(2, g.dim())), dict[str, Factor]()
         if "weight" in tracked:
             product = normalize(to_accumulation(saved[0])).mul_(g)
-            found["weight"] = Dense(split(product.sum(space) if space else product, 1).sum(1))
+            found["weight"] = Dense(over_positions(split(product.sum(space) if space else product, 1)))
         if "bias" in tracked:
-            found["bias"] = Dense(split(g.sum(space) if space else g, 1).sum(1))
+            found["bias"] = Dense(over_positions(split(g.sum(space) if space else g, 1)))
         return found
 
     return Captured((x,) if "weight" in call.tracked else (), x, 1, factors, "dense")

@@ -76,17 +76,20 @@ Rule = Callable[[Call], Captured | None]
 class _Entry:
     rule: Rule
     arguments: tuple[str, ...]
+    by_form: bool = False
 
 
 _RULES: Final[dict[str, _Entry]] = {}
 
 
-def register_op(*names: str, arguments: str) -> Callable[[Rule], Rule]:
+def register_op(*names: str, arguments: str, by_form: bool = False) -> Callable[[Rule], Rule]:
     """Register a rule for operations by their ``__name__``.
 
     Args:
         *names: Names under which the operation appears (``"linear"``, ``"__matmul__"``).
         arguments: The operation's positional argument names in order, separated by blanks.
+        by_form: What the rule captures follows from the parameters, the plain arguments, and the dtype and number of
+            axes of the data: neither from its sizes nor from its values. It need not be asked in every forward then.
 
     Returns:
         A decorator for a function ``Call -> Captured | None``; None means that the generic fallback must serve.
@@ -94,7 +97,7 @@ def register_op(*names: str, arguments: str) -> Callable[[Rule], Rule]:
 
     def decorate(rule: Rule) -> Rule:
         for name in names:
-            _RULES[name] = _Entry(rule, tuple(arguments.split()))
+            _RULES[name] = _Entry(rule, tuple(arguments.split()), by_form)
         return rule
 
     return decorate
@@ -167,3 +170,9 @@ def rule_for(name: str) -> tuple[Rule, tuple[str, ...]] | None:
     """Return the rule for an operation and its argument names, or None."""
     entry = _RULES.get(name)
     return None if entry is None else (entry.rule, entry.arguments)
+
+
+def follows_from_form(name: str) -> bool:
+    """Return whether the rule for an operation was registered as one ``by_form``."""
+    entry = _RULES.get(name)
+    return entry is not None and entry.by_form

@@ -1,0 +1,209 @@
+"""Operations that were met before: what was decided on one holds for all forwards, whatever their number of samples.
+
+How an operation is consumed follows from its parameters and the form of its data where a rule says so. Only what can
+change from forward to forward is looked at again: which axis holds the samples, whether rows were put into another
+order on the way, whether data outside the graph is data at all.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from ghostclip.capture.attach import carry_out
+from ghostclip.capture.inputs import in_backward
+from ghostclip.capture.operation import Operation
+from ghostclip.capture.rows import row_maps
+from ghostclip.capture.tracked import TrackedTensor
+from ghostclip.capture.usage import MAX_ATTEMPTS, Site, Use
+from ghostclip.capture.ways import RULE
+from ghostclip.rules import Captured, Rule, follows_from_form, rule_for
+
+if TYPE_CHECKING:
+    from ghostclip.capture.session import Session
+
+# More forms than this are no forms: something in the arguments is new each time.
+_MOST: Final = 4096
+_VALUES: Final = frozenset({type(None), bool, int, float, str})
+
+
+@dataclass(eq=False)
+class _Form:
+    """One operation on its parameters.
+
+    Attributes:
+        name: Its name.
+        targets: The tracked arguments by the rule's names.
+        tracked: Where they stand among the arguments: numbers of positions, names of keywords.
+        rows: Where its data stands.
+        captured: What the rule made of it; the tensors in it are dropped.
+        rule: The rule.
+        key: The names of its parameters, and its own.
+        constant_key: As its data is remembered, should it prove to be a constant.
+        sites: Its call site by the number of the visit, of the way and of the site.
+    """
+
+    name: str
+    targets: dict[str, TrackedTensor]
+    tracked: list[tuple[Any, TrackedTensor]]
+    rows: Any
+    captured: "_Kept"
+    rule: Rule
+    key: Any
+    constant_key: Any
+    sites: dict[tuple[int, int], Site] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What a `Captured` says, without its tensors."""
+
+    saves: bool
+    lead: int
+    factors: Any
+    order: tuple[int, ...]
+
+
+class Settled:
+    """What a session remembers of operations."""
+
+    def __init__(self, session: "Session") -> None:
+        """Start with nothing met.
+
+        Args:
+            session: Whose forwards they belong to.
+        """
+        self._session = session
+        self._forms: dict[Any, _Form] = {}
+
+    def forget(self) -> None:
+        """Decide anew on everything: evidence speaks against a decision, or parameters were exchanged."""
+        self._forms.clear()
+
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operation as it was run before.
+
+        Args:
+            func: The torch function.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            Its result in the graph; ``NotImplemented`` where it must be decided on.
+        """
+        form = self._forms.get(_key_of(func, args, kwargs))
+        if form is None or in_backward() or not torch.is_grad_enabled():
+            return NotImplemented
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        rows: Tensor = given[form.rows]
+        use = self._use(form, rows)
+        if use is None:
+            return NotImplemented
+        for place, tracked in form.tracked:
+            given[place] = tracked.origin.value
+        positional = [given.pop(place) for place in range(len(args))]
+        kept = form.captured
+        saved = (rows,) if kept.saves else ()
+        return carry_out(
+            self._session, use, lambda: func(*positional, **given), rows=rows, saved=saved, order=kept.order
+        )
+
+    def _use(self, form: _Form, rows: Tensor) -> Use | None:
+        """Return the use of a form that was met before, or None where something is different now."""
+        session = self._session
+        record, sites = session.record, session.sites
+        visits, way_key = record.visits, ("way", form.key)
+        visit = visits[way_key] + 1, visits[form.key] + 1
+        site, entry = form.sites.get(visit), rule_for(form.name)
+        if site is None or site.attempts < MAX_ATTEMPTS or entry is None or entry[0] is not form.rule:
+            return None
+        if not rows.requires_grad and (form.constant_key in sites.constants or not sites.is_data(rows, form.name)):
+            return None
+        sizes = tuple(rows.shape[: form.captured.lead])
+        maps = row_maps(session, rows, sizes)
+        if not maps or maps[0].kind == "listed" or (not rows.requires_grad and session.watch.rows_of(rows) is not None):
+            return None
+        visits[way_key], visits[form.key] = visit
+        place = form.key, visit[0]
+        sites.ways.taken, record.ways[place] = (place, RULE), RULE
+        kept = form.captured
+        use = Use(site, record, form.targets, kept.factors, kept.lead, maps, lead_sizes=sizes)
+        use.behind = rows.grad_fn
+        if not rows.requires_grad:
+            use.constant_key = form.constant_key
+        return use
+
+    def learn(self, operation: Operation, use: Use, captured: Captured) -> None:
+        """Remember how an operation was consumed by its rule, if that follows from the form of its arguments.
+
+        Args:
+            operation: The operation.
+            use: Its use.
+            captured: What the rule made of it.
+        """
+        (place, way), record = use.site.way, use.record
+        rows = captured.rows
+        if way != RULE or in_backward() or not follows_from_form(operation.name) or use.maps[0].kind == "listed":
+            return
+        if len(operation.plain) != 1 or operation.plain[0] is not rows:
+            return
+        if any(tensor is not rows for tensor in captured.saved) or any(t.origin.func for t in operation.tracked):
+            return
+        key = _key_of(operation.func, operation.args, operation.kwargs)
+        if key is None:
+            return
+        form, entry = self._forms.get(key), rule_for(operation.name)
+        if form is None or entry is None or form.rule is not entry[0]:
+            if len(self._forms) >= _MOST:
+                self._forms.clear()
+            self._forms[key] = self._form(operation, use, captured)
+        self._forms[key].sites[place[1], record.visits[place[0]]] = use.site
+
+    def _form(self, operation: Operation, use: Use, captured: Captured) -> _Form:
+        arguments: list[tuple[Any, Any]] = [*enumerate(operation.args), *operation.kwargs.items()]
+        entry = rule_for(operation.name)
+        assert entry is not None
+        return _Form(
+            name=operation.name,
+            targets=use.targets,
+            tracked=[(place, item) for place, item in arguments if isinstance(item, TrackedTensor)],
+            rows=next(place for place, item in arguments if item is captured.rows),
+            captured=_Kept(bool(captured.saved), captured.lead, captured.factors, captured.order),
+            rule=entry[0],
+            key=use.site.way[0][0],
+            constant_key=self._session.sites.constant_key(operation),
+        )
+
+
+def _key_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return what tells an operation from others: the function, its parameters, the form of everything else.
+
+    None where an argument is a container of tensors, or an object whose value is not its own.
+    """
+    key: list[Any] = [func]
+    for item in args:
+        form = _form_of(item)
+        if form is NotImplemented:
+            return None
+        key.append(form)
+    for name, item in kwargs.items():
+        form = _form_of(item)
+        if form is NotImplemented:
+            return None
+        key.append((name, form))
+    return tuple(key)
+
+
+def _form_of(item: Any) -> Any:
+    kind = type(item)
+    if kind is TrackedTensor:
+        return id(item)
+    if kind is Tensor:
+        return Tensor, item.dim(), item.dtype, item.requires_grad, item.layout
+    if kind in _VALUES:
+        return kind, item
+    if (kind is tuple or kind is list or kind is torch.Size) and all(type(part) is int for part in item):
+        return tuple(item)
+    return NotImplemented
