@@ -7,11 +7,22 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 
 from benchmarks.engines import Runner
 from benchmarks.tasks import Batch
+
+TURN_SECONDS: Final = 0.02
+"""How long a turn of a quick engine lasts, about."""
+
+MOST_IN_A_TURN: Final = 50
+FEWEST_BEFORE: Final = 2
+MOST_BEFORE: Final = 5
+"""Steps before the first that is timed: more than the fewest as long as they take less than `WARM_UP_SECONDS`."""
+
+WARM_UP_SECONDS: Final = 0.5
 
 
 @dataclass
@@ -19,8 +30,8 @@ class Times:
     """Times of the steps of one engine, one entry a round.
 
     Attributes:
-        wall: Seconds by the clock.
-        cpu: Seconds of CPU time of the process, over all threads.
+        wall: Seconds of a step by the clock.
+        cpu: Seconds of CPU time of the process for it, over all threads.
     """
 
     wall: list[float] = field(default_factory=list)
@@ -32,18 +43,31 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _one_step(runner: Runner, batch: Batch, device: torch.device) -> tuple[float, float]:
+def _steps(runner: Runner, batch: Batch, device: torch.device, count: int) -> tuple[float, float]:
+    """Return the wall and CPU seconds of one step, as the mean of several in a row."""
     _synchronize(device)
     wall, cpu = time.perf_counter(), time.process_time()
-    runner.step(batch)
+    for _ in range(count):
+        runner.step(batch)
     _synchronize(device)
-    return time.perf_counter() - wall, time.process_time() - cpu
+    return (time.perf_counter() - wall) / count, (time.process_time() - cpu) / count
+
+
+def _warmed_up(runner: Runner, batch: Batch, device: torch.device) -> float:
+    """Let an engine plan, prove and compile; return the wall seconds of its quickest step."""
+    taken: list[float] = []
+    while len(taken) < FEWEST_BEFORE or (len(taken) < MOST_BEFORE and sum(taken) < WARM_UP_SECONDS):
+        taken.append(_steps(runner, batch, device, 1)[0])
+    return min(taken)
 
 
 def measure(
     runners: Sequence[Runner], batch: Batch, device: torch.device, *, rounds: int, seconds: float
 ) -> list[Times]:
     """Time the runners in turns.
+
+    A turn is one step; of quick ones it is as many in a row as fill `TURN_SECONDS`, as they would run in training: a
+    step of a few hundred microseconds alone tells what the other engines left in the caches.
 
     Args:
         runners: The engines at work, the one that ratios refer to first.
@@ -55,9 +79,9 @@ def measure(
     Returns:
         The times of each runner.
     """
-    for runner in runners:
-        for _ in range(2):
-            runner.step(batch)
+    counts = [
+        min(MOST_IN_A_TURN, max(1, round(TURN_SECONDS / _warmed_up(runner, batch, device)))) for runner in runners
+    ]
     found = [Times() for _ in runners]
     gc.collect()
     gc.disable()
@@ -69,7 +93,7 @@ def measure(
             # The order rotates, so that nobody always runs after the same neighbour.
             for turn in range(len(runners)):
                 which = (turn + index) % len(runners)
-                wall, cpu = _one_step(runners[which], batch, device)
+                wall, cpu = _steps(runners[which], batch, device, counts[which])
                 found[which].wall.append(wall)
                 found[which].cpu.append(cpu)
             gc.collect()
