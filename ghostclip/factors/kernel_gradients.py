@@ -32,7 +32,7 @@ _RUN: Final = 6.0
 _PIXEL_TO_LAST: Final = 1.0
 _PIXEL_TO_PHASE: Final = 0.5
 
-_Form: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+_Form: TypeAlias = "Callable[[KernelGradients, slice, Tensor | None], Tensor]"
 _Layout: TypeAlias = Callable[[Geometry, Tensor, torch.Size], Tensor]
 
 
@@ -54,7 +54,9 @@ class KernelGradients:
         """
         self._x_BKC, self._g_BKO, self._geometry = x_BKC, g_BKO, geometry
         self._layout: _Layout = unfolded
-        self._form: _Form = self._by_windows
+        # Not bound to itself: the tensors go with the last name for them, not when cycles are collected.
+        self._form: _Form = KernelGradients._by_windows
+        self._views: Tensor | None = None
         gradient = geometry.shape.numel()
         # Elements that a sample takes beside its gradient, and with a gradient that is dropped again.
         self._beside = geometry.groups * prod(geometry.shape[1:]) * prod(g_BKO.shape[3:]) * x_BKC.shape[1]
@@ -62,24 +64,27 @@ class KernelGradients:
         if all(size == 1 for size in geometry.kernel) and not any(map(any, geometry.padding)):
             # One pixel is a window: nothing to unfold.
             self._x_BKC = geometry.windows(x_BKC, g_BKO.shape[3:]).flatten(3, 2 + len(geometry.kernel))
-            self._form, self._beside, self._dropped = self._pointwise, 0, gradient
+            self._form, self._beside, self._dropped = KernelGradients._pointwise, 0, gradient
         elif self._suits_groups():
             # The backend works in blocks: an eighth of what it reads and writes.
             self._beside = self._dropped = max(gradient, x_BKC[0].numel() + g_BKO[0].numel()) // 8
-            self._form = self._grouped
+            self._form = KernelGradients._grouped
         else:
             self._layout = _cheapest(x_BKC, g_BKO, geometry)
+            if x_BKC.numel() <= CHUNK_ELEMENTS:
+                # A copy of so few pixels takes no more than a chunk of windows does, and its views are made once.
+                self._views = self._layout(geometry, x_BKC, g_BKO.shape[3:])
         self.channels_last = self._layout is unfolded_channels_last
 
     def together(self) -> Tensor:
         """Return all gradients, shape ``(B, S·O·I)``. Cost: 2·T·I·O a sample."""
         samples, chunk = self._x_BKC.shape[0], self._chunk(self._beside)
         if chunk >= samples:
-            return self._form(self._x_BKC, self._g_BKO, None).view(samples, -1)
+            return self._form(self, slice(0, samples), None).view(samples, -1)
         full_BP = self._x_BKC.new_empty(samples, self._geometry.shape.numel())
         for start in range(0, samples, chunk):
             piece = slice(start, start + chunk)
-            self._form(self._x_BKC[piece], self._g_BKO[piece], full_BP[piece])
+            self._form(self, piece, full_BP[piece])
         return full_BP
 
     def pieces(self) -> Iterator[tuple[slice, Tensor]]:
@@ -91,8 +96,7 @@ class KernelGradients:
         chunk = self._chunk(self._dropped)
         for start in range(0, self._x_BKC.shape[0], chunk):
             piece = slice(start, start + chunk)
-            grads = self._form(self._x_BKC[piece], self._g_BKO[piece], None)
-            yield piece, grads.view(-1, self._geometry.shape.numel())
+            yield piece, self._form(self, piece, None).view(-1, self._geometry.shape.numel())
 
     def in_order(self, grads_BP: Tensor) -> Tensor:
         """Return gradients with their axes in the kernel's order.
@@ -122,25 +126,31 @@ class KernelGradients:
         ours = x_BKC.device.type == "cpu" and x_BKC.dtype == torch.float32 and torch.backends.mkldnn.is_available()
         return bool(many and wide and ours)
 
-    def _pointwise(self, x_BKC: Tensor, g_BKO: Tensor, out_BP: Tensor | None) -> Tensor:
-        return self._product(g_BKO, self._geometry.by_group(x_BKC).mT, out_BP)
+    def _pointwise(self, piece: slice, out_BP: Tensor | None) -> Tensor:
+        return self._product(piece, self._geometry.by_group(self._x_BKC[piece]).mT, out_BP)
 
-    def _by_windows(self, x_BKC: Tensor, g_BKO: Tensor, out_BP: Tensor | None) -> Tensor:
-        return self._product(g_BKO, self._layout(self._geometry, x_BKC, g_BKO.shape[3:]), out_BP)
+    def _by_windows(self, piece: slice, out_BP: Tensor | None) -> Tensor:
+        positions, inputs = self._g_BKO.shape[3:], prod(self._geometry.shape[1:])
+        views = self._views
+        views = self._layout(self._geometry, self._x_BKC[piece], positions) if views is None else views[piece]
+        rows = self._x_BKC.shape[1] * prod(positions)
+        windows_NTI = views.reshape(-1, rows, inputs) if self.channels_last else views.reshape(-1, inputs, rows).mT
+        return self._product(piece, windows_NTI, out_BP)
 
-    def _product(self, g_BKO: Tensor, windows_NTI: Tensor, out_BP: Tensor | None) -> Tensor:
-        g_NOT = self._geometry.by_group(g_BKO)
+    def _product(self, piece: slice, windows_NTI: Tensor, out_BP: Tensor | None) -> Tensor:
+        g_NOT = self._geometry.by_group(self._g_BKO[piece])
         if out_BP is None:
             return torch.bmm(g_NOT, windows_NTI)
         return torch.bmm(g_NOT, windows_NTI, out=out_BP.view(g_NOT.shape[0], g_NOT.shape[1], windows_NTI.shape[2]))
 
-    def _grouped(self, x_BKC: Tensor, g_BKO: Tensor, out_BP: Tensor | None) -> Tensor:
-        grads = self._geometry.grouped(x_BKC, g_BKO).view(x_BKC.shape[0], -1)
+    def _grouped(self, piece: slice, out_BP: Tensor | None) -> Tensor:
+        x_BKC = self._x_BKC[piece]
+        grads = self._geometry.grouped(x_BKC, self._g_BKO[piece]).view(x_BKC.shape[0], -1)
         return grads if out_BP is None else out_BP.copy_(grads)
 
 
 def unfolded(geometry: Geometry, x_BKC: Tensor, positions: torch.Size) -> Tensor:
-    """Return copies of all windows, position after position as in the output.
+    """Return all windows, position after position as in the output.
 
     Args:
         geometry: Where the windows lie.
@@ -148,9 +158,10 @@ def unfolded(geometry: Geometry, x_BKC: Tensor, positions: torch.Size) -> Tensor
         positions: Windows along every axis.
 
     Returns:
-        Shape ``(B·S, K·T, I)``, positions side by side. I in the order ``(C, *kernel)``.
+        Shape ``(B, S, C, *kernel, K, *positions)``, a view of the padded input.
     """
-    return geometry.unfolded(x_BKC, positions).mT
+    windows = geometry.windows(x_BKC.unflatten(2, (geometry.groups, -1)), positions)
+    return windows.movedim(1, 3 + len(geometry.kernel))
 
 
 def unfolded_in_phases(geometry: Geometry, x_BKC: Tensor, positions: torch.Size) -> Tensor:
@@ -164,7 +175,8 @@ def unfolded_in_phases(geometry: Geometry, x_BKC: Tensor, positions: torch.Size)
         positions: Windows along every axis.
 
     Returns:
-        Shape ``(B·S, K·T, I)``, positions side by side. I in the order ``(C, *kernel)``.
+        Shape ``(B, S, C, *kernel, K, *positions)``, the kernel's last axis in two and positions' first of the last two
+        of size 1: a view of a copy of the padded input.
     """
     stride, (before, _) = geometry.stride[-1], geometry.padding[-1]
     taps, last = geometry.kernel[-1] // stride, len(geometry.kernel) - 1
@@ -179,11 +191,11 @@ def unfolded_in_phases(geometry: Geometry, x_BKC: Tensor, positions: torch.Size)
     )
     apart = x_BKC.unflatten(-1, (-1, stride)).mT.contiguous().unflatten(2, (geometry.groups, -1))
     windows = phases.windows(apart, (*positions[:-1], 1, positions[-1])).movedim(1, 5 + last)
-    return windows.transpose(3 + last, 4 + last).reshape(-1, prod(geometry.shape[1:]), _rows(x_BKC, positions)).mT
+    return windows.transpose(3 + last, 4 + last)
 
 
 def unfolded_channels_last(geometry: Geometry, x_BKC: Tensor, positions: torch.Size) -> Tensor:
-    """Return copies of all windows, each pixel's channels side by side.
+    """Return all windows, each pixel's channels side by side.
 
     Args:
         geometry: Where the windows lie.
@@ -191,18 +203,14 @@ def unfolded_channels_last(geometry: Geometry, x_BKC: Tensor, positions: torch.S
         positions: Windows along every axis.
 
     Returns:
-        Shape ``(B·S, K·T, I)``, contiguous. I in the order ``(*kernel, C)``.
+        Shape ``(B, S, K, *positions, *kernel, C)``, a view of a copy of the padded input.
     """
     x_BSK = x_BKC.unflatten(2, (geometry.groups, -1)).movedim((2, 3), (1, -1))
     amounts = [n for pair in reversed(geometry.padding) for n in pair]
     windows = (functional.pad(x_BSK, [0, 0, *amounts]) if any(amounts) else x_BSK).contiguous()
     for place, count in enumerate(positions):
         windows = geometry.unfolded_along(windows, 3 + place, place, count)
-    return windows.movedim(3 + len(positions), -1).reshape(-1, _rows(x_BKC, positions), prod(geometry.shape[1:]))
-
-
-def _rows(x_BKC: Tensor, positions: torch.Size) -> int:
-    return x_BKC.shape[1] * prod(positions)
+    return windows.movedim(3 + len(positions), -1)
 
 
 def _cheapest(x_BKC: Tensor, g_BKO: Tensor, geometry: Geometry) -> _Layout:

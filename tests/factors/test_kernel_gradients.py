@@ -1,5 +1,8 @@
 """Layouts of a convolution's windows: every one of them against torch's own gradient of each sample."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -124,3 +127,18 @@ def test_kept_gradients_of_one_kernel_add_up():
     uses = [_windows((32, 16, 4, 4), (13, 13), stride=(2, 2)) for _ in range(3)]
     (together,) = joined([use.instantiated() for use in uses])
     torch.testing.assert_close(together.materialize(), sum(use.materialize() for use in uses))
+
+
+@pytest.mark.parametrize("name", ["plain", "pointwise"])
+def test_inputs_go_with_their_factor(name):
+    """Not when cycles are collected: a step would hold every layer's until then."""
+    factor = _factor(name)
+    held = weakref.ref(factor.x_BKC)
+    gc.disable()
+    try:
+        factor.materialize()
+        factor.instantiated_sqnorm()
+        del factor
+        assert held() is None
+    finally:
+        gc.enable()
