@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ghostclip import kernels
 from ghostclip.factors import planner
-from ghostclip.factors.base import Factor, SquaredNorm, no_error, to_accumulation, where_kept
+from ghostclip.factors.base import Factor, SquaredNorm, no_error, square_sums, to_accumulation, where_kept
 from ghostclip.factors.contraction import contraction
 from ghostclip.factors.dense import Dense
 
@@ -54,9 +54,13 @@ class Outer(Factor):
         """
         if self.a_NTI.shape[0] == 0 or self.a_NTI.shape[1] == 0:
             return no_error(self._per_sample(to_accumulation(self.a_NTI).sum((1, 2))))
-        if planner.prefers_gram(*self.sizes):
-            return self.gram_sqnorm()
-        return self.instantiated_sqnorm()
+        if not planner.prefers_gram(*self.sizes):
+            return self.instantiated_sqnorm()
+        if self.a_NTI.shape[1] == 1:
+            # One position meets no other: nothing cancels.
+            a_N, g_N = (square_sums(to_accumulation(tensor).flatten(1)) for tensor in (self.a_NTI, self.g_NTO))
+            return no_error(self._per_sample(a_N * g_N))
+        return self.gram_sqnorm()
 
     def gram_sqnorm(self) -> SquaredNorm:
         """Return squared norms from ``sum_{s,t} (a_s·a_t)(g_s·g_t)``, upper triangle only, block by block.
