@@ -14,6 +14,7 @@ from ghostclip.factors import planner
 from ghostclip.factors.base import Factor, SquaredNorm, no_error, square_sums, to_accumulation, where_kept
 from ghostclip.factors.contraction import contraction
 from ghostclip.factors.dense import Dense
+from ghostclip.kernels.bounds import with_drift
 
 
 class Outer(Factor):
@@ -74,7 +75,8 @@ class Outer(Factor):
         """
         workspace = planner.WORKSPACE_ELEMENTS
         value_N, error_N = kernels.symmetric_gram(self.a_NTI, self.g_NTO, workspace=workspace)
-        return SquaredNorm(self._per_sample(value_N).clamp_(min=0), self._per_sample(error_N))
+        value_B = with_drift(self._per_sample(value_N).clamp_(min=0), *self.sizes[1:])
+        return SquaredNorm(value_B, self._per_sample(error_N))
 
     def instantiated_sqnorm(self) -> SquaredNorm:
         """Return squared norms of the gradients, formed a few samples at a time.

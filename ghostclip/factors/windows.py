@@ -26,7 +26,7 @@ from ghostclip.factors.dense import Dense
 from ghostclip.factors.kernel_gradients import KernelGradients
 from ghostclip.factors.outer import Outer
 from ghostclip.factors.permuted import Permuted
-from ghostclip.kernels.bounds import gram_error, instantiated_error
+from ghostclip.kernels.bounds import gram_error, instantiated_error, with_drift
 
 # Gradients of so few elements in all are kept whatever they replace (float32: 8 MiB).
 _SMALL: Final = 1 << 21
@@ -129,7 +129,8 @@ class Windows(Outer):
             scale_N = torch.linalg.vecdot(a_NTT.diagonal(dim1=1, dim2=2), g_NTT.diagonal(dim1=1, dim2=2))
             value_N = g_NTT.mul_(a_NTT).sum((1, 2))
             error_N = gram_error(scale_N, inputs, outputs)
-            return SquaredNorm(self._per_sample(value_N).clamp(min=0), self._per_sample(error_N))
+            value_B = with_drift(self._per_sample(value_N).clamp_(min=0), inputs, outputs)
+            return SquaredNorm(value_B, self._per_sample(error_N))
 
         return self._in_parts(norm, planner.chunk_of_samples(2 * self.slots * entries))
 

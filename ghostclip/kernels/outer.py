@@ -80,7 +80,7 @@ def _naive_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor) -> 
     else:
         g_NTO = g_NTO * coef
     outputs, inputs = out_OI.shape
-    return out_OI.addmm_(g_NTO.reshape(-1, outputs).mT, a_NTI.reshape(-1, inputs))
+    return torch.addmm(out_OI, g_NTO.reshape(-1, outputs).mT, a_NTI.reshape(-1, inputs), out=out_OI)
 
 
 def _fast_square(a_NTI: Tensor, g_NTO: Tensor, samples_at_once: int) -> Bounded:

@@ -1,0 +1,27 @@
+"""Sums of equal values round all the same way: norms of constant inputs and gradients must not come out too small."""
+
+import pytest
+import torch
+
+from ghostclip.clipping.norms import NormSum
+from ghostclip.factors import Outer
+
+
+@pytest.mark.parametrize("positions", [1, 2, 3, 8, 16])
+@pytest.mark.parametrize("sizes", [(256, 256), (768, 3072), (4096, 4096), (8192, 4)])
+@pytest.mark.parametrize("value", [1.1, 0.7, 1 / 3])
+def test_constant_inputs_are_not_underestimated(positions, sizes, value):
+    """The norm, rounded up as it is before clipping, against float64, and against the sum that is released."""
+    inputs, outputs = sizes
+    a_NTI, g_NTO = torch.full((1, positions, inputs), value), torch.full((1, positions, outputs), 0.3)
+    outer = Outer(a_NTI, g_NTO, shape=(outputs, inputs))
+    norms = NormSum()
+    norms.add(outer.gram_sqnorm() if positions > 1 else outer.sqnorm())
+    bound = norms.norm_B().double().item()
+    # All positions are alike: the gradient is one outer product times their number.
+    exact = positions * a_NTI[0, 0].double().norm().item() * g_NTO[0, 0].double().norm().item()
+    assert bound >= exact
+    assert bound <= exact * (1 + 1e-4)
+    released = torch.zeros(outputs, inputs)
+    outer.add_clipped_sum_(torch.ones(1), released)
+    assert released.double().norm().item() <= bound
