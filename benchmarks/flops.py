@@ -99,6 +99,9 @@ def counter() -> FlopCounterMode:
 def count(runner: Runner, batch: Batch) -> int | None:
     """Count the operations of products and convolutions in one step.
 
+    Two steps are counted, and the cheaper one is told: the 1st, 4th, 16th, 64th, ... step of ours proves anew that
+    samples keep apart, by further backwards, and no two of these follow each other.
+
     Args:
         runner: An engine at work; it should have made a step already, so that planning is not counted.
         batch: Given to it.
@@ -108,6 +111,9 @@ def count(runner: Runner, batch: Batch) -> int | None:
     """
     if isinstance(runner, CountsItself):
         return runner.operations(batch)
-    with counter() as counted:
-        runner.step(batch)
-    return counted.get_total_flops()
+    found = []
+    for _ in range(2):
+        with counter() as counted:
+            runner.step(batch)
+        found.append(counted.get_total_flops())
+    return min(found)

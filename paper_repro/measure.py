@@ -26,8 +26,8 @@ from paper_repro.opacus_layers import needs_opacus_layers, same_function, with_o
 MAX_GRAD_NORM = 1.0
 # Relative error that an engine may have in float64.
 EXACT = 1e-10
-# Steps that an engine makes besides the trial: two to warm up, three rounds at least, one under a counter.
-FEWEST_STEPS = 6
+# Steps that an engine makes besides the trial: two to warm up, three rounds at least, two under a counter.
+FEWEST_STEPS = 7
 # A first step that took less is followed by a second one, which tells more: the first one loads and plans.
 SHORT_STEP = 2.0
 # A mode of Opacus that takes so many times its fastest in a single step is not the fastest after all.
@@ -188,8 +188,8 @@ def _add_update_times(rows: list[Row], runners: dict[str, Runner], rounds: int) 
     for row in rows:
         seconds = getattr(runners[str(row["name"])], "update_seconds", None)
         if seconds:
-            # The last step was made under a counter of operations, and those before the rounds to warm up.
-            row["update_seconds"] = statistics.median(seconds[-rounds - 1 : -1])
+            # The last two steps were made under a counter of operations, and those before the rounds to warm up.
+            row["update_seconds"] = statistics.median(seconds[-rounds - 2 : -2])
 
 
 def _leave_out_slow(chosen: list[tuple[Row, Engine]], seconds: float) -> list[tuple[Row, Engine]]:
