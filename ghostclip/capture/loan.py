@@ -97,7 +97,9 @@ class Loan:
         if cached is not None:
             value = cached.origin.value
             same = value.data_ptr() == parameter.data_ptr() and value.dtype == parameter.dtype
-            if same and value.shape == parameter.shape:
+            if same and value.shape == parameter.shape and value.stride() == parameter.stride():
+                # Another parameter may have stood at its place meanwhile.
+                self._session.parameters[name] = parameter
                 return cached
         if parameter.is_complex():
             message = (

@@ -85,6 +85,7 @@ class Session:
             handle.remove()
         self._handles.clear()
         self.loan.close()
+        self.settled.forget()
 
     # -- forward ------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ghostclip.capture.usage import Record, Use
 from ghostclip.clipping.norms import GroupNorms, cross_terms, exact_norms, exact_sqnorm, in_double
-from ghostclip.errors import BatchAxisError, GhostClipError
+from ghostclip.errors import BatchAxisError, GhostClipError, TamperedGradientError
 from ghostclip.factors import Dense, Factor, Outer, Permuted, Placed, Rows, SquaredNorm, joined
 
 Plan: TypeAlias = Callable[[Use, Tensor], frozenset[str]]
@@ -125,6 +125,7 @@ class BookKeeping(Pass):
         self.factors: defaultdict[str, list[Factor]] = defaultdict(list)
         self.total = GroupNorms(group_of)
         self._waiting: defaultdict[str, list[Factor]] = defaultdict(list)
+        self._versions: dict[int, list[int]] = {}
 
     def receive(self, use: Use, grad: Tensor) -> None:
         """Take the gradient of a use's output; the first one decides what is kept.
@@ -144,8 +145,12 @@ class BookKeeping(Pass):
             # Its uses are put together first: there may be as many as steps of a sequence.
             self._waiting[name].append(kept)
         else:
-            self.factors[name].append(kept)
-            self.total.add(name, kept.sqnorm())
+            self._add(name, kept)
+
+    def _add(self, name: str, kept: Factor) -> None:
+        self.factors[name].append(kept)
+        self.total.add(name, kept.sqnorm())
+        self._versions[id(kept)] = versions(kept)
 
     doubtful_B: Tensor | None = None
 
@@ -153,9 +158,7 @@ class BookKeeping(Pass):
         """Return the norms of all samples; recomputed without cancellation where rounding could matter."""
         for name in list(self._waiting):
             for factor in joined(self._waiting.pop(name)):
-                kept = smaller_form(factor)
-                self.factors[name].append(kept)
-                self.total.add(name, kept.sqnorm())
+                self._add(name, smaller_form(factor))
         for name, factors in self.factors.items():
             crossed = cross_terms(factors)
             if crossed is not None:
@@ -172,10 +175,15 @@ class BookKeeping(Pass):
             sums: Where sums go.
             release: How much of each sample is released.
             scale: What the arrived gradients must be multiplied by to be those of each sample's own loss.
+
+        Raises:
+            TamperedGradientError: A factor was changed in place after its norm had been taken.
         """
         for name in list(self.factors):
             buffer = sums.buffer(name)
             for factor in self.factors.pop(name):
+                if self._versions.get(id(factor), None) not in (None, versions(factor)):
+                    raise TamperedGradientError(_changed_in_place(name))
                 release.into(buffer, factor, name)
 
 
@@ -185,6 +193,9 @@ class Hooks(BookKeeping):
     def consume(self, use: Use, name: str, factor: Factor) -> None:
         """Materialise a factor and add it to the parameter's per-sample gradients."""
         grad_BP = factor.materialize()
+        if isinstance(factor, Dense):
+            # It may be the gradient of the output itself, which the user must not get to change.
+            grad_BP = grad_BP.clone()
         before = self.factors[name]
         if before:
             grad_BP = before.pop().materialize() + grad_BP
@@ -340,6 +351,33 @@ class Release:
         exact = torch.zeros_like(buffer, dtype=torch.float64)
         in_double(kept.masked(doubtful_B)).add_clipped_sum_(coef_B.double(), exact)
         buffer += exact
+
+
+def versions(factor: Factor) -> list[int]:
+    """Return how often each tensor that a factor holds was changed in place.
+
+    Args:
+        factor: A factor, perhaps around others.
+
+    Returns:
+        Counts in the order in which the factor holds the tensors.
+    """
+    found: list[int] = []
+    for value in vars(factor).values():
+        if isinstance(value, Tensor):
+            found.append(value._version)
+        elif isinstance(value, Factor):
+            found += versions(value)
+        elif isinstance(value, dict):
+            found += [version for part in value.values() if isinstance(part, Factor) for version in versions(part)]
+    return found
+
+
+def _changed_in_place(name: str) -> str:
+    return (
+        f"parameter '{name}': what its gradient is made of was changed in place in the backward (by a hook on a layer's "
+        "output, say), after its norm had been taken. Return a new tensor from the hook."
+    )
 
 
 def smaller_form(factor: Factor, *, always: bool = False) -> Factor:

@@ -58,9 +58,9 @@ class Outer(Factor):
         if not planner.prefers_gram(*self.sizes):
             return self.instantiated_sqnorm()
         if self.a_NTI.shape[1] == 1:
-            # One position meets no other: nothing cancels.
+            # One position meets no other: nothing cancels. Two sums may both be low, and the margin is that of one.
             a_N, g_N = (square_sums(to_accumulation(tensor).flatten(1)) for tensor in (self.a_NTI, self.g_NTO))
-            return no_error(self._per_sample(a_N * g_N))
+            return no_error(self._per_sample(a_N * g_N).mul_(1 + 16 * torch.finfo(a_N.dtype).eps))
         return self.gram_sqnorm()
 
     def gram_sqnorm(self) -> SquaredNorm:

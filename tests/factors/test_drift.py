@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from ghostclip.clipping.coefficients import clip_coefficients
 from ghostclip.clipping.norms import NormSum
 from ghostclip.factors import Outer
 
@@ -25,3 +26,28 @@ def test_constant_inputs_are_not_underestimated(positions, sizes, value):
     released = torch.zeros(outputs, inputs)
     outer.add_clipped_sum_(torch.ones(1), released)
     assert released.double().norm().item() <= bound
+
+
+def _rounded_away(size, lanes):
+    """Return a vector whose terms after the first, squared, are each just under half a last place of the sum."""
+    block = torch.full((256,), (0.49 * 2.0**-23) ** 0.5)
+    block[:lanes] = 1.0
+    return block.repeat(size // 256)
+
+
+@pytest.mark.parametrize("positions", [1, 2, 8])
+@pytest.mark.parametrize("size", [256, 1024, 2048])
+@pytest.mark.parametrize("lanes", [1, 4, 8, 16, 32])
+def test_terms_that_are_rounded_away_do_not_pass_the_bound(positions, size, lanes):
+    """The worst order of terms that is known: what is released, and what it stands for, is within some millionths."""
+    row = _rounded_away(size, lanes)
+    x_NTI = row.expand(1, positions, size).contiguous()
+    outer = Outer(x_NTI, x_NTI.clone(), shape=(size, size))
+    norms = NormSum()
+    norms.add(outer.gram_sqnorm() if positions > 1 else outer.sqnorm())
+    coef_B = clip_coefficients(norms.norm_B(), 0.5)
+    exact = positions * row.double().square().sum().item()
+    assert coef_B.double().item() * exact <= 0.5 * (1 + 1e-5)
+    released = torch.zeros(size, size)
+    outer.add_clipped_sum_(coef_B, released)
+    assert released.double().norm().item() <= 0.5 * (1 + 1e-5)
