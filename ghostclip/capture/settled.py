@@ -147,7 +147,7 @@ class Settled:
         rows = captured.rows
         if way != RULE or in_backward() or not follows_from_form(operation.name) or use.maps[0].kind == "listed":
             return
-        # Rows that a rule has turned (products, tracked inputs) are another object than the argument: those follow sizes.
+        # Rows that a rule has turned (products, tracked inputs) are another object; what it captures follows sizes.
         if len(operation.plain) != 1 or operation.plain[0] is not rows:
             return
         if any(tensor is not rows for tensor in captured.saved) or any(t.origin.func for t in operation.tracked):

@@ -182,7 +182,7 @@ class BookKeeping(Pass):
         for name in list(self.factors):
             buffer = sums.buffer(name)
             for factor in self.factors.pop(name):
-                if self._versions.get(id(factor), None) not in (None, versions(factor)):
+                if self._versions.get(id(factor)) not in (None, versions(factor)):
                     raise TamperedGradientError(_changed_in_place(name))
                 release.into(buffer, factor, name)
 
@@ -375,8 +375,8 @@ def versions(factor: Factor) -> list[int]:
 
 def _changed_in_place(name: str) -> str:
     return (
-        f"parameter '{name}': what its gradient is made of was changed in place in the backward (by a hook on a layer's "
-        "output, say), after its norm had been taken. Return a new tensor from the hook."
+        f"parameter '{name}': what its gradient is made of was changed in place in the backward (by a hook on a "
+        "layer's output, say), after its norm had been taken. Return a new tensor from the hook."
     )
 
 
