@@ -24,8 +24,9 @@ from paper_repro.limits import SHARE_OF_FREE, cap, free_bytes, reason
 from paper_repro.opacus_layers import needs_opacus_layers, same_function, with_opacus_layers
 
 MAX_GRAD_NORM = 1.0
-# Relative error that an engine may have in float64.
+# Relative error that an engine may have in float64; others add a constant of 1e-6 to every norm.
 EXACT = 1e-10
+EXACT_OF_OTHERS = 1e-5
 # Steps that an engine makes besides the trial: two to warm up, three rounds at least, two under a counter.
 FEWEST_STEPS = 7
 # A first step that took less is followed by a second one, which tells more: the first one loads and plans.
@@ -91,8 +92,11 @@ def _in_float64(task: Task) -> Task:
 
 def _rounding_only(engine: Engine, task: Task, device: torch.device, expected: Reference) -> Row:
     """Acquit an engine that is exact in float64: what float32 shows is then the rounding of the model's own layers."""
-    error = error_of(engine, _in_float64(task), device, expected)
-    if error > EXACT:
+    try:
+        error = error_of(engine, _in_float64(task), device, expected)
+    except Exception as problem:  # noqa: BLE001 - what others raise in float64 acquits nobody
+        return {"problem": f"not comparable in float64: {reason(problem)}"}
+    if not error <= (EXACT if engine.name in STRATEGIES else EXACT_OF_OTHERS):
         return {"error_float64": error}
     return {"error_float64": error, "status": "ok", "remark": f"float32 rounds; {error:.0e} in float64"}
 
@@ -129,9 +133,10 @@ def check(table: Table, case: Case, plan: Plan) -> list[Row]:
         with warnings.catch_warnings():
             # Without noise on purpose, so that the clipped sums show.
             warnings.filterwarnings("ignore", message="noise_multiplier=0")
-            row = checked(engine, task, plan.device, swapped if opacus else expected)
-            if row["status"] == "wrong" and engine.name in STRATEGIES:
-                row.update(_rounding_only(engine, task, plan.device, expected))
+            wanted = swapped if opacus else expected
+            row = checked(engine, task, plan.device, wanted)
+            if row["status"] == "wrong":
+                row.update(_rounding_only(engine, task, plan.device, wanted))
         if opacus and remark:
             row["remark"] = remark
         if row["status"] == "failed":

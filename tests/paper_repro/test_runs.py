@@ -94,6 +94,19 @@ def test_an_engine_that_is_wrong_is_not_timed(monkeypatch):
     assert "wall_seconds" in found["engines"][0]
 
 
+@pytest.mark.parametrize(("name", "off", "status"), [
+    ("bookkeeping", 1e-12, "ok"), ("bookkeeping", 1e-8, None),
+    ("opacus-hooks", 1e-8, "ok"), ("opacus-hooks", 1e-3, None),
+])  # fmt: skip
+def test_float64_acquits_an_engine_whose_float32_rounds(monkeypatch, name, off, status):
+    monkeypatch.setattr(measure, "error_of", lambda engine, task, device, expected: off)
+    case = load("A", "tiny").cases[0]
+    engine = next(engine for engine in trainers(sigma=0.0, keep=True) if engine.name == name)
+    row = measure._rounding_only(engine, case.task, CPU, None)
+    assert row.get("status") == status
+    assert row["error_float64"] == off
+
+
 def test_an_engine_that_raises_is_marked_with_its_reason():
     table = load("E", "tiny")
 
