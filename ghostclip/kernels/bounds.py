@@ -21,8 +21,6 @@ CHUNK / 16 = 32 last places are lost; sums of chunks round to nearest.
 CHUNK: Final = 512
 """Products that a kernel adds up before it starts a new sum."""
 
-_GROWING: Final = 4096
-
 
 class Bounded(NamedTuple):
     """Squared norms with a bound on their rounding error.
@@ -54,13 +52,13 @@ def gram_error(scale_N: Tensor, inputs: int, outputs: int) -> Tensor:
 
 
 def with_drift(value_N: Tensor, inputs: int, outputs: int) -> Tensor:
-    """Raise a Gram sum by what its dot products may have lost, in place.
+    """Raise a Gram sum by what dot products of equal values may have lost, in place.
 
-    A random walk it is not when terms are alike: a sum that grows rounds the same way for as long as it lies between
-    two powers of two. Measured on constant inputs and gradients, the squared norm is low by (I + O) / 50 units in the
-    last place, and by (I + O) / 12 where one large term is followed by terms that are each just rounded away. Matrix
-    products begin a new sum after some hundreds of terms, so that what is lost grows more slowly from there on. Who
-    chooses every bit of a layer's input can still get above a bound by some millionths of it.
+    A random walk it is not when all terms are alike: a sum that grows rounds the same way for as long as it lies
+    between two powers of two. Measured on constant inputs and gradients, the squared norm is low by (I + O) / 50 units
+    in the last place where sums run along several hundred terms. Who chooses every bit of a layer's input, one large
+    term and then terms that are each just rounded away, can still get above a bound by some hundred-thousandths of it;
+    a margin for that would cost every other sample as much.
 
     Args:
         value_N: Squared norms, shape ``(N,)``, float32 or float64.
@@ -70,8 +68,7 @@ def with_drift(value_N: Tensor, inputs: int, outputs: int) -> Tensor:
     Returns:
         ``value_N``.
     """
-    units = sum(min(size, _GROWING) / 8 + max(0, size - _GROWING) / 64 for size in (inputs, outputs))
-    return value_N.mul_(1 + torch.finfo(value_N.dtype).eps * units)
+    return value_N.mul_(1 + torch.finfo(value_N.dtype).eps * (inputs + outputs) / 32)
 
 
 def instantiated_error(value_N: Tensor, scale_N: Tensor) -> Tensor:
