@@ -208,7 +208,10 @@ def _certain(norms: Sequence[SquaredNorm]) -> bool:
     """Return whether all norms are finite and changed by rounding by no more than the tolerance.
 
     Args:
-        norms: At least one, all of one device and dtype; the device is waited for once.
+        norms: At least one, all of one device and dtype.
+
+    Returns:
+        True or False; the device is waited for once.
     """
     value_KB = _stacked([norm.value_B for norm in norms])
     # Far enough below the largest number for whatever is added or multiplied on the way to a norm.
