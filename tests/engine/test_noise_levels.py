@@ -187,10 +187,10 @@ def test_noise_that_ranks_share_is_added_to_integers(tmp_path):
         optimizer.step()
     finally:
         distributed.destroy_process_group()
-    for p in model.parameters():
-        in_steps = p.grad * 8 * STEPS_PER_BOUND
-        assert torch.equal(in_steps, in_steps.round())
-        assert in_steps.std() > 0.3 * STEPS_PER_BOUND
+    # Together: three values alone, of the smallest parameter, may well lie close to each other.
+    in_steps = torch.cat([p.grad.flatten() for p in model.parameters()]) * 8 * STEPS_PER_BOUND
+    assert torch.equal(in_steps, in_steps.round())
+    assert in_steps.std() > 0.3 * STEPS_PER_BOUND
 
 
 def test_delta_of_a_whole_record_warns_once():

@@ -53,7 +53,7 @@ def test_without_opacus_there_is_nothing_to_say():
     ("seconds", "stay"),
     [
         (1000, ["nonprivate", "bookkeeping", "opacus-ghost", "opacus-ew", "opacus-hooks", "torch-func"]),
-        (150, ["nonprivate", "bookkeeping", "opacus-ghost", "opacus-ew", "torch-func"]),
+        (170, ["nonprivate", "bookkeeping", "opacus-ghost", "opacus-ew", "torch-func"]),
         (0, ["nonprivate", "bookkeeping", "opacus-ghost", "opacus-ew"]),
     ],
 )
