@@ -37,13 +37,28 @@ def carry_out(
     """
     # Kept before the operation runs, which may change its input in place (then reading it back is an error).
     use.node = keep(saved) if saved else None
-    output = run()
+    return attached(session, use, run(), rows=rows, hook=delivery(session, use, order))
+
+
+def attached(session: "Session", use: Use, output: Tensor, *, rows: Tensor, hook: Callable[[Tensor], Tensor]) -> Tensor:
+    """Register a use and attach it to the output it has made.
+
+    Args:
+        session: Who lent the parameters.
+        use: The use.
+        output: What it computed.
+        rows: The data behind it in the graph.
+        hook: Hands the output's gradient on.
+
+    Returns:
+        The output, in the graph, with the use on its node.
+    """
     if output.requires_grad:
         output = own(output, session.anchor, anchored=leads_to(rows, session.anchor))
     else:
         output = enter_graph(output, session.anchor)
     session.register(use)
-    output.register_hook(delivery(session, use, order))
+    output.register_hook(hook)
     node: Any = output.grad_fn
     node.metadata[METADATA_KEY] = use
     return output

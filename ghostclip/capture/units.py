@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ghostclip.capture.attach import attached
 from ghostclip.capture.derive import batched_grad
-from ghostclip.capture.nodes import enter_graph, keep, own
-from ghostclip.capture.provenance import METADATA_KEY, leads_to
+from ghostclip.capture.nodes import keep
 from ghostclip.capture.rows import row_maps
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.capture.usage import Use, no_axis
@@ -141,20 +141,12 @@ class Units:
             return _factors(_Rows(call, list(saved), grad, lambda x_n: split(x_n, 1), self._loan))
 
         use = Use(site, record, dict(call.lent), factors, 1, maps, node=call.node, lead_sizes=tuple(rows.shape[:1]))
-        if output.requires_grad:
-            output = own(output, session.anchor, anchored=leads_to(output, session.anchor))
-        else:
-            output = enter_graph(output, session.anchor)
-        session.register(use)
 
         def hook(grad: Tensor) -> Tensor:
             session.deliver(use, grad.movedim(axis, 0).contiguous())
             return grad
 
-        output.register_hook(hook)
-        node: Any = output.grad_fn
-        node.metadata[METADATA_KEY] = use
-        return output
+        return attached(session, use, output, rows=output, hook=hook)
 
 
 @dataclass(eq=False)
