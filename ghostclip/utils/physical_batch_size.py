@@ -42,6 +42,8 @@ def memory_limit(device: torch.device, memory_budget: int | None) -> int | None:
                 "memory_budget in bytes, or a number of samples."
             )
         memory_budget = int(DEFAULT_SHARE * room)
+    # Garbage that is collected during the search would make room that nobody gave.
+    gc.collect()
     return PeakMemory(device).in_use() + _validate.positive_int(memory_budget, "memory_budget")
 
 
