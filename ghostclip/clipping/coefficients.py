@@ -81,14 +81,23 @@ def clip_coefficients(norm_B: Tensor, max_grad_norm: float) -> Tensor:
 
     Reference: Abadi et al. 2016 (arXiv 1607.00133), algorithm 1.
     """
-    floor = _FLOOR[norm_B.dtype]
-    if max_grad_norm < floor:
-        return _rounded_down(max_grad_norm, norm_B.clamp(min=floor), at_most=1.0)
-    # No floor: whatever lies below it lies below C, and is kept whole.
-    coef_B = _rounded_down(max_grad_norm, norm_B, at_most=1.0).masked_fill_(norm_B <= max_grad_norm, 1.0)
-    # Infinity is below no bound but one that is infinite in this dtype.
-    finite = max_grad_norm <= torch.finfo(norm_B.dtype).max
-    return coef_B if finite else torch.where(norm_B < math.inf, coef_B, 0.0)
+    dtype = norm_B.dtype
+    if max_grad_norm < _FLOOR[dtype]:
+        return _rounded_down(max_grad_norm, norm_B.clamp(min=_FLOOR[dtype]), at_most=1.0)
+    # No floor from here on: whatever lies below it lies below C, and is kept whole.
+    if max_grad_norm > torch.finfo(dtype).max:
+        # Infinity is below no bound but one that is infinite in this dtype.
+        return (norm_B < math.inf).to(dtype)
+    bound = _margin(max_grad_norm, dtype)
+    # Norms inside the ball become the bound, and their quotient 1, with nothing rounded.
+    outside_B = torch.threshold(norm_B, max_grad_norm, bound)
+    quotient_B = torch.div(torch.tensor(bound, dtype=dtype, device="cpu"), outside_B)
+    return torch.threshold_(quotient_B, torch.finfo(dtype).tiny, 0.0).nan_to_num_(nan=0.0)
+
+
+def _margin(max_grad_norm: float, dtype: torch.dtype) -> float:
+    """Return C so much smaller that three roundings up (of two factors of a quotient, of its product) stay below C."""
+    return max_grad_norm * (1 - 4 * torch.finfo(dtype).eps)
 
 
 def _quotient(max_grad_norm: float, denominator_B: Tensor) -> Tensor:
@@ -118,8 +127,7 @@ def _rounded_down(max_grad_norm: float, denominator_B: Tensor, *, at_most: float
         Quotients, same shape and dtype; 0 where the true one is 0, no normal number, or not defined (NaN).
     """
     limits = torch.finfo(denominator_B.dtype)
-    # Three roundings follow (the reciprocal and the quotient here, the product with the gradient later).
-    bound = max_grad_norm * (1 - 4 * limits.eps)
+    bound = _margin(max_grad_norm, denominator_B.dtype)
     quotient_B = denominator_B.reciprocal().mul_(bound).clamp_(max=at_most)
     # Below the normal numbers a quotient has few digits and may be rounded up by half of itself.
     return torch.where(quotient_B >= limits.tiny, quotient_B, 0.0)
