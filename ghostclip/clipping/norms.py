@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.factors import Factor, Outer, Permuted, Placed, SquaredNorm, Stacked, inner
+from ghostclip.factors.base import sum_of_squares
 from ghostclip.factors.stacked import sum_tensors
 
 # Rounding may add this share to a squared norm before the norm is computed again, by a form that does not cancel.
@@ -27,6 +28,7 @@ class NormSum:
         """Start at nothing."""
         self._values: list[Tensor] = []
         self._errors: list[Tensor] = []
+        self._blocks: list[Tensor] = []
 
     def add(self, norm: SquaredNorm) -> None:
         """Add one factor's squared norms.
@@ -38,8 +40,19 @@ class NormSum:
         if norm.error_B is not None:
             self._errors.append(norm.error_B)
 
+    def add_blocks(self, norms: Sequence[Tensor]) -> None:
+        """Add the squares of norms that need no error bound.
+
+        Args:
+            norms: Each of shape ``(B, K)``; they must not change afterwards.
+        """
+        self._blocks += norms
+
     def total(self) -> SquaredNorm | None:
         """Return the sum of squares and the sum of error bounds, or None before the first."""
+        if self._blocks:
+            self._values.append(sum_of_squares(_together(self._blocks, self._blocks[0].device)))
+            self._blocks = []
         if not self._values:
             return None
         if len(self._values) > 1:
@@ -56,6 +69,7 @@ class NormSum:
             norm: What `total` returns from here on.
         """
         self._values, self._errors = [norm.value_B], [] if norm.error_B is None else [norm.error_B]
+        self._blocks = []
 
     def norm_B(self) -> Tensor:
         """Return the norms, rounded up: the root of the sum and its error bound."""
@@ -82,13 +96,16 @@ def _sum(parts: list[Tensor], device: torch.device, dtype: torch.dtype | None = 
     Returns:
         float64 if one of them is.
     """
-    if any(part.device != device for part in parts):
-        parts = [part.to(device) for part in parts]
+    parts = _together(parts, device)
     if len(parts) <= 2:
         # One addition rounds once, in whatever precision.
         return parts[0] if len(parts) == 1 else parts[0] + parts[1]
     stacked_KB = torch.stack(parts)
     return stacked_KB.sum(0, dtype=dtype).to(stacked_KB.dtype)
+
+
+def _together(parts: list[Tensor], device: torch.device) -> list[Tensor]:
+    return [part.to(device) for part in parts] if any(part.device != device for part in parts) else parts
 
 
 class GroupNorms:
@@ -118,6 +135,20 @@ class GroupNorms:
         """
         self.finite = False
         self.sums[self.group_of.get(name, 0)].add(norm)
+
+    def add_norm_of(self, name: str, factor: Factor) -> None:
+        """Add the squared norms of one factor of a parameter, in the cheapest form.
+
+        Args:
+            name: The parameter's name.
+            factor: Its per-sample gradients through one use.
+        """
+        norms = factor.block_norms()
+        if norms is None:
+            self.add(name, factor.sqnorm())
+        else:
+            self.finite = False
+            self.sums[self.group_of.get(name, 0)].add_blocks(norms)
 
     def merge(self, other: "GroupNorms") -> None:
         """Add the sums of other parameters of the same groups.

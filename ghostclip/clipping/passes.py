@@ -16,7 +16,7 @@ from torch import Tensor
 from ghostclip.capture.usage import Record, Use
 from ghostclip.clipping.norms import GroupNorms, cross_terms, exact_norms, exact_sqnorm, in_double
 from ghostclip.errors import BatchAxisError, GhostClipError, TamperedGradientError
-from ghostclip.factors import Dense, Factor, Outer, Permuted, Placed, Rows, SquaredNorm, joined
+from ghostclip.factors import Dense, Factor, Outer, Permuted, Placed, Rows, joined
 
 Plan: TypeAlias = Callable[[Use, Tensor], frozenset[str]]
 
@@ -149,7 +149,7 @@ class BookKeeping(Pass):
 
     def _add(self, name: str, kept: Factor) -> None:
         self.factors[name].append(kept)
-        self.total.add(name, kept.sqnorm())
+        self.total.add_norm_of(name, kept)
         self._versions[id(kept)] = versions(kept)
 
     doubtful_B: Tensor | None = None
@@ -204,7 +204,7 @@ class Hooks(BookKeeping):
     def norms(self) -> GroupNorms:
         """Return the norms of the materialised gradients."""
         for name, (factor,) in self.factors.items():
-            self.total.add(name, factor.sqnorm())
+            self.total.add_norm_of(name, factor)
         return self.total
 
     def add_sums(self, sums: Sums, release: "Release", scale: float) -> None:
@@ -256,7 +256,7 @@ class NormPass(Pass):
             self._waiting[name].append(factor)
             return
         self.arrived.add(name)
-        self.total.add(name, self._sqnorm(factor))
+        self._add(name, factor)
 
     def norms(self) -> GroupNorms:
         """Return the norms of all samples."""
@@ -266,22 +266,23 @@ class NormPass(Pass):
         for name, waiting in self._waiting.items():
             factors = joined(waiting)
             for factor in factors:
-                self.total.add(name, self._sqnorm(factor))
+                self._add(name, factor)
             crossed = cross_terms(factors)
             if crossed is not None:
                 self.total.add(name, crossed)
         self._waiting.clear()
         return self.total
 
-    def _sqnorm(self, factor: Factor) -> SquaredNorm:
-        if self._exact:
-            return exact_sqnorm(factor)
+    def _add(self, name: str, factor: Factor) -> None:
         inside = factor
         while isinstance(inside, (Permuted, Placed)):
             inside = inside.inner
-        if self._instantiate and isinstance(inside, Outer):
-            return inside.instantiated_sqnorm()
-        return factor.sqnorm()
+        if self._exact:
+            self.total.add(name, exact_sqnorm(factor))
+        elif self._instantiate and isinstance(inside, Outer):
+            self.total.add(name, inside.instantiated_sqnorm())
+        else:
+            self.total.add_norm_of(name, factor)
 
 
 class SumPass(Pass):

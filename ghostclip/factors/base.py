@@ -15,6 +15,8 @@ from torch import Tensor
 # On a GPU thousands of threads share a sum, so that each rounds less often.
 _BLOCK: Final = 256
 _BLOCK_IN_THREADS: Final = 4096
+# So many numbers of blocks are tried for one that divides the values evenly.
+_MORE_BLOCKS: Final = 8
 
 
 class SquaredNorm(NamedTuple):
@@ -45,6 +47,13 @@ class Factor(ABC):
     @abstractmethod
     def sqnorm(self) -> SquaredNorm:
         """Return the squared Euclidean norm of every sample's gradient."""
+
+    def block_norms(self) -> list[Tensor] | None:
+        """Return norms whose squares add up to `sqnorm`, each of shape ``(B, K)``; None where it is not made of such.
+
+        They are cheaper to add up over many parameters than a sum for each.
+        """
+        return None
 
     @abstractmethod
     def materialize(self) -> Tensor:
@@ -119,8 +128,8 @@ def no_error(value_B: Tensor) -> SquaredNorm:
     return SquaredNorm(value_B, None)
 
 
-def square_sums(flat_BP: Tensor) -> Tensor:
-    """Return ``Σ_p x[b,p]²`` without a squared copy and without the drift of one long float32 sum.
+def block_norms(flat_BP: Tensor) -> list[Tensor]:
+    """Return norms of blocks of values, whose squares add up to ``Σ_p x[b,p]²``, without a squared copy.
 
     Torch's float32 norm on a CPU comes out 2e-5 too small for a million random values and 4e-6 for 4096 equal ones,
     which would let a sample through above the bound; over blocks of 256 the error stays below 4e-7.
@@ -129,18 +138,47 @@ def square_sums(flat_BP: Tensor) -> Tensor:
         flat_BP: Values, shape ``(B, P)``, float32 or float64, real or complex.
 
     Returns:
+        Norms, each of shape ``(B, K)``, same dtype (real for complex values).
+    """
+    size, values = _BLOCK_IN_THREADS if flat_BP.is_cuda else _BLOCK, flat_BP.shape[1]
+    if values <= size:
+        return [torch.linalg.vector_norm(flat_BP, dim=1, keepdim=True)]
+    fewest = -(-values // size)
+    # Blocks of one size where they come out even, and one operation does.
+    even = next((count for count in range(fewest, fewest + _MORE_BLOCKS) if values % count == 0), 0)
+    if even:
+        return [torch.linalg.vector_norm(flat_BP.unflatten(1, (even, values // even)), dim=2)]
+    blocks, rest = divmod(values, size)
+    whole_BKP = flat_BP[:, : blocks * size].unflatten(1, (blocks, size))
+    last_BP = flat_BP[:, -rest:]
+    return [torch.linalg.vector_norm(whole_BKP, dim=2), torch.linalg.vector_norm(last_BP, dim=1, keepdim=True)]
+
+
+def sum_of_squares(norms: Sequence[Tensor]) -> Tensor:
+    """Return ``Σ_k n[b,k]²`` over several norms, added up in float64: hundreds of squares drift in float32.
+
+    Args:
+        norms: At least one tensor, each of shape ``(B, K)``, float32 or float64, all of one device.
+
+    Returns:
+        Sums of squares, shape ``(B,)``; float64 if one of them is.
+    """
+    norms_BK = norms[0] if len(norms) == 1 else torch.cat(list(norms), 1)
+    if norms_BK.shape[1] == 1:
+        return norms_BK.squeeze(1).square()
+    return torch.linalg.vector_norm(norms_BK, dim=1, dtype=torch.float64).square_().to(norms_BK.dtype)
+
+
+def square_sums(flat_BP: Tensor) -> Tensor:
+    """Return ``Σ_p x[b,p]²`` without a squared copy and without the drift of one long float32 sum.
+
+    Args:
+        flat_BP: As for `block_norms`.
+
+    Returns:
         Sums of squares, shape ``(B,)``, same dtype (real for complex values).
     """
-    size = _BLOCK_IN_THREADS if flat_BP.is_cuda else _BLOCK
-    blocks, rest = divmod(flat_BP.shape[1], size)
-    if not blocks:
-        return torch.linalg.vector_norm(flat_BP, dim=1).square_()
-    whole_BKP = flat_BP[:, : blocks * size].unflatten(1, (blocks, size))
-    norms_BK = torch.linalg.vector_norm(whole_BKP, dim=2)
-    if rest:
-        rest_B1 = torch.linalg.vector_norm(flat_BP[:, -rest:], dim=1, keepdim=True)
-        norms_BK = torch.cat([norms_BK, rest_B1], 1)
-    return norms_BK.double().square().sum(1).to(norms_BK.dtype)
+    return sum_of_squares(block_norms(flat_BP))
 
 
 def dot_products(first_BP: Tensor, second_BP: Tensor) -> Tensor:

@@ -8,7 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ghostclip.factors.base import Factor, SquaredNorm, no_error, square_sums, to_accumulation, where_kept
+from ghostclip.factors.base import (
+    Factor,
+    SquaredNorm,
+    block_norms,
+    no_error,
+    square_sums,
+    to_accumulation,
+    where_kept,
+)
 
 
 class Dense(Factor):
@@ -27,6 +35,10 @@ class Dense(Factor):
     def sqnorm(self) -> SquaredNorm:
         """Return the squared norm of every sample's gradient. Cost: 2·B·|P|."""
         return no_error(square_sums(self._flat_BP()))
+
+    def block_norms(self) -> list[Tensor]:
+        """Return the norms of parts of every sample's gradient."""
+        return block_norms(self._flat_BP())
 
     def materialize(self) -> Tensor:
         """Return the per-sample gradients, shape ``(B, *P)``."""

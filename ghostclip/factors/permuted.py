@@ -28,6 +28,10 @@ class Permuted(Factor):
         """Return the inner factor's squared norms: an order of axes changes none."""
         return self.inner.sqnorm()
 
+    def block_norms(self) -> list[Tensor] | None:
+        """Return the inner factor's norms."""
+        return self.inner.block_norms()
+
     def materialize(self) -> Tensor:
         """Return the per-sample gradients, shape ``(B, *P)``, a view of the inner factor's."""
         return self.inner.materialize().permute(0, *(axis + 1 for axis in self.order))

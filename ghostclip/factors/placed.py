@@ -30,6 +30,10 @@ class Placed(Factor):
         """Return the slice's squared norms: nothing lies outside it."""
         return self.inner.sqnorm()
 
+    def block_norms(self) -> list[Tensor] | None:
+        """Return the inner factor's norms."""
+        return self.inner.block_norms()
+
     def materialize(self) -> Tensor:
         """Return the per-sample gradients with the zeros around the slice, shape ``(B, *P)``."""
         part = self.inner.materialize()

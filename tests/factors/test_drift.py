@@ -5,7 +5,7 @@ import torch
 
 from ghostclip.clipping.coefficients import clip_coefficients
 from ghostclip.clipping.norms import NormSum
-from ghostclip.factors import Outer
+from ghostclip.factors import Dense, Outer
 
 
 @pytest.mark.parametrize("positions", [1, 2, 3, 8, 16])
@@ -51,3 +51,26 @@ def test_terms_that_are_rounded_away_do_not_pass_the_bound(positions, size, lane
     released = torch.zeros(size, size)
     outer.add_clipped_sum_(coef_B, released)
     assert released.double().norm().item() <= 0.5 * (1 + 2e-5)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 255, 256, 257, 400, 514, 8192, 65_537, 1_000_000])
+@pytest.mark.parametrize("value", [1.1, 1 / 3])
+def test_norms_of_equal_values_are_not_underestimated(size, value):
+    """Blocks come out even for some sizes and leave a rest for others; both within what a norm is rounded up by."""
+    dense = Dense(torch.full((2, size), value))
+    norms = NormSum()
+    norms.add_blocks(dense.block_norms())
+    exact = size**0.5 * torch.tensor(value).double().item()
+    for bound in norms.norm_B().double().tolist():
+        assert exact <= bound <= exact * (1 + 3e-6)
+
+
+def test_blocks_and_whole_squares_add_up():
+    parts = [torch.randn(3, size, dtype=torch.float64) for size in (1, 300, 4097)]
+    norms = NormSum()
+    norms.add_blocks(Dense(parts[0]).block_norms())
+    norms.add(Dense(parts[1]).sqnorm())
+    norms.add_blocks(Dense(parts[2]).block_norms())
+    total = norms.total()
+    assert total is not None
+    torch.testing.assert_close(total.value_B, torch.cat(parts, 1).square().sum(1), rtol=1e-14, atol=0)
