@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ghostclip._validate import non_negative
+from ghostclip._validate import non_negative, positive
 from ghostclip.errors import InvalidOptionError, ResumeError
 from ghostclip.noise.packs import copy_back_, draws_at_once, flattened, packs
+from ghostclip.noise.threads import run
 from ghostclip.sampling.keys import RandomKey
 
 BLOCK = 1 << 15
@@ -114,13 +116,12 @@ class KeyedNoise:
             )
         if std == 0 or total == 0:
             return
-        position, self._position = self._position, self._position + 1
+        position = self._next_position()
         if tensor.numel() == 0:
             return
         target = tensor if tensor.is_contiguous() else tensor.contiguous()
         for block, within, elements in _blocks(position, offset, tensor.numel(), total, self._block_size(tensor)):
-            part = target.view(-1)[elements]
-            self._add(part, std, block, within)
+            self._add(cut(target.view(-1), elements), std, block, within)
         if target is not tensor:
             tensor.copy_(target)
 
@@ -150,6 +151,62 @@ class KeyedNoise:
             flat_N = flattened(pack)
             self.add_(flat_N, std)
             copy_back_(flat_N, pack)
+
+    @torch.no_grad()
+    def release_all_(self, tensors: Sequence[torch.Tensor], std: float, divisor: float) -> None:
+        """Add the noise that `add_all_` adds and divide, both while the values are in the processor's cache.
+
+        Args:
+            tensors: As `add_` takes them, none twice; floating-point if they are divided.
+            std: Standard deviation, finite and at least 0.
+            divisor: Public constant above 0 that the noisy values are divided by, in the type of the tensor.
+
+        Privacy:
+            Every element gets noise of its own, as by calling `add_` for each tensor.
+
+        Cost:
+            Temporary memory for a pack and its noise, two blocks; with several threads less than the largest tensor.
+        """
+        std, divisor = non_negative(std, "std"), positive(divisor, "divisor")
+        if std > 0:
+            run(self._jobs(tensors, std, divisor), workers=self._workers(tensors))
+        elif divisor != 1 and tensors:
+            torch._foreach_div_(list(tensors), divisor)
+
+    def _jobs(self, tensors: Sequence[torch.Tensor], std: float, divisor: float) -> Iterator[Callable[[], None]]:
+        """Yield what is to be done, each independent of the others; positions are taken in the order of the tensors."""
+        for pack in packs(tensors, self._block_size):
+            first = pack[0]
+            self._check(first)
+            position = self._next_position()
+            if len(pack) > 1 or not first.is_contiguous():
+                yield partial(self._release_pack, pack, std, divisor, position)
+                continue
+            flat_N, count = first.view(-1), first.numel()
+            for block, _, elements in _blocks(position, 0, count, count, self._block_size(first)):
+                yield partial(self._release_part, cut(flat_N, elements), std, divisor, block)
+
+    def _release_pack(self, pack: list[torch.Tensor], std: float, divisor: float, position: int) -> None:
+        flat_N = flattened(pack)
+        count = flat_N.numel()
+        for block, _, elements in _blocks(position, 0, count, count, self._block_size(flat_N)):
+            self._release_part(cut(flat_N, elements), std, divisor, block)
+        copy_back_(flat_N, pack)
+
+    def _release_part(self, part_N: torch.Tensor, std: float, divisor: float, block: Block) -> None:
+        self._add(part_N, std, block, slice(0, block.size))
+        if divisor != 1:
+            # Of a list: `div_` itself multiplies by the reciprocal on a GPU, which is another number.
+            torch._foreach_div_([part_N], divisor)
+
+    def _next_position(self) -> int:
+        position, self._position = self._position, self._position + 1
+        return position
+
+    def _workers(self, tensors: Sequence[torch.Tensor]) -> int:
+        """Return how many threads draw the noise of several tensors."""
+        del tensors
+        return 1
 
     def skip(self) -> None:
         """Pass over the noise of one call, which another rank adds."""
@@ -222,6 +279,11 @@ def skip_noise(source: KeyedNoise, tensors: Sequence[torch.Tensor]) -> None:
     calls = packs(tensors, source._block_size) if draws_at_once(source) else [t for t in tensors if t.numel()]
     for _ in calls:
         source.skip()
+
+
+def cut(tensor_N: torch.Tensor, elements: slice) -> torch.Tensor:
+    """Return a range of a tensor, or the tensor itself where that is all of it."""
+    return tensor_N if elements.stop - elements.start == len(tensor_N) else tensor_N[elements]
 
 
 def _blocks(position: int, offset: int, count: int, total: int, size: int) -> Iterator[tuple[Block, slice, slice]]:

@@ -37,19 +37,38 @@ class JointSource(Source, Protocol):
         """
 
 
-def add_noise_(source: Source, tensors: Sequence[Tensor], std: float) -> None:
-    """Add N(0, std²) to every element of several tensors, in place, at once where the source can.
+class ReleasingSource(JointSource, Protocol):
+    """Divides what it added noise to."""
+
+    def release_all_(self, tensors: Sequence[Tensor], std: float, divisor: float) -> None:
+        """Add N(0, std²) to every element of all tensors and divide, in place.
+
+        Args:
+            tensors: Any tensors.
+            std: Standard deviation.
+            divisor: What the noisy values are divided by.
+        """
+
+
+def add_noise_(source: Source, tensors: Sequence[Tensor], std: float, divisor: float = 1.0) -> None:
+    """Add N(0, std²) to every element of several tensors and divide, in place, at once where the source can.
 
     Args:
         source: Where the noise comes from.
         tensors: As the source takes them.
         std: Standard deviation; 0 is asked for as well: a source that several ranks share adds up their sums.
+        divisor: What the noisy values are divided by.
     """
+    if _stands_for(source, "release_all_", "add_", "add_all_", "add_shard_"):
+        cast("ReleasingSource", source).release_all_(tensors, std, divisor)
+        return
     if draws_at_once(source):
         cast("JointSource", source).add_all_(tensors, std)
-        return
-    for tensor in tensors:
-        source.add_(tensor, std=std)
+    else:
+        for tensor in tensors:
+            source.add_(tensor, std=std)
+    if divisor != 1 and tensors:
+        torch._foreach_div_(list(tensors), divisor)
 
 
 def draws_at_once(source: Source) -> bool:
@@ -64,9 +83,14 @@ def draws_at_once(source: Source) -> bool:
     Returns:
         Whether one class defines both, and nothing covers its `add_`.
     """
+    return _stands_for(source, "add_all_", "add_")
+
+
+def _stands_for(source: Source, joint: str, *methods: str) -> bool:
     for kind in type(source).__mro__:
-        if "add_all_" in vars(kind):
-            return getattr(source.add_, "__func__", None) is vars(kind).get("add_")
+        own = vars(kind)
+        if joint in own:
+            return all(getattr(getattr(source, name), "__func__", None) is own.get(name) for name in methods)
     return False
 
 
@@ -82,19 +106,24 @@ def packs(tensors: Sequence[Tensor], limit: Callable[[Tensor], int]) -> Iterator
     """
     filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     room: dict[tuple[torch.dtype, torch.device], int] = {}
+    limits: dict[tuple[torch.dtype, torch.device], int] = {}
     for tensor in tensors:
-        size = tensor.numel()
-        most = limit(tensor)
-        if size >= most:
+        kind, size = (tensor.dtype, tensor.device), tensor.numel()
+        if kind not in limits:
+            limits[kind] = room[kind] = limit(tensor)
+        if size >= limits[kind]:
             yield [tensor]
             continue
         if size == 0:
             continue
-        kind = (tensor.dtype, tensor.device)
-        if kind in filling and size > room[kind]:
+        if size > room[kind]:
             yield filling.pop(kind)
-        room[kind] = (room[kind] if kind in filling else most) - size
-        filling.setdefault(kind, []).append(tensor)
+            room[kind] = limits[kind]
+        room[kind] -= size
+        if kind in filling:
+            filling[kind].append(tensor)
+        else:
+            filling[kind] = [tensor]
     yield from filling.values()
 
 

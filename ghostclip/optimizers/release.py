@@ -69,16 +69,17 @@ def noisy_gradients(
     """
     if isinstance(collected, ExactRelease):
         released = collected.release(parameters, std=std)
+        if divisor != 1 and released:
+            torch._foreach_div_(released, divisor)
     else:
         released = [_or_zeros(clipped, p) for p, clipped in zip(parameters, sums, strict=True)]
         sums.clear()
         # Also where it is 0: a source that several ranks share adds up their sums.
-        add_noise_(noise_source, released, std)
-    if divisor != 1 and released:
-        torch._foreach_div_(released, divisor)
+        add_noise_(noise_source, released, std, divisor)
     for index, p in enumerate(parameters):
         # One by one: 16-bit parameters must not have all releases twice.
-        released[index] = released[index].to(p.dtype)
+        if released[index].dtype != p.dtype:
+            released[index] = released[index].to(p.dtype)
     return released
 
 

@@ -1,0 +1,113 @@
+"""Noise and division in one go: the same numbers as one after the other, by one thread or by several."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from ghostclip.noise import FastNoise, add_noise_, continuous, make_noise_source, threads
+from ghostclip.noise.keyed import BLOCK, Block
+from ghostclip.sampling.keys import RandomKey
+
+SHAPES = ((7, 5), (BLOCK,), (2 * BLOCK + 3,), (), (BLOCK - 1,), (2, 0), (3 * BLOCK, 2), (11,))
+
+
+def twin(source):
+    other = make_noise_source(level=source.level)
+    other.load_state_dict(source.state_dict())
+    return other
+
+
+def sums(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(shape, generator=generator, dtype=dtype) for shape in SHAPES]
+    return [*made, torch.randn(70, 900, generator=generator, dtype=dtype).t()]
+
+
+@pytest.mark.parametrize("std", [0.0, 0.7])
+@pytest.mark.parametrize("level", ["fast", "secure"])
+def test_division_rounds_the_noisy_sum(level, std):
+    source = make_noise_source(level=level)
+    copy = twin(source)
+    at_once, one_by_one = sums(), sums()
+    add_noise_(source, at_once, std, 7.3)
+    copy.add_all_(one_by_one, std)
+    assert all(torch.equal(a, b / 7.3) for a, b in zip(at_once, one_by_one, strict=True))
+    assert source.fingerprint() == copy.fingerprint()
+
+
+class Doubled(FastNoise):
+    """Knows of `add_` alone."""
+
+    def add_(self, tensor, std):
+        super().add_(tensor, 2 * std)
+
+
+class Tripled(Doubled):
+    """Knows of `add_` and `add_all_`, not of what divides."""
+
+    add_ = Doubled.add_
+
+    def add_all_(self, tensors, std):
+        super().add_all_(tensors, 3 * std)
+
+
+@pytest.mark.parametrize(("kind", "times"), [(FastNoise, 1.0), (Doubled, 2.0), (Tripled, 6.0)])
+def test_what_replaces_the_noise_is_divided_too(kind, times):
+    wide = [torch.zeros(20_000), torch.zeros(20_000)]
+    add_noise_(kind(), wide, 1.0, 5.0)
+    assert torch.cat(wide).std().item() == pytest.approx(times / 5, rel=0.05)
+
+
+def test_any_number_of_threads_draws_the_same(monkeypatch):
+    source = FastNoise()
+    copy = twin(source)
+    seen, add = set(), copy._add
+
+    def watched(*arguments):
+        seen.add(threading.get_ident())
+        assert not torch.is_grad_enabled()
+        add(*arguments)
+
+    monkeypatch.setattr(copy, "_workers", lambda tensors: 3)
+    monkeypatch.setattr(copy, "_add", watched)
+    alone, together = sums(), sums()
+    before = threading.active_count()
+    source.release_all_(alone, 1.3, 7.3)
+    copy.release_all_(together, 1.3, 7.3)
+    assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+    assert len(seen) > 1
+    assert threading.active_count() == before
+    assert source.fingerprint() == copy.fingerprint()
+
+
+def test_what_a_thread_raises_arrives():
+    def fail():
+        raise RuntimeError("in a thread")
+
+    for workers in (1, 3):
+        with pytest.raises(RuntimeError, match="in a thread"):
+            threads.run(iter([fail] * 3), workers=workers)
+
+
+def test_threads_hold_less_than_the_largest_tensor(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    source = FastNoise()
+    for largest in (8 * BLOCK, 10 * BLOCK, 100 * BLOCK):
+        workers = source._workers([torch.empty(largest), *(torch.empty(8 * BLOCK) for _ in range(200))])
+        assert 1 < workers <= 64
+        assert workers * 2 * 8 * BLOCK <= 4 * largest
+    assert source._workers([]) == 0
+    with torch.inference_mode():
+        assert source._workers([torch.empty(100 * BLOCK)] * 9) == 1
+
+
+def test_seeds_that_are_kept_are_those_of_key_and_position():
+    key = RandomKey("noise")
+    seeds = continuous.SeedsAhead(key)
+    for position in (0, 1, continuous.AHEAD, 3, 2**40):
+        for number, length in ((0, 24), (0, 8), (2, 24), (0, 80), (0, 24)):
+            assert seeds.seed(Block(position, number, 9), length) == key.digest(position, length, part=number)
+        key.renew()
