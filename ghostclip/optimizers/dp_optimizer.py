@@ -304,7 +304,10 @@ class DPOptimizer(StepParts, WrappedOptimizer):
             return
         self._hide_sums()
         self.clipper.reset()
-        self.original_optimizer.zero_grad(set_to_none=True)
+        if getattr(self.original_optimizer.zero_grad, "__func__", None) is Optimizer.zero_grad:
+            self._take_gradients()
+        else:
+            self.original_optimizer.zero_grad(set_to_none=True)
 
     # Virtual steps
 
