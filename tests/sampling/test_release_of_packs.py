@@ -54,7 +54,24 @@ class Tripled(Doubled):
         super().add_all_(tensors, 3 * std)
 
 
-@pytest.mark.parametrize(("kind", "times"), [(FastNoise, 1.0), (Doubled, 2.0), (Tripled, 6.0)])
+class Halved(FastNoise):
+    """Knows of `add_all_` alone."""
+
+    def add_all_(self, tensors, std):
+        super().add_all_(tensors, std / 2)
+
+
+class Quartered(FastNoise):
+    """Knows of what the others call."""
+
+    def add_shard_(self, tensor, std, *, offset, total):
+        super().add_shard_(tensor, std / 4, offset=offset, total=total)
+
+
+KINDS = [(FastNoise, 1.0), (Doubled, 2.0), (Tripled, 6.0), (Halved, 0.5), (Quartered, 0.25)]
+
+
+@pytest.mark.parametrize(("kind", "times"), KINDS)
 def test_what_replaces_the_noise_is_divided_too(kind, times):
     wide = [torch.zeros(20_000), torch.zeros(20_000)]
     add_noise_(kind(), wide, 1.0, 5.0)
@@ -87,9 +104,17 @@ def test_what_a_thread_raises_arrives():
     def fail():
         raise RuntimeError("in a thread")
 
-    for workers in (1, 3):
+    here, elsewhere = threading.get_ident(), threading.Event()
+
+    def fail_elsewhere():
+        if threading.get_ident() != here:
+            elsewhere.set()
+            fail()
+        assert elsewhere.wait(10)
+
+    for job, workers in ((fail, 1), (fail, 3), (fail_elsewhere, 2)):
         with pytest.raises(RuntimeError, match="in a thread"):
-            threads.run(iter([fail] * 3), workers=workers)
+            threads.run(iter([job] * 3), workers=workers)
 
 
 def test_threads_hold_less_than_the_largest_tensor(monkeypatch):
@@ -107,7 +132,8 @@ def test_threads_hold_less_than_the_largest_tensor(monkeypatch):
 def test_seeds_that_are_kept_are_those_of_key_and_position():
     key = RandomKey("noise")
     seeds = continuous.SeedsAhead(key)
-    for position in (0, 1, continuous.AHEAD, 3, 2**40):
+    for position in (0, 1, continuous.AHEAD, 3, 2 * continuous.AHEAD, 2**40):
         for number, length in ((0, 24), (0, 8), (2, 24), (0, 80), (0, 24)):
             assert seeds.seed(Block(position, number, 9), length) == key.digest(position, length, part=number)
-        key.renew()
+    key.renew()
+    assert seeds.seed(Block(2**40, 0, 9), 24) == key.digest(2**40, 24)
