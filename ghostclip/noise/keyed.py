@@ -282,7 +282,15 @@ def skip_noise(source: KeyedNoise, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def cut(tensor_N: torch.Tensor, elements: slice) -> torch.Tensor:
-    """Return a range of a tensor, or the tensor itself where that is all of it."""
+    """Return a range of a tensor, or the tensor itself where that is all of it.
+
+    Args:
+        tensor_N: Any tensor of one axis.
+        elements: The range.
+
+    Returns:
+        A view, shape ``(stop - start,)``.
+    """
     return tensor_N if elements.stop - elements.start == len(tensor_N) else tensor_N[elements]
 
 

@@ -55,7 +55,9 @@ class Tripled(Doubled):
 
 
 class Halved(FastNoise):
-    """Knows of `add_all_` alone."""
+    """Knows of `add_` and `add_all_`, and changes the second."""
+
+    add_ = FastNoise.add_
 
     def add_all_(self, tensors, std):
         super().add_all_(tensors, std / 2)
