@@ -29,6 +29,10 @@ LARGEST_LEAF: Final = 1024
 WORKSPACE: Final = 1 << 22
 """Elements of the Gram matrices that the twin holds at a time (float32: 16 MiB)."""
 
+CACHED: Final = 1 << 20
+"""Elements of both factors that the twin reads at a time on a CPU, once for every level of the Gram (float32: 4 MiB):
+more would come from memory every time."""
+
 
 def symmetric_gram(a_NTI: Tensor, g_NTO: Tensor, *, workspace: int = WORKSPACE) -> Bounded:
     """Return squared norms of ``Σ_t g_t ⊗ a_t`` without a T×T tensor.
@@ -97,7 +101,9 @@ def _naive(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Bounded:
     samples, positions, inputs = a_NTI.shape
     outputs = g_NTO.shape[2]
     at_once = max(1, samples)
-    if is_half(a_NTI, g_NTO):
+    if a_NTI.device.type == "cpu":
+        at_once = max(1, min(workspace, CACHED) // max(1, positions * (inputs + outputs)))
+    elif is_half(a_NTI, g_NTO):
         at_once = max(1, workspace // max(1, positions * (inputs + outputs)))
     found = [
         _halved(widened(a_NTI[start : start + at_once]), widened(g_NTO[start : start + at_once]), workspace)
