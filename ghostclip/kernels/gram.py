@@ -30,8 +30,8 @@ WORKSPACE: Final = 1 << 22
 """Elements of the Gram matrices that the twin holds at a time (float32: 16 MiB)."""
 
 CACHED: Final = 1 << 20
-"""Elements of both factors that the twin reads at a time on a CPU, once for every level of the Gram (float32: 4 MiB):
-more would come from memory every time."""
+"""Elements of both factors that the twin reads at a time on a CPU, for each thread (float32: 4 MiB): every level of the
+Gram reads them, and more would come from memory every time."""
 
 
 def symmetric_gram(a_NTI: Tensor, g_NTO: Tensor, *, workspace: int = WORKSPACE) -> Bounded:
@@ -102,7 +102,8 @@ def _naive(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Bounded:
     outputs = g_NTO.shape[2]
     at_once = max(1, samples)
     if a_NTI.device.type == "cpu":
-        at_once = max(1, min(workspace, CACHED) // max(1, positions * (inputs + outputs)))
+        cached = CACHED * torch.get_num_threads()
+        at_once = max(1, min(workspace, cached) // max(1, positions * (inputs + outputs)))
     elif is_half(a_NTI, g_NTO):
         at_once = max(1, workspace // max(1, positions * (inputs + outputs)))
     found = [
