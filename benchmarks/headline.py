@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.engines import STRATEGIES
-from benchmarks.report import LEGEND, Row, absent, heading, memory_ratio, table, task_title, times
+from benchmarks.report import LEGEND, Row, absent, heading, memory_ratio, table, task_title, times, why_not
 
 OURS = "bookkeeping"
 HEADER = (
@@ -50,7 +50,8 @@ def summary(report: Mapping[str, Any]) -> str:
         base = next(row for row in rows if not row["private"])
         ours = next((row for row in rows if row["name"] == OURS), None)
         title = peer["title"] if peer else "none"
-        cells = [task["title"], f"{base['wall_seconds'] * 1e3:.1f}", *_cells(ours, rows), title, *_cells(peer, rows)]
+        plain = f"{base['wall_seconds'] * 1e3:.1f}" if base["status"] == "ok" else why_not(base)
+        cells = [task["title"], plain, *_cells(ours, rows), title, *_cells(peer, rows)]
         lines.append(f"| {' | '.join(cells)} |\n")
     return HEADER + "".join(lines)
 

@@ -13,15 +13,17 @@ import json
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from benchmarks.engines import Engine, Runner
+from benchmarks.engines import CannotDo, Engine, Runner
 from benchmarks.machine import exact_float32
 from benchmarks.peers import every_engine
 from benchmarks.tasks import Batch, Task, find
@@ -33,7 +35,10 @@ SECONDS = 150.0
 # Freed blocks go back to the system at once, so that the resident set is what is alive and not what glibc keeps; one
 # arena, for autograd allocates in threads of its own. With these, two runs differ by less than 1 %.
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+# What allocators say that raise an error of no class of its own: torch's on a CPU, oneDNN, CUDA, XLA.
+_SHORT_OF_MEMORY = ("allocate memory", "could not create a primitive", "out of memory", "RESOURCE_EXHAUSTED")
 _CLEAR = Path("/proc/self/clear_refs")
+_FIRST_TO_GO = Path("/proc/self/oom_score_adj")
 
 
 @runtime_checkable
@@ -110,6 +115,17 @@ def forget_peak(device: torch.device) -> bool:
     return True
 
 
+def short_of_memory(problem: BaseException) -> bool:
+    """Whether an error says that memory ran out.
+
+    Args:
+        problem: What was raised.
+    """
+    if isinstance(problem, MemoryError | torch.OutOfMemoryError):
+        return True
+    return any(said in str(problem) for said in _SHORT_OF_MEMORY)
+
+
 def load_what_a_step_loads(engine: Engine, small: Task, device: torch.device) -> None:
     """Make a step on a small model, so that what is imported at the first step is not counted as its memory.
 
@@ -178,13 +194,23 @@ def in_new_process(module: str, arguments: list[str], *, seconds: float | None =
         )
     except subprocess.TimeoutExpired:
         return {"process_problem": f"not done after {seconds:.0f} s"}
+    if done.returncode == -signal.SIGKILL:
+        return {"process_problem": "the system killed the process, most likely for lack of memory"}
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         return {"process_problem": f"the process ended with {done.returncode}: {last}"[:200]}
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure(task_name: str, engine_name: str, device: torch.device, *, quick: bool) -> dict[str, Any]:
+def give_way() -> None:
+    """Let a system that is out of memory end this process, and not the one that waits for it and writes the report."""
+    with suppress(OSError):
+        _FIRST_TO_GO.write_text("1000", encoding="ascii")
+
+
+def measure(
+    task_name: str, engine_name: str, device: torch.device, *, quick: bool, seconds: float = SECONDS
+) -> dict[str, Any]:
     """Measure in a new process.
 
     Args:
@@ -192,12 +218,14 @@ def measure(task_name: str, engine_name: str, device: torch.device, *, quick: bo
         engine_name: One of the engines' names.
         device: Where it runs.
         quick: Whether the small tasks are meant.
+        seconds: How long it may take.
 
     Returns:
-        The peaks, or `process_problem`.
+        The peaks; `process_problem` alone if there are none, `cannot` alone if the engine says that the model is not
+        for it.
     """
     arguments = [task_name, engine_name, "--device", str(device)]
-    return in_new_process("benchmarks.memory", [*arguments, "--quick"] if quick else arguments, seconds=SECONDS)
+    return in_new_process("benchmarks.memory", [*arguments, "--quick"] if quick else arguments, seconds=seconds)
 
 
 def main() -> None:
@@ -214,7 +242,12 @@ def main() -> None:
         task = replace(task, batch_size=options.batch_size)
     engine = next(engine for engine in every_engine() if engine.name == options.engine)
     small = find("gpt" if options.task.startswith("block") else options.task, quick=True)
-    print(json.dumps(_in_this_process(task, small, engine, torch.device(options.device))))
+    give_way()
+    try:
+        found: dict[str, Any] = _in_this_process(task, small, engine, torch.device(options.device))
+    except CannotDo as problem:
+        found = {"cannot": str(problem)}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -61,7 +61,11 @@ def why_not(row: Row) -> str:
         One line.
     """
     # A wrong engine's speed would be read as a figure, so there is none.
-    why = f"error {row['error']:.0e}" if row["status"] == "wrong" else row["problem"].splitlines()[0][:80]
+    why = (
+        f"error {row['error']:.0e}"
+        if row["status"] == "wrong"
+        else (row["problem"].splitlines() or ["no reason given"])[0][:80]
+    )
     return f"{row['status']}: {why}"
 
 

@@ -97,12 +97,77 @@ class Limits:
         seconds: Timing stops after about this time.
         with_memory: Whether memory is measured, each engine in a process of its own.
         checked_samples: Samples of the batch that correctness is checked on; None for all.
+        alone_seconds: How long an engine's own process may take.
     """
 
     rounds: int
     seconds: float
     with_memory: bool = True
     checked_samples: int | None = None
+    alone_seconds: float = memory.SECONDS
+
+    def few(self, task: Task) -> Task:
+        """The task with the batch that correctness is checked on.
+
+        Args:
+            task: With the batch that is timed.
+        """
+        return replace(task, batch_size=min(task.batch_size, self.checked_samples or task.batch_size))
+
+
+def _alone(engine: Engine, task: Task, device: torch.device, *, seconds: float, quick: bool) -> Row:
+    """An engine's memory, by steps on the whole batch in a process of its own.
+
+    What dies or takes too long there is not let into this process, which it would take with it.
+    """
+    row: Row = {"name": engine.name, "title": engine.title, "private": engine.private}
+    found = memory.measure(task.name, engine.name, device, quick=quick, seconds=seconds)
+    if "cannot" in found:
+        return {**row, "status": "cannot", "problem": found["cannot"]}
+    if "process_problem" in found:
+        return {**row, "status": "failed", "problem": found["process_problem"]}
+    return {**row, "status": "ok", **found}
+
+
+def _verdict(
+    engine: Engine, task: Task, device: torch.device, expected: Reference, *, limits: Limits, quick: bool
+) -> Row:
+    """The row of an engine that is right on a few samples and gets through the whole batch, or of one that is not."""
+    row: Row = {"status": "ok"}
+    if limits.with_memory:
+        row = _alone(engine, task, device, seconds=limits.alone_seconds, quick=quick)
+    if row["status"] == "ok":
+        row |= checked(engine, limits.few(task), device, expected)
+    if row["status"] == "ok" and not limits.with_memory:
+        try:
+            engine.attach(task.model(device), 1.0).step(task.batch(device))
+        except Exception as problem:  # noqa: BLE001 - as in `checked`
+            row |= {"status": "failed", "problem": f"{type(problem).__name__}: {problem}"[:300]}
+    _say(f"   {engine.title}: {row['status']} {row.get('error', '')} {row.get('problem', '')}")
+    return row
+
+
+def _timed(
+    rows: Sequence[Row],
+    wanted: Sequence[Engine],
+    task: Task,
+    device: torch.device,
+    expected: Reference,
+    *,
+    limits: Limits,
+) -> int:
+    """Time those whose status is "ok", beside the non-private one; return the number of rounds."""
+    right = [(row, engine) for row, engine in zip(rows, wanted, strict=True) if row["status"] == "ok"]
+    if not right or right[0][1].private:
+        for row, _ in right:
+            row.update(status="failed", problem="nothing to compare with: the non-private engine failed")
+        return 0
+    _say(f"   timing {len(right)} engines in turns, about {limits.seconds:.0f} s")
+    chosen = [engine for _, engine in right]
+    turns = {"rounds": limits.rounds, "seconds": limits.seconds}
+    done = add_times([row for row, _ in right], chosen, task, device, expected, limits=turns)
+    _say(f"   {done} rounds")
+    return done
 
 
 def measure_task(
@@ -121,26 +186,9 @@ def measure_task(
         The task's part of the report: plain values, ready for JSON.
     """
     _say(f"== {task.title}\n   one-sample reference in float64")
-    few = replace(task, batch_size=min(task.batch_size, limits.checked_samples or task.batch_size))
-    expected = reference(few, device)
-    rows = []
-    for engine in wanted:
-        rows.append(checked(engine, few, device, expected))
-        _say(f"   {engine.title}: {rows[-1]['status']} {rows[-1].get('error', '')} {rows[-1].get('problem', '')}")
-    right = [(row, engine) for row, engine in zip(rows, wanted, strict=True) if row["status"] == "ok"]
-    _say(f"   timing {len(right)} engines in turns, about {limits.seconds:.0f} s")
-    done = add_times(
-        [row for row, _ in right],
-        [engine for _, engine in right],
-        task,
-        device,
-        expected,
-        limits={"rounds": limits.rounds, "seconds": limits.seconds},
-    )
-    _say(f"   {done} rounds{'; memory, one process an engine' if limits.with_memory else ''}")
-    if limits.with_memory:
-        for row, engine in right:
-            row.update(memory.measure(task.name, engine.name, device, quick=quick))
+    expected = reference(limits.few(task), device)
+    rows = [_verdict(engine, task, device, expected, limits=limits, quick=quick) for engine in wanted]
+    done = _timed(rows, wanted, task, device, expected, limits=limits)
     parameters = sum(parameter.numel() for parameter in task.model(torch.device("cpu")).parameters())
     return {
         "name": task.name,

@@ -20,9 +20,9 @@ import torch
 
 from benchmarks.engines import Engine
 from benchmarks.machine import exact_float32
-from benchmarks.memory import forget_peak, held, in_new_process, peak
+from benchmarks.memory import forget_peak, held, in_new_process, peak, short_of_memory
 from paper_repro.cases import Case, Size
-from paper_repro.limits import cap, reason, short_of_memory
+from paper_repro.limits import cap, reason
 from paper_repro.measure import MAX_GRAD_NORM, say
 from paper_repro.tables import LETTERS, load
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.memory import resident
+from benchmarks.memory import resident, short_of_memory
 
 # Of what the machine has free when a run starts.
 SHARE_OF_FREE = 0.85
@@ -54,21 +54,6 @@ def cap(limit: float, device: torch.device) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
-
-
-def short_of_memory(problem: BaseException) -> bool:
-    """Whether an error says that memory ran out.
-
-    Args:
-        problem: What was raised.
-    """
-    said = str(problem)
-    return (
-        isinstance(problem, MemoryError | torch.OutOfMemoryError)
-        or "allocate memory" in said
-        or "out of memory" in said
-        or "could not create a primitive" in said
-    )
 
 
 def reason(problem: BaseException) -> str:
