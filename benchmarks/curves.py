@@ -19,30 +19,45 @@ MEASURES = {
 OTHERS = ("opacus", "torch", "jax", "backpack")
 
 
-def _lines(points: Points, measure: Any, over: str) -> dict[tuple[str, str], tuple[list[int], list[float]]]:
-    """Name and title of each engine with the places where it has a value, and the values."""
-    found: dict[tuple[str, str], tuple[list[int], list[float]]] = {}
+def _lines(points: Points, measure: Any, over: str) -> dict[str, tuple[list[int], list[float]]]:
+    """Each engine's name with the places where it has a value, and the values."""
+    found: dict[str, tuple[list[int], list[float]]] = {}
     for point in points:
         for row in point["engines"]:
             # Ordinary training is the line at one.
             value = measure(row, point["engines"]) if row["status"] == "ok" and row["private"] else None
             if value is not None:
-                places, values = found.setdefault((row["name"], row["title"]), ([], []))
+                places, values = found.setdefault(row["name"], ([], []))
                 places.append(point[over])
                 values.append(value)
     return found
 
 
+def _labels(points: Points, over: str) -> dict[str, str]:
+    """Each private engine's name with its title, and where it has no figures."""
+    titles = {row["name"]: row["title"] for point in points for row in point["engines"] if row["private"]}
+    missing: dict[str, list[str]] = {name: [] for name in titles}
+    for point in points:
+        for row in point["engines"]:
+            if row["private"] and row["status"] != "ok":
+                missing[row["name"]].append(str(point[over]))
+    return {
+        name: title + (f"\n(none at {over} = {', '.join(missing[name])})" if missing[name] else "")
+        for name, title in titles.items()
+    }
+
+
 def _draw(panel: Any, points: Points, measure: Any, over: str) -> None:
-    lines = _lines(points, measure, over)
+    lines, labels = _lines(points, measure, over), _labels(points, over)
     if not lines:
         panel.text(0.5, 0.5, "not measured", transform=panel.transAxes, ha="center", fontsize=9)
     most = 1.0
-    for (name, title), (places, values) in lines.items():
+    for name, label in labels.items():
+        places, values = lines.get(name, ([], []))
         style = "--" if name.startswith(OTHERS) else "-"
         width = 2.4 if name == "bookkeeping" else 1.4
-        panel.plot(places, values, style, color=COLOURS.get(name, "#444444"), linewidth=width, marker="o", label=title)
-        most = max(most, *values)
+        panel.plot(places, values, style, color=COLOURS.get(name, "#444444"), linewidth=width, marker="o", label=label)
+        most = max([most, *values])
     panel.axhline(1.0, color="#d62828", linewidth=0.8, linestyle=":")
     panel.set_xscale("log", base=2)
     panel.set_xlim(points[0][over] / 1.15, points[-1][over] * 1.15)

@@ -10,7 +10,14 @@ PRECISION = 0.02
 REACH = 6
 
 
-def largest(peak_of: Callable[[int], float], cap: float, *, most: int, first: int = 1) -> tuple[int, dict[int, float]]:
+def largest(
+    peak_of: Callable[[int], float],
+    cap: float,
+    *,
+    most: int,
+    first: int = 1,
+    go_on: Callable[[], bool] = lambda: True,
+) -> tuple[int, dict[int, float], bool]:
     """Find the largest number of samples whose peak is at most the cap.
 
     Memory grows nearly in proportion to the batch, so the next number is read off a line through what was measured, and
@@ -21,9 +28,11 @@ def largest(peak_of: Callable[[int], float], cap: float, *, most: int, first: in
         cap: Bytes.
         most: Look no further.
         first: Tried first.
+        go_on: Asked before every further number; when it says no, the search ends with what was seen to fit.
 
     Returns:
-        The number, to within 2 %, 0 if not even one fits; and every peak that was measured.
+        The number, to within 2 %, 0 if not even one fits; every peak that was measured; and whether the search came to
+        its end.
     """
     found: dict[int, float] = {}
     low, high = 0, most + 1
@@ -35,7 +44,9 @@ def largest(peak_of: Callable[[int], float], cap: float, *, most: int, first: in
         else:
             high = probe
         if high - low <= max(1, int(PRECISION * low)):
-            return low, found
+            return low, found, True
+        if not go_on():
+            return low, found, False
         probe = _next(found, cap, low, high)
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from benchmarks import machine
-from benchmarks.capacity import search
+from benchmarks.capacity import Bounds, search
 from benchmarks.correctness import reference
 from benchmarks.engines import Engine
 from benchmarks.files import RESULTS, head, stem, write
@@ -75,7 +75,7 @@ def _in_this_process(options: argparse.Namespace, device: torch.device) -> dict[
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        row.update(search(engine, task, device, cap=options.cap * MEGABYTE, most=options.most, first=task.batch_size))
+        row.update(search(engine, task, device, Bounds(options.cap * MEGABYTE, options.most, first=task.batch_size)))
     except Exception as problem:  # noqa: BLE001 - whatever an engine raises on a large model is a result
         row |= {"status": "failed", "problem": f"{type(problem).__name__}: {problem}"[:300]}
     return row

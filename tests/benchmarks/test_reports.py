@@ -32,7 +32,12 @@ def _same_process(monkeypatch):
         if module == "benchmarks.memory":
             return dict(PEAKS)
         if module == "benchmarks.capacity":
-            return {"largest_batch": 3, "largest_batch_is_limit": False, "samples_per_second": 7.5}
+            return {
+                "largest_batch": 3,
+                "largest_batch_is_limit": False,
+                "search_cut_short": False,
+                "samples_per_second": 7.5,
+            }
         options = large._options(arguments)
         return large._in_this_process(options, torch.device(options.device))
 

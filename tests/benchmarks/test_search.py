@@ -32,21 +32,29 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_largest_is_the_largest(shape, first):
     peak_of, cap, right = SHAPES[shape]
-    found, peaks = largest(peak_of, cap, most=4096, first=first)
+    found, peaks, whole = largest(peak_of, cap, most=4096, first=first)
     assert peaks == {number: peak_of(number) for number in peaks}
     assert found <= right <= found * (1 + PRECISION)
     assert found == 0 or peaks[found] <= cap
     assert len(peaks) <= 14
+    assert whole
 
 
 def test_the_next_number_is_ruled_out_by_measuring_it():
-    found, peaks = largest(lambda number: 100 + 10 * number, 300, most=4096)
+    found, peaks, _ = largest(lambda number: 100 + 10 * number, 300, most=4096)
     assert (found, 21 in peaks) == (20, True)
 
 
 def test_a_line_takes_few_probes():
-    _, peaks = largest(lambda number: 3e6 + 1e6 * number, 512e6, most=4096)
+    _, peaks, _ = largest(lambda number: 3e6 + 1e6 * number, 512e6, most=4096)
     assert len(peaks) <= 7
+
+
+def test_a_search_whose_time_is_over_gives_what_fits():
+    left = iter([True, True, False])
+    found, peaks, whole = largest(lambda number: number, 100, most=4096, go_on=lambda: next(left))
+    assert (found, whole, len(peaks)) == (max(peaks), False, 3)
+    assert found <= 100
 
 
 def test_an_engine_is_searched_by_what_its_steps_take(monkeypatch):
@@ -63,7 +71,7 @@ def test_an_engine_is_searched_by_what_its_steps_take(monkeypatch):
             taken["peak"] = 1000 + 10 * len(batch[1])
 
     engine = capacity.Engine("x", "X", False, Runner)
-    found = capacity.search(engine, find("mlp", quick=True), CPU, cap=205, most=64)
+    found = capacity.search(engine, find("mlp", quick=True), CPU, capacity.Bounds(205, 64))
     assert found["largest_batch"] == 20
     assert not found["largest_batch_is_limit"]
     assert found["peaks"]["20"] == 200

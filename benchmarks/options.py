@@ -1,0 +1,123 @@
+"""Options that several programs share, refused in one line where they are wrong."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.engines import Engine
+from benchmarks.peers import every_engine
+
+
+def device(text: str) -> torch.device:
+    """A device that is there, for `type=` of an option.
+
+    Args:
+        text: As in `torch.device`.
+
+    Returns:
+        The device.
+
+    Raises:
+        argparse.ArgumentTypeError: If torch knows no such device, or has none.
+    """
+    try:
+        found = torch.device(text)
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no device: say cpu, cuda or cuda:1") from None
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise argparse.ArgumentTypeError(f"torch sees {torch.cuda.device_count()} CUDA devices, so there is no {text}")
+    return found
+
+
+def positive(text: str) -> float:
+    """A number above zero, for `type=` of an option.
+
+    Args:
+        text: The number.
+
+    Returns:
+        Its value.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is none, or not above zero.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above zero")
+    return value
+
+
+def count(text: str) -> int:
+    """A whole number above zero, for `type=` of an option.
+
+    Args:
+        text: The number.
+
+    Returns:
+        Its value.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is none.
+    """
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above zero")
+    return int(text)
+
+
+def folder(text: str) -> Path:
+    """A folder that files can be written to, made here, so that no run ends without a place for what it measured.
+
+    Args:
+        text: Its path.
+
+    Returns:
+        The path.
+
+    Raises:
+        argparse.ArgumentTypeError: If it cannot be made.
+    """
+    path = Path(text)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise argparse.ArgumentTypeError(f"cannot make the folder {text}: {problem.strerror}") from None
+    return path
+
+
+def wanted(parser: argparse.ArgumentParser, names: Sequence[str] | None, default: Sequence[str]) -> list[Engine]:
+    """The engines of a run; a name that nobody has ends the program with one line.
+
+    Args:
+        parser: Says so.
+        names: Those that are wanted beside the non-private one; None for the default.
+        default: The names that are taken then, of those that are installed.
+
+    Returns:
+        The non-private one first.
+    """
+    engines = every_engine()
+    refuse_unknown(parser, "--engine", names, [engine.name for engine in engines])
+    return [engine for engine in engines if not engine.private or engine.name in (names or default)]
+
+
+def refuse_unknown(
+    parser: argparse.ArgumentParser, option: str, given: Sequence[str] | None, known: Sequence[str]
+) -> None:
+    """End the program with one line if a name is not known.
+
+    Args:
+        parser: Says so.
+        option: Which one the names were given with.
+        given: The names, or None.
+        known: Those that exist.
+    """
+    unknown = sorted(set(given or ()) - set(known))
+    if unknown:
+        parser.error(f"argument {option}: unknown: {', '.join(unknown)} (there are: {', '.join(known)})")

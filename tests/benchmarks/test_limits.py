@@ -1,0 +1,194 @@
+"""An engine that fails, dies or is too slow shows as such and keeps nobody from being measured; options are checked."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import capacity, curves, memory, options, run, scaling
+from benchmarks.engines import NON_PRIVATE, CannotDo, Engine
+from benchmarks.tasks import find
+
+CPU = torch.device("cpu")
+MLP = find("mlp", quick=True)
+PEAKS = {"loaded_bytes": 0, "peak_bytes": 3 * 2**20, "steady_bytes": 2**21}
+
+
+class _Fails:
+    """Right on few samples, as a step on many is what it does not get through."""
+
+    most = 2
+
+    def __init__(self, model, max_grad_norm):
+        self.inner = NON_PRIVATE.attach(model, max_grad_norm)
+
+    def step(self, batch):
+        if len(batch[1]) > self.most:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        self.inner.step(batch)
+
+    def result(self):
+        return self.inner.result()
+
+
+class _Refuses:
+    def __init__(self, model, max_grad_norm):
+        raise CannotDo("not for such a model")
+
+
+FAILS = Engine("fails", "Fails", True, _Fails)
+
+
+@pytest.fixture
+def _right(monkeypatch):
+    """Every engine counts as right, so that what comes after the check is what is seen."""
+    monkeypatch.setattr(run, "error_of", lambda engine, task, device, expected: 0.0)
+
+
+@pytest.mark.usefixtures("_right")
+def test_an_engine_that_fails_on_the_whole_batch_is_not_timed():
+    found = run.measure_task(MLP, [NON_PRIVATE, FAILS], CPU, run.Limits(1, 0.0, False, 2), quick=True)
+    good, bad = found["engines"]
+    assert (good["status"], bad["status"]) == ("ok", "failed")
+    assert "can't allocate memory" in bad["problem"]
+    assert "wall_ratio" in good
+    assert "wall_ratio" not in bad
+
+
+@pytest.mark.usefixtures("_right")
+def test_without_the_non_private_engine_there_are_no_ratios():
+    base = Engine("nonprivate", "PyTorch", False, _Fails)
+    found = run.measure_task(
+        MLP, [base, replace(NON_PRIVATE, private=True)], CPU, run.Limits(1, 0.0, False, 2), quick=True
+    )
+    assert [row["status"] for row in found["engines"]] == ["failed", "failed"]
+    assert found["rounds"] == 0
+    assert "nothing to compare with" in found["engines"][1]["problem"]
+
+
+@pytest.mark.parametrize(
+    ("alone", "status", "why"),
+    [
+        ({"process_problem": "not done after 25 s"}, "failed", "not done after 25 s"),
+        ({"cannot": "no rule"}, "cannot", "no rule"),
+    ],
+)
+def test_what_dies_alone_is_not_let_into_the_process_that_reports(monkeypatch, alone, status, why):
+    seen = []
+
+    def measure(task_name, engine_name, device, *, quick, seconds):
+        seen.append((engine_name, seconds))
+        return dict(PEAKS) if engine_name == "nonprivate" else dict(alone)
+
+    monkeypatch.setattr(memory, "measure", measure)
+    monkeypatch.setattr(_Fails, "__init__", lambda *_: pytest.fail("attached"))
+    limits = run.Limits(1, 0.0, with_memory=True, checked_samples=2, alone_seconds=25.0)
+    found = run.measure_task(MLP, [NON_PRIVATE, FAILS], CPU, limits, quick=True)
+    assert (found["engines"][1]["status"], found["engines"][1]["problem"]) == (status, why)
+    assert seen == [("nonprivate", 25.0), ("fails", 25.0)]
+
+
+def test_a_process_says_what_cannot_be_and_what_killed_it(monkeypatch, capsys):
+    monkeypatch.setattr(memory, "every_engine", lambda: [Engine("x", "X", True, _Refuses)])
+    monkeypatch.setattr(memory, "give_way", lambda: None)
+    monkeypatch.setattr("sys.argv", ["memory", "mlp", "x", "--quick"])
+    memory.main()
+    assert json.loads(capsys.readouterr().out) == {"cannot": "not for such a model"}
+    code = "import os; os.kill(os.getpid(), 9)"
+    monkeypatch.setattr(memory.subprocess, "run", _as_if(memory.subprocess.run, code))
+    assert "lack of memory" in memory.in_new_process("benchmarks.memory", [])["process_problem"]
+
+
+def _as_if(real, code):
+    return lambda command, **options_: real([command[0], "-SEc", code], **options_)
+
+
+def test_points_beyond_the_budget_and_points_that_fail_are_said_to_be_left_out(tmp_path, monkeypatch):
+    answers = iter([RuntimeError("out of memory"), None])
+
+    def measure_task(task, wanted, device, limits, *, quick):
+        problem = next(answers)
+        if problem:
+            raise problem
+        return {"name": task.name, "title": task.title, "engines": [_ok(engine) for engine in wanted], "rounds": 1}
+
+    monkeypatch.setattr(scaling, "measure_task", measure_task)
+    arguments = ["--quick", "--over", "B", "--engine", "bookkeeping", "--out", str(tmp_path)]
+    assert scaling.main(arguments) == 0
+    assert scaling.main([*arguments, "--budget", "0.01"]) == 0
+    found = json.loads((tmp_path / "scaling-cpu-quick.json").read_text(encoding="utf-8"))
+    rows = [row for point in found["curves"][0]["points"] for row in point["engines"]]
+    assert {row["problem"] for row in rows} == {"the budget of time was spent"}
+    assert "left out: the budget of time was spent" in (tmp_path / "scaling-cpu-quick.md").read_text(encoding="utf-8")
+
+
+def _ok(engine):
+    row = {"name": engine.name, "title": engine.title, "private": engine.private, "status": "ok"}
+    return {**row, "wall_ratio": 1.0, "cpu_ratio": 1.0, "flops_ratio": 1.0}
+
+
+def test_a_place_of_two_curves_is_measured_once(monkeypatch):
+    seen = []
+
+    def measure_task(task, wanted, device, limits, *, quick):
+        seen.append(task.name)
+        return {"engines": []}
+
+    monkeypatch.setattr(scaling, "measure_task", measure_task)
+    found = scaling.Curves([NON_PRIVATE], CPU, run.Limits(1, 1.0), quick=False, seconds=600.0)
+    for over in ("B", "T"):
+        for place in scaling.points(over, quick=False):
+            assert found.point(place)["T"] == place["T"]
+    assert len(seen) == len(set(seen)) == len(scaling.LENGTHS) + len(scaling.SAMPLES) - 1
+    assert "B = 1 beyond" in scaling.title("T", scaling.points("T", quick=False))
+
+
+def test_a_picture_says_where_an_engine_has_no_figures():
+    failed = {"name": "jax", "title": "JAX", "private": True, "status": "failed", "problem": "p"}
+    points = [
+        {"T": 8, "engines": [_ok(NON_PRIVATE), {**_ok(FAILS), "name": "jax", "title": "JAX"}]},
+        {"T": 16, "engines": [_ok(NON_PRIVATE), failed]},
+    ]
+    assert curves._labels(points, "T") == {"jax": "JAX\n(none at T = 16)"}
+
+
+def test_memory_that_runs_out_is_told_from_other_errors():
+    told = [MemoryError(), torch.OutOfMemoryError("x"), RuntimeError("RESOURCE_EXHAUSTED: x")]
+    assert all(memory.short_of_memory(problem) for problem in told)
+    assert not memory.short_of_memory(RuntimeError("shapes differ"))
+    probe = capacity.Probe(FAILS, MLP, CPU)
+    assert probe(1) < float("inf")
+    assert probe(3) == float("inf")
+
+
+@pytest.mark.parametrize("program", [scaling, capacity])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--engine", "nobody"], "argument --engine: unknown: nobody (there are: nonprivate"),
+        (["--device", "nowhere"], "argument --device: 'nowhere' is no device"),
+        (["--device", "cuda:77"], "so there is no cuda:77"),
+        (["--seconds", "-1"], "argument --seconds: '-1' is no number above zero"),
+        (["--seconds", "x"], "argument --seconds: 'x' is no number above zero"),
+        (["--out", "/dev/null/here"], "argument --out: cannot make the folder /dev/null/here: Not a directory"),
+    ],
+)
+def test_a_wrong_option_is_one_line(program, arguments, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        program.main(arguments)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_counts_and_names_of_tasks_are_checked_as_well(capsys):
+    with pytest.raises(SystemExit):
+        scaling.main(["--rounds", "0"])
+    with pytest.raises(SystemExit):
+        capacity.main(["--task", "nothing"])
+    said = capsys.readouterr().err
+    assert "'0' is no whole number above zero" in said
+    assert "argument --task: unknown: nothing (there are: gpt" in said
+    assert options.count("3") == 3
