@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ghostclip.capture.mixing import replaced
+from ghostclip.capture.mixing import replaced, same_randomness
 from ghostclip.errors import SampleMixingError
 
 
@@ -79,8 +79,7 @@ class Buffers:
     def _after_run(self, run: Callable[[Any], Any], inputs: Any, *, names: Iterable[str]) -> dict[str, Tensor]:
         """Return the buffers after a forward that starts from those of before, with the same random numbers."""
         self._write({name: self._before[name][1] for name in names})
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
+        with same_randomness([*self._model.parameters(), *self._model.buffers()]):
             run(inputs)
         now = dict(self._model.named_buffers())
         return {name: now[name].detach().clone() for name in names}

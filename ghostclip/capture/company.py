@@ -37,6 +37,9 @@ def refuse_company(
     Raises:
         SampleMixingError: They do.
     """
+    # A GPU's rounding follows the batch's size, and a forward would use up random numbers that nobody puts back.
+    if any(tensor.is_cuda for tensor in (*model.parameters(), *model.buffers())):
+        return
     fewer = tree_map(lambda leaf: _without_last(leaf, batch_size=batch_size, axis=axis), inputs)
     other = replaced(inputs, 0, batch_size=batch_size, axis=axis)
     with torch.no_grad(), restored_buffers(model), torch.random.fork_rng(devices=[]):

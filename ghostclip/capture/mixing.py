@@ -177,9 +177,16 @@ def same_randomness(device_tensors: Iterable[Tensor] = ()) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    devices = {tensor.device.index or 0 for tensor in device_tensors if tensor.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(devices)):
-        torch.manual_seed(_SEED)
+    places = {tensor.device for tensor in device_tensors}
+    devices = sorted(place.index or 0 for place in places if place.type == "cuda")
+    with torch.random.fork_rng(devices=devices):
+        if any(place.type not in ("cpu", "cuda", "meta") for place in places):
+            torch.manual_seed(_SEED)
+        # Otherwise not `torch.manual_seed`, which sets every GPU's generator, those that are not put back as well.
+        torch.default_generator.manual_seed(_SEED)
+        for index in devices:
+            with torch.cuda.device(index):
+                torch.cuda.manual_seed(_SEED)
         yield
 
 

@@ -147,7 +147,7 @@ class Comparison:
         if self.missing or count <= before:
             return False
         # Building the copy and its dropout draw random numbers, which must not change those of the private run.
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
             try:
                 if self._steps is None:
                     copy = self._make_copy().to(self._device)

@@ -54,13 +54,15 @@ class Twins:
         Returns:
             `fast` or `naive`.
         """
-        if not switch.runs_on(tensors[0].device):
+        device = tensors[0].device
+        # Triton starts a kernel on the current device, wherever its tensors are.
+        if not switch.runs_on(device) or (device.type == "cuda" and device.index != torch.cuda.current_device()):
             return self.naive
         mode = switch.mode()
         if mode == "off" or not (pays or mode == "on"):
             return self.naive
-        fits = all(tensor.dtype in self.dtypes and tensor.device == tensors[0].device for tensor in tensors)
-        return self.fast if fits and self.trusted(tensors[0].device) else self.naive
+        fits = all(tensor.dtype in self.dtypes and tensor.device == device for tensor in tensors)
+        return self.fast if fits and self.trusted(device) else self.naive
 
     def trusted(self, device: torch.device) -> bool:
         """Return whether the kernel agrees with its twin on a device; compared once in a process.

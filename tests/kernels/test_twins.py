@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -115,6 +116,18 @@ def test_the_switch(mode, pays, used):
     with kernels.using(mode):
         assert pair.pick(torch.ones(2), pays=pays) == (pair.fast if used else pair.naive)
         assert pair.pick(torch.ones(2, dtype=F64), pays=pays) == pair.naive
+
+
+def test_on_a_gpu_that_is_not_the_current_one_the_twin_is_used(monkeypatch):
+    """Triton would start the kernel on the current one."""
+    monkeypatch.setattr(switch, "runs_on", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    pair = _pair(lambda x: x + x)
+    pair._trusted.update({torch.device("cuda", index): True for index in range(2)})
+    here, there = (SimpleNamespace(device=torch.device("cuda", index), dtype=torch.float32) for index in range(2))
+    with kernels.using("on"):
+        assert pair.pick(here) == pair.fast
+        assert pair.pick(there) == pair.naive
 
 
 def test_the_environment(monkeypatch):

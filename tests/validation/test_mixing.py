@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ghostclip
-from ghostclip.capture.mixing import mixing_start, replaced
+from ghostclip.capture.mixing import mixing_start, replaced, same_randomness
 from ghostclip.errors import GhostClipError, SampleMixingError
 from tests.cases import ALL_CASES
 from tests.reference import batch_size
@@ -14,6 +14,17 @@ from tests.validation.mixers import KEEPS_APART, MIXERS, CentresOnTheBatch, inpu
 def _start(model, x, axis=0):
     with torch.no_grad():
         return mixing_start(model, model, x, batch_size=x.shape[axis], axis=axis)
+
+
+def test_generators_that_are_not_put_back_are_left_alone(monkeypatch):
+    """`torch.manual_seed` sets those of all GPUs; only those of a model's own are put back."""
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("set every GPU's generator"))
+    before = torch.get_rng_state()
+    with same_randomness([torch.ones(1)]):
+        first = torch.rand(3)
+    with same_randomness():
+        assert torch.equal(torch.rand(3), first)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("name", MIXERS)
