@@ -38,18 +38,23 @@ class Times:
     cpu: list[float] = field(default_factory=list)
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done what it was given.
+
+    Args:
+        device: A GPU; any other is done already.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _steps(runner: Runner, batch: Batch, device: torch.device, count: int) -> tuple[float, float]:
     """Return the wall and CPU seconds of one step, as the mean of several in a row."""
-    _synchronize(device)
+    synchronize(device)
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(count):
         runner.step(batch)
-    _synchronize(device)
+    synchronize(device)
     return (time.perf_counter() - wall) / count, (time.process_time() - cpu) / count
 
 

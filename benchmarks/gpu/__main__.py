@@ -17,7 +17,10 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import options
 from benchmarks.files import RESULTS, head, stem, write
+from benchmarks.report import heading
+from ghostclip.kernels import switch
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINES = ("bookkeeping", "ghost", "opacus-hooks", "opacus-ghost")
@@ -31,11 +34,13 @@ class Stage:
         name: Short name.
         arguments: Of Python.
         seconds: It is ended after this time.
+        interpreted: Whether Triton interprets its kernels on a CPU.
     """
 
     name: str
     arguments: tuple[str, ...]
     seconds: float
+    interpreted: bool = False
 
 
 def stages(device: torch.device, out: Path, *, quick: bool) -> list[Stage]:
@@ -47,22 +52,23 @@ def stages(device: torch.device, out: Path, *, quick: bool) -> list[Stage]:
         quick: Whether small models are meant.
 
     Returns:
-        The stages; kernels only where there is a GPU.
+        The stages; kernels on a CPU only in a quick run, where Triton interprets them and nothing is timed.
     """
     shared = ("--device", str(device), "--out", str(out), *(["--quick"] if quick else []))
     engines = tuple(part for name in ENGINES for part in ("--engine", name))
     found = [
         Stage("large", ("-m", "benchmarks.gpu.large", *shared), 240.0),
-        Stage("tests", ("-m", "pytest", "-q", "-m", "gpu", "tests/kernels" if quick else "tests"), 90.0),
+        Stage("tests", ("-m", "pytest", "-q", "-m", "gpu and not slow", "tests/kernels" if quick else "tests"), 90.0),
         Stage(
             "report",
             ("-m", "benchmarks", "--task", "gpt", "--task", "resnet", *engines, "--seconds", "8", *shared),
             120.0,
         ),
     ]
-    if device.type == "cuda":
+    if device.type == "cuda" or (quick and switch.installed()):
         quickly = ("--quick",) if quick else ()
-        found.insert(2, Stage("kernels", ("-m", "benchmarks.kernels", "--out", str(out), *quickly), 75.0))
+        kernels = ("-m", "benchmarks.kernels", "--out", str(out), *quickly)
+        found.insert(2, Stage("kernels", kernels, 75.0, interpreted=device.type != "cuda"))
     return found
 
 
@@ -81,7 +87,10 @@ def run(stage: Stage, seconds: float, log: Path) -> dict[str, object]:
     with log.open("w", encoding="utf-8") as file:
         command = [sys.executable, *stage.arguments]
         # In a session of its own, so that what the stage started ends with it and holds no memory of the GPU.
-        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        environment = {**os.environ, **({"TRITON_INTERPRET": "1"} if stage.interpreted else {})}
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             code = process.wait(seconds)
             # pytest's 5: nothing was selected, as on a machine without a GPU.
@@ -103,28 +112,39 @@ def main(arguments: list[str] | None = None) -> int:
         The exit status: 1 if a stage failed.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--budget", type=float, default=480.0, help="seconds for everything (default: %(default)s)")
+    parser.add_argument("--device", default="cuda", help="cuda (the default), cuda:1; with --quick also cpu")
+    parser.add_argument(
+        "--budget", type=options.positive, default=480.0, help="seconds for everything (default: %(default)s)"
+    )
     parser.add_argument("--stage", action="append", choices=("large", "tests", "kernels", "report"), help="only this")
     parser.add_argument("--quick", action="store_true", help="small models: does it run")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the files (default: %(default)s)")
-    options = parser.parse_args(arguments)
-    device = torch.device(options.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
+    parser.add_argument(
+        "--out", type=options.folder, default=RESULTS, help="folder for the files (default: %(default)s)"
+    )
+    given = parser.parse_args(arguments)
+    if given.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("no CUDA device. `--device cpu --quick` shows that everything runs.")
-    report = head("benchmarks.gpu", sys.argv[1:] if arguments is None else arguments, device, quick=options.quick)
+    try:
+        device = options.device(given.device)
+    except argparse.ArgumentTypeError as problem:
+        parser.error(f"argument --device: {problem}")
+    if device.type != "cuda" and not given.quick:
+        parser.error(f"on {device} the large models take hours: add --quick.")
+    report = head("benchmarks.gpu", sys.argv[1:] if arguments is None else arguments, device, quick=given.quick)
     report["stages"] = done = []
-    options.out.mkdir(parents=True, exist_ok=True)
-    name, end = stem("gpu", device, quick=options.quick), time.monotonic() + options.budget
-    for stage in stages(device, options.out, quick=options.quick):
-        left = end - time.monotonic()
-        if (options.stage and stage.name not in options.stage) or left < 1:
+    name, end = stem("gpu", device, quick=given.quick), time.monotonic() + given.budget
+    for stage in stages(device, given.out.resolve(), quick=given.quick):
+        if given.stage and stage.name not in given.stage:
             continue
-        done.append(run(stage, min(stage.seconds, left), options.out / f"{name}-{stage.name}.log"))
+        left = end - time.monotonic()
+        if left < 1:
+            done.append({"stage": stage.name, "status": "left out: the budget was spent", "seconds": 0.0})
+        else:
+            done.append(run(stage, min(stage.seconds, left), given.out / f"{name}-{stage.name}.log"))
         print(" ".join(str(part) for part in done[-1].values()), flush=True)
         lines = [f"| {row['stage']} | {row['status']} | {row['seconds']} |" for row in done]
         table = "\n".join(["| stage | status | seconds |", "|---|---|---:|", *lines])
-        write(options.out, name, report, f"# On a GPU\n\n{table}\n")
+        write(given.out, name, report, f"# On a GPU\n\n{heading(report)}\n{table}\n")
     return int(any(row["status"] == "failed" for row in done))
 
 

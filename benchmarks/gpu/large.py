@@ -32,6 +32,7 @@ from benchmarks.peers import every_engine
 from benchmarks.report import MEGABYTE, heading, times, why_not
 from benchmarks.run import checked
 from benchmarks.tasks import Task
+from benchmarks.timing import synchronize
 
 ENGINES = ("bookkeeping", "ghost", "opacus-ghost")
 CAP = 48 * 1024.0
@@ -52,10 +53,10 @@ def _seconds(engine: Engine, task: Task, device: torch.device) -> dict[str, Any]
     found: dict[str, Any] = peaks(runner, batch, device)
     taken = []
     for _ in range(ROUNDS):
+        synchronize(device)
         started = time.perf_counter()
         runner.step(batch)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         taken.append(time.perf_counter() - started)
     return {**found, "wall_seconds": statistics.median(taken), "rounds": taken}
 
@@ -67,7 +68,7 @@ def _in_this_process(options: argparse.Namespace, device: torch.device) -> dict[
     row: dict[str, Any] = checked(engine, case.small, device, reference(case.small, device))
     if row["status"] != "ok":
         return row
-    task = case.small if options.quick else case.task
+    task = case.quick if options.quick else case.task
     task = replace(task, make_model=partial(_made_on, device, task.make_model))
     load_what_a_step_loads(engine, case.small, device)
     try:
@@ -175,7 +176,7 @@ def main(arguments: list[str] | None = None) -> int:
     for case in large_models():
         if options.case and case.name not in options.case:
             continue
-        task = case.small if options.quick else case.task
+        task = case.quick if options.quick else case.task
         rows: list[dict[str, Any]] = []
         report["cases"].append({"title": task.title, "batch_size": task.batch_size, "engines": rows})
         for engine in wanted:

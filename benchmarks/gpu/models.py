@@ -6,7 +6,7 @@ Embedding and head are not tied, and position ids are given for every sample: bo
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -86,6 +86,11 @@ class Large:
     name: str
     task: Task
     small: Task
+
+    @property
+    def quick(self) -> Task:
+        """The small model in the type of the large one: what stands for that one in a quick run."""
+        return replace(self.small, make_model=partial(_in_dtype, self.small.make_model, torch.bfloat16))
 
 
 def _in_dtype(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:

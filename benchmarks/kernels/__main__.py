@@ -93,11 +93,6 @@ def main() -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     machine.exact_float32()
     rows: list[dict[str, object]] = []
-    for case in cases(quick=options.quick):
-        if options.kernel and case.kernel.name not in options.kernel:
-            continue
-        rows.append(measure(case, device, rounds=options.rounds))
-        print(" | ".join([case.kernel.name, case.title, str(case.dtype), *_cells(rows[-1])]), flush=True)
     report = {
         "command": " ".join(["python -m benchmarks.kernels", *sys.argv[1:]]),
         "date": datetime.now(timezone.utc).date().isoformat(),
@@ -105,8 +100,13 @@ def main() -> int:
         "machine": machine.describe(device),
         "rows": rows,
     }
-    if device.type == "cuda":
-        _write(report, options.out, f"kernels-cuda{'-quick' if options.quick else ''}")
+    for case in cases(quick=options.quick):
+        if options.kernel and case.kernel.name not in options.kernel:
+            continue
+        rows.append(measure(case, device, rounds=options.rounds))
+        print(" | ".join([case.kernel.name, case.title, str(case.dtype), *_cells(rows[-1])]), flush=True)
+        # After every case, so that a run that is cut short has what it measured.
+        _write(report, options.out, f"kernels-{device.type}{'-quick' if options.quick else ''}")
     return int(any(row["status"] != "ok" for row in rows))
 
 

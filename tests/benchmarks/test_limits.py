@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import capacity, curves, memory, options, run, scaling
 from benchmarks.engines import NON_PRIVATE, CannotDo, Engine
+from benchmarks.gpu import __main__ as gpu
 from benchmarks.tasks import find
 
 CPU = torch.device("cpu")
@@ -192,3 +193,17 @@ def test_counts_and_names_of_tasks_are_checked_as_well(capsys):
     assert "'0' is no whole number above zero" in said
     assert "argument --task: unknown: nothing (there are: gpt" in said
     assert options.count("3") == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--device", "cpu"], "add --quick"),
+        (["--device", "nowhere", "--quick"], "argument --device: 'nowhere' is no device"),
+        (["--device", "cpu", "--quick", "--budget", "0"], "argument --budget: '0' is no number above zero"),
+    ],
+)
+def test_the_command_for_a_gpu_says_in_one_line_what_is_wrong(arguments, said, capsys):
+    with pytest.raises(SystemExit):
+        gpu.main(arguments)
+    assert said in capsys.readouterr().err.splitlines()[-1]
