@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+
+# Before there is a group: its functions hold on to one that they find, whose threads would then outlive it.
+import torch.distributed.nn.functional
 from torch import distributed, multiprocessing, nn
 from torch.utils.data import DataLoader
 

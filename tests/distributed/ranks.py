@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import PrivacyEngine
@@ -18,6 +18,7 @@ from ghostclip.errors import FixedSeedWarning, InvalidOptionError
 from ghostclip.noise import make_noise_source
 from ghostclip.sampling import Poisson, PrivateSampler
 from ghostclip.utils.batch_memory_manager import BatchMemoryManager
+from tests.process_group import process_group
 
 LEVELS = ("fast", "secure", "exact")
 SHAPES = ((70_001,), (3, 5), (1,))
@@ -44,16 +45,13 @@ def run(rank: int, ranks: int, folder: str) -> None:
     """
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FixedSeedWarning)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
-    try:
+    with process_group(rank, ranks, folder):
         found: dict[str, Any] = {
             "batches": _batches(),
             "noise": {level: _releases(level, rank) for level in LEVELS},
             "refused": _refused(rank),
             "trained": {setting: train(rank, *setting) for setting in SETTINGS},
         }
-    finally:
-        distributed.destroy_process_group()
     torch.save(found, Path(folder) / f"rank{rank}.pt")
 
 

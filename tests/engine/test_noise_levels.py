@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from ghostclip import GhostClipper, PrivacyEngine
@@ -21,6 +21,7 @@ from ghostclip.optimizers import DPOptimizer
 from ghostclip.utils.budget import Budget
 from ghostclip.utils.discretisation import STEPS_PER_BOUND, released_bounds
 from tests.engine.training import small_data, small_model
+from tests.process_group import process_group
 
 DATA = small_data(64)
 DELTA = 1e-5
@@ -172,8 +173,7 @@ def test_what_was_discrete_stays_so_in_ledgers_and_checkpoints(tmp_path):
 
 def test_noise_that_ranks_share_is_added_to_integers(tmp_path):
     """Of one rank here; `tests/distributed` has two."""
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
-    try:
+    with process_group(0, 1, str(tmp_path)):
         model = small_model().double()
         clipper = GhostClipper(model, max_grad_norm=1.0, strategy="hooks")
         optimizer = DPOptimizer(
@@ -185,8 +185,6 @@ def test_noise_that_ranks_share_is_added_to_integers(tmp_path):
         )
         nn.functional.cross_entropy(model(DATA.tensors[0][:8].double()), DATA.tensors[1][:8]).backward()
         optimizer.step()
-    finally:
-        distributed.destroy_process_group()
     # Together: three values alone, of the smallest parameter, may well lie close to each other.
     in_steps = torch.cat([p.grad.flatten() for p in model.parameters()]) * 8 * STEPS_PER_BOUND
     assert torch.equal(in_steps, in_steps.round())

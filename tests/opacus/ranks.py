@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from ghostclip.data_loader import DistributedUniformWithReplacementSampler
 from ghostclip.distributed import DifferentiallyPrivateDistributedDataParallel
 from ghostclip.grad_sample import GradSampleModule
 from ghostclip.optimizers import DistributedDPOptimizer
 from tests.opacus.pairs import batch
+from tests.process_group import process_group
 
 BOUND, SIGMA = 0.5, 0.25
 
@@ -25,8 +26,7 @@ def run(rank: int, ranks: int, folder: str) -> None:
         folder: Where they meet, and where results go.
     """
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
-    try:
+    with process_group(rank, ranks, folder):
         # Every rank's model starts differently; the wrapper makes them equal.
         torch.manual_seed(3 + rank)
         model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
@@ -47,5 +47,3 @@ def run(rank: int, ranks: int, folder: str) -> None:
         sampler = DistributedUniformWithReplacementSampler(total_size=100, sample_rate=0.25)
         sampler.set_epoch(0)
         torch.save({"states": states, "batches": list(sampler)}, Path(folder) / f"rank{rank}.pt")
-    finally:
-        distributed.destroy_process_group()

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from ghostclip.distributed import noisy_shard, noisy_sum_, share_noise
 from ghostclip.noise import make_noise_source
 from ghostclip.noise.keyed import KeyedNoise
 from tests.privacy.subject import Batch, Subject, adversarial_records, records
+from tests.process_group import process_group
 
 
 def run(rank: int, ranks: int, folder: str) -> None:
@@ -22,17 +23,14 @@ def run(rank: int, ranks: int, folder: str) -> None:
         folder: Where they meet, and where results go.
     """
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
     torch.manual_seed(0)
-    try:
+    with process_group(rank, ranks, folder):
         source = make_noise_source(level="fast")
         share_noise(source)
         found = {"usual": _release(rank, ranks, records(), source)}
         for name, record in adversarial_records().items():
             found[name] = _release(rank, ranks, records().with_record(record), source)
         found["shard"] = noisy_shard(torch.zeros(8000, dtype=torch.float64), 1.0, source)[0]
-    finally:
-        distributed.destroy_process_group()
     torch.save(found, Path(folder) / f"rank{rank}.pt")
 
 

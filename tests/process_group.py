@@ -1,0 +1,43 @@
+"""A process group of gloo that is gone, threads and all, when the block is left."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import distributed
+
+_THREADS = Path("/proc/self/task")
+
+
+@contextmanager
+def process_group(rank: int, ranks: int, folder: str) -> Iterator[None]:
+    """Join the others, and leave them.
+
+    Args:
+        rank: Number of this process.
+        ranks: How many there are.
+        folder: Where they meet.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        AssertionError: If threads of gloo outlive the group: one that lets go of a tensor while Python ends aborts the
+            process, which under load is seen now and then.
+    """
+    # Its functions have the world as a default argument. torch's optimizers load it when the first one is made: with
+    # the world there already, it would never be let go.
+    import torch.distributed.nn.functional  # noqa: F401
+
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+    gc.collect()
+    if _THREADS.exists():
+        named = [(thread / "comm").read_text().strip() for thread in _THREADS.iterdir()]
+        assert not [name for name in named if "gloo" in name], named
