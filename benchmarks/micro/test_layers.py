@@ -5,7 +5,9 @@ Not collected by the default test run: it says how fast, not whether right.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,9 @@ from torch import Tensor, nn
 from benchmarks.engines import Engine, engines
 
 BATCH_SIZE = 16
+# About how long each is timed; the longest take seconds a step, and get the fewest rounds that have a median.
+SECONDS = 0.4
+FEWEST, MOST = 3, 200
 LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "linear": (lambda: nn.Linear(512, 512), lambda: torch.randn(BATCH_SIZE, 512)),
     "linear-long": (lambda: nn.Linear(256, 256), lambda: torch.randn(BATCH_SIZE, 512, 256)),
@@ -34,7 +39,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 
 @pytest.mark.parametrize("engine", engines(), ids=lambda engine: engine.name)
 @pytest.mark.parametrize("layer", LAYERS)
-def test_layer(benchmark: Callable[..., None], layer: str, engine: Engine) -> None:
+def test_layer(benchmark: Any, layer: str, engine: Engine) -> None:
     """One step of a layer whose flattened output serves as logits.
 
     Args:
@@ -47,5 +52,8 @@ def test_layer(benchmark: Callable[..., None], layer: str, engine: Engine) -> No
     runner = engine.attach(nn.Sequential(make_layer(), nn.Flatten()), 1.0)
     batch = (make_input(), torch.zeros(BATCH_SIZE, dtype=torch.int64))
     runner.step(batch)
+    started = time.perf_counter()
+    runner.step(batch)
+    rounds = int(SECONDS / (time.perf_counter() - started))
     benchmark.group = layer
-    benchmark(runner.step, batch)
+    benchmark.pedantic(runner.step, args=(batch,), rounds=min(MOST, max(FEWEST, rounds)))
