@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import re
@@ -12,6 +13,24 @@ from pathlib import Path
 import torch
 
 PACKAGES = ("torch", "opacus", "jax", "jaxlib", "backpack-for-pytorch", "transformers", "numpy", "scipy", "opt_einsum")
+
+# Of glibc's mallopt: free memory that stays, what is asked for beyond need, and the most mappings of their own.
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
+_heap_is_kept = False
+
+
+def keep_heap() -> None:
+    """Keep what the C library has been given for the life of this process, where it is glibc.
+
+    By default large tensors are given back when they are freed and asked for anew, a page fault for every 4 KiB.
+    Whether that happens depends on what lies beside them in the heap: of engines that take turns in one process some
+    pay for tens of thousands of faults a step and others for none, and which of them is chance.
+    """
+    global _heap_is_kept  # noqa: PLW0603 - it is a property of the process
+    if platform.libc_ver()[0] == "glibc":
+        mallopt = ctypes.CDLL(None).mallopt
+        most = 2**31 - 1
+        _heap_is_kept = all([mallopt(_MMAP_MAX, 0), mallopt(_TRIM_THRESHOLD, most), mallopt(_TOP_PAD, 1 << 26)])
 
 
 def describe(device: torch.device) -> dict[str, object]:
@@ -32,6 +51,7 @@ def describe(device: torch.device) -> dict[str, object]:
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
         "device": str(device),
+        "heap_is_kept": _heap_is_kept,
         **_commit(),
     }
     if device.type == "cuda":

@@ -101,8 +101,9 @@ def machine_line(report: Mapping[str, Any]) -> str:
     where = f"{about['gpu']}, " if "gpu" in about else ""
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
     commit = (about["commit"] or "unknown")[:10] + (" with changes" if about["changed_since_commit"] else "")
+    heap = ", free memory kept by the process" if about.get("heap_is_kept") else ""
     return (
-        f"{where}{about['cpu']}, {about['cores']} cores ({about['threads']} threads), {about['memory_gib']} GiB, "
+        f"{where}{about['cpu']}, {about['cores']} cores ({about['threads']} threads), {about['memory_gib']} GiB{heap}, "
         f"{about['os']}; Python {about['python']}, {versions}; commit {commit}, {report['date']}."
     )
 

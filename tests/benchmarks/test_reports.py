@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import platform
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -224,3 +226,27 @@ class _Expected:
 
 def test_quick_results_have_names_of_their_own():
     assert (stem("x", CPU, quick=True), stem("x", CPU, quick=False)) == ("x-cpu-quick", "x-cpu")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="no glibc")
+def test_memory_that_is_kept_costs_no_page_faults():
+    program = """
+import resource, torch
+from benchmarks import machine
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(3):
+        torch.ones(20_000_000); torch.ones(10_000_000)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+given_back = faults()
+machine.keep_heap()
+for _ in range(4):
+    faults()
+print(given_back, faults(), machine.describe(torch.device("cpu"))["heap_is_kept"])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    given_back, kept, said = done.stdout.split()
+    assert int(given_back) > 10_000
+    assert int(kept) < 100
+    assert said == "True"
