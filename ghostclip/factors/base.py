@@ -49,9 +49,10 @@ class Factor(ABC):
         """Return the squared Euclidean norm of every sample's gradient."""
 
     def block_norms(self) -> list[Tensor] | None:
-        """Return norms whose squares add up to `sqnorm`, each of shape ``(B, K)``; None where it is not made of such.
+        """Return norms whose squares add up to `sqnorm`: cheaper to add up over many parameters than a sum for each.
 
-        They are cheaper to add up over many parameters than a sum for each.
+        Returns:
+            Norms, each of shape ``(B, K)``; None where the squared norm is not made of such.
         """
         return None
 
