@@ -151,7 +151,7 @@ def task_title(task: Mapping[str, Any]) -> str:
 LEGEND = (
     "A step is forward, backward and clipping, float32. time, CPU time, FLOPs, memory: times the non-private step, the "
     "first two as the median over rounds in which every engine ran once. memory: peak of later steps above the loaded "
-    "model, in a process of its own; first steps: the peak of the first three, in which a model is analysed. error: of "
+    "model, in a process of its own; first steps: the peak of the first four, in which a model is analysed. error: of "
     "the clipped sum against one-sample autograd in float64, largest over parameters. JAX: compiling is not timed, and "
     "its FLOPs are XLA's count before optimisation, elementwise operations included.\n"
 )

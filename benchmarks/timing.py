@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol, runtime_checkable
 
 import torch
 
@@ -23,6 +23,17 @@ MOST_BEFORE: Final = 5
 """Steps before the first that is timed: more than the fewest as long as they take less than `WARM_UP_SECONDS`."""
 
 WARM_UP_SECONDS: Final = 0.5
+
+
+@runtime_checkable
+class Proves(Protocol):
+    """A runner whose first steps prove what later ones rely on.
+
+    Attributes:
+        proving_steps: How many come before those that are as nearly all others are in training.
+    """
+
+    proving_steps: int
 
 
 @dataclass
@@ -61,7 +72,8 @@ def _steps(runner: Runner, batch: Batch, device: torch.device, count: int) -> tu
 def _warmed_up(runner: Runner, batch: Batch, device: torch.device) -> float:
     """Let an engine plan, prove and compile; return the wall seconds of its quickest step."""
     taken: list[float] = []
-    while len(taken) < FEWEST_BEFORE or (len(taken) < MOST_BEFORE and sum(taken) < WARM_UP_SECONDS):
+    fewest = max(FEWEST_BEFORE, runner.proving_steps if isinstance(runner, Proves) else 0)
+    while len(taken) < fewest or (len(taken) < MOST_BEFORE and sum(taken) < WARM_UP_SECONDS):
         taken.append(_steps(runner, batch, device, 1)[0])
     return min(taken)
 

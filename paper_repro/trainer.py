@@ -30,6 +30,7 @@ class Trainer:
         update: Noise and the optimizer's step.
         keep: Whether gradients stay after a step, for `result`; else they are freed, so that an engine that waits for
             its turn holds no more than its model.
+        proving_steps: How many first steps are not like others in training.
         update_seconds: Seconds that `update` took, one entry a step.
     """
 
@@ -39,6 +40,7 @@ class Trainer:
     backward: Callable[[Any], None]
     update: Callable[[], object]
     keep: bool = False
+    proving_steps: int = 0
     update_seconds: list[float] = field(default_factory=list)
 
     def step(self, batch: Batch) -> None:

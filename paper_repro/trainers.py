@@ -28,7 +28,7 @@ def _ghostclip(model: nn.Module, max_grad_norm: float, *, sigma: float, keep: bo
         sgd(model), noise_multiplier=sigma, expected_batch_size=1, clipper=clipper, noise_source=make_noise_source()
     )
     loss = partial(per_sample_losses, model)
-    return Trainer(model, trainable(model), loss, clipper.backward, optimizer.step, keep)
+    return Trainer(model, trainable(model), loss, clipper.backward, optimizer.step, keep, proving_steps=4)
 
 
 def trainers(*, sigma: float, keep: bool = False, every: bool = False) -> list[Engine]:
