@@ -30,6 +30,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--with-memory", action="store_true", help="measure memory in a quick run too, which takes minutes"
     )
+    parser.add_argument("--no-memory", action="store_true", help="time and operations alone")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own choice)")
     options = parser.parse_args(arguments)
     for given, known in (
@@ -45,7 +46,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _limits(options: argparse.Namespace) -> Limits:
-    return Limits(options.rounds, options.seconds, with_memory=options.with_memory or not options.quick)
+    with_memory = not options.no_memory and (options.with_memory or not options.quick)
+    return Limits(options.rounds, options.seconds, with_memory=with_memory)
 
 
 def chosen(names: list[str] | None) -> list[Engine]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import statistics
 import time
 from collections.abc import Sequence
@@ -100,6 +101,8 @@ def measure(
         min(MOST_IN_A_TURN, max(1, round(TURN_SECONDS / _warmed_up(runner, batch, device)))) for runner in runners
     ]
     found = [Times() for _ in runners]
+    # Drawn anew for every round: some engines leave threads spinning and caches full to whoever comes next.
+    order = random.Random(0)
     gc.collect()
     gc.disable()
     started = time.perf_counter()
@@ -107,9 +110,7 @@ def measure(
         for index in range(rounds):
             if index >= 3 and time.perf_counter() - started > seconds:
                 break
-            # The order rotates, so that nobody always runs after the same neighbour.
-            for turn in range(len(runners)):
-                which = (turn + index) % len(runners)
+            for which in order.sample(range(len(runners)), len(runners)):
                 wall, cpu = _steps(runners[which], batch, device, counts[which])
                 found[which].wall.append(wall)
                 found[which].cpu.append(cpu)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks import capacity, curves, memory, options, run, scaling
+from benchmarks import capacity, curves, memory, options, run, scaling, timing
 from benchmarks.engines import NON_PRIVATE, CannotDo, Engine
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.tasks import find
@@ -207,3 +208,22 @@ def test_the_command_for_a_gpu_says_in_one_line_what_is_wrong(arguments, said, c
     with pytest.raises(SystemExit):
         gpu.main(arguments)
     assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_every_engine_runs_once_a_round_after_changing_neighbours():
+    """An engine that leaves threads spinning must not always hit the same one."""
+    ran = []
+
+    class Runner:
+        def __init__(self, name):
+            self.name = name
+
+        def step(self, batch):
+            ran.append(self.name)
+
+    names = "abcd"
+    found = timing.measure([Runner(name) for name in names], (), torch.device("cpu"), rounds=40, seconds=60)
+    assert all(len(times.wall) == len(times.cpu) == 40 for times in found)
+    turns = [name for name, _ in itertools.groupby(ran[-40 * 4 * timing.MOST_IN_A_TURN :])]
+    after_a = {second for first, second in itertools.pairwise(turns) if first == "a"}
+    assert after_a == set("bcd")
