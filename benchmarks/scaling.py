@@ -35,19 +35,20 @@ MEASURES = {"time": "wall_ratio", "CPU time": "cpu_ratio", "FLOPs": "flops_ratio
 LEAST_ALONE = 8.0
 
 
-def points(over: str, *, quick: bool) -> list[dict[str, int]]:
+def points(over: str, *, quick: bool, lengths: Sequence[int] = ()) -> list[dict[str, int]]:
     """The places of a curve.
 
     Args:
         over: "T" or "B".
         quick: Whether few and small ones are meant.
+        lengths: The lengths of the curve over T, where others than the usual ones are meant.
 
     Returns:
         T and B of each.
     """
     if over == "T":
-        lengths, tokens = (QUICK_LENGTHS, QUICK_TOKENS) if quick else (LENGTHS, TOKENS)
-        return [{"T": length, "B": max(1, tokens // length)} for length in lengths]
+        usual, tokens = (QUICK_LENGTHS, QUICK_TOKENS) if quick else (LENGTHS, TOKENS)
+        return [{"T": length, "B": max(1, tokens // length)} for length in lengths or usual]
     samples, length = (QUICK_SAMPLES, QUICK_LENGTH) if quick else (SAMPLES, LENGTH)
     return [{"T": length, "B": number} for number in samples]
 
@@ -171,6 +172,9 @@ def markdown(report: Mapping[str, Any]) -> str:
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=__doc__)
     parser.add_argument("--over", choices=("B", "T"), action="append", help="only this curve")
+    parser.add_argument(
+        "--length", type=options.count, action="append", help="only these T; may be given several times"
+    )
     parser.add_argument("--device", type=options.device, default="cpu", help="cpu (the default), cuda, ...")
     parser.add_argument("--quick", action="store_true", help="few and small points: does it run, not how fast")
     parser.add_argument(
@@ -224,7 +228,7 @@ def main(arguments: list[str] | None = None) -> int:
     report |= {"limits": {"alone_seconds": given.alone, "budget_minutes": given.budget}, "curves": []}
     name = stem("scaling", given.device, quick=given.quick)
     for over in given.over or ("B", "T"):
-        places = points(over, quick=given.quick)
+        places = points(over, quick=given.quick, lengths=given.length or ())
         curve: dict[str, Any] = {"over": over, "title": title(over, places), "points": []}
         report["curves"].append(curve)
         for place in places:

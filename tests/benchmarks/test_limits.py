@@ -227,3 +227,8 @@ def test_every_engine_runs_once_a_round_after_changing_neighbours():
     turns = [name for name, _ in itertools.groupby(ran[-40 * 4 * timing.MOST_IN_A_TURN :])]
     after_a = {second for first, second in itertools.pairwise(turns) if first == "a"}
     assert after_a == set("bcd")
+
+
+def test_lengths_can_be_chosen():
+    assert scaling.points("T", quick=False, lengths=(4096, 8192)) == [{"T": 4096, "B": 1}, {"T": 8192, "B": 1}]
+    assert [place["T"] for place in scaling.points("T", quick=False)] == list(scaling.LENGTHS)
