@@ -11,6 +11,7 @@ import torch
 from benchmarks import machine
 from benchmarks.engines import Engine
 from benchmarks.files import RESULTS, head, stem, write
+from benchmarks.options import refuse_unknown
 from benchmarks.peers import QUOTED, every_engine, missing
 from benchmarks.plot import plot
 from benchmarks.report import markdown
@@ -33,13 +34,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-memory", action="store_true", help="time and operations alone")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own choice)")
     options = parser.parse_args(arguments)
-    for given, known in (
-        (options.task, [task.name for task in tasks(quick=True)]),
-        (options.engine, [engine.name for engine in every_engine()]),
-    ):
-        unknown = sorted(set(given or ()) - set(known))
-        if unknown:
-            parser.error(f"unknown: {', '.join(unknown)} (there are: {', '.join(known)})")
+    refuse_unknown(parser, "--task", options.task, [task.name for task in tasks(quick=True)])
+    refuse_unknown(parser, "--engine", options.engine, [engine.name for engine in every_engine()])
     if options.quick:
         options.seconds, options.rounds = min(options.seconds, 5.0), min(options.rounds, 3)
     return options
