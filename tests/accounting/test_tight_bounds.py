@@ -16,6 +16,7 @@ from scipy.special import log_ndtr
 
 from benchmarks.accounting.grid import edges, usual
 from ghostclip.accounting import PLDAccountant, RDPAccountant, create_accountant
+from ghostclip.accounting.composing import compose
 
 SPOTS = [
     (1.0, 0.01, 1_000, 1e-5, 1.828),
@@ -184,15 +185,24 @@ def test_close_to_dp_accounting(history, delta):
     assert found.upper <= theirs * (1 + 1e-3)
 
 
-def test_many_distinct_steps():
+def test_many_distinct_steps(monkeypatch):
+    """They take as few compositions as steps of one kind do, each of all steps together."""
+    composed = []
+
+    def counted(ledger, *arguments):
+        composed.append(len(ledger.steps))
+        return compose(ledger, *arguments)
+
+    monkeypatch.setattr("ghostclip.accounting.pld.compose", counted)
     generator = np.random.default_rng(1)
     sigmas = generator.uniform(0.8, 1.2, 250)
-    history = [(float(sigma), 0.01, 3) for sigma in sigmas]
-    began = time.process_time()
-    found = bounds(history, 1e-5)
-    assert time.process_time() - began < 10
+    found = bounds([(float(sigma), 0.01, 3) for sigma in sigmas], 1e-5)
+    assert composed
+    assert set(composed) == {250}
+    together = len(composed)
     assert found.upper - found.lower <= 1e-3 * found.upper
     ends = [bounds([(sigma, 0.01, 750)], 1e-5) for sigma in (0.8, 1.2)]
+    assert together <= len(composed) - together
     assert ends[1].lower < found.lower <= found.upper < ends[0].upper
 
 
