@@ -83,10 +83,14 @@ def test_what_replaces_the_noise_is_divided_too(kind, times):
 def test_any_number_of_threads_draws_the_same(monkeypatch):
     source = FastNoise()
     copy = twin(source)
-    seen, add = set(), copy._add
+    seen, add, second = set(), copy._add, threading.Event()
 
     def watched(*arguments):
         seen.add(threading.get_ident())
+        if len(seen) > 1:
+            second.set()
+        # A quick thread could do it all before another has started.
+        second.wait(60)
         assert not torch.is_grad_enabled()
         add(*arguments)
 
