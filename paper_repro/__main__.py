@@ -156,4 +156,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    machine.keep_heap()
     sys.exit(main())

@@ -27,6 +27,8 @@ def batch_size_of(args: tuple[Any, ...], kwargs: dict[str, Any], axis: int) -> i
     Raises:
         BatchAxisError: There is no tensor among the inputs.
     """
+    if args and type(args[0]) is Tensor and args[0].dim() > axis:
+        return args[0].shape[axis]
     first = [kwargs[key] for key in _MAIN_INPUTS if key in kwargs] if kwargs else []
     for tree in (args, first, kwargs):
         for leaf in leaves_of(tree, is_leaf=is_packed):

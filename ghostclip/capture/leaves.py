@@ -26,9 +26,12 @@ def leaves_of(tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> lis
 def _gather(item: Any, found: list[Any]) -> bool:
     """Gather the leaves of tuples, lists and dicts; False where something else may be a container as well."""
     kind = type(item)
-    if kind is tuple or kind is list:
-        return all(_gather(part, found) for part in item)
-    if kind is dict:
-        return all(_gather(part, found) for part in item.values())
+    if kind is tuple or kind is list or kind is dict:
+        for part in item.values() if kind is dict else item:
+            if type(part) is Tensor:
+                found.append(part)
+            elif not _gather(part, found):
+                return False
+        return True
     found.append(item)
     return kind in _PLAIN or isinstance(item, Tensor)

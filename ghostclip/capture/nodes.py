@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ghostclip.capture.leaves import leaves_of
 from ghostclip.capture.tracked import TrackedTensor
 
 
@@ -235,17 +234,17 @@ def own(tensor: Tensor, anchor: Tensor, *, anchored: bool) -> Tensor:
     return _Own.apply(tensor, anchor) if tensor._is_view() or not anchored else tensor
 
 
-def is_to_tie(model: nn.Module, inputs: Any) -> bool:
+def is_to_tie(model: nn.Module, inputs: Iterable[Any]) -> bool:
     """Return whether a backward to these inputs would pass a model's anchor by.
 
     Args:
         model: The model; one that is frozen has no backward of its own to hear of.
-        inputs: Nested tuples, lists and dicts.
+        inputs: The leaves of what it is called with.
 
     Returns:
         True when the model has a trainable parameter and some input requires grad.
     """
-    if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves_of(inputs)):
+    if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in inputs):
         return False
     return any(parameter.requires_grad for parameter in model.parameters())
 

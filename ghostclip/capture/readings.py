@@ -74,6 +74,8 @@ def tensors(tree: Any) -> list[Tensor]:
     Returns:
         In order, each once.
     """
+    if type(tree) is Tensor:
+        return [tree]
     found: dict[int, Tensor] = {}
     pending, seen = [(tree, 0)], set()
     while pending:

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ghostclip.capture.packed import PACK, PAD, positions, rows_of, with_a_step
 from ghostclip.capture.provenance import ROWS_KEY, columns_of, routed_samples
+from ghostclip.capture.tracked import TrackedTensor
 
 _PICKS = {
     torch.Tensor.__getitem__, torch.index_select, torch.Tensor.index_select, torch.flip, torch.Tensor.flip, torch.roll,
@@ -38,6 +39,7 @@ _TURNS = {
 _JOINS = {torch.cat, torch.concat, torch.concatenate}
 _PACKING = {PACK, PAD}
 _SEEN = _PICKS | _SORTS | _PACKING | {torch.Tensor.__setitem__}
+_OURS = frozenset({TrackedTensor, Tensor, torch.nn.Parameter})
 # Stands for an order that is not known.
 DOUBTFUL = torch.empty(0, dtype=torch.int64)
 
@@ -120,6 +122,9 @@ class Watch(TorchFunctionMode):
         """Run any torch function and note what it does to the order of rows."""
         kwargs = kwargs or {}
         if func not in _SEEN and not self._rows.told:
+            if TrackedTensor in types and _OURS.issuperset(types) and not torch._C._len_torch_function_stack():
+                # Whom torch would ask next.
+                return TrackedTensor.__torch_function__(func, types, args, kwargs)
             return func(*args, **kwargs)
         if func == PACK and self._made_up:
             args = (args[0], *with_a_step(*args[1:]))

@@ -118,7 +118,7 @@ class Session:
             self._forwards += 1
             self.record.unproven = is_power_of_four(self._forwards)
             self.record.buffers = Buffers(self.model) if is_to_prove(self) else None
-            if is_to_tie(self.model, (args, kwargs)):
+            if is_to_tie(self.model, leaves_of((args, kwargs))):
                 args, kwargs = tree_map(lambda item: tied(item, self.anchor), (args, dict(kwargs)))
             self._running = Running(module, kwargs, self._break_off)
             changed = args, self._running.hand_over()
@@ -131,8 +131,7 @@ class Session:
         self.watch.begin(self.record.batch_size, self.record.axis, made_up=self.record.padded)
         if not inputs:
             return
-        leaves = leaves_of(inputs)
-        self.record.inputs = frozenset([id(leaf) for leaf in leaves if isinstance(leaf, Tensor)])
+        self.record.inputs = frozenset([id(leaf) for leaf in leaves_of(inputs) if isinstance(leaf, Tensor)])
         if len(self.record.inputs) > 1:
             # A packed sequence is a tuple of tensors.
             for packed in packed_inputs(inputs):
@@ -230,7 +229,7 @@ class Session:
     @contextmanager
     def lending(self) -> Iterator[None]:
         """Yield with parameters lent for a backward, in which checkpointed functions run their forward again."""
-        if not (self.record.checkpointed or self.record.silent):
+        if not self.record.runs_again:
             yield
             return
         self.loan.begin()
@@ -312,7 +311,8 @@ class Session:
         if not in_backward():
             # What checkpointing runs again in a backward is no further use: counting it would keep its factors waiting.
             for tracked in use.targets.values():
-                self.record.use_counts.update(tracked.origin.names)
+                for name in tracked.origin.leaves:
+                    self.record.use_counts[name] += 1
             self.record.note_size(use)
         self.record.checkpointed = self.record.checkpointed or under_checkpoint()
         # The other kind recomputes under hooks of its own, and what it registers then is dropped.

@@ -96,18 +96,20 @@ class Settled:
         form = self._forms.get(_key_of(func, args, kwargs))
         if form is None or in_backward() or not torch.is_grad_enabled():
             return NotImplemented
-        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        rows: Tensor = given[form.rows]
+        rows: Tensor = args[form.rows] if type(form.rows) is int else kwargs[form.rows]
         use = self._use(form, rows)
         if use is None:
             return NotImplemented
+        positional, named = list(args), dict(kwargs)
         for place, tracked in form.tracked:
-            given[place] = tracked.origin.value
-        positional = [given.pop(place) for place in range(len(args))]
+            if type(place) is int:
+                positional[place] = tracked.origin.value
+            else:
+                named[place] = tracked.origin.value
         kept = form.captured
         saved = (rows,) if kept.saves else ()
         return carry_out(
-            self._session, use, lambda: func(*positional, **given), rows=rows, saved=saved, order=kept.order
+            self._session, use, lambda: func(*positional, **named), rows=rows, saved=saved, order=kept.order
         )
 
     def _use(self, form: _Form, rows: Tensor) -> Use | None:

@@ -4,7 +4,7 @@ Uses live in the autograd graph (in the closure of the hook on their output), so
 nothing behind. What outlives them is the call site's memory of how rows map to samples.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -54,6 +54,10 @@ class Site:
         return f"parameter '{', '.join(self.names)}' in {self.operation}"
 
 
+def _counts() -> defaultdict[Any, int]:
+    return defaultdict(int)
+
+
 @dataclass(eq=False)
 class Record:
     """One forward of the model: what all its uses share.
@@ -79,7 +83,7 @@ class Record:
     batch_size: int
     axis: int
     padded: bool = False
-    use_counts: Counter[str] = field(default_factory=Counter)
+    use_counts: defaultdict[str, int] = field(default_factory=_counts)
     checkpointed: bool = False
     spent: bool = False
     unproven: bool = False
@@ -87,10 +91,15 @@ class Record:
     inputs: frozenset[int] = frozenset()
     buffers: Buffers | None = None
     reordered: bool = False
-    visits: Counter[Any] = field(default_factory=Counter)
+    visits: defaultdict[Any, int] = field(default_factory=_counts)
     ways: dict[Any, str] = field(default_factory=dict)
     sizes: list[tuple[tuple[str, ...], tuple[int, ...]]] = field(default_factory=list)
     beside: int = 0
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether a backward may run parts of it again, on parameters that must be lent for that."""
+        return self.checkpointed or self.silent
 
     def note_size(self, use: "Use") -> None:
         """Note what a use of this forward will take, for whoever plans its backward."""
@@ -259,7 +268,7 @@ class Use:
 
     def _circumstances(self, key: str, saved: Sequence[Tensor]) -> Circumstances:
         form = self.site.forms.get(self.targets[key].origin.names[0], "")
-        recomputed = self.record.checkpointed or self.record.silent
+        recomputed = self.record.runs_again
         # Data outside the graph could turn out to be a constant; what is in the graph wants its gradient.
         return Circumstances(self.site.operation, form, self.constant_key is None, recomputed, saved)
 

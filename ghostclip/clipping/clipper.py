@@ -1,8 +1,7 @@
 """``GhostClipper``: attach to a model, call backward, find the clipped sum in ``.grad``."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Final, Literal, get_args
 
@@ -17,7 +16,7 @@ from ghostclip.clipping.coverage import Coverage, coverage_of
 from ghostclip.clipping.decisions import Decisions
 from ghostclip.clipping.diagnostics import Diagnostics
 from ghostclip.clipping.grouping import Whole
-from ghostclip.clipping.loss import check_loss, check_normaliser
+from ghostclip.clipping.loss import back_propagate, check_loss, check_normaliser
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, Pass, SumPass
 from ghostclip.clipping.plan import Planner, Planning
@@ -141,8 +140,7 @@ class GhostClipper(Diagnostics):
             self._two_passes(loss.sum(), per_sample=per_sample, instantiate=strategy == "fast")
             return
         listener = self._one_pass(strategy, loss)
-        # Ones in the place of a sum: two operations fewer, and their nodes.
-        self._listen(listener, lambda: loss.backward(torch.ones_like(loss)))
+        self._listen(listener, lambda: back_propagate(loss))
         self._complete(listener, per_sample=per_sample)
 
     def resolve_strategy(self) -> str:
@@ -178,8 +176,7 @@ class GhostClipper(Diagnostics):
                 break
         release = self._decisions.release(total, self._record_of(norms), scale, norms.doubtful_B)
         sums = SumPass(self._store, release, expected=norms.seen if same_uses else None)
-        with self._all_or_nothing():
-            self._listen(sums, loss.backward)
+        self._all_or_nothing(lambda: self._listen(sums, loss.backward))
         self._close(norms)
 
     def _listen(self, listener: Pass, run: Callable[[], bool | None]) -> bool | None:
@@ -187,6 +184,8 @@ class GhostClipper(Diagnostics):
             raise GhostClipError("a backward of this model is running already.")
         self._session.listener = listener
         try:
+            if not self._session.record.runs_again:
+                return run()
             with self._session.lending():
                 return run()
         finally:
@@ -231,15 +230,13 @@ class GhostClipper(Diagnostics):
             scale = self._scale(per_sample=per_sample)
             total = listener.norms()
             release = self._decisions.release(total, self._record_of(listener), scale, listener.doubtful_B)
-            with self._all_or_nothing():
-                listener.add_sums(self._store, release, scale)
+            self._all_or_nothing(lambda: listener.add_sums(self._store, release, scale))
         self._close(listener)
 
-    @contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
+    def _all_or_nothing(self, add: Callable[[], object]) -> None:
         """Drop every sum when adding to them fails half-way: half a batch must never be released."""
         try:
-            yield
+            add()
         except BaseException:
             self.reset()
             raise

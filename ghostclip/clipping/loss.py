@@ -8,8 +8,26 @@ from torch import Tensor
 
 from ghostclip.errors import LossReductionError
 
+# What torch.autograd.backward hands over to; absent from some versions.
+_RUN: Final[Any] = getattr(torch.autograd.graph, "_engine_run_backward", None)
 # torch's own losses keep their reduction as a number: 0 none, 1 mean, 2 sum.
 _NAMES: Final = {1: "mean", 2: "sum"}
+
+
+def back_propagate(loss: Tensor) -> None:
+    """Back-propagate the sum of losses.
+
+    Ones in the place of a sum are two operations fewer, and their nodes; and what ``loss.backward`` looks at on the way
+    to autograd takes half as long as a small backward does.
+
+    Args:
+        loss: Per-sample losses, shape ``(B,)``, or a scalar.
+    """
+    ones = torch.ones_like(loss)
+    if _RUN is None or type(loss) is not Tensor or not loss.requires_grad:
+        loss.backward(ones)
+    else:
+        _RUN((loss,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def check_loss(loss: Tensor, *, reduction: str, batch_size: int) -> None:

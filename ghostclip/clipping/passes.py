@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.capture.usage import Record, Use
+from ghostclip.clipping.changes import changed_in_place, versions
 from ghostclip.clipping.norms import GroupNorms, cross_terms, exact_norms, exact_sqnorm, in_double
 from ghostclip.errors import BatchAxisError, GhostClipError, TamperedGradientError
 from ghostclip.factors import Dense, Factor, Outer, Permuted, Placed, Rows, joined
@@ -183,7 +184,7 @@ class BookKeeping(Pass):
             buffer = sums.buffer(name)
             for factor in self.factors.pop(name):
                 if self._versions.get(id(factor)) not in (None, versions(factor)):
-                    raise TamperedGradientError(_changed_in_place(name))
+                    raise TamperedGradientError(changed_in_place(name))
                 release.into(buffer, factor, name)
 
 
@@ -343,8 +344,7 @@ class Release:
         """
         kept = factor if self.keep_B is None else factor.masked(self.keep_B)
         coef_B = self._coefficients(self.group_of.get(name, 0), buffer)
-        held = kept.inner if isinstance(kept, Permuted) else kept
-        if self.doubtful_B is None or isinstance(held, (Dense, Rows)):
+        if self.doubtful_B is None or isinstance(kept.inner if isinstance(kept, Permuted) else kept, (Dense, Rows)):
             kept.add_clipped_sum_(coef_B, buffer)
             return
         doubtful_B = self.doubtful_B.to(buffer.device)
@@ -352,33 +352,6 @@ class Release:
         exact = torch.zeros_like(buffer, dtype=torch.float64)
         in_double(kept.masked(doubtful_B)).add_clipped_sum_(coef_B.double(), exact)
         buffer += exact
-
-
-def versions(factor: Factor) -> list[int]:
-    """Return how often each tensor that a factor holds was changed in place.
-
-    Args:
-        factor: A factor, perhaps around others.
-
-    Returns:
-        Counts in the order in which the factor holds the tensors.
-    """
-    found: list[int] = []
-    for value in vars(factor).values():
-        if isinstance(value, Tensor):
-            found.append(value._version)
-        elif isinstance(value, Factor):
-            found += versions(value)
-        elif isinstance(value, dict):
-            found += [version for part in value.values() if isinstance(part, Factor) for version in versions(part)]
-    return found
-
-
-def _changed_in_place(name: str) -> str:
-    return (
-        f"parameter '{name}': what its gradient is made of was changed in place in the backward (by a hook on a "
-        "layer's output, say), after its norm had been taken. Return a new tensor from the hook."
-    )
 
 
 def smaller_form(factor: Factor, *, always: bool = False) -> Factor:
@@ -391,6 +364,8 @@ def smaller_form(factor: Factor, *, always: bool = False) -> Factor:
     Returns:
         The factor itself, or one that holds the gradient in its place.
     """
+    if type(factor) is Dense:
+        return factor
     if isinstance(factor, Placed):
         return Placed(smaller_form(factor.inner, always=always), factor.index, shape=factor.shape)
     if isinstance(factor, Permuted):

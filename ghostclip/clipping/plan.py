@@ -142,7 +142,7 @@ class Planner:
         return self._plan("during", use.record, lambda: footprint_from(use, grad, parameters.values()))
 
     def _plan(self, when: str, record: Record, footprint: Callable[[], Footprint]) -> frozenset[str]:
-        if record.checkpointed or record.silent:
+        if record.runs_again:
             self.latest = frozenset()
             return self.latest
         key = (when, record.batch_size, tuple(record.sizes), record.beside, self.budget, self.planning)

@@ -138,3 +138,12 @@ def test_interrupt_whose_traceback_is_kept():
     del kept
     clipper.backward(model(ids[:2]).square().sum(1))
     assert clipper.per_sample_norms.shape == (2,)
+
+
+def test_a_stance_of_the_users_stays():
+    model = _Model()
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=0.5)
+    with torch.compiler.set_stance("eager_on_recompile"):
+        clipper.backward(model(torch.randint(11, (4, 5))).square().sum(1))
+        assert torch._dynamo.eval_frame._stance.stance == "eager_on_recompile"
+    assert torch._dynamo.eval_frame._stance.stance == "default"

@@ -1,0 +1,42 @@
+"""Changes in place to what a factor holds, between its norm and its sum: autograd counts them."""
+
+from torch import Tensor
+
+from ghostclip.factors import Dense, Factor
+
+
+def versions(factor: Factor) -> list[int]:
+    """Return how often each tensor that a factor holds was changed in place.
+
+    Args:
+        factor: A factor, perhaps around others.
+
+    Returns:
+        Counts in the order in which the factor holds the tensors.
+    """
+    if type(factor) is Dense:
+        return [factor.grad_BP._version]
+    found: list[int] = []
+    for value in vars(factor).values():
+        if isinstance(value, Tensor):
+            found.append(value._version)
+        elif isinstance(value, Factor):
+            found += versions(value)
+        elif isinstance(value, dict):
+            found += [version for part in value.values() if isinstance(part, Factor) for version in versions(part)]
+    return found
+
+
+def changed_in_place(name: str) -> str:
+    """Say that a factor was changed, and what to do.
+
+    Args:
+        name: Its parameter's name.
+
+    Returns:
+        The text for a ``TamperedGradientError``.
+    """
+    return (
+        f"parameter '{name}': what its gradient is made of was changed in place in the backward (by a hook on a "
+        "layer's output, say), after its norm had been taken. Return a new tensor from the hook."
+    )
