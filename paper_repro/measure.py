@@ -28,6 +28,8 @@ MAX_GRAD_NORM = 1.0
 EXACT = 1e-10
 # Steps that an engine makes besides the trial: two to warm up, three rounds at least, two under a counter.
 FEWEST_STEPS = 7
+# What a case has although slow ones before it took more than their share: some rounds more where steps are quick.
+LEAST_SECONDS = 10.0
 # A first step that took less is followed by a second one, which tells more: the first one loads and plans.
 SHORT_STEP = 2.0
 # A mode of Opacus that takes so many times its fastest in a single step is not the fastest after all.
@@ -305,7 +307,7 @@ def measured(table: Table, plan: Plan, after: Callable[[Case, dict[str, Any]], N
         with cap(SHARE_OF_FREE * (free or 0), plan.device) if guarded else nullcontext():
             if case.group not in verdicts:
                 verdicts[case.group] = check(table, case, plan)
-            left = max(0.0, share - (time.perf_counter() - started))
+            left = max(share - (time.perf_counter() - started), min(LEAST_SECONDS, plan.seconds))
             found = measure_case(table, case, verdicts[case.group], replace(plan, seconds=left))
         gc.collect()
         after(case, found)
