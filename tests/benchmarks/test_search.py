@@ -58,7 +58,7 @@ def test_a_search_whose_time_is_over_gives_what_fits():
 
 
 def test_an_engine_is_searched_by_what_its_steps_take(monkeypatch):
-    taken = {"peak": 0}
+    taken, steps = {"peak": 0}, []
     monkeypatch.setattr(capacity, "held", lambda device: 1000)
     monkeypatch.setattr(capacity, "forget_peak", lambda device: True)
     monkeypatch.setattr(capacity, "peak", lambda device: taken["peak"])
@@ -68,6 +68,7 @@ def test_an_engine_is_searched_by_what_its_steps_take(monkeypatch):
             pass
 
         def step(self, batch):
+            steps.append(len(batch[1]))
             taken["peak"] = 1000 + 10 * len(batch[1])
 
     engine = capacity.Engine("x", "X", False, Runner)
@@ -76,6 +77,8 @@ def test_an_engine_is_searched_by_what_its_steps_take(monkeypatch):
     assert not found["largest_batch_is_limit"]
     assert found["peaks"]["20"] == 200
     assert found["samples_per_second"] > 0
+    # The last ones, of which the first is not timed.
+    assert steps[-1 - capacity.TIMED_STEPS :] == [20] * (1 + capacity.TIMED_STEPS)
 
 
 MEASURED = """
