@@ -65,14 +65,17 @@ def add_times(
         task: Gives the models and the batch.
         device: Where they run.
         expected: Gives the clipping norm.
-        limits: `rounds` and `seconds`, whichever comes first.
+        limits: `rounds` and `seconds`, whichever comes first; `before`, if it is there: the fewest steps before them.
 
     Returns:
         The number of rounds.
     """
     batch = task.batch(device)
     runners = [engine.attach(task.model(device), expected.max_grad_norm) for engine in chosen]
-    times = timing.measure(runners, batch, device, rounds=int(limits["rounds"]), seconds=limits["seconds"])
+    before = int(limits.get("before", timing.FEWEST_BEFORE))
+    times = timing.measure(
+        runners, batch, device, rounds=int(limits["rounds"]), seconds=limits["seconds"], before=before
+    )
     # Nobody counts inside torch's fused recurrent kernels, which the non-private step runs.
     fused = any(isinstance(module, torch.nn.RNNBase) for module in task.make_model().modules())
     operations = [None if fused else flops.count(runner, batch) for runner in runners]

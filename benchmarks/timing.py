@@ -70,17 +70,23 @@ def _steps(runner: Runner, batch: Batch, device: torch.device, count: int) -> tu
     return (time.perf_counter() - wall) / count, (time.process_time() - cpu) / count
 
 
-def _warmed_up(runner: Runner, batch: Batch, device: torch.device) -> float:
+def _warmed_up(runner: Runner, batch: Batch, device: torch.device, before: int) -> float:
     """Let an engine plan, prove and compile; return the wall seconds of its quickest step."""
     taken: list[float] = []
-    fewest = max(FEWEST_BEFORE, runner.proving_steps if isinstance(runner, Proves) else 0)
+    fewest = max(before, runner.proving_steps if isinstance(runner, Proves) else 0)
     while len(taken) < fewest or (len(taken) < MOST_BEFORE and sum(taken) < WARM_UP_SECONDS):
         taken.append(_steps(runner, batch, device, 1)[0])
     return min(taken)
 
 
 def measure(
-    runners: Sequence[Runner], batch: Batch, device: torch.device, *, rounds: int, seconds: float
+    runners: Sequence[Runner],
+    batch: Batch,
+    device: torch.device,
+    *,
+    rounds: int,
+    seconds: float,
+    before: int = FEWEST_BEFORE,
 ) -> list[Times]:
     """Time the runners in turns.
 
@@ -93,13 +99,13 @@ def measure(
         device: Where they run.
         rounds: Most rounds.
         seconds: Start no further round after this time, but finish three at least.
+        before: Fewest steps of each before the first that is timed; one that proves makes its proofs in any case.
 
     Returns:
         The times of each runner.
     """
-    counts = [
-        min(MOST_IN_A_TURN, max(1, round(TURN_SECONDS / _warmed_up(runner, batch, device)))) for runner in runners
-    ]
+    quickest = [_warmed_up(runner, batch, device, before) for runner in runners]
+    counts = [min(MOST_IN_A_TURN, max(1, round(TURN_SECONDS / seconds_each))) for seconds_each in quickest]
     found = [Times() for _ in runners]
     # Drawn anew for every round: some engines leave threads spinning and caches full to whoever comes next.
     order = random.Random(0)

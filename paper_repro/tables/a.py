@@ -70,7 +70,7 @@ def table(size: Size) -> Table:
         references=(),
         engines=lambda check: trainers(sigma=0.0 if check else SIGMA, keep=check, every=True),
         unit="epoch",
-        minutes=8.0,
+        minutes=6.0,
         checked_samples=16 if size != "tiny" else 4,
         notes=(
             f"Models and protocol: {OPACUS_PAPER}. SGD, σ = {SIGMA}, C = 1, float32. The paper shows its times as a "

@@ -53,7 +53,7 @@ def table(size: Size) -> Table:
         references=(BERT, STAGES),
         engines=lambda check: trainers(sigma=0.0 if check else SIGMA, keep=check),
         memory=True,
-        minutes=5.0,
+        minutes=4.0,
         timed_share=0.5,
         notes=tuple(notes),
         extra="stages",

@@ -60,7 +60,7 @@ def table(size: Size) -> Table:
         engines=lambda check: trainers(sigma=0.0 if check else SIGMA, keep=check),
         unit="epoch",
         memory=True,
-        minutes=7.0,
+        minutes=5.5,
         timed_share=0.8,
         notes=tuple(notes),
     )
