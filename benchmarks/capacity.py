@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import machine, options
+from benchmarks import machine, options, timing
 from benchmarks.correctness import reference
 from benchmarks.engines import Engine
 from benchmarks.files import RESULTS, head, stem, write
@@ -118,11 +118,7 @@ class Probe:
         return batch
 
     def _step(self, batch: Batch) -> float:
-        started = time.perf_counter()
-        self.runner.step(batch)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter() - started
+        return timing.steps(self.runner, batch, self.device)[0]
 
 
 @dataclass(frozen=True)

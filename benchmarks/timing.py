@@ -60,8 +60,18 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _steps(runner: Runner, batch: Batch, device: torch.device, count: int) -> tuple[float, float]:
-    """Return the wall and CPU seconds of one step, as the mean of several in a row."""
+def steps(runner: Runner, batch: Batch, device: torch.device, count: int = 1) -> tuple[float, float]:
+    """Make steps.
+
+    Args:
+        runner: The engine at work.
+        batch: What it steps on.
+        device: Where it runs; waited for before and after.
+        count: How many steps, in a row.
+
+    Returns:
+        The wall and CPU seconds of one step, as their mean.
+    """
     synchronize(device)
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(count):
@@ -75,7 +85,7 @@ def _warmed_up(runner: Runner, batch: Batch, device: torch.device, before: int) 
     taken: list[float] = []
     fewest = max(before, runner.proving_steps if isinstance(runner, Proves) else 0)
     while len(taken) < fewest or (len(taken) < MOST_BEFORE and sum(taken) < WARM_UP_SECONDS):
-        taken.append(_steps(runner, batch, device, 1)[0])
+        taken.append(steps(runner, batch, device)[0])
     return min(taken)
 
 
@@ -117,7 +127,7 @@ def measure(
             if index >= 3 and time.perf_counter() - started > seconds:
                 break
             for which in order.sample(range(len(runners)), len(runners)):
-                wall, cpu = _steps(runners[which], batch, device, counts[which])
+                wall, cpu = steps(runners[which], batch, device, counts[which])
                 found[which].wall.append(wall)
                 found[which].cpu.append(cpu)
             gc.collect()

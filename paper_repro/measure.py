@@ -151,14 +151,6 @@ def check(table: Table, case: Case, plan: Plan) -> list[Row]:
     return rows
 
 
-def _seconds_of(runner: Runner, batch: Batch, device: torch.device) -> float:
-    started = time.perf_counter()
-    runner.step(batch)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - started
-
-
 def _trial(engine: Engine, case: Case, device: torch.device) -> dict[str, Any]:
     """One step alone: does it fit, and on a GPU, what does it take."""
     found: dict[str, Any] = {}
@@ -169,9 +161,9 @@ def _trial(engine: Engine, case: Case, device: torch.device) -> dict[str, Any]:
             runner.step(batch)
             found["loaded_bytes"] = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
-        found["trial_seconds"] = _seconds_of(runner, batch, device)
+        found["trial_seconds"] = timing.steps(runner, batch, device)[0]
         if found["trial_seconds"] < SHORT_STEP:
-            found["trial_seconds"] = _seconds_of(runner, batch, device)
+            found["trial_seconds"] = timing.steps(runner, batch, device)[0]
         if device.type == "cuda":
             found["peak_bytes"] = torch.cuda.max_memory_allocated(device)
     except Exception as problem:  # noqa: BLE001 - whatever an engine raises is a result
