@@ -65,12 +65,13 @@ class ClipRule(Protocol):
         """Return the rule's own constants by name."""
 
 
-def clip_coefficients(norm_B: Tensor, max_grad_norm: float) -> Tensor:
+def clip_coefficients(norm_B: Tensor, max_grad_norm: float, *, largest: float = math.inf) -> Tensor:
     """Return min(1, C/‖g_b‖) for every sample, never above the true value.
 
     Args:
         norm_B: Per-sample gradient norms, shape ``(B,)``, float32 or float64, already rounded up.
         max_grad_norm: C, at least 0.
+        largest: The largest norm, where it is known that all are finite: spares the cases that cannot arise then.
 
     Returns:
         Coefficients, shape ``(B,)``, in the norms' dtype; see the table of edge cases above.
@@ -91,8 +92,12 @@ def clip_coefficients(norm_B: Tensor, max_grad_norm: float) -> Tensor:
     bound = _margin(max_grad_norm, dtype)
     # Norms inside the ball become the bound, and their quotient 1, with nothing rounded.
     outside_B = torch.threshold(norm_B, max_grad_norm, bound)
-    quotient_B = torch.div(torch.tensor(bound, dtype=dtype, device="cpu"), outside_B)
-    return torch.threshold_(quotient_B, torch.finfo(dtype).tiny, 0.0).nan_to_num_(nan=0.0)
+    quotient_B = torch.div(torch.scalar_tensor(bound, dtype=dtype, device="cpu"), outside_B)
+    tiny = torch.finfo(dtype).tiny
+    if largest * 2 * tiny < bound:
+        # No quotient is below the normal numbers, and none is undefined.
+        return quotient_B
+    return torch.threshold_(quotient_B, tiny, 0.0).nan_to_num_(nan=0.0)
 
 
 def _margin(max_grad_norm: float, dtype: torch.dtype) -> float:

@@ -82,7 +82,8 @@ class Decisions:
         """
         norm_GB = _scaled(total.norm_GB(record.batch_size), scale)
         layout = self.layout
-        coef_GB = self.policy.coefficients(norm_GB, layout.bounds)
+        largest = None if total.largest is None else total.largest * scale
+        coef_GB = self.policy.coefficients(norm_GB, layout.bounds, largest=largest)
         if record.padded:
             self.norm_GB = [norm_B[:0] for norm_B in norm_GB]
             self.coef_GB = [coef_B[:0] for coef_B in coef_GB]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.factors import Factor, Outer, Permuted, Placed, SquaredNorm, Stacked, inner
-from ghostclip.factors.base import sum_of_squares
+from ghostclip.factors.base import root_of_squares, sum_of_squares
 from ghostclip.factors.stacked import sum_tensors
 
 # Rounding may add this share to a squared norm before the norm is computed again, by a form that does not cancel.
@@ -29,6 +29,7 @@ class NormSum:
         self._values: list[Tensor] = []
         self._errors: list[Tensor] = []
         self._blocks: list[Tensor] = []
+        self._root_B: Tensor | None = None
 
     def add(self, norm: SquaredNorm) -> None:
         """Add one factor's squared norms.
@@ -36,6 +37,7 @@ class NormSum:
         Args:
             norm: Squared norms, which must not change afterwards.
         """
+        self._root_B = None
         self._values.append(norm.value_B)
         if norm.error_B is not None:
             self._errors.append(norm.error_B)
@@ -46,6 +48,7 @@ class NormSum:
         Args:
             norms: Each of shape ``(B, K)``; they must not change afterwards.
         """
+        self._root_B = None
         self._blocks += norms
 
     def total(self) -> SquaredNorm | None:
@@ -69,20 +72,36 @@ class NormSum:
             norm: What `total` returns from here on.
         """
         self._values, self._errors = [norm.value_B], [] if norm.error_B is None else [norm.error_B]
-        self._blocks = []
+        self._blocks, self._root_B = [], None
+
+    def of_blocks_B(self) -> Tensor | None:
+        """Return the norms, rounded up, where all that was added are norms of blocks; else None.
+
+        Nothing is squared but in float64, and nothing is done twice: the common case, in a small model a step's tenth.
+        """
+        if self._root_B is None and self._blocks and not self._values:
+            self._root_B = _rounded_up(root_of_squares(_together(self._blocks, self._blocks[0].device)))
+        return self._root_B
 
     def norm_B(self) -> Tensor:
         """Return the norms, rounded up: the root of the sum and its error bound."""
-        total = self.total()
-        assert total is not None
-        eps = torch.finfo(total.value_B.dtype).eps
-        return _at_most_B(total).sqrt().mul_(1 + 8 * eps)
+        norm_B = self.of_blocks_B()
+        if norm_B is None:
+            total = self.total()
+            assert total is not None
+            norm_B = _rounded_up(_at_most_B(total).sqrt())
+        return norm_B
 
     def doubtful_B(self) -> Tensor | None:
         """Return which samples' norms rounding may have changed by more than the tolerance; None where it cannot."""
         total = self.total()
         assert total is not None
         return None if total.error_B is None else total.error_B > TOLERANCE[total.value_B.dtype] * total.value_B
+
+
+def _rounded_up(norm_B: Tensor) -> Tensor:
+    """Return new norms in place of these: larger by more than their rounding."""
+    return norm_B.add_(norm_B, alpha=8 * torch.finfo(norm_B.dtype).eps)
 
 
 def _sum(parts: list[Tensor], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
@@ -114,6 +133,7 @@ class GroupNorms:
     Attributes:
         sums: The sums, in the order of the groups' numbers.
         finite: Whether every sample's norm in every group is known to be finite.
+        largest: The largest of the norms where that is known and finite, else None.
     """
 
     def __init__(self, group_of: Mapping[str, int]) -> None:
@@ -124,6 +144,7 @@ class GroupNorms:
         """
         self.group_of = group_of
         self.finite = False
+        self.largest: float | None = None
         self.sums = [NormSum() for _ in range(1 + max(group_of.values(), default=0))]
 
     def add(self, name: str, norm: SquaredNorm) -> None:
@@ -133,7 +154,7 @@ class GroupNorms:
             name: The parameter's name.
             norm: Its squared norms.
         """
-        self.finite = False
+        self._changed()
         self.sums[self.group_of.get(name, 0)].add(norm)
 
     def add_norm_of(self, name: str, factor: Factor) -> None:
@@ -147,8 +168,11 @@ class GroupNorms:
         if norms is None:
             self.add(name, factor.sqnorm())
         else:
-            self.finite = False
+            self._changed()
             self.sums[self.group_of.get(name, 0)].add_blocks(norms)
+
+    def _changed(self) -> None:
+        self.finite, self.largest = False, None
 
     def merge(self, other: "GroupNorms") -> None:
         """Add the sums of other parameters of the same groups.
@@ -156,7 +180,7 @@ class GroupNorms:
         Args:
             other: Sums that are not used any more.
         """
-        self.finite = False
+        self._changed()
         for own, more in zip(self.sums, other.sums, strict=True):
             total = more.total()
             if total is not None:
@@ -169,7 +193,7 @@ class GroupNorms:
             exact: The norms of all samples, computed without cancellation.
             doubtful_B: Which samples are doubtful.
         """
-        self.finite = False
+        self._changed()
         for own, better in zip(self.sums, exact.sums, strict=True):
             before, after = own.total(), better.total()
             if before is not None and after is not None:
@@ -197,8 +221,7 @@ class GroupNorms:
         norm_GB = [like.new_zeros(batch_size)] * len(self.sums)
         for found in alike:
             square_KB = torch.stack([_at_most_B(norm) for norm in found.values()])
-            eps = torch.finfo(square_KB.dtype).eps
-            for number, norm_B in zip(found, square_KB.sqrt_().mul_(1 + 8 * eps).unbind(), strict=True):
+            for number, norm_B in zip(found, _rounded_up(square_KB.sqrt_()).unbind(), strict=True):
                 norm_GB[number] = norm_B
         return norm_GB
 
@@ -220,6 +243,13 @@ class GroupNorms:
         Returns:
             Shape ``(B,)``, bool, on the first group's device.
         """
+        norm_B = self.sums[0].of_blocks_B() if len(self.sums) == 1 else None
+        if norm_B is not None and norm_B.numel() > 0:
+            # Without error bounds; the largest of numbers one of which is NaN is NaN, and below nothing.
+            largest = norm_B.amax().item()
+            self.finite = largest < _most(norm_B.dtype) ** 0.5
+            self.largest = largest if self.finite else None
+            return None
         alike = self._alike()
         self.finite = len(alike) > 0 and all(_certain(list(found.values())) for found in alike)
         if self.finite:
@@ -245,8 +275,7 @@ def _certain(norms: Sequence[SquaredNorm]) -> bool:
         True or False; the device is waited for once.
     """
     value_KB = _stacked([norm.value_B for norm in norms])
-    # Far enough below the largest number for whatever is added or multiplied on the way to a norm.
-    limit = torch.finfo(value_KB.dtype).max / 4
+    limit = _most(value_KB.dtype)
     bounded = [(norm.error_B, norm.value_B) for norm in norms if norm.error_B is not None]
     if not bounded:
         # The largest of numbers one of which is NaN is NaN, and below nothing.
@@ -254,6 +283,11 @@ def _certain(norms: Sequence[SquaredNorm]) -> bool:
     error_KB, scale_KB = (_stacked(list(parts)) for parts in zip(*bounded, strict=True))
     small_KB = error_KB <= TOLERANCE[value_KB.dtype] * scale_KB
     return bool((value_KB < limit).all().logical_and_(small_KB.all()))
+
+
+def _most(dtype: torch.dtype) -> float:
+    """Return what is far enough below the largest number for whatever is added or multiplied on the way to a norm."""
+    return torch.finfo(dtype).max / 4
 
 
 def _stacked(parts: list[Tensor]) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ghostclip import _validate
 from ghostclip.clipping.adaptation import QuantileAdaptation
-from ghostclip.clipping.coefficients import PSAC, AutoS, ClipRule, Flat, Normalised
+from ghostclip.clipping.coefficients import PSAC, AutoS, ClipRule, Flat, Normalised, clip_coefficients
 from ghostclip.clipping.grouping import Grouping, NamedGroups, PerParameter, Whole
 from ghostclip.errors import InvalidOptionError, ResumeError
 
@@ -164,16 +164,23 @@ class ClipPolicy:
             )
         return Layout(group_of, tuple(share * self._max_grad_norm for share in shares), labels)
 
-    def coefficients(self, norm_GB: Sequence[Tensor], bounds: Sequence[float]) -> list[Tensor]:
+    def coefficients(
+        self, norm_GB: Sequence[Tensor], bounds: Sequence[float], *, largest: float | None = None
+    ) -> list[Tensor]:
         """Return the share of every sample's gradient that is kept, group by group.
 
         Args:
             norm_GB: Norms of each group, each of shape ``(B,)``, rounded up.
             bounds: C_l of each group, as `layout` gave them.
+            largest: The largest norm of all, where it is known that all are finite.
 
         Returns:
             Coefficients of each group, each of shape ``(B,)``; 0 in all groups for a sample that is not finite in one.
         """
+        if largest is not None and type(self.rule) is Flat:
+            return [
+                clip_coefficients(norm_B, bound, largest=largest) for norm_B, bound in zip(norm_GB, bounds, strict=True)
+            ]
         if len(norm_GB) > 1 and len(set(bounds)) == 1 and _alike(norm_GB):
             norm = torch.stack(list(norm_GB))
             coef = self.rule.coefficients(norm.flatten(), bounds[0]).view_as(norm)

@@ -69,6 +69,15 @@ class Factor(ABC):
             out: Accumulator of shape ``*P``, float32 or float64.
         """
 
+    def write_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:
+        """Set ``out`` to ``sum_b coef_B[b] * g_b``, whatever it held: where nothing was added yet, that is cheaper.
+
+        Args:
+            coef_B: As for `add_clipped_sum_`.
+            out: As for `add_clipped_sum_`.
+        """
+        self.add_clipped_sum_(coef_B, out.zero_())
+
     @abstractmethod
     def masked(self, keep_B: Tensor) -> "Factor":
         """Return the factor with the samples where ``keep_B`` is False set to exactly zero (NaN and Inf included)."""
@@ -164,10 +173,29 @@ def sum_of_squares(norms: Sequence[Tensor]) -> Tensor:
     Returns:
         Sums of squares, shape ``(B,)``; float64 if one of them is.
     """
-    norms_BK = norms[0] if len(norms) == 1 else torch.cat(list(norms), 1)
+    norms_BK = _side_by_side(norms)
     if norms_BK.shape[1] == 1:
         return norms_BK.squeeze(1).square()
     return torch.linalg.vector_norm(norms_BK, dim=1, dtype=torch.float64).square_().to(norms_BK.dtype)
+
+
+def root_of_squares(norms: Sequence[Tensor]) -> Tensor:
+    """Return ``√(Σ_k n[b,k]²)`` over several norms, see `sum_of_squares`.
+
+    Args:
+        norms: As for `sum_of_squares`.
+
+    Returns:
+        Roots, shape ``(B,)``, in memory of their own; float64 if one of the norms is.
+    """
+    norms_BK = _side_by_side(norms)
+    if norms_BK.shape[1] == 1:
+        return norms_BK.squeeze(1).clone()
+    return torch.linalg.vector_norm(norms_BK, dim=1, dtype=torch.float64).to(norms_BK.dtype)
+
+
+def _side_by_side(norms: Sequence[Tensor]) -> Tensor:
+    return norms[0] if len(norms) == 1 else torch.cat(list(norms), 1)
 
 
 def square_sums(flat_BP: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ghostclip.clipping import policies
-from ghostclip.clipping.coefficients import PSAC, AutoS, Flat, Normalised
+from ghostclip.clipping.coefficients import PSAC, AutoS, Flat, Normalised, clip_coefficients
 from ghostclip.clipping.decisions import Decisions
 from ghostclip.clipping.grouping import PerParameter
 from ghostclip.clipping.norms import GroupNorms, NormSum
@@ -94,6 +94,52 @@ def test_finite_is_noted_only_where_every_group_is(value, finite, error, group_o
     assert total.finite == finite
     total.add("a", SquaredNorm(torch.ones(2), None))
     assert not total.finite, "what was added since may be infinite"
+
+
+@pytest.mark.parametrize(
+    ("value", "finite"),
+    [(1.0, True), (0.0, True), (1e18, True), (1e19, False), (math.inf, False), (math.nan, False)],
+)
+def test_finite_and_largest_of_norms_of_blocks(value, finite):
+    total = GroupNorms({})
+    total.sums[0].add_blocks([torch.tensor([[1.0, 0.5], [value, 0.0]]), torch.ones(2, 1)])
+    assert total.doubtful_B() is None
+    assert total.finite == finite
+    assert total.largest == (total.norm_GB(2)[0].max().item() if finite else None)
+    total.add("a", SquaredNorm(torch.ones(2), None))
+    assert not total.finite, "what was added since may be infinite"
+    assert total.largest is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("widths", [(1,), (3,), (1, 1), (300, 2, 40)])
+def test_norms_of_blocks_are_rounded_up_and_no_further(dtype, widths):
+    blocks = [torch.rand(50, width, dtype=dtype) * 10.0 ** torch.randint(-9, 9, (50, 1)) for width in widths]
+    copies = [block.clone() for block in blocks]
+    total, squared = NormSum(), NormSum()
+    total.add_blocks(blocks)
+    squared.add_blocks(blocks)
+    assert squared.total() is not None
+    exact = torch.cat(blocks, 1).double().square().sum(1).sqrt()
+    eps = torch.finfo(dtype).eps
+    for found in (total.norm_B(), squared.norm_B()):
+        assert found.dtype == dtype
+        assert (found.double() >= exact * (1 + 4 * eps)).all()
+        assert (found.double() <= exact * (1 + 12 * eps)).all()
+    assert total.norm_B() is total.norm_B(), "asked for twice, computed once"
+    assert all(torch.equal(*pair) for pair in zip(blocks, copies, strict=True)), "the norms are others' too"
+    total.add_blocks([torch.ones(50, 1, dtype=dtype)])
+    assert (total.norm_B().double() >= (exact.square() + 1).sqrt() * (1 + 4 * eps)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("bound", [1e-300, 1e-149, 1e-45, 1e-30, 2e-12, 0.3, 1.0, 7.0, 1e30, 1e300, math.inf])
+@pytest.mark.parametrize("largest", [0.0, 1e-30, 0.1, 1.0, 1e7, 1e18, 1e27, 1e37, 1e162])
+def test_coefficients_do_not_depend_on_whether_the_largest_norm_is_known(largest, bound, dtype):
+    norm_B = torch.tensor([0.0, 1e-42, 1e-13, 1e-5, 1.0, largest], dtype=torch.float64).clamp(max=largest).to(dtype)
+    norm_B = norm_B[norm_B.isfinite()]
+    known = norm_B.max().item()
+    assert torch.equal(clip_coefficients(norm_B, bound, largest=known), clip_coefficients(norm_B, bound))
 
 
 def test_doubtful_samples_are_told_beside_one_that_is_not_finite():
