@@ -25,8 +25,11 @@ Plan: TypeAlias = Callable[[Use, Tensor], frozenset[str]]
 class Sums(Protocol):
     """Where clipped sums go."""
 
-    def buffer(self, name: str) -> Tensor:
-        """Return the accumulator of a parameter, float32 or float64, contiguous."""
+    def buffer(self, name: str) -> tuple[Tensor, bool]:
+        """Return the accumulator of a parameter, float32 or float64, contiguous, and whether it is new.
+
+        A new one holds whatever its memory held: who asked for it writes it at once.
+        """
 
     def keep_sample_gradients(self, name: str, grad_BP: Tensor) -> None:
         """Take the materialised per-sample gradients of a parameter (hooks only).
@@ -181,11 +184,10 @@ class BookKeeping(Pass):
             TamperedGradientError: A factor was changed in place after its norm had been taken.
         """
         for name in list(self.factors):
-            buffer = sums.buffer(name)
             for factor in self.factors.pop(name):
                 if self._versions.get(id(factor)) not in (None, versions(factor)):
                     raise TamperedGradientError(changed_in_place(name))
-                release.into(buffer, factor, name)
+                release.into(sums, factor, name)
 
 
 class Hooks(BookKeeping):
@@ -305,7 +307,7 @@ class SumPass(Pass):
         if self._expected is not None and id(use) not in self._expected:
             message = f"{use.site.describe()}: its gradient arrived in the second backward only, so it has no norm."
             raise GhostClipError(message)
-        self._release.into(self._sums.buffer(name), factor, name)
+        self._release.into(self._sums, factor, name)
 
 
 @dataclass(frozen=True)
@@ -334,24 +336,32 @@ class Release:
             self._converted[key] = self.coef_GB[group].to(device=buffer.device, dtype=buffer.dtype)
         return self._converted[key]
 
-    def into(self, buffer: Tensor, factor: Factor, name: str) -> None:
-        """Add a factor's clipped sum to a buffer.
+    def into(self, sums: Sums, factor: Factor, name: str) -> None:
+        """Add a factor's clipped sum to its parameter's.
 
         Args:
-            buffer: The parameter's accumulator, float32 or float64, changed in place.
-            factor: Its per-sample gradients through one use.
+            sums: Where sums go.
+            factor: The parameter's per-sample gradients through one use.
             name: The parameter's name.
         """
+        buffer, is_new = sums.buffer(name)
         kept = factor if self.keep_B is None else factor.masked(self.keep_B)
         coef_B = self._coefficients(self.group_of.get(name, 0), buffer)
         if self.doubtful_B is None or isinstance(kept.inner if isinstance(kept, Permuted) else kept, (Dense, Rows)):
-            kept.add_clipped_sum_(coef_B, buffer)
+            _set_or_add_(kept, coef_B, buffer, is_new=is_new)
             return
         doubtful_B = self.doubtful_B.to(buffer.device)
-        kept.masked(~doubtful_B).add_clipped_sum_(coef_B, buffer)
+        _set_or_add_(kept.masked(~doubtful_B), coef_B, buffer, is_new=is_new)
         exact = torch.zeros_like(buffer, dtype=torch.float64)
         in_double(kept.masked(doubtful_B)).add_clipped_sum_(coef_B.double(), exact)
         buffer += exact
+
+
+def _set_or_add_(factor: Factor, coef_B: Tensor, buffer: Tensor, *, is_new: bool) -> None:
+    if is_new:
+        factor.write_clipped_sum_(coef_B, buffer)
+    else:
+        factor.add_clipped_sum_(coef_B, buffer)
 
 
 def smaller_form(factor: Factor, *, always: bool = False) -> Factor:

@@ -45,29 +45,39 @@ class GradientStore:
         """Return every sum there is, by parameter."""
         return {**self._sums, **{parameter: parameter.grad for parameter in self._shown if parameter.grad is not None}}
 
-    def buffer(self, name: str) -> Tensor:
-        """Return the accumulator of a parameter: float32 or float64, contiguous, holding the sum so far."""
+    def buffer(self, name: str) -> tuple[Tensor, bool]:
+        """Return the accumulator of a parameter, and whether it is new.
+
+        Args:
+            name: The parameter's name.
+
+        Returns:
+            float32 or float64, contiguous, holding the sum so far; or, where there is none yet, whatever its memory
+            held, to be written at once.
+        """
         parameter = self._parameters[name]
         # Later uses of a shared parameter in the same backward add to the same accumulator.
         buffer = self._in_progress.get(parameter)
+        if buffer is not None:
+            return buffer, False
+        buffer = self._owned_buffer(parameter) if self.owned else self._free_buffer(parameter)
+        is_new = buffer is None
         if buffer is None:
-            buffer = self._owned_buffer(parameter) if self.owned else self._free_buffer(parameter)
-            self._in_progress[parameter] = buffer
-        return buffer
+            buffer = self._new(parameter)
+        self._in_progress[parameter] = buffer
+        return buffer, is_new
 
-    def _owned_buffer(self, parameter: nn.Parameter) -> Tensor:
+    def _owned_buffer(self, parameter: nn.Parameter) -> Tensor | None:
         self._check(parameter)
         kept = self._sums.get(parameter)
-        if kept is None:
-            return self._new(parameter)
-        if parameter.grad is None and parameter.dtype in _FULL_PRECISION:
+        if kept is not None and parameter.grad is None and parameter.dtype in _FULL_PRECISION:
             parameter.grad = kept
         return kept
 
-    def _free_buffer(self, parameter: nn.Parameter) -> Tensor:
+    def _free_buffer(self, parameter: nn.Parameter) -> Tensor | None:
         grad = parameter.grad
         if grad is None:
-            return self._new(parameter)
+            return None
         if parameter.dtype in _FULL_PRECISION and grad.is_contiguous():
             return grad
         kept = self._sums.get(parameter)
@@ -79,11 +89,11 @@ class GradientStore:
     def _new(self, parameter: nn.Parameter) -> Tensor:
         dtype = parameter.dtype
         if dtype in _FULL_PRECISION and type(parameter) is nn.Parameter:
-            # The quickest way to zeros, of which a small parameter notices a few microseconds.
-            buffer = torch.zeros_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
+            # The quickest way, of which a small parameter notices a few microseconds.
+            buffer = torch.empty_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
         else:
             wide = torch.promote_types(dtype, torch.float32)
-            buffer = torch.zeros(parameter.shape, dtype=wide, device=parameter.device)
+            buffer = torch.empty(parameter.shape, dtype=wide, device=parameter.device)
         self._sums[parameter] = buffer
         if dtype in _FULL_PRECISION:
             parameter.grad = buffer

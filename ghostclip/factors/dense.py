@@ -46,12 +46,13 @@ class Dense(Factor):
 
     def add_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:
         """Add the weighted sum of the gradients to ``out``. Cost: 2·B·|P|."""
-        flat_BP = self._flat_BP()
-        if flat_BP.dtype != out.dtype:
-            flat_BP = flat_BP.to(out.dtype)
         # A form that torch's own counter of operations sees.
         row = out.view(1, -1)
-        torch.addmm(row, coef_B.unsqueeze(0), flat_BP, out=row)
+        torch.addmm(row, coef_B.unsqueeze(0), self._flat_BP(out.dtype), out=row)
+
+    def write_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:
+        """Set ``out`` to the weighted sum of the gradients. Cost: 2·B·|P|."""
+        torch.mm(coef_B.unsqueeze(0), self._flat_BP(out.dtype), out=out.view(1, -1))
 
     def masked(self, keep_B: Tensor) -> "Dense":
         """Return the factor with dropped samples set to zero."""
@@ -65,8 +66,9 @@ class Dense(Factor):
         """Return how many tensor elements the factor keeps alive."""
         return self.grad_BP.numel()
 
-    def _flat_BP(self) -> Tensor:
-        return self.grad_BP if self.grad_BP.dim() == 2 else self.grad_BP.reshape(self.batch_size, -1)
+    def _flat_BP(self, dtype: torch.dtype | None = None) -> Tensor:
+        flat_BP = self.grad_BP if self.grad_BP.dim() == 2 else self.grad_BP.reshape(self.batch_size, -1)
+        return flat_BP if dtype is None or flat_BP.dtype == dtype else flat_BP.to(dtype)
 
 
 class Diagonal(Factor):

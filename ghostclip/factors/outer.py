@@ -113,6 +113,14 @@ class Outer(Factor):
         factors = (g_NTO.reshape(*lead, outputs), a_NTI.reshape(*lead, inputs))
         out_SOI += contraction("b,bsto,bsti->soi", coef_B, *factors)
 
+    def write_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:
+        """Set ``out`` to ``sum_b coef_b g_bᵀ a_b``. Cost: 2·B·T·I·O."""
+        if self.slots > 1:
+            super().write_clipped_sum_(coef_B, out)
+            return
+        _, inputs, outputs = self.sizes
+        kernels.weighted_sum(self.a_NTI, self.g_NTO, coef_B, out.view(outputs, inputs), fresh=True)
+
     def masked(self, keep_B: Tensor) -> "Outer":
         """Return the factor with dropped samples set to zero."""
         keep_N = keep_B.repeat_interleave(self.slots)

@@ -38,9 +38,16 @@ class Permuted(Factor):
 
     def add_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:
         """Add the inner factor's clipped sum to ``out``, permuted."""
-        part = out.new_zeros(self.inner.shape)
-        self.inner.add_clipped_sum_(coef_B, part)
-        out += part.permute(self.order)
+        out += self._part(coef_B, out)
+
+    def write_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:
+        """Set ``out`` to the inner factor's clipped sum, permuted."""
+        out.copy_(self._part(coef_B, out))
+
+    def _part(self, coef_B: Tensor, out: Tensor) -> Tensor:
+        part = out.new_empty(self.inner.shape)
+        self.inner.write_clipped_sum_(coef_B, part)
+        return part.permute(self.order)
 
     def masked(self, keep_B: Tensor) -> "Permuted":
         """Return the factor with dropped samples set to zero."""

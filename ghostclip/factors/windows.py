@@ -187,8 +187,17 @@ class Windows(Outer):
     def add_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:
         """Add the weighted sum of the gradients to ``out``, formed as in a non-private backward. Cost: 2·B·T·I·O."""
         if self.x_BKC.numel() and self.g_BKO.numel():
-            total = self.geometry.weighted(self.x_BKC.to(out.dtype), self.g_BKO.to(out.dtype), coef_B)
-            out += total.view(out.shape)
+            out += self._weighted(coef_B, out)
+
+    def write_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:
+        """Set ``out`` to the weighted sum of the gradients. Cost: 2·B·T·I·O."""
+        if self.x_BKC.numel() and self.g_BKO.numel():
+            out.copy_(self._weighted(coef_B, out))
+        else:
+            out.zero_()
+
+    def _weighted(self, coef_B: Tensor, out: Tensor) -> Tensor:
+        return self.geometry.weighted(self.x_BKC.to(out.dtype), self.g_BKO.to(out.dtype), coef_B).view(out.shape)
 
     def masked(self, keep_B: Tensor) -> "Windows":
         """Return the factor with dropped samples set to zero."""

@@ -40,7 +40,7 @@ def outer_square(a_NTI: Tensor, g_NTO: Tensor, *, samples_at_once: int = 1) -> B
     return SQUARE.pick(a_NTI, g_NTO, pays=pays)(a_NTI, g_NTO, samples_at_once)
 
 
-def weighted_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor) -> Tensor:
+def weighted_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor, *, fresh: bool = False) -> Tensor:
     """Add ``Σ_n c_n Σ_t g_nt ⊗ a_nt`` to a matrix, in place.
 
     Cost: 2·N·T·I·O. The kernel weighs each sample's gradient in registers and takes 16-bit tensors as they are; the
@@ -51,14 +51,15 @@ def weighted_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor) -
         g_NTO: Gradients of the layer outputs, shape ``(N, T, O)``.
         coef_N: Coefficients, shape ``(N,)``, in ``out_OI``'s dtype.
         out_OI: What is added to, float32 or float64, shape ``(O, I)``.
+        fresh: Whether it holds nothing yet, and is written whatever its memory held.
 
     Returns:
         ``out_OI``.
     """
     pays = is_half(a_NTI, g_NTO) and a_NTI.shape[1] >= SHORT
     if out_OI.dtype != torch.float32 or not out_OI.is_contiguous():
-        return _naive_sum(a_NTI, g_NTO, coef_N, out_OI)
-    return SUM.pick(a_NTI, g_NTO, coef_N, out_OI, pays=pays)(a_NTI, g_NTO, coef_N, out_OI)
+        return _naive_sum(a_NTI, g_NTO, coef_N, out_OI, fresh=fresh)
+    return SUM.pick(a_NTI, g_NTO, coef_N, out_OI, pays=pays)(a_NTI, g_NTO, coef_N, out_OI, fresh=fresh)
 
 
 def _naive_square(a_NTI: Tensor, g_NTO: Tensor, samples_at_once: int) -> Bounded:
@@ -70,7 +71,7 @@ def _naive_square(a_NTI: Tensor, g_NTO: Tensor, samples_at_once: int) -> Bounded
     return Bounded(value_N, instantiated_error(value_N, position_scale(a_NTI, g_NTO)))
 
 
-def _naive_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor) -> Tensor:
+def _naive_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor, *, fresh: bool = False) -> Tensor:
     if a_NTI.dtype != out_OI.dtype or g_NTO.dtype != out_OI.dtype:
         a_NTI, g_NTO = a_NTI.to(out_OI.dtype), g_NTO.to(out_OI.dtype)
     coef = coef_N.view(-1, 1, 1)
@@ -80,7 +81,8 @@ def _naive_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor) -> 
     else:
         g_NTO = g_NTO * coef
     outputs, inputs = out_OI.shape
-    return torch.addmm(out_OI, g_NTO.reshape(-1, outputs).mT, a_NTI.reshape(-1, inputs), out=out_OI)
+    factors = g_NTO.reshape(-1, outputs).mT, a_NTI.reshape(-1, inputs)
+    return torch.mm(*factors, out=out_OI) if fresh else torch.addmm(out_OI, *factors, out=out_OI)
 
 
 def _fast_square(a_NTI: Tensor, g_NTO: Tensor, samples_at_once: int) -> Bounded:
@@ -89,10 +91,10 @@ def _fast_square(a_NTI: Tensor, g_NTO: Tensor, samples_at_once: int) -> Bounded:
     return kernel(a_NTI, g_NTO, samples_at_once)
 
 
-def _fast_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor) -> Tensor:
+def _fast_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor, *, fresh: bool = False) -> Tensor:
     from ghostclip.kernels._compiled.outer import weighted_sum as kernel
 
-    return kernel(a_NTI, g_NTO, coef_N, out_OI)
+    return kernel(a_NTI, g_NTO, coef_N, out_OI, fresh=fresh)
 
 
 def _factors(device: torch.device) -> tuple[Tensor, Tensor]:

@@ -97,6 +97,13 @@ def test_clipped_sum_adds_to_what_is_there(factor):
     torch.testing.assert_close(out, expected)
 
 
+def test_clipped_sum_replaces_what_memory_held(factor):
+    coef = torch.rand(B, dtype=F64)
+    out = torch.full(factor.shape, torch.nan, dtype=F64)
+    factor.write_clipped_sum_(coef, out)
+    torch.testing.assert_close(out, torch.einsum("b,b...->...", coef, factor.materialize()))
+
+
 def test_masked_samples_are_gone_even_if_they_are_not_finite(factor):
     keep = torch.tensor([True, False, True])
     expected = factor.materialize() * keep.view(-1, *[1] * len(factor.shape))

@@ -114,8 +114,19 @@ def test_weighted_sum_in_parts(fast, programs):
     _close(fast("weighted_sum", a, g, coef, out, programs=programs), expected)
 
 
+@pytest.mark.parametrize("programs", [1, 4])
+def test_weighted_sum_replaces_what_memory_held(fast, programs):
+    a, g = _factors((5, 18, 70, 3))
+    coef, out = torch.rand(5), torch.full((3, 70), torch.nan)
+    expected = torch.einsum("n,noi->oi", coef.double(), _gradients(a, g))
+    _close(fast("weighted_sum", a, g, coef, out, programs=programs, fresh=True), expected)
+
+
 @pytest.mark.parametrize("size", EMPTY, ids=str)
 def test_weighted_sum_of_nothing(fast, size):
+    assert not fast(
+        "weighted_sum", *_factors(size), torch.ones(size[0]), torch.full((3, 4), torch.nan), fresh=True
+    ).any()
     out = torch.randn(3, 4)
     assert torch.equal(fast("weighted_sum", *_factors(size), torch.ones(size[0]), out.clone()), out)
 

@@ -58,8 +58,12 @@ def test_weighted_sum(inputs, outputs):
     a, g = torch.randn(3, 4, inputs, dtype=F64), torch.randn(3, 4, outputs, dtype=F64)
     coef, out = torch.rand(3, dtype=F64), torch.randn(outputs, inputs, dtype=F64)
     expected = out + sum(coef[n] * g[n].T @ a[n] for n in range(3))
+    expected_new = expected - out
     assert kernels.weighted_sum(a, g, coef, out) is out
     torch.testing.assert_close(out, expected)
+    new = torch.full_like(out, torch.nan)
+    assert kernels.weighted_sum(a, g, coef, new, fresh=True) is new
+    torch.testing.assert_close(new, expected_new)
 
 
 def test_rows():

@@ -29,8 +29,8 @@ def interpreter() -> Iterator[Callable[..., Any]]:
     try:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
 
-            def call(name: str, *arguments: Any, programs: int | None = None) -> Any:
-                return _unpacked(pool.submit(_in_child, name, _packed(arguments), programs).result())
+            def call(name: str, *arguments: Any, programs: int | None = None, **options: bool) -> Any:
+                return _unpacked(pool.submit(_in_child, name, _packed(arguments), programs, options).result())
 
             call("symmetric_gram", torch.ones(0, 1, 1), torch.ones(0, 1, 1), 1)  # started while the variable is set
             del os.environ["TRITON_INTERPRET"]
@@ -39,7 +39,7 @@ def interpreter() -> Iterator[Callable[..., Any]]:
         os.environ.pop("TRITON_INTERPRET", None)
 
 
-def call_here(name: str, *arguments: Any, programs: int | None = None) -> Any:
+def call_here(name: str, *arguments: Any, programs: int | None = None, **options: bool) -> Any:
     """Call a kernel in this process, with at most `programs` programs working on all samples."""
     if name == "normal_pair":
         from tests.kernels.pairs import normal_pair
@@ -51,19 +51,19 @@ def call_here(name: str, *arguments: Any, programs: int | None = None) -> Any:
     try:
         for module, number in zip(modules, usual, strict=True):
             module._PROGRAMS = programs or number
-        return fast(*arguments)
+        return fast(*arguments, **options)
     finally:
         for module, number in zip(modules, usual, strict=True):
             module._PROGRAMS = number
 
 
-def _in_child(name: str, packed: bytes, programs: int | None) -> bytes:
+def _in_child(name: str, packed: bytes, programs: int | None, options: dict[str, bool]) -> bytes:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "invalid value", RuntimeWarning)  # numpy, where a sample is not finite
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
-    return _packed(call_here(name, *_unpacked(packed), programs=programs))
+    return _packed(call_here(name, *_unpacked(packed), programs=programs, **options))
 
 
 def _packed(values: Any) -> bytes:

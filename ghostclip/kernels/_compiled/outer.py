@@ -118,7 +118,7 @@ def outer_square(a_NTI: Tensor, g_NTO: Tensor, samples_at_once: int) -> Bounded:
     return Bounded(value_N, error_N)
 
 
-def weighted_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor) -> Tensor:
+def weighted_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor, *, fresh: bool = False) -> Tensor:
     """Add ``Σ_n c_n Σ_t g_nt ⊗ a_nt`` to a matrix; no weighted copy of either tensor is made.
 
     Each element is added to once, by one program: a kernel that is run twice gives the same sum.
@@ -128,6 +128,7 @@ def weighted_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor) -
         g_NTO: Gradients of the layer outputs, shape ``(N, T, O)``, likewise.
         coef_N: Coefficients, float32, shape ``(N,)``.
         out_OI: What is added to, in place: contiguous, float32, shape ``(O, I)``.
+        fresh: Whether it is written, whatever its memory held.
 
     Returns:
         ``out_OI``.
@@ -135,12 +136,14 @@ def weighted_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor) -
     samples, positions, inputs = a_NTI.shape
     outputs = g_NTO.shape[2]
     if a_NTI.numel() == 0 or g_NTO.numel() == 0:
-        return out_OI
+        return out_OI.zero_() if fresh else out_OI
     a, g = _alike(a_NTI, g_NTO)
     tiles = triton.cdiv(inputs, _BLOCK) * triton.cdiv(outputs, _BLOCK)
     splits = max(1, min(samples, _PROGRAMS // tiles, _WORKSPACE // out_OI.numel()))
     parts = out_OI if splits == 1 else torch.empty(splits, outputs, inputs, device=a.device)
     sizes = (samples, positions, inputs, outputs, splits)
-    options = {"BLOCK": _BLOCK, "BLOCK_T": 32, "CHUNK": CHUNK, "ADD": splits == 1, "num_warps": 4}
+    options = {"BLOCK": _BLOCK, "BLOCK_T": 32, "CHUNK": CHUNK, "ADD": splits == 1 and not fresh, "num_warps": 4}
     _weighted_sum[(tiles, splits)](a, g, coef_N.contiguous(), parts, *sizes, **options)
-    return out_OI if splits == 1 else out_OI.add_(parts.sum(0))
+    if splits == 1:
+        return out_OI
+    return torch.sum(parts, 0, out=out_OI) if fresh else out_OI.add_(parts.sum(0))
