@@ -75,9 +75,10 @@ class NormSum:
         self._blocks, self._root_B = [], None
 
     def of_blocks_B(self) -> Tensor | None:
-        """Return the norms, rounded up, where all that was added are norms of blocks; else None.
+        """Return the norms where all that was added are norms of blocks, the common case: nothing is done twice.
 
-        Nothing is squared but in float64, and nothing is done twice: the common case, in a small model a step's tenth.
+        Returns:
+            Shape ``(B,)``, rounded up; None where squares or error bounds were added as well.
         """
         if self._root_B is None and self._blocks and not self._values:
             self._root_B = _rounded_up(root_of_squares(_together(self._blocks, self._blocks[0].device)))

@@ -26,9 +26,13 @@ class Sums(Protocol):
     """Where clipped sums go."""
 
     def buffer(self, name: str) -> tuple[Tensor, bool]:
-        """Return the accumulator of a parameter, float32 or float64, contiguous, and whether it is new.
+        """Return the accumulator of a parameter, and whether it is new.
 
-        A new one holds whatever its memory held: who asked for it writes it at once.
+        Args:
+            name: The parameter's name.
+
+        Returns:
+            float32 or float64, contiguous; a new one holds whatever its memory held, and is to be written at once.
         """
 
     def keep_sample_gradients(self, name: str, grad_BP: Tensor) -> None:
@@ -319,8 +323,7 @@ class Release:
         group_of: The parameters' clip groups, see `GroupNorms`.
         keep_B: Which samples are finite; None when all are. The others are masked out (0·NaN is NaN).
         doubtful_B: Samples whose gradients nearly cancel; their contribution is formed in float64, so that what is
-        added
-            has the norm that was computed for it.
+            added has the norm that was computed for it.
     """
 
     coef_GB: Sequence[Tensor]

@@ -193,17 +193,21 @@ def _norms(model: nn.Module, x: Tensor) -> Tensor:
         return clipper.per_sample_norms.clone()
 
 
+@pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "pure"])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN], ids=lambda kind: kind.__name__)
-def test_sixteen_bits(kind):
+def test_sixteen_bits(kind, autocast):
     torch.manual_seed(0)
     model, x = _Last(kind(4, 5, num_layers=2, batch_first=True), 5), torch.randn(6, 7, 4)
     want = _norms(model, x)
-    with torch.autocast("cpu", torch.bfloat16):
-        plain = model(x).dtype
-        cast = _norms(model, x)
+    if not autocast:
+        model, x = model.bfloat16(), x.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        try:
+            plain = model(x).dtype
+        except RuntimeError as problem:
+            pytest.skip(f"torch itself does not run this layer in 16 bits on this CPU: {problem}")
+        found = _norms(model, x)
         with ghostclip.GhostClipper(model, max_grad_norm=1.0):
             assert model(x).dtype == plain
-    pure = _norms(model.bfloat16(), x.bfloat16())
-    for found in (cast, pure):
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found, want, rtol=0.05, atol=0.0)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, want, rtol=0.05, atol=0.0)
