@@ -11,7 +11,16 @@ from torch import Tensor
 
 from ghostclip import kernels
 from ghostclip.factors import planner
-from ghostclip.factors.base import Factor, SquaredNorm, no_error, square_sums, to_accumulation, where_kept
+from ghostclip.factors.base import (
+    Factor,
+    SquaredNorm,
+    block_norms,
+    no_error,
+    root_of_squares,
+    sum_of_squares,
+    to_accumulation,
+    where_kept,
+)
 from ghostclip.factors.contraction import contraction
 from ghostclip.factors.dense import Dense
 from ghostclip.kernels.bounds import with_drift
@@ -55,13 +64,20 @@ class Outer(Factor):
         """
         if self.a_NTI.shape[0] == 0 or self.a_NTI.shape[1] == 0:
             return no_error(self._per_sample(to_accumulation(self.a_NTI).sum((1, 2))))
-        if not planner.prefers_gram(*self.sizes):
-            return self.instantiated_sqnorm()
-        if self.a_NTI.shape[1] == 1:
-            # One position meets no other: nothing cancels. Two sums may both be low, and the margin is that of one.
-            a_N, g_N = (square_sums(to_accumulation(tensor).flatten(1)) for tensor in (self.a_NTI, self.g_NTO))
-            return no_error(self._per_sample(a_N * g_N).mul_(1 + 16 * torch.finfo(a_N.dtype).eps))
-        return self.gram_sqnorm()
+        norms = self.block_norms()
+        if norms is not None:
+            return no_error(sum_of_squares(norms))
+        return self.gram_sqnorm() if planner.prefers_gram(*self.sizes) else self.instantiated_sqnorm()
+
+    def block_norms(self) -> list[Tensor] | None:
+        """Return norms of blocks of the gradients: at one position products of those of input and output gradient."""
+        if self.a_NTI.shape[0] == 0 or self.a_NTI.shape[1] != 1 or not planner.prefers_gram(*self.sizes):
+            return None
+        # One position meets no other: nothing cancels. Two norms may both be low, and the margin is that of one.
+        a_NK, g_NK = (block_norms(to_accumulation(tensor.flatten(1))) for tensor in (self.a_NTI, self.g_NTO))
+        g_N1 = g_NK[0] if len(g_NK) == 1 and g_NK[0].shape[1] == 1 else root_of_squares(g_NK).unsqueeze(1)
+        products = [part_NK * g_N1 for part_NK in a_NK]
+        return [part.add_(part, alpha=8 * torch.finfo(part.dtype).eps).view(self.batch_size, -1) for part in products]
 
     def gram_sqnorm(self) -> SquaredNorm:
         """Return squared norms from ``sum_{s,t} (a_s·a_t)(g_s·g_t)``, upper triangle only, block by block.

@@ -113,6 +113,9 @@ class Windows(Outer):
         forms = {_INSTANTIATE: self.instantiated_sqnorm, _WINDOWS: self.gram_sqnorm, _PIXELS: self.pixel_sqnorm}
         return forms[self.norm_plan()[0]]()
 
+    def block_norms(self) -> None:
+        """Return None: norms are formed from windows or pixels, of many positions."""
+
     def pixel_sqnorm(self) -> SquaredNorm:
         """Return squared norms from dot products of pixels and of output gradients; only for a stride of 1.
 
