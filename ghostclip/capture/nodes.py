@@ -128,6 +128,13 @@ class Kept:
         self._versions = [tensor._version for tensor in tensors]
 
     @property
+    def address(self) -> int:
+        """Where the first tensor begins, if it may hold many positions of each sample; else 0."""
+        first = self._tensors[0]
+        plain = type(first) is Tensor and first.layout is torch.strided
+        return first.data_ptr() if plain and first.dim() > 2 else 0
+
+    @property
     def saved_tensors(self) -> tuple[Tensor, ...]:
         """The tensors; as autograd does, a RuntimeError where one was changed in place since."""
         if [tensor._version for tensor in self._tensors] != self._versions:

@@ -78,6 +78,7 @@ class Record:
         ways: In which way each was consumed.
         sizes: Parameters and leading sizes of every use of a rule, in order.
         beside: Elements of the per-sample gradients of all other uses.
+        readers: How many uses keep an input of many positions that begins at an address.
     """
 
     batch_size: int
@@ -95,6 +96,7 @@ class Record:
     ways: dict[Any, str] = field(default_factory=dict)
     sizes: list[tuple[tuple[str, ...], tuple[int, ...]]] = field(default_factory=list)
     beside: int = 0
+    readers: defaultdict[int, int] = field(default_factory=_counts)
 
     @property
     def runs_again(self) -> bool:
@@ -107,6 +109,9 @@ class Record:
             self.sizes.append((use.site.names, use.lead_sizes))
         else:
             self.beside += self.batch_size * sum(tracked.origin.value.numel() for tracked in use.targets.values())
+        address = getattr(use.node, "address", 0)
+        if address:
+            self.readers[address] += 1
 
 
 def no_axis(site: Site, rows: Tensor, record: Record) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 from ghostclip.capture.usage import Record, Use
 from ghostclip.clipping.changes import changed_in_place, versions
 from ghostclip.clipping.norms import GroupNorms, cross_terms, exact_norms, exact_sqnorm, in_double
+from ghostclip.clipping.together import Together
 from ghostclip.errors import BatchAxisError, GhostClipError, TamperedGradientError
 from ghostclip.factors import Dense, Factor, Outer, Permuted, Placed, Rows, joined
 
@@ -134,6 +135,7 @@ class BookKeeping(Pass):
         self.total = GroupNorms(group_of)
         self._waiting: defaultdict[str, list[Factor]] = defaultdict(list)
         self._versions: dict[int, list[int]] = {}
+        self._together = Together(self.total)
 
     def receive(self, use: Use, grad: Tensor) -> None:
         """Take the gradient of a use's output; the first one decides what is kept.
@@ -153,11 +155,12 @@ class BookKeeping(Pass):
             # Its uses are put together first: there may be as many as steps of a sequence.
             self._waiting[name].append(kept)
         else:
-            self._add(name, kept)
+            self._add(name, kept, together=use)
 
-    def _add(self, name: str, kept: Factor) -> None:
+    def _add(self, name: str, kept: Factor, *, together: Use | None = None) -> None:
         self.factors[name].append(kept)
-        self.total.add_norm_of(name, kept)
+        if together is None or not self._together.takes(together, name, kept):
+            self.total.add_norm_of(name, kept)
         self._versions[id(kept)] = versions(kept)
 
     doubtful_B: Tensor | None = None
@@ -167,6 +170,7 @@ class BookKeeping(Pass):
         for name in list(self._waiting):
             for factor in joined(self._waiting.pop(name)):
                 self._add(name, smaller_form(factor))
+        self._together.finish()
         for name, factors in self.factors.items():
             crossed = cross_terms(factors)
             if crossed is not None:
@@ -251,6 +255,7 @@ class NormPass(Pass):
         self._shared = shared
         self.doubtful_B = doubtful_B
         self._instantiate, self._exact = instantiate, doubtful_B is not None
+        self._together = Together(self.total)
         self._waiting: defaultdict[str, list[Factor]] = defaultdict(list)
 
     def consume(self, use: Use, name: str, factor: Factor) -> None:
@@ -263,13 +268,14 @@ class NormPass(Pass):
             self._waiting[name].append(factor)
             return
         self.arrived.add(name)
-        self._add(name, factor)
+        self._add(name, factor, together=use)
 
     def norms(self) -> GroupNorms:
         """Return the norms of all samples."""
         if self._exact:
             self.total.merge(exact_norms(self._waiting, self.total.group_of))
             return self.total
+        self._together.finish()
         for name, waiting in self._waiting.items():
             factors = joined(waiting)
             for factor in factors:
@@ -280,7 +286,7 @@ class NormPass(Pass):
         self._waiting.clear()
         return self.total
 
-    def _add(self, name: str, factor: Factor) -> None:
+    def _add(self, name: str, factor: Factor, *, together: Use | None = None) -> None:
         inside = factor
         while isinstance(inside, (Permuted, Placed)):
             inside = inside.inner
@@ -288,7 +294,7 @@ class NormPass(Pass):
             self.total.add(name, exact_sqnorm(factor))
         elif self._instantiate and isinstance(inside, Outer):
             self.total.add(name, inside.instantiated_sqnorm())
-        else:
+        elif together is None or not self._together.takes(together, name, factor):
             self.total.add_norm_of(name, factor)
 
 

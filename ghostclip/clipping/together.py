@@ -1,0 +1,132 @@
+"""Norms of layers that read one input (queries, keys and values; gate and up): its Gram matrix is formed once for all.
+
+``Σ_l Σ_{s,t} (a_s·a_t)(g^l_s·g^l_t) = Σ_{s,t} (a_s·a_t)(Σ_l g^l_s·g^l_t)``: the layers' squared norms add up to that of
+one layer with all their outputs, which costs T²·(I + Σ_l O_l) a sample in the place of Σ_l T²·(I + O_l).
+
+Shape letters: N samples, T positions, I values of the input, O values of the others.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ghostclip.capture.usage import Use
+from ghostclip.clipping.changes import changed_in_place, versions
+from ghostclip.clipping.norms import GroupNorms
+from ghostclip.errors import TamperedGradientError
+from ghostclip.factors import Outer, SquaredNorm, planner
+
+
+class _Waiting(NamedTuple):
+    """One layer's gradients: a sum over positions of products of the shared tensor with another."""
+
+    use: Use
+    name: str
+    factor: Outer
+    input_NTI: Tensor
+    other_NTO: Tensor
+    versions: list[int]
+
+
+class Together:
+    """Holds factors until all others with the same input have arrived, and adds their norms.
+
+    A factor waits only where the forward said that something else reads its input; what never comes is not waited for
+    beyond the end of the backward. Which tensors are the same is read off the factors themselves, both alive.
+    """
+
+    def __init__(self, total: GroupNorms) -> None:
+        """Start with nothing.
+
+        Args:
+            total: Where norms are added; with several clip groups nothing is put together.
+        """
+        self._total = total
+        self._waiting: defaultdict[Any, list[_Waiting]] = defaultdict(list)
+
+    def takes(self, use: Use, name: str, factor: Any) -> bool:
+        """Take a factor whose input others read as well.
+
+        Args:
+            use: The use that it comes from.
+            name: Its parameter, which nothing else in this backward contributes to.
+            factor: Any factor; it must not change until its norm has been added.
+
+        Returns:
+            Whether it was taken: its norm is added by this object then.
+
+        Raises:
+            TamperedGradientError: One that waited was changed in place.
+        """
+        record = use.record
+        if not record.readers or record.runs_again or len(self._total.sums) > 1:
+            return False
+        if type(factor) is not Outer or factor.slots > 1 or factor.sizes[0] <= 1:
+            return False
+        # A weight that is used transposed has its input in the place of the gradient.
+        for input_NTI, other_NTO in ((factor.a_NTI, factor.g_NTO), (factor.g_NTO, factor.a_NTI)):
+            readers = record.readers.get(input_NTI.data_ptr(), 0)
+            if readers > 1:
+                place = input_NTI.data_ptr(), input_NTI.shape, input_NTI.stride()
+                key = id(record), place, input_NTI.dtype, other_NTO.dtype
+                same = self._waiting[key]
+                same.append(_Waiting(use, name, factor, input_NTI, other_NTO, versions(factor)))
+                if len(same) == readers:
+                    self._add(self._waiting.pop(key))
+                return True
+        return False
+
+    def finish(self) -> None:
+        """Add the norms of all that still wait.
+
+        Raises:
+            TamperedGradientError: One of them was changed in place.
+        """
+        while self._waiting:
+            self._add(self._waiting.popitem()[1])
+
+    def _add(self, found: Sequence[_Waiting]) -> None:
+        for waiting in found:
+            if versions(waiting.factor) != waiting.versions:
+                raise TamperedGradientError(changed_in_place(waiting.name))
+        sizes = [waiting.factor.sizes for waiting in found]
+        positions, inputs = found[0].input_NTI.shape[1:]
+        outputs = sum(waiting.other_NTO.shape[2] for waiting in found)
+        apart = sum(min(planner.gram_flops(*size), 2 * size[0] * size[1] * size[2]) for size in sizes)
+        joint = planner.gram_flops(positions, inputs, outputs)
+        if len(found) > 1 and joint < apart:
+            self._total.add(found[0].name, _joint(found[0].input_NTI, [waiting.other_NTO for waiting in found]))
+            for waiting in found:
+                _explain(waiting, joint * waiting.other_NTO.shape[2] // outputs, len(found))
+            return
+        for waiting in found:
+            self._total.add_norm_of(waiting.name, waiting.factor)
+
+
+def _explain(waiting: _Waiting, flops: int, readers: int) -> None:
+    """Note, for whoever asks what a layer costs, its share of a Gram formed for several."""
+    plan = f"symmetric Gram, its input's shared by {readers}"
+    for key, arrived in waiting.use.site.arrivals.items():
+        if waiting.name in arrived.names and len(arrived.products) == 1 and arrived.products[0].plan != plan:
+            product = replace(arrived.products[0], norm=flops, plan=plan)
+            waiting.use.site.arrivals[key] = replace(arrived, products=(product,))
+
+
+def _joint(input_NTI: Tensor, others: Sequence[Tensor]) -> SquaredNorm:
+    """Return the sum of the layers' squared norms, their other tensors side by side for a few samples at a time."""
+    positions, inputs = input_NTI.shape[1:]
+    outputs = sum(other_NTO.shape[2] for other_NTO in others)
+    at_once = planner.chunk_of_samples(positions * outputs)
+    parts = []
+    for start in range(0, max(1, input_NTI.shape[0]), at_once):
+        piece = slice(start, start + at_once)
+        other_NTO = torch.cat([other_NTO[piece] for other_NTO in others], 2)
+        parts.append(Outer(input_NTI[piece], other_NTO, shape=(outputs, inputs)).gram_sqnorm())
+    if len(parts) == 1:
+        return parts[0]
+    errors = [part.error_B for part in parts if part.error_B is not None]
+    return SquaredNorm(torch.cat([part.value_B for part in parts]), torch.cat(errors) if errors else None)

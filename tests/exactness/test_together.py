@@ -1,0 +1,182 @@
+"""Layers that read one input have its Gram matrix formed once, and the norms they have apart."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.flops import counter
+from ghostclip import GhostClipper
+from ghostclip.clipping import policies
+from ghostclip.clipping.plan import Planner
+from ghostclip.errors import TamperedGradientError
+from ghostclip.factors import planner
+from tests.factors.largest import LargestTensor
+
+B, T, INPUTS = 5, 10, 48
+GHOST = ("bookkeeping", "ghost")
+
+
+class Readers(nn.Module):
+    """Matrices that read one input, or copies of it."""
+
+    def __init__(self, widths=(48, 32, 32), *, copies=False, turned=False, skipped=()):
+        super().__init__()
+        self.copies, self.turned, self.skipped = copies, turned, skipped
+        shapes = [(INPUTS, width) if turned else (width, INPUTS) for width in widths]
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(shape) / 7) for shape in shapes])
+        self.first = nn.Linear(INPUTS, INPUTS)
+
+    def outputs(self, x_BTI: Tensor) -> list[Tensor]:
+        x_BTI = self.first(x_BTI).tanh()
+        found = []
+        for number, weight in enumerate(self.weights):
+            read_BTI = x_BTI.clone() if self.copies else x_BTI
+            output = read_BTI @ weight if self.turned else nn.functional.linear(read_BTI, weight)
+            found.append(output.detach() if number in self.skipped else output)
+        return found
+
+    def forward(self, x_BTI: Tensor) -> Tensor:
+        return torch.cat(self.outputs(x_BTI), 2).sin()
+
+
+def _losses(model: nn.Module, x_BTI: Tensor) -> Tensor:
+    return model(x_BTI).square().sum((1, 2))
+
+
+def _clipper(model: nn.Module, strategy: str, **options: object) -> GhostClipper:
+    options = options if "policy" in options else {"max_grad_norm": 1.0, **options}
+    return GhostClipper(model, strategy=strategy, memory_budget=1.0, probe=False, **options)
+
+
+@pytest.fixture
+def nothing_bought(monkeypatch):
+    """No layer keeps per-sample gradients because there is memory left for them."""
+    monkeypatch.setattr(Planner, "_decide", lambda *_: frozenset())
+
+
+def _flops(model: nn.Module, strategy: str) -> int:
+    x_BTI = torch.randn(B, T, INPUTS)
+    with _clipper(model, strategy) as clipper:
+        clipper.backward(_losses(model, x_BTI))
+        with counter() as counted:
+            clipper.backward(_losses(model, x_BTI))
+    return counted.get_total_flops()
+
+
+def _norms_one_by_one(model: nn.Module, x_BTI: Tensor) -> Tensor:
+    norms = []
+    for sample in x_BTI.split(1):
+        grads = torch.autograd.grad(_losses(model, sample).sum(), list(model.parameters()), allow_unused=True)
+        norms.append(torch.cat([grad.flatten() for grad in grads if grad is not None]).norm())
+    return torch.stack(norms)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("strategy", GHOST)
+@pytest.mark.parametrize("widths", [(48, 48, 48), (48, 32, 32), (96, 96)])
+@pytest.mark.usefixtures("nothing_bought")
+def test_the_gram_of_an_input_is_formed_once(widths, strategy, turned):
+    apart, together = (_flops(Readers(widths, copies=copies, turned=turned), strategy) for copies in (True, False))
+    each = sum(planner.gram_flops(T, INPUTS, width) for width in widths)
+    saved = B * (each - planner.gram_flops(T, INPUTS, sum(widths)))
+    assert apart - together == saved > 0
+
+
+@pytest.mark.usefixtures("nothing_bought")
+@pytest.mark.parametrize("strategy", GHOST)
+@pytest.mark.parametrize("copies", [False, True])
+def test_coverage_prices_what_is_shared(strategy, copies):
+    model, x_BTI = Readers(copies=copies), torch.randn(B, T, INPUTS)
+    with _clipper(model, strategy) as clipper:
+        clipper.backward(_losses(model, x_BTI))
+        with counter() as counted:
+            clipper.backward(_losses(model, x_BTI))
+        coverage = clipper.coverage()
+    assert coverage.total.private == pytest.approx(counted.get_total_flops(), rel=1e-3)
+    shared = [row.plan for row in coverage if "shared by 3" in row.plan]
+    assert len(shared) == (0 if copies else 3)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("skipped", [(), (0,), (0, 2)])
+@pytest.mark.parametrize("strategy", GHOST)
+def test_norms_are_those_of_one_sample_at_a_time(strategy, skipped, turned):
+    model = Readers(turned=turned, skipped=skipped).double()
+    x_BTI = torch.randn(B, T, INPUTS, dtype=torch.float64)
+    want = _norms_one_by_one(model, x_BTI)
+    with _clipper(model, strategy) as clipper:
+        clipper.backward(_losses(model, x_BTI))
+        torch.testing.assert_close(clipper.per_sample_norms, want, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("strategy", GHOST)
+def test_one_sample_moves_the_sum_by_no_more_than_the_bound(strategy):
+    model, x_BTI = Readers(), 3 * torch.randn(B, T, INPUTS)
+
+    def clipped(samples: Tensor) -> Tensor:
+        model.zero_grad(set_to_none=True)
+        with _clipper(model, strategy) as clipper:
+            clipper.backward(_losses(model, samples))
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+    whole = clipped(x_BTI)
+    for left_out in range(B):
+        rest = clipped(x_BTI[[sample for sample in range(B) if sample != left_out]])
+        assert 0.9 < (whole - rest).norm() <= 1.0 + 1e-5
+
+
+@pytest.mark.parametrize("strategy", GHOST)
+def test_clip_groups_are_kept_apart(strategy):
+    model, x_BTI = Readers().double(), torch.randn(B, T, INPUTS, dtype=torch.float64)
+    with _clipper(model, strategy, policy=policies.per_layer(1.0)) as clipper:
+        clipper.backward(_losses(model, x_BTI))
+        found = clipper.group_norms
+    torch.testing.assert_close(found.square().sum(1).sqrt(), _norms_one_by_one(model, x_BTI), rtol=1e-12, atol=0)
+    assert found.shape[1] == len(list(model.parameters()))
+
+
+@pytest.mark.usefixtures("nothing_bought")
+@pytest.mark.parametrize("strategy", GHOST)
+def test_gradient_that_changes_while_it_waits_is_refused(strategy):
+    model, x_BTI, held = Readers((48, 48, 48)), torch.randn(B, T, INPUTS), []
+
+    def forward(x: Tensor) -> Tensor:
+        first, second, third = model.outputs(x)
+        # The third one's gradient arrives first, and is changed when the second one's has arrived.
+        third.register_hook(held.append)
+        second.register_hook(lambda _: (held[-1].mul_(100.0), None)[1])
+        return torch.cat([first, second, third], 2).sin()
+
+    with _clipper(model, strategy) as clipper:
+        clipper.backward(_losses(model, x_BTI))
+        model.zero_grad(set_to_none=True)
+        model.forward = forward
+        with pytest.raises(TamperedGradientError):
+            clipper.backward(_losses(model, x_BTI))
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_under_checkpointing_nothing_waits():
+    class Checkpointed(Readers):
+        def forward(self, x_BTI: Tensor) -> Tensor:
+            return torch.cat(checkpoint(self.outputs, x_BTI, use_reentrant=False), 2).sin()
+
+    model, x_BTI = Checkpointed().double(), torch.randn(B, T, INPUTS, dtype=torch.float64)
+    want = _norms_one_by_one(model, x_BTI)
+    with _clipper(model, "ghost") as clipper:
+        clipper.backward(_losses(model, x_BTI))
+        torch.testing.assert_close(clipper.per_sample_norms, want, rtol=1e-12, atol=0)
+
+
+def test_outputs_are_put_side_by_side_a_few_samples_at_a_time(monkeypatch):
+    monkeypatch.setattr(planner, "WORKSPACE_ELEMENTS", 2 * T * 3 * INPUTS)
+    model, x_BTI = Readers((48, 48, 48)), torch.randn(40, T, INPUTS)
+    want = _norms_one_by_one(model, x_BTI)
+    with _clipper(model, "ghost") as clipper:
+        clipper.backward(_losses(model, x_BTI))
+        losses = _losses(model, x_BTI)
+        with LargestTensor() as seen:
+            clipper.backward(losses)
+        torch.testing.assert_close(clipper.per_sample_norms, want, rtol=1e-5, atol=0)
+    assert seen.elements <= 40 * T * 3 * INPUTS, "no larger than the gradient of the loss itself"
