@@ -127,6 +127,16 @@ def test_inner_product(first, second):
     torch.testing.assert_close(inner(two, one), expected)
 
 
+def test_gram_of_32768_positions_stays_within_the_workspace():
+    positions = 1 << 15
+    a, g = torch.randn(1, positions, 2), torch.randn(1, positions, 3)
+    with LargestTensor() as seen:
+        value, error = Outer(a, g, shape=(3, 2)).gram_sqnorm()
+    assert seen.elements <= planner.WORKSPACE_ELEMENTS < positions**2 / 100
+    exact = torch.bmm(g.double().mT, a.double()).square().sum((1, 2))
+    assert exact <= value + error <= 1.01 * exact
+
+
 def test_rows_copy_repeated_look_ups_only():
     """Gradients of rows that a sample looks up once are squared where they stand."""
     samples, positions, features = 4, 300, 16
