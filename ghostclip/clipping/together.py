@@ -1,7 +1,8 @@
 """Norms of layers that read one input (queries, keys and values; gate and up): its Gram matrix is formed once for all.
 
 ``Σ_l Σ_{s,t} (a_s·a_t)(g^l_s·g^l_t) = Σ_{s,t} (a_s·a_t)(Σ_l g^l_s·g^l_t)``: the layers' squared norms add up to that of
-one layer with all their outputs, which costs T²·(I + Σ_l O_l) a sample in the place of Σ_l T²·(I + O_l).
+one layer with all their outputs, which costs T²·(I + Σ_l O_l) a sample in the place of Σ_l T²·(I + O_l), and a copy of
+what is put side by side.
 
 Shape letters: N samples, T positions, I values of the input, O values of the others.
 """
@@ -9,7 +10,7 @@ Shape letters: N samples, T positions, I values of the input, O values of the ot
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,11 @@ from ghostclip.clipping.changes import changed_in_place, versions
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.errors import TamperedGradientError
 from ghostclip.factors import Outer, SquaredNorm, planner
+from ghostclip.kernels.gram import CACHED
+
+# What putting an element beside others costs, and what calling the functions of a Gram costs, in FLOPs.
+_MOVED: Final = 80
+_CALLS: Final = 3_000_000
 
 
 class _Waiting(NamedTuple):
@@ -93,18 +99,23 @@ class Together:
         for waiting in found:
             if versions(waiting.factor) != waiting.versions:
                 raise TamperedGradientError(changed_in_place(waiting.name))
-        sizes = [waiting.factor.sizes for waiting in found]
-        positions, inputs = found[0].input_NTI.shape[1:]
+        samples, positions, inputs = found[0].input_NTI.shape
         outputs = sum(waiting.other_NTO.shape[2] for waiting in found)
-        apart = sum(min(planner.gram_flops(*size), 2 * size[0] * size[1] * size[2]) for size in sizes)
         joint = planner.gram_flops(positions, inputs, outputs)
-        if len(found) > 1 and joint < apart:
+        saved = samples * (_apart(found) - joint - _MOVED * positions * outputs) + (len(found) - 1) * _CALLS
+        if len(found) > 1 and saved > 0:
             self._total.add(found[0].name, _joint(found[0].input_NTI, [waiting.other_NTO for waiting in found]))
             for waiting in found:
                 _explain(waiting, joint * waiting.other_NTO.shape[2] // outputs, len(found))
             return
         for waiting in found:
             self._total.add_norm_of(waiting.name, waiting.factor)
+
+
+def _apart(found: Sequence[_Waiting]) -> int:
+    """Return what the norms cost one by one, a sample: FLOPs of products."""
+    sizes = [waiting.factor.sizes for waiting in found]
+    return sum(min(planner.gram_flops(*size), 2 * size[0] * size[1] * size[2]) for size in sizes)
 
 
 def _explain(waiting: _Waiting, flops: int, readers: int) -> None:
@@ -120,7 +131,9 @@ def _joint(input_NTI: Tensor, others: Sequence[Tensor]) -> SquaredNorm:
     """Return the sum of the layers' squared norms, their other tensors side by side for a few samples at a time."""
     positions, inputs = input_NTI.shape[1:]
     outputs = sum(other_NTO.shape[2] for other_NTO in others)
-    at_once = planner.chunk_of_samples(positions * outputs)
+    # In the processor's cache, as the Gram reads them.
+    cached = CACHED * torch.get_num_threads() if input_NTI.device.type == "cpu" else planner.WORKSPACE_ELEMENTS
+    at_once = max(1, min(planner.WORKSPACE_ELEMENTS, cached) // (positions * (inputs + outputs)))
     parts = []
     for start in range(0, max(1, input_NTI.shape[0]), at_once):
         piece = slice(start, start + at_once)
