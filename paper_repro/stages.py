@@ -28,7 +28,7 @@ from paper_repro.trainers import trainers
 
 STAGES = ("to device", "forward", "backward", "step")
 WIDTHS = {"tiny": (64, 32, 16), "small": (5120, 2560, 1280), "full": (5120, 2560, 1280)}
-BATCH_SIZES = {"tiny": (8,), "small": (32, 4096), "full": (32, 131_072)}
+BATCH_SIZES = {"tiny": (8,), "small": (32, 1024), "full": (32, 131_072)}
 SIGMA = 1.0
 MB = 2**20
 
