@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.factors import Factor, Outer, Permuted, Placed, SquaredNorm, Stacked, inner
-from ghostclip.factors.base import root_of_squares, sum_of_squares
+from ghostclip.factors.base import root_of_squares, rounded_up_, sum_of_squares
 from ghostclip.factors.stacked import sum_tensors
 
 # Rounding may add this share to a squared norm before the norm is computed again, by a form that does not cancel.
@@ -81,7 +81,7 @@ class NormSum:
             Shape ``(B,)``, rounded up; None where squares or error bounds were added as well.
         """
         if self._root_B is None and self._blocks and not self._values:
-            self._root_B = _rounded_up(root_of_squares(_together(self._blocks, self._blocks[0].device)))
+            self._root_B = rounded_up_(root_of_squares(_together(self._blocks, self._blocks[0].device)))
         return self._root_B
 
     def norm_B(self) -> Tensor:
@@ -90,7 +90,7 @@ class NormSum:
         if norm_B is None:
             total = self.total()
             assert total is not None
-            norm_B = _rounded_up(_at_most_B(total).sqrt())
+            norm_B = rounded_up_(_at_most_B(total).sqrt())
         return norm_B
 
     def doubtful_B(self) -> Tensor | None:
@@ -98,11 +98,6 @@ class NormSum:
         total = self.total()
         assert total is not None
         return None if total.error_B is None else total.error_B > TOLERANCE[total.value_B.dtype] * total.value_B
-
-
-def _rounded_up(norm_B: Tensor) -> Tensor:
-    """Return new norms in place of these: larger by more than their rounding."""
-    return norm_B.add_(norm_B, alpha=8 * torch.finfo(norm_B.dtype).eps)
 
 
 def _sum(parts: list[Tensor], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
@@ -222,7 +217,7 @@ class GroupNorms:
         norm_GB = [like.new_zeros(batch_size)] * len(self.sums)
         for found in alike:
             square_KB = torch.stack([_at_most_B(norm) for norm in found.values()])
-            for number, norm_B in zip(found, _rounded_up(square_KB.sqrt_()).unbind(), strict=True):
+            for number, norm_B in zip(found, rounded_up_(square_KB.sqrt_()).unbind(), strict=True):
                 norm_GB[number] = norm_B
         return norm_GB
 

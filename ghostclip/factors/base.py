@@ -194,6 +194,18 @@ def root_of_squares(norms: Sequence[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(norms_BK, dim=1, dtype=torch.float64).to(norms_BK.dtype)
 
 
+def rounded_up_(norms: Tensor) -> Tensor:
+    """Make norms larger in place, by more than their rounding.
+
+    Args:
+        norms: float32 or float64, any shape.
+
+    Returns:
+        The tensor itself.
+    """
+    return norms.add_(norms, alpha=8 * torch.finfo(norms.dtype).eps)
+
+
 def _side_by_side(norms: Sequence[Tensor]) -> Tensor:
     return norms[0] if len(norms) == 1 else torch.cat(list(norms), 1)
 

@@ -17,6 +17,7 @@ from ghostclip.factors.base import (
     block_norms,
     no_error,
     root_of_squares,
+    rounded_up_,
     sum_of_squares,
     to_accumulation,
     where_kept,
@@ -71,13 +72,12 @@ class Outer(Factor):
 
     def block_norms(self) -> list[Tensor] | None:
         """Return norms of blocks of the gradients: at one position products of those of input and output gradient."""
-        if self.a_NTI.shape[0] == 0 or self.a_NTI.shape[1] != 1 or not planner.prefers_gram(*self.sizes):
+        if self.a_NTI.shape[0] == 0 or self.a_NTI.shape[1] != 1:
             return None
         # One position meets no other: nothing cancels. Two norms may both be low, and the margin is that of one.
         a_NK, g_NK = (block_norms(to_accumulation(tensor.flatten(1))) for tensor in (self.a_NTI, self.g_NTO))
         g_N1 = g_NK[0] if len(g_NK) == 1 and g_NK[0].shape[1] == 1 else root_of_squares(g_NK).unsqueeze(1)
-        products = [part_NK * g_N1 for part_NK in a_NK]
-        return [part.add_(part, alpha=8 * torch.finfo(part.dtype).eps).view(self.batch_size, -1) for part in products]
+        return [rounded_up_(part_NK * g_N1).view(self.batch_size, -1) for part_NK in a_NK]
 
     def gram_sqnorm(self) -> SquaredNorm:
         """Return squared norms from ``sum_{s,t} (a_s·a_t)(g_s·g_t)``, upper triangle only, block by block.
