@@ -151,8 +151,8 @@ def check(table: Table, case: Case, plan: Plan) -> list[Row]:
     return rows
 
 
-def _trial(engine: Engine, case: Case, device: torch.device) -> dict[str, Any]:
-    """One step alone: does it fit, and on a GPU, what does it take."""
+def _trial(engine: Engine, case: Case, device: torch.device, kept: dict[str, Runner]) -> dict[str, Any]:
+    """One step alone: does it fit, and on a GPU, what does it take; on a CPU the runner is kept for the timing."""
     found: dict[str, Any] = {}
     try:
         batch = case.task.batch(device)
@@ -166,6 +166,9 @@ def _trial(engine: Engine, case: Case, device: torch.device) -> dict[str, Any]:
             found["trial_seconds"] = timing.steps(runner, batch, device)[0]
         if device.type == "cuda":
             found["peak_bytes"] = torch.cuda.max_memory_allocated(device)
+        else:
+            # What its first steps planned and proved need not be done twice.
+            kept[engine.name] = runner
     except Exception as problem:  # noqa: BLE001 - whatever an engine raises is a result
         found = {"status": "failed", "problem": reason(problem)}
     # An engine's hooks hold on to its model in circles, and the next engine needs the room.
@@ -176,10 +179,11 @@ def _trial(engine: Engine, case: Case, device: torch.device) -> dict[str, Any]:
 
 
 def _remembering(engine: Engine, runners: dict[str, Runner]) -> Engine:
-    """The same engine, whose runner can be asked for more than the time of a step."""
+    """The same engine, whose runner can be asked for more than the time of a step; one that is there is taken."""
 
     def attach(model: nn.Module, max_grad_norm: float) -> Runner:
-        runners[engine.name] = engine.attach(model, max_grad_norm)
+        if engine.name not in runners:
+            runners[engine.name] = engine.attach(model, max_grad_norm)
         return runners[engine.name]
 
     return replace(engine, attach=attach)
@@ -227,11 +231,12 @@ def measure_case(table: Table, case: Case, verdicts: list[Row], plan: Plan) -> d
     started = time.perf_counter()
     rows: list[Row] = [dict(row) for row in verdicts]
     chosen = []
+    runners: dict[str, Runner] = {}
     for row, engine in zip(rows, plan.engines(table, check=False), strict=True):
         if case.published.get(engine.name):
             row["published"] = case.published[engine.name]
         if row["status"] == "ok":
-            row.update(_trial(engine, case, plan.device))
+            row.update(_trial(engine, case, plan.device, runners))
         if row["status"] == "ok":
             chosen.append((row, engine))
     if chosen and not chosen[0][0]["private"]:
@@ -239,7 +244,8 @@ def measure_case(table: Table, case: Case, verdicts: list[Row], plan: Plan) -> d
         chosen = _leave_out_slow(chosen, left)
         outside_rounds = (FEWEST_STEPS - 3) * sum(row["trial_seconds"] for row, _ in chosen)
         plan = replace(plan, seconds=max(0.0, left - outside_rounds))
-        rounds = _time(chosen, case, plan)
+        runners = {engine.name: runners[engine.name] for _, engine in chosen if engine.name in runners}
+        rounds = _time(chosen, case, plan, runners)
     else:
         # Ratios need the non-private one; without it there are none.
         rounds = 0
@@ -259,9 +265,8 @@ def measure_case(table: Table, case: Case, verdicts: list[Row], plan: Plan) -> d
     }
 
 
-def _time(chosen: list[tuple[Row, Engine]], case: Case, plan: Plan) -> int:
+def _time(chosen: list[tuple[Row, Engine]], case: Case, plan: Plan, runners: dict[str, Runner]) -> int:
     """Add times to the rows, in turns."""
-    runners: dict[str, Runner] = {}
     rows = [row for row, _ in chosen]
     engines = [_remembering(engine, runners) for _, engine in chosen]
     clipping = Reference(max_grad_norm=MAX_GRAD_NORM, clipped_sum=[])

@@ -30,7 +30,7 @@ class Trainer:
         update: Noise and the optimizer's step.
         keep: Whether gradients stay after a step, for `result`; else they are freed, so that an engine that waits for
             its turn holds no more than its model.
-        proving_steps: How many first steps are not like others in training.
+        proving_steps: How many steps are still to come that are not like others in training: the first few.
         update_seconds: Seconds that `update` took, one entry a step.
     """
 
@@ -55,6 +55,7 @@ class Trainer:
         self.timed_update(batch[1].device)
         if not self.keep:
             self.clear()
+        self.proving_steps = max(0, self.proving_steps - 1)
 
     def timed_update(self, device: torch.device) -> None:
         """Make the update and note how long it took.

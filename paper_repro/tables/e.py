@@ -24,8 +24,8 @@ MODELS: dict[str, tuple[str, Callable[[], nn.Module], Callable[[], nn.Module]]] 
     "vgg11": ("VGG11, 9,231,114 parameters", partial(cifar_vgg, 11), partial(cifar_vgg, 11, divide=16)),
     "vgg16": ("VGG16, 14,728,266 parameters", partial(cifar_vgg, 16), partial(cifar_vgg, 16, divide=16)),
 }
-# On a CPU, what 2 cores do in a second or so.
-SMALL_BATCHES = {"cnn": 256, "resnet18": 16, "resnet50": 8, "vgg11": 32, "vgg16": 32}
+# On a CPU, what 2 cores do in half a second.
+SMALL_BATCHES = {"cnn": 64, "resnet18": 8, "resnet50": 4, "vgg11": 16, "vgg16": 16}
 
 
 def _case(name: str, size: Size) -> Case:

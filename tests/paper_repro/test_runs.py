@@ -94,6 +94,30 @@ def test_an_engine_that_is_wrong_is_not_timed(monkeypatch):
     assert "wall_seconds" in found["engines"][0]
 
 
+def test_what_the_trial_proved_is_not_proved_again():
+    """On a CPU the trial's runner is timed: two short steps on trial, two to warm up, three rounds, a count."""
+    table = load("E", "tiny")
+    attached = []
+
+    def remembered(engine):
+        def attach(model, max_grad_norm):
+            attached.append(engine.attach(model, max_grad_norm))
+            return attached[-1]
+
+        return replace(engine, attach=attach)
+
+    engines = [remembered(engine) for engine in table.engines(False)[:2]]
+    assert engines[1].name == "bookkeeping"
+    table = replace(table, engines=lambda check: engines)
+    verdicts = [{"name": engine.name, "private": engine.private, "status": "ok"} for engine in engines]
+    case = table.cases[0]
+    plan = measure.Plan(CPU, 3, 0.0, frozenset())
+    assert measure.measure_case(table, case, verdicts, plan)["rounds"] == 3
+    assert len(attached) == 2
+    assert attached[1].proving_steps == 0
+    assert len(attached[1].update_seconds) >= 4 + 3
+
+
 @pytest.mark.parametrize(("name", "off", "status"), [
     ("bookkeeping", 1e-12, "ok"), ("bookkeeping", 1e-8, None),
     ("opacus-hooks", 1e-4, "ok"), ("opacus-hooks", 2e-3, None),

@@ -61,8 +61,9 @@ def test_cifar_is_read(tmp_path):
     folder.mkdir()
     record = bytes([4]) + bytes([255]) * 1024 + bytes([0]) * 2048
     (folder / "data_batch_1.bin").write_bytes(record * 2)
-    images, targets = with_data(_case("E", "cnn"), tmp_path).task.batch(torch.device("cpu"))
-    assert images.shape == (256, 3, 32, 32)
+    task = with_data(_case("E", "cnn"), tmp_path).task
+    images, targets = task.batch(torch.device("cpu"))
+    assert images.shape == (task.batch_size, 3, 32, 32)
     assert set(targets.tolist()) == {4}
     assert images[0, :, 0, 0].tolist() == pytest.approx([(1 - 0.4914) / 0.2470, -0.4822 / 0.2435, -0.4465 / 0.2616])
 
