@@ -68,7 +68,7 @@ def _small() -> list[Case]:
             "roberta-large",
             "RoBERTa of 4 layers, d 256, V 5000",
             partial(roberta, *sizes, vocabulary=5000),
-            16,
+            8,
             (256, 5000, 2),
         ),
         _vision("vgg11", "VGG11 of an eighth of the width", partial(imagenet_vgg11, divide=8), 4, 224),
@@ -111,7 +111,7 @@ def table(size: Size) -> Table:
     ]
     if size != "full":
         notes.append(
-            "Models, and the cap of memory, are scaled down as their titles say; `--full` runs them as published."
+            "Models, batches and the memory cap are scaled down as their titles say; `--full` runs them as published."
         )
     return Table(
         letter="D",
@@ -120,7 +120,7 @@ def table(size: Size) -> Table:
         references=(LANGUAGE, VISION),
         engines=lambda check: trainers(sigma=0.0 if check else SIGMA, keep=check),
         unit="examples",
-        minutes=7.0,
+        minutes=5.0,
         timed_share=0.5,
         notes=tuple(notes),
         extra="capacity",
