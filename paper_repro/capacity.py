@@ -1,7 +1,8 @@
 """The largest batch under a cap of memory: `python -m paper_repro.capacity --help`.
 
-All engines of a case are tried in a process of their own, one after the other; it holds no other model, and each engine
-sees the cap as the machine's end.
+The engines of a case are tried in a process that holds no other model, one after the other, and each sees the cap as
+the machine's end. On a CPU each has a process of its own: where memory ran out once, oneDNN may fail ever after to make
+what there is room for.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ import argparse
 import contextlib
 import gc
 import json
+import multiprocessing
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -149,6 +153,33 @@ def add_capacity(letter: str, size: Size, case: Case, found: dict[str, Any], giv
         say(f"   {row['title']}: largest batch under {given['cap']} GiB: {said}")
 
 
+def _fork(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Work in a copy of this process, which must not have started any threads yet."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_send, args=(sender, work))
+    child.start()
+    sender.close()
+    try:
+        found: dict[str, Any] = receiver.recv()
+    except EOFError:
+        found = {"capacity_problem": "the process died, most likely for lack of memory"}
+    child.join()
+    return found
+
+
+def _send(sender: Connection, work: Callable[[], dict[str, Any]]) -> None:
+    sender.send(work())
+
+
+def _alone(engine: Engine, case: Case, small: Case, device: torch.device, limit: float, *, most: int) -> dict[str, Any]:
+    # Libraries that are loaded at the first step are not part of what the cap is for.
+    with contextlib.suppress(Exception):
+        _step(engine, small, 2, device, steps=1)
+    gc.collect()
+    return _search(engine, case, device, limit, most=most)
+
+
 def _tiny_like(case: Case, letter: str) -> Case:
     """The tiny case of the same model, or of the same family."""
     cases = load(letter, "tiny").cases
@@ -172,14 +203,18 @@ def main() -> None:
     device = torch.device(options.device)
     table = load(options.table, options.size)
     case = next(case for case in table.cases if case.task.name == options.case)
+    small = _tiny_like(case, options.table)
     found = {}
     for engine in table.engines(False):
         if engine.name in options.engines:
-            # Libraries that are loaded at the first step are not part of what the cap is for.
-            with contextlib.suppress(Exception):
-                _step(engine, _tiny_like(case, options.table), 2, device, steps=1)
-            gc.collect()
-            found[engine.name] = _search(engine, case, device, options.cap * GIB, most=options.most)
+            work = partial(_alone, engine, case, small, device, options.cap * GIB, most=options.most)
+            if device.type == "cpu":
+                with contextlib.suppress(Exception):
+                    # Imports what takes seconds; a model this small computes nothing in threads.
+                    engine.attach(small.task.model(device), MAX_GRAD_NORM)
+                found[engine.name] = _fork(work)
+            else:
+                found[engine.name] = work()
     sys.stdout.write(json.dumps(found) + "\n")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import shlex
 from dataclasses import replace
 
@@ -187,3 +188,12 @@ def test_the_largest_batch_is_found(most_that_fits, memory_is):
     assert max(tried) <= 500
     # Guesses that memory misleads are given up after a few.
     assert len(tried) <= {"unknown": 16, "a line": 7, "a step": 16 + capacity.GUESSES}[memory_is]
+
+
+def test_each_search_has_a_process_of_its_own():
+    assert capacity._fork(lambda: {"largest_batch": os.getpid()})["largest_batch"] != os.getpid()
+
+
+def test_a_search_whose_process_dies_says_so():
+    problem = capacity._fork(lambda: os._exit(1))["capacity_problem"]
+    assert problem == "the process died, most likely for lack of memory"
