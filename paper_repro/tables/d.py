@@ -56,12 +56,12 @@ def _small() -> list[Case]:
     sizes = (4, 256, 4)
     what = "GPT-2 of 4 layers, d 256, V 5000"
     return [
-        _language("gpt2", what, partial(gpt2, *sizes, vocabulary=5000), 16, (100, 5000, 0)),
+        _language("gpt2", what, partial(gpt2, *sizes, vocabulary=5000), 8, (100, 5000, 0)),
         _language(
             "gpt2-untied",
             f"{what}, head of its own",
             partial(gpt2, *sizes, vocabulary=5000, tied=False),
-            16,
+            8,
             (100, 5000, 0),
         ),
         _language(
