@@ -76,9 +76,10 @@ def test_texts_are_read(tmp_path):
     for name in ("neg", "pos"):
         (tmp_path / "aclImdb" / "train" / name).mkdir(parents=True)
         (tmp_path / "aclImdb" / "train" / name / "0_1.txt").write_text(name, encoding="utf-8")
-    ids_BT, labels = with_data(_case("D", "roberta-large"), tmp_path).task.batch(torch.device("cpu"))
-    assert ids_BT.shape == (16, 256)
-    assert labels.tolist() == [1, 0] * 8
+    task = with_data(_case("D", "roberta-large"), tmp_path).task
+    ids_BT, labels = task.batch(torch.device("cpu"))
+    assert ids_BT.shape == (task.batch_size, 256)
+    assert labels.tolist() == [1, 0] * (task.batch_size // 2)
     assert ids_BT[0, 0] == ids_BT[0, 2] != ids_BT[0, 1] == ids_BT[1, 1]
     assert ids_BT[0, 3:].eq(0).all()
     ids_BT, next_BT = with_data(_case("D", "gpt2"), tmp_path).task.batch(torch.device("cpu"))
