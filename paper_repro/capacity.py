@@ -154,7 +154,7 @@ def add_capacity(letter: str, size: Size, case: Case, found: dict[str, Any], giv
 
 
 def _fork(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Work in a copy of this process, which must not have started any threads yet."""
+    """Work in a copy of this process, which must not have started threads; a new one would import everything again."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_send, args=(sender, work))
