@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,10 +13,13 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ghostclip import _validate
+from ghostclip.capture.replicas import sums_meet_elsewhere
 from ghostclip.clipping.clipper import GhostClipper, Reduction
+from ghostclip.distributed import SharedNoise, copy_inside, noise_for, refuse_sharded, refused_together, shares_batches
 from ghostclip.errors import GhostClipError, InvalidOptionError, UncoveredParameterError, UnsupportedModelError
 from ghostclip.grad_sample import GradSampleHooks, GradSampleModule, PrivateCriterion, strategy_of
 from ghostclip.noise import LEVELS, NoiseSource
+from ghostclip.noise.keyed import KeyedNoise
 from ghostclip.optimizers import DPOptimizer
 from ghostclip.utils.clipping_options import ClippingOptions
 from ghostclip.utils.sampling_plan import SamplingPlan
@@ -108,26 +112,45 @@ def coordinates_of(module: nn.Module, noise_level: str) -> int:
     return sum(p.numel() for p in module.parameters() if p.requires_grad) if noise_level == "exact" else 0
 
 
-def assemble(request: Request, noise_source: NoiseSource) -> Private | PrivateWithCriterion:
-    """Attach a clipper to the model and build the private objects around it.
+def assemble(request: Request, noise: KeyedNoise) -> Private | PrivateWithCriterion:
+    """Attach a clipper to the model and build the private objects around it; on all ranks that share batches.
 
     Args:
         request: What the user asked for.
-        noise_source: Where the noise comes from.
+        noise: This rank's noise.
 
     Returns:
         (module, optimizer, loader), or (module, optimizer, criterion, loader) in a two-pass strategy with a criterion.
 
     Raises:
         InvalidOptionError: If an option is unknown or out of range; nothing stays attached to the model then.
-        UnsupportedModelError: If the model is in evaluation mode or distributed.
+        UnsupportedModelError: If the model is in evaluation mode, or sharded over ranks or not the same on all.
         UncoveredParameterError: If the optimizer holds parameters that are not the model's.
     """
-    module = _bare(request.module)
-    optimizer = request.optimizer
-    if isinstance(optimizer, DPOptimizer):
-        optimizer = optimizer.original_optimizer
-    check_objects(module, optimizer)
+    with refused_together("private objects") if shares_batches(request.plan.loader) else nullcontext():
+        module = copy_inside(_bare(request.module))
+        optimizer = request.optimizer
+        if isinstance(optimizer, DPOptimizer):
+            optimizer = optimizer.original_optimizer
+        check_objects(module, optimizer)
+        noise_source = noise_for(request.plan.loader, request.module, noise)
+        return _clipped(module, optimizer, request, noise_source)
+
+
+def _clipped(
+    module: nn.Module, optimizer: Optimizer, request: Request, noise_source: NoiseSource
+) -> Private | PrivateWithCriterion:
+    """Attach a clipper to the model.
+
+    Args:
+        module: The bare model.
+        optimizer: The bare optimizer.
+        request: What the user asked for.
+        noise_source: Where the noise comes from.
+
+    Returns:
+        As `assemble`.
+    """
     clipper = GhostClipper(
         module,
         policy=request.clipping.policy(
@@ -140,6 +163,7 @@ def assemble(request: Request, noise_source: NoiseSource) -> Private | PrivateWi
         relation=request.plan.event.relation,
         probe=request.probe,
     )
+    sums_meet_elsewhere(module, shared=isinstance(noise_source, SharedNoise))
     try:
         return _around(clipper, optimizer, request, noise_source)
     except GhostClipError:
@@ -198,16 +222,18 @@ def check_objects(module: nn.Module, optimizer: Optimizer) -> None:
         optimizer: The bare optimizer.
 
     Raises:
-        UnsupportedModelError: If the model is in evaluation mode or distributed.
+        UnsupportedModelError: If the model is in evaluation mode, split over devices or sharded over ranks.
         UncoveredParameterError: If the optimizer holds parameters that are not the model's.
     """
+    refuse_sharded(module)
     if not module.training:
         raise UnsupportedModelError(
             f"module {type(module).__name__} is in evaluation mode. Call module.train() before making it private."
         )
-    if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+    if isinstance(module, nn.DataParallel):
         raise UnsupportedModelError(
-            f"module {type(module).__name__}: training on several devices is not supported. Pass the model inside it."
+            "module DataParallel: one process on several devices is not supported. Pass the model inside it "
+            "(module.module), or run a process for each device with torch.distributed."
         )
     own = {id(p) for p in module.parameters()}
     strange = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]

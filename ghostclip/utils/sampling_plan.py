@@ -12,14 +12,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from ghostclip.accounting.events import SamplingEvent
 from ghostclip.data_loader import DPDataLoader
+from ghostclip.data_loader.accepted import checked_batch_size, dataset_length, record_sampler
 from ghostclip.data_loader.workers import worker_options
+from ghostclip.distributed import refused_together, world_size
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.optimizers import DPOptimizer
-from ghostclip.sampling import PrivateSampler
+from ghostclip.sampling import PrivateSampler, Shuffled
 from ghostclip.utils.charges import Charge, cost_of
 from ghostclip.utils.physical_loader import splittable_batches
 
@@ -244,7 +246,29 @@ def plan_for(loader: DataLoader[Any], *, poisson_sampling: bool, before: Samplin
         return ShuffledPlan(loader, _Epochs(loader.private_sampler), loader.expected_batch_size)
     if poisson_sampling:
         return EventPlan(DPDataLoader.from_data_loader(loader))
-    return _shuffled(loader)
+    together = world_size() > 1 or isinstance(record_sampler(loader), DistributedSampler)
+    plan = _shuffled_together(loader) if together else _shuffled(loader)
+    warnings.warn(
+        "poisson_sampling=False: shuffled batches have no amplification by sampling, so each pass over the data is "
+        "accounted as one full participation (q = 1). ε will be much larger than with Poisson sampling.",
+        stacklevel=4,
+    )
+    return plan
+
+
+def _shuffled_together(loader: DataLoader[Any]) -> ShuffledPlan:
+    """Return the plan of shuffled batches that all ranks share: each rank's own would be another training.
+
+    Args:
+        loader: The user's loader, whose order and `drop_last` are replaced.
+
+    Returns:
+        The plan.
+    """
+    with refused_together("loader without Poisson sampling"):
+        scheme = Shuffled(num_samples=dataset_length(loader.dataset), batch_size=checked_batch_size(loader))
+        private = DPDataLoader.from_data_loader(loader, scheme=scheme)
+    return ShuffledPlan(private, _Epochs(private.private_sampler), private.expected_batch_size)
 
 
 def _shuffled(loader: DataLoader[Any]) -> ShuffledPlan:
@@ -260,11 +284,6 @@ def _shuffled(loader: DataLoader[Any]) -> ShuffledPlan:
         DataError: If its sampler may show a record twice in a pass.
     """
     passes = _CountedPasses(_without_repetition(loader))
-    warnings.warn(
-        "poisson_sampling=False: shuffled batches have no amplification by sampling, so each pass over the data is "
-        "accounted as one full participation (q = 1). ε will be much larger than with Poisson sampling.",
-        stacklevel=5,
-    )
     stoppable = _StoppableLoader(
         loader.dataset,
         batch_sampler=passes,
