@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,8 +15,15 @@ from torch.utils.data import DataLoader
 from ghostclip import _validate
 from ghostclip.capture.replicas import sums_meet_elsewhere
 from ghostclip.clipping.clipper import GhostClipper, Reduction
-from ghostclip.distributed import SharedNoise, copy_inside, noise_for, refuse_sharded, refused_together, shares_batches
-from ghostclip.errors import GhostClipError, InvalidOptionError, UncoveredParameterError, UnsupportedModelError
+from ghostclip.distributed import (
+    copy_inside,
+    noise_for,
+    refuse_sharded,
+    refused_together,
+    require_agreement,
+    shares_batches,
+)
+from ghostclip.errors import InvalidOptionError, UncoveredParameterError, UnsupportedModelError
 from ghostclip.grad_sample import GradSampleHooks, GradSampleModule, PrivateCriterion, strategy_of
 from ghostclip.noise import LEVELS, NoiseSource
 from ghostclip.noise.keyed import KeyedNoise
@@ -127,31 +134,37 @@ def assemble(request: Request, noise: KeyedNoise) -> Private | PrivateWithCriter
         UnsupportedModelError: If the model is in evaluation mode, or sharded over ranks or not the same on all.
         UncoveredParameterError: If the optimizer holds parameters that are not the model's.
     """
-    with refused_together("private objects") if shares_batches(request.plan.loader) else nullcontext():
-        module = copy_inside(_bare(request.module))
-        optimizer = request.optimizer
-        if isinstance(optimizer, DPOptimizer):
-            optimizer = optimizer.original_optimizer
-        check_objects(module, optimizer)
-        noise_source = noise_for(request.plan.loader, request.module, noise)
-        return _clipped(module, optimizer, request, noise_source)
+    shared = shares_batches(request.plan.loader)
+    with ExitStack() as undo:
+        with refused_together("private objects") if shared else nullcontext():
+            module = copy_inside(_bare(request.module))
+            optimizer = request.optimizer
+            if isinstance(optimizer, DPOptimizer):
+                optimizer = optimizer.original_optimizer
+            check_objects(module, optimizer)
+            noise_source = noise_for(request.plan.loader, request.module, noise)
+            clipper = _attached(module, request)
+            undo.callback(clipper.remove)
+            sums_meet_elsewhere(module, shared=shared)
+            if shared:
+                mechanism = (request.noise_multiplier, clipper.policy.max_grad_norm, clipper.policy.describe())
+                require_agreement("mechanism (σ, C, clipping)", mechanism)
+            private = _around(clipper, optimizer, request, noise_source)
+        undo.pop_all()
+    return private
 
 
-def _clipped(
-    module: nn.Module, optimizer: Optimizer, request: Request, noise_source: NoiseSource
-) -> Private | PrivateWithCriterion:
+def _attached(module: nn.Module, request: Request) -> GhostClipper:
     """Attach a clipper to the model.
 
     Args:
         module: The bare model.
-        optimizer: The bare optimizer.
         request: What the user asked for.
-        noise_source: Where the noise comes from.
 
     Returns:
-        As `assemble`.
+        The clipper.
     """
-    clipper = GhostClipper(
+    return GhostClipper(
         module,
         policy=request.clipping.policy(
             expected_batch_size=request.plan.expected_batch_size,
@@ -163,12 +176,6 @@ def _clipped(
         relation=request.plan.event.relation,
         probe=request.probe,
     )
-    sums_meet_elsewhere(module, shared=isinstance(noise_source, SharedNoise))
-    try:
-        return _around(clipper, optimizer, request, noise_source)
-    except GhostClipError:
-        clipper.remove()
-        raise
 
 
 def _around(

@@ -55,7 +55,7 @@ def model(seed: int = 0) -> nn.Module:
     """A small model in float64, with a frozen parameter and a buffer."""
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4), nn.Linear(4, 3)).double()
-    net[2].weight.requires_grad_(False)  # noqa: FBT003 - torch's signature
+    net[2].weight.requires_grad_(False)
     net.register_buffer("count", torch.tensor(3))
     return net
 
