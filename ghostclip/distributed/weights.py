@@ -87,19 +87,37 @@ def digests(model: nn.Module) -> list[int]:
     """Return a 64-bit digest of each parameter and buffer, equal only for values that are equal to the last bit.
 
     Args:
-        model: The model, on any devices.
+        model: The model, on devices of the same kinds wherever digests are compared.
 
     Returns:
         A number for each, parameters first.
     """
     # All are under way before the first is waited for.
     found = [_digest(tensor.detach()) for _, tensor in _tensors(model)]
-    return [int(number.item()) for number in found]
+    return [int(number) for number in found]
 
 
-def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a digest of a tensor's bytes as a tensor of one int64, on its device."""
+def _digest(tensor: torch.Tensor) -> int | torch.Tensor:
+    """Return a digest of a tensor's bytes: a number, or a tensor of one number on a device that is not waited for."""
     flat = tensor.contiguous().reshape(-1)
+    if flat.device.type != "cpu":
+        return mixed_sum(flat)
+    digest = hashlib.blake2b(flat.view(torch.uint8).numpy().data if flat.numel() else b"", digest_size=8)
+    return int.from_bytes(digest.digest(), "big")
+
+
+def mixed_sum(flat: torch.Tensor) -> torch.Tensor:
+    """Return the sum modulo 2^64 of numbers that each mix the bits of a value and its place.
+
+    Args:
+        flat: The values, contiguous, shape `[n]`.
+
+    Returns:
+        int64, shape `[]`, on their device.
+
+    Cost:
+        Some ten passes over the values in the device's memory, a million at a time.
+    """
     words = flat.view(_WORDS.get(flat.element_size(), torch.int64))
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for start in range(0, words.numel(), _AT_ONCE):
