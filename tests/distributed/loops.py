@@ -90,7 +90,7 @@ def train(loop: Loop, rank: int) -> dict[str, Any]:
 
     Returns:
         For each step the records of this rank and the parameters before it; the parameters at the end; what the
-        account says.
+        account says; whether a wrapper would still add up gradients.
     """
     net = model(rank if loop.wrapper in {"first", "kept", "opacus"} else 0)
     given: nn.Module = net
@@ -128,6 +128,7 @@ def train(loop: Loop, rank: int) -> dict[str, Any]:
         "after": snapshot(net),
         "batch": optimizer.expected_batch_size,
         "history": engine.accountant.history,
+        "adds_up": any(getattr(module, "require_backward_grad_sync", False) for module in (given, called)),
     }
 
 

@@ -39,6 +39,7 @@ def test_two_ranks_make_one_exact_training(found, loop):
     expected = BATCH * RANKS if loop.sampler else BATCH
     assert one["batch"] == two["batch"] == expected
     assert one["history"] == two["history"]
+    assert not one["adds_up"], "torch's wrapper would send gradients of zero around"
     states = [[step["before"] for step in rank["steps"]] + [rank["after"]] for rank in (one, two)]
     assert len(states[0]) == len(states[1])
     for step, (mine, other) in enumerate(zip(one["steps"], two["steps"], strict=True)):
