@@ -82,7 +82,7 @@ def checked_batch_size(loader: DataLoader[Any]) -> int:
     if type(batches) is not BatchSampler:
         raise InvalidOptionError(
             f"batch_sampler {type(batches).__name__}: what it draws is not what an accountant assumes; "
-            "give the loader a batch_size instead."
+            "give the loader a batch_size instead, and pass it as it is before another library prepares it."
         )
     sampler: Any = batches.sampler
     for refused, remedy in _REMEDIES:
