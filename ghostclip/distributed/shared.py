@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from ghostclip.distributed.agreement import Group, require_agreement, share_noise, world_size
 from ghostclip.distributed.draws import Share, digest_of, require_one_draw
@@ -99,25 +98,25 @@ class SharedNoise:
         self._agreed = False
 
 
-def shares_batches(loader: DataLoader[Any]) -> bool:
-    """Say whether several ranks share a loader's batches, so that they make one training.
+def shares_batches(sampler: Any) -> bool:
+    """Say whether several ranks share the batches of a sampler, so that they make one training.
 
     Args:
-        loader: The private loader.
+        sampler: What draws the batches; None where the user does, for all ranks together.
 
     Returns:
         False also for ranks that train apart from each other.
     """
-    return _replicas(loader) > 1
+    return _replicas(sampler) > 1
 
 
-def noise_for(loader: DataLoader[Any], module: nn.Module, source: KeyedNoise) -> NoiseSource:
-    """Return the noise source for a loader: shared by all ranks where they share its batches, else the source itself.
+def noise_for(sampler: Any, module: nn.Module, source: KeyedNoise) -> NoiseSource:
+    """Return the noise source for a sampler: shared by all ranks where they share its batches, else the source itself.
 
     Ranks that share batches must hold equal models. Called on all ranks.
 
     Args:
-        loader: The private loader.
+        sampler: What draws the batches; None where the user does, for all ranks together.
         module: The model, as the user gave it.
         source: This rank's source.
 
@@ -128,7 +127,7 @@ def noise_for(loader: DataLoader[Any], module: nn.Module, source: KeyedNoise) ->
         InvalidOptionError: If the ranks that share batches are not those that train.
         UnsupportedModelError: If their models differ.
     """
-    replicas, ranks = _replicas(loader), world_size()
+    replicas, ranks = _replicas(sampler), world_size()
     together = isinstance(module, (nn.parallel.DistributedDataParallel, DifferentiallyPrivateDistributedDataParallel))
     if replicas != ranks and (replicas > 1 or together):
         raise InvalidOptionError(
@@ -142,6 +141,7 @@ def noise_for(loader: DataLoader[Any], module: nn.Module, source: KeyedNoise) ->
     return SharedNoise(source)
 
 
-def _replicas(loader: DataLoader[Any]) -> int:
-    sampler = loader.batch_sampler
+def _replicas(sampler: Any) -> int:
+    if sampler is None:
+        return world_size()
     return sampler.num_replicas if isinstance(sampler, PrivateSampler) else 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -27,15 +27,19 @@ from ghostclip.errors import InvalidOptionError, UncoveredParameterError, Unsupp
 from ghostclip.grad_sample import GradSampleHooks, GradSampleModule, PrivateCriterion, strategy_of
 from ghostclip.noise import LEVELS, NoiseSource
 from ghostclip.noise.keyed import KeyedNoise
-from ghostclip.optimizers import DPOptimizer
+from ghostclip.optimizers import DPOptimizer, MemberOptimizer
+from ghostclip.optimizers.members import JoinedOptimizer
+from ghostclip.optimizers.wrapped import WrappedOptimizer
 from ghostclip.utils.clipping_options import ClippingOptions
 from ghostclip.utils.sampling_plan import SamplingPlan
 
 _TWO_PASS = ("ghost", "fast")
 
 PrivateModule = GradSampleModule | GradSampleHooks
-Private = tuple[PrivateModule, DPOptimizer, DataLoader[Any]]
-PrivateWithCriterion = tuple[PrivateModule, DPOptimizer, PrivateCriterion, DataLoader[Any]]
+# Several optimizers come back as a list of members.
+PrivateOptimizer = DPOptimizer | list[MemberOptimizer]
+Private = tuple[PrivateModule, Any, DataLoader[Any]]
+PrivateWithCriterion = tuple[PrivateModule, Any, PrivateCriterion, DataLoader[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +47,7 @@ class Request:
     """What the user asked of `make_private`, once the noise multiplier and the sampling are known."""
 
     module: nn.Module
-    optimizer: Optimizer
+    optimizer: Optimizer | Sequence[Optimizer]
     criterion: Callable[..., torch.Tensor] | None
     plan: SamplingPlan
     noise_multiplier: float
@@ -134,15 +138,13 @@ def assemble(request: Request, noise: KeyedNoise) -> Private | PrivateWithCriter
         UnsupportedModelError: If the model is in evaluation mode, or sharded over ranks or not the same on all.
         UncoveredParameterError: If the optimizer holds parameters that are not the model's.
     """
-    shared = shares_batches(request.plan.loader)
+    shared = shares_batches(request.plan.sampler)
     with ExitStack() as undo:
         with refused_together("private objects") if shared else nullcontext():
             module = copy_inside(_bare(request.module))
-            optimizer = request.optimizer
-            if isinstance(optimizer, DPOptimizer):
-                optimizer = optimizer.original_optimizer
+            optimizer = _bare_optimizer(request.optimizer)
             check_objects(module, optimizer)
-            noise_source = noise_for(request.plan.loader, request.module, noise)
+            noise_source = noise_for(request.plan.sampler, request.module, noise)
             clipper = _attached(module, request)
             undo.callback(clipper.remove)
             sums_meet_elsewhere(module, shared=shared)
@@ -203,22 +205,34 @@ def _around(
     )
     wrap = GradSampleModule if request.wrap_model else GradSampleHooks
     private_module = wrap(clipper.model, clipper=clipper)
+    returned: PrivateOptimizer = private_optimizer
+    if isinstance(optimizer, JoinedOptimizer):
+        returned = [MemberOptimizer(member, private_optimizer) for member in optimizer.members]
     criterion = request.criterion
     if criterion is None and request.grad_sample_mode == "ghost":
         # Opacus's default, which scripts for its ghost mode rely on.
         criterion = nn.CrossEntropyLoss(reduction=request.loss_reduction)
     if criterion is None:
-        return private_module, private_optimizer, loader
+        return private_module, returned, loader
     # Built for every strategy: it refuses a reduction that would scale the gradients before they are clipped.
     private_criterion = PrivateCriterion(clipper, criterion)
     if request.grad_sample_mode in _TWO_PASS:
-        return private_module, private_optimizer, private_criterion, loader
-    return private_module, private_optimizer, loader
+        return private_module, returned, private_criterion, loader
+    return private_module, returned, loader
 
 
 def _bare(module: nn.Module) -> nn.Module:
     """Return the model itself, without what an earlier `make_private` put around it."""
     return module.to_standard_module() if isinstance(module, GradSampleModule) else module
+
+
+def _bare_optimizer(optimizer: Optimizer | Sequence[Optimizer]) -> Optimizer:
+    """Return the optimizer itself, several as one, without what an earlier `make_private` put around it."""
+    if isinstance(optimizer, (list, tuple)):
+        return JoinedOptimizer([_bare_optimizer(member) for member in optimizer])
+    if isinstance(optimizer, WrappedOptimizer):
+        return optimizer.original_optimizer
+    return cast(Optimizer, optimizer)
 
 
 def check_objects(module: nn.Module, optimizer: Optimizer) -> None:
