@@ -10,7 +10,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -343,19 +343,21 @@ class DPOptimizer(StepParts, WrappedOptimizer):
             yield
         except Exception:
             if isinstance(self.noise_source, SharedNoise):
-                self.noise_source.require_one_draw(None)
+                # Where the others are gone already, the error that counts is this rank's own.
+                with suppress(RuntimeError):
+                    self.noise_source.require_one_draw(None)
             raise
 
     def _require_one_draw(self, drawn: Match | None, std: float) -> None:
         """Refuse the step on all ranks of a training unless they hold one draw, bound and noise."""
-        if isinstance(self.noise_source, SharedNoise):
-            draw, records = (-1, -1) if drawn is None else (drawn.draws[0].number, sum(d.records for d in drawn.draws))
-            rows = sum(self.clipper.rows_seen)
-            if drawn is not None:
-                # Several passes may go through the rows of one draw; that each fits is known already.
-                rows = sum(d.rows for d in drawn.draws)
-            share = Share(rows, draw, records, std=std, sensitivity=self.clipper.sensitivity())
-            self.noise_source.require_one_draw(share)
+        if not isinstance(self.noise_source, SharedNoise):
+            return
+        share = Share(sum(self.clipper.rows_seen))
+        if drawn is not None:
+            # This rank's rows are those of its draws; where the last of several ends, ranks may tell differently.
+            first = drawn.draws[0]
+            share = Share(first.rows, first.number, first.records)
+        self.noise_source.require_one_draw(share._replace(std=std, sensitivity=self.clipper.sensitivity()))
 
     def require_draws(self, draws: DrawLog) -> None:
         """Refuse, from now on, releases whose rows are not those of the next draws.

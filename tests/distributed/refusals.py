@@ -18,7 +18,7 @@ from ghostclip.data_loader import DPDataLoader
 from ghostclip.distributed import Share, SharedNoise, broadcast_parameters, require_agreement, require_one_draw
 from ghostclip.errors import GhostClipError
 from ghostclip.noise import make_noise_source
-from tests.distributed.loops import data, model
+from tests.distributed.loops import data, model, snapshot
 from tests.process_group import process_group
 
 DRAWS = {
@@ -34,6 +34,10 @@ DRAWS = {
     "one refuses": (Share(5, 3, 9), None),
 }
 """What the two ranks bring to a step."""
+
+
+FAULTS = ("none", "every other batch", "a row less", "no backward", "another noise multiplier", "another bound")
+"""What rank 1 (of every other batch, each rank) does to its third step."""
 
 
 def run(rank: int, ranks: int, folder: str) -> None:
@@ -52,6 +56,7 @@ def run(rank: int, ranks: int, folder: str) -> None:
             **_models(rank),
             **_loaders(rank),
             **_wrappers(),
+            **{f"step: {fault}": lambda fault=fault: _faulty_step(rank, fault) for fault in FAULTS},
             "noise of another checkpoint": lambda: _resumed_on_one(rank),
             "another order": lambda: require_agreement("step" if rank else "size", 1),
         }
@@ -93,6 +98,40 @@ def private(
     for _, (_, x, y) in zip(range(2), loader, strict=False):
         nn.functional.cross_entropy(called(x), y).backward()
         optimizer.step()
+
+
+def _faulty_step(rank: int, fault: str) -> None:
+    """Make steps until one is refused; nothing may have been released by it.
+
+    Args:
+        rank: Number of this process.
+        fault: What happens.
+    """
+    net = model()
+    trained, optimizer, loader = PrivacyEngine().make_private(
+        module=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        data_loader=DataLoader(data(), batch_size=8, generator=torch.Generator().manual_seed(3)),
+        noise_multiplier=1.0,
+        max_grad_norm=0.5,
+    )
+    for number, (_, x, y) in enumerate(batch for _ in range(4) for batch in loader):
+        faulty = rank == 1 and number == 2
+        if fault == "every other batch" and number % 2 != rank:
+            continue
+        if fault == "another noise multiplier" and faulty:
+            optimizer.noise_multiplier = 2.0
+        if fault == "another bound" and faulty:
+            optimizer.max_grad_norm = 0.6
+        keep = len(x) - 1 if fault == "a row less" and faulty else len(x)
+        if not (fault == "no backward" and faulty):
+            nn.functional.cross_entropy(trained(x[:keep]), y[:keep]).backward()
+        before = snapshot(net)
+        try:
+            optimizer.step()
+        except GhostClipError:
+            assert all(torch.equal(before[name], p) for name, p in snapshot(net).items()), "released nevertheless"
+            raise
 
 
 def _models(rank: int) -> dict[str, Callable[[], Any]]:

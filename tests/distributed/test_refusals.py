@@ -20,6 +20,7 @@ GOES = {
     "draw: equal", "draw: dealt out", "draw: sampled by the user", "broadcast: last bit", "broadcast: stage",
     "sampler: remedy", "sampler: other remedy", "wrapper: devices, remedy", "wrapper: static, first",
     "model: tried twice",
+    "step: none",
 }  # fmt: skip
 REFUSED = {
     "draw: sharded again": "rank 0: draw 0 of 5 records, 5 rows seen; rank 1: draw 1 of 4 records, 4 rows seen",
@@ -44,6 +45,8 @@ REFUSED = {
     "mechanism: sigma": "mechanism (σ, C, clipping) of rank 1 is (2.0, 0.5, ",
     "mechanism: bound": "of rank 1 is (1.0, 1.5, ",
     "mechanism: bound on one": "max_grad_norm",
+    "step: another noise multiplier": "adds noise of 1, rank 0 clips to 0.5 and adds 0.5",
+    "step: another bound": "rank 1 clips to 0.6",
     "sampler: four ranks": "num_replicas=4: 2 rank(s) train here",
     "sampler: other records": "over 9 records: the loader's data set has 21",
     "sampler: apart": "Leave the sampler or distributed=False out",
@@ -85,13 +88,24 @@ def test_a_rank_that_refuses_a_step_stops_the_others_and_raises_its_own_error(fo
     assert found[1]["draw: one refuses"] == ("", "")
 
 
+STOPPED = {"step: every other batch": "DrawError", "step: a row less": "DrawError", "step: no backward": ""}
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_no_rank_steps_where_one_of_them_does_not(found, name):
+    kinds = {rank[name][0] for rank in found}
+    assert "" not in kinds
+    assert kinds & {STOPPED[name] or "MissingGradientError"}
+    assert kinds <= {"DrawError", "MissingGradientError", "InvalidOptionError"}
+
+
 def test_a_rank_says_what_another_one_was_refused_for(found):
     assert found[0]["model: evaluation"][0] == found[1]["model: evaluation"][0] == "UnsupportedModelError"
     assert found[0]["model: evaluation"][1].startswith("rank 1 was refused")
 
 
 def test_every_try_is_judged(found):
-    assert set(found[0]) == GOES | set(REFUSED) | {"draw: one refuses"}
+    assert set(found[0]) == GOES | set(REFUSED) | {"draw: one refuses", *STOPPED}
 
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex128)
