@@ -200,20 +200,26 @@ class ClipperHandle:
 
 
 def attached_clipper(
-    m: nn.Module, clipper: GhostClipper | None, *, batch_first: bool, loss_reduction: Any
+    m: nn.Module, clipper: GhostClipper | None, *, strict: bool, batch_first: bool, loss_reduction: Any
 ) -> GhostClipper:
     """Return a facade's clipper: the one that was given, or one that leaves per-sample gradients and clips nothing yet.
 
     Args:
         m: The model.
         clipper: Attached to the model already, or None.
+        strict: Whether to refuse modules that mix samples before a new clipper is attached.
         batch_first: Whether the leading axis of the model's inputs is the batch.
         loss_reduction: "mean" or "sum".
 
     Returns:
         The clipper.
+
+    Raises:
+        UnsupportedModuleError: With ``strict``, if there are such modules.
     """
     if clipper is None:
+        if strict:
+            ModuleValidator.validate(m, strict=True)
         clipper = GhostClipper(
             m,
             max_grad_norm=math.inf,

@@ -37,9 +37,11 @@ class GradSampleHooks(ClipperHandle):
         force_functorch: bool = False,
         clipper: GhostClipper | None = None,
     ) -> None:
-        del strict, force_functorch
+        del force_functorch
         self._module = m
-        self.clipper = attached_clipper(m, clipper, batch_first=batch_first, loss_reduction=loss_reduction)
+        self.clipper = attached_clipper(
+            m, clipper, strict=strict, batch_first=batch_first, loss_reduction=loss_reduction
+        )
 
 
 class GradSampleModule(ClipperHandle, nn.Module):
@@ -56,7 +58,8 @@ class GradSampleModule(ClipperHandle, nn.Module):
         m: The model.
         batch_first: Whether the leading axis of the model's inputs is the batch.
         loss_reduction: "mean" or "sum", as the loss is reduced over the batch.
-        strict: Of no effect: what cannot be clipped exactly is refused when it runs, whatever this says.
+        strict: Whether modules that `ModuleValidator` finds are refused at once; what cannot be clipped exactly is
+            refused when it runs, whatever this says.
         force_functorch: Of no effect: per-sample gradients are the same however they are formed.
         clipper: The clipper attached to the model already; it says what the arguments above do.
     """
@@ -71,9 +74,9 @@ class GradSampleModule(ClipperHandle, nn.Module):
         force_functorch: bool = False,
         clipper: GhostClipper | None = None,
     ) -> None:
-        del strict, force_functorch
+        del force_functorch
         super().__init__()
-        attached = attached_clipper(m, clipper, batch_first=batch_first, loss_reduction=loss_reduction)
+        attached = attached_clipper(m, clipper, strict=strict, batch_first=batch_first, loss_reduction=loss_reduction)
         self.__dict__["clipper"] = attached
         self.train(m.training)
         self.add_module("_module", m)

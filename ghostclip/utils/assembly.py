@@ -19,6 +19,7 @@ from ghostclip.noise import LEVELS, NoiseSource
 from ghostclip.optimizers import DPOptimizer
 from ghostclip.utils.clipping_options import ClippingOptions
 from ghostclip.utils.sampling_plan import SamplingPlan
+from ghostclip.validators import IllegalModuleConfigurationError, ModuleValidator
 
 _TWO_PASS = ("ghost", "fast")
 
@@ -120,7 +121,7 @@ def assemble(request: Request, noise_source: NoiseSource) -> Private | PrivateWi
 
     Raises:
         InvalidOptionError: If an option is unknown or out of range; nothing stays attached to the model then.
-        UnsupportedModelError: If the model is in evaluation mode or distributed.
+        UnsupportedModelError: If the model is in evaluation mode or distributed, or holds modules that mix samples.
         UncoveredParameterError: If the optimizer holds parameters that are not the model's.
     """
     module = _bare(request.module)
@@ -198,13 +199,15 @@ def check_objects(module: nn.Module, optimizer: Optimizer) -> None:
         optimizer: The bare optimizer.
 
     Raises:
-        UnsupportedModelError: If the model is in evaluation mode or distributed.
+        UnsupportedModuleError: If the model is in evaluation mode or holds modules that cannot be trained privately.
+        UnsupportedModelError: If the model is distributed.
         UncoveredParameterError: If the optimizer holds parameters that are not the model's.
     """
     if not module.training:
-        raise UnsupportedModelError(
+        raise IllegalModuleConfigurationError(
             f"module {type(module).__name__} is in evaluation mode. Call module.train() before making it private."
         )
+    ModuleValidator.validate(module, strict=True)
     if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise UnsupportedModelError(
             f"module {type(module).__name__}: training on several devices is not supported. Pass the model inside it."
