@@ -67,7 +67,7 @@ def share_noise(source: KeyedNoise, group: Group = None) -> None:
     """
     _require_group()
     require_agreement("level of noise", source.level, group)
-    source.load_state_dict(_from_first(source.state_dict(), group))
+    source.load_state_dict(_from_first(source.shared_state(), group))
 
 
 def require_agreement(what: str, value: Any, group: Group = None) -> None:
