@@ -199,7 +199,8 @@ def check_objects(module: nn.Module, optimizer: Optimizer) -> None:
         optimizer: The bare optimizer.
 
     Raises:
-        UnsupportedModuleError: If the model is in evaluation mode or holds modules that cannot be trained privately.
+        IllegalModuleConfigurationError: If the model is in evaluation mode.
+        UnsupportedModuleError: If it holds modules that cannot be trained privately.
         UnsupportedModelError: If the model is distributed.
         UncoveredParameterError: If the optimizer holds parameters that are not the model's.
     """
