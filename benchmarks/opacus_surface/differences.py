@@ -128,13 +128,6 @@ DIFFERENCES: Final[tuple[Difference, ...]] = (
         f"{_FILE}::test_accumulation_is_accounted",
     ),
     Difference(
-        "p.grad of a GradSampleModule without a private optimizer",
-        "is what autograd computes",
-        "is the sum of p.grad_sample, as a private optimizer takes it: for a mean loss B times autograd's. A plain "
-        "optimizer takes p.grad_sample.mean(0), or a model that is not wrapped",
-        f"{_FILE}::test_facade_alone_leaves_the_plain_gradient",
-    ),
-    Difference(
         "a bound that a criterion adapts (DPLossFastGradientAdaptiveClipping)",
         "moves in every backward, before the gradients are clipped to it, by a count that is made noisy at once",
         "moves in the step, whose σ covers the noisy count; the criterion only says how",

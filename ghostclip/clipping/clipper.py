@@ -320,6 +320,7 @@ class GhostClipper(Diagnostics):
 
     def own_gradients(self) -> None:
         """Let an optimizer own the sums: they persist over ``model.zero_grad()`` until :meth:`reset`."""
+        self._decisions.plain = False
         self._store.own()
 
     @property

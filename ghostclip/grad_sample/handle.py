@@ -227,5 +227,6 @@ def attached_clipper(
             loss_reduction=cast(Reduction, loss_reduction),
             batch_first=batch_first,
         )
+        clipper.leave_plain_gradients()
     _IN_USE.add(clipper)
     return clipper

@@ -51,8 +51,8 @@ class GradSampleModule(ClipperHandle, nn.Module):
     reach the model, and `state_dict()` has the model's keys unchanged. States with Opacus's `_module.` prefix load too.
     A copy (as an exponential moving average makes one) or a pickle carries the model alone: its `clipper` is None.
 
-    Without a clipper it makes one that leaves every sample's gradient in `p.grad_sample` and, until an optimizer sets a
-    bound, their plain sum in `p.grad`: for a mean loss B times what autograd computes.
+    Without a clipper it makes one that leaves every sample's gradient in `p.grad_sample` and, until a private optimizer
+    takes them over, in `p.grad` what autograd computes.
 
     Args:
         m: The model.

@@ -69,6 +69,8 @@ def prepare_module(  # noqa: PLR0913 - Opacus's arguments
         loss_reduction=loss_reduction,  # type: ignore[arg-type]  # checked there
         batch_first=batch_first,
     )
+    if max_grad_norm is None:
+        clipper.leave_plain_gradients()
     kind = GradSampleModule if wrap_model else GradSampleHooks
     return kind(model, strict=strict, force_functorch=force_functorch, clipper=clipper)
 
