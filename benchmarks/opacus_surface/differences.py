@@ -98,9 +98,9 @@ DIFFERENCES: Final[tuple[Difference, ...]] = (
         f"{_FILE}::test_gradients_between_backward_and_step",
     ),
     Difference(
-        "p.summed_grad after step()",
-        "stays: the exact sum lies beside its noisy release, which gives the noise away",
-        "ends with the release",
+        "p.summed_grad and p.grad_sample after step()",
+        "stay: the exact sum lies beside its noisy release, which gives the noise away",
+        "end with the release",
         f"{_FILE}::test_sum_does_not_outlive_its_release",
     ),
     Difference(
@@ -118,7 +118,8 @@ DIFFERENCES: Final[tuple[Difference, ...]] = (
     Difference(
         "backwards between disable_hooks() and enable_hooks()",
         "put ordinary gradients into p.grad, which nobody clips",
-        "are clipped and count like any other; disable_hooks() warns that it switches nothing off",
+        "are clipped and count like any other; disable_hooks() warns that it switches nothing off, and hooks_enabled "
+        "stays True",
         f"{_FILE}::test_hooks_are_not_switched_off",
     ),
     Difference(
@@ -138,5 +139,52 @@ DIFFERENCES: Final[tuple[Difference, ...]] = (
         "queues what each batch is, and mixes logical batches after a loop that is left early",
         "is an error that names BatchMemoryManager, which works with any number of workers",
         f"{_FILE}::test_splitting_sampler_refuses_to_run_ahead",
+    ),
+    Difference(
+        "torch.manual_seed(s)",
+        "fixes noise and batches, so that whoever guesses the seed, or uses 0 or 42 as all do, can take the noise away",
+        "fixes neither: both come from entropy of the operating system. For a run that can be repeated: "
+        "noise_generator=, and a generator of the loader; both warn",
+        f"{_FILE}::test_global_seed_does_not_fix_the_noise",
+    ),
+    Difference(
+        "p.grad_sample where nothing formed per-sample gradients (ghost mode, or before a backward)",
+        "is None: every parameter has the attribute once a model is wrapped",
+        "raises AttributeError: nothing is hung on parameters but in hooks mode, by a backward. "
+        'getattr(p, "grad_sample", None) works with both',
+        f"{_FILE}::test_parameters_have_no_attribute_of_ours",
+    ),
+    Difference(
+        "load_checkpoint into a training of another noise multiplier, bound or sampling rate",
+        "goes on with the new values without a word, and with whatever noise the seed gives",
+        "is a ResumeError (a ValueError) that names each difference, because a value that was mistyped would change "
+        "the guarantee; allow_mechanism_change=True goes on, with noise that was never used before",
+        f"{_FILE}::test_checkpoint_of_another_mechanism",
+    ),
+    Difference(
+        "DPOptimizer(...) made before GradSampleModule(...)",
+        "works, since it looks for p.grad_sample in step(); where the model is never wrapped, step() fails",
+        "is refused with the remedy: the clipper keeps C and the sums, so the optimizer is made with it and checks at "
+        "once that it covers every parameter. Wrap the model first, or pass clipper=",
+        f"{_FILE}::test_optimizer_before_the_model",
+    ),
+    Difference(
+        "a batch norm without trainable parameters, in training mode",
+        "is accepted: samples mix in it, so that gradients of all other layers depend on the whole batch",
+        "is refused like any other; in eval mode it is accepted",
+        f"{_FILE}::test_frozen_batch_norm",
+    ),
+    Difference(
+        "ModuleValidator.VALIDATORS and FIXERS of LSTM, GRU and MultiheadAttention",
+        "have entries: these modules are replaced by others",
+        "have none: these modules are clipped as they are, and fix() leaves them",
+        f"{_FILE}::test_modules_that_need_no_fixer",
+    ),
+    Difference(
+        "an accountant of one's own, with step, get_epsilon, __len__ and mechanism",
+        "is all there is: what it says is believed",
+        "is told of every release, and get_epsilon() is what it says; budgets, epsilon_bounds() and the noise for a "
+        "target go by bounds that are proved",
+        f"{_FILE}::test_accountant_of_ones_own",
     ),
 )

@@ -79,6 +79,16 @@ class ClipperHandle:
         """Norm of every sample's whole gradient in the last backward, `[B]`. Not private."""
         return self._attached().per_sample_norms
 
+    @property
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        """The parameters whose gradients are clipped."""
+        return list(self._attached().trainable_parameters())
+
+    @property
+    def hooks_enabled(self) -> bool:
+        """Whether gradients are clipped: until `remove_hooks()`, whatever `disable_hooks()` was asked for."""
+        return self.clipper in _IN_USE
+
     def get_norm_sample(self) -> torch.Tensor:
         """Return the norms of the last backward.
 

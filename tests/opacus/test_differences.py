@@ -222,8 +222,9 @@ def test_sum_does_not_outlive_its_release():
         training.optimizer.scale_grad()
         training.optimizer.original_optimizer.step()
         assert error(training, clipped_sum()) < CLOSE[name]
-        outlived = [p.summed_grad is not None for p in training.model.parameters()]
-        assert outlived == [name == "opacus"] * len(outlived)
+        for attribute in ("summed_grad", "grad_sample"):
+            outlived = [getattr(p, attribute) is not None for p in training.model.parameters()]
+            assert outlived == [name == "opacus"] * len(outlived)
 
 
 def test_parts_of_a_step_come_in_order():
@@ -244,6 +245,8 @@ def test_hooks_are_not_switched_off():
     with pytest.warns(UserWarning, match="nothing is switched off"):
         ours.module.disable_hooks()
     theirs.module.disable_hooks()
+    assert ours.module.hooks_enabled
+    assert not theirs.module.hooks_enabled
     for training in (ours, theirs):
         nn.CrossEntropyLoss()(training.module(x), y).backward()
         training.module.enable_hooks()
@@ -354,3 +357,118 @@ def test_length_of_an_account():
             accountant.step(noise_multiplier=1.0, sample_rate=0.25)
         assert len(accountant) == (3 if name == "ghostclip" else 1)
         assert [tuple(entry) for entry in accountant.history] == [(1.0, 0.25, 3)]
+
+
+def noisy_step(name, *, seed):
+    """What a step with noise released after a global seed."""
+    training = make_private(name, "hooks")
+    training.optimizer.noise_multiplier = 1.0
+    torch.manual_seed(seed)
+    step(training)
+    return released(training)
+
+
+def test_global_seed_does_not_fix_the_noise():
+    assert not torch.equal(noisy_step("ghostclip", seed=0), noisy_step("ghostclip", seed=0))
+    assert torch.equal(noisy_step("opacus", seed=0), noisy_step("opacus", seed=0))
+
+
+def test_parameters_have_no_attribute_of_ours():
+    ours, theirs = (make_private(name, "ghost") for name in ("ghostclip", "opacus"))
+    for training in (ours, theirs):
+        step(training)
+    assert not any(hasattr(p, "grad_sample") for p in ours.model.parameters())
+    assert all(p.grad_sample is None for p in theirs.model.parameters())
+
+
+def engine_with(name, *, sigma):
+    """An engine, and a model, optimizer and loader of it."""
+    engine = package(name).PrivacyEngine(accountant="rdp")
+    model = small_model()
+    private = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=DataLoader(TensorDataset(*batch(60)), batch_size=6),
+        noise_multiplier=sigma,
+        max_grad_norm=BOUND,
+    )
+    return engine, *private[:2]
+
+
+def test_checkpoint_of_another_mechanism(tmp_path):
+    for name in ("ghostclip", "opacus"):
+        engine, module, optimizer = engine_with(name, sigma=1.0)
+        engine.accountant.step(noise_multiplier=1.0, sample_rate=0.1)
+        engine.save_checkpoint(path=tmp_path / name, module=module, optimizer=optimizer)
+        other, module, optimizer = engine_with(name, sigma=2.0)
+        options = {"path": tmp_path / name, "module": module, "optimizer": optimizer}
+        if name == "opacus":
+            other.load_checkpoint(**options)
+        else:
+            with pytest.raises(ValueError, match=r"noise_multiplier: saved 1\.0, now 2\.0"):
+                other.load_checkpoint(**options)
+            other.load_checkpoint(**options, allow_mechanism_change=True)
+        assert other.accountant.history == [(1.0, 0.1, 1)]
+        assert optimizer.noise_multiplier == 2.0
+
+
+def test_optimizer_before_the_model():
+    x, y = batch()
+    for name in ("ghostclip", "opacus"):
+        model = small_model()
+        make = package(f"{name}.optimizers").DPOptimizer
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        options = {"noise_multiplier": 0.0, "max_grad_norm": BOUND, "expected_batch_size": 6}
+        if name == "ghostclip":
+            with pytest.raises(ValueError, match="Wrap the model first"):
+                make(optimizer, **options)
+            continue
+        private = make(optimizer, **options)
+        module = package(f"{name}.grad_sample").GradSampleModule(model)
+        nn.CrossEntropyLoss()(module(x), y).backward()
+        private.step()
+        assert error(Training(model, module, private, None, None), clipped_sum()) < CLOSE[name]
+
+
+def test_frozen_batch_norm():
+    for name in ("ghostclip", "opacus"):
+        model = nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16).requires_grad_(requires_grad=False))
+        validator = package(f"{name}.validators").ModuleValidator
+        assert validator.is_valid(model) == (name == "opacus")
+        model[1].eval()
+        assert validator.is_valid(model)
+
+
+def test_modules_that_need_no_fixer():
+    for kind in (nn.LSTM, nn.GRU, nn.MultiheadAttention):
+        ours, theirs = (package(f"{name}.validators").ModuleValidator for name in ("ghostclip", "opacus"))
+        assert kind in theirs.FIXERS
+        assert kind not in ours.FIXERS
+        assert type(ours.fix(nn.Sequential(kind(4, 2)))[0]) is kind
+
+
+def test_accountant_of_ones_own():
+    for name in ("ghostclip", "opacus"):
+
+        class Modest(package(f"{name}.accountants").IAccountant):
+            def __init__(self):
+                self.steps = 0
+
+            def step(self, *, noise_multiplier, sample_rate):
+                self.steps += 1
+
+            def get_epsilon(self, delta):
+                return 0.5
+
+            def __len__(self):
+                return self.steps
+
+            @classmethod
+            def mechanism(cls):
+                return "modest"
+
+        engine = package(name).PrivacyEngine(accountant="rdp")
+        engine.accountant = Modest()
+        assert engine.get_epsilon(1e-5) == 0.5
+        if name == "ghostclip":
+            assert engine.epsilon_bounds(1e-5).upper == 0.0

@@ -230,3 +230,12 @@ def _owned(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     DPOptimizer(optimizer, noise_multiplier=1.0, max_grad_norm=0.5, expected_batch_size=6)
     return module.clipper
+
+
+def test_what_a_facade_says_of_its_hooks_and_parameters():
+    module = GradSampleModuleFastGradientClipping(small_model())
+    module.get_parameter("0.bias").requires_grad_(False)
+    assert [id(p) for p in module.trainable_parameters] == [id(p) for p in module.parameters() if p.requires_grad]
+    assert module.hooks_enabled
+    module.remove_hooks()
+    assert not module.hooks_enabled
