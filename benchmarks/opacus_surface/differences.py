@@ -94,7 +94,8 @@ DIFFERENCES: Final[tuple[Difference, ...]] = (
     Difference(
         "p.grad between backward and step",
         "is the ordinary gradient of the batch, not private and not clipped",
-        "is the clipped sum; p.grad_sample is the same as Opacus's in hooks mode",
+        "is None: the clipped sum stays with the engine until it has noise. p.grad_sample is the same as Opacus's in "
+        "hooks mode",
         f"{_FILE}::test_gradients_between_backward_and_step",
     ),
     Difference(
@@ -123,7 +124,7 @@ DIFFERENCES: Final[tuple[Difference, ...]] = (
         f"{_FILE}::test_hooks_are_not_switched_off",
     ),
     Difference(
-        "forbid_grad_accumulation()",
+        "forbid_grad_accumulation(), which Opacus's make_private calls for Poisson batches",
         "makes a second backward before a step an error",
         "changes nothing: k backwards are accounted as what they are, σ/k at rate k·q, with a warning",
         f"{_FILE}::test_accumulation_is_accounted",
@@ -186,5 +187,30 @@ DIFFERENCES: Final[tuple[Difference, ...]] = (
         "is told of every release, and get_epsilon() is what it says; budgets, epsilon_bounds() and the noise for a "
         "target go by bounds that are proved",
         f"{_FILE}::test_accountant_of_ones_own",
+    ),
+    Difference(
+        "ModuleValidator on a model in evaluation mode",
+        "reports an error: training mode is wanted",
+        "looks at the modules alone: libraries load models in evaluation mode. make_private refuses such a model, in "
+        "the class that Opacus raises",
+        f"{_FILE}::test_validator_of_a_model_in_evaluation_mode",
+    ),
+    Difference(
+        "load_state_dict of an accountant with the state of another method",
+        "is an error",
+        "takes the history over: what was released does not depend on how it is accounted",
+        f"{_FILE}::test_state_of_another_accountant",
+    ),
+    Difference(
+        "switch_generator of a loader that is not private",
+        "replaces the generator of the plain loader's sampler, if it has one",
+        "is an error that names DPDataLoader.from_data_loader: batches of a plain loader are no Poisson samples",
+        f"{_FILE}::test_generator_of_a_plain_loader",
+    ),
+    Difference(
+        "the batch axis of an empty batch",
+        "is what batch_first says, of every tensor alike",
+        "is the axis on which a batch of two records is longer than one of one record",
+        f"{_FILE}::test_axis_of_an_empty_batch",
     ),
 )

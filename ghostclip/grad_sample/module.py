@@ -93,6 +93,17 @@ class GradSampleModule(ClipperHandle, nn.Module):
         """
         return self._module(*args, **kwargs)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
+        """Discard what was accumulated since the last step, per-sample gradients included.
+
+        Args:
+            set_to_none: Whether gradients become None or zeros, as in torch.
+        """
+        self._module.zero_grad(set_to_none)
+        for p in self._module.parameters():
+            if getattr(p, "grad_sample", None) is not None:
+                p.grad_sample = None
+
     def to_standard_module(self) -> nn.Module:
         """Detach the clipper and return the model as it was.
 

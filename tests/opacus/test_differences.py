@@ -472,3 +472,57 @@ def test_accountant_of_ones_own():
         assert engine.get_epsilon(1e-5) == 0.5
         if name == "ghostclip":
             assert engine.epsilon_bounds(1e-5).upper == 0.0
+
+
+def test_validator_of_a_model_in_evaluation_mode():
+    for name in ("ghostclip", "opacus"):
+        assert package(f"{name}.validators").ModuleValidator.is_valid(small_model().eval()) == (name == "ghostclip")
+        model = small_model().eval()
+        with pytest.raises(package(f"{name}.validators.errors").UnsupportedModuleError):
+            package(name).PrivacyEngine(accountant="rdp").make_private(
+                module=model,
+                optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+                data_loader=DataLoader(TensorDataset(*batch()), batch_size=3),
+                noise_multiplier=1.0,
+                max_grad_norm=BOUND,
+            )
+
+
+def test_state_of_another_accountant():
+    for name in ("ghostclip", "opacus"):
+        accountants = package(f"{name}.accountants")
+        saved, other = accountants.RDPAccountant(), accountants.PRVAccountant()
+        saved.step(noise_multiplier=1.0, sample_rate=0.1)
+        if name == "ghostclip":
+            other.load_state_dict(saved.state_dict())
+            assert other.history == saved.history
+        else:
+            with pytest.raises(ValueError, match="mechanism"):
+                other.load_state_dict(saved.state_dict())
+
+
+def test_generator_of_a_plain_loader():
+    plain = DataLoader(TensorDataset(*batch()), batch_size=3, shuffle=True)
+    for name in ("ghostclip", "opacus"):
+        switch = package(f"{name}.data_loader").switch_generator
+        if name == "ghostclip":
+            with pytest.raises(ValueError, match=r"DPDataLoader\.from_data_loader"):
+                switch(data_loader=plain, generator=torch.Generator())
+        else:
+            assert len(list(switch(data_loader=plain, generator=torch.Generator()))) == 2
+
+
+def test_axis_of_an_empty_batch():
+    def collate(records):
+        rows, labels = zip(*records, strict=True)
+        return torch.stack(rows, dim=1), torch.stack(labels)
+
+    record = (torch.zeros(3), torch.tensor(1))
+    for name, labels in (("ghostclip", (0,)), ("opacus", None)):
+        kept = package(f"{name}.data_loader").CollateFnWithEmpty(collate, batch_first=False)
+        kept([record])
+        if labels is None:
+            with pytest.raises(IndexError):
+                kept([])
+        else:
+            assert [tuple(part.shape) for part in kept([])] == [(3, 0), labels]

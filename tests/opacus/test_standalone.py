@@ -239,3 +239,13 @@ def test_what_a_facade_says_of_its_hooks_and_parameters():
     assert module.hooks_enabled
     module.remove_hooks()
     assert not module.hooks_enabled
+
+
+def test_zero_grad_of_a_facade_drops_per_sample_gradients():
+    x, y = batch()
+    module = GradSampleModule(small_model())
+    for _ in range(2):
+        nn.CrossEntropyLoss()(module(x), y).backward()
+        assert all(isinstance(p.grad_sample, torch.Tensor) for p in module.parameters())
+        module.zero_grad()
+        assert all(p.grad is None and p.grad_sample is None for p in module.parameters())
