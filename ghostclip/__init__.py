@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from ghostclip.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
     from ghostclip.privacy_engine import PrivacyEngine
     from ghostclip.rules import register_rule
+    from ghostclip.sampling import DeclaredSampling
     from ghostclip.validation.validate import validate
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DeclaredSampling",
     "GhostClipper",
     "GradSampleModule",
     "GradSampleModuleFastGradientClipping",
@@ -28,6 +30,7 @@ __all__ = [
 ]
 
 _HOME_OF = {
+    "DeclaredSampling": "ghostclip.sampling",
     "GhostClipper": "ghostclip.clipping.clipper",
     "GradSampleModule": "ghostclip.grad_sample",
     "GradSampleModuleFastGradientClipping": "ghostclip.grad_sample",

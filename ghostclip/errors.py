@@ -40,6 +40,10 @@ class TamperedGradientError(GhostClipError, RuntimeError):
     """A clipped sum was changed between backward and the private step."""
 
 
+class DrawError(GhostClipError, RuntimeError):
+    """A private step's rows are not those that the private loader drew, so that its account would be of another one."""
+
+
 class DataError(GhostClipError, ValueError):
     """The data handed over cannot be trained on (missing, empty, or of the wrong form)."""
 

@@ -15,7 +15,8 @@ from ghostclip.accounting import DEFAULT_ACCOUNTANT, bounding_accountant, create
 from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.distributed import noise_for
 from ghostclip.noise import make_noise_source
-from ghostclip.optimizers import DPOptimizer
+from ghostclip.optimizers import DPOptimizer, MemberOptimizer, release_of
+from ghostclip.sampling import DeclaredSampling
 from ghostclip.utils import checkpoints
 from ghostclip.utils.account import Account
 from ghostclip.utils.assembly import (
@@ -30,6 +31,7 @@ from ghostclip.utils.assembly import (
 from ghostclip.utils.budget import Budget
 from ghostclip.utils.clipping_options import ClippingOptions
 from ghostclip.utils.ledger_file import LedgerFile
+from ghostclip.utils.optimizer_state import OptimizerAccount
 from ghostclip.utils.sampling_plan import SamplingPlan, plan_for
 from ghostclip.utils.spending import Spending
 
@@ -76,9 +78,9 @@ class PrivacyEngine(Spending):
         self,
         *,
         module: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         criterion: Callable[..., torch.Tensor] | None = None,
-        data_loader: DataLoader[Any],
+        data_loader: DataLoader[Any] | DeclaredSampling,
         noise_multiplier: float,
         max_grad_norm: float | Sequence[float] | None,
         batch_first: bool = True,
@@ -101,10 +103,12 @@ class PrivacyEngine(Spending):
 
         Args:
             module: The model, in training mode.
-            optimizer: Its optimizer.
+            optimizer: Its optimizer; several over disjoint parameters in a list, for which as many are returned, with
+                one release and one entry in the account for all of them.
             criterion: The loss function, for the two-pass strategies "ghost" and "fast", which need the losses apart by
                 sample; the others use it as it is.
-            data_loader: The loader; its batch size over the number of records becomes the sampling rate.
+            data_loader: The loader; its batch size over the number of records becomes the sampling rate. A
+                `ghostclip.DeclaredSampling` instead, if you sample batches yourself.
             noise_multiplier: σ, the noise's standard deviation in units of the sensitivity.
             max_grad_norm: C, the largest norm that a sample's gradient keeps; for clipping="per_layer" also a list, one
                 bound for each trainable parameter; None if `clipping` is a policy, which holds its bound.
@@ -176,9 +180,9 @@ class PrivacyEngine(Spending):
         self,
         *,
         module: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         criterion: Callable[..., torch.Tensor] | None = None,
-        data_loader: DataLoader[Any],
+        data_loader: DataLoader[Any] | DeclaredSampling,
         target_epsilon: float,
         target_delta: float,
         epochs: int,
@@ -202,9 +206,10 @@ class PrivacyEngine(Spending):
 
         Args:
             module: The model, in training mode.
-            optimizer: Its optimizer.
+            optimizer: Its optimizer, or several in a list, as for `make_private`.
             criterion: The loss function, for the two-pass strategies "ghost" and "fast".
-            data_loader: The loader; its batch size over the number of records becomes the sampling rate.
+            data_loader: The loader; its batch size over the number of records becomes the sampling rate. A
+                `ghostclip.DeclaredSampling` instead, if you sample batches yourself.
             target_epsilon: ε that must not be exceeded after `epochs`.
             target_delta: δ that ε is meant at.
             epochs: Passes over the private loader that are planned.
@@ -279,7 +284,7 @@ class PrivacyEngine(Spending):
         *,
         path: checkpoints.Place,
         module: nn.Module,
-        optimizer: DPOptimizer | None = None,
+        optimizer: DPOptimizer | Sequence[MemberOptimizer] | None = None,
         noise_scheduler: Any = None,
         grad_clip_scheduler: Any = None,
         checkpoint_dict: dict[str, Any] | None = None,
@@ -305,8 +310,9 @@ class PrivacyEngine(Spending):
         Raises:
             MissingGradientError: In the middle of a logical batch.
         """
+        private: DPOptimizer | None = release_of(optimizer)
         state = dict(checkpoint_dict or {})
-        state.update(checkpoints.training_state(self._account, optimizer, self._plan))
+        state.update(checkpoints.training_state(self._account, private, self._plan))
         state[checkpoints.MODULE] = module.state_dict(**(module_state_dict_kwargs or {}))
         for name, scheduler in (("noise_multiplier", noise_scheduler), ("max_grad_norm", grad_clip_scheduler)):
             if scheduler is not None:
@@ -318,7 +324,7 @@ class PrivacyEngine(Spending):
         *,
         path: checkpoints.Place,
         module: nn.Module,
-        optimizer: DPOptimizer | None = None,
+        optimizer: DPOptimizer | Sequence[MemberOptimizer] | None = None,
         noise_scheduler: Any = None,
         grad_clip_scheduler: Any = None,
         module_load_dict_kwargs: dict[str, Any] | None = None,
@@ -356,12 +362,13 @@ class PrivacyEngine(Spending):
         Raises:
             ResumeError: If the checkpoint is incomplete, or of another mechanism.
         """
+        private: DPOptimizer | None = release_of(optimizer)
         checkpoint = checkpoints.load(path, torch_load_kwargs or {})
         schedulers = {"noise_multiplier": noise_scheduler, "max_grad_norm": grad_clip_scheduler}
-        if optimizer is not None:
+        if private is not None:
             checkpoint = checkpoints.reconciled(
                 checkpoint,
-                optimizer,
+                private,
                 self._plan,
                 scheduled={name for name, scheduler in schedulers.items() if scheduler is not None},
                 allow_change=allow_mechanism_change,
@@ -369,11 +376,11 @@ class PrivacyEngine(Spending):
             )
         checkpoints.restore_account(checkpoint, self._account)
         checkpoints.load_module(module, checkpoint, module_load_dict_kwargs or {})
-        checkpoints.restore(checkpoint, optimizer, self._plan)
-        checkpoints.continue_schedules(checkpoint, optimizer, schedulers)
+        checkpoints.restore(checkpoint, private, self._plan)
+        checkpoints.continue_schedules(checkpoint, private, schedulers)
         return checkpoint
 
-    def _sampled(self, data_loader: DataLoader[Any], *, poisson_sampling: bool) -> SamplingPlan:
+    def _sampled(self, data_loader: DataLoader[Any] | DeclaredSampling, *, poisson_sampling: bool) -> SamplingPlan:
         """Settle how batches are sampled; the account takes over what neighbouring data sets are."""
         plan = plan_for(data_loader, poisson_sampling=poisson_sampling, before=self._plan)
         self._account.require_relation(plan.event.relation)
@@ -390,11 +397,14 @@ class PrivacyEngine(Spending):
             As `make_private`.
         """
         noise = make_noise_source(level=self.noise_level, generator=request.noise_generator)
-        private = assemble(request, noise_for(request.plan.loader, request.module, noise))
+        private = assemble(request, noise_for(request.plan.sampler, request.module, noise))
         if budget is not None:
             self._account.add_budget(budget)
-        optimizer, plan = private[1], request.plan
+        optimizer, plan = release_of(private[1]), request.plan
         self._account.open(optimizer, plan, checkpoints.mechanism(optimizer, plan))
-        plan.loader.stop_when = lambda: self._account.spent
+        if plan.draws is not None:
+            plan.loader.stop_when = lambda: self._account.spent
+            optimizer.require_draws(plan.draws)
+        optimizer.account = OptimizerAccount(self._account, optimizer, plan)
         self._plan = plan
         return private

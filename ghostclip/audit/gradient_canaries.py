@@ -14,7 +14,7 @@ from ghostclip._validate import fraction, positive_int
 from ghostclip.audit.canaries import flip_coins
 from ghostclip.audit.scores import Scores
 from ghostclip.errors import DataError, InvalidOptionError
-from ghostclip.optimizers import DPOptimizer
+from ghostclip.optimizers import DPOptimizer, release_of
 
 
 class GradientCanaries:
@@ -53,6 +53,7 @@ class GradientCanaries:
         included: Sequence[bool] | NDArray[np.bool_] | None = None,
         seed: int | None = None,
     ) -> None:
+        optimizer = release_of(optimizer)
         if not isinstance(optimizer, DPOptimizer):
             raise InvalidOptionError(f"optimizer: expected a private one, got {type(optimizer).__name__}.")
         self.optimizer = optimizer

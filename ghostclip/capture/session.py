@@ -88,6 +88,11 @@ class Session:
         self.loan.close()
         self.settled.forget()
 
+    @property
+    def attached(self) -> bool:
+        """Whether hooks are on the model."""
+        return bool(self._handles)
+
     # -- forward ------------------------------------------------------------------------------------------------
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:

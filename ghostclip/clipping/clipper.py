@@ -23,6 +23,7 @@ from ghostclip.clipping.plan import Planner, Planning
 from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.clipping.savepoint import Savepoint
 from ghostclip.clipping.store import GradientStore
+from ghostclip.clipping.zero_grad import ZeroGrad
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
 
 _log = logging.getLogger(__name__)
@@ -114,6 +115,7 @@ class GhostClipper(Diagnostics):
         )
         self._session.probes = probe
         self._store = GradientStore(self._session.parameters)
+        self._zero_grad = ZeroGrad(model)
         self.planner = Planner(memory_budget, planning)
         self._groups()
 
@@ -244,7 +246,8 @@ class GhostClipper(Diagnostics):
     def _close(self, listener: Pass) -> None:
         for record in listener.records:
             record.spent = True
-        self._decisions.close()
+        record = self._record_of(listener)
+        self._decisions.close(0 if record.padded else record.batch_size)
         self._store.finish()
 
     def _scale(self, *, per_sample: bool) -> float:
@@ -305,6 +308,11 @@ class GhostClipper(Diagnostics):
         """How many backwards have completed since the last :meth:`reset`."""
         return self._decisions.passes
 
+    @property
+    def rows_seen(self) -> tuple[int, ...]:
+        """Samples of each backward that has completed since the last :meth:`reset`, in order."""
+        return self._decisions.rows
+
     def coverage(self) -> Coverage:
         """Return how every trainable parameter is handled, and its cost at the last batch's sizes; print with str()."""
         decided = "ghost" if self._session.is_checkpointed() else "bookkeeping"
@@ -318,10 +326,21 @@ class GhostClipper(Diagnostics):
 
     # -- the optimizer's side -------------------------------------------------------------------------------------
 
-    def own_gradients(self) -> None:
-        """Let an optimizer own the sums: they persist over ``model.zero_grad()`` until :meth:`reset`."""
+    def own_gradients(self, *, discard: Callable[[], Callable[[], None] | None] = lambda: None) -> None:
+        """Let a private optimizer own the sums: they leave ``.grad`` and stay here until :meth:`reset`.
+
+        Args:
+            discard: Returns what the model's own ``zero_grad()`` has to call, so that it discards what was
+                accumulated; None once the optimizer is gone.
+        """
         self._decisions.plain = False
         self._store.own()
+        self._zero_grad.install(discard)
+
+    @property
+    def attached(self) -> bool:
+        """Whether the model's gradients are clipped: True until :meth:`remove`."""
+        return self._session.attached
 
     @property
     def has_clipped_sum(self) -> bool:
@@ -338,9 +357,13 @@ class GhostClipper(Diagnostics):
             The accumulator itself, which the caller may change in place.
 
         Raises:
-            TamperedGradientError: ``p.grad`` was changed since the backward.
+            TamperedGradientError: ``p.grad``, which holds the sum where no optimizer owns it, was changed since.
         """
         return self._store.summed_gradient(parameter)
+
+    def hand_over_sums(self) -> None:
+        """Let go of the sums, which a private optimizer turns into its release; what was counted stays."""
+        self._store.hand_over()
 
     def mark_empty_batch(self) -> None:
         """Count a batch without samples as a clipped sum of zero."""
@@ -360,7 +383,7 @@ class GhostClipper(Diagnostics):
         self._decisions.merge_passes(since)
 
     def reset(self) -> None:
-        """Forget the sums; sets ``p.grad`` to None."""
+        """Forget the sums; sets ``p.grad`` to None where no optimizer owns them."""
         self.generation += 1
         self._decisions.forget()
         self._store.reset()
@@ -370,6 +393,7 @@ class GhostClipper(Diagnostics):
     def remove(self) -> None:
         """Detach from the model: every hook is removed, the model is as it was."""
         self._session.close()
+        self._zero_grad.uninstall()
         self._store.release_samples()
 
     def __enter__(self) -> "GhostClipper":

@@ -54,6 +54,7 @@ class Decisions:
         self.layout = Layout({}, (), ())
         self.plain = False
         self._sensitivities: list[float] = []
+        self._rows: list[int] = []
         self._opened: tuple[list[str], ClipPolicy, Grouping, float] | None = None
 
     def open(self, names: list[str]) -> Layout:
@@ -113,9 +114,14 @@ class Decisions:
             self.non_finite_total += self.non_finite
         return finite_B if self.non_finite else None
 
-    def close(self) -> None:
-        """Note that the sums of a backward are complete, clipped to the bounds that were in force."""
+    def close(self, rows: int) -> None:
+        """Note that the sums of a backward are complete, clipped to the bounds that were in force.
+
+        Args:
+            rows: Samples that the model saw in it.
+        """
         self._sensitivities.append(self.policy.sensitivity(self.relation))
+        self._rows.append(rows)
 
     def sensitivity(self) -> float:
         """Return the largest sensitivity of any backward since `forget`; before the first, the one in force."""
@@ -126,6 +132,11 @@ class Decisions:
         """Backwards completed since `forget`."""
         return len(self._sensitivities)
 
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Samples of each backward completed since `forget`, in order."""
+        return tuple(self._rows)
+
     def merge_passes(self, since: int) -> None:
         """Count several backwards over disjoint parts of one batch as one.
 
@@ -135,15 +146,16 @@ class Decisions:
         merged = self._sensitivities[since:]
         if merged:
             self._sensitivities[since:] = [max(merged)]
+            self._rows[since:] = [sum(self._rows[since:])]
 
     def snapshot(self) -> Callable[[], None]:
         """Return a function that puts back what is remembered now."""
-        sensitivities, total = list(self._sensitivities), self.non_finite_total
+        sensitivities, rows, total = list(self._sensitivities), list(self._rows), self.non_finite_total
         adaptation = self.policy.adaptation
         count = None if adaptation is None else adaptation.peek()
 
         def restore() -> None:
-            self._sensitivities = list(sensitivities)
+            self._sensitivities, self._rows = list(sensitivities), list(rows)
             self.non_finite_total = total
             if adaptation is not None:
                 adaptation.put(count)
@@ -153,6 +165,7 @@ class Decisions:
     def forget(self) -> None:
         """The sums were released or dropped."""
         self._sensitivities.clear()
+        self._rows.clear()
         if self.policy.adaptation is not None:
             self.policy.adaptation.forget()
 

@@ -1,4 +1,4 @@
-"""Where clipped sums are kept: in ``p.grad`` where its precision allows, in a float32 buffer beside it otherwise."""
+"""Where clipped sums are kept: in ``p.grad``, or, once a private optimizer owns them, where no optimizer sees them."""
 
 from collections.abc import Callable, Mapping
 
@@ -13,10 +13,13 @@ _FULL_PRECISION = (torch.float32, torch.float64)
 class GradientStore:
     """Accumulators of the clipped sums, by parameter.
 
-    Two modes. By default ``p.grad`` is the truth: a caller who sets it to None starts a new sum. When an optimizer
-    *owns* the
-    sums they survive ``model.zero_grad()`` in the middle of a logical batch, and a change of ``p.grad`` by anyone else
-    between backward and step is an error, because it would change the sensitivity of what is released.
+    Two modes. By default ``p.grad`` is the truth: a caller who sets it to None starts a new sum (in a float32 buffer
+    beside it for 16-bit parameters). When a private optimizer *owns* the sums they stay here and ``p.grad`` is not
+    touched.
+
+    Privacy:
+        A sum without noise is never where another optimizer, a logger or a gradient scaler could use or change it:
+        what is owned reaches ``p.grad`` as a release only.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -36,10 +39,13 @@ class GradientStore:
         self._shown: set[nn.Parameter] = set()
 
     def own(self) -> None:
-        """Let an optimizer own the sums from now on, those that are there included."""
+        """Let an optimizer own the sums from now on, those that are there included: they leave ``p.grad``."""
         self.owned = True
         self._sums.update(self._held())
         self._shown.clear()
+        self._versions.clear()
+        for parameter in self._sums:
+            parameter.grad = None
 
     def _held(self) -> dict[nn.Parameter, Tensor]:
         """Return every sum there is, by parameter."""
@@ -60,19 +66,12 @@ class GradientStore:
         buffer = self._in_progress.get(parameter)
         if buffer is not None:
             return buffer, False
-        buffer = self._owned_buffer(parameter) if self.owned else self._free_buffer(parameter)
+        buffer = self._sums.get(parameter) if self.owned else self._free_buffer(parameter)
         is_new = buffer is None
         if buffer is None:
             buffer = self._new(parameter)
         self._in_progress[parameter] = buffer
         return buffer, is_new
-
-    def _owned_buffer(self, parameter: nn.Parameter) -> Tensor | None:
-        self._check(parameter)
-        kept = self._sums.get(parameter)
-        if kept is not None and parameter.grad is None and parameter.dtype in _FULL_PRECISION:
-            parameter.grad = kept
-        return kept
 
     def _free_buffer(self, parameter: nn.Parameter) -> Tensor | None:
         grad = parameter.grad
@@ -95,7 +94,7 @@ class GradientStore:
             wide = torch.promote_types(dtype, torch.float32)
             buffer = torch.empty(parameter.shape, dtype=wide, device=parameter.device)
         self._sums[parameter] = buffer
-        if dtype in _FULL_PRECISION:
+        if dtype in _FULL_PRECISION and not self.owned:
             parameter.grad = buffer
         return buffer
 
@@ -118,14 +117,16 @@ class GradientStore:
     def drop_stale_samples(self) -> None:
         """Drop per-sample gradients of a batch that is over, before those of the next are formed beside them."""
         for parameter in self._sampled:
-            stale = parameter.grad is None and not (self.owned and self.has_sum)
+            stale = not self.has_sum if self.owned else parameter.grad is None
             if stale and getattr(parameter, "grad_sample", None) is not None:
                 parameter.grad_sample = None  # type: ignore[attr-defined]
 
     def finish(self) -> None:
-        """Note that a backward is complete: sums of 16-bit parameters are shown in ``p.grad``."""
+        """Note that a backward is complete: sums of 16-bit parameters that nobody owns are shown in ``p.grad``."""
         self.has_sum = True
         self._in_progress.clear()
+        if self.owned:
+            return
         for parameter, kept in self._sums.items():
             grad = parameter.grad
             if grad is not kept:
@@ -136,13 +137,12 @@ class GradientStore:
                 else:
                     grad.copy_(kept)
             self._versions[parameter] = grad._version
-        if not self.owned:
-            shown = [parameter for parameter in self._sums if parameter.dtype in _FULL_PRECISION]
-            self._shown.update(shown)
-            if len(shown) == len(self._sums):
-                self._sums.clear()
-            else:
-                self._sums = {parameter: kept for parameter, kept in self._sums.items() if parameter not in self._shown}
+        shown = [parameter for parameter in self._sums if parameter.dtype in _FULL_PRECISION]
+        self._shown.update(shown)
+        if len(shown) == len(self._sums):
+            self._sums.clear()
+        else:
+            self._sums = {parameter: kept for parameter, kept in self._sums.items() if parameter not in self._shown}
 
     def summed_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """Return a parameter's clipped sum, float32 at least; None when nothing contributed.
@@ -154,9 +154,10 @@ class GradientStore:
             The accumulator itself, shape of the parameter.
 
         Raises:
-            TamperedGradientError: ``p.grad`` was changed since the backward.
+            TamperedGradientError: ``p.grad``, which holds the sum where nobody owns it, was changed since the backward.
         """
-        self._check(parameter)
+        if not self.owned:
+            self._check(parameter)
         return parameter.grad if parameter in self._shown else self._sums.get(parameter)
 
     def _check(self, parameter: nn.Parameter) -> None:
@@ -173,6 +174,10 @@ class GradientStore:
             )
             raise TamperedGradientError(message)
 
+    def hand_over(self) -> None:
+        """Let go of the sums that an owner turns into its release, so that they are not kept beside it."""
+        self._sums.clear()
+
     def release_samples(self) -> None:
         """Take ``grad_sample`` off the parameters."""
         for parameter in self._parameters.values():
@@ -188,15 +193,16 @@ class GradientStore:
             self.reset()
             for parameter, copy in copies.items():
                 self._sums[parameter] = copy.to(parameter.device)
-                parameter.grad = self._sums[parameter] if parameter.dtype in _FULL_PRECISION else None
+                if not self.owned:
+                    parameter.grad = self._sums[parameter] if parameter.dtype in _FULL_PRECISION else None
             if had_sum:
                 self.finish()
 
         return restore
 
     def reset(self) -> None:
-        """Forget all sums and per-sample gradients."""
-        for parameter in (*self._sums, *self._parameters.values()):
+        """Forget all sums and per-sample gradients; what an owner has released to ``p.grad`` stays."""
+        for parameter in () if self.owned else (*self._sums, *self._parameters.values()):
             parameter.grad = None
         for parameter in self._sampled:
             if getattr(parameter, "grad_sample", None) is not None:

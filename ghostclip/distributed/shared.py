@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
-from torch.utils.data import DataLoader
 
 from ghostclip.distributed.agreement import Group, require_agreement, share_noise
 from ghostclip.distributed.release import noisy_sums_
@@ -100,20 +99,19 @@ def share_parameters(module: nn.Module, group: Group = None) -> None:
         tensor.copy_(shared)
 
 
-def noise_for(loader: DataLoader[Any], module: nn.Module, source: KeyedNoise) -> NoiseSource:
-    """Return the noise source for a loader: shared by all ranks where they share its batches, else the source itself.
+def noise_for(sampler: Any, module: nn.Module, source: KeyedNoise) -> NoiseSource:
+    """Return the noise source for a sampler: shared by all ranks where they share its batches, else the source itself.
 
     Ranks that share batches also get rank 0's parameters. Called on all ranks.
 
     Args:
-        loader: The private loader.
+        sampler: What draws the batches; None where the user does.
         module: The model.
         source: This rank's source.
 
     Returns:
         What the private optimizer is given.
     """
-    sampler = loader.batch_sampler
     if not isinstance(sampler, PrivateSampler) or sampler.num_replicas == 1:
         return source
     share_parameters(module)

@@ -87,7 +87,7 @@ class ClipperHandle:
     @property
     def hooks_enabled(self) -> bool:
         """Whether gradients are clipped: until `remove_hooks()`, whatever `disable_hooks()` was asked for."""
-        return self.clipper in _IN_USE
+        return self.clipper is not None and self.clipper.attached
 
     def get_norm_sample(self) -> torch.Tensor:
         """Return the norms of the last backward.

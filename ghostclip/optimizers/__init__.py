@@ -9,6 +9,7 @@ from ghostclip.optimizers.ddp_perlayeroptimizer import DistributedPerLayerOptimi
 from ghostclip.optimizers.ddpoptimizer import DistributedDPOptimizer
 from ghostclip.optimizers.ddpoptimizer_fast_gradient_clipping import DistributedDPOptimizerFastGradientClipping
 from ghostclip.optimizers.dp_optimizer import DPOptimizer
+from ghostclip.optimizers.members import MemberOptimizer, release_of
 from ghostclip.optimizers.optimizer_fast_gradient_clipping import DPOptimizerFastGradientClipping
 from ghostclip.optimizers.perlayeroptimizer import DPPerLayerOptimizer
 from ghostclip.optimizers.variants import get_optimizer_class
@@ -23,8 +24,10 @@ __all__ = [
     "DistributedDPOptimizer",
     "DistributedDPOptimizerFastGradientClipping",
     "DistributedPerLayerOptimizer",
+    "MemberOptimizer",
     "SimpleDistributedPerLayerOptimizer",
     "get_optimizer_class",
+    "release_of",
 ]
 
 __getattr__ = refusing(__name__)

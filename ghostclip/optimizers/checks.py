@@ -35,6 +35,24 @@ def refuse_repeated_evaluation(optimizer: Optimizer) -> None:
         )
 
 
+def initialises_state(optimizer: Optimizer) -> bool:
+    """Say whether a step would only let an optimizer make its state, as torch's distributed checkpoints have it do.
+
+    Privacy:
+        Neither data nor a release take part: every gradient is zero, and so is every learning rate.
+
+    Args:
+        optimizer: The inner optimizer.
+
+    Returns:
+        True if it has no state yet, and zero gradients and learning rates.
+    """
+    if optimizer.state or any(float(group.get("lr", 1)) != 0 for group in optimizer.param_groups):
+        return False
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return all(grad is not None and not grad.any() for grad in grads)
+
+
 def refuse_uncovered(clipper: GhostClipper, parameters: Sequence[nn.Parameter]) -> None:
     """Refuse trainable parameters that would be updated from gradients nobody clipped.
 
@@ -111,3 +129,31 @@ def warn_about_mechanism(optimizer: DPOptimizer, said: set[str]) -> None:
     for key in messages.keys() - said:
         said.add(key)
         warnings.warn(messages[key], stacklevel=5)
+
+
+def not_drawn(rows: Sequence[int], waiting: Sequence[int]) -> str:
+    """Say that a step's rows are not those that the private loader drew, and what to do.
+
+    Args:
+        rows: Rows of each backward pass since the last release.
+        waiting: Records of the draws that were handed out and not released.
+
+    Returns:
+        The text for a `DrawError`.
+    """
+    if not waiting:
+        return (
+            "step(): no batch of the private loader waits for a release. Iterate over the loader that make_private() "
+            "returned (not over another one, a list of its batches, or the same batch twice) and step once for each "
+            "batch. If you sample the batches yourself, say how: "
+            "make_private(data_loader=ghostclip.DeclaredSampling(...), ...)."
+        )
+    seen = " + ".join(map(str, rows)) if rows else "no"
+    return (
+        f"step(): the model saw {seen} rows since the last release, but the next batch of the private loader has "
+        f"{waiting[0]} records. One record must be one row, and every batch that is drawn must be stepped on, also an "
+        "empty one: no padding-free or packing collator, no batch skipped, cut, doubled or drawn by another loader, no "
+        "loader sharded again (leave it out of accelerator.prepare on several processes), no skip_first_batches after "
+        "a resume (the private loader resumes by itself). Rows on another axis: batch_first=False. If you sample the "
+        "batches yourself: make_private(data_loader=ghostclip.DeclaredSampling(...), ...)."
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ghostclip import _validate
-from ghostclip.errors import InvalidOptionError, MissingGradientError
+from ghostclip.errors import DrawError, InvalidOptionError, MissingGradientError
 from ghostclip.optimizers import checks
+from ghostclip.optimizers.foreign import Releases, watch_other_optimizers
 from ghostclip.optimizers.parts import ReleaseHook, StepHook, StepParts, chosen_clipper, chosen_noise
 from ghostclip.optimizers.release import SkipStep, collector, next_bound, noisy_gradients
 from ghostclip.optimizers.virtual import BatchToken, LogicalBatch
@@ -27,6 +29,7 @@ from ghostclip.optimizers.wrapped import WrappedOptimizer
 if TYPE_CHECKING:
     from ghostclip.clipping.clipper import GhostClipper
     from ghostclip.noise import NoiseSource
+    from ghostclip.sampling.draws import DrawLog, Match
 
 _log = logging.getLogger(__name__)
 
@@ -39,15 +42,21 @@ class DPOptimizer(StepParts, WrappedOptimizer):
         grad = (Σ_b min(1, C/‖g_b‖)·g_b + N(0, (σ·sensitivity)²)) / expected_batch_size
 
     or what another clip policy makes of the sum; the sum and its sensitivity are asked of the clipper (there is no
-    second copy of C), the noise is added in float32 at least, and `loss_reduction="sum"` leaves out the division.
-    Parameters without a gradient in this step get zero plus noise like all others.
+    second copy of C), the noise is added in float32 at least, and `loss_reduction="sum"` leaves out the division. If k
+    mean losses were accumulated by k backwards, their mean is released: k divides as well. Parameters without a
+    gradient in this step get zero plus noise like all others.
+
+    Between backward and step `p.grad` holds nothing of this training: the sums stay with the clipper, where loggers,
+    gradient scalers and other optimizers neither see nor change them. `zero_grad()` of this optimizer or of the model
+    discards what was accumulated since the last step, as in torch.
 
     Privacy:
         One step is one Gaussian mechanism with noise multiplier σ on the logical batch, adjacent as the clipper's
         relation says. Step and release hooks run before anything leaves this object: a ledger attached there
         over-counts after a crash and never under-counts, and a hook that raises stops the release. Whatever raises in
-        a step, the logical batch is dropped: nothing of it is released later. Not private: whatever is read from the
-        clipper or from `p.grad` between backward and step.
+        a step, the logical batch is dropped: nothing of it is released later. Where the draws of a private loader are
+        known (`require_draws`, as `PrivacyEngine` does), a step whose rows they do not explain is refused. Not private:
+        whatever is read from the clipper.
 
     Args:
         optimizer: Any torch optimizer over parameters of the clipper's model that takes one gradient per step.
@@ -97,14 +106,22 @@ class DPOptimizer(StepParts, WrappedOptimizer):
         self.noise_source = chosen_noise(noise_source, generator=generator, secure_mode=secure_mode)
         self._collected = collector(clipper, self.noise_source)
         self._rehearsing = False
+        self.rounds = 0
+        self.round_has_released = False
         self._warned: set[str] = set()
         self.noise_multiplier = noise_multiplier
         checks.refuse_adaptation_without_batch_size(clipper, self.expected_batch_size)
-        clipper.own_gradients()
+        clipper.own_gradients(discard=weakref.WeakMethod(self.discard))
+        self._draws: DrawLog | None = None
+        self._released = Releases(self.params)
+        self.is_applying = False
+        self.scheduled: set[str] = set()
+        """Values of the mechanism that a schedule moves, which a saved state may therefore differ in."""
         if max_grad_norm is not None:
             self.max_grad_norm = max_grad_norm
         checks.refuse_uncovered(clipper, self.params)
         checks.warn_about_parameters_left_out(clipper, self.params)
+        watch_other_optimizers(self)
 
     # What the mechanism is
 
@@ -150,7 +167,7 @@ class DPOptimizer(StepParts, WrappedOptimizer):
     @property
     def accumulated_iterations(self) -> int:
         """Backward passes that one record of the current logical batch may have contributed to (usually 1)."""
-        return max(1, self._batch.uses)
+        return self._batch.participations
 
     @property
     def last_step_was_virtual(self) -> bool:
@@ -177,13 +194,40 @@ class DPOptimizer(StepParts, WrappedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.pre_step():
+        if (self.is_idle and checks.initialises_state(self.original_optimizer)) or self.pre_step():
             try:
-                self.original_optimizer.step()
+                self.apply_to(self.original_optimizer)
             except BaseException:
                 self.original_optimizer.zero_grad(set_to_none=True)
                 raise
         return loss
+
+    def begin_round(self) -> None:
+        """Take a step up to the update, which each of several optimizers then makes by itself."""
+        self.round_has_released = self.pre_step()
+        self.rounds += 1
+
+    @property
+    def has_untaken_backward(self) -> bool:
+        """Whether a backward has completed that no step, virtual ones included, has taken up."""
+        return self.clipper.has_clipped_sum and not self._batch.holds_all(self.clipper.backward_passes)
+
+    def apply_to(self, optimizer: Optimizer) -> None:
+        """Let an optimizer update its parameters by the release in `p.grad`.
+
+        Args:
+            optimizer: The wrapped one, or one of several that are wrapped as one.
+        """
+        self.is_applying = True
+        try:
+            optimizer.step()
+        finally:
+            self.is_applying = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing was accumulated since the last release."""
+        return not self._mid_logical_batch()
 
     @torch.no_grad()
     def pre_step(self, closure: Callable[[], Any] | None = None) -> bool:
@@ -205,7 +249,7 @@ class DPOptimizer(StepParts, WrappedOptimizer):
             with torch.enable_grad():
                 closure()
         try:
-            self.clip_and_accumulate()
+            self._require_gradient()
             if self._batch.skip_next or self._rehearsing:
                 self._batch.close_virtual_step(self.clipper.generation)
                 return False
@@ -226,7 +270,7 @@ class DPOptimizer(StepParts, WrappedOptimizer):
                 earlier part of this logical batch was lost.
         """
         token = self._batch.token
-        empty = token is not None and token.size == 0
+        empty = token.size == 0 if token is not None else self._draws is not None and self._draws.next_is_empty
         if not self.clipper.has_clipped_sum and empty:
             # A loop may well skip the model for a batch without rows; the noise-only step must happen all the same.
             self.clipper.mark_empty_batch()
@@ -249,15 +293,18 @@ class DPOptimizer(StepParts, WrappedOptimizer):
             The order matters: first everything that can refuse, then noise, then the ledger; only then does anything
             leave the clipper's care.
         """
+        drawn = self._require_drawn()
         std = self.noise_std
         trainable = [p for p in self.params if p.requires_grad]
         sums = [self.clipper.summed_gradient(p) for p in trainable]
         # What has a clipped sum is clipped; for the rest the whole model is looked through.
         checks.refuse_uncovered(self.clipper, [p for p, kept in zip(trainable, sums, strict=True) if kept is None])
+        self._released.refuse_strangers(self)
         checks.warn_about_mechanism(self, self._warned)
         for step_hook in self._step_hooks:
             step_hook(self)
-        # Nobody else holds the sums while they turn into a release, which the ledger sees first.
+        # The sums turn into the release, and what is left of the last one makes room.
+        self.clipper.hand_over_sums()
         self._take_gradients()
         divisor = self.divisor if divide else 1.0
         released = noisy_gradients(
@@ -275,11 +322,41 @@ class DPOptimizer(StepParts, WrappedOptimizer):
         finally:
             # Also after a failure: its number may be in the ledger, and stands for these values only.
             self.releases += 1
+        if self._draws is not None and drawn is not None:
+            self._draws.use(drawn)
         self._drop()
         if bound is not None:
             self.clipper.max_grad_norm = bound
         for p, gradient in zip(trainable, released, strict=True):
             p.grad = gradient
+        self._released.note(list(zip(trainable, released, strict=True)))
+
+    def require_draws(self, draws: DrawLog) -> None:
+        """Refuse, from now on, releases whose rows are not those of the next draws.
+
+        Args:
+            draws: The log of the sampler that the account is of.
+        """
+        draws.claimed = True
+        self._draws = draws
+
+    def _require_drawn(self) -> Match | None:
+        """Find the draws that the rows of this release come from.
+
+        Returns:
+            The draws; None where the sampling is not known.
+
+        Raises:
+            DrawError: If the rows that the model saw are not those of the next draws.
+        """
+        if self._draws is None:
+            return None
+        rows = self.clipper.rows_seen
+        found = self._draws.match(rows)
+        if found is None:
+            raise DrawError(checks.not_drawn(rows, [draw.rows for draw in self._draws.waiting]))
+        self._batch.draws = len(found.draws)
+        return found
 
     def _drop(self) -> None:
         """Forget the logical batch; no parameter keeps a clipped sum, also not one frozen since backward."""
@@ -294,20 +371,25 @@ class DPOptimizer(StepParts, WrappedOptimizer):
             p.grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
-        """Forget the clipped sums, unless a logical batch is half accumulated: then they are kept for its next part.
+        """Discard what was accumulated since the last step, and the last release in `p.grad`.
+
+        What virtual steps have accumulated is kept for the next physical batch; discarding a physical batch before its
+        virtual step discards the logical batch, whose release is then refused.
 
         Args:
-            set_to_none: Accepted for torch's sake; gradients always become None.
+            set_to_none: Whether gradients become None or zeros, as in torch.
         """
-        del set_to_none
-        if self._batch.open:
-            return
-        self._hide_sums()
-        self.clipper.reset()
-        if getattr(self.original_optimizer.zero_grad, "__func__", None) is Optimizer.zero_grad:
+        self.discard()
+        if set_to_none and getattr(self.original_optimizer.zero_grad, "__func__", None) is Optimizer.zero_grad:
             self._take_gradients()
         else:
-            self.original_optimizer.zero_grad(set_to_none=True)
+            self.original_optimizer.zero_grad(set_to_none=set_to_none)
+
+    def discard(self) -> None:
+        """Forget the sums of backwards that no step has taken up yet."""
+        if not self._batch.holds_all(self.clipper.backward_passes):
+            self._hide_sums()
+            self.clipper.reset()
 
     # Virtual steps
 
@@ -378,6 +460,29 @@ class DPOptimizer(StepParts, WrappedOptimizer):
             self._rehearsing = False
             self._batch.clear()
             self.zero_grad()
+
+    def owns(self, optimizer: Optimizer) -> bool:
+        """Say whether an optimizer is the one that this one wraps.
+
+        Args:
+            optimizer: Any optimizer.
+
+        Returns:
+            True if so.
+        """
+        return optimizer is self.original_optimizer or optimizer in getattr(self.original_optimizer, "members", ())
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """Return a parameter's name in the model.
+
+        Args:
+            parameter: One of this optimizer's.
+
+        Returns:
+            Its name, or its shape where the model does not hold it.
+        """
+        names = (name for name, p in self.clipper.model.named_parameters() if p is parameter)
+        return next(names, f"of shape {tuple(parameter.shape)}")
 
     def _mid_logical_batch(self) -> bool:
         """Whether clipped sums are waiting to be released."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ghostclip.clipping.clipper import GhostClipper
     from ghostclip.noise import NoiseSource
     from ghostclip.optimizers.dp_optimizer import DPOptimizer
+    from ghostclip.optimizers.virtual import LogicalBatch
 
 StepHook = Callable[["DPOptimizer"], None]
 ReleaseHook = Callable[["DPOptimizer", Sequence[torch.Tensor]], None]
@@ -27,17 +28,19 @@ class StepParts:
 
     Privacy:
         `add_noise` is the release: it is where hooks, budget and ledger are asked. What comes before it is exact and
-        not private: per-sample gradients in `p.grad_sample`, and their clipped sum in `p.summed_grad`, which are there
-        with `grad_sample_mode="hooks"` only and end with the release.
+        not private: per-sample gradients in `p.grad_sample`, and a copy of their clipped sum in `p.summed_grad`, which
+        are there with `grad_sample_mode="hooks"` only and end with the release.
     """
 
     clipper: GhostClipper
     params: list[nn.Parameter]
     loss_reduction: str
     expected_batch_size: float | None
+    _batch: LogicalBatch
     _step_hooks: list[StepHook]
     _release_hooks: list[ReleaseHook]
     _unscaled = False
+    _undivided = 1.0
     _shows_sums = False
     _require_gradient: Callable[[], None]
     _drop: Callable[[], None]
@@ -45,9 +48,10 @@ class StepParts:
 
     @property
     def divisor(self) -> float:
-        """The public constant that a noisy sum is divided by."""
-        mean = self.loss_reduction == "mean" and self.expected_batch_size is not None
-        return float(self.expected_batch_size) if mean and self.expected_batch_size else 1.0
+        """The public constant that a noisy sum is divided by: of k accumulated mean losses the mean is released."""
+        if self.loss_reduction != "mean" or not self.expected_batch_size:
+            return 1.0
+        return float(self.expected_batch_size) * max(1, self._batch.uses)
 
     @property
     def grad_samples(self) -> list[torch.Tensor]:
@@ -91,7 +95,8 @@ class StepParts:
             MissingGradientError: If no clipped gradient was made since the last step.
         """
         self._require_gradient()
-        self._show_sums()
+        if self.clipper.strategy == "hooks":
+            self._show_sums()
 
     def accumulate(self) -> None:
         """The same under the name of Opacus's two-pass optimizer."""
@@ -107,6 +112,8 @@ class StepParts:
         if not self.clipper.has_clipped_sum:
             raise MissingGradientError("add_noise(): no clipped sum. Call backward and clip_and_accumulate() first.")
         try:
+            # The logical batch, and with it the number of its passes, ends with the release.
+            self._undivided = self.divisor
             self._release(divide=False)
             self._unscaled = True
         except SkipStep:
@@ -127,15 +134,15 @@ class StepParts:
         self._unscaled = False
         gradients = [p.grad for p in self.params if p.requires_grad and p.grad is not None]
         if gradients:
-            torch._foreach_div_(gradients, self.divisor)
+            torch._foreach_div_(gradients, self._undivided)
 
     def _show_sums(self) -> None:
-        """Let `p.summed_grad` be the clipped sum, where per-sample gradients are shown too."""
-        if self.clipper.strategy == "hooks":
-            self._shows_sums = True
-            for p in self.params:
-                if p.requires_grad:
-                    p.summed_grad = self.clipper.summed_gradient(p)  # type: ignore[attr-defined]
+        """Let `p.summed_grad` be a copy of the clipped sum, where per-sample gradients are shown too."""
+        self._shows_sums = True
+        for p in self.params:
+            if p.requires_grad:
+                total = self.clipper.summed_gradient(p)
+                p.summed_grad = None if total is None else total.clone()  # type: ignore[attr-defined]
 
     def _hide_sums(self) -> None:
         if self._shows_sums:

@@ -32,6 +32,7 @@ class LogicalBatch:
         skip_next: Whether the next step() is virtual.
         open: Whether a virtual step was taken and nothing has been released since.
         uses: The largest number of backward passes that one physical batch of this logical batch went through.
+        draws: Distinct draws of the private sampler that its physical batches come from; known when it is released.
     """
 
     def __init__(self) -> None:
@@ -43,6 +44,8 @@ class LogicalBatch:
         self.skip_next = False
         self.open = False
         self.uses = 0
+        self.draws = 1
+        self._steps = 0
         self._passes_seen = 0
         self._generation: int | None = None
 
@@ -94,6 +97,25 @@ class LogicalBatch:
             )
         self.uses = max(self.uses, total - self._passes_seen)
         self._passes_seen = total
+        self._steps += 1
+
+    @property
+    def participations(self) -> int:
+        """Backward passes that one record may have contributed to."""
+        # Passes of one step() may all be over the same records; what virtual steps added up are different physical
+        # batches, which share a record only if they come from different draws.
+        return max(1, self.uses * (self.draws if self._steps > 1 else 1))
+
+    def holds_all(self, total: int) -> bool:
+        """Whether every backward pass so far belongs to a virtual step.
+
+        Args:
+            total: Backward passes accumulated in the clipper since the last release.
+
+        Returns:
+            True if so; what was accumulated is then kept for the next physical batch.
+        """
+        return self.open and total == self._passes_seen
 
     def close_virtual_step(self, generation: int) -> None:
         """A virtual step was taken: the sum stays and the next physical batch adds to it.

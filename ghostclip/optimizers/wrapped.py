@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
 
 from ghostclip.errors import InvalidOptionError
+
+ACCOUNT_KEY: Final = "ghostclip_account"
+"""Where a parameter group of a saved state holds the account of a private training."""
+
+
+class CarriedAccount(Protocol):
+    """What travels with an optimizer's state."""
+
+    def text(self) -> str:
+        """Return it."""
+
+    def load(self, text: str | None) -> None:
+        """Continue from what `text` returned.
+
+        Args:
+            text: The text; None where the state held none.
+        """
 
 
 class WrappedOptimizer(Optimizer):
@@ -28,6 +45,7 @@ class WrappedOptimizer(Optimizer):
         if not isinstance(optimizer, Optimizer):
             raise InvalidOptionError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
         self.original_optimizer = optimizer
+        self.account: CarriedAccount | None = None
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -62,16 +80,40 @@ class WrappedOptimizer(Optimizer):
         self.original_optimizer.defaults = value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state, which a plain optimizer of its kind can load too."""
-        return self.original_optimizer.state_dict()
+        """Return the wrapped optimizer's state, which a plain optimizer of its kind can load too, with the account.
+
+        Privacy:
+            The account's entry in the first parameter group holds the keys that noise and batches follow from: keep the
+            state as secret as the data, or take them out with `ghostclip.utils.optimizer_state.without_keys`.
+
+        Returns:
+            The state.
+        """
+        state = self.original_optimizer.state_dict()
+        if self.account is not None and state["param_groups"]:
+            state["param_groups"][0][ACCOUNT_KEY] = self.account.text()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of an optimizer of the wrapped kind.
+        """Load a saved state; in a training of `PrivacyEngine` with the account and what noise and batches follow from.
 
         Args:
-            state_dict: What `state_dict()` gave, here or on a plain optimizer.
+            state_dict: What `state_dict()` gave.
+
+        Raises:
+            ResumeError: If the state holds no account, or one of another mechanism or training.
         """
-        self.original_optimizer.load_state_dict(state_dict)
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        texts = [group.pop(ACCOUNT_KEY, None) for group in groups]
+        before = self.original_optimizer.state_dict()
+        self.original_optimizer.load_state_dict({**state_dict, "param_groups": groups})
+        if self.account is None:
+            return
+        try:
+            self.account.load(next((text for text in texts if text is not None), None))
+        except BaseException:
+            self.original_optimizer.load_state_dict(before)
+            raise
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group to the wrapped optimizer.

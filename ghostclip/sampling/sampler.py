@@ -11,6 +11,7 @@ from torch.utils.data import Sampler
 
 from ghostclip.accounting.events import SamplingEvent
 from ghostclip.errors import InvalidOptionError, ResumeError
+from ghostclip.sampling.draws import Draw, DrawLog
 from ghostclip.sampling.keys import RandomKey
 from ghostclip.sampling.schemes import Poisson, SamplingScheme
 
@@ -28,6 +29,7 @@ class PrivateSampler(Sampler[list[int]]):
         scheme: What is drawn.
         rank: Number of this replica.
         num_replicas: How many share each batch.
+        draws: The draws that no release has used yet.
 
     Args:
         scheme: What is drawn.
@@ -40,6 +42,7 @@ class PrivateSampler(Sampler[list[int]]):
     ) -> None:
         self.scheme = scheme
         self.rank, self.num_replicas = 0, 1
+        self.draws = DrawLog()
         self._key = RandomKey("sampling", seed=seed, generator=generator)
         self._drawn = 0
         self._delivered = 0
@@ -104,15 +107,22 @@ class PrivateSampler(Sampler[list[int]]):
         """
         loop = self._loop = object()
         self._begin_epoch()
+        self.draws.begin_pass()
+        if self._tracker is not None:
+            self.draws.follow_deliveries()
         while self._drawn < self._epoch_end:
             position = self._drawn
             # Counted before it is handed out: whatever happens to this batch, it is never drawn again.
             self._drawn = position + 1
             if self._tracker is None:
                 self._delivered = self._drawn
-            yield self.draw(position)
+            mine = self.draw(position)
+            whole = mine if self.num_replicas == 1 else self.scheme.draw(self._key, position)
+            self.draws.add(Draw(position, len(mine), len(whole)))
+            yield mine
             if self._loop is not loop:
                 raise InvalidOptionError("a newer loop over this private loader has started; use one at a time.")
+        self.draws.end_pass()
 
     @property
     def resuming(self) -> bool:
@@ -149,6 +159,7 @@ class PrivateSampler(Sampler[list[int]]):
     def mark_delivered(self) -> None:
         """Count one batch as received by the user."""
         self._delivered += 1
+        self.draws.deliver()
 
     def share(self, *, rank: int, num_replicas: int, key: str) -> None:
         """Draw the same batches as all replicas and keep every `num_replicas`-th record of each, from `rank` on.
@@ -187,10 +198,13 @@ class PrivateSampler(Sampler[list[int]]):
         Returns:
             Mapping for `load_state_dict`, the same on all replicas.
         """
+        unused = self.draws.next_number if self.draws.claimed else None
+        # What was handed out and not released is drawn again: a prefetcher may hold it, or a step not be taken yet.
+        position = self._delivered if unused is None else min(unused, self._delivered)
         return {
             "key": self._key.secret.hex(),
-            "position": self._delivered,
-            "remaining": max(0, self._epoch_end - self._delivered),
+            "position": position,
+            "remaining": max(0, self._epoch_end - position),
             **self.scheme.describe(),
         }
 
@@ -217,6 +231,7 @@ class PrivateSampler(Sampler[list[int]]):
         self._drawn = self._delivered = int(state["position"])
         self._epoch_end = self._drawn + int(state["remaining"])
         self._resuming = state["remaining"] > 0
+        self.draws.forget()
 
 
 class PoissonSampler(PrivateSampler):

@@ -8,7 +8,7 @@ from typing import Any
 
 from ghostclip import _validate
 from ghostclip.errors import InvalidOptionError, ResumeError
-from ghostclip.optimizers import DPOptimizer
+from ghostclip.optimizers import DPOptimizer, release_of
 
 
 class Schedule(abc.ABC):
@@ -26,6 +26,7 @@ class Schedule(abc.ABC):
     attribute = ""
 
     def __init__(self, optimizer: DPOptimizer, *, last_epoch: int = -1) -> None:
+        optimizer = release_of(optimizer)
         if not isinstance(optimizer, DPOptimizer):
             raise InvalidOptionError(
                 f"optimizer: expected the one that make_private() returned, got {type(optimizer).__name__}."
@@ -33,6 +34,7 @@ class Schedule(abc.ABC):
         if self.attribute == "max_grad_norm" and optimizer.clipper.policy.adaptation is not None:
             raise InvalidOptionError("optimizer with clipping='adaptive': its bound moves by itself; use no schedule.")
         self.optimizer = optimizer
+        optimizer.scheduled.add(self.attribute)
         self.last_epoch = last_epoch
         self.step()
 

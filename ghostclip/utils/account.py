@@ -45,6 +45,7 @@ class Account:
 
     Attributes:
         budgets: What must not be exceeded.
+        charged: Whether this process has charged a release.
         coordinates: Most numbers of one release with discrete noise; 0 while there was none.
         own: An accountant of the user's that is told of every release beside `accountant`, or None.
     """
@@ -56,6 +57,7 @@ class Account:
         self.budgets: list[Budget] = []
         self.coordinates = 0
         self._opened = False
+        self.charged = False
         self._unkeyed: dict[int, str] = {}
         if ledger is not None and ledger.entries:
             accountant.relation = _relation(ledger.mechanisms, default=accountant.relation)
@@ -257,6 +259,7 @@ class Account:
     def _charge(self, optimizer: DPOptimizer, plan: SamplingPlan, released: Sequence[torch.Tensor]) -> None:
         """Write a step whose values are formed and that nothing has seen yet."""
         events = plan.events(optimizer)
+        self.charged = True
         if self.ledger is not None:
             made = self._made_before(optimizer)
             digest = fingerprint(released)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,7 +16,9 @@ from ghostclip.clipping.clipper import GhostClipper, Reduction
 from ghostclip.errors import GhostClipError, InvalidOptionError, UncoveredParameterError, UnsupportedModelError
 from ghostclip.grad_sample import GradSampleHooks, GradSampleModule, PrivateCriterion, strategy_of
 from ghostclip.noise import LEVELS, NoiseSource
-from ghostclip.optimizers import DPOptimizer
+from ghostclip.optimizers import DPOptimizer, MemberOptimizer
+from ghostclip.optimizers.members import JoinedOptimizer
+from ghostclip.optimizers.wrapped import WrappedOptimizer
 from ghostclip.utils.clipping_options import ClippingOptions
 from ghostclip.utils.sampling_plan import SamplingPlan
 from ghostclip.validators import IllegalModuleConfigurationError, ModuleValidator
@@ -24,8 +26,10 @@ from ghostclip.validators import IllegalModuleConfigurationError, ModuleValidato
 _TWO_PASS = ("ghost", "fast")
 
 PrivateModule = GradSampleModule | GradSampleHooks
-Private = tuple[PrivateModule, DPOptimizer, DataLoader[Any]]
-PrivateWithCriterion = tuple[PrivateModule, DPOptimizer, PrivateCriterion, DataLoader[Any]]
+# Several optimizers come back as a list of members.
+PrivateOptimizer = DPOptimizer | list[MemberOptimizer]
+Private = tuple[PrivateModule, Any, DataLoader[Any]]
+PrivateWithCriterion = tuple[PrivateModule, Any, PrivateCriterion, DataLoader[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +37,7 @@ class Request:
     """What the user asked of `make_private`, once the noise multiplier and the sampling are known."""
 
     module: nn.Module
-    optimizer: Optimizer
+    optimizer: Optimizer | Sequence[Optimizer]
     criterion: Callable[..., torch.Tensor] | None
     plan: SamplingPlan
     noise_multiplier: float
@@ -125,9 +129,7 @@ def assemble(request: Request, noise_source: NoiseSource) -> Private | PrivateWi
         UncoveredParameterError: If the optimizer holds parameters that are not the model's.
     """
     module = _bare(request.module)
-    optimizer = request.optimizer
-    if isinstance(optimizer, DPOptimizer):
-        optimizer = optimizer.original_optimizer
+    optimizer = _bare_optimizer(request.optimizer)
     check_objects(module, optimizer)
     clipper = GhostClipper(
         module,
@@ -173,22 +175,34 @@ def _around(
     )
     wrap = GradSampleModule if request.wrap_model else GradSampleHooks
     private_module = wrap(clipper.model, clipper=clipper)
+    returned: PrivateOptimizer = private_optimizer
+    if isinstance(optimizer, JoinedOptimizer):
+        returned = [MemberOptimizer(member, private_optimizer) for member in optimizer.members]
     criterion = request.criterion
     if criterion is None and request.grad_sample_mode == "ghost":
         # Opacus's default, which scripts for its ghost mode rely on.
         criterion = nn.CrossEntropyLoss(reduction=request.loss_reduction)
     if criterion is None:
-        return private_module, private_optimizer, loader
+        return private_module, returned, loader
     # Built for every strategy: it refuses a reduction that would scale the gradients before they are clipped.
     private_criterion = PrivateCriterion(clipper, criterion)
     if request.grad_sample_mode in _TWO_PASS:
-        return private_module, private_optimizer, private_criterion, loader
-    return private_module, private_optimizer, loader
+        return private_module, returned, private_criterion, loader
+    return private_module, returned, loader
 
 
 def _bare(module: nn.Module) -> nn.Module:
     """Return the model itself, without what an earlier `make_private` put around it."""
     return module.to_standard_module() if isinstance(module, GradSampleModule) else module
+
+
+def _bare_optimizer(optimizer: Optimizer | Sequence[Optimizer]) -> Optimizer:
+    """Return the optimizer itself, several as one, without what an earlier `make_private` put around it."""
+    if isinstance(optimizer, (list, tuple)):
+        return JoinedOptimizer([_bare_optimizer(member) for member in optimizer])
+    if isinstance(optimizer, WrappedOptimizer):
+        return optimizer.original_optimizer
+    return cast(Optimizer, optimizer)
 
 
 def check_objects(module: nn.Module, optimizer: Optimizer) -> None:

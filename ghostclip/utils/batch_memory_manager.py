@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from ghostclip import _validate
 from ghostclip.errors import InvalidOptionError
-from ghostclip.optimizers import DPOptimizer
+from ghostclip.optimizers import DPOptimizer, release_of
 from ghostclip.utils.batch_splitting_sampler import BatchSplittingSampler
 from ghostclip.utils.memory import PeakMemory, available_bytes
 from ghostclip.utils.physical_batch_size import (
@@ -127,6 +127,7 @@ class BatchMemoryManager:
         trial_step: Callable[[int], object] | None = None,
         memory_budget: int | None = None,
     ) -> None:
+        optimizer = release_of(optimizer)
         if not isinstance(optimizer, DPOptimizer):
             raise InvalidOptionError(
                 f"optimizer: expected the one that make_private() returned, got {type(optimizer).__name__}."

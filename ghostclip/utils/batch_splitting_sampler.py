@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, Sampler
 
 from ghostclip._validate import positive_int
 from ghostclip.errors import InvalidOptionError, MissingGradientError
-from ghostclip.optimizers import BatchToken, DPOptimizer
+from ghostclip.optimizers import BatchToken, DPOptimizer, release_of
 from ghostclip.sampling import PrivateSampler
 from ghostclip.utils.physical_loader import FixedSize, SplittingSampler
 
@@ -39,6 +39,7 @@ class BatchSplittingSampler(Sampler[list[int]]):
     """
 
     def __init__(self, *, sampler: Sampler[list[int]], max_batch_size: int, optimizer: DPOptimizer) -> None:
+        optimizer = release_of(optimizer)
         if not isinstance(optimizer, DPOptimizer):
             raise InvalidOptionError(
                 f"optimizer: expected the one that make_private() returned, got {type(optimizer).__name__}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,8 @@ MECHANISM, NOISE, SAMPLER = "ghostclip_mechanism", "ghostclip_noise", "ghostclip
 POLICY, RELEASES, LEDGER, GENERATORS = "ghostclip_policy", "ghostclip_releases", "ghostclip_ledger", "ghostclip_rng"
 PLAN, COORDINATES = "ghostclip_plan", "ghostclip_coordinates"
 VERSION = "ghostclip_version"
+SECRETS = (NOISE, SAMPLER, PLAN)
+"""What the noise and the batches of a training follow from, or position in them."""
 _FORMAT = 3
 """Version of what is written.
 
@@ -66,8 +69,7 @@ def mechanism(optimizer: DPOptimizer, plan: SamplingPlan | None) -> dict[str, An
 
 def _sampler_of(plan: SamplingPlan | None) -> Any:
     """Return what holds the position in the data, or None where it keeps no state."""
-    sampler = None if plan is None else plan.loader.batch_sampler
-    return sampler if hasattr(sampler, "state_dict") else None
+    return None if plan is None else plan.sampler
 
 
 def training_state(account: Account, optimizer: DPOptimizer | None, plan: SamplingPlan | None) -> dict[str, Any]:
@@ -84,16 +86,32 @@ def training_state(account: Account, optimizer: DPOptimizer | None, plan: Sampli
     Raises:
         MissingGradientError: In the middle of a logical batch, whose sums no checkpoint holds.
     """
+    state = account_state(account, optimizer, plan)
+    if optimizer is not None:
+        optimizer.require_released()
+        state[OPTIMIZER] = optimizer.original_optimizer.state_dict()
+        state[GENERATORS] = _generators()
+    return state
+
+
+def account_state(account: Account, optimizer: DPOptimizer | None, plan: SamplingPlan | None) -> dict[str, Any]:
+    """Collect what was released, and where sampling and noise have got to.
+
+    Args:
+        account: What was released.
+        optimizer: The private optimizer, if its noise is to be continued.
+        plan: How its batches are sampled, if known.
+
+    Returns:
+        Plain values.
+    """
     state: dict[str, Any] = {VERSION: _FORMAT, ACCOUNTANT: dict(account.accountant.state_dict())}
     state[LEDGER], state[COORDINATES] = account.lines(), account.coordinates
     if optimizer is not None:
-        optimizer.require_released()
-        state[OPTIMIZER] = optimizer.state_dict()
         state[NOISE] = optimizer.noise_source.state_dict()
         state[MECHANISM] = mechanism(optimizer, plan)
         state[POLICY] = optimizer.clipper.policy.state_dict()
         state[RELEASES] = optimizer.releases
-        state[GENERATORS] = _generators()
     sampler = _sampler_of(plan)
     if sampler is not None:
         state[SAMPLER] = sampler.state_dict()
@@ -132,7 +150,8 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any], *, schedul
         One text for each difference.
     """
     names = sorted((saved.keys() & current.keys()) - scheduled)
-    return [f"{name}: saved {saved[name]!r}, now {current[name]!r}" for name in names if saved[name] != current[name]]
+    plain = json.loads(json.dumps({name: [saved[name], current[name]] for name in names}))
+    return [f"{name}: saved {was!r}, now {now!r}" for name, (was, now) in plain.items() if was != now]
 
 
 def reconciled(
@@ -180,6 +199,27 @@ def restore(checkpoint: dict[str, Any], optimizer: DPOptimizer | None, plan: Sam
     Raises:
         ResumeError: If the state is incomplete or belongs to something else.
     """
+    if optimizer is not None:
+        if OPTIMIZER not in checkpoint:
+            raise ResumeError("checkpoint: it was saved without its optimizer. Pass optimizer=None, or save it too.")
+        optimizer.discard_pending()
+        optimizer.original_optimizer.load_state_dict(checkpoint[OPTIMIZER])
+    restore_positions(checkpoint, optimizer, plan)
+    if optimizer is not None and GENERATORS in checkpoint:
+        _continue_generators(checkpoint[GENERATORS])
+
+
+def restore_positions(checkpoint: Mapping[str, Any], optimizer: DPOptimizer | None, plan: SamplingPlan | None) -> None:
+    """Put the positions of noise and batches back.
+
+    Args:
+        checkpoint: What was loaded.
+        optimizer: The private optimizer, or None to leave it out.
+        plan: How its batches are sampled, if known.
+
+    Raises:
+        ResumeError: If the state belongs to something else.
+    """
     sampler = _sampler_of(plan)
     if sampler is not None and SAMPLER in checkpoint:
         sampler.load_state_dict(checkpoint[SAMPLER])
@@ -187,17 +227,11 @@ def restore(checkpoint: dict[str, Any], optimizer: DPOptimizer | None, plan: Sam
         plan.load_state_dict(checkpoint.get(PLAN, {}))
     if optimizer is None:
         return
-    if OPTIMIZER not in checkpoint:
-        raise ResumeError("checkpoint: it was saved without its optimizer. Pass optimizer=None, or save it too.")
-    optimizer.discard_pending()
-    optimizer.load_state_dict(checkpoint[OPTIMIZER])
     optimizer.releases = checkpoint.get(RELEASES, 0)
     if NOISE in checkpoint:
         optimizer.noise_source.load_state_dict(checkpoint[NOISE])
     if POLICY in checkpoint and optimizer.clipper.policy.adaptation is not None:
         optimizer.clipper.policy.load_state_dict(checkpoint[POLICY])
-    if GENERATORS in checkpoint:
-        _continue_generators(checkpoint[GENERATORS])
 
 
 def with_fresh_randomness(
@@ -299,15 +333,31 @@ def load(place: Place, options: Mapping[str, Any]) -> dict[str, Any]:
         ResumeError: If a newer version wrote it, or it holds no account.
     """
     checkpoint: dict[str, Any] = torch.load(place, **{"weights_only": True, **options})
-    version = checkpoint.get(VERSION, 1)
-    if version > _FORMAT:
-        raise ResumeError(
-            f"checkpoint of format {version}: this version of ghostclip reads up to {_FORMAT}; use a newer."
-        )
+    checked_version(checkpoint)
     for name in (MODULE, ACCOUNTANT):
         if name not in checkpoint:
             raise ResumeError(f"checkpoint: no {name}; it was not written by save_checkpoint().")
     return checkpoint
+
+
+def checked_version(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a saved state if this version can read it.
+
+    Args:
+        state: What was saved.
+
+    Returns:
+        The same.
+
+    Raises:
+        ResumeError: If a newer version wrote it.
+    """
+    version = state.get(VERSION, 1)
+    if version > _FORMAT:
+        raise ResumeError(
+            f"checkpoint of format {version}: this version of ghostclip reads up to {_FORMAT}; use a newer."
+        )
+    return state
 
 
 def load_module(module: nn.Module, checkpoint: Mapping[str, Any], options: Mapping[str, Any]) -> None:

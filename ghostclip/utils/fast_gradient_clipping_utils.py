@@ -12,7 +12,7 @@ from ghostclip.clipping.clipper import GhostClipper
 from ghostclip.errors import InvalidOptionError
 from ghostclip.grad_sample import GradSampleHooks, GradSampleModule, PrivateCriterion, PrivateLoss
 from ghostclip.grad_sample.described import Described
-from ghostclip.optimizers import DPOptimizer
+from ghostclip.optimizers import DPOptimizer, release_of
 
 
 class DPLossFastGradientClipping(PrivateCriterion, metaclass=Described):
@@ -106,6 +106,7 @@ def common_clipper(module: Any, optimizer: Any, loss_reduction: str) -> GhostCli
             f"module {type(module).__name__}: not wrapped. Give what make_private() returned in its place, or "
             "GradSampleModuleFastGradientClipping(module)."
         )
+    optimizer = release_of(optimizer)
     if not isinstance(optimizer, DPOptimizer):
         raise InvalidOptionError(
             f"optimizer {type(optimizer).__name__}: not private. Give what make_private() returned in its place, or "

@@ -19,7 +19,8 @@ from ghostclip.data_loader import DPDataLoader
 from ghostclip.data_loader.workers import worker_options
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.optimizers import DPOptimizer
-from ghostclip.sampling import PrivateSampler
+from ghostclip.sampling import DeclaredSampling, PrivateSampler
+from ghostclip.sampling.draws import Draw, DrawLog
 from ghostclip.utils.charges import Charge, cost_of
 from ghostclip.utils.physical_loader import splittable_batches
 
@@ -27,12 +28,16 @@ from ghostclip.utils.physical_loader import splittable_batches
 class SamplingPlan(Protocol):
     """Where batches come from and how a step on them is accounted."""
 
-    loader: DataLoader[Any]
+    loader: Any
     event: SamplingEvent
     """What one accounted event is, for one backward pass in a step."""
     events_per_epoch: int
     """Accounted events in one pass over the loader."""
     expected_batch_size: float
+    draws: DrawLog | None
+    """Draws that no release has used yet; None where the user samples."""
+    sampler: Any
+    """What holds the position in the data; None where nothing does."""
 
     def events(self, optimizer: DPOptimizer) -> list[Charge]:
         """Return what the step that is about to be released adds to the account; changes nothing.
@@ -77,14 +82,21 @@ class EventPlan:
         in each of them), so that several passes are refused there.
 
     Args:
-        loader: The private loader.
+        loader: The private loader, or how the user says that batches are sampled.
     """
 
-    def __init__(self, loader: DPDataLoader) -> None:
-        self.loader: DataLoader[Any] = loader
+    def __init__(self, loader: DPDataLoader | DeclaredSampling) -> None:
         self.event = loader.event
-        self.events_per_epoch = len(loader)
         self.expected_batch_size = float(loader.expected_batch_size)
+        self.loader: Any
+        self.draws: DrawLog | None
+        self.sampler: PrivateSampler | None
+        if isinstance(loader, DeclaredSampling):
+            self.loader, self.sampler, self.draws = loader.data_loader, None, None
+            self.events_per_epoch = loader.steps
+        else:
+            self.loader, self.sampler, self.draws = loader, loader.private_sampler, loader.private_sampler.draws
+            self.events_per_epoch = len(loader)
 
     def events(self, optimizer: DPOptimizer) -> list[Charge]:
         """Return what the step that is about to be released adds to the account.
@@ -148,11 +160,14 @@ class ShuffledPlan:
     def __init__(
         self, loader: _StoppableLoader | DPDataLoader, passes: _CountedPasses | _Epochs, expected_batch_size: float
     ) -> None:
-        self.loader: DataLoader[Any] = loader
+        self.loader: Any = loader
+        sampler: Any = loader.batch_sampler
+        self.sampler = sampler if hasattr(sampler, "state_dict") else None
         self.event = SamplingEvent(
             kind="shuffled", sample_rate=1.0, num_units=len(loader.dataset), steps_per_event=len(passes)  # type: ignore[arg-type]
         )  # fmt: skip
         self.expected_batch_size = expected_batch_size
+        self.draws: DrawLog | None = passes.draws
         self._passes = passes
         self._passes_seen, self._steps_in_pass, self._charged_at = 0, 0, math.inf
         self.load_state_dict({})
@@ -220,11 +235,13 @@ def _sigma_of(charge: Charge) -> float:
     return charge[0]
 
 
-def plan_for(loader: DataLoader[Any], *, poisson_sampling: bool, before: SamplingPlan | None) -> SamplingPlan:
+def plan_for(
+    loader: DataLoader[Any] | DeclaredSampling, *, poisson_sampling: bool, before: SamplingPlan | None
+) -> SamplingPlan:
     """Decide how batches are sampled and accounted.
 
     Args:
-        loader: The user's loader; a private one samples as its scheme says.
+        loader: The user's loader; a private one samples as its scheme says, a `DeclaredSampling` as it states.
         poisson_sampling: Whether to sample as the accountant assumes.
         before: The plan that the same account was used with before, if there is one.
 
@@ -234,7 +251,9 @@ def plan_for(loader: DataLoader[Any], *, poisson_sampling: bool, before: Samplin
     Raises:
         DataError: If the loader cannot be sampled from as asked.
     """
-    if before is not None and before.loader.dataset is not loader.dataset:
+    if isinstance(loader, DeclaredSampling):
+        return EventPlan(loader)
+    if before is not None and getattr(before.loader, "dataset", None) is not loader.dataset:
         warnings.warn(
             "this engine has accounted for another data set object before. ε adds up as if both were the same "
             "records; use a PrivacyEngine of its own for other records.",
@@ -281,14 +300,22 @@ class _StoppableLoader(DataLoader[Any]):
     stop_when: Callable[[], bool] | None = None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        for batch in super().__iter__():
+        batches = super().__iter__()
+        draws = self.batch_sampler.draws  # type: ignore[union-attr]
+        draws.follow_deliveries()
+        for batch in batches:
             if self.stop_when is not None and self.stop_when():
                 return
+            draws.deliver()
             yield batch
 
 
 class _CountedPasses(Sampler[list[int]]):
-    """A batch sampler that counts how often it was started.
+    """A batch sampler that counts how often it was started and logs what it hands out.
+
+    Attributes:
+        count: Passes that were started.
+        draws: The batches that no release has used yet.
 
     Args:
         batches: The batch sampler.
@@ -298,11 +325,21 @@ class _CountedPasses(Sampler[list[int]]):
         self._batches = batches
         self.batch_size = batches.batch_size
         self.count = 0
+        self.draws = DrawLog()
+        self._drawn = 0
 
     def __iter__(self) -> Iterator[list[int]]:
         # Not a generator: the pass counts from when it is started, not from its first batch.
         self.count += 1
-        return iter(self._batches)
+        self.draws.begin_pass()
+        return self._logged()
+
+    def _logged(self) -> Iterator[list[int]]:
+        for batch in self._batches:
+            self.draws.add(Draw(self._drawn, len(batch), len(batch)))
+            self._drawn += 1
+            yield batch
+        self.draws.end_pass()
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -317,6 +354,7 @@ class _Epochs:
 
     def __init__(self, sampler: PrivateSampler) -> None:
         self._sampler = sampler
+        self.draws = sampler.draws
 
     @property
     def count(self) -> int:

@@ -101,6 +101,7 @@ class Spending(Compatibility):
             releases=len(self._account.accountant),
             level=self.noise_level,
             event=None if self._plan is None else self._plan.event,
+            declared=self._plan is not None and self._plan.draws is None,
         )
 
     def _warn_of(self, delta: float, plan: SamplingPlan | None) -> None:

@@ -27,7 +27,9 @@ _FLOATS = "attacks on the rounding of floating-point numbers or on timing"
 _INTEGERS = "timing, and what a record changes in the rounding of others' gradients where a batch holds several"
 
 
-def summary_text(bounds: Bounds, delta: float, *, releases: int, level: str, event: SamplingEvent | None) -> str:
+def summary_text(
+    bounds: Bounds, delta: float, *, releases: int, level: str, event: SamplingEvent | None, declared: bool
+) -> str:
     """Return what was released, what for, and what is not covered.
 
     Args:
@@ -36,6 +38,7 @@ def summary_text(bounds: Bounds, delta: float, *, releases: int, level: str, eve
         releases: How many releases are accounted for.
         level: Of the noise.
         event: How batches are sampled; None before anything was made private.
+        declared: Whether the user samples, and only said how.
 
     Returns:
         One line.
@@ -48,7 +51,8 @@ def summary_text(bounds: Bounds, delta: float, *, releases: int, level: str, eve
         unit = unit if event.records_per_unit > 1 else event.unit
         relation = _RELATIONS[event.relation].format(unit=event.unit, count=event.num_units)
         parts.append(f"for each {unit}, between data sets {relation}")
-        parts.append(_SAMPLING[event.kind].format(rate=event.sample_rate, truncation=event.truncation))
+        sampling = _SAMPLING[event.kind].format(rate=event.sample_rate, truncation=event.truncation)
+        parts.append(f"{sampling}, as declared by the user, who answers for it" if declared else sampling)
     parts.append(_NOISE[level])
     uncovered = _INTEGERS if level == "exact" else _FLOATS
     parts.append(

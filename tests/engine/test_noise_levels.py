@@ -20,7 +20,7 @@ from ghostclip.noise import ExactNoise, ExactRelease
 from ghostclip.optimizers import DPOptimizer
 from ghostclip.utils.budget import Budget
 from ghostclip.utils.discretisation import STEPS_PER_BOUND, released_bounds
-from tests.engine.training import small_data, small_model
+from tests.engine.training import declared, small_data, small_model
 from tests.process_group import process_group
 
 DATA = small_data(64)
@@ -33,7 +33,7 @@ def made(engine, *, epsilon=None, **options):
     arguments = {
         "module": model,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "data_loader": DataLoader(DATA, batch_size=8),
+        "data_loader": declared(DATA, 8),
         "max_grad_norm": 1.0,
         "grad_sample_mode": "hooks" if engine.noise_level == "exact" else "auto",
         **options,
@@ -100,7 +100,7 @@ def test_exact_release_is_whole_steps_of_the_grid():
 
 
 def _doubles():
-    return DataLoader(torch.utils.data.TensorDataset(DATA.tensors[0].double(), DATA.tensors[1]), batch_size=8)
+    return declared(torch.utils.data.TensorDataset(DATA.tensors[0].double(), DATA.tensors[1]), 8)
 
 
 def test_grid_that_is_accounted_is_the_one_that_is_released_on():

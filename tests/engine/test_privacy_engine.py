@@ -14,6 +14,7 @@ from ghostclip import PrivacyEngine
 from ghostclip.accounting import DEFAULT_ACCOUNTANT, BestAccountant
 from ghostclip.errors import (
     DataError,
+    DrawError,
     GhostClipError,
     InvalidOptionError,
     LossReductionError,
@@ -22,7 +23,7 @@ from ghostclip.errors import (
 )
 from ghostclip.grad_sample import GradSampleHooks, GradSampleModule, PrivateCriterion
 from ghostclip.utils.batch_memory_manager import BatchMemoryManager
-from tests.engine.training import parameters_of, small_data, small_model
+from tests.engine.training import as_if_drawn, parameters_of, small_data, small_model
 
 DATA = small_data(147)
 DELTA = 1e-5
@@ -88,7 +89,7 @@ def test_rate_and_expected_batch_size_are_exact(records, batch):
     engine, (_, optimizer, loader) = made_private(data_loader=DataLoader(data, batch_size=batch))
     assert optimizer.expected_batch_size == batch
     assert loader.sample_rate * records == pytest.approx(batch, rel=1e-15)
-    optimizer.clipper.mark_empty_batch()
+    as_if_drawn(optimizer, 0)
     optimizer.step()
     assert engine.accountant.history == [(1.1, batch / records, 1)]
 
@@ -131,7 +132,7 @@ def test_target_epsilon_is_reached_and_not_exceeded():
 def test_second_budget_on_one_account_warns():
     engine = PrivacyEngine()
     _, optimizer, _ = with_budget(engine)
-    optimizer.clipper.mark_empty_batch()
+    as_if_drawn(optimizer, 0)
     optimizer.step()
     with pytest.warns(UserWarning, match="accounted for already"):
         with_budget(engine)
@@ -165,14 +166,16 @@ def test_shuffled_batches_are_charged_a_full_participation_a_pass():
 
 
 @SHUFFLED
-def test_shuffled_batches_from_elsewhere_or_with_less_noise_are_charged_again():
+def test_shuffled_batches_with_less_noise_are_charged_again_and_a_replay_is_refused():
     engine, (model, optimizer, loader) = made_private(poisson_sampling=False)
-    elsewhere = [(inputs, targets) for inputs, targets in loader] * 2
-    one_epoch(model, optimizer, elsewhere[:-1])
-    assert engine.accountant.history == [(1.1, 1.0, 2)]
+    kept = list(loader)
+    one_epoch(model, optimizer, kept[:-1])
+    assert engine.accountant.history == [(1.1, 1.0, 1)]
     optimizer.noise_multiplier = 0.5
-    one_epoch(model, optimizer, elsewhere[:1])
-    assert engine.accountant.history == [(1.1, 1.0, 2), (0.5, 1.0, 1)]
+    one_epoch(model, optimizer, kept[-1:])
+    assert engine.accountant.history == [(1.1, 1.0, 1), (0.5, 1.0, 1)]
+    with pytest.raises(DrawError, match="no batch of the private loader"):
+        one_epoch(model, optimizer, kept)
 
 
 @pytest.mark.parametrize("physical", [147, 7])
@@ -334,7 +337,7 @@ def test_noise_generator_makes_noise_repeatable():
         torch.manual_seed(3)
         _, (model, optimizer, _) = made_private(noise_generator=torch.Generator().manual_seed(7))
         before = parameters_of(model)
-        optimizer.clipper.mark_empty_batch()
+        as_if_drawn(optimizer, 0)
         optimizer.step()
         moved.append(parameters_of(model) - before)
     assert torch.equal(*moved)
@@ -361,6 +364,7 @@ def test_mean_loss_of_an_empty_batch_is_a_step_of_noise():
     """The mean over nothing is NaN; it must not reach the parameters."""
     _, (model, optimizer, _) = made_private()
     assert isinstance(model, GradSampleModule)
+    as_if_drawn(optimizer, 0)
     nn.functional.cross_entropy(model(torch.zeros(0, 5)), torch.zeros(0, dtype=torch.long)).backward()
     optimizer.step()
     assert all(torch.isfinite(p).all() for p in model.parameters())

@@ -72,6 +72,7 @@ class Run:
             memory.watch(p)
             if p.grad is not None:
                 memory.watch(p.grad)
+            if self.clipper.has_clipped_sum:
                 memory.watch(self.clipper.summed_gradient(p))
         memory.peak = memory.live
         return memory

@@ -11,8 +11,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import ghostclip
+from ghostclip.data_loader import DPDataLoader
 from ghostclip.noise import FastNoise
 from ghostclip.optimizers import DPOptimizer
+from ghostclip.sampling.draws import Draw
 
 FEATURES, CLASSES, RECORDS = 5, 3, 60
 
@@ -88,6 +90,24 @@ class Training:
         self.optimizer.zero_grad()
         self.backward(batch)
         self.optimizer.step()
+
+
+def declared(data: Dataset[Any], batch_size: int) -> ghostclip.DeclaredSampling:
+    """Poisson sampling that the test does by hand; the loader that comes back samples as well, unasked."""
+    loader = DPDataLoader(data, batch_size=batch_size)
+    return ghostclip.DeclaredSampling(
+        sample_rate=loader.sample_rate,
+        expected_batch_size=batch_size,
+        num_units=len(data),  # type: ignore[arg-type]
+        data_loader=loader,
+    )
+
+
+def as_if_drawn(optimizer: DPOptimizer, *sizes: int) -> None:
+    """Let the optimizer's private loader have drawn batches of these sizes, which the test hands over by hand."""
+    for size in sizes:
+        optimizer._draws.add(Draw(0, size, size))
+        optimizer._draws.deliver()
 
 
 def parameters_of(model: nn.Module) -> torch.Tensor:

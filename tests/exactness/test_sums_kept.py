@@ -60,11 +60,23 @@ def test_sums_survive_zero_grad_of_the_model(strategy):
             torch.testing.assert_close(twice, 2 * once[name])
 
 
-def test_a_gradient_changed_before_the_step_is_noticed(strategy):
+def test_a_sum_that_an_optimizer_owns_is_out_of_reach(strategy):
     """Clipping the sum again by its norm would make what is released depend on all samples without bound."""
     model, ids = _Tied(), torch.randint(9, (4, 5))
     with ghostclip.GhostClipper(model, max_grad_norm=10.0, strategy=strategy) as clipper:
         clipper.own_gradients()
+        clipper.backward(_losses(model, ids))
+        kept = _sum_of(clipper)
+        assert nn.utils.clip_grad_norm_(model.parameters(), 1e-3) == 0
+        assert all(p.grad is None for p in model.parameters())
+        for name, value in _sum_of(clipper).items():
+            assert torch.equal(value, kept[name])
+
+
+def test_a_sum_that_nobody_owns_is_noticed_when_it_was_changed(strategy):
+    model, ids = _Tied(), torch.randint(9, (4, 5))
+    model = model.to(torch.bfloat16)
+    with ghostclip.GhostClipper(model, max_grad_norm=10.0, strategy=strategy) as clipper:
         clipper.backward(_losses(model, ids))
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         with pytest.raises(TamperedGradientError, match=r"mix\.bias"):

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.engine.training import declared
+
 PACKAGES = ("ghostclip", "opacus")
 
 
@@ -53,9 +55,10 @@ def make_private(
     batch_size: int = 6,
     options: Any = None,
 ) -> Training:
-    """Make a training without noise private; its loader is not used, so that both see the same batches."""
+    """Make a training without noise private; both are handed the same batches, which ghostclip is told of."""
     model = small_model()
-    x, y = batch(records)
+    data = TensorDataset(*batch(records))
+    loader = declared(data, batch_size) if name == "ghostclip" else DataLoader(data, batch_size=batch_size)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made = (
@@ -64,7 +67,7 @@ def make_private(
             .make_private(
                 module=model,
                 optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-                data_loader=DataLoader(TensorDataset(x, y), batch_size=batch_size),
+                data_loader=loader,
                 noise_multiplier=0.0,
                 max_grad_norm=bound,
                 criterion=nn.CrossEntropyLoss() if criterion is None else criterion,

@@ -97,7 +97,8 @@ def test_two_backwards_in_ghost_mode():
     charged = []
     ours.optimizer.attach_step_hook(lambda optimizer: charged.append(optimizer.accumulated_iterations))
     step(ours, parts=2)
-    assert error(ours, clipped_sum()) < 1e-10
+    # The mean of the two passes' sums, as Opacus's other modes release it.
+    assert error(ours, clipped_sum() / 2) < 1e-10
     assert charged == [2]
     step(theirs, parts=2)
     assert error(theirs, clipped_sum()) > 0.1
@@ -202,8 +203,8 @@ def test_gradients_between_backward_and_step():
         torch.equal(ours, p.grad_sample)
         for ours, (p, _) in zip(kept["ghostclip"].optimizer.grad_samples, pairs, strict=True)
     )
-    flat = torch.cat([ours.grad.flatten() for ours, _ in pairs])
-    torch.testing.assert_close(flat, clipped_sum())
+    # Ours stays with the engine until it has noise.
+    assert all(ours.grad is None for ours, _ in pairs)
     plain = torch.cat([theirs.grad.flatten() for _, theirs in pairs])
     assert plain.norm() > BOUND
 
@@ -261,7 +262,7 @@ def test_accumulation_is_accounted():
     ours.optimizer.attach_step_hook(lambda optimizer: charged.append(optimizer.accumulated_iterations))
     ours.module.forbid_grad_accumulation()
     step(ours, parts=2)
-    assert error(ours, clipped_sum()) < 1e-10
+    assert error(ours, clipped_sum() / 2) < 1e-10
     assert charged == [2]
     theirs.module.forbid_grad_accumulation()
     with pytest.raises(ValueError, match="grad accumulation"):

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import ghostclip
 
@@ -93,8 +92,10 @@ class Subject:
             self.engine.make_private,
             module=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-            # The loader only says what a step is divided by; batches are handed over by hand.
-            data_loader=DataLoader(TensorDataset(torch.zeros(EXPECTED, 1)), batch_size=EXPECTED),
+            # Batches are handed over by hand, each with all records.
+            data_loader=ghostclip.DeclaredSampling(
+                sample_rate=1.0, expected_batch_size=EXPECTED, num_units=EXPECTED, kind="full"
+            ),
             noise_multiplier=sigma,
             max_grad_norm=BOUND,
             loss_reduction="sum" if loss == "sum" else "mean",
@@ -124,7 +125,7 @@ class Subject:
         for batch in batches:
             self.backward(batch)
         quietly(self.optimizer.step)
-        divisor = 1 if self.loss == "sum" else EXPECTED
+        divisor = 1 if self.loss == "sum" else EXPECTED * max(1, len(batches))
         return [p.grad.double() * divisor for p in self.optimizer.params]
 
     def noise(self) -> list[Tensor]:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ghostclip
 from ghostclip.audit import CanaryDataset, CanaryRecorder, GradientCanaries, audit_scores, flip_coins, mislabelled
 from ghostclip.errors import DataError, InvalidOptionError
+from tests.engine.training import as_if_drawn
 
 RECORDS = 30
 
@@ -119,6 +120,7 @@ def test_a_gradient_canary_adds_c_to_its_coordinate(reduction):
             with GradientCanaries(optimizer, count=2, sample_rate=1.0, included=included, seed=9) as canaries:
                 for _ in range(2):
                     optimizer.zero_grad()
+                    as_if_drawn(optimizer, 1)
                     model(torch.ones(1, 3)).sum().backward()
                     optimizer.step()
         released.append((torch.cat([p.grad.flatten() for p in optimizer.params]), canaries._score_M))

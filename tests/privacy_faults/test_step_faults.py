@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine
 from ghostclip.clipping.passes import Release
 from ghostclip.errors import MissingGradientError
 from ghostclip.utils.batch_memory_manager import BatchMemoryManager
 from ghostclip.utils.ledger_file import LedgerFile
-from tests.engine.training import batch_of, parameters_of, small_data, small_model
+from tests.engine.training import batch_of, declared, parameters_of, small_data, small_model
 
 DATA = small_data()
 STRATEGIES = ("bookkeeping", "ghost", "fast", "hooks")
@@ -38,7 +37,7 @@ class Run:
         private = self.engine.make_private(
             module=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5),
-            data_loader=DataLoader(DATA, batch_size=10),
+            data_loader=declared(DATA, 10),
             grad_sample_mode=strategy,
             **arguments,
         )

@@ -146,9 +146,10 @@ finally:
 from opacus import PrivacyEngine
 model, optimizer, loader = PrivacyEngine().make_private(
     module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), data_loader=loader,
-    noise_multiplier=0.0, max_grad_norm=0.1, grad_sample_mode="hooks",
+    noise_multiplier=0.0, max_grad_norm=0.1, grad_sample_mode="hooks", poisson_sampling=False,
 )
-criterion(model(inputs[:16]), labels[:16]).backward()
+x, y = next(iter(loader))
+criterion(model(x), y).backward()
 shapes = [tuple(g.shape) for g in optimizer.grad_samples]
 optimizer.clip_and_accumulate()
 sums = [p.summed_grad.norm().item() for p in optimizer.params]

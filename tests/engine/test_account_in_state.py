@@ -1,0 +1,244 @@
+"""Who saves and loads the optimizer's state saves and loads the account, the noise's and the sampler's position."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import ghostclip
+from ghostclip.errors import ResumeError
+from ghostclip.optimizers.wrapped import ACCOUNT_KEY
+from ghostclip.schedulers import LambdaNoise
+from ghostclip.utils.optimizer_state import without_keys
+from tests.engine.training import parameters_of, small_data, small_model
+
+DATA = small_data(48)
+DELTA = 1e-5
+SHUFFLED = pytest.mark.filterwarnings("ignore:poisson_sampling=False", "ignore:this engine has accounted")
+
+
+class Run:
+    """A private training that knows nothing of checkpoints but the states of model and optimizer."""
+
+    def __init__(self, *, sigma=1.0, ledger=None, inner=torch.optim.AdamW, batch_size=8, epsilon=None, **options):
+        torch.manual_seed(3)
+        model = small_model()
+        self.engine = ghostclip.PrivacyEngine(ledger=ledger)
+        arguments = {
+            "module": model,
+            "optimizer": inner(model.parameters(), lr=0.05),
+            "data_loader": DataLoader(DATA, batch_size=batch_size),
+            "max_grad_norm": 1.0,
+            **options,
+        }
+        if epsilon is None:
+            made = self.engine.make_private(noise_multiplier=sigma, **arguments)
+        else:
+            made = self.engine.make_private_with_epsilon(
+                target_epsilon=epsilon, target_delta=DELTA, epochs=4, when_spent="stop", **arguments
+            )
+        self.model, self.optimizer, self.loader = made
+
+    def epochs(self, number):
+        for _ in range(number):
+            for inputs, targets in self.loader:
+                self.optimizer.zero_grad()
+                nn.functional.cross_entropy(self.model(inputs), targets).backward()
+                self.optimizer.step()
+        return self
+
+    def steps(self, number):
+        for _, (inputs, targets) in zip(range(number), self.loader, strict=False):
+            self.optimizer.zero_grad()
+            nn.functional.cross_entropy(self.model(inputs), targets).backward()
+            self.optimizer.step()
+        return self
+
+    def saved(self, tmp_path):
+        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, tmp_path / "state.pt")
+        return tmp_path / "state.pt"
+
+    def load(self, path):
+        state = torch.load(path, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        return self
+
+    @property
+    def epsilon(self):
+        return self.engine.get_epsilon(DELTA)
+
+
+@SHUFFLED
+@pytest.mark.parametrize("options", [{}, {"clipping": "adaptive"}, {"epsilon": 3.0}, {"ledger": True}], ids=str)
+def test_a_resumed_training_is_the_uninterrupted_one(options, tmp_path):
+    made = dict(options)
+    if made.get("ledger"):
+        made["ledger"] = tmp_path / "ledger"
+    first = Run(**made).epochs(2)
+    path = first.saved(tmp_path)
+    if made.get("ledger"):
+        (tmp_path / "ledger").rename(tmp_path / "kept")
+        made["ledger"] = tmp_path / "kept"
+    resumed = Run(**made).load(path)
+    assert resumed.epsilon == first.epsilon
+    first.epochs(2)
+    resumed.epochs(2)
+    assert resumed.epsilon == first.epsilon
+    assert torch.equal(parameters_of(resumed.model), parameters_of(first.model))
+
+
+@pytest.mark.parametrize("prefetched", [0, 1, 3])
+def test_what_was_handed_out_and_not_released_is_drawn_again(prefetched, tmp_path):
+    """Also where a wrapper had fetched further batches before the state was saved."""
+    first, whole = Run(), Run()
+    whole.optimizer.load_state_dict(first.optimizer.state_dict())
+    batches = iter(first.loader)
+    waiting = [next(batches) for _ in range(prefetched)]
+    for _ in range(2):
+        waiting.append(next(batches))
+        inputs, targets = waiting.pop(0)
+        first.optimizer.zero_grad()
+        nn.functional.cross_entropy(first.model(inputs), targets).backward()
+        first.optimizer.step()
+    resumed = Run().load(first.saved(tmp_path)).epochs(1)
+    whole.epochs(1)
+    assert len(resumed.engine.accountant) == len(whole.engine.accountant) == len(first.loader)
+    assert torch.equal(parameters_of(resumed.model), parameters_of(whole.model))
+
+
+def test_a_plain_optimizer_loads_the_state():
+    run = Run().epochs(1)
+    plain = torch.optim.AdamW(small_model().parameters(), lr=0.1)
+    plain.load_state_dict(run.optimizer.state_dict())
+    assert plain.param_groups[0]["lr"] == 0.05
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_state_without_an_account_is_refused(steps):
+    run = Run()
+    run.steps(steps)
+    plain = torch.optim.AdamW(small_model().parameters(), lr=0.1)
+    before = run.optimizer.state_dict()
+    with pytest.raises(ResumeError, match=r"original_optimizer\.load_state_dict"):
+        run.optimizer.load_state_dict(plain.state_dict())
+    assert run.optimizer.state_dict()["param_groups"] == before["param_groups"]
+    run.optimizer.original_optimizer.load_state_dict(plain.state_dict())
+    assert run.optimizer.param_groups[0]["lr"] == 0.1
+    assert len(run.engine.accountant) == steps
+
+
+@pytest.mark.parametrize("other", [{"sigma": 2.0}, {"batch_size": 12}, {"max_grad_norm": 3.0}], ids=str)
+def test_a_state_of_another_mechanism_is_refused_and_changes_nothing(other, tmp_path):
+    path = Run().epochs(1).saved(tmp_path)
+    run = Run(**other)
+    before = run.optimizer.state_dict()
+    with pytest.raises(ResumeError, match="another mechanism"):
+        run.optimizer.load_state_dict(torch.load(path, weights_only=True)["optimizer"])
+    after = run.optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    assert after["state"].keys() == before["state"].keys()
+    assert run.epsilon == 0
+
+
+def test_going_back_never_lowers_the_account(tmp_path):
+    run = Run().epochs(1)
+    path = run.saved(tmp_path)
+    run.epochs(1)
+    spent = run.epsilon
+    run.load(path)
+    assert run.epsilon == spent
+    run.epochs(1)
+    assert run.epsilon > spent
+    assert len(run.engine.accountant) == 3 * len(run.loader)
+
+
+def test_a_state_of_another_training_is_refused_after_a_release(tmp_path):
+    path = Run().epochs(2).saved(tmp_path)
+    run = Run().epochs(1)
+    with pytest.raises(ResumeError, match="another training"):
+        run.load(path)
+
+
+@pytest.mark.parametrize("change", [lambda text: text[:-9], lambda text: "[]", lambda text: "{}", lambda text: 7])
+def test_a_damaged_account_is_refused(change):
+    state = Run().epochs(1).optimizer.state_dict()
+    state["param_groups"][0][ACCOUNT_KEY] = change(state["param_groups"][0][ACCOUNT_KEY])
+    run = Run()
+    with pytest.raises(ResumeError, match="account"):
+        run.optimizer.load_state_dict(state)
+    assert run.epsilon == 0
+
+
+def test_loading_ones_own_state_changes_nothing():
+    """As accelerate does when it prepares an optimizer."""
+    run, twin = Run(), Run()
+    twin.optimizer.load_state_dict(run.optimizer.state_dict())
+    for _ in range(2):
+        run.optimizer.load_state_dict(run.optimizer.state_dict())
+        run.epochs(1)
+        twin.epochs(1)
+    assert run.epsilon == twin.epsilon
+    assert torch.equal(parameters_of(run.model), parameters_of(twin.model))
+
+
+def test_a_state_without_keys_restores_epsilon_and_starts_new_keys():
+    run = Run().epochs(2)
+    state = run.optimizer.state_dict()
+    public = without_keys(state)
+    text = public["param_groups"][0][ACCOUNT_KEY]
+    secrets = json.loads(state["param_groups"][0][ACCOUNT_KEY])
+    for place in ("ghostclip_noise", "ghostclip_sampler"):
+        assert secrets[place]["key"] not in text
+    resumed = Run()
+    own = json.loads(resumed.optimizer.state_dict()["param_groups"][0][ACCOUNT_KEY])
+    resumed.optimizer.load_state_dict(public)
+    after = json.loads(resumed.optimizer.state_dict()["param_groups"][0][ACCOUNT_KEY])
+    assert resumed.epsilon == run.epsilon
+    for place in ("ghostclip_noise", "ghostclip_sampler"):
+        assert after[place]["key"] == own[place]["key"] != secrets[place]["key"]
+    resumed.epochs(1)
+    assert len(resumed.engine.accountant) == 3 * len(run.loader)
+
+
+def test_a_scheduled_noise_multiplier_comes_back():
+    run = Run()
+    schedule = LambdaNoise(run.optimizer, noise_lambda=lambda epoch: 0.9**epoch)
+    run.epochs(1)
+    schedule.step()
+    resumed = Run()
+    LambdaNoise(resumed.optimizer, noise_lambda=lambda epoch: 0.9**epoch)
+    resumed.optimizer.load_state_dict(run.optimizer.state_dict())
+    assert resumed.optimizer.noise_multiplier == run.optimizer.noise_multiplier == 0.9
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*to_local.*")
+def test_torch_distributed_checkpoint_carries_the_account(tmp_path):
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    run = Run().epochs(2)
+    model_state, optimizer_state = get_state_dict(run.model, run.optimizer)
+    checkpoint.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path / "dcp")
+    resumed = Run()
+    model_state, optimizer_state = get_state_dict(resumed.model, resumed.optimizer)
+    into = {"model": model_state, "optimizer": optimizer_state}
+    checkpoint.load(into, checkpoint_id=tmp_path / "dcp")
+    set_state_dict(resumed.model, resumed.optimizer, model_state_dict=into["model"], optim_state_dict=into["optimizer"])
+    assert resumed.epsilon == run.epsilon > 0
+    run.epochs(1)
+    resumed.epochs(1)
+    assert torch.equal(parameters_of(resumed.model), parameters_of(run.model))
+
+
+def test_an_optimizer_without_an_engine_loads_as_torch_does():
+    from tests.engine.training import Training
+
+    training, plain = Training(), torch.optim.SGD(small_model().parameters(), lr=0.25)
+    training.optimizer.load_state_dict(plain.state_dict())
+    assert training.optimizer.param_groups[0]["lr"] == 0.25
+    assert ACCOUNT_KEY not in training.optimizer.state_dict()["param_groups"][0]

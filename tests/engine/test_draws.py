@@ -1,0 +1,351 @@
+"""A release is of one draw of the private loader: what the model saw must be what was drawn, each draw once."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ghostclip
+from ghostclip.errors import DrawError, InvalidOptionError
+from ghostclip.sampling.draws import Draw, DrawLog
+from ghostclip.utils.batch_memory_manager import BatchMemoryManager
+from tests.engine.training import parameters_of, small_data, small_model
+
+DATA = small_data(48)
+SHUFFLED = pytest.mark.filterwarnings("ignore:poisson_sampling=False")
+ACCUMULATED = pytest.mark.filterwarnings("ignore:2 backward passes")
+
+
+class Run:
+    """A private training whose loop a test writes."""
+
+    def __init__(self, data=DATA, *, poisson=True, workers=0, batch_size=8, **options):
+        self.engine = ghostclip.PrivacyEngine()
+        model = small_model()
+        self.model, self.optimizer, self.loader = self.engine.make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(data, batch_size=batch_size, num_workers=workers),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            poisson_sampling=poisson,
+            **options,
+        )
+
+    def backward(self, batch):
+        inputs, targets = batch
+        nn.functional.cross_entropy(self.model(inputs), targets).backward()
+
+    def step(self, batch):
+        self.optimizer.zero_grad()
+        self.backward(batch)
+        self.optimizer.step()
+
+    def refuses(self, batch, match, *, backwards=1):
+        before, accounted = parameters_of(self.model), len(self.engine.accountant)
+        self.optimizer.zero_grad()
+        for _ in range(backwards):
+            self.backward(batch)
+        with pytest.raises(DrawError, match=match):
+            self.optimizer.step()
+        assert torch.equal(parameters_of(self.model), before)
+        assert len(self.engine.accountant) == accounted
+        assert not self.optimizer.clipper.has_clipped_sum
+
+
+def one_ahead(batches):
+    """As accelerate's loaders do: the next batch is fetched before the present one is handed out."""
+    iterator = iter(batches)
+    present = next(iterator)
+    for following in iterator:
+        yield present
+        present = following
+    yield present
+
+
+class Copied:
+    """Moves every batch, as loaders for another device do: no tensor is the one that the loader made."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        for inputs, targets in self.loader:
+            yield inputs.clone(), targets.clone()
+
+
+WRAPPERS = {
+    "none": lambda loader: loader,
+    "one ahead": one_ahead,
+    "three ahead": lambda loader: one_ahead(one_ahead(one_ahead(loader))),
+    "copied": Copied,
+    "copied one ahead": lambda loader: one_ahead(Copied(loader)),
+    "list of a pass": list,
+}
+
+
+@SHUFFLED
+@pytest.mark.parametrize("poisson", [True, False])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_loaders_that_keep_the_draws_whole_work(wrapper, poisson):
+    run = Run(poisson=poisson)
+    for _ in range(4):
+        for batch in WRAPPERS[wrapper](run.loader):
+            run.step(batch)
+    assert run.optimizer.releases == 4 * len(run.loader)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("physical", [3, 48])
+def test_physical_batches_of_a_draw_add_up(workers, physical):
+    run = Run(workers=workers)
+    for _ in range(2):
+        with BatchMemoryManager(
+            data_loader=run.loader, max_physical_batch_size=physical, optimizer=run.optimizer
+        ) as batches:
+            for batch in batches:
+                run.step(batch)
+    assert run.optimizer.releases == len(run.engine.accountant) == 2 * len(run.loader)
+
+
+def test_prefetched_batches_of_a_loader_that_starts_anew():
+    """A wrapper that goes round and round begins the next pass while it holds the last batch of this one."""
+    run = Run()
+    endless = one_ahead(itertools.chain.from_iterable(run.loader for _ in range(3)))
+    for batch in endless:
+        run.step(batch)
+    assert run.optimizer.releases == 3 * len(run.loader)
+
+
+def test_batches_taken_one_by_one():
+    run = Run()
+    for _ in range(5):
+        run.step(next(iter(run.loader)))
+    assert run.optimizer.releases == 5
+
+
+def test_a_loop_that_is_left_and_begun_again():
+    run = Run()
+    for _ in range(4):
+        for batch in itertools.islice(run.loader, 3):
+            run.step(batch)
+    assert run.optimizer.releases == 12
+
+
+@pytest.mark.parametrize("batch", [DATA.tensors, [part[:8] for part in DATA.tensors]], ids=["all", "some"])
+def test_batches_that_were_not_drawn_are_refused(batch):
+    Run().refuses(batch, "no batch of the private loader")
+
+
+def test_the_loader_that_was_handed_in_is_refused():
+    run = Run()
+    run.refuses(next(iter(DataLoader(DATA, batch_size=8))), "loader that make_private")
+
+
+def test_a_second_step_on_one_batch_is_refused():
+    run = Run()
+    batch = next(iter(run.loader))
+    run.step(batch)
+    run.refuses(batch, "no batch of the private loader")
+
+
+@SHUFFLED
+@pytest.mark.parametrize("poisson", [True, False])
+def test_batches_that_are_replayed_are_refused(poisson):
+    run = Run(poisson=poisson)
+    kept = list(run.loader)
+    for batch in kept:
+        run.step(batch)
+    run.refuses(kept[0], "no batch of the private loader")
+
+
+def test_rows_that_are_not_records_are_refused():
+    """Doubled by augmentation, cut, or flattened into one row: another unit of privacy than the account's."""
+    for change in (
+        lambda part: torch.cat([part, part]),
+        lambda part: part[:-1],
+        lambda part: part[:1],
+    ):
+        run = Run(batch_size=48)
+        batch = next(iter(run.loader))
+        run.refuses([change(part) for part in batch], "the model saw")
+
+
+def test_a_batch_that_is_skipped_is_refused():
+    run = Run()
+    sizes = []
+
+    def every_second():
+        for number, batch in enumerate(itertools.chain.from_iterable(run.loader for _ in range(9))):
+            sizes.append(len(batch[0]))
+            if number % 2:
+                run.step(batch)
+
+    with pytest.raises(DrawError, match="every batch that is drawn must be stepped on"):
+        every_second()
+    assert run.optimizer.releases < len(sizes) // 2
+
+
+def test_an_empty_batch_that_is_skipped_is_refused():
+    run = Run(small_data(4), batch_size=1)
+
+    def without_empty_ones():
+        for batch in itertools.chain.from_iterable(run.loader for _ in range(50)):
+            if len(batch[0]):
+                run.step(batch)
+
+    with pytest.raises(DrawError, match="also an empty one"):
+        without_empty_ones()
+
+
+def test_an_empty_batch_needs_no_backward():
+    run = Run(small_data(4), batch_size=1)
+    for _ in range(10):
+        for batch in run.loader:
+            run.optimizer.zero_grad()
+            if len(batch[0]):
+                run.backward(batch)
+            run.optimizer.step()
+    assert len(run.engine.accountant) == 40
+
+
+@ACCUMULATED
+def test_two_draws_in_a_step_count_as_two_participations():
+    run = Run()
+    sizes = []
+    for number, batch in enumerate(run.loader):
+        sizes.append(len(batch[0]))
+        run.backward(batch)
+        if number % 2:
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+    assert run.engine.accountant.history == [(0.5, 2 * 8 / 48, 3)]
+
+
+@ACCUMULATED
+def test_two_losses_of_one_draw_count_as_two_participations_and_use_one():
+    run = Run()
+    for batch in run.loader:
+        run.optimizer.zero_grad()
+        run.backward(batch)
+        run.backward(batch)
+        run.optimizer.step()
+    assert run.engine.accountant.history == [(0.5, 2 * 8 / 48, 6)]
+
+
+@ACCUMULATED
+def test_steps_skipped_by_hand_over_two_draws_count_as_two_participations():
+    """Virtual steps are for parts of one draw; what they add up of several draws may hold a record in each."""
+    run = Run()
+    for number, batch in enumerate(run.loader):
+        run.optimizer.signal_skip_step(do_skip=number % 2 == 0)
+        run.backward(batch)
+        run.optimizer.step()
+    assert run.engine.accountant.history == [(0.5, 2 * 8 / 48, 3)]
+
+
+@SHUFFLED
+@ACCUMULATED
+def test_steps_skipped_by_hand_over_draws_of_one_size_count_as_several_participations():
+    run = Run(poisson=False)
+    for number, batch in enumerate(run.loader):
+        run.optimizer.signal_skip_step(do_skip=number % 2 == 0)
+        run.backward(batch)
+        run.optimizer.step()
+    assert run.engine.accountant.history[0][0] == 0.5
+
+
+@pytest.mark.parametrize("kind", ["poisson", "full"])
+def test_sampling_that_the_user_declares_is_accounted_and_said(kind):
+    rate = 0.25 if kind == "poisson" else 1.0
+    own = ghostclip.DeclaredSampling(
+        sample_rate=rate, expected_batch_size=12, num_units=48, kind=kind, unit="user", records_per_unit=2
+    )
+    engine, model = ghostclip.PrivacyEngine(), small_model()
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=own,
+        noise_multiplier=2.0,
+        max_grad_norm=1.0,
+    )
+    assert loader is None
+    for _ in range(3):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(DATA.tensors[0]), DATA.tensors[1]).backward()
+        optimizer.step()
+    assert engine.accountant.history == [(1.0, rate, 3)]
+    said = engine.summary(1e-5)
+    assert "declared by the user, who answers for it" in said
+    assert "user" in said
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"sample_rate": 1.5}, {"expected_batch_size": 0}, {"num_units": 0}, {"kind": "shuffled"}, {"unit": "cat"}]
+)
+def test_a_declaration_out_of_range_is_refused(wrong):
+    values = {"sample_rate": 0.1, "expected_batch_size": 5.0, "num_units": 50, **wrong}
+    with pytest.raises(InvalidOptionError):
+        ghostclip.DeclaredSampling(**values)
+
+
+def brute_force(sizes, passes):
+    """Every way to assign passes to draws in order: parts that fill a draw, the draw again, then the next one."""
+    if not passes:
+        return set()
+
+    def ends(place, left):
+        found = set()
+        if place >= len(sizes):
+            return found
+        for count in range(1, len(left) + 1):
+            taken = left[:count]
+            whole = sum(taken) == sizes[place] and (all(taken) or len(taken) == 1)
+            if not whole:
+                continue
+            rest = left[count:]
+            found |= {place + 1} if not rest else ends(place, rest) | ends(place + 1, rest)
+        return found
+
+    return ends(0, list(passes))
+
+
+def test_matches_are_those_of_a_search_through_all():
+    stream = random.Random(0)
+    told = 0
+    for _ in range(3000):
+        sizes = [stream.randint(0, 4) for _ in range(stream.randint(1, 4))]
+        passes = [stream.randint(0, 4) for _ in range(stream.randint(1, 5))]
+        log = DrawLog()
+        log.begin_pass()
+        for number, size in enumerate(sizes):
+            log.add(Draw(number, size, size))
+        found = log.match(passes)
+        want = brute_force(sizes, passes)
+        assert (set() if found is None else set(found.ends)) == want, (sizes, passes)
+        told += bool(want)
+    assert told > 200
+
+
+def test_many_passes_over_equal_draws_are_matched_at_once():
+    log = DrawLog()
+    log.begin_pass()
+    for number in range(200):
+        log.add(Draw(number, 8, 8))
+    found = log.match([8] * 200)
+    assert found is not None
+    assert len(found.ends) == 200
+    assert len(found.draws) == 200
+
+
+def test_a_log_that_nobody_uses_does_not_grow():
+    data = TensorDataset(torch.zeros(40, 1))
+    loader = ghostclip.data_loader.DPDataLoader(data, batch_size=4)
+    for _ in range(20):
+        list(loader)
+    assert len(loader.private_sampler.draws.waiting) <= 2 * len(loader)

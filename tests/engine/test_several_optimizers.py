@@ -1,0 +1,202 @@
+"""Several optimizers over one model: one release, one entry in the account, each updates its own parameters."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import ghostclip
+from ghostclip.errors import DrawError, InvalidOptionError, MissingGradientError
+from ghostclip.utils.batch_memory_manager import BatchMemoryManager
+from tests.engine.training import clipped_sum, declared, parameters_of, small_data, small_model
+
+DATA = small_data(48)
+STRATEGIES = ("bookkeeping", "ghost", "fast", "hooks")
+MUON = getattr(torch.optim, "Muon", torch.optim.SGD)
+
+
+class Run:
+    """Muon (or SGD) on the matrices, AdamW (or SGD) on the rest."""
+
+    def __init__(self, *, sigma=1.0, plain=False, data=None, model=None, **options):
+        self.bare = small_model() if model is None else model
+        matrices = [p for p in self.bare.parameters() if p.dim() == 2]
+        vectors = [p for p in self.bare.parameters() if p.dim() == 1]
+        first, second = (torch.optim.SGD, torch.optim.SGD) if plain else (MUON, torch.optim.AdamW)
+        self.inner = [first(matrices, lr=1.0), second(vectors, lr=1.0)]
+        self.engine = ghostclip.PrivacyEngine()
+        made = self.engine.make_private(
+            module=self.bare,
+            optimizer=self.inner,
+            data_loader=DataLoader(DATA, batch_size=8) if data is None else data,
+            noise_multiplier=sigma,
+            max_grad_norm=0.5,
+            **options,
+        )
+        self.model, self.optimizers, self.loader = made[0], made[1], made[-1]
+
+    def backward(self, batch):
+        inputs, targets = batch
+        output = self.model(inputs.to(next(self.bare.parameters()).dtype))
+        losses = nn.functional.cross_entropy(output, targets, reduction="none")
+        self.optimizers[0].clipper.backward(losses)
+
+    def step(self, batch, *, order=(0, 1)):
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self.backward(batch)
+        for number in order:
+            self.optimizers[number].step()
+
+
+def test_as_many_come_back_and_each_is_an_optimizer():
+    run = Run()
+    assert len(run.optimizers) == 2
+    for optimizer, inner in zip(run.optimizers, run.inner, strict=True):
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        assert optimizer.original_optimizer is inner
+        assert optimizer.param_groups is inner.param_groups
+        assert optimizer.expected_batch_size == 8
+        torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_release_updates_all(strategy, order):
+    run = Run(grad_sample_mode=strategy)
+    for batch in run.loader:
+        before = parameters_of(run.bare)
+        run.step(batch, order=order)
+        assert bool((parameters_of(run.bare) != before).all())
+    assert len(run.engine.accountant) == len(run.loader) == run.optimizers[0].releases
+
+
+@pytest.mark.filterwarnings("ignore:noise_multiplier=0")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_sum_is_clipped_over_all_parameters_and_no_sample_moves_it_by_more_than_c(strategy):
+    model = small_model().double()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def moved(rows):
+        model.load_state_dict(weights)
+        run = Run(sigma=0.0, plain=True, model=model, data=declared(DATA, 8), grad_sample_mode=strategy)
+        before = parameters_of(model)
+        run.step([part[rows] for part in DATA.tensors])
+        run.model.remove_hooks()
+        return (before - parameters_of(model)) * 8
+
+    rows = list(range(8))
+    whole = moved(rows)
+    model.load_state_dict(weights)
+    want = clipped_sum(model, [part[rows] for part in DATA.tensors], 0.5)
+    torch.testing.assert_close(whole, want, rtol=1e-10, atol=1e-12)
+    for left_out in rows:
+        rest = moved([row for row in rows if row != left_out])
+        assert (whole - rest).norm() <= 0.5 * (1 + 1e-6)
+
+
+def test_physical_batches():
+    run = Run()
+    with BatchMemoryManager(data_loader=run.loader, max_physical_batch_size=3, optimizer=run.optimizers[1]) as batches:
+        for batch in batches:
+            run.step(batch)
+    assert len(run.engine.accountant) == len(run.loader)
+
+
+def test_a_member_that_steps_rarely_applies_the_latest_release():
+    run = Run()
+    for number, batch in enumerate(run.loader):
+        run.step(batch, order=(0, 1) if number % 2 else (0,))
+    assert len(run.engine.accountant) == len(run.loader)
+
+
+def test_alternating_steps_on_one_batch_are_refused():
+    run = Run()
+    batch = next(iter(run.loader))
+    run.step(batch, order=(0,))
+    run.optimizers[1].zero_grad()
+    run.backward(batch)
+    with pytest.raises(DrawError, match="no batch"):
+        run.optimizers[1].step()
+
+
+def test_a_step_too_many_is_refused():
+    run = Run()
+    run.step(next(iter(run.loader)))
+    with pytest.raises(MissingGradientError):
+        run.optimizers[0].step()
+
+
+def test_zero_grad_of_one_discards_the_sums_of_all():
+    run = Run()
+    run.backward(next(iter(run.loader)))
+    run.optimizers[1].zero_grad()
+    with pytest.raises(MissingGradientError):
+        run.optimizers[0].step()
+
+
+def test_states_of_all_carry_the_account():
+    run = Run()
+    for batch in run.loader:
+        run.step(batch)
+    resumed = Run(model=small_model())
+    resumed.bare.load_state_dict(run.bare.state_dict())
+    for optimizer, saved in zip(resumed.optimizers, run.optimizers, strict=True):
+        # torch shares the tensors of a state with whoever loads it.
+        optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))
+    assert resumed.engine.get_epsilon(1e-5) == run.engine.get_epsilon(1e-5) > 0
+    for one in (run, resumed):
+        for batch in one.loader:
+            one.step(batch)
+    assert torch.equal(parameters_of(resumed.bare), parameters_of(run.bare))
+
+
+def test_checkpoints_of_the_engine(tmp_path):
+    run = Run()
+    for batch in run.loader:
+        run.step(batch)
+    run.engine.save_checkpoint(path=tmp_path / "saved", module=run.model, optimizer=run.optimizers)
+    resumed = Run(model=small_model())
+    resumed.engine.load_checkpoint(path=tmp_path / "saved", module=resumed.model, optimizer=resumed.optimizers)
+    for one in (run, resumed):
+        for batch in one.loader:
+            one.step(batch)
+    assert torch.equal(parameters_of(resumed.bare), parameters_of(run.bare))
+
+
+def test_made_private_again():
+    run = Run()
+    run.model.remove_hooks()
+    again = ghostclip.PrivacyEngine()
+    _, optimizers, _ = again.make_private(
+        module=run.bare,
+        optimizer=run.optimizers,
+        data_loader=DataLoader(DATA, batch_size=8),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    assert [optimizer.original_optimizer for optimizer in optimizers] == run.inner
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda m: [], "at least one"),
+        (lambda m: [torch.optim.SGD(m.parameters(), lr=1.0), torch.optim.SGD([m[0].bias], lr=1.0)], "same parameter"),
+        (lambda m: [torch.optim.SGD(m.parameters(), lr=1.0), "Adam"], "expected"),
+    ],
+)
+def test_wrong_lists_are_refused(make, match):
+    model = small_model()
+    with pytest.raises(InvalidOptionError, match=match):
+        ghostclip.PrivacyEngine().make_private(
+            module=model,
+            optimizer=make(model),
+            data_loader=DataLoader(DATA, batch_size=8),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )
