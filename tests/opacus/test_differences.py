@@ -527,3 +527,16 @@ def test_axis_of_an_empty_batch():
                 kept([])
         else:
             assert [tuple(part.shape) for part in kept([])] == [(3, 0), labels]
+
+
+def test_step_without_a_draw():
+    x, y = batch()
+    for name in ("ghostclip", "opacus"):
+        engine, module, optimizer = engine_with(name, sigma=1.0)
+        nn.CrossEntropyLoss()(module(x), y).backward()
+        if name == "ghostclip":
+            with pytest.raises(RuntimeError, match="private loader"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        assert len(engine.accountant) == (name == "opacus")
