@@ -3,6 +3,7 @@
 Shape letters: N ids, B bags (samples), K ids of the longest bag.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -107,6 +108,25 @@ def as_flat(
         return module, args, kwargs
     given = module.flat(args, kwargs)
     return module.inner[0], given[0], given[1]
+
+
+def batch_as_rows(
+    model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor]
+) -> tuple[Any, Callable[[nn.Module, Any], Tensor]]:
+    """Return a batch with flat ids as one with a row a sample, of which single samples may be taken.
+
+    Args:
+        model: The model.
+        batch: A tensor, or tuples, lists and mappings of tensors.
+        loss_fn: Called with the model and a batch with flat ids.
+
+    Returns:
+        The batch, and a loss function that takes such batches; both as they are where no ids are flat.
+    """
+    on_rows, given, _ = Bags(model).as_rows(model, (batch,), {})
+    if not isinstance(on_rows, _OnRows):
+        return batch, loss_fn
+    return given[0], lambda model, rows: loss_fn(model, on_rows.flat((rows,), {})[0][0])
 
 
 class _OnRows(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ghostclip import GhostClipper, PrivacyEngine
+from ghostclip import GhostClipper, PrivacyEngine, validate
 from ghostclip.errors import BatchAxisError, SampleMixingError
 
 BOUND = 0.05
@@ -118,3 +118,15 @@ def test_loop_with_poisson_batches_some_empty():
         sizes.append(len(offsets))
     assert 0 in sizes
     assert len(engine.accountant) == len(sizes) == 30
+
+
+@pytest.mark.parametrize(("between", "sound"), [(torch.tanh, True), (lambda h: h - h.mean(0), False)])
+def test_validate_takes_flat_ids(between, sound):
+    ids, offsets, target = batch()
+
+    def loss(model, given):
+        return functional.cross_entropy(model(given["ids"], given["offsets"]), given["y"], reduction="none")
+
+    report = validate(Model(between), {"ids": ids, "offsets": offsets, "y": target}, loss)
+    assert report.batch_size == len(offsets)
+    assert report.ok == sound, str(report)
