@@ -16,7 +16,7 @@ class UnsupportedModelError(GhostClipError, NotImplementedError):
     """A model, module or operation cannot be clipped per sample exactly."""
 
 
-class UncoveredParameterError(UnsupportedModelError):
+class UncoveredParameterError(UnsupportedModelError, ValueError):
     """A trainable parameter received a gradient that was not clipped per sample."""
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from ghostclip.accounting import DEFAULT_ACCOUNTANT, create_accountant
+from ghostclip.accounting import DEFAULT_ACCOUNTANT, bounding_accountant, create_accountant
 from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.noise import make_noise_source
 from ghostclip.optimizers import DPOptimizer, MemberOptimizer, release_of
@@ -69,9 +69,9 @@ class PrivacyEngine(Spending):
         ledger: str | os.PathLike[str] | None = None,
         noise_level: str | None = None,
     ) -> None:
-        level = noise_level_of(noise_level, secure_mode=secure_mode)
-        account = Account(create_accountant(mechanism=accountant), None if ledger is None else LedgerFile(ledger))
-        super().__init__(account, noise_level=level)
+        account = Account(bounding_accountant(), None if ledger is None else LedgerFile(ledger))
+        super().__init__(account, noise_level=noise_level_of(noise_level, secure_mode=secure_mode))
+        self.accountant = create_accountant(mechanism=accountant)
 
     def make_private(  # noqa: PLR0913 - Opacus's arguments
         self,

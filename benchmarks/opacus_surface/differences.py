@@ -94,13 +94,14 @@ DIFFERENCES: Final[tuple[Difference, ...]] = (
     Difference(
         "p.grad between backward and step",
         "is the ordinary gradient of the batch, not private and not clipped",
-        "is the clipped sum; p.grad_sample is the same as Opacus's in hooks mode",
+        "is None: the clipped sum stays with the engine until it has noise. p.grad_sample is the same as Opacus's in "
+        "hooks mode",
         f"{_FILE}::test_gradients_between_backward_and_step",
     ),
     Difference(
-        "p.summed_grad after step()",
-        "stays: the exact sum lies beside its noisy release, which gives the noise away",
-        "ends with the release",
+        "p.summed_grad and p.grad_sample after step()",
+        "stay: the exact sum lies beside its noisy release, which gives the noise away",
+        "end with the release",
         f"{_FILE}::test_sum_does_not_outlive_its_release",
     ),
     Difference(
@@ -118,21 +119,15 @@ DIFFERENCES: Final[tuple[Difference, ...]] = (
     Difference(
         "backwards between disable_hooks() and enable_hooks()",
         "put ordinary gradients into p.grad, which nobody clips",
-        "are clipped and count like any other; disable_hooks() warns that it switches nothing off",
+        "are clipped and count like any other; disable_hooks() warns that it switches nothing off, and hooks_enabled "
+        "stays True",
         f"{_FILE}::test_hooks_are_not_switched_off",
     ),
     Difference(
-        "forbid_grad_accumulation()",
+        "forbid_grad_accumulation(), which Opacus's make_private calls for Poisson batches",
         "makes a second backward before a step an error",
         "changes nothing: k backwards are accounted as what they are, σ/k at rate k·q, with a warning",
         f"{_FILE}::test_accumulation_is_accounted",
-    ),
-    Difference(
-        "p.grad of a GradSampleModule without a private optimizer",
-        "is what autograd computes",
-        "is the sum of p.grad_sample, as a private optimizer takes it: for a mean loss B times autograd's. A plain "
-        "optimizer takes p.grad_sample.mean(0), or a model that is not wrapped",
-        f"{_FILE}::test_facade_alone_leaves_the_plain_gradient",
     ),
     Difference(
         "a bound that a criterion adapts (DPLossFastGradientAdaptiveClipping)",
@@ -145,5 +140,83 @@ DIFFERENCES: Final[tuple[Difference, ...]] = (
         "queues what each batch is, and mixes logical batches after a loop that is left early",
         "is an error that names BatchMemoryManager, which works with any number of workers",
         f"{_FILE}::test_splitting_sampler_refuses_to_run_ahead",
+    ),
+    Difference(
+        "torch.manual_seed(s)",
+        "fixes noise and batches, so that whoever guesses the seed, or uses 0 or 42 as all do, can take the noise away",
+        "fixes neither: both come from entropy of the operating system. For a run that can be repeated: "
+        "noise_generator=, and a generator of the loader; both warn",
+        f"{_FILE}::test_global_seed_does_not_fix_the_noise",
+    ),
+    Difference(
+        "p.grad_sample where nothing formed per-sample gradients (ghost mode, or before a backward)",
+        "is None: every parameter has the attribute once a model is wrapped",
+        "raises AttributeError: nothing is hung on parameters but in hooks mode, by a backward. "
+        'getattr(p, "grad_sample", None) works with both',
+        f"{_FILE}::test_parameters_have_no_attribute_of_ours",
+    ),
+    Difference(
+        "load_checkpoint into a training of another noise multiplier, bound or sampling rate",
+        "goes on with the new values without a word, and with whatever noise the seed gives",
+        "is a ResumeError (a ValueError) that names each difference, because a value that was mistyped would change "
+        "the guarantee; allow_mechanism_change=True goes on, with noise that was never used before",
+        f"{_FILE}::test_checkpoint_of_another_mechanism",
+    ),
+    Difference(
+        "DPOptimizer(...) made before GradSampleModule(...)",
+        "works, since it looks for p.grad_sample in step(); where the model is never wrapped, step() fails",
+        "is refused with the remedy: the clipper keeps C and the sums, so the optimizer is made with it and checks at "
+        "once that it covers every parameter. Wrap the model first, or pass clipper=",
+        f"{_FILE}::test_optimizer_before_the_model",
+    ),
+    Difference(
+        "a batch norm without trainable parameters, in training mode",
+        "is accepted: samples mix in it, so that gradients of all other layers depend on the whole batch",
+        "is refused like any other; in eval mode it is accepted",
+        f"{_FILE}::test_frozen_batch_norm",
+    ),
+    Difference(
+        "ModuleValidator.VALIDATORS and FIXERS of LSTM, GRU and MultiheadAttention",
+        "have entries: these modules are replaced by others",
+        "have none: these modules are clipped as they are, and fix() leaves them",
+        f"{_FILE}::test_modules_that_need_no_fixer",
+    ),
+    Difference(
+        "an accountant of one's own, with step, get_epsilon, __len__ and mechanism",
+        "is all there is: what it says is believed",
+        "is told of every release, and get_epsilon() is what it says; budgets, epsilon_bounds() and the noise for a "
+        "target go by bounds that are proved",
+        f"{_FILE}::test_accountant_of_ones_own",
+    ),
+    Difference(
+        "ModuleValidator on a model in evaluation mode",
+        "reports an error: training mode is wanted",
+        "looks at the modules alone: libraries load models in evaluation mode. make_private refuses such a model, in "
+        "the class that Opacus raises",
+        f"{_FILE}::test_validator_of_a_model_in_evaluation_mode",
+    ),
+    Difference(
+        "load_state_dict of an accountant with the state of another method",
+        "is an error",
+        "takes the history over: what was released does not depend on how it is accounted",
+        f"{_FILE}::test_state_of_another_accountant",
+    ),
+    Difference(
+        "switch_generator of a loader that is not private",
+        "replaces the generator of the plain loader's sampler, if it has one",
+        "is an error that names DPDataLoader.from_data_loader: batches of a plain loader are no Poisson samples",
+        f"{_FILE}::test_generator_of_a_plain_loader",
+    ),
+    Difference(
+        "the batch axis of an empty batch",
+        "is what batch_first says, of every tensor alike",
+        "is the axis on which a batch of two records is longer than one of one record",
+        f"{_FILE}::test_axis_of_an_empty_batch",
+    ),
+    Difference(
+        "step() on records that the private loader did not draw",
+        "releases, and the account counts a Poisson sample that nobody drew",
+        "is a DrawError, also where rows are left out or doubled; DeclaredSampling states a sampling of one's own",
+        f"{_FILE}::test_step_without_a_draw",
     ),
 )

@@ -1,5 +1,5 @@
 """The interface of accountants, under Opacus's name for it."""
 
-from ghostclip.accounting import Accountant as IAccountant
+from ghostclip.accounting import IAccountant
 
 __all__ = ["IAccountant"]

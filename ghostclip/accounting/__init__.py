@@ -16,11 +16,18 @@ from ghostclip.accounting.conversion import delta_from_rdp, epsilon_from_rdp
 from ghostclip.accounting.curves import privacy_curve, trade_off
 from ghostclip.accounting.gdp import GaussianAccountant
 from ghostclip.accounting.google import DPAccountingAccountant
+from ghostclip.accounting.interface import IAccountant
 from ghostclip.accounting.ledger import RELATIONS, steps_per_epoch
 from ghostclip.accounting.pld import PLDAccountant, PRVAccountant
 from ghostclip.accounting.rdp import RDPAccountant
 from ghostclip.accounting.rdp_curve import DEFAULT_ORDERS, rdp_curve
-from ghostclip.accounting.registry import DEFAULT_ACCOUNTANT, accountant_names, create_accountant, register_accountant
+from ghostclip.accounting.registry import (
+    DEFAULT_ACCOUNTANT,
+    accountant_names,
+    bounding_accountant,
+    create_accountant,
+    register_accountant,
+)
 from ghostclip.accounting.solve import Bounds
 
 __all__ = [
@@ -32,10 +39,12 @@ __all__ = [
     "Bounds",
     "DPAccountingAccountant",
     "GaussianAccountant",
+    "IAccountant",
     "PLDAccountant",
     "PRVAccountant",
     "RDPAccountant",
     "accountant_names",
+    "bounding_accountant",
     "create_accountant",
     "delta_from_rdp",
     "delta_too_large",

@@ -1,15 +1,15 @@
-"""The interface that every accountant has, and the ledger they share."""
+"""The ledger that all accountants of this package share."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any, Protocol
+from collections.abc import Mapping, MutableMapping
+from typing import Any
 
 from ghostclip._validate import positive_int
 from ghostclip.accounting.events import SamplingEvent
+from ghostclip.accounting.interface import IAccountant
 from ghostclip.accounting.ledger import (
-    Entry,
     Ledger,
     OtherEntry,
     checked_history,
@@ -25,13 +25,7 @@ from ghostclip.accounting.solve import Bounds
 from ghostclip.errors import InvalidOptionError
 
 
-class NoisyOptimizer(Protocol):
-    """What the step hook reads from an optimizer."""
-
-    noise_multiplier: float
-
-
-class Accountant(abc.ABC):
+class Accountant(IAccountant):
     """Keeps the ledger of released steps and turns it into (ε, δ).
 
     Privacy:
@@ -53,18 +47,9 @@ class Accountant(abc.ABC):
                 added or removed ("add_remove"; the same cost on Poisson samples), or replaced by any
                 ("replace_one").
         """
+        super().__init__()
         self.relation = checked_relation(relation)
-        self.history: list[Entry] = []
         self.others: list[OtherEntry] = []
-
-    @classmethod
-    @abc.abstractmethod
-    def mechanism(cls) -> str:
-        """Return the name under which `create_accountant` finds this accountant.
-
-        Returns:
-            The name.
-        """
 
     @abc.abstractmethod
     def epsilon_bounds(self, delta: float) -> Bounds:
@@ -179,34 +164,6 @@ class Accountant(abc.ABC):
     def __bool__(self) -> bool:
         """Return True: an accountant without steps is still an accountant."""
         return True
-
-    def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[NoisyOptimizer], None]:
-        """Return a function that records a step each time an optimizer calls it.
-
-        Privacy:
-            An optimizer that puts k backward passes under one noise draw (attribute `accumulated_iterations` = k) is
-            recorded as a step with σ/k and rate min(1, k·q). A record contributes to any of the k passes with
-            probability at most k·q, and then by at most k·C; this covers k passes over one batch as well as k
-            independently drawn batches. A step with σ and k·q, as is often reported, covers neither.
-
-        Args:
-            sample_rate: q of one batch.
-
-        Returns:
-            Function of the optimizer.
-
-        Raises:
-            InvalidOptionError: If q is not a probability.
-        """
-        rate = checked_sample_rate(sample_rate)
-
-        def hook(optimizer: NoisyOptimizer) -> None:
-            passes = int(getattr(optimizer, "accumulated_iterations", 1))
-            if passes < 1:
-                raise InvalidOptionError(f"accumulated_iterations={passes}: a step releases at least one pass.")
-            self.step(noise_multiplier=optimizer.noise_multiplier / passes, sample_rate=min(1.0, rate * passes))
-
-        return hook
 
     def state_dict(self, destination: MutableMapping[str, Any] | None = None) -> MutableMapping[str, Any]:
         """Return the ledger as plain Python values.

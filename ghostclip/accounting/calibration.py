@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ghostclip._validate import fraction, positive, positive_int, probability
 from ghostclip.accounting.ledger import steps_per_epoch
-from ghostclip.accounting.registry import DEFAULT_ACCOUNTANT, create_accountant
+from ghostclip.accounting.registry import DEFAULT_ACCOUNTANT, bounding_accountant
 from ghostclip.errors import BudgetError, InvalidOptionError
 
 MIN_SIGMA, MAX_SIGMA = 1e-3, 1e6
@@ -190,7 +190,7 @@ def delta_too_large(delta: float, num_samples: int | None) -> str | None:
 
 
 def _epsilon(entry: tuple[float, float, int], delta: float, accountant: str, relation: str) -> float:
-    keeper = create_accountant(accountant, relation=relation)
+    keeper = bounding_accountant(accountant, relation=relation)
     keeper.history = [entry]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -6,13 +6,14 @@ from ghostclip.accounting.accountant import Accountant
 from ghostclip.accounting.best import BestAccountant
 from ghostclip.accounting.gdp import GaussianAccountant
 from ghostclip.accounting.google import DPAccountingAccountant
+from ghostclip.accounting.interface import IAccountant
 from ghostclip.accounting.pld import PLDAccountant, PRVAccountant
 from ghostclip.accounting.rdp import RDPAccountant
 from ghostclip.errors import InvalidOptionError
 
 DEFAULT_ACCOUNTANT = BestAccountant.mechanism()
 
-_ACCOUNTANTS: dict[str, type[Accountant]] = {
+_ACCOUNTANTS: dict[str, type[IAccountant]] = {
     accountant.mechanism(): accountant
     for accountant in (BestAccountant, RDPAccountant, PLDAccountant, PRVAccountant, DPAccountingAccountant)
 }
@@ -22,12 +23,12 @@ _NOT_OFFERED = {
 }
 
 
-def register_accountant(mechanism: str, accountant: type[Accountant], *, force: bool = False) -> None:
+def register_accountant(mechanism: str, accountant: type[IAccountant], *, force: bool = False) -> None:
     """Make an accountant available to `create_accountant`.
 
     Args:
         mechanism: Name to find it by.
-        accountant: Class that is built with the option `relation` only.
+        accountant: Class that is built with the option `relation` only; one that is not an `Accountant` without any.
         force: Replace an accountant of the same name.
 
     Raises:
@@ -43,21 +44,45 @@ def accountant_names() -> list[str]:
     return sorted(_ACCOUNTANTS, key=lambda name: (name != DEFAULT_ACCOUNTANT, name))
 
 
-def create_accountant(mechanism: str = DEFAULT_ACCOUNTANT, *, relation: str = "zero_out") -> Accountant:
+def create_accountant(mechanism: str = DEFAULT_ACCOUNTANT, *, relation: str = "zero_out") -> IAccountant:
     """Return a new accountant with an empty ledger.
 
     Args:
         mechanism: Name, for example "best".
-        relation: What neighbouring data sets are: "zero_out", "add_remove" or "replace_one".
+        relation: What neighbouring data sets are: "zero_out", "add_remove" or "replace_one"; an accountant of the
+            user's that is not an `Accountant` is not told.
 
     Returns:
-        The accountant.
+        The accountant, an `Accountant` unless a class of another kind was registered.
 
     Raises:
         InvalidOptionError: If there is none of that name, or it gives no guarantee.
     """
     if mechanism in _ACCOUNTANTS:
-        return _ACCOUNTANTS[mechanism](relation=relation)
+        kind = _ACCOUNTANTS[mechanism]
+        return kind(relation=relation) if issubclass(kind, Accountant) else kind()
     known = ", ".join(repr(name) for name in accountant_names())
     reason = f" ({_NOT_OFFERED[mechanism]})" if mechanism in _NOT_OFFERED else ""
     raise InvalidOptionError(f"accountant={mechanism!r} is not available{reason}; choose from: {known}.")
+
+
+def bounding_accountant(mechanism: str = DEFAULT_ACCOUNTANT, *, relation: str = "zero_out") -> Accountant:
+    """Return a new accountant that bounds ε and δ of any ledger.
+
+    Args:
+        mechanism: As for `create_accountant`.
+        relation: As for `create_accountant`.
+
+    Returns:
+        The accountant.
+
+    Raises:
+        InvalidOptionError: If there is none of that name, or it only says ε of the steps it was told of.
+    """
+    made = create_accountant(mechanism, relation=relation)
+    if not isinstance(made, Accountant):
+        raise InvalidOptionError(
+            f"accountant={mechanism!r} ({type(made).__name__}): says ε of the steps it was told of and has no "
+            "epsilon_bounds. Derive it from ghostclip.accounting.Accountant, or set engine.accountant to one."
+        )
+    return made

@@ -10,12 +10,13 @@ from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from ghostclip.capture import eager, loan, readings
+from ghostclip.capture.bags import Bags, as_flat
 from ghostclip.capture.buffers import Buffers
 from ghostclip.capture.consume import consume
 from ghostclip.capture.decompose import decompose
 from ghostclip.capture.derive import derive, reorders_copies
 from ghostclip.capture.evidence import is_to_prove
-from ghostclip.capture.inputs import batch_size_of, emptied, in_backward, is_power_of_four, padded, under_checkpoint
+from ghostclip.capture.inputs import emptied, in_backward, is_power_of_four, padded, under_checkpoint
 from ghostclip.capture.leaves import leaves_of
 from ghostclip.capture.nodes import accumulation_node, is_to_tie, tied
 from ghostclip.capture.operation import LOOKED_AT, Operation, operation_name
@@ -73,7 +74,7 @@ class Session:
         self.loan = loan.Loan(model, self)
         self.units = Units(self, self.loan)
         self._reentrant = self._full_backward = False
-        self._forwards = 0
+        self._bags, self._forwards = Bags(model), 0
         self._running: Running | None = None
         self._compiler: Any = None
         self._open: ExitStack | None = None
@@ -114,7 +115,7 @@ class Session:
         if not in_backward():
             self.discard_listener()
             self.record = Record(batch_size=0, axis=self.axis)
-            size = batch_size_of(args, kwargs, self.axis)
+            size = self._bags.batch_size(args, kwargs, self.axis)
             if size == 0:
                 args, kwargs = tree_map(lambda item: padded(item, self.axis), (args, dict(kwargs)))
                 size = 1
@@ -138,8 +139,7 @@ class Session:
             return
         self.record.inputs = frozenset([id(leaf) for leaf in leaves_of(inputs) if isinstance(leaf, Tensor)])
         if len(self.record.inputs) > 1:
-            # A packed sequence is a tuple of tensors.
-            for packed in packed_inputs(inputs):
+            for packed in packed_inputs(inputs):  # A packed sequence is a tuple of tensors.
                 self.watch.admit(packed)
 
     def _let_compile(self) -> None:
@@ -187,7 +187,7 @@ class Session:
             self._running = None
         if failed:
             return None
-        result = readings.proven(self, module, args, kwargs, output)
+        result = readings.proven(self, *self._bags.as_rows(module, args, kwargs), output)
         for leaf in readings.tensors(result):
             if leaf.requires_grad:
                 leaf.register_hook(self._announcement(leaf.grad_fn if leaf.dim() == 0 else None))
@@ -206,9 +206,9 @@ class Session:
         Returns:
             Its output.
         """
-        old = self.record
         self.settled.forget()
-        self.record = Record(batch_size=old.batch_size, axis=old.axis, padded=old.padded)
+        module, args, kwargs = as_flat(module, args, kwargs)
+        self.record = Record(batch_size=self.record.batch_size, axis=self.axis, padded=self.record.padded)
         self.loan.begin()
         try:
             self._start(args, kwargs)

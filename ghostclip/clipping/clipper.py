@@ -333,6 +333,7 @@ class GhostClipper(Diagnostics):
             discard: Returns what the model's own ``zero_grad()`` has to call, so that it discards what was
                 accumulated; None once the optimizer is gone.
         """
+        self._decisions.plain = False
         self._store.own()
         self._zero_grad.install(discard)
 

@@ -3,6 +3,7 @@
 Shape letters: B samples, G clip groups.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -30,6 +31,7 @@ class Decisions:
         non_finite: How many of its samples had a NaN or infinite gradient.
         non_finite_total: The same, over all backwards.
         layout: The clip groups of the last backward.
+        plain: Whether sums without any bound are those of the gradients as they arrive: what autograd leaves.
     """
 
     def __init__(self, policy: ClipPolicy, relation: str) -> None:
@@ -50,6 +52,7 @@ class Decisions:
         self.non_finite = 0
         self.non_finite_total = 0
         self.layout = Layout({}, (), ())
+        self.plain = False
         self._sensitivities: list[float] = []
         self._rows: list[int] = []
         self._opened: tuple[list[str], ClipPolicy, Grouping, float] | None = None
@@ -93,7 +96,8 @@ class Decisions:
             return Release(nothing, layout.group_of, torch.zeros_like(norm_GB[0], dtype=torch.bool))
         self.norm_GB, self.coef_GB = norm_GB, coef_GB
         keep_B = self._finite_B(total)
-        return Release(_scaled(coef_GB, scale), layout.group_of, keep_B, doubtful_B)
+        shown = 1.0 if self.plain and all(map(math.isinf, layout.bounds)) else scale
+        return Release(_scaled(coef_GB, shown), layout.group_of, keep_B, doubtful_B)
 
     def _finite_B(self, total: GroupNorms) -> Tensor | None:
         """Count the samples that are not finite and return which are; None when all are."""

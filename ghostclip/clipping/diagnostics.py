@@ -54,3 +54,7 @@ class Diagnostics:
     def batch_size(self) -> int:
         """Samples in the last backward."""
         return 0 if self._decisions.norm_GB is None else self._decisions.norm_GB[0].numel()
+
+    def leave_plain_gradients(self) -> None:
+        """Leave in ``p.grad`` what autograd would, as long as there is neither a bound nor an optimizer."""
+        self._decisions.plain = True

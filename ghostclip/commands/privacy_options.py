@@ -129,9 +129,9 @@ def accountant_of(segments: list[Segment], setting: Setting) -> Accountant:
     Returns:
         The accountant.
     """
-    from ghostclip.accounting import create_accountant
+    from ghostclip.accounting import bounding_accountant
 
-    accountant = create_accountant(setting.accountant, relation=setting.relation)
+    accountant = bounding_accountant(setting.accountant, relation=setting.relation)
     accountant.load_state_dict({"mechanism": accountant.mechanism(), "relation": setting.relation, "history": segments})
     return accountant
 

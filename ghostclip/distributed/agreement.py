@@ -70,7 +70,7 @@ def share_noise(source: KeyedNoise, group: Group = None) -> None:
         InvalidOptionError: If torch.distributed is not running, or the levels differ.
     """
     _require_group()
-    found = gathered("noise", (source.level, source.state_dict()), group)
+    found = gathered("noise", (source.level, source.shared_state()), group)
     _require_equal("level of noise", [level for level, _ in found])
     source.load_state_dict(found[0][1])
 

@@ -33,6 +33,7 @@ class SharedNoise:
     """
 
     def __init__(self, source: KeyedNoise, group: Group = None) -> None:
+        require_agreement("noise_generator", "none" if source.generator is None else "given", group)
         share_noise(source, group)
         self._source = source
         self._group = group
@@ -55,6 +56,9 @@ class SharedNoise:
             tensors: This rank's parts.
             std: Standard deviation of the noise; 0 adds up only.
         """
+        if self._source.generator is not None:
+            # Whether it was seeded anew, only rank 0 can say for all.
+            share_noise(self._source, self._group)
         if not self._agreed:
             require_agreement("noise", self._source.fingerprint(), self._group)
             self._agreed = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ghostclip.accounting import DEFAULT_ACCOUNTANT, create_accountant, get_noise_multiplier
+from ghostclip.accounting import DEFAULT_ACCOUNTANT, bounding_accountant, get_noise_multiplier
 from ghostclip.errors import InvalidOptionError
 from ghostclip.finetune.options import ARCHITECTURES, DEFAULT_EPOCHS, FinetuneOptions
 
@@ -43,7 +43,7 @@ class Mechanism:
         """
         if steps == 0:
             return 0.0
-        accountant = create_accountant(ACCOUNTANT)
+        accountant = bounding_accountant(ACCOUNTANT)
         accountant.load_state_dict(
             {"mechanism": ACCOUNTANT, "history": [(self.noise_multiplier, self.sample_rate, steps)]}
         )

@@ -37,7 +37,7 @@ from ghostclip.utils.batch_memory_manager import BatchMemoryManager
 from ghostclip.utils.physical_batch_size import find_max_physical_batch_size
 
 if TYPE_CHECKING:
-    from ghostclip.accounting import Accountant, Bounds
+    from ghostclip.accounting import Bounds, IAccountant
     from ghostclip.noise import NoiseSource
     from ghostclip.optimizers import DPOptimizer
     from ghostclip.sampling import PoissonSampler
@@ -100,7 +100,7 @@ class PrivateTraining:
         self.optimizer: DPOptimizer = private[1]
         self._loader: DataLoader = private[-1]
         self._engine = engine
-        self.accountant: Accountant = engine.accountant
+        self.accountant: IAccountant = engine.accountant
         self._session_steps = 0
         self._loss_sum = 0.0
         self._step_samples = 0

@@ -9,6 +9,7 @@ from torch import nn
 from ghostclip.clipping.clipper import GhostClipper, Reduction
 from ghostclip.grad_sample.described import Described
 from ghostclip.grad_sample.module import GradSampleHooks, GradSampleModule
+from ghostclip.validators.module_validator import ModuleValidator
 
 _TWO_PASSES = ("ghost", "fast")
 
@@ -20,7 +21,7 @@ class GradSampleModuleFastGradientClipping(GradSampleModule, metaclass=Described
         m: The model.
         batch_first: Whether the leading axis of the model's inputs is the batch.
         loss_reduction: "mean" or "sum", as the loss is reduced over the batch.
-        strict: Of no effect; see `GradSampleModule`.
+        strict: See `GradSampleModule`.
         force_functorch: Of no effect; see `GradSampleModule`.
         max_grad_norm: C.
         use_ghost_clipping: Norms without per-sample gradients ("ghost"), or with those of one layer at a time ("fast").
@@ -37,6 +38,8 @@ class GradSampleModuleFastGradientClipping(GradSampleModule, metaclass=Described
         max_grad_norm: float = 1,
         use_ghost_clipping: bool = True,
     ) -> None:
+        if strict:
+            ModuleValidator.validate(m, strict=True)
         clipper = _clipper(m, max_grad_norm, batch_first, loss_reduction, ghost=use_ghost_clipping)
         super().__init__(m, strict=strict, force_functorch=force_functorch, clipper=clipper)
 
@@ -60,7 +63,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks, metaclass=Described):
         m: The model.
         batch_first: Whether the leading axis of the model's inputs is the batch.
         loss_reduction: "mean" or "sum", as the loss is reduced over the batch.
-        strict: Of no effect; see `GradSampleModule`.
+        strict: See `GradSampleModule`.
         force_functorch: Of no effect; see `GradSampleModule`.
         max_grad_norm: C.
         use_ghost_clipping: "ghost" or "fast".
@@ -77,6 +80,8 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks, metaclass=Described):
         max_grad_norm: float = 1,
         use_ghost_clipping: bool = True,
     ) -> None:
+        if strict:
+            ModuleValidator.validate(m, strict=True)
         clipper = _clipper(m, max_grad_norm, batch_first, loss_reduction, ghost=use_ghost_clipping)
         super().__init__(m, strict=strict, force_functorch=force_functorch, clipper=clipper)
 

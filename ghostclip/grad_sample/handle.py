@@ -79,6 +79,16 @@ class ClipperHandle:
         """Norm of every sample's whole gradient in the last backward, `[B]`. Not private."""
         return self._attached().per_sample_norms
 
+    @property
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        """The parameters whose gradients are clipped."""
+        return list(self._attached().trainable_parameters())
+
+    @property
+    def hooks_enabled(self) -> bool:
+        """Whether gradients are clipped: until `remove_hooks()`, whatever `disable_hooks()` was asked for."""
+        return self.clipper is not None and self.clipper.attached
+
     def get_norm_sample(self) -> torch.Tensor:
         """Return the norms of the last backward.
 
@@ -200,20 +210,26 @@ class ClipperHandle:
 
 
 def attached_clipper(
-    m: nn.Module, clipper: GhostClipper | None, *, batch_first: bool, loss_reduction: Any
+    m: nn.Module, clipper: GhostClipper | None, *, strict: bool, batch_first: bool, loss_reduction: Any
 ) -> GhostClipper:
     """Return a facade's clipper: the one that was given, or one that leaves per-sample gradients and clips nothing yet.
 
     Args:
         m: The model.
         clipper: Attached to the model already, or None.
+        strict: Whether to refuse modules that mix samples before a new clipper is attached.
         batch_first: Whether the leading axis of the model's inputs is the batch.
         loss_reduction: "mean" or "sum".
 
     Returns:
         The clipper.
+
+    Raises:
+        UnsupportedModuleError: With ``strict``, if there are such modules.
     """
     if clipper is None:
+        if strict:
+            ModuleValidator.validate(m, strict=True)
         clipper = GhostClipper(
             m,
             max_grad_norm=math.inf,
@@ -221,5 +237,6 @@ def attached_clipper(
             loss_reduction=cast(Reduction, loss_reduction),
             batch_first=batch_first,
         )
+        clipper.leave_plain_gradients()
     _IN_USE.add(clipper)
     return clipper

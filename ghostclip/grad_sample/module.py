@@ -38,9 +38,11 @@ class GradSampleHooks(ClipperHandle):
         force_functorch: bool = False,
         clipper: GhostClipper | None = None,
     ) -> None:
-        del strict, force_functorch
+        del force_functorch
         self._module = m
-        self.clipper = attached_clipper(m, clipper, batch_first=batch_first, loss_reduction=loss_reduction)
+        self.clipper = attached_clipper(
+            m, clipper, strict=strict, batch_first=batch_first, loss_reduction=loss_reduction
+        )
 
 
 class GradSampleModule(ClipperHandle, nn.Module):
@@ -50,14 +52,15 @@ class GradSampleModule(ClipperHandle, nn.Module):
     reach the model, and `state_dict()` has the model's keys unchanged. States with Opacus's `_module.` prefix load too.
     A copy (as an exponential moving average makes one) or a pickle carries the model alone: its `clipper` is None.
 
-    Without a clipper it makes one that leaves every sample's gradient in `p.grad_sample` and, until an optimizer sets a
-    bound, their plain sum in `p.grad`: for a mean loss B times what autograd computes.
+    Without a clipper it makes one that leaves every sample's gradient in `p.grad_sample` and, until a private optimizer
+    takes them over, in `p.grad` what autograd computes.
 
     Args:
         m: The model.
         batch_first: Whether the leading axis of the model's inputs is the batch.
         loss_reduction: "mean" or "sum", as the loss is reduced over the batch.
-        strict: Of no effect: what cannot be clipped exactly is refused when it runs, whatever this says.
+        strict: Whether modules that `ModuleValidator` finds are refused at once; what cannot be clipped exactly is
+            refused when it runs, whatever this says.
         force_functorch: Of no effect: per-sample gradients are the same however they are formed.
         clipper: The clipper attached to the model already; it says what the arguments above do.
     """
@@ -72,9 +75,9 @@ class GradSampleModule(ClipperHandle, nn.Module):
         force_functorch: bool = False,
         clipper: GhostClipper | None = None,
     ) -> None:
-        del strict, force_functorch
+        del force_functorch
         super().__init__()
-        attached = attached_clipper(m, clipper, batch_first=batch_first, loss_reduction=loss_reduction)
+        attached = attached_clipper(m, clipper, strict=strict, batch_first=batch_first, loss_reduction=loss_reduction)
         self.__dict__["clipper"] = attached
         self.train(m.training)
         self.add_module("_module", m)
@@ -92,12 +95,15 @@ class GradSampleModule(ClipperHandle, nn.Module):
         return self._module(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
-        """Discard what was accumulated since the last step, as the private optimizer's `zero_grad` does.
+        """Discard what was accumulated since the last step, per-sample gradients included.
 
         Args:
             set_to_none: Whether gradients become None or zeros, as in torch.
         """
         self._module.zero_grad(set_to_none)
+        for p in self._module.parameters():
+            if getattr(p, "grad_sample", None) is not None:
+                p.grad_sample = None
 
     def to_standard_module(self) -> nn.Module:
         """Detach the clipper and return the model as it was.

@@ -16,6 +16,7 @@ from ghostclip.grad_sample.fast_gradient_clipping import (
 from ghostclip.grad_sample.modes import strategy_of
 from ghostclip.grad_sample.module import GradSampleHooks, GradSampleModule
 from ghostclip.rules.modules import register_grad_sampler, register_norm_sampler
+from ghostclip.validators.module_validator import ModuleValidator
 
 __all__ = [
     "get_gsm_class",
@@ -46,7 +47,7 @@ def prepare_module(  # noqa: PLR0913 - Opacus's arguments
         wrap_model: False returns a handle and leaves the model to the user.
         batch_first: Whether the leading axis of the model's inputs is the batch.
         loss_reduction: "mean" or "sum", as the loss is reduced over the batch.
-        strict: Of no effect; see `GradSampleModule`.
+        strict: See `GradSampleModule`.
         force_functorch: Of no effect; see `GradSampleModule`.
         max_grad_norm: C; by default an optimizer sets it, and 1 is the bound of "ghost" until then.
 
@@ -55,8 +56,11 @@ def prepare_module(  # noqa: PLR0913 - Opacus's arguments
 
     Raises:
         InvalidOptionError: If the mode is unknown or refused.
+        UnsupportedModuleError: With ``strict``, if there are modules that mix samples.
     """
     strategy = strategy_of(grad_sample_mode)
+    if strict:
+        ModuleValidator.validate(model, strict=True)
     default = float("inf") if strategy in ("hooks", "auto", "bookkeeping") else 1.0
     clipper = GhostClipper(
         model,
@@ -65,6 +69,8 @@ def prepare_module(  # noqa: PLR0913 - Opacus's arguments
         loss_reduction=loss_reduction,  # type: ignore[arg-type]  # checked there
         batch_first=batch_first,
     )
+    if max_grad_norm is None:
+        clipper.leave_plain_gradients()
     kind = GradSampleModule if wrap_model else GradSampleHooks
     return kind(model, strict=strict, force_functorch=force_functorch, clipper=clipper)
 

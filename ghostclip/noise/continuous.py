@@ -45,7 +45,7 @@ def make_noise_source(
         level: "fast" (statistical quality), "secure" (a cryptographic key stream) or "exact" (that, and discrete
             noise on integer sums).
         seed: Whole number that the noise follows from; warns, and is refused for all but "fast".
-        generator: torch generator that the key is drawn from, once; likewise.
+        generator: torch generator that the key is drawn from, and again after it was seeded anew; likewise.
 
     Returns:
         The source.
@@ -76,13 +76,13 @@ class FastNoise(KeyedNoise):
 
     Args:
         seed: Whole number that the noise follows from; warns.
-        generator: torch generator that the key is drawn from, once; warns.
+        generator: torch generator that the key is drawn from, and again after it was seeded anew; warns.
     """
 
     level = "fast"
 
     def __init__(self, *, seed: int | None = None, generator: torch.Generator | None = None) -> None:
-        super().__init__(RandomKey("noise", seed=seed, generator=generator))
+        super().__init__(RandomKey("noise", seed=seed, generator=generator), generator)
         self._seeds = SeedsAhead(self._key)
 
     def _block_size(self, tensor: torch.Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ghostclip._validate import non_negative, positive
-from ghostclip.errors import InvalidOptionError, ResumeError
+from ghostclip.errors import FixedSeedWarning, InvalidOptionError, ResumeError
 from ghostclip.noise.packs import copy_back_, draws_at_once, flattened, packs
 from ghostclip.noise.threads import run
 from ghostclip.sampling.keys import RandomKey
@@ -61,14 +62,20 @@ class KeyedNoise:
 
     Args:
         key: What the noise follows from.
+        generator: What the key was drawn from, if so. Whenever it was changed since by anybody else (seeded anew, say),
+            the key is drawn from it again and positions begin anew, as if it had been handed over now.
     """
 
     level = ""
     _accepts = "floating-point"
 
-    def __init__(self, key: RandomKey) -> None:
+    def __init__(self, key: RandomKey, generator: torch.Generator | None = None) -> None:
         self._key = key
         self._position = 0
+        self._generator = generator
+        self._known: torch.Tensor | None = None
+        self._used: set[bytes] = set()
+        self._take_note()
 
     def add_(self, tensor: torch.Tensor, std: float) -> None:
         """Add N(0, std²) to every element, in place.
@@ -200,6 +207,7 @@ class KeyedNoise:
             torch._foreach_div_([part_N], divisor)
 
     def _next_position(self) -> int:
+        self._follow()
         position, self._position = self._position, self._position + 1
         return position
 
@@ -210,7 +218,37 @@ class KeyedNoise:
 
     def skip(self) -> None:
         """Pass over the noise of one call, which another rank adds."""
-        self._position += 1
+        self._next_position()
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """The generator that the noise follows, if there is one."""
+        return self._generator
+
+    def _follow(self) -> None:
+        """Draw the key anew from a generator that somebody else has changed.
+
+        Privacy:
+            A generator that is put back to a state it had gives the same noise for other sums, whose difference then
+            has none: that is done, since it was asked for, and warned of.
+        """
+        if self._generator is None or self._known is None or torch.equal(self._known, self._generator.get_state()):
+            return
+        self._used.add(self._key.secret)
+        self._key.derive(self._generator)
+        self._position = 0
+        self._take_note()
+        if self._key.secret in self._used:
+            warnings.warn(
+                "noise_generator was put back to a state that noise was drawn from before: the same noise is added "
+                "to other sums, and their difference has none. Do not seed it with the same number again.",
+                FixedSeedWarning,
+                stacklevel=3,
+            )
+
+    def _take_note(self) -> None:
+        """Note the generator's state as one that the key already follows."""
+        self._known = None if self._generator is None else self._generator.get_state()
 
     def _check(self, tensor: torch.Tensor) -> None:
         if not tensor.dtype.is_floating_point:
@@ -231,6 +269,7 @@ class KeyedNoise:
             would have none.
         """
         self._key.renew()
+        self._take_note()
 
     def fingerprint(self) -> str:
         """Return what ranks that add one noise have in common.
@@ -238,10 +277,20 @@ class KeyedNoise:
         Returns:
             The level, the key's fingerprint and the position.
         """
+        self._follow()
         return f"{self.level} {self._key.fingerprint()} at call {self._position}"
 
+    def shared_state(self) -> dict[str, Any]:
+        """Return the key and the position, which are all that ranks with one noise have in common.
+
+        Returns:
+            Plain Python values.
+        """
+        self._follow()
+        return {"level": self.level, "key": self._key.secret.hex(), "position": self._position}
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the key and the position.
+        """Return the key and the position, and the state of the generator that they follow, if there is one.
 
         Privacy:
             Whoever has this state can recompute the noise: keep it as secret as the data.
@@ -249,13 +298,16 @@ class KeyedNoise:
         Returns:
             Plain Python values.
         """
-        return {"level": self.level, "key": self._key.secret.hex(), "position": self._position}
+        state = self.shared_state()
+        if self._generator is not None:
+            state["generator"] = self._generator.get_state().numpy().tobytes().hex()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the noise that follows a saved state.
+        """Continue with the noise that follows a saved state; a generator is put into its saved state too.
 
         Args:
-            state: What `state_dict` returned.
+            state: What `state_dict` or `shared_state` returned.
 
         Raises:
             ResumeError: If it is incomplete or of another level.
@@ -267,6 +319,11 @@ class KeyedNoise:
             raise ResumeError(f"noise state: level {state['level']!r} was saved, this source is {self.level!r}.")
         self._key.load(state["key"])
         self._position = int(state["position"])
+        saved = bytes.fromhex(state.get("generator", ""))
+        # One of another device has a state of another length, and goes on from where it is.
+        if self._generator is not None and len(saved) == self._generator.get_state().numel():
+            self._generator.set_state(torch.frombuffer(bytearray(saved), dtype=torch.uint8))
+        self._take_note()
 
 
 def skip_noise(source: KeyedNoise, tensors: Sequence[torch.Tensor]) -> None:

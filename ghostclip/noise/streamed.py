@@ -26,7 +26,7 @@ class StreamedNoise(KeyedNoise):
         super().renew_key()
         self._words = make_keystream(self._words.name, self._key)
 
-    def state_dict(self) -> dict[str, Any]:
+    def shared_state(self) -> dict[str, Any]:
         """Return the key, the position and the name of the key stream.
 
         Privacy:
@@ -35,7 +35,7 @@ class StreamedNoise(KeyedNoise):
         Returns:
             Plain Python values.
         """
-        return {**super().state_dict(), "keystream": self._words.name}
+        return {**super().shared_state(), "keystream": self._words.name}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the noise that follows a saved state.

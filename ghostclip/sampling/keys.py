@@ -52,9 +52,21 @@ class RandomKey:
             stacklevel=3,
         )
         if generator is not None:
-            words = torch.randint(2**32, (_KEY_BYTES // 4,), generator=generator, device=generator.device)
-            seed = sum(int(word) << (32 * index) for index, word in enumerate(words.tolist()))
-        self.secret = hashlib.shake_128(f"{purpose} seed {seed}".encode()).digest(_KEY_BYTES)
+            self.derive(generator)
+        else:
+            self._follow_from(seed)
+
+    def derive(self, generator: torch.Generator) -> None:
+        """Replace the key by one that follows from a generator's state.
+
+        Args:
+            generator: torch generator; 128 bits are drawn from it.
+        """
+        words = torch.randint(2**32, (_KEY_BYTES // 4,), generator=generator, device=generator.device)
+        self._follow_from(sum(int(word) << (32 * index) for index, word in enumerate(words.tolist())))
+
+    def _follow_from(self, seed: int | None) -> None:
+        self.secret = hashlib.shake_128(f"{self._purpose} seed {seed}".encode()).digest(_KEY_BYTES)
 
     def renew(self) -> None:
         """Replace the key by fresh entropy of the operating system."""

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from ghostclip._validate import positive_int
-from ghostclip.accounting import RDPAccountant, create_accountant
+from ghostclip.accounting import RDPAccountant, bounding_accountant
 from ghostclip.errors import GhostClipError
 
 
@@ -47,7 +47,7 @@ def compute_dp_sgd_privacy(
     Returns:
         (ε, α).
     """
-    accountant = create_accountant("rdp")
+    accountant = bounding_accountant("rdp")
     assert isinstance(accountant, RDPAccountant)
     accountant.step(noise_multiplier=noise_multiplier, sample_rate=sample_rate)
     accountant.history = [(noise_multiplier, sample_rate, steps_of(sample_rate, epochs))]

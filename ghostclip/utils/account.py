@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ghostclip import _validate
-from ghostclip.accounting import Accountant, Bounds
+from ghostclip.accounting import Accountant, Bounds, IAccountant
 from ghostclip.accounting.calibration import smallest_noise_multiplier
 from ghostclip.errors import InvalidOptionError, ResumeError
 from ghostclip.optimizers import DPOptimizer
@@ -21,6 +21,7 @@ from ghostclip.utils.budget import Budget
 from ghostclip.utils.charges import Charge, accountant_of, add_charges, charges_of, cost_of, replace_charges
 from ghostclip.utils.discretisation import released_bounds
 from ghostclip.utils.ledger_file import Entry, LedgerFile, total
+from ghostclip.utils.own_accountant import continue_own, refuse_untold, tell
 from ghostclip.utils.sampling_plan import SamplingPlan
 
 _BEFORE = "before this ledger"
@@ -46,11 +47,13 @@ class Account:
         budgets: What must not be exceeded.
         charged: Whether this process has charged a release.
         coordinates: Most numbers of one release with discrete noise; 0 while there was none.
+        own: An accountant of the user's that is told of every release beside `accountant`, or None.
     """
 
     def __init__(self, accountant: Accountant, ledger: LedgerFile | None) -> None:
         self.accountant = accountant
         self.ledger = ledger
+        self.own: IAccountant | None = None
         self.budgets: list[Budget] = []
         self.coordinates = 0
         self._opened = False
@@ -66,6 +69,18 @@ class Account:
     def fresh(self) -> bool:
         """Whether this process has charged nothing yet."""
         return len(self.accountant) == self._from_before
+
+    def replace(self, accountant: Accountant, *, fresh: bool) -> None:
+        """Keep the account with another accountant, which holds what is released already.
+
+        Args:
+            accountant: The accountant.
+            fresh: Whether this process has charged none of it.
+        """
+        self.accountant = accountant
+        self._from_before = len(accountant) if fresh else -1
+        for budget in self.budgets:
+            budget.forget()
 
     def open(self, optimizer: DPOptimizer, plan: SamplingPlan, mechanism: Mapping[str, Any]) -> None:
         """Charge the steps of an optimizer from now on.
@@ -210,6 +225,7 @@ class Account:
                     "checkpoint: it was saved with a ledger, which may hold later releases. Give the engine the same "
                     "ledger=path."
                 )
+            continue_own(self)
             return
         if len(self.ledger.entries) < (lines or 0):
             raise ResumeError(
@@ -221,6 +237,7 @@ class Account:
                 self.ledger.begin_segment({"coordinates": self.coordinates, "relation": self.accountant.relation})
             self.ledger.append(Entry(_BEFORE, len(self.ledger.entries), tuple(charges_of(self.accountant)), ""))
         replace_charges(self.accountant, total(self.ledger.entries))
+        continue_own(self)
 
     def lines(self) -> int | None:
         """Return how many releases the ledger holds, or None without one."""
@@ -231,6 +248,7 @@ class Account:
         if self._made_before(optimizer) is not None:
             return
         events = plan.events(optimizer)
+        refuse_untold(self.own, events)
         for budget in self.budgets:
             if budget.when_spent == "raise":
                 budget.require(self.accountant, events)
@@ -255,6 +273,7 @@ class Account:
 
     def _add(self, events: Sequence[Charge]) -> None:
         add_charges(self.accountant, events)
+        tell(self.own, events)
         for budget in self.budgets:
             budget.charge(self.accountant, events)
 

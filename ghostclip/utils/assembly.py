@@ -31,6 +31,7 @@ from ghostclip.optimizers.members import JoinedOptimizer
 from ghostclip.optimizers.wrapped import WrappedOptimizer
 from ghostclip.utils.clipping_options import ClippingOptions
 from ghostclip.utils.sampling_plan import SamplingPlan
+from ghostclip.validators import IllegalModuleConfigurationError, ModuleValidator
 
 _TWO_PASS = ("ghost", "fast")
 
@@ -134,7 +135,8 @@ def assemble(request: Request, noise: KeyedNoise) -> Private | PrivateWithCriter
 
     Raises:
         InvalidOptionError: If an option is unknown or out of range; nothing stays attached to the model then.
-        UnsupportedModelError: If the model is in evaluation mode, or sharded over ranks or not the same on all.
+        UnsupportedModelError: If the model is in evaluation mode, holds modules that mix samples, or is sharded over
+            ranks or not the same on all.
         UncoveredParameterError: If the optimizer holds parameters that are not the model's.
     """
     shared = request.plan.replicas > 1
@@ -242,14 +244,17 @@ def check_objects(module: nn.Module, optimizer: Optimizer) -> None:
         optimizer: The bare optimizer.
 
     Raises:
-        UnsupportedModelError: If the model is in evaluation mode, split over devices or sharded over ranks.
+        IllegalModuleConfigurationError: If the model is in evaluation mode.
+        UnsupportedModuleError: If it holds modules that cannot be trained privately.
+        UnsupportedModelError: If it is split over devices or sharded over ranks.
         UncoveredParameterError: If the optimizer holds parameters that are not the model's.
     """
     refuse_sharded(module)
     if not module.training:
-        raise UnsupportedModelError(
+        raise IllegalModuleConfigurationError(
             f"module {type(module).__name__} is in evaluation mode. Call module.train() before making it private."
         )
+    ModuleValidator.validate(module, strict=True)
     if isinstance(module, nn.DataParallel):
         raise UnsupportedModelError(
             "module DataParallel: one process on several devices is not supported. Pass the model inside it "

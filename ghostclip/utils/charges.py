@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, cast
 
-from ghostclip.accounting import Accountant, create_accountant
+from ghostclip.accounting import Accountant, bounding_accountant
 from ghostclip.accounting.events import SamplingEvent
 from ghostclip.accounting.ledger import Entry, OtherEntry, checked_others
 
@@ -29,7 +29,7 @@ def cost_of(event: SamplingEvent, *, noise_multiplier: float, count: int = 1) ->
     Returns:
         What an accountant records for them.
     """
-    keeper = create_accountant(relation=event.relation)
+    keeper = bounding_accountant(relation=event.relation)
     keeper.record(event, noise_multiplier=noise_multiplier, count=count)
     return charges_of(keeper)[0]
 
@@ -140,7 +140,7 @@ def accountant_of(accountant: Accountant, charges: Sequence[Charge]) -> Accounta
     Returns:
         A new accountant.
     """
-    other = create_accountant(accountant.mechanism(), relation=accountant.relation)
+    other = bounding_accountant(accountant.mechanism(), relation=accountant.relation)
     replace_charges(other, charges)
     return other
 

@@ -32,8 +32,9 @@ class Compatibility:
             UnsupportedModuleError: If modules mix samples.
             GhostClipError: If the optimizer or the loader is refused.
         """
-        ModuleValidator.validate(module, strict=True)
-        if optimizer is not None:
+        if optimizer is None:
+            ModuleValidator.validate(module, strict=True)
+        else:
             refuse_repeated_evaluation(optimizer)
             check_objects(module, optimizer)
         if data_loader is not None:

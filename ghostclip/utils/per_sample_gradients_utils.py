@@ -239,6 +239,7 @@ def compute_grad_sample(
     module: nn.Module,
     batch_first: bool = True,  # noqa: FBT001, FBT002 - Opacus's signature
     loss_reduction: str = "mean",
+    grad_sample_mode: str = "hooks",
 ) -> dict[str, Tensor]:
     """Return per-sample gradients as the engine forms them with the strategy ``"hooks"``.
 
@@ -247,10 +248,16 @@ def compute_grad_sample(
         module: The module; a copy is run.
         batch_first: Whether the samples lie along axis 0.
         loss_reduction: The loss's reduction over the samples, ``"mean"`` or ``"sum"``.
+        grad_sample_mode: ``"hooks"``, or another of Opacus's names for it.
 
     Returns:
         For every trainable parameter its gradients of the samples' own losses, shape ``(B, *P)``.
+
+    Raises:
+        InvalidOptionError: The mode forms no per-sample gradients.
     """
+    if strategy_of(grad_sample_mode) != "hooks":
+        raise InvalidOptionError(f"grad_sample_mode={grad_sample_mode!r}: forms no per-sample gradients; use 'hooks'.")
     (reduction,) = _chosen(loss_reduction, REDUCTIONS, "loss_reduction")
     run = _Run(module, batch_first=batch_first, strategy="hooks", loss_reduction=reduction)
     run.backward(x, 1.0).remove()

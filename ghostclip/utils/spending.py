@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 
-from ghostclip.accounting import Accountant, Bounds, delta_too_large
+from ghostclip.accounting import Bounds, IAccountant, delta_too_large
 from ghostclip.utils.account import Account
 from ghostclip.utils.compatibility import Compatibility
+from ghostclip.utils.own_accountant import install
 from ghostclip.utils.sampling_plan import SamplingPlan
 from ghostclip.utils.summary import summary_text
 
@@ -34,9 +35,17 @@ class Spending(Compatibility):
         return self.noise_level != "fast"
 
     @property
-    def accountant(self) -> Accountant:
-        """Turns what was released into ε; for noise_level="exact" `get_epsilon` adds what discreteness costs."""
-        return self._account.accountant
+    def accountant(self) -> IAccountant:
+        """Turns what was released into ε; for noise_level="exact" `get_epsilon` adds what discreteness costs.
+
+        It may be set to another, also to one of the user's with Opacus's four methods (`IAccountant`), whose ε
+        `get_epsilon` then returns; `epsilon_bounds`, `summary` and budgets go by bounds that are proved.
+        """
+        return self._account.accountant if self._account.own is None else self._account.own
+
+    @accountant.setter
+    def accountant(self, accountant: IAccountant) -> None:
+        install(self._account, accountant)
 
     @property
     def budget_spent(self) -> bool:
@@ -50,11 +59,14 @@ class Spending(Compatibility):
             delta: δ that ε is meant at; well below 1/N, else it warns.
 
         Returns:
-            ε.
+            ε; of an accountant of the user's what it says.
 
         Raises:
             InvalidOptionError: If δ is not in (0, 1), or below what the discreteness of exact noise costs.
         """
+        if self._account.own is not None:
+            self._warn_of(delta, self._plan)
+            return self._account.own.get_epsilon(delta)
         return self.epsilon_bounds(delta).upper
 
     def epsilon_bounds(self, delta: float) -> Bounds:
@@ -86,7 +98,7 @@ class Spending(Compatibility):
         return summary_text(
             self.epsilon_bounds(delta),
             delta,
-            releases=len(self.accountant),
+            releases=len(self._account.accountant),
             level=self.noise_level,
             event=None if self._plan is None else self._plan.event,
             declared=self._plan is not None and self._plan.draws is None,

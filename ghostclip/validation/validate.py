@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ghostclip.capture.bags import batch_as_rows
 from ghostclip.capture.mixing import MixingStart
 from ghostclip.clipping.clipper import GhostClipper, Reduction, Strategy
 from ghostclip.clipping.coverage import Coverage
@@ -44,7 +45,8 @@ def validate(  # noqa: PLR0913 - the public function names every choice
     Args:
         model: The model, in the mode it will be trained in, without a clipper.
         batch: 2 to 16 samples that differ: a tensor, or tuples, lists and mappings of tensors. Tensors whose batch
-            axis (or else axis 0) has as many entries as the first one has are taken to hold one for each sample.
+            axis (or else axis 0) has as many entries as the first one has are taken to hold one for each sample. Of
+            flat ids with the offsets of bags, as ``nn.EmbeddingBag`` takes them, a bag is a sample.
         loss_fn: Called as ``loss_fn(model, batch)``, also on single samples; returns losses of shape ``(B,)``, or a
             scalar. It should call the model once or more, and draw no data of its own.
         strategy: One strategy to compare, or several.
@@ -61,7 +63,7 @@ def validate(  # noqa: PLR0913 - the public function names every choice
         >>> print(report)
         >>> report.raise_if_bad()
     """
-    batch = plain_batch(batch)
+    batch, loss_fn = batch_as_rows(model, plain_batch(batch), loss_fn)
     axis = 0 if batch_first else 1
     subject = Subject(model, loss_fn, count_samples(batch, axis=axis), axis)
     strategies: list[Strategy] = [strategy] if isinstance(strategy, str) else list(strategy)

@@ -16,7 +16,7 @@ def validate(module: nn.Embedding | nn.EmbeddingBag) -> list[UnsupportedModuleEr
     Returns:
         One error, or none.
     """
-    if not module.scale_grad_by_freq:
+    if not (module.scale_grad_by_freq and module.weight.requires_grad):
         return []
     message = (
         "scale_grad_by_freq=True divides each gradient by counts over the whole batch, so that samples depend on each "

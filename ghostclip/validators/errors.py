@@ -1,13 +1,13 @@
 """What a validator finds wrong with a module; class names and their order as in Opacus 1.6."""
 
-from ghostclip.errors import GhostClipError
+from ghostclip.errors import GhostClipError, UnsupportedModelError
 
 
 class UnsupportedError(GhostClipError, ValueError):
     """Something that cannot be trained privately as it is."""
 
 
-class UnsupportedModuleError(UnsupportedError):
+class UnsupportedModuleError(UnsupportedError, UnsupportedModelError):
     """A module that cannot be trained privately as it is."""
 
 

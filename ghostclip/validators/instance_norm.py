@@ -1,13 +1,17 @@
 """Instance norm: its running statistics are sums over samples, so they are switched off."""
 
+from typing import Final
+
 from torch import nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ghostclip.validators.errors import IllegalModuleConfigurationError, UnsupportedModuleError
 from ghostclip.validators.utils import register_module_fixer, register_module_validator
 
+_KINDS: Final = (_InstanceNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
-@register_module_validator(_InstanceNorm)
+
+@register_module_validator(_KINDS)
 def validate(module: _InstanceNorm) -> list[UnsupportedModuleError]:
     """Refuse an instance norm that updates running statistics.
 
@@ -26,7 +30,7 @@ def validate(module: _InstanceNorm) -> list[UnsupportedModuleError]:
     return [IllegalModuleConfigurationError(message)]
 
 
-@register_module_fixer(_InstanceNorm)
+@register_module_fixer(_KINDS)
 def fix(module: _InstanceNorm) -> nn.Module:
     """Replace an instance norm by one without running statistics.
 

@@ -3,11 +3,12 @@
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ghostclip.errors import InvalidOptionError
 from ghostclip.validators.errors import UnsupportedError, UnsupportedModuleError
@@ -28,10 +29,12 @@ class ModuleValidator:
     Attributes:
         VALIDATORS: Validators by module class.
         FIXERS: Fixers by module class.
+        ANY_FORWARD: Those that are asked also where a derived class has a forward of its own.
     """
 
     VALIDATORS: ClassVar[dict[type, Validator]] = {}
     FIXERS: ClassVar[dict[type, Fixer]] = {}
+    ANY_FORWARD: ClassVar[set[Fixer]] = set()
 
     @classmethod
     def validate(cls, module: nn.Module, *, strict: bool = False) -> list[UnsupportedError]:
@@ -81,7 +84,12 @@ class ModuleValidator:
 
         Raises:
             InvalidOptionError: Both options were given.
+            UnsupportedModuleError: Lazy modules have no parameters yet.
         """
+        if any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
+            raise UnsupportedModuleError(
+                "model with lazy modules: call it once on a batch, so that they have parameters."
+            )
         if replace_bn_with_in and num_groups is not None:
             raise InvalidOptionError("replace_bn_with_in=True and num_groups: instance norm has no groups. Give one.")
         given = {"replace_bn_with_in": replace_bn_with_in, "num_groups": num_groups}
@@ -116,7 +124,7 @@ class ModuleValidator:
 
     @classmethod
     def _fix_one(cls, path: str, part: nn.Module, options: dict[str, Any]) -> nn.Module:
-        fixer = _registered(cls.FIXERS, type(part), same_forward=True)
+        fixer = _registered(cls.FIXERS, type(part), same_forward=True, unless=cls.ANY_FORWARD)
         if fixer is None:
             return part
         taken = inspect.signature(fixer).parameters.values()
@@ -130,12 +138,14 @@ class ModuleValidator:
         return new
 
 
-def _registered(registry: dict[type, Any], kind: type, *, same_forward: bool = False) -> Any:
+def _registered(
+    registry: dict[type, Any], kind: type, *, same_forward: bool = False, unless: Collection[Any] = ()
+) -> Any:
     """Return the entry of a class or of the nearest class it derives from, or None."""
     for base in kind.__mro__:
         if base in registry:
             unchanged = getattr(kind, "forward", None) is getattr(base, "forward", None)
-            return registry[base] if unchanged or not same_forward else None
+            return registry[base] if unchanged or not same_forward or registry[base] in unless else None
     return None
 
 

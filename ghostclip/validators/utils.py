@@ -27,7 +27,10 @@ def register_module_validator(
 
 
 def register_module_fixer(
-    target_class_or_classes: type | Sequence[type], validator_class: type[ModuleValidator] = ModuleValidator
+    target_class_or_classes: type | Sequence[type],
+    validator_class: type[ModuleValidator] = ModuleValidator,
+    *,
+    any_forward: bool = False,
 ) -> Callable[[Fixer], Fixer]:
     """Register the decorated function as the fixer of one or several module classes.
 
@@ -37,11 +40,19 @@ def register_module_fixer(
     Args:
         target_class_or_classes: The classes.
         validator_class: Whose registry it enters.
+        any_forward: Also serve derived classes with a ``forward`` of their own, which the fixer looks at itself.
 
     Returns:
         The decorator; it leaves the function as it is.
     """
-    return _into(validator_class.FIXERS, target_class_or_classes)
+    register = _into(validator_class.FIXERS, target_class_or_classes)
+
+    def register_fixer(fixer: Fixer) -> Fixer:
+        if any_forward:
+            validator_class.ANY_FORWARD.add(fixer)
+        return register(fixer)
+
+    return register_fixer
 
 
 def _into(registry: dict[type, Any], classes: type | Sequence[type]) -> Callable[[Any], Any]:

@@ -1,11 +1,12 @@
 """Embeddings: ids of every rank and type, padding, repeats, broadcast position ids, bags."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from tests.cases.table import Case, ids_case, on_x
+from tests.cases.table import Case, ids_case, on_x, probe_loss
 
 
 class Positions(nn.Module):
@@ -66,6 +67,51 @@ class WeightedBag(nn.Module):
         return self.bag(ids_BT, per_sample_weights=torch.cos(ids_BT.to(self.bag.weight.dtype)))
 
 
+class TextClassifier(nn.Module):
+    """What torch's tutorial on text has: flat ids and the offsets of bags go in, a bag is a sample."""
+
+    def __init__(self, mode: str, *, constants: bool = False) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(11, 4, mode=mode)
+        self.head = nn.Linear(4, 3)
+        self.table = nn.Embedding(5, 4) if constants else None
+
+    def forward(self, ids_N: Tensor, offsets: Tensor, weights_N: Tensor | None = None) -> Tensor:
+        """Map ids (N,) in B bags to (B, 3)."""
+        bags_BI = self.bag(ids_N, offsets, per_sample_weights=weights_N)
+        if self.table is not None:
+            # As many rows as there are samples in a batch of five.
+            bags_BI = bags_BI + self.table(torch.arange(5, device=ids_N.device)).mean(0)
+        return self.head(bags_BI.tanh())
+
+
+def _flattened(model: nn.Module, batch: dict, *, weighted: bool = False) -> Tensor:
+    """Call a model on flat ids; -1 stands for no id."""
+    ids_BK = batch["x"]
+    real_BK = ids_BK >= 0
+    counts_B = real_BK.sum(1)
+    ids_N = ids_BK[real_BK]
+    dtype = next(model.parameters()).dtype
+    weights = {"weights_N": torch.cos(ids_N.to(dtype))} if weighted else {}
+    return probe_loss(model(ids_N, offsets=counts_B.cumsum(0) - counts_B, **weights))
+
+
+def _ragged() -> dict:
+    """Make ids of samples of very different lengths, one of them empty, one with repeats."""
+    ids_BK = torch.randint(11, (5, 9))
+    for sample, length in enumerate((3, 0, 9, 1, 5)):
+        ids_BK[sample, length:] = -1
+    ids_BK[4, :4] = 7
+    return {"x": ids_BK}
+
+
+def _flat_input(name: str, build: Callable[[], nn.Module], *, weighted: bool = False) -> Case:
+    def losses(model: nn.Module, batch: dict) -> Tensor:
+        return _flattened(model, batch, weighted=weighted)
+
+    return Case(f"embedding_bag_flat_input_{name}", build, _ragged, losses, tags=frozenset({"bag"}))
+
+
 def _bag(mode: str) -> Case:
     return ids_case(f"embedding_bag_{mode}", lambda: nn.EmbeddingBag(11, 4, mode=mode), 4, 6, tags=("bag",))
 
@@ -112,6 +158,9 @@ CASES = [
     ids_case("embedding_soft_prompt_equal_samples", SoftPrompt, 3, 6),
     *map(_bag, ("sum", "mean", "max")),
     *map(_flat_bag, ("sum", "mean")),
+    *(_flat_input(mode, lambda mode=mode: TextClassifier(mode)) for mode in ("sum", "mean", "max")),
+    _flat_input("weights", lambda: TextClassifier("sum"), weighted=True),
+    _flat_input("constants", lambda: TextClassifier("mean", constants=True)),
     ids_case("embedding_bag_weighted", WeightedBag, 4, 6, tags=("bag",)),
     Case(
         "embedding_shared_ids_input",

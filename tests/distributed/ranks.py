@@ -58,6 +58,7 @@ def run(rank: int, ranks: int, folder: str) -> None:
             "batches": _batches(),
             "noise": {level: _releases(level, rank) for level in LEVELS},
             "refused": _refused(rank),
+            "reseeded": _reseeded(rank),
             "trained": {setting: train(rank, *setting) for setting in SETTINGS},
         }
     torch.save(found, Path(folder) / f"rank{rank}.pt")
@@ -108,6 +109,28 @@ def train(rank: int, level: str, sigma: float, *, states: dict[str, Any] | None 
         "epsilon": engine.get_epsilon(1e-5),
         "level": optimizer.noise_source.level,
     }
+
+
+def _reseeded(rank: int) -> dict[str, Any]:
+    """Seed the generators of noise anew on all ranks, differently and on one only."""
+    generator = torch.Generator().manual_seed(rank)
+    source = SharedNoise(make_noise_source(generator=generator))
+    noise, prints = [], []
+    for step in range(3):
+        if step == 1:
+            generator.manual_seed(10 + rank)
+        elif step == 2 and rank == 1:
+            generator.manual_seed(20)
+        sums = [torch.zeros(5), torch.zeros(2)]
+        source.add_all_(sums, STD)
+        noise.append(torch.cat(sums))
+        prints.append(source.state_dict()["key"])
+    given = make_noise_source(generator=generator) if rank == 0 else make_noise_source()
+    try:
+        SharedNoise(given)
+    except InvalidOptionError as error:
+        return {"noise": noise, "keys": prints, "one sided": str(error)}
+    return {"noise": noise, "keys": prints, "one sided": ""}
 
 
 def _batches() -> dict[str, Any]:

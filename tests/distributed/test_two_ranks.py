@@ -7,7 +7,7 @@ import torch
 from torch import multiprocessing
 
 from ghostclip.distributed import noisy_shard, noisy_sum_, require_agreement, share_noise, world_size
-from ghostclip.errors import InvalidOptionError
+from ghostclip.errors import FixedSeedWarning, InvalidOptionError
 from ghostclip.noise import make_noise_source
 from ghostclip.sampling import Poisson, PrivateSampler
 from tests.distributed.ranks import LEVELS, RECORDS, SETTINGS, SHAPES, STD, model, partial_sums, run, train
@@ -130,3 +130,17 @@ def test_two_ranks_train_the_model_that_one_process_trains(found, setting):
         assert torch.equal(first, second)
         torch.testing.assert_close(first, want, rtol=1e-5, atol=1e-6)
         assert (first - begun).abs().max() > 1e-3
+
+
+def test_ranks_follow_the_generator_of_the_first(found):
+    first, second = (rank["reseeded"] for rank in found)
+    assert first["keys"] == second["keys"]
+    for one, other in zip(first["noise"], second["noise"], strict=True):
+        assert torch.equal(one, other)
+    alone = torch.Generator().manual_seed(10)
+    with pytest.warns(FixedSeedWarning):
+        source = make_noise_source(generator=alone)
+    sums = [torch.zeros(5), torch.zeros(2)]
+    source.add_all_(sums, STD)
+    assert torch.equal(torch.cat(sums), first["noise"][1])
+    assert "noise_generator of rank 1 is 'none'" in first["one sided"]

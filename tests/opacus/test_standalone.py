@@ -20,7 +20,7 @@ from ghostclip.optimizers import AdaClipDPOptimizer, DPOptimizer, DPPerLayerOpti
 from ghostclip.optimizers.utils import params
 from ghostclip.utils.adaptive_clipping import PrivacyEngineAdaptiveClipping
 from ghostclip.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping, DPTensorFastGradientClipping
-from tests.opacus.pairs import batch, clipped_sum, small_model
+from tests.opacus.pairs import batch, clipped_sum, package, small_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:noise_multiplier=0")
 BOUND = 0.5
@@ -188,3 +188,65 @@ def test_adaptive_engine_adapts():
     )
     assert optimizer.clipper.policy.adaptation is not None
     assert criterion is not None
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", ["ghostclip", "opacus"])
+@pytest.mark.filterwarnings("ignore:Full backward hook")
+def test_facade_alone_leaves_the_gradient_of_autograd(name, reduction):
+    pytest.importorskip(name)
+    x, y = batch()
+    plain, criterion = small_model(), nn.CrossEntropyLoss(reduction=reduction)
+    facade = package(name).GradSampleModule(small_model(), loss_reduction=reduction)
+    for _ in range(2):
+        criterion(plain(x), y).backward()
+        facade.set_grad_sample_to_none()
+        criterion(facade(x), y).backward()
+        for p, q in zip(facade.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+    once = small_model()
+    criterion(once(x), y).backward()
+    for p, q in zip(facade.parameters(), once.parameters(), strict=True):
+        torch.testing.assert_close(p.grad_sample.sum(0) / (len(x) if reduction == "mean" else 1), q.grad)
+
+
+def test_a_bound_or_an_optimizer_ends_the_gradient_of_autograd():
+    x, y = batch()
+    for make in (_bounded, _owned):
+        model = small_model()
+        clipper = make(model)
+        nn.CrossEntropyLoss()(model(x), y).backward()
+        found = torch.cat([clipper.summed_gradient(p).flatten() for p in model.parameters()])
+        torch.testing.assert_close(found, clipped_sum(0.5))
+
+
+def _bounded(model):
+    clipper = GradSampleModule(model).clipper
+    clipper.max_grad_norm = 0.5
+    return clipper
+
+
+def _owned(model):
+    module = GradSampleModule(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    DPOptimizer(optimizer, noise_multiplier=1.0, max_grad_norm=0.5, expected_batch_size=6)
+    return module.clipper
+
+
+def test_what_a_facade_says_of_its_hooks_and_parameters():
+    module = GradSampleModuleFastGradientClipping(small_model())
+    module.get_parameter("0.bias").requires_grad_(False)
+    assert [id(p) for p in module.trainable_parameters] == [id(p) for p in module.parameters() if p.requires_grad]
+    assert module.hooks_enabled
+    module.remove_hooks()
+    assert not module.hooks_enabled
+
+
+def test_zero_grad_of_a_facade_drops_per_sample_gradients():
+    x, y = batch()
+    module = GradSampleModule(small_model())
+    for _ in range(2):
+        nn.CrossEntropyLoss()(module(x), y).backward()
+        assert all(isinstance(p.grad_sample, torch.Tensor) for p in module.parameters())
+        module.zero_grad()
+        assert all(p.grad is None and p.grad_sample is None for p in module.parameters())

@@ -178,6 +178,18 @@ def test_fresh_randomness_from_the_same_seed_is_refused(tmp_path):
         again.load(tmp_path / "run.pt", fresh_randomness=True)
 
 
+@pytest.mark.filterwarnings("ignore:.*follows from an explicit")
+def test_generator_seeded_after_make_private_is_resumed_bit_for_bit(tmp_path):
+    generator = torch.Generator()
+    run = Run(noise_generator=generator)
+    generator.manual_seed(3)
+    run.train_and_save(5, 2, tmp_path / "run.pt")
+    resumed = Run(noise_generator=torch.Generator())
+    resumed.load(tmp_path / "run.pt")
+    resumed.train(3)
+    assert torch.equal(parameters_of(resumed.model), parameters_of(run.model))
+
+
 def test_lost_ledger_is_noticed(tmp_path):
     run = Run(tmp_path)
     run.train(2)

@@ -146,6 +146,76 @@ def test_an_explicit_seed_or_generator_repeats_and_warns(device):
     assert torch.equal(drawn(first, 9), drawn(second, 9))
 
 
+def following(generator):
+    """A source that follows a generator; its warning is tested elsewhere."""
+    with pytest.warns(FixedSeedWarning, match="explicit generator"):
+        return make_noise_source(generator=generator)
+
+
+def test_a_generator_that_is_seeded_later_is_followed():
+    generator = torch.Generator().manual_seed(1)
+    source = following(generator)
+    untouched = drawn(source, 9)
+    for seed in (2, 3):
+        generator.manual_seed(seed)
+        found = [drawn(source, 9), drawn(source, 4)]
+        other = following(torch.Generator().manual_seed(seed))
+        assert torch.equal(found[0], drawn(other, 9))
+        assert torch.equal(found[1], drawn(other, 4))
+        assert not torch.equal(found[0], untouched)
+    # Whoever draws from it changes it too.
+    torch.rand(1, generator=generator)
+    assert source.fingerprint() != other.fingerprint()
+
+
+def test_a_generator_put_back_repeats_noise_and_warns():
+    generator = torch.Generator().manual_seed(1)
+    source = following(generator)
+    first = drawn(source, 9)
+    generator.manual_seed(1)
+    with pytest.warns(FixedSeedWarning, match="their difference has none"):
+        assert torch.equal(drawn(source, 9), first)
+
+
+def test_a_saved_source_goes_on_with_its_generator():
+    generator = torch.Generator().manual_seed(1)
+    source = following(generator)
+    drawn(source, 9)
+    state = source.state_dict()
+    resumed = following(torch.Generator().manual_seed(5))
+    resumed.load_state_dict(state)
+    assert torch.equal(drawn(resumed, 9), drawn(source, 9))
+    for one in (source, resumed):
+        torch.rand(1, generator=one.generator)
+    assert torch.equal(drawn(resumed, 9), drawn(source, 9))
+    # A fresh key stays until somebody touches the generator.
+    source.renew_key()
+    fresh = source.fingerprint()
+    assert source.fingerprint() == fresh
+    assert not torch.equal(drawn(source, 9), drawn(resumed, 9))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda source, tensors: source.release_all_(tensors, 1.0, 2.0),
+        lambda source, tensors: source.add_all_(tensors, 1.0),
+        lambda source, tensors: [source.add_shard_(one, 1.0, offset=0, total=one.numel()) for one in tensors],
+        lambda source, tensors: (source.skip(), source.add_(tensors[0], 1.0)),
+    ],
+)
+def test_every_way_to_draw_follows_the_generator(draw):
+    generator = torch.Generator()
+    source = following(generator)
+    generator.manual_seed(1)
+    found = []
+    for one in (source, following(torch.Generator().manual_seed(1))):
+        tensors = [torch.zeros(7), torch.zeros(40_000)]
+        draw(one, tensors)
+        found.append(torch.cat(tensors))
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("source_type", [FastNoise, SecureNoise])
 def test_noise_is_added_not_written(source_type, device):
     source = source_type()

@@ -258,3 +258,120 @@ def test_names_are_those_of_opacus():
     for name in vars(errors):
         if name.endswith("Error"):
             assert issubclass(getattr(validators, name), GhostClipError)
+
+
+class _NormAct(nn.BatchNorm2d):
+    """A batch norm with dropout and an activation inside, as timm has it."""
+
+    def __init__(self, channels, *, drop=0.0, inplace=True, **options):
+        super().__init__(channels, **options)
+        self.drop = nn.Dropout(drop)
+        self.act = nn.SiLU(inplace=inplace)
+
+    def forward(self, x):
+        fixed = self.running_mean is not None and not self.training
+        statistics = (self.running_mean, self.running_var) if fixed else (None, None)
+        x = nn.functional.batch_norm(x, *statistics, self.weight, self.bias, training=not fixed, eps=self.eps)
+        return self.act(self.drop(x))
+
+
+class _SyncNormAct(nn.SyncBatchNorm):
+    """The same, synchronised."""
+
+    def __init__(self, channels):
+        super().__init__(channels)
+        self.act = nn.ReLU()
+
+    def forward(self, x):
+        return self.act(super().forward(x))
+
+
+class _DropLast(_NormAct):
+    """One whose children run in another order than they are registered in."""
+
+    def forward(self, x):
+        drop, self.drop = self.drop, nn.Identity()
+        try:
+            return drop(super().forward(x))
+        finally:
+            self.drop = drop
+
+
+class _Leaky(nn.BatchNorm2d):
+    """One whose activation is no module."""
+
+    def forward(self, x):
+        return nn.functional.leaky_relu(super().forward(x))
+
+
+FUSED = [
+    _NormAct(16),
+    _NormAct(16, drop=0.5),
+    _NormAct(16, affine=False),
+    _NormAct(16, track_running_stats=False),
+    _SyncNormAct(16),
+]
+
+
+@pytest.mark.parametrize("norm", FUSED, ids=str)
+def test_batch_norm_with_an_activation_inside(norm):
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, bias=False), norm)
+    with torch.no_grad():
+        for p in norm.parameters():
+            p.uniform_(0.5, 1.5)
+    fixed = ModuleValidator.fix_and_validate(model)
+    keys = [key for key, _ in model.named_parameters()]
+    assert [key for key, _ in fixed.named_parameters()] == keys
+    assert [name for name, _ in fixed[1].named_children()] == [name for name, _ in norm.named_children()]
+    x = torch.randn(2, 3, 5, 5)
+    fixed.eval()
+    groups = nn.functional.group_norm(fixed[0](x), 16, norm.weight, norm.bias, norm.eps)
+    torch.testing.assert_close(fixed(x), norm.act(groups))
+    with ghostclip.GhostClipper(fixed.train(), max_grad_norm=1.0) as clipper:
+        clipper.backward(fixed(x).flatten(1).square().mean(1))
+    assert all(p.grad is not None for p in fixed.parameters())
+
+
+@pytest.mark.parametrize("norm", [_Leaky(16), _DropLast(16, drop=0.5)], ids=["leaky", "drop last"])
+def test_batch_norm_with_another_forward_is_named(norm):
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), norm)
+    (error,) = ModuleValidator.validate(model)
+    assert "replace it by hand, or register a fixer" in str(error)
+    assert "ModuleValidator.fix does" not in str(error)
+    assert type(ModuleValidator.fix(model)[1]) is type(norm)
+    with pytest.raises(UnsupportedModuleError, match=type(norm).__name__):
+        ModuleValidator.fix_and_validate(model)
+
+
+def test_batch_norm_without_channels_is_named():
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.LazyBatchNorm2d())
+    (error,) = ModuleValidator.validate(model)
+    assert "Call the model once" in str(error)
+    with pytest.raises(UnsupportedModuleError, match="call it once on a batch"):
+        ModuleValidator.fix_and_validate(model)
+    model(torch.randn(2, 3, 5, 5))
+    assert isinstance(ModuleValidator.fix_and_validate(model)[1], nn.GroupNorm)
+
+
+def test_activation_inside_has_no_instance_norm():
+    with pytest.raises(UnsupportableModuleError, match="Leave replace_bn_with_in out"):
+        ModuleValidator.fix(nn.Sequential(_NormAct(16)), replace_bn_with_in=True)
+
+
+@pytest.mark.parametrize("registry", [ModuleValidator.VALIDATORS, ModuleValidator.FIXERS])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
+        nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+    ],
+)  # fmt: skip
+def test_entries_of_norms_are_found_by_their_class(registry, kind):
+    module = kind(8, track_running_stats=True)
+    assert registry[kind](module)
+
+
+def test_timm_models_are_fixed():
+    timm = pytest.importorskip("timm", exc_type=ImportError)
+    fixed = ModuleValidator.fix_and_validate(timm.create_model("efficientnet_b0"))
+    assert fixed(torch.randn(1, 3, 64, 64)).shape == (1, 1000)

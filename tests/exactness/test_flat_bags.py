@@ -1,0 +1,132 @@
+"""Flat ids with offsets: what is a sample, what is refused, and that checks exchange bags and not ids."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ghostclip import GhostClipper, PrivacyEngine, validate
+from ghostclip.errors import BatchAxisError, SampleMixingError
+
+BOUND = 0.05
+
+
+class Model(nn.Module):
+    """A bag, what `between` makes of its output, and a head."""
+
+    def __init__(self, between=torch.tanh, *, inputs=4, **options):
+        super().__init__()
+        self.bag = nn.EmbeddingBag(11, 4, **options)
+        self.between = between
+        self.head = nn.Linear(inputs, 3)
+
+    def forward(self, ids, offsets):
+        return self.head(self.between(self.bag(ids, offsets)))
+
+
+def batch(samples=6):
+    """Flat ids, offsets and targets."""
+    counts = torch.tensor([3, 0, 9, 1, 5, 2])[:samples]
+    return torch.randint(11, (int(counts.sum()),)), counts.cumsum(0) - counts, torch.randint(3, (samples,))
+
+
+def clipped_sum(model, ids, offsets, target):
+    model.zero_grad()
+    with GhostClipper(model, max_grad_norm=BOUND) as clipper:
+        functional.cross_entropy(model(ids, offsets), target).backward()
+        return torch.cat([clipper.summed_gradient(p).flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("between", "why"),
+    [
+        (lambda h: h / len(h), "the last sample was left out"),
+        (lambda h: h + h.detach().sum(), "one sample was replaced"),
+        (lambda h: h - h.mean(0), "per-sample gradients do not exist"),
+    ],
+)
+def test_bags_that_mix_are_refused(between, why):
+    with pytest.raises(SampleMixingError, match=why):
+        clipped_sum(Model(between), *batch())
+
+
+def test_one_sample_moves_the_sum_by_at_most_the_bound():
+    model = Model().double()
+    ids, offsets, target = batch()
+    whole = clipped_sum(model, ids, offsets, target)
+    ends = [*offsets[1:].tolist(), len(ids)]
+    for sample in range(len(offsets)):
+        keep = torch.ones(len(ids), dtype=torch.bool)
+        keep[offsets[sample] : ends[sample]] = False
+        counts = torch.tensor(ends) - offsets
+        counts = counts[torch.arange(len(counts)) != sample]
+        rest = clipped_sum(model, ids[keep], counts.cumsum(0) - counts, target[torch.arange(len(target)) != sample])
+        assert (whole - rest).norm() <= BOUND * (1 + 1e-9)
+
+
+def test_several_bags_of_one_sample_are_refused():
+    ids, offsets, target = batch()
+    with pytest.raises(BatchAxisError, match="6 samples"):
+        clipped_sum(Model(lambda h: h.view(-1, 8), inputs=8), ids, offsets, target[:3])
+
+
+def test_offsets_with_an_end_are_refused_with_a_remedy_that_works():
+    ids, offsets, target = batch()
+    with pytest.raises(BatchAxisError, match=r"pass offsets\[:-1\]"):
+        clipped_sum(Model(include_last_offset=True), ids, torch.cat([offsets, torch.tensor([len(ids)])]), target)
+
+
+def test_ids_that_are_no_bags_are_samples():
+    model = nn.ModuleDict({"bag": nn.EmbeddingBag(11, 4), "one": nn.Embedding(11, 4), "head": nn.Linear(4, 3)})
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = model
+
+        def forward(self, ids, several):
+            return self.parts["head"](self.parts["one"](ids) + self.parts["bag"](several))
+
+    ids, target = torch.randint(11, (5,)), torch.randint(3, (5,))
+    assert clipped_sum(Both(), ids, torch.randint(11, (5, 3)), target).norm() > 0
+
+
+def test_loop_with_poisson_batches_some_empty():
+    data = [(torch.randint(11, (1 + n % 4,)), n % 3) for n in range(30)]
+
+    def collate(records):
+        counts = torch.tensor([len(ids) for ids, _ in records], dtype=torch.long)
+        ids = torch.cat([ids for ids, _ in records]) if records else torch.zeros(0, dtype=torch.long)
+        return ids, counts.cumsum(0) - counts, torch.tensor([y for _, y in records], dtype=torch.long)
+
+    model = Model()
+    engine = PrivacyEngine()
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=torch.utils.data.DataLoader(data, batch_size=1, collate_fn=collate),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    sizes = []
+    for ids, offsets, target in loader:
+        optimizer.zero_grad()
+        functional.cross_entropy(model(ids, offsets), target).backward()
+        optimizer.step()
+        sizes.append(len(offsets))
+    assert 0 in sizes
+    assert len(engine.accountant) == len(sizes) == 30
+
+
+@pytest.mark.parametrize(("between", "sound"), [(torch.tanh, True), (lambda h: h - h.mean(0), False)])
+def test_validate_takes_flat_ids(between, sound):
+    ids, offsets, target = batch()
+
+    def loss(model, given):
+        return functional.cross_entropy(model(given["ids"], given["offsets"]), given["y"], reduction="none")
+
+    report = validate(Model(between), {"ids": ids, "offsets": offsets, "y": target}, loss)
+    assert report.batch_size == len(offsets)
+    assert report.ok == sound, str(report)

@@ -1,0 +1,81 @@
+"""What scripts for Opacus catch: refusals come before the first forward, in the classes that Opacus raises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ghostclip import PrivacyEngine
+from ghostclip.errors import UncoveredParameterError, UnsupportedModelError
+from ghostclip.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping, prepare_module
+from ghostclip.validators import IllegalModuleConfigurationError, UnsupportedModuleError, register_module_validator
+from ghostclip.validators.module_validator import ModuleValidator
+
+
+def make_private(module: nn.Module, *, of: nn.Module | None = None):
+    """Make a training private; its optimizer may be of another model."""
+    return PrivacyEngine().make_private(
+        module=module,
+        optimizer=torch.optim.SGD((of or module).parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(torch.randn(8, 3, 4)), batch_size=2),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+
+
+MIXING = {
+    "batch norm": nn.Sequential(nn.Conv1d(3, 8, 1), nn.BatchNorm1d(8)),
+    "frozen batch norm": nn.Sequential(nn.Conv1d(3, 8, 1), nn.BatchNorm1d(8).requires_grad_(requires_grad=False)),
+    "running statistics": nn.Sequential(nn.Conv1d(3, 8, 1), nn.InstanceNorm1d(8, track_running_stats=True)),
+    "counts over the batch": nn.Sequential(nn.Embedding(5, 3, scale_grad_by_freq=True)),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_modules_that_mix_samples_are_refused_before_the_first_forward(name):
+    with pytest.raises(UnsupportedModuleError, match=r"ModuleValidator\.fix") as refused:
+        make_private(MIXING[name])
+    assert isinstance(refused.value, UnsupportedModelError)
+    assert isinstance(refused.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    "wrap", [GradSampleModule, GradSampleModuleFastGradientClipping, lambda m, **o: prepare_module(m, "hooks", **o)]
+)
+def test_a_facade_refuses_them_if_it_is_strict(wrap):
+    with pytest.raises(NotImplementedError, match="BatchNorm1d"):
+        wrap(MIXING["batch norm"])
+    wrap(MIXING["batch norm"], strict=False).remove_hooks()
+
+
+def test_frozen_embedding_may_count():
+    frozen = nn.Embedding(5, 3, scale_grad_by_freq=True).requires_grad_(requires_grad=False)
+    assert make_private(nn.Sequential(frozen, nn.Linear(3, 2)))
+
+
+def test_validators_of_ones_own_are_asked(monkeypatch):
+    class Odd(nn.Linear):
+        pass
+
+    monkeypatch.setattr(ModuleValidator, "VALIDATORS", dict(ModuleValidator.VALIDATORS))
+
+    @register_module_validator(Odd)
+    def validate(module):
+        return [IllegalModuleConfigurationError(f"{module.in_features} is odd")]
+
+    with pytest.raises(UnsupportedModuleError, match=r"0 \(Odd\): 3 is odd"):
+        make_private(nn.Sequential(Odd(3, 2)))
+
+
+def test_model_in_evaluation_mode():
+    with pytest.raises(UnsupportedModuleError, match=r"evaluation mode. Call module\.train\(\)") as refused:
+        make_private(nn.Linear(4, 2).eval())
+    assert isinstance(refused.value, ValueError)
+
+
+def test_optimizer_of_another_model():
+    with pytest.raises(ValueError, match=r"Build the optimizer from module\.parameters\(\)") as refused:
+        make_private(nn.Linear(4, 2), of=nn.Linear(4, 2))
+    assert isinstance(refused.value, UncoveredParameterError)
