@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -129,7 +129,7 @@ def assemble(request: Request, noise_source: NoiseSource) -> Private | PrivateWi
         optimizer = optimizer.original_optimizer
     check_objects(module, optimizer)
     clipper = GhostClipper(
-        module,
+        _inside(module),
         policy=request.clipping.policy(
             expected_batch_size=request.plan.expected_batch_size,
             noise_multiplier=_validate.non_negative(request.noise_multiplier, "noise_multiplier"),
@@ -141,7 +141,7 @@ def assemble(request: Request, noise_source: NoiseSource) -> Private | PrivateWi
         probe=request.probe,
     )
     try:
-        return _around(clipper, optimizer, request, noise_source)
+        return _around(clipper, optimizer, replace(request, module=module), noise_source)
     except GhostClipError:
         clipper.remove()
         raise
@@ -155,7 +155,7 @@ def _around(
     Args:
         clipper: Attached to the bare model.
         optimizer: The bare optimizer.
-        request: What the user asked for.
+        request: What the user asked for, of the bare model.
         noise_source: Where the noise comes from.
 
     Returns:
@@ -171,7 +171,7 @@ def _around(
         noise_source=noise_source,
     )
     wrap = GradSampleModule if request.wrap_model else GradSampleHooks
-    private_module = wrap(clipper.model, clipper=clipper)
+    private_module = wrap(request.module, clipper=clipper)
     criterion = request.criterion
     if criterion is None and request.grad_sample_mode == "ghost":
         # Opacus's default, which scripts for its ghost mode rely on.
@@ -188,6 +188,29 @@ def _around(
 def _bare(module: nn.Module) -> nn.Module:
     """Return the model itself, without what an earlier `make_private` put around it."""
     return module.to_standard_module() if isinstance(module, GradSampleModule) else module
+
+
+def _inside(module: nn.Module) -> nn.Module:
+    """Return the module to attach to: Fabric's wrapper lets nobody else start a backward at its own outputs.
+
+    Args:
+        module: The bare model.
+
+    Returns:
+        The model in the wrapper, which goes on casting inputs and outputs around it; any other module as it is.
+
+    Raises:
+        UnsupportedModelError: If there is more than casts around it, as where gradients are summed over ranks.
+    """
+    if type(module).__name__ != "_FabricModule":
+        return module
+    inner = cast(nn.Module, module.module)
+    if module._forward_module is not inner:
+        raise UnsupportedModelError(
+            f"module was set up by Fabric, with {type(module._forward_module).__name__} around it. Call make_private "
+            "with the model, optimizer and loader themselves, then fabric.setup on what it returns."
+        )
+    return inner
 
 
 def check_objects(module: nn.Module, optimizer: Optimizer) -> None:

@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, S
 
 from ghostclip.accounting.events import SamplingEvent
 from ghostclip.data_loader import DPDataLoader
+from ghostclip.data_loader.accepted import refuse_wrapped
 from ghostclip.data_loader.workers import worker_options
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.optimizers import DPOptimizer
@@ -234,6 +235,7 @@ def plan_for(loader: DataLoader[Any], *, poisson_sampling: bool, before: Samplin
     Raises:
         DataError: If the loader cannot be sampled from as asked.
     """
+    refuse_wrapped(loader)
     if before is not None and before.loader.dataset is not loader.dataset:
         warnings.warn(
             "this engine has accounted for another data set object before. ε adds up as if both were the same "
