@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ghostclip.capture.company import refuse_company
+from ghostclip.capture.company import Batch, refuse_company
 from ghostclip.capture.evidence import is_to_prove, probe_outputs
 from ghostclip.capture.inputs import rolled, same_tensors
 from ghostclip.capture.leaves import leaves_of
 from ghostclip.capture.mixing import where_forward_mixes
 from ghostclip.capture.packed import is_packed
 from ghostclip.capture.tracked import TrackedTensor
+from ghostclip.capture.unchecked import COMPANY, FEWER, ROWS
 
 if TYPE_CHECKING:
     from ghostclip.capture.session import Session
@@ -49,18 +50,21 @@ def proven(session: "Session", module: nn.Module, args: tuple[Any, ...], kwargs:
         kept, session.record = session.record, record
         inputs, size, axis = (args, kwargs), record.batch_size, record.axis
         record.buffers.refuse_data(inputs, run=lambda given: session.again(module, *given), batch_size=size, axis=axis)
-        if not kept.reordered:
+        if kept.reordered:
             # Rows in another order than the samples change places with them.
+            session.unchecked.missed("the model puts its samples into another order", COMPANY, FEWER)
+        else:
+            batch = Batch(inputs, size, axis, routed=kept.routed)
             with session.loan.unwatched():
                 refuse_company(
                     session.model,
                     lambda given: tensors(module.forward(*given[0], **given[1])),
-                    inputs,
-                    batch_size=size,
-                    axis=axis,
+                    batch,
+                    session.unchecked,
                 )
         session.record = kept
         record.buffers = None
+        session.unchecked.tell()
     return output
 
 
@@ -107,8 +111,11 @@ def _misread(
         # Taken for constants only because of the axis.
         sites.constants.clear()
         return True
-    probe = probe_outputs(session, tensors(output)) if is_to_prove(session) else None
+    if not is_to_prove(session):
+        return False
+    probe = probe_outputs(session, tensors(output))
     if probe is None:
+        session.unchecked.missed("the model returned no tensor with a gradient", ROWS)
         return False
     doubted = set() if final else probe.constants() - sites.constants
     flipped = _constants(session, doubted, module, args, kwargs) if doubted else set()
@@ -118,6 +125,7 @@ def _misread(
         inputs, size, axis = (args, kwargs), record.batch_size, record.axis
         probe.verdict(lambda: where_forward_mixes(session.model, module, inputs, batch_size=size, axis=axis))
         sites.ways.settle(record)
+        session.unchecked.ran(ROWS)
         return False
     sites.constants |= flipped
     return True

@@ -11,6 +11,7 @@ from torch import nn
 from ghostclip.errors import InvalidOptionError, MissingGradientError
 from ghostclip.grad_sample.handle import clipper_of
 from ghostclip.noise import make_noise_source
+from ghostclip.optimizers import checks
 from ghostclip.optimizers.release import SkipStep
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class StepParts:
     params: list[nn.Parameter]
     loss_reduction: str
     expected_batch_size: float | None
+    noise_source: NoiseSource
+    releases: int
     _step_hooks: list[StepHook]
     _release_hooks: list[ReleaseHook]
     _unscaled = False
@@ -89,8 +92,12 @@ class StepParts:
 
         Raises:
             MissingGradientError: If no clipped gradient was made since the last step.
+            UncoveredParameterError: If the model's parameters are no longer those of this optimizer.
         """
         self._require_gradient()
+        if self.clipper.roster.changed:
+            fixed = self.releases > 0 or self.noise_source.level == "exact"
+            checks.refuse_changed_parameters(self.clipper, self.params, fixed=fixed)
         self._show_sums()
 
     def accumulate(self) -> None:

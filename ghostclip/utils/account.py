@@ -14,6 +14,7 @@ import torch
 from ghostclip import _validate
 from ghostclip.accounting import Accountant, Bounds
 from ghostclip.accounting.calibration import smallest_noise_multiplier
+from ghostclip.capture.unchecked import Unchecked
 from ghostclip.errors import InvalidOptionError, ResumeError
 from ghostclip.optimizers import DPOptimizer
 from ghostclip.optimizers.release import SkipStep, fingerprint
@@ -45,6 +46,7 @@ class Account:
     Attributes:
         budgets: What must not be exceeded.
         coordinates: Most numbers of one release with discrete noise; 0 while there was none.
+        unchecked: Which checks of the models could not run.
     """
 
     def __init__(self, accountant: Accountant, ledger: LedgerFile | None) -> None:
@@ -52,6 +54,7 @@ class Account:
         self.ledger = ledger
         self.budgets: list[Budget] = []
         self.coordinates = 0
+        self.unchecked: list[Unchecked] = []
         self._opened = False
         self._unkeyed: dict[int, str] = {}
         if ledger is not None and ledger.entries:
@@ -75,6 +78,7 @@ class Account:
         """
         segment: list[Mapping[str, Any]] = [mechanism]
         self._opened = True
+        self.unchecked.append(optimizer.clipper.unchecked)
         self.discrete(int(mechanism.get("coordinates", 0)))
 
         def charge(current: DPOptimizer, released: Sequence[torch.Tensor]) -> None:

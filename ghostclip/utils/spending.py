@@ -89,6 +89,7 @@ class Spending(Compatibility):
             releases=len(self.accountant),
             level=self.noise_level,
             event=None if self._plan is None else self._plan.event,
+            unchecked=[str(unchecked) for unchecked in self._account.unchecked],
         )
 
     def _warn_of(self, delta: float, plan: SamplingPlan | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from ghostclip.accounting import Bounds
 from ghostclip.accounting.events import SamplingEvent
@@ -27,7 +28,15 @@ _FLOATS = "attacks on the rounding of floating-point numbers or on timing"
 _INTEGERS = "timing, and what a record changes in the rounding of others' gradients where a batch holds several"
 
 
-def summary_text(bounds: Bounds, delta: float, *, releases: int, level: str, event: SamplingEvent | None) -> str:
+def summary_text(
+    bounds: Bounds,
+    delta: float,
+    *,
+    releases: int,
+    level: str,
+    event: SamplingEvent | None,
+    unchecked: Iterable[str] = (),
+) -> str:
     """Return what was released, what for, and what is not covered.
 
     Args:
@@ -36,6 +45,7 @@ def summary_text(bounds: Bounds, delta: float, *, releases: int, level: str, eve
         releases: How many releases are accounted for.
         level: Of the noise.
         event: How batches are sampled; None before anything was made private.
+        unchecked: Of each model, the checks that were switched off or could not run; empty texts are left out.
 
     Returns:
         One line.
@@ -55,6 +65,7 @@ def summary_text(bounds: Bounds, delta: float, *, releases: int, level: str, eve
         f"not covered: losses, norms and batch sizes of the training, choices made by them, {uncovered}, and other "
         "uses of the data"
     )
+    parts += [text for text in dict.fromkeys(unchecked) if text]
     return "; ".join(parts) + "."
 
 
