@@ -39,12 +39,14 @@ class Batch:
         size: B, at least 2.
         axis: The expected batch axis.
         routed: Whether rows were selected in it, so that data decides which random number a row meets.
+        reordered: Whether they were put into another order: outputs may come in an order that follows the data.
     """
 
     inputs: Any
     size: int
     axis: int
     routed: bool = False
+    reordered: bool = False
 
     def half(self) -> Any:
         """Return the inputs of the first half of the samples, the larger one."""
@@ -86,7 +88,7 @@ def _look(run: Run, batch: Batch, unchecked: Unchecked, *, before: Randomness, c
     other = replaced(batch.inputs, 0, batch_size=batch.size, axis=batch.axis)
     before.restore()
     # One after the other: outputs may be as large as all activations of a layer.
-    differ = _Outputs(batch, batch.size, slice(1, batch.size), _TOLERANCE, coarsest).differ(base, run(other))
+    differ = _Outputs(batch, batch.size, 1, _TOLERANCE, coarsest).differ(base, run(other))
     if differ and drawn and _meets_other_numbers(run, batch, other, before):
         unchecked.missed("which random numbers a sample meets depends on the others", COMPANY)
     elif differ:
@@ -95,8 +97,7 @@ def _look(run: Run, batch: Batch, unchecked: Unchecked, *, before: Randomness, c
     if drawn:
         unchecked.missed("random numbers are drawn", FEWER)
         return ""
-    half = _half(batch.size)
-    fewer = _Outputs(batch, half, slice(0, half), _FEWER, coarsest).differ(base, run(batch.half()))
+    fewer = _Outputs(batch, _half(batch.size), 0, _FEWER, coarsest).differ(base, run(batch.half()))
     _note(unchecked, FEWER, fewer)
     return "the last samples were left out" if fewer else ""
 
@@ -147,14 +148,14 @@ class _Outputs:
     Attributes:
         batch: The batch.
         size: How many samples the others are for.
-        rows: Which of them must stay the same.
+        replaced: How many of them, the first ones, may come out differently.
         tolerances: Relative differences that are rounding, by dtype.
         coarsest: The dtype with the fewest digits on the way to them.
     """
 
     batch: Batch
     size: int
-    rows: slice
+    replaced: int
     tolerances: dict[torch.dtype, float]
     coarsest: torch.dtype
 
@@ -163,9 +164,10 @@ class _Outputs:
         if len(base) != len(outputs):
             return None
         pairs = [pair for pair in map(self._rows, base, outputs) if pair is not None]
-        return any(_apart(*pair) for pair in pairs) if pairs else None
+        return any(self._is_apart(*pair) for pair in pairs) if pairs else None
 
-    def _rows(self, one: Tensor, two: Tensor) -> tuple[Tensor, Tensor, float] | None:
+    def _rows(self, one: Tensor, two: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return two outputs with their samples first."""
         size, axis = self.batch.size, self.batch.axis
         place = batch_axis_of(one, batch_size=size, axis=axis)
         if place is None or one.dtype not in self.tolerances:
@@ -174,9 +176,33 @@ class _Outputs:
         ambiguous = tuple(one.shape[:2]) == (size, size)
         if ambiguous or one.dim() != two.dim() or two.shape[place] != self.size:
             return None
-        first, second = one.movedim(place, 0)[self.rows], two.movedim(place, 0)[self.rows]
-        tolerance = max(self.tolerances[one.dtype], self.tolerances[self.coarsest])
-        return (first, second, tolerance) if first.shape == second.shape and first.numel() else None
+        first, second = one.movedim(place, 0), two.movedim(place, 0)
+        return (first, second) if first.shape[1:] == second.shape[1:] and first.numel() else None
+
+    def _is_apart(self, first: Tensor, second: Tensor) -> bool:
+        tolerance = max(self.tolerances[first.dtype], self.tolerances[self.coarsest])
+        if not _apart(first[self.replaced : self.size], second[self.replaced :], tolerance):
+            return False
+        if not self.batch.reordered:
+            return True
+        # The same rows in another order: each of the smaller batch, but those replaced, is found in the other.
+        return _unmatched(second, first, tolerance) > self.replaced
+
+
+def _unmatched(rows: Tensor, among: Tensor, tolerance: float) -> int:
+    """Return how many rows have no counterpart among others, by a few sums over each."""
+    sums, others = _sums(rows), _sums(among)
+    scale = others.abs().amax(0)
+    found = ((sums[:, None] - others[None]).abs() <= tolerance * scale).all(2).any(1)
+    return int((~found).sum())
+
+
+def _sums(rows: Tensor) -> Tensor:
+    """Return three sums over each row that tell rows apart, shape ``(rows, 3)``, float64."""
+    flat = rows.flatten(1).nan_to_num()
+    ramp = torch.linspace(1, 2, flat.shape[1], dtype=flat.dtype, device=flat.device)
+    sums = (flat.sum(1), flat.abs().sum(1), flat @ ramp)
+    return torch.stack(sums, 1).double()
 
 
 def _apart(first: Tensor, second: Tensor, tolerance: float) -> bool:

@@ -14,7 +14,7 @@ from ghostclip.capture.evidence import is_to_prove, probe_outputs
 from ghostclip.capture.inputs import rolled, same_tensors
 from ghostclip.capture.leaves import leaves_of
 from ghostclip.capture.mixing import where_forward_mixes
-from ghostclip.capture.packed import is_packed
+from ghostclip.capture.packed import is_packed, packed_inputs
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.capture.unchecked import COMPANY, FEWER, ROWS
 
@@ -50,11 +50,10 @@ def proven(session: "Session", module: nn.Module, args: tuple[Any, ...], kwargs:
         kept, session.record = session.record, record
         inputs, size, axis = (args, kwargs), record.batch_size, record.axis
         record.buffers.refuse_data(inputs, run=lambda given: session.again(module, *given), batch_size=size, axis=axis)
-        if kept.reordered:
-            # Rows in another order than the samples change places with them.
-            session.unchecked.missed("the model puts its samples into another order", COMPANY, FEWER)
+        if next(iter(packed_inputs(inputs)), None) is not None:
+            session.unchecked.missed("samples of a packed sequence cannot be exchanged", COMPANY, FEWER)
         else:
-            batch = Batch(inputs, size, axis, routed=kept.routed)
+            batch = Batch(inputs, size, axis, routed=kept.routed, reordered=kept.reordered)
             with session.loan.unwatched():
                 refuse_company(
                     session.model,

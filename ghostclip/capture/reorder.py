@@ -74,26 +74,29 @@ class Watch(TorchFunctionMode):
         # Of padded batches with their sequences on axis 1, about to be packed: the sample of each.
         self._columns: Any = WeakTensorKeyDictionary()
         self._made_up = False
+        self._inputs: Sequence[Tensor] = ()
         self._batch_size = 0
         self._axis = 0
 
-    def begin(self, batch_size: int, axis: int, *, made_up: bool = False) -> None:
+    def begin(self, batch_size: int, axis: int, inputs: Sequence[Tensor] = (), *, made_up: bool = False) -> None:
         """Watch a new forward.
 
         Args:
             batch_size: B.
             axis: The model's batch axis.
+            inputs: The tensors that the model was called with.
             made_up: The batch was empty, and its one sample is made up.
         """
         if self._rows.told:
             self._rows = _RowsOf()
         if len(self._columns):
             self._columns = WeakTensorKeyDictionary()
-        self._batch_size, self._axis, self._made_up = batch_size, axis, made_up
+        self._batch_size, self._axis, self._inputs, self._made_up = batch_size, axis, inputs, made_up
         torch.overrides._push_mode(self)
 
     def end(self) -> None:
         """Stop watching; what is known of tensors that still live stays known until the next forward."""
+        self._inputs = ()
         if _get_current_function_mode() is self:
             torch.overrides._pop_mode()
 
@@ -208,7 +211,20 @@ class Watch(TorchFunctionMode):
         if base.requires_grad or base.dim() == 0:
             return None
         rows = self._rows.get(base)
-        return rows if rows is not None else self._arranged(base)
+        if rows is None:
+            rows = self._arranged(base)
+        return rows if rows is not None else self._folded(base)
+
+    def _folded(self, base: Tensor) -> Tensor | None:
+        """Return the sample of each row of ``x.reshape(-1, d)``; None where the memory is not that of ``(B, T, d)``."""
+        if self._axis or base.shape[0] % self._batch_size or not base.is_contiguous():
+            return None
+        wholes = [whole for whole in (base._base, *self._inputs) if whole is not None and whole.is_contiguous()]
+        for whole in wholes:
+            same = whole.data_ptr() == base.data_ptr() and whole.numel() == base.numel()
+            if same and self._arranged(whole) is not None:
+                return torch.arange(base.shape[0], device=base.device) // (base.shape[0] // self._batch_size)
+        return None
 
     def _joined(self, parts: Sequence[Tensor]) -> Tensor | None:
         """Return the sample of each row of parts put one after the other; None where no part was reordered."""

@@ -134,10 +134,11 @@ class Session:
     def _start(self, *inputs: Any) -> None:
         """Lend the parameters out and watch what is done with them and with the data."""
         self.loan.lend_all()
-        self.watch.begin(self.record.batch_size, self.record.axis, made_up=self.record.padded)
+        tensors = [leaf for leaf in leaves_of(inputs) if isinstance(leaf, Tensor)]
+        self.watch.begin(self.record.batch_size, self.record.axis, tensors, made_up=self.record.padded)
         if not inputs:
             return
-        self.record.inputs = frozenset([id(leaf) for leaf in leaves_of(inputs) if isinstance(leaf, Tensor)])
+        self.record.inputs = frozenset(map(id, tensors))
         if len(self.record.inputs) > 1:
             # A packed sequence is a tuple of tensors.
             for packed in packed_inputs(inputs):
