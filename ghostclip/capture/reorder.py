@@ -152,7 +152,9 @@ class Watch(TorchFunctionMode):
         if func in _PICKS and isinstance(base, Tensor):
             self._note_columns(func, args, outputs[0])
             before = self._known(base)
-            if before is not None:
+            if before is None and self._may_be_folded(base) and _chooses(args[1:]):
+                self._mark(outputs, DOUBTFUL, None)
+            elif before is not None:
                 self._mark(outputs, _picked(func, before, args, kwargs, axis=self._axis), self._arranged(base))
             return
         if func in _SORTS and isinstance(base, Tensor):
@@ -225,6 +227,11 @@ class Watch(TorchFunctionMode):
             if same and self._arranged(whole) is not None:
                 return torch.arange(base.shape[0], device=base.device) // (base.shape[0] // self._batch_size)
         return None
+
+    def _may_be_folded(self, base: Tensor) -> bool:
+        """Return whether rows outside the graph may be several of each sample, in an order that is not known."""
+        rows = base.shape[0] if base.dim() > 1 and not base.requires_grad else 0
+        return rows > self._batch_size and rows % self._batch_size == 0
 
     def _joined(self, parts: Sequence[Tensor]) -> Tensor | None:
         """Return the sample of each row of parts put one after the other; None where no part was reordered."""
@@ -300,6 +307,11 @@ def _indexed(rows: Tensor, index: Any, base: Tensor, axis: int) -> Tensor | None
     if first.dtype in (torch.bool, torch.uint8) and first.dim() > 1:
         return rows.view(-1, *[1] * (first.dim() - 1)).expand(first.shape)[first.bool()]
     return rows[first] if first.dim() == 1 else DOUBTFUL
+
+
+def _chooses(arguments: Sequence[Any]) -> bool:
+    """Return whether data chooses single rows: by a mask or by their numbers."""
+    return any(isinstance(item, Tensor) and item.dim() == 1 for item in arguments[:2])
 
 
 def _scatters(index: Any, value: Any) -> bool:
