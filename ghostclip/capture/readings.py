@@ -20,6 +20,8 @@ from ghostclip.capture.unchecked import COMPANY, FEWER, ROWS
 
 if TYPE_CHECKING:
     from ghostclip.capture.session import Session
+    from ghostclip.capture.sites import Sites
+    from ghostclip.capture.usage import Use
 
 # A forward is read again at most this often before its evidence is final.
 _MAX_READINGS = 8
@@ -106,10 +108,7 @@ def _misread(
     record, sites = session.record, session.sites
     escaped = any(isinstance(leaf, TrackedTensor) for leaf in leaves_of(output))
     if escaped and not sites.any_axis and record.batch_size > 1:
-        sites.any_axis = True
-        # Taken for constants only because of the axis.
-        sites.constants.clear()
-        return True
+        return _take_any_axis(sites)
     if not is_to_prove(session):
         return False
     probe = probe_outputs(session, tensors(output))
@@ -120,6 +119,8 @@ def _misread(
     flipped = _constants(session, doubted, module, args, kwargs) if doubted else set()
     if not (flipped or final) and sites.ways.refute(use.site for use, _ in probe.failures):
         return True
+    if not (flipped or final or sites.any_axis) and any(_is_of_constants(use) for use, _ in probe.failures):
+        return _take_any_axis(sites)
     if not flipped:
         inputs, size, axis = (args, kwargs), record.batch_size, record.axis
         probe.verdict(lambda: where_forward_mixes(session.model, module, inputs, batch_size=size, axis=axis))
@@ -128,6 +129,19 @@ def _misread(
         return False
     sites.constants |= flipped
     return True
+
+
+def _take_any_axis(sites: "Sites") -> bool:
+    """Look for the samples on any axis of data that autograd does not track; returns True: read anew."""
+    sites.any_axis = True
+    # Taken for constants only because of the axis.
+    sites.constants.clear()
+    return True
+
+
+def _is_of_constants(use: "Use") -> bool:
+    """Return whether parameters had met what was taken for constants, or each other, on the way to a use."""
+    return any(len(tracked.origin.leaves) > 1 for tracked in use.targets.values())
 
 
 def _constants(
