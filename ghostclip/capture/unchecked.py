@@ -15,6 +15,7 @@ COMPANY: Final = "batch independence (a sample replaced)"
 FEWER: Final = "batch independence (samples left out)"
 LOSSES: Final = "losses of one sample each"
 _ALL: Final = (ROWS, COMPANY, FEWER, LOSSES)
+_LONE: Final = "every batch so far had fewer than two samples"
 # After so many batches of one sample it is said that they prove nothing.
 _ALONE: Final = 4
 
@@ -45,10 +46,13 @@ class Unchecked:
             return False
         if batch_size < 2:
             self._alone += 1
-            self.missed("every batch so far had fewer than two samples", *_ALL)
+            self.missed(_LONE, *_ALL)
             if self._alone == _ALONE:
                 self.tell()
             return False
+        # Whoever asks for the others says what became of it; the losses may be asked for by nobody.
+        if self._why.get(LOSSES) == _LONE:
+            del self._why[LOSSES]
         self._forwards += 1
         return is_power_of_four(self._forwards)
 

@@ -130,7 +130,7 @@ def test_any_two_samples_are_told_apart(size):
 @pytest.mark.integration
 @pytest.mark.parametrize("first", [4, 6, 1])
 def test_tokens_laid_out_position_by_position(first):
-    """XLNet copies its token ids into ``(T, B)``: parameters meet parameters before anything shows where samples lie."""
+    """XLNet copies its token ids into ``(T, B)``: parameters meet before anything shows where samples lie."""
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 30, "d_model": 8, "n_layer": 1, "n_head": 2, "d_inner": 16, "num_labels": 2}
     config = transformers.XLNetConfig(**sizes, dropout=0.0, summary_last_dropout=0.0)

@@ -53,6 +53,14 @@ def test_the_first_batch_of_several_is_proved_whatever_its_number():
         _forward(mixes, [1, 1, 5])
 
 
+def test_a_plain_backward_after_a_lone_sample_does_not_keep_its_reason():
+    model = nn.Linear(3, 4)
+    with ghostclip.GhostClipper(model, max_grad_norm=0.1) as clipper:
+        for size in (1, 5):
+            model(torch.randn(size, 3)).square().sum(1).mean().backward()
+        assert not str(clipper.unchecked)
+
+
 def test_random_numbers():
     found = _forward(nn.Sequential(nn.Linear(3, 4), nn.Dropout()), [5])
     assert found == f"not checked: {FEWER}: random numbers are drawn"
