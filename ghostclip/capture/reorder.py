@@ -150,12 +150,7 @@ class Watch(TorchFunctionMode):
         if not outputs:
             return
         if func in _PICKS and isinstance(base, Tensor):
-            self._note_columns(func, args, outputs[0])
-            before = self._known(base)
-            if before is None and self._may_be_folded(base) and _chooses(args[1:]):
-                self._mark(outputs, DOUBTFUL, None)
-            elif before is not None:
-                self._mark(outputs, _picked(func, before, args, kwargs, axis=self._axis), self._arranged(base))
+            self._note_pick(func, args, kwargs, outputs)
             return
         if func in _SORTS and isinstance(base, Tensor):
             if self._known(base) is not None and outputs[0].is_floating_point() == base.is_floating_point():
@@ -169,6 +164,18 @@ class Watch(TorchFunctionMode):
             same = all(rows is not DOUBTFUL and torch.equal(rows, marked[0]) for rows in marked)
             known = marked[0] if same and func not in _TURNS else DOUBTFUL
             self._mark(outputs, known, None)
+
+    def _note_pick(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
+    ) -> None:
+        """Note the rows of a selection."""
+        base = args[0] if args else kwargs["input"]
+        self._note_columns(func, args, outputs[0])
+        before = self._known(base)
+        if before is not None:
+            self._mark(outputs, _picked(func, before, args, kwargs, axis=self._axis), self._arranged(base))
+        elif self._may_be_folded(base) and _chooses(args[1:]):
+            self._mark(outputs, DOUBTFUL, None)
 
     def _packed(self, args: tuple[Any, ...], result: tuple[Tensor, Tensor]) -> None:
         """Note the rows of a padded batch that was packed, its sequences along axis 0 or 1."""
