@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ghostclip.capture.probe import Probe, ask, cotangents, loss_starts, starts
+from ghostclip.capture.unchecked import LOSSES
 from ghostclip.capture.usage import Site
 from ghostclip.errors import SampleMixingError
 
@@ -90,3 +91,4 @@ def probe_losses(session: "Session", losses: Tensor) -> None:
             "sample from its own outputs."
         )
         raise SampleMixingError(message)
+    session.unchecked.ran(LOSSES) if outputs else session.unchecked.missed("the scalar loss hides them", LOSSES)

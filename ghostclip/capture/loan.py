@@ -11,7 +11,8 @@ from torch.utils.hooks import RemovableHandle
 from ghostclip.capture.eager import untraced
 from ghostclip.capture.nodes import nodes_behind
 from ghostclip.capture.replicas import quieten_wrapper
-from ghostclip.capture.tracked import TrackedTensor
+from ghostclip.capture.roster import Roster
+from ghostclip.capture.tracked import TrackedTensor, lend
 from ghostclip.errors import GhostClipError, SampleMixingError, UncoveredParameterError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -19,7 +20,11 @@ if TYPE_CHECKING:
 
 
 class Loan:
-    """Which parameters are lent out at the moment."""
+    """Which parameters are lent out at the moment.
+
+    Attributes:
+        roster: The parameters that the model should have.
+    """
 
     def __init__(self, model: nn.Module, session: "Session") -> None:
         """Prepare to lend a model's parameters.
@@ -35,6 +40,7 @@ class Loan:
         self._flat: list[tuple[nn.RNNBase, list[Any]]] = []
         self._cache: dict[nn.Parameter, TrackedTensor] = {}
         self._guards: dict[int, RemovableHandle] = {}
+        self.roster = Roster(model)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 self._guard(name, parameter)
@@ -91,6 +97,15 @@ class Loan:
                 self._flat.append((module, module._flat_weights))
                 own = [parameters.get(name) for name in module._flat_weights_names]
                 module._flat_weights = own
+        if self.roster.meet([id(parameter) for _, _, parameter in self._lent]):
+            self._adopt()
+
+    def _adopt(self) -> None:
+        """Watch modules that came into the model, and ask for evidence as of a new one."""
+        self._session.attach()
+        self._session.record.unproven = True
+        self._session.unchecked.renew()
+        self._session.sites.forget()
 
     def _stand_in(self, name: str, parameter: nn.Parameter) -> TrackedTensor:
         """Return the stand-in, made anew when the parameter's storage was exchanged (``.to``, ``.data = ...``)."""
@@ -109,7 +124,9 @@ class Loan:
             )
             raise UnsupportedModelError(message)
         self._guard(name, parameter)
-        tracked = self._session.lend(name, parameter)
+        self._session.parameters[name] = parameter
+        self._session.settled.forget()
+        tracked = lend(name, parameter, self._session)
         self._cache[parameter] = tracked
         return tracked
 
@@ -190,12 +207,13 @@ def _nothing(*args: Any) -> None:
     return None
 
 
-def attach(model: nn.Module, session: "Session") -> list[RemovableHandle]:
+def attach(model: nn.Module, session: "Session", *, attached: bool) -> list[RemovableHandle]:
     """Register the session's hooks on every module that has parameters in its tree.
 
     Args:
         model: The model.
         session: Whom the hooks tell.
+        attached: Whether they are on some modules already.
 
     Returns:
         Handles that remove the hooks.
@@ -218,11 +236,11 @@ def attach(model: nn.Module, session: "Session") -> list[RemovableHandle]:
         left = session.leave(module, args, kwargs, captured, failed=output is None)
         return captured if left is None and captured is not output else left
 
-    if any(
-        isinstance(hook, _Hook) and hook.active for module in model.modules() for hook in module._forward_hooks.values()
-    ):
+    watched = {module for module in model.modules() if _is_watched(module)}
+    if watched and not attached:
         message = (
-            f"{type(model).__name__} has a clipper already, on it or on a part of it. Call remove() on that one first."
+            f"{type(model).__name__} has a clipper already, on it or on a part of it. Call remove() on that one "
+            "first, or remove_hooks() on the private model."
         )
         raise GhostClipError(message)
     for path, module in model.named_modules():
@@ -234,11 +252,15 @@ def attach(model: nn.Module, session: "Session") -> list[RemovableHandle]:
             raise UnsupportedModelError(message)
     handles = []
     for module in model.modules():
-        if next(module.parameters(), None) is None:
+        if module in watched or next(module.parameters(), None) is None:
             continue
         handles.append(module.register_forward_pre_hook(_Hook(before), with_kwargs=True, prepend=True))
         handles.append(module.register_forward_hook(_Hook(after), with_kwargs=True, always_call=True))
     return handles
+
+
+def _is_watched(module: nn.Module) -> bool:
+    return any(isinstance(hook, _Hook) and hook.active for hook in module._forward_hooks.values())
 
 
 @contextmanager

@@ -201,9 +201,13 @@ def restored_buffers(model: nn.Module) -> Iterator[None]:
         Nothing.
     """
     before = [(buffer, buffer.detach().clone(), buffer._version) for buffer in model.buffers()]
+    held = [(module._buffers, dict(module._buffers)) for module in model.modules() if module._buffers]
     try:
         yield
     finally:
+        for buffers, own in held:
+            # One that is assigned anew is another object.
+            buffers.update(own)
         with torch.no_grad():
             for buffer, value, version in before:
                 # A backward refuses what was written to since the forward, be it the same value.

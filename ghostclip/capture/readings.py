@@ -9,16 +9,19 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ghostclip.capture.company import refuse_company
+from ghostclip.capture.company import Batch, refuse_company
 from ghostclip.capture.evidence import is_to_prove, probe_outputs
 from ghostclip.capture.inputs import rolled, same_tensors
 from ghostclip.capture.leaves import leaves_of
 from ghostclip.capture.mixing import where_forward_mixes
-from ghostclip.capture.packed import is_packed
+from ghostclip.capture.packed import is_packed, packed_inputs
 from ghostclip.capture.tracked import TrackedTensor
+from ghostclip.capture.unchecked import COMPANY, FEWER, ROWS
 
 if TYPE_CHECKING:
     from ghostclip.capture.session import Session
+    from ghostclip.capture.sites import Sites
+    from ghostclip.capture.usage import Use
 
 # A forward is read again at most this often before its evidence is final.
 _MAX_READINGS = 8
@@ -49,18 +52,20 @@ def proven(session: "Session", module: nn.Module, args: tuple[Any, ...], kwargs:
         kept, session.record = session.record, record
         inputs, size, axis = (args, kwargs), record.batch_size, record.axis
         record.buffers.refuse_data(inputs, run=lambda given: session.again(module, *given), batch_size=size, axis=axis)
-        if not kept.reordered:
-            # Rows in another order than the samples change places with them.
+        if next(iter(packed_inputs(inputs)), None) is not None:
+            session.unchecked.missed("samples of a packed sequence cannot be exchanged", COMPANY, FEWER)
+        else:
+            batch = Batch(inputs, size, axis, routed=kept.routed, reordered=kept.reordered)
             with session.loan.unwatched():
                 refuse_company(
                     session.model,
                     lambda given: tensors(module.forward(*given[0], **given[1])),
-                    inputs,
-                    batch_size=size,
-                    axis=axis,
+                    batch,
+                    session.unchecked,
                 )
         session.record = kept
         record.buffers = None
+        session.unchecked.tell()
     return output
 
 
@@ -103,24 +108,40 @@ def _misread(
     record, sites = session.record, session.sites
     escaped = any(isinstance(leaf, TrackedTensor) for leaf in leaves_of(output))
     if escaped and not sites.any_axis and record.batch_size > 1:
-        sites.any_axis = True
-        # Taken for constants only because of the axis.
-        sites.constants.clear()
-        return True
-    probe = probe_outputs(session, tensors(output)) if is_to_prove(session) else None
+        return _take_any_axis(sites)
+    if not is_to_prove(session):
+        return False
+    probe = probe_outputs(session, tensors(output))
     if probe is None:
+        session.unchecked.missed("the model returned no tensor with a gradient", ROWS)
         return False
     doubted = set() if final else probe.constants() - sites.constants
     flipped = _constants(session, doubted, module, args, kwargs) if doubted else set()
     if not (flipped or final) and sites.ways.refute(use.site for use, _ in probe.failures):
         return True
+    if not (flipped or final or sites.any_axis) and any(_is_of_constants(use) for use, _ in probe.failures):
+        return _take_any_axis(sites)
     if not flipped:
         inputs, size, axis = (args, kwargs), record.batch_size, record.axis
         probe.verdict(lambda: where_forward_mixes(session.model, module, inputs, batch_size=size, axis=axis))
         sites.ways.settle(record)
+        session.unchecked.ran(ROWS)
         return False
     sites.constants |= flipped
     return True
+
+
+def _take_any_axis(sites: "Sites") -> bool:
+    """Look for the samples on any axis of data that autograd does not track; returns True: read anew."""
+    sites.any_axis = True
+    # Taken for constants only because of the axis.
+    sites.constants.clear()
+    return True
+
+
+def _is_of_constants(use: "Use") -> bool:
+    """Return whether parameters had met what was taken for constants, or each other, on the way to a use."""
+    return any(len(tracked.origin.leaves) > 1 for tracked in use.targets.values())
 
 
 def _constants(

@@ -74,26 +74,29 @@ class Watch(TorchFunctionMode):
         # Of padded batches with their sequences on axis 1, about to be packed: the sample of each.
         self._columns: Any = WeakTensorKeyDictionary()
         self._made_up = False
+        self._inputs: Sequence[Tensor] = ()
         self._batch_size = 0
         self._axis = 0
 
-    def begin(self, batch_size: int, axis: int, *, made_up: bool = False) -> None:
+    def begin(self, batch_size: int, axis: int, inputs: Sequence[Tensor] = (), *, made_up: bool = False) -> None:
         """Watch a new forward.
 
         Args:
             batch_size: B.
             axis: The model's batch axis.
+            inputs: The tensors that the model was called with.
             made_up: The batch was empty, and its one sample is made up.
         """
         if self._rows.told:
             self._rows = _RowsOf()
         if len(self._columns):
             self._columns = WeakTensorKeyDictionary()
-        self._batch_size, self._axis, self._made_up = batch_size, axis, made_up
+        self._batch_size, self._axis, self._inputs, self._made_up = batch_size, axis, inputs, made_up
         torch.overrides._push_mode(self)
 
     def end(self) -> None:
         """Stop watching; what is known of tensors that still live stays known until the next forward."""
+        self._inputs = ()
         if _get_current_function_mode() is self:
             torch.overrides._pop_mode()
 
@@ -147,10 +150,7 @@ class Watch(TorchFunctionMode):
         if not outputs:
             return
         if func in _PICKS and isinstance(base, Tensor):
-            self._note_columns(func, args, outputs[0])
-            before = self._known(base)
-            if before is not None:
-                self._mark(outputs, _picked(func, before, args, kwargs, axis=self._axis), self._arranged(base))
+            self._note_pick(func, args, kwargs, outputs)
             return
         if func in _SORTS and isinstance(base, Tensor):
             if self._known(base) is not None and outputs[0].is_floating_point() == base.is_floating_point():
@@ -164,6 +164,18 @@ class Watch(TorchFunctionMode):
             same = all(rows is not DOUBTFUL and torch.equal(rows, marked[0]) for rows in marked)
             known = marked[0] if same and func not in _TURNS else DOUBTFUL
             self._mark(outputs, known, None)
+
+    def _note_pick(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
+    ) -> None:
+        """Note the rows of a selection."""
+        base = args[0] if args else kwargs["input"]
+        self._note_columns(func, args, outputs[0])
+        before = self._known(base)
+        if before is not None:
+            self._mark(outputs, _picked(func, before, args, kwargs, axis=self._axis), self._arranged(base))
+        elif self._may_be_folded(base) and _chooses(args[1:]):
+            self._mark(outputs, DOUBTFUL, None)
 
     def _packed(self, args: tuple[Any, ...], result: tuple[Tensor, Tensor]) -> None:
         """Note the rows of a padded batch that was packed, its sequences along axis 0 or 1."""
@@ -208,7 +220,25 @@ class Watch(TorchFunctionMode):
         if base.requires_grad or base.dim() == 0:
             return None
         rows = self._rows.get(base)
-        return rows if rows is not None else self._arranged(base)
+        if rows is None:
+            rows = self._arranged(base)
+        return rows if rows is not None else self._folded(base)
+
+    def _folded(self, base: Tensor) -> Tensor | None:
+        """Return the sample of each row of ``x.reshape(-1, d)``; None where the memory is not that of ``(B, T, d)``."""
+        if self._axis or base.shape[0] % self._batch_size or not base.is_contiguous():
+            return None
+        wholes = [whole for whole in (base._base, *self._inputs) if whole is not None and whole.is_contiguous()]
+        for whole in wholes:
+            same = whole.data_ptr() == base.data_ptr() and whole.numel() == base.numel()
+            if same and self._arranged(whole) is not None:
+                return torch.arange(base.shape[0], device=base.device) // (base.shape[0] // self._batch_size)
+        return None
+
+    def _may_be_folded(self, base: Tensor) -> bool:
+        """Return whether rows outside the graph may be several of each sample, in an order that is not known."""
+        rows = base.shape[0] if base.dim() > 1 and not base.requires_grad else 0
+        return rows > self._batch_size and rows % self._batch_size == 0
 
     def _joined(self, parts: Sequence[Tensor]) -> Tensor | None:
         """Return the sample of each row of parts put one after the other; None where no part was reordered."""
@@ -284,6 +314,11 @@ def _indexed(rows: Tensor, index: Any, base: Tensor, axis: int) -> Tensor | None
     if first.dtype in (torch.bool, torch.uint8) and first.dim() > 1:
         return rows.view(-1, *[1] * (first.dim() - 1)).expand(first.shape)[first.bool()]
     return rows[first] if first.dim() == 1 else DOUBTFUL
+
+
+def _chooses(arguments: Sequence[Any]) -> bool:
+    """Return whether data chooses single rows: by a mask or by their numbers."""
+    return any(isinstance(item, Tensor) and item.dim() == 1 for item in arguments[:2])
 
 
 def _scatters(index: Any, value: Any) -> bool:

@@ -56,4 +56,5 @@ def listed_rows(session: "Session", tensor: Tensor, axis: int) -> Tensor | None:
         if listed is DOUBTFUL or (listed is not None and (axis != 0 or listed.numel() != tensor.shape[0])):
             record.unproven, record.reordered, listed = True, True, None
     record.reordered = record.reordered or (listed is not None and not tensor.requires_grad)
+    record.routed = record.routed or listed is not None
     return None if listed is None else listed.to(tensor.device)

@@ -16,7 +16,7 @@ from ghostclip.capture.consume import consume
 from ghostclip.capture.decompose import decompose
 from ghostclip.capture.derive import derive, reorders_copies
 from ghostclip.capture.evidence import is_to_prove
-from ghostclip.capture.inputs import emptied, in_backward, is_power_of_four, padded, under_checkpoint
+from ghostclip.capture.inputs import emptied, in_backward, padded, under_checkpoint
 from ghostclip.capture.leaves import leaves_of
 from ghostclip.capture.nodes import accumulation_node, is_to_tie, tied
 from ghostclip.capture.operation import LOOKED_AT, Operation, operation_name
@@ -25,7 +25,8 @@ from ghostclip.capture.reorder import Watch
 from ghostclip.capture.running import Running
 from ghostclip.capture.settled import Settled
 from ghostclip.capture.sites import Sites
-from ghostclip.capture.tracked import TrackedTensor, lend, plain, without_samples
+from ghostclip.capture.tracked import plain, without_samples
+from ghostclip.capture.unchecked import Unchecked
 from ghostclip.capture.units import Units
 from ghostclip.capture.usage import MAX_ATTEMPTS, Listener, Record, Use, differentiated
 from ghostclip.capture.written import refuse_data, write
@@ -41,6 +42,7 @@ class Session:
         listener: Who receives gradients during a backward; set by the engine.
         parameters: Every parameter lent so far, by name.
         probes: Whether forwards are asked for evidence.
+        unchecked: What could not be asked.
     """
 
     def __init__(
@@ -69,16 +71,22 @@ class Session:
         self.anchor = torch.zeros((), requires_grad=True)
         self.parameters: dict[str, nn.Parameter] = {}
         self.probes = True
+        self.unchecked = Unchecked()
         self.watch = Watch()
         self.settled = Settled(self)
         self.loan = loan.Loan(model, self)
         self.units = Units(self, self.loan)
         self._reentrant = self._full_backward = False
-        self._bags, self._forwards = Bags(model), 0
+        self._bags = Bags(model)
         self._running: Running | None = None
         self._compiler: Any = None
         self._open: ExitStack | None = None
-        self._handles: list[RemovableHandle] = loan.attach(model, self)
+        self._handles: list[RemovableHandle] = []
+        self.attach()
+
+    def attach(self) -> None:
+        """Put hooks on the modules that have none yet."""
+        self._handles += loan.attach(self.model, self, attached=bool(self._handles))
 
     def close(self) -> None:
         """Remove every hook."""
@@ -100,7 +108,7 @@ class Session:
 
         Args:
             module: The module.
-            args: The module's positional inputs.
+            args: Its positional inputs.
             kwargs: Its keyword inputs.
 
         Returns:
@@ -121,8 +129,7 @@ class Session:
                 size = 1
                 self.record.padded = True
             self.record.batch_size = size
-            self._forwards += 1
-            self.record.unproven = is_power_of_four(self._forwards)
+            self.record.unproven = self.unchecked.begin(size, probes=self.probes)
             self.record.buffers = Buffers(self.model) if is_to_prove(self) else None
             if is_to_tie(self.model, leaves_of((args, kwargs))):
                 args, kwargs = tree_map(lambda item: tied(item, self.anchor), (args, dict(kwargs)))
@@ -134,10 +141,11 @@ class Session:
     def _start(self, *inputs: Any) -> None:
         """Lend the parameters out and watch what is done with them and with the data."""
         self.loan.lend_all()
-        self.watch.begin(self.record.batch_size, self.record.axis, made_up=self.record.padded)
+        tensors = [leaf for leaf in leaves_of(inputs) if isinstance(leaf, Tensor)]
+        self.watch.begin(self.record.batch_size, self.record.axis, tensors, made_up=self.record.padded)
         if not inputs:
             return
-        self.record.inputs = frozenset([id(leaf) for leaf in leaves_of(inputs) if isinstance(leaf, Tensor)])
+        self.record.inputs = frozenset(map(id, tensors))
         if len(self.record.inputs) > 1:
             for packed in packed_inputs(inputs):  # A packed sequence is a tuple of tensors.
                 self.watch.admit(packed)
@@ -389,17 +397,3 @@ class Session:
             return f"{path or 'model'} ({type(self.model.get_submodule(path)).__name__})"
         except AttributeError:
             return path
-
-    def lend(self, name: str, parameter: nn.Parameter) -> TrackedTensor:
-        """Lend one parameter, and remember it for backwards.
-
-        Args:
-            name: Its name in the model.
-            parameter: The parameter.
-
-        Returns:
-            Its tracked stand-in.
-        """
-        self.parameters[name] = parameter
-        self.settled.forget()
-        return lend(name, parameter, self)

@@ -58,6 +58,13 @@ class Sites:
         self._session = session
         self._told: set[tuple[str, ...]] = set()
 
+    def forget(self) -> None:
+        """Ask for all evidence anew: the model was changed."""
+        self.table.clear()
+        self.constants.clear()
+        self.witnesses.clear()
+        self.any_axis, self.ways = False, Ways()
+
     def is_data(self, tensor: Tensor, name: str) -> bool:
         """Tell data from constants.
 

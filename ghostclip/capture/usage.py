@@ -74,6 +74,7 @@ class Record:
         inputs: Numbers (``id``) of the tensors that the model was called with, whose batch axis is declared.
         buffers: The model's buffers as they were before, in a forward that is proved.
         reordered: Data was put into another order before a parameter met it.
+        routed: Rows that reached a parameter had been selected on the way.
         visits: How often each call site was passed.
         ways: In which way each was consumed.
         sizes: Parameters and leading sizes of every use of a rule, in order.
@@ -92,6 +93,7 @@ class Record:
     inputs: frozenset[int] = frozenset()
     buffers: Buffers | None = None
     reordered: bool = False
+    routed: bool = False
     visits: defaultdict[Any, int] = field(default_factory=_counts)
     ways: dict[Any, str] = field(default_factory=dict)
     sizes: list[tuple[tuple[str, ...], tuple[int, ...]]] = field(default_factory=list)

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from ghostclip import _validate
 from ghostclip.capture.evidence import probe_losses
+from ghostclip.capture.roster import Roster
 from ghostclip.capture.session import Session
+from ghostclip.capture.unchecked import Unchecked
 from ghostclip.capture.usage import Record, Use
 from ghostclip.clipping.coverage import Coverage, coverage_of
 from ghostclip.clipping.decisions import Decisions
@@ -20,7 +22,7 @@ from ghostclip.clipping.loss import back_propagate, check_loss, check_normaliser
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, Pass, SumPass
 from ghostclip.clipping.plan import Planner, Planning
-from ghostclip.clipping.policies import ClipPolicy
+from ghostclip.clipping.policies import ClipPolicy, policy_of
 from ghostclip.clipping.savepoint import Savepoint
 from ghostclip.clipping.store import GradientStore
 from ghostclip.clipping.zero_grad import ZeroGrad
@@ -102,7 +104,7 @@ class GhostClipper(Diagnostics):
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise UnsupportedModelError(f"{type(model).__name__} has no trainable parameter: nothing to clip.")
         self.model = model
-        self._decisions = Decisions(_policy_of(max_grad_norm, policy), relation)
+        self._decisions = Decisions(policy_of(max_grad_norm, policy), relation)
         self.strategy = strategy
         self.loss_reduction = loss_reduction
         self.batch_first = batch_first
@@ -317,8 +319,18 @@ class GhostClipper(Diagnostics):
         """Return how every trainable parameter is handled, and its cost at the last batch's sizes; print with str()."""
         decided = "ghost" if self._session.is_checkpointed() else "bookkeeping"
         strategy = decided if self.strategy == "auto" else self.strategy
-        sites = self._session.sites.table.values()
-        return coverage_of(self.model, sites, strategy=strategy, kept=self.planner.latest)
+        sites, unchecked = self._session.sites.table.values(), str(self.unchecked)
+        return coverage_of(self.model, sites, strategy=strategy, kept=self.planner.latest, unchecked=unchecked)
+
+    @property
+    def unchecked(self) -> Unchecked:
+        """The checks of the model that were switched off or could not run so far, and why; str() is one clause."""
+        return self._session.unchecked
+
+    @property
+    def roster(self) -> Roster:
+        """The parameters that the model had when the clipper was attached, and whether forwards have met others."""
+        return self._session.loan.roster
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that are clipped: all that require grad."""
@@ -410,13 +422,3 @@ class GhostClipper(Diagnostics):
         if text not in self._said:
             self._said.add(text)
             _log.info(text)
-
-
-def _policy_of(max_grad_norm: float | None, policy: ClipPolicy | None) -> ClipPolicy:
-    if (max_grad_norm is None) == (policy is None):
-        raise InvalidOptionError("give exactly one of max_grad_norm and policy.")
-    return (
-        policy
-        if policy is not None
-        else ClipPolicy(_validate.positive(max_grad_norm, "max_grad_norm", allow_infinity=True))
-    )

@@ -62,19 +62,24 @@ class Coverage:
         rows: The rows, in the order of ``model.named_parameters()``.
         strategy: What the plan and the costs are for.
         base_bytes: What a non-private step holds: parameters, gradients and, at least, the inputs of the layers.
+        unchecked: The checks of the model that were switched off or could not run, and why; empty if all ran.
     """
 
-    def __init__(self, rows: Iterable[CoverageRow], *, strategy: str = "bookkeeping", base_bytes: int = 0) -> None:
+    def __init__(
+        self, rows: Iterable[CoverageRow], *, strategy: str = "bookkeeping", base_bytes: int = 0, unchecked: str = ""
+    ) -> None:
         """Keep the rows.
 
         Args:
             rows: One for each trainable parameter.
             strategy: What they were priced for.
             base_bytes: As in the class.
+            unchecked: As in the class.
         """
         self.rows = list(rows)
         self.strategy = strategy
         self.base_bytes = base_bytes
+        self.unchecked = unchecked
 
     def __iter__(self) -> Iterator[CoverageRow]:
         """Iterate over the rows."""
@@ -118,6 +123,7 @@ class Coverage:
         rows = [{"name": row.name, "count": row.count, **asdict(row)} for row in self.rows]
         return {
             "strategy": self.strategy,
+            "unchecked": self.unchecked,
             "parameters": rows,
             "total": {
                 **asdict(self.total),
@@ -144,7 +150,8 @@ class Coverage:
             )
             for row in self.rows
         ]
-        return as_table(header, [*lines, *self._last_line()])
+        table = as_table(header, [*lines, *self._last_line()])
+        return f"{table}\n{self.unchecked}" if self.unchecked else table
 
     def _last_line(self) -> list[tuple[str, ...]]:
         if not any(row.plan for row in self.rows):
@@ -182,7 +189,12 @@ def readable_bytes(count: int) -> str:
 
 
 def coverage_of(
-    model: nn.Module, sites: Iterable[Site], *, strategy: str = "bookkeeping", kept: Collection[str] = ()
+    model: nn.Module,
+    sites: Iterable[Site],
+    *,
+    strategy: str = "bookkeeping",
+    kept: Collection[str] = (),
+    unchecked: str = "",
 ) -> Coverage:
     """Build the table.
 
@@ -191,6 +203,7 @@ def coverage_of(
         sites: Call sites seen so far.
         strategy: What the plan and the costs are for.
         kept: Parameters whose per-sample gradients the memory budget keeps, see `ghostclip.clipping.plan`.
+        unchecked: As `Coverage` has it.
 
     Returns:
         The table, in the order of ``model.named_parameters()``.
@@ -226,7 +239,8 @@ def coverage_of(
             )
         )
     parameters = sum(p.numel() * p.element_size() * (2 if p.requires_grad else 1) for p in model.parameters())
-    return Coverage(rows, strategy=strategy, base_bytes=parameters + sum(inputs.values()))
+    base_bytes = parameters + sum(inputs.values())
+    return Coverage(rows, strategy=strategy, base_bytes=base_bytes, unchecked=unchecked)
 
 
 def _kept(arrived: Arrival) -> Arrival:

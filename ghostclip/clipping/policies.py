@@ -333,3 +333,25 @@ def adaptive(max_grad_norm: float, adaptation: QuantileAdaptation) -> ClipPolicy
         The policy.
     """
     return ClipPolicy(max_grad_norm, adaptation=adaptation)
+
+
+def policy_of(max_grad_norm: float | None, policy: ClipPolicy | None) -> ClipPolicy:
+    """Return the policy that was given, or the one that a bound stands for.
+
+    Args:
+        max_grad_norm: C, or None.
+        policy: A policy, or None.
+
+    Returns:
+        The policy.
+
+    Raises:
+        InvalidOptionError: Not exactly one of them was given.
+    """
+    if (max_grad_norm is None) == (policy is None):
+        raise InvalidOptionError("give exactly one of max_grad_norm and policy.")
+    return (
+        policy
+        if policy is not None
+        else ClipPolicy(_validate.positive(max_grad_norm, "max_grad_norm", allow_infinity=True))
+    )

@@ -25,6 +25,23 @@ _REMEDIES: tuple[tuple[type, str], ...] = (
 )
 
 
+def refuse_wrapped(loader: Any) -> None:
+    """Refuse what is no loader of torch's but stands around one.
+
+    Args:
+        loader: What the user gave as a loader.
+
+    Raises:
+        DataError: It is such a thing.
+    """
+    if not isinstance(loader, DataLoader):
+        raise DataError(
+            f"data_loader: {type(loader).__name__} is no torch.utils.data.DataLoader, so that its sampling cannot be "
+            "replaced. Call make_private with the DataLoader itself, and let a framework set up (fabric."
+            "setup_dataloaders) the loader that it returns."
+        )
+
+
 def dataset_length(dataset: Dataset[Any]) -> int:
     """Return the number of records of a data set that can be sampled from.
 

@@ -105,6 +105,11 @@ class GradSampleModule(ClipperHandle, nn.Module):
             if getattr(p, "grad_sample", None) is not None:
                 p.grad_sample = None
 
+    @property
+    def compile(self) -> Any:
+        """The model's own `compile`: it runs as it is while the clipper is attached, and compiled without."""
+        return self._module.compile
+
     def to_standard_module(self) -> nn.Module:
         """Detach the clipper and return the model as it was.
 
@@ -183,13 +188,18 @@ class GradSampleModule(ClipperHandle, nn.Module):
         return module if name == "_module" else getattr(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Assign to the model; a layer or parameter set here would neither be run nor clipped."""
+        """Assign to the model; a layer or parameter set here would neither be run nor clipped.
+
+        What wraps a method of the facade (a `forward` under autocast, a compiled call) stays with the facade: on the
+        model it would call itself.
+        """
         if name == "__class__":
             raise UnsupportedModelError(
                 f"{value.__name__} in place of a private model's class: what shards a model over ranks (fully_shard) "
                 "cannot be combined with clipping per sample. Every rank needs the whole model; ranks share each batch."
             )
-        if name in self.__dict__ or name == "training" or "_module" not in self.__dict__.get("_modules", {}):
+        own = name in self.__dict__ or name == "training" or _is_method(type(self), name)
+        if own or getattr(value, "__self__", None) is self or "_module" not in self.__dict__.get("_modules", {}):
             super().__setattr__(name, value)
         else:
             setattr(self._module, name, value)
@@ -206,7 +216,12 @@ class GradSampleModule(ClipperHandle, nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the clipper out of copies and pickles: a second model must not write into the first one's sums."""
-        return {**self.__dict__, "clipper": None}
+        return {**super().__getstate__(), "clipper": None}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._module!r})"
+
+
+def _is_method(kind: type, name: str) -> bool:
+    """Return whether a class defines a name itself, as anything but a property."""
+    return hasattr(kind, name) and not isinstance(getattr(kind, name), property)

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from ghostclip.optimizers.dp_optimizer import DPOptimizer
 
 _NAMES_SHOWN = 5
+_PRIVATE_AGAIN = (
+    "Call remove_hooks() on the private model, then make_private again on the same engine, with the model as it is now "
+    "and an optimizer of its present parameters: the account goes on."
+)
 
 
 def refuse_repeated_evaluation(optimizer: Optimizer) -> None:
@@ -75,6 +79,49 @@ def refuse_uncovered(clipper: GhostClipper, parameters: Sequence[nn.Parameter]) 
             f"optimizer: {len(stray)} trainable parameter(s) are not clipped per sample ({listed}). Take them out of "
             "the optimizer, freeze them, or make the model private again now that they are trainable."
         )
+
+
+def refuse_changed_parameters(clipper: GhostClipper, parameters: Sequence[nn.Parameter], *, fixed: bool) -> None:
+    """Refuse a model whose parameters were added, exchanged, unfrozen or tied anew without the optimizer's knowing.
+
+    Args:
+        clipper: What clips.
+        parameters: The parameters of the optimizer.
+        fixed: Whether parameters that the model did not have before are refused although the optimizer holds them:
+            a release was made without them, or is accounted for by its number of coordinates.
+
+    Raises:
+        UncoveredParameterError: A new parameter would count and never be trained, or one that is gone would be noise.
+    """
+    changes = clipper.roster.compare(parameters)
+    if changes.gone:
+        raise UncoveredParameterError(
+            f"optimizer: {len(changes.gone)} of its parameter(s) are not in the model any longer "
+            f"({_listed(changes.gone)}): a module or parameter was exchanged, resized or tied anew. {_PRIVATE_AGAIN}"
+        )
+    if changes.missing:
+        raise UncoveredParameterError(
+            f"optimizer: {len(changes.missing)} trainable parameter(s) came into the model, or became trainable, after "
+            f"it was made private, and the optimizer does not hold them ({_listed(changes.missing)}): they would count "
+            f"in every sample's norm and never be trained. Freeze them, or {_add(fixed=fixed)}"
+        )
+    late = changes.added if fixed else []
+    if late:
+        raise UncoveredParameterError(
+            f"optimizer: {len(late)} parameter(s) came into the model after its first release ({_listed(late)}), which "
+            f"noise and account were set up without. {_PRIVATE_AGAIN}"
+        )
+    clipper.roster.accept()
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
+
+
+def _add(*, fixed: bool) -> str:
+    if fixed:
+        return _PRIVATE_AGAIN[0].lower() + _PRIVATE_AGAIN[1:]
+    return "add them with optimizer.add_param_group({'params': [...]}) before the first step."
 
 
 def warn_about_parameters_left_out(clipper: GhostClipper, parameters: Sequence[nn.Parameter]) -> None:

@@ -298,15 +298,7 @@ class DPOptimizer(StepParts, WrappedOptimizer):
         """
         with self._agreeing():
             drawn = self._require_drawn()
-            std = self.noise_std
-            trainable = [p for p in self.params if p.requires_grad]
-            sums = [self.clipper.summed_gradient(p) for p in trainable]
-            # What has a clipped sum is clipped; for the rest the whole model is looked through.
-            checks.refuse_uncovered(self.clipper, [p for p, kept in zip(trainable, sums, strict=True) if kept is None])
-            self._released.refuse_strangers(self)
-            checks.warn_about_mechanism(self, self._warned)
-            for step_hook in self._step_hooks:
-                step_hook(self)
+            trainable, sums, std = self._examined()
         self._require_one_draw(drawn, std)
         # The sums turn into the release, and what is left of the last one makes room.
         self.clipper.hand_over_sums()
@@ -335,6 +327,26 @@ class DPOptimizer(StepParts, WrappedOptimizer):
         for p, gradient in zip(trainable, released, strict=True):
             p.grad = gradient
         self._released.note(list(zip(trainable, released, strict=True)))
+
+    def _examined(self) -> tuple[list[nn.Parameter], list[torch.Tensor | None], float]:
+        """Ask all that can refuse or skip a release.
+
+        Returns:
+            The trainable parameters, their clipped sums, and the standard deviation of the noise.
+        """
+        std = self.noise_std
+        if self.clipper.roster.changed:
+            fixed = self.releases > 0 or self.noise_source.level == "exact"
+            checks.refuse_changed_parameters(self.clipper, self.params, fixed=fixed)
+        trainable = [p for p in self.params if p.requires_grad]
+        sums = [self.clipper.summed_gradient(p) for p in trainable]
+        # What has a clipped sum is clipped; for the rest the whole model is looked through.
+        checks.refuse_uncovered(self.clipper, [p for p, kept in zip(trainable, sums, strict=True) if kept is None])
+        self._released.refuse_strangers(self)
+        checks.warn_about_mechanism(self, self._warned)
+        for step_hook in self._step_hooks:
+            step_hook(self)
+        return trainable, sums, std
 
     @contextmanager
     def _agreeing(self) -> Iterator[None]:

@@ -37,6 +37,8 @@ class StepParts:
     loss_reduction: str
     expected_batch_size: float | None
     _batch: LogicalBatch
+    noise_source: NoiseSource
+    releases: int
     _step_hooks: list[StepHook]
     _release_hooks: list[ReleaseHook]
     _unscaled = False
@@ -93,6 +95,7 @@ class StepParts:
 
         Raises:
             MissingGradientError: If no clipped gradient was made since the last step.
+            UncoveredParameterError: If the model's parameters are no longer those of this optimizer.
         """
         self._require_gradient()
         if self.clipper.strategy == "hooks":

@@ -14,6 +14,7 @@ import torch
 from ghostclip import _validate
 from ghostclip.accounting import Accountant, Bounds, IAccountant
 from ghostclip.accounting.calibration import smallest_noise_multiplier
+from ghostclip.capture.unchecked import Unchecked
 from ghostclip.errors import InvalidOptionError, ResumeError
 from ghostclip.optimizers import DPOptimizer
 from ghostclip.optimizers.release import SkipStep, fingerprint
@@ -48,6 +49,7 @@ class Account:
         charged: Whether this process has charged a release.
         coordinates: Most numbers of one release with discrete noise; 0 while there was none.
         own: An accountant of the user's that is told of every release beside `accountant`, or None.
+        unchecked: Which checks of the models could not run.
     """
 
     def __init__(self, accountant: Accountant, ledger: LedgerFile | None) -> None:
@@ -56,6 +58,7 @@ class Account:
         self.own: IAccountant | None = None
         self.budgets: list[Budget] = []
         self.coordinates = 0
+        self.unchecked: list[Unchecked] = []
         self._opened = False
         self.charged = False
         self._unkeyed: dict[int, str] = {}
@@ -92,6 +95,7 @@ class Account:
         """
         segment: list[Mapping[str, Any]] = [mechanism]
         self._opened = True
+        self.unchecked.append(optimizer.clipper.unchecked)
         self.discrete(int(mechanism.get("coordinates", 0)))
 
         def charge(current: DPOptimizer, released: Sequence[torch.Tensor]) -> None:

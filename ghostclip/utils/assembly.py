@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -146,13 +146,13 @@ def assemble(request: Request, noise: KeyedNoise) -> Private | PrivateWithCriter
             optimizer = _bare_optimizer(request.optimizer)
             check_objects(module, optimizer)
             noise_source = noise_for(request.plan.replicas, request.module, noise)
-            clipper = _attached(module, request)
+            clipper = _attached(_inside(module), request)
             undo.callback(clipper.remove)
-            sums_meet_elsewhere(module, shared=shared)
+            sums_meet_elsewhere(clipper.model, shared=shared)
             if shared:
                 mechanism = (request.noise_multiplier, clipper.policy.max_grad_norm, clipper.policy.describe())
                 require_agreement("mechanism (σ, C, clipping)", mechanism)
-            private = _around(clipper, optimizer, request, noise_source)
+            private = _around(clipper, optimizer, replace(request, module=module), noise_source)
         undo.pop_all()
     return private
 
@@ -189,7 +189,7 @@ def _around(
     Args:
         clipper: Attached to the bare model.
         optimizer: The bare optimizer.
-        request: What the user asked for.
+        request: What the user asked for, of the bare model.
         noise_source: Where the noise comes from.
 
     Returns:
@@ -205,7 +205,7 @@ def _around(
         noise_source=noise_source,
     )
     wrap = GradSampleModule if request.wrap_model else GradSampleHooks
-    private_module = wrap(clipper.model, clipper=clipper)
+    private_module = wrap(request.module, clipper=clipper)
     returned: PrivateOptimizer = private_optimizer
     if isinstance(optimizer, JoinedOptimizer):
         returned = [MemberOptimizer(member, private_optimizer) for member in optimizer.members]
@@ -234,6 +234,29 @@ def _bare_optimizer(optimizer: Optimizer | Sequence[Optimizer]) -> Optimizer:
     if isinstance(optimizer, WrappedOptimizer):
         return optimizer.original_optimizer
     return cast(Optimizer, optimizer)
+
+
+def _inside(module: nn.Module) -> nn.Module:
+    """Return the module to attach to: Fabric's wrapper lets nobody else start a backward at its own outputs.
+
+    Args:
+        module: The bare model.
+
+    Returns:
+        The model in the wrapper, which goes on casting inputs and outputs around it; any other module as it is.
+
+    Raises:
+        UnsupportedModelError: If there is more than casts around it, as where gradients are summed over ranks.
+    """
+    if type(module).__name__ != "_FabricModule":
+        return module
+    inner = cast(nn.Module, module.module)
+    if module._forward_module is not inner:
+        raise UnsupportedModelError(
+            f"module was set up by Fabric, with {type(module._forward_module).__name__} around it. Call make_private "
+            "with the model, optimizer and loader themselves, then fabric.setup on what it returns."
+        )
+    return inner
 
 
 def check_objects(module: nn.Module, optimizer: Optimizer) -> None:

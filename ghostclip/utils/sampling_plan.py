@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from ghostclip.accounting.events import SamplingEvent
 from ghostclip.data_loader import DPDataLoader
-from ghostclip.data_loader.accepted import checked_batch_size, dataset_length, record_sampler
+from ghostclip.data_loader.accepted import checked_batch_size, dataset_length, record_sampler, refuse_wrapped
 from ghostclip.data_loader.workers import worker_options
 from ghostclip.distributed import refused_together, world_size
 from ghostclip.errors import DataError, InvalidOptionError
@@ -261,6 +261,7 @@ def plan_for(
     """
     if isinstance(loader, DeclaredSampling):
         return EventPlan(loader)
+    refuse_wrapped(loader)
     if before is not None and getattr(before.loader, "dataset", None) is not loader.dataset:
         warnings.warn(
             "this engine has accounted for another data set object before. ε adds up as if both were the same "

@@ -100,8 +100,8 @@ class Spending(Compatibility):
             delta,
             releases=len(self._account.accountant),
             level=self.noise_level,
-            event=None if self._plan is None else self._plan.event,
-            declared=self._plan is not None and self._plan.draws is None,
+            plan=self._plan,
+            unchecked=[str(unchecked) for unchecked in self._account.unchecked],
         )
 
     def _warn_of(self, delta: float, plan: SamplingPlan | None) -> None:

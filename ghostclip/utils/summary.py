@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from ghostclip.accounting import Bounds
-from ghostclip.accounting.events import SamplingEvent
+from ghostclip.utils.sampling_plan import SamplingPlan
 
 _RELATIONS = {
     "zero_out": "with one {unit} or with nothing in its place (the number of {unit}s, {count}, is public)",
@@ -28,7 +29,13 @@ _INTEGERS = "timing, and what a record changes in the rounding of others' gradie
 
 
 def summary_text(
-    bounds: Bounds, delta: float, *, releases: int, level: str, event: SamplingEvent | None, declared: bool
+    bounds: Bounds,
+    delta: float,
+    *,
+    releases: int,
+    level: str,
+    plan: SamplingPlan | None,
+    unchecked: Iterable[str] = (),
 ) -> str:
     """Return what was released, what for, and what is not covered.
 
@@ -37,8 +44,8 @@ def summary_text(
         delta: δ.
         releases: How many releases are accounted for.
         level: Of the noise.
-        event: How batches are sampled; None before anything was made private.
-        declared: Whether the user samples, and only said how.
+        plan: How batches are sampled; None before anything was made private.
+        unchecked: Of each model, the checks that were switched off or could not run; empty texts are left out.
 
     Returns:
         One line.
@@ -46,19 +53,21 @@ def summary_text(
     parts = [f"(ε ≤ {_up(bounds.upper)}, δ = {delta:g}) after {releases} accounted releases"]
     if bounds.lower > 0:
         parts.append(f"no accountant could report less than ε = {_down(bounds.lower)}")
-    if event is not None:
+    if plan is not None:
+        event = plan.event
         unit = f"{event.unit} (at most {event.records_per_unit} records in a batch)"
         unit = unit if event.records_per_unit > 1 else event.unit
         relation = _RELATIONS[event.relation].format(unit=event.unit, count=event.num_units)
         parts.append(f"for each {unit}, between data sets {relation}")
         sampling = _SAMPLING[event.kind].format(rate=event.sample_rate, truncation=event.truncation)
-        parts.append(f"{sampling}, as declared by the user, who answers for it" if declared else sampling)
+        parts.append(f"{sampling}, as declared by the user, who answers for it" if plan.draws is None else sampling)
     parts.append(_NOISE[level])
     uncovered = _INTEGERS if level == "exact" else _FLOATS
     parts.append(
         f"not covered: losses, norms and batch sizes of the training, choices made by them, {uncovered}, and other "
         "uses of the data"
     )
+    parts += [text for text in dict.fromkeys(unchecked) if text]
     return "; ".join(parts) + "."
 
 

@@ -11,8 +11,9 @@ from ghostclip.errors import SampleMixingError
 class _Remembers(nn.Module):
     """Keeps a moving average of what it sees; or of its weights, or of noise."""
 
-    def __init__(self, what):
+    def __init__(self, what, *, anew=False):
         super().__init__()
+        self.anew = anew
         self.layer, self.head, self.what = nn.Linear(3, 4), nn.Linear(4, 2), what
         self.register_buffer("average", torch.zeros(4))
 
@@ -20,12 +21,15 @@ class _Remembers(nn.Module):
         h = self.layer(x)
         seen = {"data": h.detach().mean(0), "weights": self.layer.weight.detach().mean(1), "noise": torch.rand(4)}
         with torch.no_grad():
-            self.average.lerp_(seen[self.what], 0.1)
+            if self.anew:
+                self.average = self.average.lerp(seen[self.what], 0.1)
+            else:
+                self.average.lerp_(seen[self.what], 0.1)
         return self.head(h * (1 + 0 * self.average))
 
 
-def _attached(what):
-    model = _Remembers(what)
+def _attached(what, *, anew=False):
+    model = _Remembers(what, anew=anew)
     return model, ghostclip.GhostClipper(model, max_grad_norm=0.5)
 
 
@@ -43,9 +47,10 @@ def test_what_does_not_follow_the_samples_is_left(what):
     assert model.average.abs().sum() > 0
 
 
-def test_buffer_ends_as_after_one_forward():
-    """Looking closer changes nothing that a user can see."""
-    model, clipper = _attached("weights")
+@pytest.mark.parametrize("anew", [False, True])
+def test_buffer_ends_as_after_one_forward(anew):
+    """Looking closer changes nothing that a user can see, whether a buffer is written to or assigned anew."""
+    model, clipper = _attached("weights", anew=anew)
     model(torch.randn(4, 3))
     torch.testing.assert_close(model.average, 0.1 * model.layer.weight.detach().mean(1))
     clipper.remove()

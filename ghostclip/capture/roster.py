@@ -1,0 +1,108 @@
+"""The parameters that a model had when it was attached to, and whether forwards have met others since.
+
+Modules and parameters may be added, exchanged, unfrozen or tied anew at any time (adapters, another head, a resized
+embedding). Forwards clip whatever the model has; an optimizer holds what it was built with.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from weakref import ref
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Changes:
+    """How a model's parameters and an optimizer's have come apart.
+
+    Attributes:
+        missing: Names of those that are trainable now, were not before, and that the optimizer does not hold.
+        gone: Names of those that the optimizer holds and that the model has no longer.
+        joined: Names of those that are trainable now, were not before, and that the optimizer holds.
+        added: Names of the joined ones that the model did not have before.
+    """
+
+    missing: list[str]
+    gone: list[str]
+    joined: list[str]
+    added: list[str]
+
+
+class Roster:
+    """A model's parameters as they were, by identity.
+
+    Attributes:
+        changed: Whether a forward has met others than those; until `accept`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Note what the model has.
+
+        Args:
+            model: The model.
+        """
+        self._model = model
+        # An identity may be given anew when its object is gone.
+        self._known: dict[int, tuple[str, ref[nn.Parameter]]] = {}
+        self._trainable: set[int] = set()
+        self._met: list[int] = []
+        self.accept()
+
+    def accept(self) -> None:
+        """Take the parameters that the model has now for those that it should have."""
+        named = list(self._model.named_parameters())
+        before = {id(p) for _, p in named if self._was_trainable(p)}
+        self.changed = False
+        self._known = {id(p): (name, ref(p)) for name, p in named}
+        self._trainable = before | {id(p) for _, p in named if p.requires_grad}
+
+    def meet(self, met: list[int]) -> bool:
+        """Take note of the trainable parameters of a forward.
+
+        Args:
+            met: Their identities, in the order of the modules, a shared one once for each place.
+
+        Returns:
+            Whether parameters have come in, become trainable or gone since the forward before.
+        """
+        if met == self._met:
+            return False
+        self._met = met
+        expected = {key for key, (_, own) in self._known.items() if _trains(own())}
+        differs = not expected <= set(met) <= self._trainable
+        self.changed = self.changed or differs
+        return differs
+
+    def compare(self, held: Iterable[nn.Parameter]) -> Changes:
+        """Compare the model's parameters with those that an optimizer holds.
+
+        Args:
+            held: The optimizer's parameters.
+
+        Returns:
+            Where they have come apart.
+        """
+        own = {id(p): (name, p) for name, p in self._model.named_parameters()}
+        of_optimizer = {id(p): p for p in held if p.requires_grad}
+        new = {key: name for key, (name, p) in own.items() if p.requires_grad and not self._was_trainable(p)}
+        joined = [key for key in new if key in of_optimizer]
+        return Changes(
+            missing=[name for key, name in new.items() if key not in of_optimizer],
+            gone=[self._name(p) for key, p in of_optimizer.items() if key not in own],
+            joined=[new[key] for key in joined],
+            added=[new[key] for key in joined if not self._knows(of_optimizer[key])],
+        )
+
+    def _knows(self, parameter: nn.Parameter) -> bool:
+        known = self._known.get(id(parameter))
+        return known is not None and known[1]() is parameter
+
+    def _was_trainable(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self._trainable and self._knows(parameter)
+
+    def _name(self, parameter: nn.Parameter) -> str:
+        return self._known[id(parameter)][0] if self._knows(parameter) else f"one of shape {tuple(parameter.shape)}"
+
+
+def _trains(parameter: nn.Parameter | None) -> bool:
+    return parameter is not None and parameter.requires_grad

@@ -1,0 +1,92 @@
+"""The checks that a session makes of a model's forwards, and why some of them could not run.
+
+A check that was switched off, or asked for in vain, proves nothing: whoever relies on it must be told.
+"""
+
+import logging
+from typing import Final
+
+from ghostclip.capture.inputs import is_power_of_four
+
+_log = logging.getLogger(__name__)
+
+ROWS: Final = "which rows belong to which sample"
+COMPANY: Final = "batch independence (a sample replaced)"
+FEWER: Final = "batch independence (samples left out)"
+LOSSES: Final = "losses of one sample each"
+_ALL: Final = (ROWS, COMPANY, FEWER, LOSSES)
+_LONE: Final = "every batch so far had fewer than two samples"
+# After so many batches of one sample it is said that they prove nothing.
+_ALONE: Final = 4
+
+
+class Unchecked:
+    """Which checks have not run yet, with the latest reason."""
+
+    def __init__(self) -> None:
+        """Start with nothing asked for."""
+        self._why: dict[str, str] = {}
+        self._done: set[str] = set()
+        self._told: set[str] = set()
+        self._forwards = self._alone = 0
+
+    def begin(self, batch_size: int, *, probes: bool) -> bool:
+        """Count a forward and decide whether it is one to ask for evidence.
+
+        Args:
+            batch_size: B; one sample alone can prove nothing.
+            probes: Whether evidence is asked for at all.
+
+        Returns:
+            Whether to ask: in the 1st, 4th, 16th, 64th, ... forward of several samples.
+        """
+        if not probes:
+            self.missed("probe=False", *_ALL)
+            self.tell()
+            return False
+        if batch_size < 2:
+            self._alone += 1
+            self.missed(_LONE, *_ALL)
+            if self._alone == _ALONE:
+                self.tell()
+            return False
+        # Whoever asks for the others says what became of it; the losses may be asked for by nobody.
+        if self._why.get(LOSSES) == _LONE:
+            del self._why[LOSSES]
+        self._forwards += 1
+        return is_power_of_four(self._forwards)
+
+    def renew(self) -> None:
+        """Ask for all evidence anew, from the next forward on: the model was changed."""
+        self._forwards = 0
+
+    def ran(self, *checks: str) -> None:
+        """Note checks that ran and found nothing wrong.
+
+        Args:
+            *checks: Which.
+        """
+        self._done.update(checks)
+        for check in checks:
+            self._why.pop(check, None)
+
+    def missed(self, why: str, *checks: str) -> None:
+        """Note checks that could not run; what ran once counts as run.
+
+        Args:
+            why: The reason, for a parenthesis.
+            *checks: Which.
+        """
+        self._why.update((check, why) for check in checks if check not in self._done)
+
+    def tell(self) -> None:
+        """Log a warning if there is something that was not told before."""
+        if not self._told.issuperset(self._why):
+            self._told.update(self._why)
+            _log.warning("%s.", self)
+
+    def __str__(self) -> str:
+        """Return one clause, the checks by reason; empty if none is missing."""
+        reasons = dict.fromkeys(self._why.values())
+        parts = [f"{', '.join(c for c, w in self._why.items() if w == why)}: {why}" for why in reasons]
+        return f"not checked: {'; '.join(parts)}" if parts else ""

@@ -1,0 +1,160 @@
+"""Rows that data selects: whose they are follows from the rows they were selected from, not from how many came."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import ghostclip
+from ghostclip.errors import BatchAxisError, SampleMixingError
+from tests.reference import clip_and_sum, per_sample_gradients
+
+
+def _mask(flat, out, rows, expert):
+    return out.index_put((rows,), expert(flat[rows]))
+
+
+def _in_place(flat, out, rows, expert):
+    out[rows] = expert(flat[rows])
+    return out
+
+
+def _numbers(flat, out, rows, expert):
+    number = rows.nonzero().squeeze(-1)
+    return out.index_add(0, number, expert(flat.index_select(0, number)))
+
+
+def _reshaped(x):
+    return x.reshape(-1, x.shape[-1])
+
+
+def _scaled(x):
+    return (0.5 * x).flatten(0, 1)
+
+
+def _turned(x):
+    """Samples alternate, in memory of its own."""
+    return x.transpose(0, 1).reshape(-1, x.shape[-1])
+
+
+class _Router(nn.Module):
+    """Three experts on single positions, chosen by a gate; each with its share of the gate's probability."""
+
+    def __init__(self, way, fold=_reshaped):
+        super().__init__()
+        self.gate, self.head, self.way, self.fold = nn.Linear(5, 3), nn.Linear(5, 2), way, fold
+        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 5)) for _ in range(3)])
+
+    def forward(self, x):
+        flat = self.fold(x)
+        share = self.gate(flat).softmax(-1)
+        chosen = self._allowed(share.argmax(-1))
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            out = self.way(flat, out, chosen == number, expert)
+        out = out * share.max(-1, keepdim=True).values
+        back = out.view(x.shape[1], x.shape[0], -1).transpose(0, 1) if self.fold is _turned else out.view(x.shape)
+        return self.head(x + back).mean(1)
+
+    def _allowed(self, chosen):
+        return chosen
+
+
+class _Limited(_Router):
+    """An expert has room for so many rows of the batch; the others stay as they are."""
+
+    def _allowed(self, chosen):
+        place = torch.stack([(chosen == number).cumsum(0) for number in range(3)], 1)
+        return chosen.where(place.gather(1, chosen[:, None])[:, 0] <= 3, -1)
+
+
+def _losses(model, batch):
+    return model(batch["x"]).square().sum(1)
+
+
+def _assert_exact(way, fold, seed, shape):
+    torch.manual_seed(seed)
+    model, x = _Router(way, fold).double(), torch.randn(*shape, dtype=torch.float64)
+    wanted = clip_and_sum(per_sample_gradients(model, {"x": x}, _losses, axes={}), 0.5).clipped
+    with ghostclip.GhostClipper(model, max_grad_norm=0.5) as clipper:
+        clipper.backward(_losses(model, {"x": x}))
+        for name, p in model.named_parameters():
+            got = torch.zeros_like(p) if p.grad is None else p.grad
+            torch.testing.assert_close(got, wanted[name], rtol=1e-9, atol=1e-12, msg=f"{seed}: {name}")
+
+
+@pytest.mark.parametrize(("way", "starts"), [(_mask, 60), (_in_place, 20), (_numbers, 20)])
+def test_any_number_of_rows(way, starts):
+    """In many of the starts some expert has a multiple of the batch's four samples."""
+    for seed in range(starts):
+        _assert_exact(way, _reshaped, seed, (4, 6, 5))
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 5), (4, 4, 5), (3, 1, 5)])
+@pytest.mark.parametrize("fold", [_reshaped, _scaled])
+def test_other_sizes_and_folds(shape, fold):
+    for seed in range(10):
+        _assert_exact(_mask, fold, seed, shape)
+
+
+@pytest.mark.parametrize("way", [_mask, _numbers])
+def test_rows_in_an_unknown_order_are_exact_or_refused(way):
+    """In every step: what evidence showed of some selected rows says nothing about others."""
+    done = 0
+    for seed in range(12):
+        torch.manual_seed(seed)
+        model = _Router(way, _turned).double()
+        with ghostclip.GhostClipper(model, max_grad_norm=0.5) as clipper:
+            for _ in range(5):
+                x = torch.randn(2, 6, 5, dtype=torch.float64)
+                try:
+                    clipper.backward(_losses(model, {"x": x}))
+                except (BatchAxisError, SampleMixingError):
+                    break
+                squares = sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None)
+                norms = _norms(copy.deepcopy(model), x)
+                torch.testing.assert_close(clipper.per_sample_norms, norms, rtol=1e-6, atol=0)
+                assert squares.sqrt() <= 2 * 0.5 * (1 + 1e-9)
+                clipper.reset()
+                done += 1
+    assert done
+
+
+def _norms(model, x):
+    model.zero_grad()
+    return clip_and_sum(per_sample_gradients(model, {"x": x}, _losses, axes={})).norms_B
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_experts_with_room_for_few_rows_are_refused(in_graph):
+    """Earlier samples take it; nobody's gradient tells."""
+    torch.manual_seed(1)
+    model = _Limited(_mask)
+    x = torch.randn(4, 6, 5)
+    ghostclip.GhostClipper(model, max_grad_norm=0.5)
+    with pytest.raises(SampleMixingError, match="outputs of other samples changed"):
+        model(x.requires_grad_(in_graph))
+
+
+class _Sorted(nn.Linear):
+    """Returns its outputs in the order of what is in them."""
+
+    def forward(self, x):
+        order = x.sum(1).argsort()
+        return super().forward(x[order]) / (len(x) if self.counts else 1)
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_outputs_in_an_order_of_their_own(counts):
+    """They are compared as a set: in another order they are no evidence, with other values they are."""
+    model = _Sorted(5, 2)
+    model.counts = counts
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=0.5)
+    torch.manual_seed(0)
+    if counts:
+        with pytest.raises(SampleMixingError):
+            model(torch.randn(6, 5))
+    else:
+        clipper.backward(model(torch.randn(6, 5)).square().sum(1))
+        assert not str(clipper.unchecked)

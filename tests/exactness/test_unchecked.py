@@ -1,0 +1,121 @@
+"""A check that was switched off or could not run says so: in the coverage table, the summary and one log line."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ghostclip
+from ghostclip.capture.unchecked import COMPANY, FEWER, LOSSES, ROWS, Unchecked
+
+ALL = (ROWS, COMPANY, FEWER, LOSSES)
+
+
+def _forward(model, sizes, *, probe=True):
+    """Return what is not checked after backwards with so many samples."""
+    with ghostclip.GhostClipper(model, max_grad_norm=0.1, probe=probe) as clipper:
+        for size in sizes:
+            clipper.backward(model(torch.randn(size, 3)).square().flatten(1).sum(1))
+        table = str(clipper.coverage())
+        assert clipper.coverage().as_dict()["unchecked"] == str(clipper.unchecked)
+        assert str(clipper.unchecked) in table
+        return str(clipper.unchecked)
+
+
+class _Fixed(nn.Linear):
+    """Takes batches of five samples only."""
+
+    def forward(self, x):
+        assert len(x) == 5
+        return super().forward(x)
+
+
+def test_all_ran():
+    assert not _forward(nn.Linear(3, 4), [5])
+
+
+def test_switched_off():
+    assert _forward(nn.Linear(3, 4), [5], probe=False) == f"not checked: {', '.join(ALL)}: probe=False"
+
+
+def test_one_sample_alone_proves_nothing():
+    found = _forward(nn.Linear(3, 4), [1, 0, 1])
+    assert found == f"not checked: {', '.join(ALL)}: every batch so far had fewer than two samples"
+
+
+def test_the_first_batch_of_several_is_proved_whatever_its_number():
+    assert not _forward(nn.Linear(3, 4), [1, 1, 5])
+    mixes = nn.Linear(3, 4)
+    mixes.forward = lambda x, own=mixes.forward: own(x) / len(x)
+    with pytest.raises(ghostclip.errors.SampleMixingError):
+        _forward(mixes, [1, 1, 5])
+
+
+def test_a_plain_backward_after_a_lone_sample_does_not_keep_its_reason():
+    model = nn.Linear(3, 4)
+    with ghostclip.GhostClipper(model, max_grad_norm=0.1) as clipper:
+        for size in (1, 5):
+            model(torch.randn(size, 3)).square().sum(1).mean().backward()
+        assert not str(clipper.unchecked)
+
+
+def test_random_numbers():
+    found = _forward(nn.Sequential(nn.Linear(3, 4), nn.Dropout()), [5])
+    assert found == f"not checked: {FEWER}: random numbers are drawn"
+
+
+def test_model_that_raises():
+    found = _forward(_Fixed(3, 4), [5])
+    assert found == f"not checked: {FEWER}: the model raised AssertionError on another batch"
+
+
+def test_said_once(caplog):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout())
+    with caplog.at_level(logging.WARNING, logger="ghostclip"):
+        _forward(model, [5] * 6)
+    assert [record.getMessage() for record in caplog.records] == [f"not checked: {FEWER}: random numbers are drawn."]
+
+
+def test_a_few_batches_of_one_sample_are_no_news(caplog):
+    with caplog.at_level(logging.WARNING, logger="ghostclip"):
+        _forward(nn.Linear(3, 4), [1, 1, 1])
+        assert not caplog.records
+        _forward(nn.Linear(3, 4), [1] * 5)
+    assert len(caplog.records) == 1
+
+
+def test_what_ran_once_counts_as_run():
+    unchecked = Unchecked()
+    unchecked.missed("a reason", COMPANY)
+    unchecked.ran(COMPANY)
+    unchecked.missed("another reason", COMPANY)
+    assert not str(unchecked)
+
+
+def test_reasons_are_grouped():
+    unchecked = Unchecked()
+    unchecked.missed("one", COMPANY, FEWER)
+    unchecked.missed("two", ROWS)
+    assert str(unchecked) == f"not checked: {COMPANY}, {FEWER}: one; {ROWS}: two"
+
+
+@pytest.mark.parametrize("probe", [True, False])
+def test_summary_names_what_was_not_checked(probe):
+    engine, model = ghostclip.PrivacyEngine(), nn.Linear(3, 2)
+    data = TensorDataset(torch.randn(40, 3), torch.randint(0, 2, (40,)))
+    private, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=20),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        probe=probe,
+    )
+    for x, y in loader:
+        optimizer.zero_grad()
+        private.clipper.backward(nn.functional.cross_entropy(private(x), y, reduction="none"))
+        optimizer.step()
+    assert ("not checked: " in engine.summary(1e-5)) is not probe
+    assert ("probe=False" in engine.summary(1e-5)) is not probe
