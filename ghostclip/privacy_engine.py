@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 
 from ghostclip.accounting import DEFAULT_ACCOUNTANT, bounding_accountant, create_accountant
 from ghostclip.clipping.policies import ClipPolicy
-from ghostclip.distributed import noise_for
 from ghostclip.noise import make_noise_source
 from ghostclip.optimizers import DPOptimizer, MemberOptimizer, release_of
 from ghostclip.sampling import DeclaredSampling
@@ -397,7 +396,7 @@ class PrivacyEngine(Spending):
             As `make_private`.
         """
         noise = make_noise_source(level=self.noise_level, generator=request.noise_generator)
-        private = assemble(request, noise_for(request.plan.sampler, request.module, noise))
+        private = assemble(request, noise)
         if budget is not None:
             self._account.add_budget(budget)
         optimizer, plan = release_of(private[1]), request.plan

@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ghostclip.capture.eager import untraced
 from ghostclip.capture.nodes import nodes_behind
+from ghostclip.capture.replicas import quieten_wrapper
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.errors import GhostClipError, SampleMixingError, UncoveredParameterError, UnsupportedModelError
 
@@ -207,6 +208,7 @@ def attach(model: nn.Module, session: "Session") -> list[RemovableHandle]:
     # ``always_call`` runs the second hook after an exception as well; it cannot tell, so the first failure is noted by
     # the output: a module that raised has none.
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        quieten_wrapper(session.model)
         changed = session.enter(module, args, kwargs)
         session.units.begin(module, *(changed or (args, kwargs)))
         return changed

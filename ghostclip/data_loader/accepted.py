@@ -16,11 +16,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from ghostclip.distributed import world_size
 from ghostclip.errors import DataError, InvalidOptionError
 
 _REMEDIES: tuple[tuple[type, str], ...] = (
     (WeightedRandomSampler, "weights give every record another privacy loss; leave the sampler out"),
-    (DistributedSampler, "it repeats and fixes records; leave it out: ranks share each batch, see distributed=True"),
     (SubsetRandomSampler, "pass torch.utils.data.Subset(dataset, indices) as the data set and leave the sampler out"),
 )
 
@@ -65,10 +65,10 @@ def checked_batch_size(loader: DataLoader[Any]) -> int:
     """Return the batch size of a loader whose sampling may be replaced by a private sampler's.
 
     Args:
-        loader: The user's loader.
+        loader: The user's loader; beside a `DistributedSampler` its batch size is that of one rank.
 
     Returns:
-        Records per batch.
+        Records per batch, over all ranks that share it.
 
     Raises:
         InvalidOptionError: If the loader does not batch, or samples in a way that Poisson sampling cannot stand for.
@@ -82,12 +82,14 @@ def checked_batch_size(loader: DataLoader[Any]) -> int:
     if type(batches) is not BatchSampler:
         raise InvalidOptionError(
             f"batch_sampler {type(batches).__name__}: what it draws is not what an accountant assumes; "
-            "give the loader a batch_size instead."
+            "give the loader a batch_size instead, and pass it as it is before another library prepares it."
         )
-    sampler = batches.sampler
-    for kind, remedy in _REMEDIES:
-        if isinstance(sampler, kind):
+    sampler: Any = batches.sampler
+    for refused, remedy in _REMEDIES:
+        if isinstance(sampler, refused):
             raise InvalidOptionError(f"sampler {type(sampler).__name__}: {remedy}.")
+    if type(sampler) is DistributedSampler:
+        return batches.batch_size * _ranks_of(sampler, records)
     whole = type(sampler) is SequentialSampler or (
         type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == records
     )
@@ -97,3 +99,31 @@ def checked_batch_size(loader: DataLoader[Any]) -> int:
             "replaced by Poisson sampling; leave the sampler out, or select records with torch.utils.data.Subset."
         )
     return batches.batch_size
+
+
+def _ranks_of(sampler: Any, records: int) -> int:
+    """Return among how many ranks a sampler deals records out.
+
+    Args:
+        sampler: The user's `DistributedSampler`.
+        records: Records in the loader's data set.
+
+    Returns:
+        The number of ranks that train.
+
+    Raises:
+        InvalidOptionError: If it is made for another number of ranks, or over other records.
+    """
+    if sampler.num_replicas != world_size():
+        raise InvalidOptionError(
+            f"sampler DistributedSampler with num_replicas={sampler.num_replicas}: {world_size()} rank(s) train here. "
+            "Call torch.distributed.init_process_group first and leave num_replicas out, or leave the sampler out: the "
+            "ranks share each batch of the loader, whose batch_size is then that of all ranks together."
+        )
+    if len(sampler.dataset) != records:
+        raise InvalidOptionError(
+            f"sampler DistributedSampler over {len(sampler.dataset)} records: the loader's data set has {records}. "
+            "Make both from one data set, a torch.utils.data.Subset for a part of it."
+        )
+    replicas: int = sampler.num_replicas
+    return replicas

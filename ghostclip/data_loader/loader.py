@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from ghostclip.data_loader.accepted import checked_batch_size, dataset_length, r
 from ghostclip.data_loader.empty_batch import EmptyBatchCollate
 from ghostclip.data_loader.resumed import started
 from ghostclip.data_loader.workers import worker_options
-from ghostclip.distributed import share_sampler, world_size
+from ghostclip.distributed import refused_together, share_sampler, world_size
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.sampling import Poisson, PrivateSampler, SamplingScheme
 
@@ -45,7 +46,7 @@ class DPDataLoader(DataLoader):
         scheme: Another way to sample, in place of both.
         steps: Batches per epoch; round(length / batch_size) by default.
         max_batch_size: Largest batch: of a larger sample a random subset is kept, which its event accounts for.
-        distributed: All ranks draw one batch and share its records; made on all of them.
+        distributed: All ranks draw one batch and share its records; as for `from_data_loader`.
         drop_last: Of no effect: every batch is a Poisson sample.
         batch_first: Of no effect: the batch axis of an empty batch is found by evidence.
         rand_on_empty: Refused, as in `from_data_loader`.
@@ -76,7 +77,7 @@ class DPDataLoader(DataLoader):
         scheme: SamplingScheme | None = None,
         steps: int | None = None,
         max_batch_size: int | None = None,
-        distributed: bool = False,
+        distributed: bool | None = None,
         drop_last: bool = False,
         batch_first: bool = True,
         rand_on_empty: bool = False,
@@ -105,7 +106,7 @@ class DPDataLoader(DataLoader):
             raise DataError(f"scheme over {scheme.num_samples} records: the data set has {dataset_length(dataset)}.")
         self.sample_rate = scheme.event.sample_rate
         sampler = PrivateSampler(scheme, generator=generator)
-        if distributed:
+        if _is_shared(distributed):
             share_sampler(sampler)
         super().__init__(
             dataset,
@@ -153,7 +154,8 @@ class DPDataLoader(DataLoader):
         """Return a loader over the same data with the same options, but with Poisson batches.
 
         Random and sequential samplers are replaced, which is logged. `drop_last` means nothing here: an epoch has
-        round(records / batch_size) batches.
+        round(records / batch_size) batches. A `DistributedSampler` is replaced too: as its loader has the batch size of
+        one rank, the batch that the ranks share has that times their number, on average, and no record twice.
 
         Args:
             data_loader: Any loader whose sampling a Poisson sampler can stand for; a `DPDataLoader` is returned as is.
@@ -179,21 +181,20 @@ class DPDataLoader(DataLoader):
         refuse_invented_records(rand_on_empty=rand_on_empty)
         if isinstance(data_loader, DPDataLoader):
             return data_loader
-        batch_size = checked_batch_size(data_loader)
-        logger.info("%s and drop_last are replaced by private sampling.", type(record_sampler(data_loader)).__name__)
-        private = cls(
-            data_loader.dataset,
-            batch_size=batch_size if scheme is None else None,
-            scheme=scheme,
-            max_batch_size=max_batch_size,
-            collate_fn=data_loader.collate_fn,
-            generator=data_loader.generator if generator is None else generator,
-            **worker_options(data_loader),
-            pin_memory_device=data_loader.pin_memory_device,
-        )
-        if world_size() > 1 if distributed is None else distributed:
-            share_sampler(private.private_sampler)
-        return private
+        with refused_together("loader") if _is_shared(distributed) else nullcontext():
+            batch_size = checked_batch_size(data_loader)
+            _log_replacement(data_loader, batch_size, shared=_is_shared(distributed))
+            return cls(
+                data_loader.dataset,
+                batch_size=batch_size if scheme is None else None,
+                scheme=scheme,
+                max_batch_size=max_batch_size,
+                distributed=distributed,
+                collate_fn=data_loader.collate_fn,
+                generator=data_loader.generator if generator is None else generator,
+                **worker_options(data_loader),
+                pin_memory_device=data_loader.pin_memory_device,
+            )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Yield one epoch of batches, or what was left of an interrupted one.
@@ -265,6 +266,43 @@ def _rate(dataset: Dataset, batch_size: int | None, sample_rate: float | None) -
         raise DataError(f"batch_size={batch_size}: the data set has only {length} records; use a smaller batch.")
     assert batch_size is not None, "refused above"
     return batch_size / length
+
+
+def _is_shared(distributed: bool | None) -> bool:  # noqa: FBT001 - the user's option
+    """Return whether ranks share batches.
+
+    Args:
+        distributed: As the user gave it.
+
+    Returns:
+        What was asked for; by default whether there are several ranks.
+    """
+    return world_size() > 1 if distributed is None else distributed
+
+
+def _log_replacement(data_loader: DataLoader, batch_size: int, *, shared: bool) -> None:
+    """Say what becomes of a loader's own sampling.
+
+    Args:
+        data_loader: The user's loader.
+        batch_size: Records per batch, over all ranks.
+        shared: Whether ranks share each batch.
+
+    Raises:
+        InvalidOptionError: If records are dealt out to ranks that train apart.
+    """
+    sampler = record_sampler(data_loader)
+    if not shared and getattr(sampler, "num_replicas", 1) > 1:
+        raise InvalidOptionError(
+            f"sampler {type(sampler).__name__} with distributed=False: it deals records out to ranks that train "
+            "together. Leave the sampler or distributed=False out."
+        )
+    logger.info(
+        "%s and drop_last are replaced by private sampling of %s records a batch%s.",
+        type(sampler).__name__,
+        batch_size,
+        f", shared by {world_size()} ranks" if shared else "",
+    )
 
 
 def refuse_invented_records(*, rand_on_empty: bool) -> None:

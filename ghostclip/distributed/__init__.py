@@ -1,21 +1,36 @@
 """Training on several ranks: one draw of records shared by all, one sum, one draw of noise."""
 
 from ghostclip._refused import refusing
-from ghostclip.distributed.agreement import require_agreement, share_noise, share_sampler, world_size
+from ghostclip.distributed.agreement import (
+    refused_together,
+    require_agreement,
+    share_noise,
+    share_sampler,
+    world_size,
+)
+from ghostclip.distributed.draws import Share, require_one_draw
 from ghostclip.distributed.parallel import DifferentiallyPrivateDistributedDataParallel
 from ghostclip.distributed.release import noisy_shard, noisy_sum_, noisy_sums_
-from ghostclip.distributed.shared import SharedNoise, noise_for, share_parameters
+from ghostclip.distributed.shared import SharedNoise, noise_for
+from ghostclip.distributed.weights import broadcast_parameters, require_equal_weights
+from ghostclip.distributed.wrappers import copy_inside, refuse_sharded
 
 __all__ = [
     "DifferentiallyPrivateDistributedDataParallel",
+    "Share",
     "SharedNoise",
+    "broadcast_parameters",
+    "copy_inside",
     "noise_for",
     "noisy_shard",
     "noisy_sum_",
     "noisy_sums_",
+    "refuse_sharded",
+    "refused_together",
     "require_agreement",
+    "require_equal_weights",
+    "require_one_draw",
     "share_noise",
-    "share_parameters",
     "share_sampler",
     "world_size",
 ]

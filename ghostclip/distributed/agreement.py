@@ -1,17 +1,24 @@
 """What all ranks must have in common: the key that batches are drawn from, and the key of the noise.
 
 A key goes from rank 0 to all others once. Equal seeds would not do: every rank would draw the same records.
+
+Everything is exchanged through one gather, which also says at which place each rank is and what one of them refuses: a
+rank that cannot go on stops the others at their next exchange, wherever that is, instead of leaving them waiting.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from torch import distributed
 
-from ghostclip.errors import InvalidOptionError
+from ghostclip import errors
+from ghostclip.errors import GhostClipError, InvalidOptionError
 from ghostclip.noise.keyed import KeyedNoise
 from ghostclip.sampling import PrivateSampler
+from ghostclip.validators import errors as module_errors
 
 Group = Any
 """A torch process group; None is all ranks."""
@@ -44,14 +51,12 @@ def share_sampler(sampler: PrivateSampler, group: Group = None) -> None:
         InvalidOptionError: If torch.distributed is not running, or the ranks sample differently.
     """
     _require_group()
-    state = sampler.state_dict()
-    described = {name: state[name] for name in sampler.scheme.describe()}
-    require_agreement("sampling", described, group)
-    sampler.load_state_dict(_from_first(state, group))
+    states = gathered("sampling", sampler.state_dict(), group)
+    names = sampler.scheme.describe()
+    _require_equal("sampling", [{name: state.get(name) for name in names} for state in states])
+    sampler.load_state_dict(states[0])
     sampler.share(
-        rank=distributed.get_rank(group),
-        num_replicas=distributed.get_world_size(group),
-        key=sampler.state_dict()["key"],
+        rank=distributed.get_rank(group), num_replicas=distributed.get_world_size(group), key=states[0]["key"]
     )
 
 
@@ -66,8 +71,9 @@ def share_noise(source: KeyedNoise, group: Group = None) -> None:
         InvalidOptionError: If torch.distributed is not running, or the levels differ.
     """
     _require_group()
-    require_agreement("level of noise", source.level, group)
-    source.load_state_dict(_from_first(source.shared_state(), group))
+    found = gathered("noise", (source.level, source.shared_state()), group)
+    _require_equal("level of noise", [level for level, _ in found])
+    source.load_state_dict(found[0][1])
 
 
 def require_agreement(what: str, value: Any, group: Group = None) -> None:
@@ -81,23 +87,108 @@ def require_agreement(what: str, value: Any, group: Group = None) -> None:
     Raises:
         InvalidOptionError: On all ranks, if one of them has another value.
     """
+    _require_equal(what, gathered(what, value, group))
+
+
+def gathered(what: str, value: Any, group: Group = None) -> list[Any]:
+    """Return every rank's value; every rank must call this.
+
+    Args:
+        what: What is exchanged: ranks that exchange different things are refused.
+        value: This rank's value, a plain Python value.
+        group: The ranks that train together.
+
+    Returns:
+        The values in the order of the ranks.
+
+    Raises:
+        GhostClipError: On all ranks, if one of them refused to go on, or is at another place of the program.
+    """
+    if world_size(group) == 1:
+        return [value]
     found: list[Any] = [None] * world_size(group)
-    if len(found) == 1:
+    distributed.all_gather_object(found, (what, value), group=group)
+    for rank, (_, other) in enumerate(found):
+        if isinstance(other, _Refusal):
+            raise _told(other.elsewhere(rank))
+    for rank, (place, _) in enumerate(found):
+        if place != found[0][0]:
+            raise _told(
+                InvalidOptionError(
+                    f"rank {rank} exchanges its {place}, rank 0 its {found[0][0]}: call the same functions with the "
+                    "same arguments in the same order on every rank."
+                )
+            )
+    return [other for _, other in found]
+
+
+@contextlib.contextmanager
+def refused_together(what: str, group: Group = None) -> Iterator[None]:
+    """Let what one rank refuses be refused by all: a rank that raises says so to those that wait for it.
+
+    Args:
+        what: What is done inside, for messages; ranks may exchange values inside, through this module only.
+        group: The ranks that train together.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        GhostClipError: On all ranks, if one of them raised: of the same class if it was one of the library's.
+    """
+    if world_size(group) == 1:
+        yield
         return
-    distributed.all_gather_object(found, value, group=group)
-    different = [rank for rank, other in enumerate(found) if other != found[0]]
+    try:
+        yield
+    except Exception as error:
+        if not getattr(error, _KNOWN, False):
+            # Where the others are gone already, the error that counts is this rank's own.
+            with contextlib.suppress(GhostClipError, RuntimeError):
+                gathered(what, _Refusal(type(error).__name__, str(error)), group)
+            _told(error)
+        raise
+    gathered(what, None, group)
+
+
+class _Refusal(NamedTuple):
+    """What a rank that cannot go on sends in place of its value."""
+
+    kind: str
+    message: str
+
+    def elsewhere(self, rank: int) -> GhostClipError:
+        """Return the error that the other ranks raise.
+
+        Args:
+            rank: Who refused.
+
+        Returns:
+            An error of the same class, if it is one of the library's.
+        """
+        kind = getattr(errors, self.kind, getattr(module_errors, self.kind, None))
+        own = kind if isinstance(kind, type) and issubclass(kind, GhostClipError) else InvalidOptionError
+        return own(f"rank {rank} was refused, and no rank goes on without it: {self.message}")
+
+
+_KNOWN = "_known_to_all_ranks"
+
+
+def _told(error: Exception) -> Exception:
+    """Mark an error as one that every rank knows of, so that no rank is told twice."""
+    setattr(error, _KNOWN, True)
+    return error
+
+
+def _require_equal(what: str, values: Sequence[Any]) -> None:
+    different = [rank for rank, other in enumerate(values) if other != values[0]]
     if different:
-        raise InvalidOptionError(
-            f"{what} of rank {different[0]} is {found[different[0]]!r}, of rank 0 {found[0]!r}. Build the private "
-            "objects with the same arguments, and resume from the same checkpoint, on every rank."
+        raise _told(
+            InvalidOptionError(
+                f"{what} of rank {different[0]} is {values[different[0]]!r}, of rank 0 {values[0]!r}. Build the "
+                "private objects with the same arguments, and resume from the same checkpoint, on every rank."
+            )
         )
-
-
-def _from_first(value: Any, group: Group) -> Any:
-    message = [value]
-    first = 0 if group is None else distributed.get_global_rank(group, 0)
-    distributed.broadcast_object_list(message, src=first, group=group)
-    return message[0]
 
 
 def _require_group() -> None:

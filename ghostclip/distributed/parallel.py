@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ghostclip.distributed.agreement import world_size
-from ghostclip.distributed.shared import share_parameters
+from ghostclip.distributed.weights import broadcast_parameters
 
 
 class DifferentiallyPrivateDistributedDataParallel(nn.Module):
@@ -20,8 +19,7 @@ class DifferentiallyPrivateDistributedDataParallel(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.module = model
-        if world_size() > 1:
-            share_parameters(model)
+        broadcast_parameters(model)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model.

@@ -1,4 +1,4 @@
-"""Noise and parameters that all ranks have in common, so that one private optimizer on each rank makes one training."""
+"""Noise that all ranks have in common, so that one private optimizer on each rank makes one training."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
-from ghostclip.distributed.agreement import Group, require_agreement, share_noise
+from ghostclip.distributed.agreement import Group, require_agreement, share_noise, world_size
+from ghostclip.distributed.draws import Share, digest_of, require_one_draw
+from ghostclip.distributed.parallel import DifferentiallyPrivateDistributedDataParallel
 from ghostclip.distributed.release import noisy_sums_
+from ghostclip.distributed.weights import require_equal_weights
+from ghostclip.errors import InvalidOptionError
 from ghostclip.noise.keyed import KeyedNoise, NoiseSource
-from ghostclip.sampling import PrivateSampler
 
 
 class SharedNoise:
@@ -53,13 +56,31 @@ class SharedNoise:
             tensors: This rank's parts.
             std: Standard deviation of the noise; 0 adds up only.
         """
-        if self._source.generator is not None:
-            # Whether it was seeded anew, only rank 0 can say for all.
-            share_noise(self._source, self._group)
+        self._follow_first()
         if not self._agreed:
             require_agreement("noise", self._source.fingerprint(), self._group)
             self._agreed = True
         noisy_sums_(tensors, std, self._source, group=self._group)
+
+    def require_one_draw(self, share: Share | None) -> None:
+        """Refuse a step for which the ranks hold different draws, mechanisms or noise; called on all of them.
+
+        Args:
+            share: What this rank brings to the step; None where it refuses the step itself.
+
+        Raises:
+            InvalidOptionError: On all ranks; see `ghostclip.distributed.require_one_draw`.
+        """
+        self._follow_first()
+        if share is not None:
+            share = share._replace(noise=digest_of(self._source.fingerprint()))
+        require_one_draw(share, self._group)
+        self._agreed = share is not None
+
+    def _follow_first(self) -> None:
+        """Take rank 0's noise where it follows a generator: whether that was seeded anew, only rank 0 says for all."""
+        if self._source.generator is not None:
+            share_noise(self._source, self._group)
 
     def renew_key(self) -> None:
         """Draw from a fresh key from here on, the same on all ranks; called on all of them."""
@@ -84,35 +105,32 @@ class SharedNoise:
         self._agreed = False
 
 
-@torch.no_grad()
-def share_parameters(module: nn.Module, group: Group = None) -> None:
-    """Give every rank rank 0's parameters and buffers.
+def noise_for(replicas: int, module: nn.Module, source: KeyedNoise) -> NoiseSource:
+    """Return the noise source of a training: shared by all ranks where they share its batches, else the source itself.
+
+    Ranks that share batches must hold equal models. Called on all ranks.
 
     Args:
-        module: Each rank's model, of the same shapes.
-        group: The ranks that train together.
-    """
-    first = 0 if group is None else distributed.get_global_rank(group, 0)
-    for tensor in (*module.parameters(), *module.buffers()):
-        shared = tensor.detach().contiguous()
-        distributed.broadcast(shared, src=first, group=group)
-        tensor.copy_(shared)
-
-
-def noise_for(sampler: Any, module: nn.Module, source: KeyedNoise) -> NoiseSource:
-    """Return the noise source for a sampler: shared by all ranks where they share its batches, else the source itself.
-
-    Ranks that share batches also get rank 0's parameters. Called on all ranks.
-
-    Args:
-        sampler: What draws the batches; None where the user does.
-        module: The model.
+        replicas: How many ranks share each batch.
+        module: The model, as the user gave it.
         source: This rank's source.
 
     Returns:
         What the private optimizer is given.
+
+    Raises:
+        InvalidOptionError: If the ranks that share batches are not those that train.
+        UnsupportedModelError: If their models differ.
     """
-    if not isinstance(sampler, PrivateSampler) or sampler.num_replicas == 1:
+    ranks = world_size()
+    together = isinstance(module, (nn.parallel.DistributedDataParallel, DifferentiallyPrivateDistributedDataParallel))
+    if replicas != ranks and (replicas > 1 or together):
+        raise InvalidOptionError(
+            f"module {type(module).__name__} on {ranks} ranks, batches shared by {replicas}: every rank must take its "
+            "share of each batch. Leave out distributed=False, or pass the model without its wrapper on ranks that "
+            "train apart from each other."
+        )
+    if replicas == 1:
         return source
-    share_parameters(module)
+    require_equal_weights(module)
     return SharedNoise(source)

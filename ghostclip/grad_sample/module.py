@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ghostclip.errors import UnsupportedModelError
 from ghostclip.grad_sample.handle import ClipperHandle, attached_clipper
 
 if TYPE_CHECKING:
@@ -183,6 +184,11 @@ class GradSampleModule(ClipperHandle, nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Assign to the model; a layer or parameter set here would neither be run nor clipped."""
+        if name == "__class__":
+            raise UnsupportedModelError(
+                f"{value.__name__} in place of a private model's class: what shards a model over ranks (fully_shard) "
+                "cannot be combined with clipping per sample. Every rank needs the whole model; ranks share each batch."
+            )
         if name in self.__dict__ or name == "training" or "_module" not in self.__dict__.get("_modules", {}):
             super().__setattr__(name, value)
         else:

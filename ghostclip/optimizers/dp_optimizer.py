@@ -10,7 +10,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ghostclip import _validate
+from ghostclip.distributed.draws import Share
+from ghostclip.distributed.shared import SharedNoise
 from ghostclip.errors import DrawError, InvalidOptionError, MissingGradientError
 from ghostclip.optimizers import checks
 from ghostclip.optimizers.foreign import Releases, watch_other_optimizers
@@ -249,7 +251,8 @@ class DPOptimizer(StepParts, WrappedOptimizer):
             with torch.enable_grad():
                 closure()
         try:
-            self._require_gradient()
+            with self._agreeing():
+                self._require_gradient()
             if self._batch.skip_next or self._rehearsing:
                 self._batch.close_virtual_step(self.clipper.generation)
                 return False
@@ -293,16 +296,18 @@ class DPOptimizer(StepParts, WrappedOptimizer):
             The order matters: first everything that can refuse, then noise, then the ledger; only then does anything
             leave the clipper's care.
         """
-        drawn = self._require_drawn()
-        std = self.noise_std
-        trainable = [p for p in self.params if p.requires_grad]
-        sums = [self.clipper.summed_gradient(p) for p in trainable]
-        # What has a clipped sum is clipped; for the rest the whole model is looked through.
-        checks.refuse_uncovered(self.clipper, [p for p, kept in zip(trainable, sums, strict=True) if kept is None])
-        self._released.refuse_strangers(self)
-        checks.warn_about_mechanism(self, self._warned)
-        for step_hook in self._step_hooks:
-            step_hook(self)
+        with self._agreeing():
+            drawn = self._require_drawn()
+            std = self.noise_std
+            trainable = [p for p in self.params if p.requires_grad]
+            sums = [self.clipper.summed_gradient(p) for p in trainable]
+            # What has a clipped sum is clipped; for the rest the whole model is looked through.
+            checks.refuse_uncovered(self.clipper, [p for p, kept in zip(trainable, sums, strict=True) if kept is None])
+            self._released.refuse_strangers(self)
+            checks.warn_about_mechanism(self, self._warned)
+            for step_hook in self._step_hooks:
+                step_hook(self)
+        self._require_one_draw(drawn, std)
         # The sums turn into the release, and what is left of the last one makes room.
         self.clipper.hand_over_sums()
         self._take_gradients()
@@ -330,6 +335,29 @@ class DPOptimizer(StepParts, WrappedOptimizer):
         for p, gradient in zip(trainable, released, strict=True):
             p.grad = gradient
         self._released.note(list(zip(trainable, released, strict=True)))
+
+    @contextmanager
+    def _agreeing(self) -> Iterator[None]:
+        """Tell the other ranks of a training when this one refuses a step, so that they do not wait for it."""
+        try:
+            yield
+        except Exception:
+            if isinstance(self.noise_source, SharedNoise):
+                # Where the others are gone already, the error that counts is this rank's own.
+                with suppress(RuntimeError):
+                    self.noise_source.require_one_draw(None)
+            raise
+
+    def _require_one_draw(self, drawn: Match | None, std: float) -> None:
+        """Refuse the step on all ranks of a training unless they hold one draw, bound and noise."""
+        if not isinstance(self.noise_source, SharedNoise):
+            return
+        share = Share(sum(self.clipper.rows_seen))
+        if drawn is not None:
+            # This rank's rows are those of its draws; where the last of several ends, ranks may tell differently.
+            first = drawn.draws[0]
+            share = Share(first.rows, first.number, first.records)
+        self.noise_source.require_one_draw(share._replace(std=std, sensitivity=self.clipper.sensitivity()))
 
     def require_draws(self, draws: DrawLog) -> None:
         """Refuse, from now on, releases whose rows are not those of the next draws.

@@ -106,6 +106,6 @@ class Releases:
                 raise TamperedGradientError(
                     f"parameter '{private.name_of(p)}': its gradient was set between backward and step. The clipped "
                     "sum stays with the private optimizer until noise is in it, and what is put into p.grad before "
-                    "would be lost: add penalties to each sample's loss, use weight_decay, or change the released gradient "
-                    "in a hook (optimizer.register_step_pre_hook)."
+                    "would be lost: add penalties to each sample's loss, use weight_decay, or change the released "
+                    "gradient in a hook (optimizer.register_step_pre_hook)."
                 )

@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from ghostclip._validate import choice
+from ghostclip.capture.replicas import sums_meet_elsewhere
 from ghostclip.clipping import policies
 from ghostclip.clipping.adaptation import QuantileAdaptation
 from ghostclip.clipping.grouping import PerParameter
@@ -170,6 +171,7 @@ class DistributedDPOptimizer(DPOptimizer, metaclass=Described):
         source = make_noise_source(level="secure" if secure_mode else "fast", generator=generator)
         several = isinstance(max_grad_norm, Sequence)
         _clip_with(optimizer, policies.per_layer(max_grad_norm) if several else ClipPolicy(max_grad_norm))
+        sums_meet_elsewhere(chosen_clipper(optimizer, None).model, shared=True)
         super().__init__(
             optimizer,
             noise_multiplier=noise_multiplier,

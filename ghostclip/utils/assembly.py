@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,10 +13,19 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ghostclip import _validate
+from ghostclip.capture.replicas import sums_meet_elsewhere
 from ghostclip.clipping.clipper import GhostClipper, Reduction
-from ghostclip.errors import GhostClipError, InvalidOptionError, UncoveredParameterError, UnsupportedModelError
+from ghostclip.distributed import (
+    copy_inside,
+    noise_for,
+    refuse_sharded,
+    refused_together,
+    require_agreement,
+)
+from ghostclip.errors import InvalidOptionError, UncoveredParameterError, UnsupportedModelError
 from ghostclip.grad_sample import GradSampleHooks, GradSampleModule, PrivateCriterion, strategy_of
 from ghostclip.noise import LEVELS, NoiseSource
+from ghostclip.noise.keyed import KeyedNoise
 from ghostclip.optimizers import DPOptimizer, MemberOptimizer
 from ghostclip.optimizers.members import JoinedOptimizer
 from ghostclip.optimizers.wrapped import WrappedOptimizer
@@ -113,25 +123,51 @@ def coordinates_of(module: nn.Module, noise_level: str) -> int:
     return sum(p.numel() for p in module.parameters() if p.requires_grad) if noise_level == "exact" else 0
 
 
-def assemble(request: Request, noise_source: NoiseSource) -> Private | PrivateWithCriterion:
-    """Attach a clipper to the model and build the private objects around it.
+def assemble(request: Request, noise: KeyedNoise) -> Private | PrivateWithCriterion:
+    """Attach a clipper to the model and build the private objects around it; on all ranks that share batches.
 
     Args:
         request: What the user asked for.
-        noise_source: Where the noise comes from.
+        noise: This rank's noise.
 
     Returns:
         (module, optimizer, loader), or (module, optimizer, criterion, loader) in a two-pass strategy with a criterion.
 
     Raises:
         InvalidOptionError: If an option is unknown or out of range; nothing stays attached to the model then.
-        UnsupportedModelError: If the model is in evaluation mode or distributed, or holds modules that mix samples.
+        UnsupportedModelError: If the model is in evaluation mode, sharded over ranks or not the same on all, or holds
+            modules that mix samples.
         UncoveredParameterError: If the optimizer holds parameters that are not the model's.
     """
-    module = _bare(request.module)
-    optimizer = _bare_optimizer(request.optimizer)
-    check_objects(module, optimizer)
-    clipper = GhostClipper(
+    shared = request.plan.replicas > 1
+    with ExitStack() as undo:
+        with refused_together("private objects") if shared else nullcontext():
+            module = copy_inside(_bare(request.module))
+            optimizer = _bare_optimizer(request.optimizer)
+            check_objects(module, optimizer)
+            noise_source = noise_for(request.plan.replicas, request.module, noise)
+            clipper = _attached(module, request)
+            undo.callback(clipper.remove)
+            sums_meet_elsewhere(module, shared=shared)
+            if shared:
+                mechanism = (request.noise_multiplier, clipper.policy.max_grad_norm, clipper.policy.describe())
+                require_agreement("mechanism (σ, C, clipping)", mechanism)
+            private = _around(clipper, optimizer, request, noise_source)
+        undo.pop_all()
+    return private
+
+
+def _attached(module: nn.Module, request: Request) -> GhostClipper:
+    """Attach a clipper to the model.
+
+    Args:
+        module: The bare model.
+        request: What the user asked for.
+
+    Returns:
+        The clipper.
+    """
+    return GhostClipper(
         module,
         policy=request.clipping.policy(
             expected_batch_size=request.plan.expected_batch_size,
@@ -143,11 +179,6 @@ def assemble(request: Request, noise_source: NoiseSource) -> Private | PrivateWi
         relation=request.plan.event.relation,
         probe=request.probe,
     )
-    try:
-        return _around(clipper, optimizer, request, noise_source)
-    except GhostClipError:
-        clipper.remove()
-        raise
 
 
 def _around(
@@ -215,17 +246,19 @@ def check_objects(module: nn.Module, optimizer: Optimizer) -> None:
     Raises:
         IllegalModuleConfigurationError: If the model is in evaluation mode.
         UnsupportedModuleError: If it holds modules that cannot be trained privately.
-        UnsupportedModelError: If the model is distributed.
+        UnsupportedModelError: If it is split over devices or sharded over ranks.
         UncoveredParameterError: If the optimizer holds parameters that are not the model's.
     """
+    refuse_sharded(module)
     if not module.training:
         raise IllegalModuleConfigurationError(
             f"module {type(module).__name__} is in evaluation mode. Call module.train() before making it private."
         )
     ModuleValidator.validate(module, strict=True)
-    if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+    if isinstance(module, nn.DataParallel):
         raise UnsupportedModelError(
-            f"module {type(module).__name__}: training on several devices is not supported. Pass the model inside it."
+            "module DataParallel: one process on several devices is not supported. Pass the model inside it "
+            "(module.module), or run a process for each device with torch.distributed."
         )
     own = {id(p) for p in module.parameters()}
     strange = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]

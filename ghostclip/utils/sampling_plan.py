@@ -12,14 +12,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from ghostclip.accounting.events import SamplingEvent
 from ghostclip.data_loader import DPDataLoader
+from ghostclip.data_loader.accepted import checked_batch_size, dataset_length, record_sampler
 from ghostclip.data_loader.workers import worker_options
+from ghostclip.distributed import refused_together, world_size
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.optimizers import DPOptimizer
-from ghostclip.sampling import DeclaredSampling, PrivateSampler
+from ghostclip.sampling import DeclaredSampling, PrivateSampler, Shuffled
 from ghostclip.sampling.draws import Draw, DrawLog
 from ghostclip.utils.charges import Charge, cost_of
 from ghostclip.utils.physical_loader import splittable_batches
@@ -38,6 +40,8 @@ class SamplingPlan(Protocol):
     """Draws that no release has used yet; None where the user samples."""
     sampler: Any
     """What holds the position in the data; None where nothing does."""
+    replicas: int
+    """Ranks that share each batch."""
 
     def events(self, optimizer: DPOptimizer) -> list[Charge]:
         """Return what the step that is about to be released adds to the account; changes nothing.
@@ -94,9 +98,12 @@ class EventPlan:
         if isinstance(loader, DeclaredSampling):
             self.loader, self.sampler, self.draws = loader.data_loader, None, None
             self.events_per_epoch = loader.steps
+            # What is declared is the batch of all ranks together.
+            self.replicas = world_size()
         else:
             self.loader, self.sampler, self.draws = loader, loader.private_sampler, loader.private_sampler.draws
             self.events_per_epoch = len(loader)
+            self.replicas = loader.private_sampler.num_replicas
 
     def events(self, optimizer: DPOptimizer) -> list[Charge]:
         """Return what the step that is about to be released adds to the account.
@@ -163,6 +170,7 @@ class ShuffledPlan:
         self.loader: Any = loader
         sampler: Any = loader.batch_sampler
         self.sampler = sampler if hasattr(sampler, "state_dict") else None
+        self.replicas = getattr(sampler, "num_replicas", 1)
         self.event = SamplingEvent(
             kind="shuffled", sample_rate=1.0, num_units=len(loader.dataset), steps_per_event=len(passes)  # type: ignore[arg-type]
         )  # fmt: skip
@@ -263,7 +271,29 @@ def plan_for(
         return ShuffledPlan(loader, _Epochs(loader.private_sampler), loader.expected_batch_size)
     if poisson_sampling:
         return EventPlan(DPDataLoader.from_data_loader(loader))
-    return _shuffled(loader)
+    together = world_size() > 1 or isinstance(record_sampler(loader), DistributedSampler)
+    plan = _shuffled_together(loader) if together else _shuffled(loader)
+    warnings.warn(
+        "poisson_sampling=False: shuffled batches have no amplification by sampling, so each pass over the data is "
+        "accounted as one full participation (q = 1). ε will be much larger than with Poisson sampling.",
+        stacklevel=4,
+    )
+    return plan
+
+
+def _shuffled_together(loader: DataLoader[Any]) -> ShuffledPlan:
+    """Return the plan of shuffled batches that all ranks share: each rank's own would be another training.
+
+    Args:
+        loader: The user's loader, whose order and `drop_last` are replaced.
+
+    Returns:
+        The plan.
+    """
+    with refused_together("loader without Poisson sampling"):
+        scheme = Shuffled(num_samples=dataset_length(loader.dataset), batch_size=checked_batch_size(loader))
+        private = DPDataLoader.from_data_loader(loader, scheme=scheme)
+    return ShuffledPlan(private, _Epochs(private.private_sampler), private.expected_batch_size)
 
 
 def _shuffled(loader: DataLoader[Any]) -> ShuffledPlan:
@@ -279,11 +309,6 @@ def _shuffled(loader: DataLoader[Any]) -> ShuffledPlan:
         DataError: If its sampler may show a record twice in a pass.
     """
     passes = _CountedPasses(_without_repetition(loader))
-    warnings.warn(
-        "poisson_sampling=False: shuffled batches have no amplification by sampling, so each pass over the data is "
-        "accounted as one full participation (q = 1). ε will be much larger than with Poisson sampling.",
-        stacklevel=5,
-    )
     stoppable = _StoppableLoader(
         loader.dataset,
         batch_sampler=passes,

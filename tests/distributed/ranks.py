@@ -13,7 +13,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import PrivacyEngine
 from ghostclip.data_loader import DPDataLoader
-from ghostclip.distributed import SharedNoise, noisy_shard, noisy_sum_, require_agreement, share_noise, share_sampler
+from ghostclip.distributed import (
+    SharedNoise,
+    broadcast_parameters,
+    noisy_shard,
+    noisy_sum_,
+    require_agreement,
+    share_noise,
+    share_sampler,
+)
 from ghostclip.errors import FixedSeedWarning, InvalidOptionError
 from ghostclip.noise import make_noise_source
 from ghostclip.sampling import Poisson, PrivateSampler
@@ -77,6 +85,7 @@ def train(rank: int, level: str, sigma: float, *, states: dict[str, Any] | None 
     features = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(features, features.abs().argmax(1) % 3)
     engine, net = PrivacyEngine(noise_level=level), model(rank)
+    broadcast_parameters(net)
     net, optimizer, loader = engine.make_private(
         module=net,
         optimizer=torch.optim.SGD(net.parameters(), lr=0.5),

@@ -7,7 +7,7 @@ import torch
 from torch import multiprocessing
 
 from tests.opacus.pairs import clipped_sum, small_model
-from tests.opacus.ranks import BOUND, run
+from tests.opacus.ranks import BOUND, WRAPPERS, run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore:noise_multiplier=0")]
 
@@ -19,15 +19,17 @@ def found(tmp_path_factory):
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 
 
-def test_step_is_that_of_one_process(found):
+@pytest.mark.parametrize("wrapper", [wrapper.__name__ for wrapper in WRAPPERS])
+def test_step_is_that_of_one_process(found, wrapper):
     before = torch.cat([p.detach().flatten() for p in small_model().parameters()])
     for rank in found:
-        after = torch.cat([p.flatten() for p in rank["states"][0]])
+        after = torch.cat([p.flatten() for p in rank[wrapper][0]])
         torch.testing.assert_close(6 * (before - after), clipped_sum(BOUND))
 
 
-def test_noise_is_added_once(found):
-    for first, second in zip(*(rank["states"][1] for rank in found), strict=True):
+@pytest.mark.parametrize("wrapper", [wrapper.__name__ for wrapper in WRAPPERS])
+def test_noise_is_added_once(found, wrapper):
+    for first, second in zip(*(rank[wrapper][1] for rank in found), strict=True):
         assert torch.equal(first, second)
 
 

@@ -219,7 +219,7 @@ REFUSED = {
     "stream": (lambda: DataLoader(Stream(), batch_size=2), DataError, "map-style"),
     "weights": (lambda: DataLoader(RECORDS, 4, sampler=WeightedRandomSampler([1.0] * 40, 40)), ValueError, "weights"),
     "replicas": (
-        lambda: DataLoader(RECORDS, 4, sampler=DistributedSampler(RECORDS, 2, 0)), ValueError, "distributed=True",
+        lambda: DataLoader(RECORDS, 4, sampler=DistributedSampler(RECORDS, 2, 0)), ValueError, "leave the sampler out",
     ),
     "subset": (lambda: DataLoader(RECORDS, 4, sampler=SubsetRandomSampler([1, 2])), ValueError, r"Subset\(dataset"),
     "own sampler": (lambda: DataLoader(RECORDS, 4, sampler=Every(RECORDS)), ValueError, "sampler Every"),

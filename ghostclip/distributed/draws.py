@@ -1,0 +1,149 @@
+"""One step on all ranks: that they hold the same draw, and that the records of it all went through the model."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import distributed
+
+from ghostclip.distributed.agreement import Group, world_size
+from ghostclip.errors import InvalidOptionError
+
+_REFUSES, _GOES_ON = 0, 1
+
+
+class Share(NamedTuple):
+    """What a rank brings to a step.
+
+    Attributes:
+        rows: Samples that the model saw on this rank since the last release.
+        draw: Number of the draw whose batch this rank was handed; -1 if it was handed none.
+        records: Records in the whole draw, over all ranks; -1 likewise.
+        std: Standard deviation of the noise in one coordinate, as this rank would add it.
+        sensitivity: L2 sensitivity of the sum, as this rank clips.
+        noise: Which noise comes next (`SharedNoise` fills it in).
+    """
+
+    rows: int
+    draw: int = -1
+    records: int = -1
+    std: float = 0.0
+    sensitivity: float = 0.0
+    noise: int = 0
+
+    def __str__(self) -> str:
+        """Say what a rank holds."""
+        draw = "no draw" if self.draw < 0 else f"draw {self.draw} of {self.records} records"
+        return f"{draw}, {self.rows} rows seen"
+
+
+def require_one_draw(share: Share | None, group: Group = None) -> None:
+    """Refuse a step for which the ranks do not hold one draw; every rank must call this, in each step.
+
+    One process may have been handed the whole draw and have dealt it out: ranks without a draw are in order, as long as
+    the rows that all models saw add up to its records. Where no rank holds a draw nothing is known of the rows.
+
+    Privacy:
+        Without this a loader that is sharded once more gives ranks different draws, and a record may take part twice.
+
+    Args:
+        share: What this rank brings to the step; None where it refuses the step for a reason of its own, which it
+            raises afterwards: then the other ranks refuse it too, instead of waiting for this one.
+        group: The ranks that train together.
+
+    Raises:
+        InvalidOptionError: On all ranks that brought a share: if they hold different draws, the rows seen are not as
+            many as the draw's records, the noise or the bound differs, or a rank refuses the step.
+
+    Cost:
+        One exchange of 56 bytes; on a backend without a CPU, this waits for the device.
+    """
+    if world_size(group) == 1:
+        return
+    shares = _shares(share, group)
+    if share is None:
+        return
+    absent = [rank for rank, other in enumerate(shares) if other is None]
+    if absent:
+        raise InvalidOptionError(
+            f"rank {absent[0]} refuses this step (its own error says why), so no rank makes it: nothing was released."
+        )
+    _require_consistent([other for other in shares if other is not None])
+
+
+def digest_of(text: str) -> int:
+    """Return a number by which ranks tell whether they hold the same text.
+
+    Args:
+        text: A fingerprint.
+
+    Returns:
+        56 bits.
+    """
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+def _require_consistent(shares: Sequence[Share]) -> None:
+    first = shares[0]
+    for rank, other in enumerate(shares):
+        if (other.std, other.sensitivity) != (first.std, first.sensitivity):
+            raise InvalidOptionError(
+                f"rank {rank} clips to {other.sensitivity:g} and adds noise of {other.std:g}, rank 0 clips to "
+                f"{first.sensitivity:g} and adds {first.std:g}. Set σ and C, and step their schedulers, alike on every "
+                "rank. Nothing was released."
+            )
+        if other.noise != first.noise:
+            raise InvalidOptionError(
+                f"the noise of rank {rank} is not that of rank 0: load the same checkpoint on every rank. Nothing was "
+                "released."
+            )
+    held = [share for share in shares if share.draw >= 0]
+    rows = sum(share.rows for share in shares)
+    if held and ({share[1:3] for share in held} != {held[0][1:3]} or rows != held[0].records):
+        each = "; ".join(f"rank {rank}: {share}" for rank, share in enumerate(shares))
+        raise InvalidOptionError(
+            f"the ranks do not hold one draw whose records all went through the model ({each}). Iterate over the "
+            "private loader as make_private returned it, to the end of each batch, on every rank: it is shared by all "
+            "ranks already, and what shards it again (accelerator.prepare(loader), say) must not get it. Nothing was "
+            "released."
+        )
+
+
+def _shares(share: Share | None, group: Group) -> list[Share | None]:
+    """Return what every rank brings.
+
+    Args:
+        share: What this rank brings.
+        group: The ranks that train together.
+
+    Returns:
+        Shares in the order of the ranks, None of those that refuse.
+    """
+    own = torch.tensor(_packed(share), dtype=torch.int64, device=_device(group))
+    found = [torch.empty_like(own) for _ in range(world_size(group))]
+    distributed.all_gather(found, own, group=group)
+    return [_unpacked(other) for other in torch.stack(found).tolist()]
+
+
+def _packed(share: Share | None) -> list[int]:
+    if share is None:
+        return [_REFUSES] + [0] * len(Share._fields)
+    # The bits of a float: ranks must have the same one.
+    return [_GOES_ON, *share[:3], *struct.unpack("2q", struct.pack("2d", *share[3:5])), share.noise]
+
+
+def _unpacked(numbers: list[int]) -> Share | None:
+    if numbers[0] == _REFUSES:
+        return None
+    std, sensitivity = struct.unpack("2d", struct.pack("2q", *numbers[4:6]))
+    return Share(numbers[1], numbers[2], numbers[3], std, sensitivity, numbers[6])
+
+
+def _device(group: Group) -> torch.device:
+    """Return where a backend takes a small tensor from, the CPU if it can."""
+    kinds = [pair.partition(":")[0] for pair in distributed.get_backend_config(group).split(",")]
+    return torch.device("cpu" if "cpu" in kinds else kinds[0])

@@ -1,0 +1,190 @@
+"""One model on all ranks: that parameters and buffers are equal is checked, and made so only on request."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+import torch
+from torch import distributed, nn
+
+from ghostclip.distributed.agreement import Group, gathered, world_size
+from ghostclip.errors import UnsupportedModelError
+
+_AT_ONCE = 1 << 20
+"""Elements that a digest is formed of at once: bounds what it needs beside the values."""
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_PLACE, _MIX, _SPREAD = -7046029254386353131, -4658895280553007687, -7723592293110705685
+"""Odd constants, the first two of splitmix64's kind, by which a value and its place become one number."""
+
+
+class _Entry(NamedTuple):
+    """What ranks compare of one parameter or buffer."""
+
+    name: str
+    layout: str
+    trainable: bool
+    digest: int
+
+
+@torch.no_grad()
+def broadcast_parameters(model: nn.Module, group: Group = None) -> None:
+    """Give every rank rank 0's parameters and buffers; called on all ranks, and of no effect where there is one only.
+
+    Args:
+        model: Each rank's model, of the same names, shapes and dtypes.
+        group: The ranks that train together.
+
+    Raises:
+        UnsupportedModelError: On all ranks, if the models have other names, shapes or dtypes: they are parts of one
+            model, not copies of it.
+    """
+    if world_size(group) == 1:
+        return
+    layouts = [(name, _layout(tensor)) for name, tensor in _tensors(model)]
+    found = gathered("parameters to broadcast", layouts, group)
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: {_first_difference(rank, dict(found[0]), dict(other))} Only copies of one "
+                "model can be broadcast."
+            )
+    first = 0 if group is None else distributed.get_global_rank(group, 0)
+    for _, tensor in _tensors(model):
+        shared = tensor.detach().contiguous()
+        # As bytes: not every backend knows every dtype.
+        distributed.broadcast(shared.reshape(-1).view(torch.uint8), src=first, group=group)
+        tensor.copy_(shared)
+
+
+def require_equal_weights(model: nn.Module, group: Group = None) -> None:
+    """Refuse a model that the ranks do not have in common; every rank must call this.
+
+    Args:
+        model: Each rank's model.
+        group: The ranks that train together.
+
+    Raises:
+        UnsupportedModelError: On all ranks, if a parameter or buffer has another name, shape, dtype or value on one of
+            them, or is trainable on some only.
+
+    Cost:
+        One pass over the values, on their device, and one exchange of 16 bytes.
+    """
+    if world_size(group) == 1:
+        return
+    entries = [
+        _Entry(name, _layout(tensor), tensor.requires_grad, digest)
+        for (name, tensor), digest in zip(_tensors(model), digests(model), strict=True)
+    ]
+    brief = hashlib.blake2b(repr(entries).encode(), digest_size=16).digest()
+    if len(set(gathered("digest of the model", brief, group))) > 1:
+        raise UnsupportedModelError(_complaint(type(model).__name__, gathered("parameters", entries, group)))
+
+
+@torch.no_grad()
+def digests(model: nn.Module) -> list[int]:
+    """Return a 64-bit digest of each parameter and buffer, equal only for values that are equal to the last bit.
+
+    Args:
+        model: The model, on devices of the same kinds wherever digests are compared.
+
+    Returns:
+        A number for each, parameters first.
+    """
+    # All are under way before the first is waited for.
+    found = [_digest(tensor.detach()) for _, tensor in _tensors(model)]
+    return [int(number) for number in found]
+
+
+def _digest(tensor: torch.Tensor) -> int | torch.Tensor:
+    """Return a digest of a tensor's bytes: a number, or a tensor of one number on a device that is not waited for."""
+    flat = tensor.contiguous().reshape(-1)
+    if flat.device.type != "cpu":
+        return mixed_sum(flat)
+    digest = hashlib.blake2b(flat.view(torch.uint8).numpy().data if flat.numel() else b"", digest_size=8)
+    return int.from_bytes(digest.digest(), "big")
+
+
+def mixed_sum(flat: torch.Tensor) -> torch.Tensor:
+    """Return the sum modulo 2^64 of numbers that each mix the bits of a value and its place.
+
+    Args:
+        flat: The values, contiguous, shape `[n]`.
+
+    Returns:
+        int64, shape `[]`, on their device.
+
+    Cost:
+        Some ten passes over the values in the device's memory, a million at a time.
+    """
+    words = flat.view(_WORDS.get(flat.element_size(), torch.int64))
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for start in range(0, words.numel(), _AT_ONCE):
+        part = words[start : start + _AT_ONCE].long()
+        place = torch.arange(start + 1, start + 1 + part.numel(), device=part.device)
+        mixed = (part ^ place.mul_(_PLACE)).mul_(_MIX)
+        # High bits into low ones, so that every bit of a value counts in every bit of the sum.
+        mixed.bitwise_xor_(mixed >> 31).mul_(_SPREAD)
+        total += mixed.bitwise_xor_(mixed >> 29).sum()
+    return total
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype}"
+
+
+def _complaint(model: str, found: list[list[_Entry]]) -> str:
+    """Say what is the first thing in which ranks differ, and what helps.
+
+    Args:
+        model: Name of the model's class.
+        found: What each rank has, in the order of the ranks.
+
+    Returns:
+        The text of the error.
+    """
+    for entry in found[0]:
+        others = [{other.name: other for other in rank}.get(entry.name) for rank in found]
+        ranks = [rank for rank, other in enumerate(others) if other != entry]
+        if not ranks:
+            continue
+        other = others[ranks[0]]
+        where = f"{model}: '{entry.name}' of rank {', '.join(map(str, ranks))}"
+        if other is None or other.layout != entry.layout:
+            break
+        if other.trainable != entry.trainable:
+            there, here = ("frozen", "trainable") if entry.trainable else ("trainable", "frozen")
+            return f"{where} is {there}, of rank 0 {here}. Freeze the same parameters on every rank."
+        return (
+            f"{where} has other values than rank 0's. Ranks that share batches train one model: load the same "
+            "checkpoint or seed alike on every rank, or call ghostclip.distributed.broadcast_parameters(model) on "
+            "every rank before make_private, which gives all of them rank 0's. Stages of a pipeline are not supported."
+        )
+    layouts = [{entry.name: entry.layout for entry in rank} for rank in found]
+    rank = next(rank for rank, other in enumerate(layouts) if list(other.items()) != list(layouts[0].items()))
+    return (
+        f"{model}: {_first_difference(rank, layouts[0], layouts[rank])} Ranks that share batches train copies of one "
+        "model; parts of one (stages of a pipeline, shards) are not supported."
+    )
+
+
+def _first_difference(rank: int, first: dict[str, str], other: dict[str, str]) -> str:
+    """Say in which name, shape or dtype a rank's model differs from rank 0's.
+
+    Args:
+        rank: Whose model differs.
+        first: Layouts by name on rank 0.
+        other: Layouts by name on that rank.
+
+    Returns:
+        A sentence.
+    """
+    for name in [*first, *other]:
+        if first.get(name) != other.get(name):
+            return f"'{name}' is {other.get(name, 'missing')} on rank {rank}, {first.get(name, 'missing')} on rank 0."
+    return f"rank {rank} has the parameters of rank 0 in another order."

@@ -1,0 +1,211 @@
+"""What ranks must not be given is refused on all of them, and the remedy of each refusal works."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import distributed, multiprocessing, nn
+from torch.utils.data import DataLoader
+
+from ghostclip import PrivacyEngine
+from ghostclip.distributed import Share, broadcast_parameters, require_equal_weights, require_one_draw
+from ghostclip.distributed.weights import digests, mixed_sum
+from ghostclip.errors import UnsupportedModelError
+from tests.distributed.loops import data, model
+from tests.distributed.refusals import run
+
+pytestmark = pytest.mark.distributed
+RANKS = 2
+GOES = {
+    "draw: equal", "draw: dealt out", "draw: sampled by the user", "broadcast: last bit", "broadcast: stage",
+    "sampler: remedy", "sampler: other remedy", "wrapper: devices, remedy", "wrapper: static, first",
+    "model: tried twice",
+    "step: none",
+}  # fmt: skip
+REFUSED = {
+    "draw: sharded again": "rank 0: draw 0 of 5 records, 5 rows seen; rank 1: draw 1 of 4 records, 4 rows seen",
+    "draw: another size": "rank 0: draw 0 of 9 records, 5 rows seen; rank 1: draw 0 of 8 records",
+    "draw: too few rows": "draw 3 of 9 records, 3 rows seen",
+    "draw: one row for a batch": "draw 3 of 9 records, 1 rows seen",
+    "draw: another bound": "rank 1 clips to 0.6 and adds noise of 1, rank 0 clips to 0.5",
+    "draw: another noise": "adds noise of 1.1, rank 0",
+    "noise of another checkpoint": "the noise of rank 1 is not that of rank 0",
+    "another order": "rank 1 exchanges its step, rank 0 its size",
+    "model: last bit": "'3.bias' of rank 1 has other values than rank 0's",
+    "model: swapped": "'0.weight' of rank 1 has other values",
+    "model: buffer": "'count' of rank 1 has other values",
+    "model: stage": "ghostclip.distributed.broadcast_parameters(model)",
+    "model: frozen": "'3.bias' of rank 1 is frozen, of rank 0 trainable",
+    "model: shape": "'3.weight' is (7, 4) torch.float64 on rank 1, (3, 4) torch.float64 on rank 0",
+    "model: name": "'4.weight' is (3, 3) torch.float64 on rank 1, missing on rank 0",
+    "model: dtype": "'0.weight' is (5, 4) torch.float32 on rank 1",
+    "broadcast: shape": "Only copies of one model can be broadcast",
+    "model: evaluation": "evaluation mode",
+    "optimizer: on one": "LBFGS",
+    "mechanism: sigma": "mechanism (σ, C, clipping) of rank 1 is (2.0, 0.5, ",
+    "mechanism: bound": "of rank 1 is (1.0, 1.5, ",
+    "mechanism: bound on one": "max_grad_norm",
+    "step: another noise multiplier": "adds noise of 1, rank 0 clips to 0.5 and adds 0.5",
+    "step: another bound": "rank 1 clips to 0.6",
+    "sampler: four ranks": "num_replicas=4: 2 rank(s) train here",
+    "sampler: other records": "over 9 records: the loader's data set has 21",
+    "sampler: apart": "Leave the sampler or distributed=False out",
+    "loader: empty on one": "the data set is empty",
+    "loader: not a loader on one": "no attribute 'dataset'",
+    "loader: other records": "sampling of rank 1 is",
+    "wrapper: apart": "Leave out distributed=False",
+    "wrapper: apart, second": "nothing adds up the ranks' clipped sums",
+    "wrapper: bare clipper": "nothing adds up the ranks' clipped sums",
+    "wrapper: static": "Leave static_graph, or the wrapper, out",
+    "wrapper: devices": "module.module",
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What each try came to on each rank."""
+    folder = tmp_path_factory.mktemp("refusals")
+    multiprocessing.spawn(run, args=(RANKS, str(folder)), nprocs=RANKS)
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_on_every_rank(found, name):
+    (kind, message), (other_kind, other_message) = (rank[name] for rank in found)
+    assert REFUSED[name] in message
+    assert REFUSED[name] in other_message
+    assert {kind, other_kind} <= {
+        "InvalidOptionError",
+        "UnsupportedModelError",
+        "IllegalModuleConfigurationError",
+        "DataError",
+        "AttributeError",
+    }
+
+
+@pytest.mark.parametrize("name", sorted(GOES))
+def test_remedies_and_sound_steps_go_through(found, name):
+    assert [rank[name] for rank in found] == [("", "")] * RANKS
+
+
+def test_a_rank_that_refuses_a_step_stops_the_others_and_raises_its_own_error(found):
+    assert found[0]["draw: one refuses"][0] == "InvalidOptionError"
+    assert "rank 1 refuses this step" in found[0]["draw: one refuses"][1]
+    assert found[1]["draw: one refuses"] == ("", "")
+
+
+STOPPED = {"step: every other batch": "DrawError", "step: a row less": "DrawError", "step: no backward": ""}
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_no_rank_steps_where_one_of_them_does_not(found, name):
+    kinds = {rank[name][0] for rank in found}
+    assert "" not in kinds
+    assert kinds & {STOPPED[name] or "MissingGradientError"}
+    assert kinds <= {"DrawError", "MissingGradientError", "InvalidOptionError"}
+
+
+def test_a_rank_says_what_another_one_was_refused_for(found):
+    assert found[0]["model: evaluation"][0] == found[1]["model: evaluation"][0]
+    assert found[0]["model: evaluation"][0] == "IllegalModuleConfigurationError"
+    assert found[0]["model: evaluation"][1].startswith("rank 1 was refused")
+
+
+def test_every_try_is_judged(found):
+    assert set(found[0]) == GOES | set(REFUSED) | {"draw: one refuses", *STOPPED}
+
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex128)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_digest_is_that_of_the_bytes_and_changes_none(dtype, on_device):
+    """Both ways to form one: on the CPU, and where values stay on their device."""
+
+    def digest(values):
+        net = nn.Module()
+        net.register_buffer("values", values.to(dtype).t())
+        return mixed_sum(net.values.contiguous().view(-1)).item() if on_device else digests(net)[0]
+
+    values = torch.arange(3 * 7).view(3, 7) % 5
+    kept = values.to(dtype)
+    before = kept.tolist()
+    others = [values.flip(1), values * (1 - torch.eye(3, 7, dtype=torch.int64).flip(1)), 1 - values, values[:, 1:]]
+    assert digest(kept) == digest(kept)
+    assert kept.tolist() == before
+    assert len({digest(other) for other in (values, *others)}) == 1 + len(others)
+
+
+def test_a_digest_on_a_device_does_not_depend_on_how_many_values_are_taken_at_once(monkeypatch):
+    values = torch.randn(770)
+    whole = mixed_sum(values)
+    monkeypatch.setattr("ghostclip.distributed.weights._AT_ONCE", 64)
+    assert mixed_sum(values) == whole
+    flipped = values.clone()
+    flipped[[3, 700]] *= -1
+    assert mixed_sum(flipped) != whole
+
+
+def test_one_process_has_nothing_to_agree_on():
+    net = model()
+    broadcast_parameters(net)
+    require_equal_weights(net)
+    require_one_draw(Share(3, 0, 9))
+
+
+@pytest.fixture
+def group_of_one():
+    """A process group of one rank."""
+    distributed.init_process_group("fake", store=_fake_store(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def _fake_store():
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def _sharded(how, net):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    if how == "wrapper":
+        return FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True)
+    mesh = init_device_mesh("cpu", (1,))
+    if how == "tensor":
+        return parallelize_module(net, mesh, {"0": ColwiseParallel()})
+    fully_shard(net[0] if how == "part" else net, mesh=mesh)
+    return net
+
+
+def _private(net):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    loader = DataLoader(data(), batch_size=4)
+    return PrivacyEngine().make_private(
+        module=net, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+    )[0]
+
+
+SHARDED = {
+    "whole": r"^module \(FSDPSequential\) is sharded",
+    "part": r"^0 \(FSDPLinear\) is sharded",
+    "wrapper": r"^module \(FullyShardedDataParallel\) is sharded",
+    "tensor": r"^parameter '0.weight' \(DTensor\) is sharded",
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", SHARDED)
+def test_sharded_models_are_refused_by_name(group_of_one, how):
+    with pytest.raises(UnsupportedModelError, match=SHARDED[how]):
+        _private(_sharded(how, model()))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_private_model_is_not_sharded_afterwards(group_of_one):
+    with pytest.raises(UnsupportedModelError, match="FSDPGradSampleModule in place of a private model's class"):
+        _sharded("whole", _private(model()))
