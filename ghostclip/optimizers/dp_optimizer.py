@@ -379,7 +379,7 @@ class DPOptimizer(StepParts, WrappedOptimizer):
         """
         if self._draws is None:
             return None
-        rows = self.clipper.rows_seen
+        rows = self._batch.rows_of_parts(self.clipper.rows_seen)
         found = self._draws.match(rows)
         if found is None:
             raise DrawError(checks.not_drawn(rows, [draw.rows for draw in self._draws.waiting]))

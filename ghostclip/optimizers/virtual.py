@@ -6,6 +6,7 @@ physical batches; every one but the last ends in a *virtual* step, which keeps t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ghostclip.errors import MissingGradientError
@@ -45,7 +46,7 @@ class LogicalBatch:
         self.open = False
         self.uses = 0
         self.draws = 1
-        self._steps = 0
+        self._taken: list[int] = []
         self._passes_seen = 0
         self._generation: int | None = None
 
@@ -97,14 +98,32 @@ class LogicalBatch:
             )
         self.uses = max(self.uses, total - self._passes_seen)
         self._passes_seen = total
-        self._steps += 1
+        self._taken.append(total)
 
     @property
     def participations(self) -> int:
         """Backward passes that one record may have contributed to."""
         # Passes of one step() may all be over the same records; what virtual steps added up are different physical
         # batches, which share a record only if they come from different draws.
-        return max(1, self.uses * (self.draws if self._steps > 1 else 1))
+        return max(1, self.uses * (self.draws if len(self._taken) > 1 else 1))
+
+    def rows_of_parts(self, rows: Sequence[int]) -> list[int]:
+        """Return the rows of every backward pass, of several over one physical batch those of one.
+
+        Args:
+            rows: Rows of every backward pass since the last release.
+
+        Returns:
+            The rows in order; passes of the last step stay apart where it is the only one, as they may be over batches
+            of their own.
+        """
+        if len(self._taken) < 2:
+            return list(rows)
+        found: list[int] = []
+        for start, end in zip([0, *self._taken[:-1]], self._taken, strict=True):
+            part = rows[start:end]
+            found += part[:1] if len(set(part)) == 1 else part
+        return found
 
     def holds_all(self, total: int) -> bool:
         """Whether every backward pass so far belongs to a virtual step.

@@ -135,8 +135,8 @@ def assemble(request: Request, noise: KeyedNoise) -> Private | PrivateWithCriter
 
     Raises:
         InvalidOptionError: If an option is unknown or out of range; nothing stays attached to the model then.
-        UnsupportedModelError: If the model is in evaluation mode, sharded over ranks or not the same on all, or holds
-            modules that mix samples.
+        UnsupportedModelError: If the model is in evaluation mode, holds modules that mix samples, or is sharded over
+            ranks or not the same on all.
         UncoveredParameterError: If the optimizer holds parameters that are not the model's.
     """
     shared = request.plan.replicas > 1

@@ -84,8 +84,6 @@ def _scaler():
 LOOKS = {
     "clip_grad_norm_": lambda run: nn.utils.clip_grad_norm_(run.bare.parameters(), 1e-3),
     "clip_grad_norm_ of the wrapper": lambda run: nn.utils.clip_grad_norm_(run.model.parameters(), float("inf")),
-    # torch's own fused form fails where no parameter has a gradient, in any training.
-    "clip_grad_value_": lambda run: nn.utils.clip_grad_value_(run.bare.parameters(), 1e-3, foreach=False),
     "total norm": _read_norms,
     "scaled in place": lambda run: [p.grad.mul_(9) for p in run.bare.parameters() if p.grad is not None],
     "data scaled": lambda run: [p.grad.data.mul_(9) for p in run.bare.parameters() if p.grad is not None],
