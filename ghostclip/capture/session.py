@@ -216,7 +216,7 @@ class Session:
         """
         self.settled.forget()
         module, args, kwargs = as_flat(module, args, kwargs)
-        self.record = Record(batch_size=self.record.batch_size, axis=self.axis, padded=self.record.padded)
+        self.record = Record(batch_size=self.record.batch_size, axis=self.record.axis, padded=self.record.padded)
         self.loan.begin()
         try:
             self._start(args, kwargs)

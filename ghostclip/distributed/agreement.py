@@ -18,6 +18,7 @@ from ghostclip import errors
 from ghostclip.errors import GhostClipError, InvalidOptionError
 from ghostclip.noise.keyed import KeyedNoise
 from ghostclip.sampling import PrivateSampler
+from ghostclip.validators import errors as module_errors
 
 Group = Any
 """A torch process group; None is all ranks."""
@@ -165,7 +166,7 @@ class _Refusal(NamedTuple):
         Returns:
             An error of the same class, if it is one of the library's.
         """
-        kind = getattr(errors, self.kind, None)
+        kind = getattr(errors, self.kind, getattr(module_errors, self.kind, None))
         own = kind if isinstance(kind, type) and issubclass(kind, GhostClipError) else InvalidOptionError
         return own(f"rank {rank} was refused, and no rank goes on without it: {self.message}")
 

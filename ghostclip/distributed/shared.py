@@ -56,9 +56,7 @@ class SharedNoise:
             tensors: This rank's parts.
             std: Standard deviation of the noise; 0 adds up only.
         """
-        if self._source.generator is not None:
-            # Whether it was seeded anew, only rank 0 can say for all.
-            share_noise(self._source, self._group)
+        self._follow_first()
         if not self._agreed:
             require_agreement("noise", self._source.fingerprint(), self._group)
             self._agreed = True
@@ -73,10 +71,16 @@ class SharedNoise:
         Raises:
             InvalidOptionError: On all ranks; see `ghostclip.distributed.require_one_draw`.
         """
+        self._follow_first()
         if share is not None:
             share = share._replace(noise=digest_of(self._source.fingerprint()))
         require_one_draw(share, self._group)
         self._agreed = share is not None
+
+    def _follow_first(self) -> None:
+        """Take rank 0's noise where it follows a generator: whether that was seeded anew, only rank 0 says for all."""
+        if self._source.generator is not None:
+            share_noise(self._source, self._group)
 
     def renew_key(self) -> None:
         """Draw from a fresh key from here on, the same on all ranks; called on all of them."""
