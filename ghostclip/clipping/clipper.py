@@ -1,14 +1,15 @@
 """``GhostClipper``: attach to a model, call backward, find the clipped sum in ``.grad``."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from ghostclip import _validate
+from ghostclip.capture.backward_entry import forget
 from ghostclip.capture.evidence import probe_losses
 from ghostclip.capture.session import Session
 from ghostclip.capture.usage import Record, Use
@@ -16,12 +17,13 @@ from ghostclip.clipping.coverage import Coverage, coverage_of
 from ghostclip.clipping.decisions import Decisions
 from ghostclip.clipping.diagnostics import Diagnostics
 from ghostclip.clipping.grouping import Whole
-from ghostclip.clipping.loss import back_propagate, check_loss, check_normaliser
+from ghostclip.clipping.loss import back_propagate, check_shape
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, Pass, SumPass
 from ghostclip.clipping.plan import Planner, Planning
 from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.clipping.savepoint import Savepoint
+from ghostclip.clipping.scalar_loss import LossExaminer
 from ghostclip.clipping.store import GradientStore
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
 
@@ -110,8 +112,9 @@ class GhostClipper(Diagnostics):
         self._said: set[str] = set()
         self.generation = 0
         self._session = Session(
-            model, batch_first=batch_first, on_backward=self._open_implicit_pass, on_loss=check_normaliser
+            model, batch_first=batch_first, on_backward=self._open_implicit_pass, on_loss=self._examine
         )
+        self._examiner = LossExaminer(self._session, loss_reduction)
         self._session.probes = probe
         self._store = GradientStore(self._session.parameters)
         self.planner = Planner(memory_budget, planning)
@@ -130,9 +133,11 @@ class GhostClipper(Diagnostics):
             UncoveredParameterError: A parameter's gradient could not be clipped per sample.
         """
         record = self._session.record
-        check_loss(loss, reduction=self.loss_reduction, batch_size=0 if record.padded else record.batch_size)
+        check_shape(loss, batch_size=0 if record.padded else record.batch_size)
         per_sample = loss.dim() == 1
-        if record.batch_size > 1 and self._losses_to_probe > 0:
+        if not per_sample:
+            self._examiner.examine([loss], [], [record])
+        elif record.batch_size > 1 and self._losses_to_probe > 0:
             self._losses_to_probe -= 1
             probe_losses(self._session, loss)
         strategy = self.resolve_strategy()
@@ -142,6 +147,10 @@ class GhostClipper(Diagnostics):
         listener = self._one_pass(strategy, loss)
         self._listen(listener, lambda: back_propagate(loss))
         self._complete(listener, per_sample=per_sample)
+
+    def _examine(self, roots: Sequence[Any], grads: Sequence[Tensor | None], records: Sequence[Record]) -> None:
+        """Examine the loss of a plain backward."""
+        self._examiner.examine(roots, grads, records)
 
     def resolve_strategy(self) -> str:
         """Return the strategy for the latest forward: what was asked for, or what ``"auto"`` decides and why."""
@@ -244,6 +253,7 @@ class GhostClipper(Diagnostics):
     def _close(self, listener: Pass) -> None:
         for record in listener.records:
             record.spent = True
+            forget(record)
         self._decisions.close()
         self._store.finish()
 
