@@ -130,7 +130,8 @@ def show(roots: Sequence[Any], grads: Sequence[Tensor | None]) -> None:
         if owner is not None:
             found.setdefault(owner, []).append(record)
     for session, records in found.items():
-        if session.is_trainable():
+        # Whoever listens already has examined it.
+        if session.listener is None and session.is_trainable():
             session.on_loss(roots, grads, records)
         for record in records:
             record.examined = True

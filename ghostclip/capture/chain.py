@@ -30,8 +30,9 @@ _LINEAR: Final = frozenset(
     }
 )  # fmt: skip
 _JOINED: Final = frozenset({"CatBackward0", "StackBackward0"})
-# How many values come out of them depends on the data.
-_SELECTED: Final = frozenset({"IndexBackward0", "MaskedSelectBackward0", "IndexSelectBackward0"})
+# They pick some of the values, along an axis or anywhere.
+_SLICED: Final = frozenset({"SelectBackward0", "SliceBackward0", "SplitBackward0", "SplitWithSizesBackward0"})
+_PICKED: Final = frozenset({"IndexBackward0", "MaskedSelectBackward0", "IndexSelectBackward0", "GatherBackward0"})
 _SPREAD: Final = frozenset(
     {"AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0", "WhereBackward0", "ExpandBackward0"}
 )
@@ -73,7 +74,8 @@ class Reduced:
     """Axes that were reduced (or, of a value that was spread, those along which it was repeated).
 
     Attributes:
-        kind: ``"mean"``, ``"sum"``, ``"spread"`` or ``"joined"`` (several values became one tensor).
+        kind: ``"mean"``, ``"sum"``, ``"spread"``, ``"joined"`` (several values became one tensor) or ``"picked"``
+            (some of the values were left out, or may have been).
         sizes: The sizes before (of what was spread or joined, after).
         axes: Which of them.
     """
@@ -97,7 +99,7 @@ class Path:
         name: The operation that made them, or torch's loss that they went into.
         numbers: Constant factors, nearest to the scalar first.
         reduced: Reductions, nearest to the scalar first.
-        selected: Values were picked by an index or a mask on the way.
+        picked: Where values were picked on the way.
         loss: The node of torch's own loss at its end, if it reduces.
         key: Tells the same way in the next step.
     """
@@ -106,7 +108,7 @@ class Path:
     name: str = ""
     numbers: tuple[Number, ...] = ()
     reduced: tuple[Reduced, ...] = ()
-    selected: bool = False
+    picked: tuple[Reduced, ...] = ()
     loss: Any = None
     key: tuple[Any, ...] = field(default=())
 
@@ -146,11 +148,11 @@ def _ended(edge: Edge, name: str, path: Path) -> Path:
     node, key = edge[0], (*path.key, name)
     kind = _KINDS.get(getattr(node, "_saved_reduction", 0))
     if kind is None:
-        return Path((edge,), name, path.numbers, path.reduced, path.selected, None, key)
+        return Path((edge,), name, path.numbers, path.reduced, path.picked, None, key)
     ends = tuple(following for following in node.next_functions if following[0] is not None)
     sizes = _loss_sizes(node, name, shape_at(ends[0]) or ())
     step = Reduced(kind, sizes, tuple(range(len(sizes))))
-    return Path(ends, name, path.numbers, (*path.reduced, step), path.selected, node, (*key, kind))
+    return Path(ends, name, path.numbers, (*path.reduced, step), path.picked, node, (*key, kind))
 
 
 def _loss_sizes(node: Any, name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -177,12 +179,15 @@ def _through(edge: Edge, name: str, path: Path) -> list[tuple[Edge, Path]]:
     node = edge[0]
     if name in _JOINED:
         path = _and(path, name, reduced=(Reduced("joined"),))
-    selected = path if name not in _SELECTED or path.selected else _and(path, name, selected=True)
+    if name in _SLICED:
+        path = _and(path, name, picked=(_sliced(node),))
+    elif name in _PICKED:
+        path = _and(path, name, picked=(Reduced("picked"),))
     found = []
     for number, following in enumerate(node.next_functions):
         if following[0] is None:
             continue
-        onward = _spread(edge, following, selected) if name in _SPREAD else selected
+        onward = _spread(edge, following, path) if name in _SPREAD else path
         alpha = getattr(node, "_saved_alpha", 1) if number else 1
         if alpha != 1:
             onward = _and(onward, name, numbers=(Number(abs(float(alpha)), alpha, divides=False, plain=True),))
@@ -196,22 +201,31 @@ def _and(
     *,
     numbers: tuple[Number, ...] = (),
     reduced: tuple[Reduced, ...] = (),
-    selected: bool = False,
+    picked: tuple[Reduced, ...] = (),
 ) -> Path:
     return Path(
         numbers=path.numbers + numbers,
         reduced=path.reduced + reduced,
-        selected=path.selected or selected,
+        picked=path.picked + picked,
         key=(*path.key, name),
     )
+
+
+def _sliced(node: Any) -> Reduced:
+    sizes = tuple(node._saved_self_sym_sizes)
+    return Reduced("picked", sizes, (_axis(node._saved_dim, len(sizes)),))
+
+
+def _axis(kept: int, count: int) -> int:
+    """Return an axis as a node keeps it: a negative one modulo 2^64."""
+    return (kept - (1 << 64 if kept >> 63 else 0)) % max(1, count)
 
 
 def _reduction(node: Any, name: str) -> Reduced:
     sizes = tuple(node._saved_self_sym_sizes)
     axes = list(range(len(sizes)))
     if name.endswith("1") and len(node._saved_dim):
-        # A negative axis is kept modulo 2^64.
-        axes = sorted({(axis - (1 << 64 if axis >> 63 else 0)) % len(sizes) for axis in node._saved_dim if sizes})
+        axes = sorted({_axis(axis, len(sizes)) for axis in node._saved_dim if sizes})
     return Reduced("mean" if _REDUCING[name] else "sum", sizes, tuple(axes))
 
 

@@ -98,7 +98,12 @@ def scale_of(path: Path, row_map: RowMap, *, batch_size: int, axis: int, reducti
     forms = frozenset({"mean"} if is_mean else {"sum"})
     inner = _inner_sizes(path, batch_size, axis)
     if not is_mean and reduction == "mean":
-        forms = _take_divisor(numbers, _divisors(path, steps, row_map, batch_size, counted), batch_size, reduction)
+        forms = _take_divisor(
+            numbers,
+            _divisors(path, steps, row_map, batch_size, counted, picked=picks_samples(path, batch_size, axis)),
+            batch_size,
+            reduction,
+        )
     constant = 1.0
     for number in numbers:
         _check_number(number, inner, batch_size, reduction)
@@ -131,6 +136,17 @@ def _over_samples(path: Path, row_map: RowMap, batch_size: int, axis: int) -> It
     yield from waiting
 
 
+def picks_samples(path: Path, batch_size: int, axis: int) -> bool:
+    """Return whether samples, or values of samples, may have been left out on a way through a loss.
+
+    Args:
+        path: The way.
+        batch_size: B.
+        axis: The expected batch axis.
+    """
+    return any(not step.axes or samples_axis(step.sizes, batch_size, axis) in step.axes for step in path.picked)
+
+
 def _inner_sizes(path: Path, batch_size: int, axis: int) -> set[int]:
     """Return numbers of positions of one sample, as shapes show them."""
     found: set[int] = set()
@@ -148,13 +164,13 @@ def _products(sizes: Iterable[int]) -> Iterator[int]:
 
 
 def _divisors(
-    path: Path, steps: list[Reduced], row_map: RowMap, batch_size: int, counted: int
+    path: Path, steps: list[Reduced], row_map: RowMap, batch_size: int, counted: int, *, picked: bool
 ) -> dict[int, tuple[str, bool]]:
     """Return what a sum may be divided by: the form that this is, and whether a tensor may hold it."""
     listed = row_map.samples if row_map.kind == "listed" else None
     uneven = listed is not None and bool((listed.bincount(minlength=batch_size) * batch_size != listed.numel()).any())
     found: dict[int, tuple[str, bool]] = {batch_size: ("samples", False)}
-    if not path.selected and not uneven:
+    if not picked and not uneven:
         for step in steps:
             whole = prod(step.sizes)
             for number in _products(step.sizes):

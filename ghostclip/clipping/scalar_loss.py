@@ -23,7 +23,7 @@ from ghostclip.capture.chain import CLASSES, Edge, Number, Path, Reduced, paths,
 from ghostclip.capture.evidence import Ends, listing_at, rows_of_terms
 from ghostclip.capture.session import Session
 from ghostclip.capture.usage import Record
-from ghostclip.clipping.loss_scale import Scale, remedy, scale_of
+from ghostclip.clipping.loss_scale import Scale, picks_samples, remedy, scale_of
 from ghostclip.clipping.shares import check_shares, counted_positions
 from ghostclip.errors import LossReductionError
 
@@ -116,7 +116,8 @@ class LossExaminer:
         counted = counted_positions(path, row_map, size) if path.numbers else 0
         scale = scale_of(path, row_map, batch_size=size, axis=record.axis, reduction=self._reduction, counted=counted)
         if size > 1 and "mean" in scale.forms and row_map.kind != "one":
-            check_shares(path, row_map, batch_size=size, roots=roots, grads=grads)
+            picked = picks_samples(path, size, record.axis)
+            check_shares(path, row_map, batch_size=size, picked=picked, roots=roots, grads=grads)
         return scale
 
 

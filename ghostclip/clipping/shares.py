@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ghostclip.capture.batch_axis import RowMap
-from ghostclip.capture.chain import Path, shape_at
+from ghostclip.capture.chain import Path
 from ghostclip.errors import LossReductionError
 
 
@@ -33,7 +33,7 @@ def counted_positions(path: Path, row_map: RowMap, batch_size: int) -> int:
     return total if bool((share_B == share_B[0]).all()) else 0
 
 
-def check_shares(path: Path, row_map: RowMap, *, batch_size: int, roots: Any, grads: Any) -> None:
+def check_shares(path: Path, row_map: RowMap, *, batch_size: int, picked: bool, roots: Any, grads: Any) -> None:
     """Refuse a mean whose divisor depends on all samples together.
 
     ``cross_entropy(..., ignore_index=-100)`` over the tokens of a batch divides by the number of tokens that count in
@@ -44,6 +44,7 @@ def check_shares(path: Path, row_map: RowMap, *, batch_size: int, roots: Any, gr
         path: One way through a loss, with a mean over samples.
         row_map: How the rows at its end map to samples.
         batch_size: B, at least 2.
+        picked: Whether values were picked on the way.
         roots: Where the loss's backward starts.
         grads: Gradients given for these; empty where none are.
 
@@ -51,18 +52,18 @@ def check_shares(path: Path, row_map: RowMap, *, batch_size: int, roots: Any, gr
         LossReductionError: Samples have different shares of the divisor.
     """
     share_B = None
-    if path.selected:
+    if picked:
         share_B = _weights(path, row_map, batch_size, roots, grads)
     elif path.loss is not None and hasattr(path.loss, "_saved_total_weight"):
         share_B = None if _all_count(path.loss, batch_size, row_map) else _shares(path.loss, row_map, batch_size)
     elif row_map.kind == "listed" and row_map.samples is not None:
         share_B = torch.bincount(row_map.samples, minlength=batch_size).double()
     for step in path.reduced:
-        if step.kind == "mean" and not path.selected and len(path.reduced) == 1 and prod(step.sizes) % batch_size:
+        if step.kind == "mean" and not picked and len(path.reduced) == 1 and prod(step.sizes) % batch_size:
             raise LossReductionError(not_over_samples(step.count, batch_size))
     if share_B is None or torch.allclose(share_B, share_B[0].expand_as(share_B), rtol=1e-6, atol=0.0):
         return
-    if path.selected:
+    if picked or row_map.kind == "listed":
         raise LossReductionError(not_over_samples(path.reduced[-1].count, batch_size))
     message = (
         "the loss is a mean over all counted positions of the batch, and the samples count differently many "
@@ -110,11 +111,8 @@ def _weights(path: Path, row_map: RowMap, batch_size: int, roots: Any, grads: An
     """Return what each sample's values are multiplied by in the loss, summed, float64."""
     (edge,) = path.ends[:1]
     found: Tensor | None
-    (found,) = torch.autograd.grad(
-        roots, [GradientEdge(*edge)], list(grads) or None, retain_graph=True, allow_unused=True
-    )
-    value = torch.zeros(shape_at(edge) or ()) if found is None else found
-    return _by_sample(value.detach().double(), row_map, row_map.axis, batch_size)
+    (found,) = torch.autograd.grad(roots, [GradientEdge(*edge)], list(grads) or None, retain_graph=True)
+    return _by_sample(found.detach().double(), row_map, row_map.axis, batch_size)
 
 
 def _by_sample(value: Tensor, row_map: RowMap, axis: int, batch_size: int) -> Tensor:
