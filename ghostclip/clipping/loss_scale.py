@@ -14,6 +14,7 @@ from typing import Final
 from ghostclip.capture.batch_axis import RowMap, samples_axis
 from ghostclip.capture.chain import Number, Path, Reduced, looks_plain
 from ghostclip.capture.evidence import in_words
+from ghostclip.clipping.shares import counted_positions
 from ghostclip.errors import LossReductionError
 
 _TOLERANCE: Final = 1e-6
@@ -72,7 +73,7 @@ def remedy(reduction: str) -> str:
     )
 
 
-def scale_of(path: Path, row_map: RowMap, *, batch_size: int, axis: int, reduction: str, counted: int) -> Scale:
+def scale_of(path: Path, row_map: RowMap, *, batch_size: int, axis: int, reduction: str) -> Scale:
     """Return the factor between samples' terms and the scalar, all sizes of the batch taken out.
 
     Args:
@@ -81,8 +82,6 @@ def scale_of(path: Path, row_map: RowMap, *, batch_size: int, axis: int, reducti
         batch_size: B.
         axis: The expected batch axis.
         reduction: The declared reduction.
-        counted: Positions that count in torch's own loss at the end of the path, equally many of each sample; 0 where
-            there is none.
 
     Raises:
         LossReductionError: It is not the declared one, or could come from other samples.
@@ -98,12 +97,10 @@ def scale_of(path: Path, row_map: RowMap, *, batch_size: int, axis: int, reducti
     forms = frozenset({"mean"} if is_mean else {"sum"})
     inner = _inner_sizes(path, batch_size, axis)
     if not is_mean and reduction == "mean":
-        forms = _take_divisor(
-            numbers,
-            _divisors(path, steps, row_map, batch_size, counted, picked=picks_samples(path, batch_size, axis)),
-            batch_size,
-            reduction,
-        )
+        picked = picks_samples(path, batch_size, axis)
+        counted = counted_positions(path, row_map, batch_size) if numbers else 0
+        divisors = _divisors(path, steps, row_map, batch_size, counted, picked=picked)
+        forms = _take_divisor(numbers, divisors, batch_size, reduction)
     constant = 1.0
     for number in numbers:
         _check_number(number, inner, batch_size, reduction)

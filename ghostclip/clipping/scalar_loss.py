@@ -24,7 +24,7 @@ from ghostclip.capture.evidence import Ends, listing_at, rows_of_terms
 from ghostclip.capture.session import Session
 from ghostclip.capture.usage import Record
 from ghostclip.clipping.loss_scale import Scale, picks_samples, remedy, scale_of
-from ghostclip.clipping.shares import check_shares, counted_positions
+from ghostclip.clipping.shares import check_shares
 from ghostclip.errors import LossReductionError
 
 # What tells a way through a loss again in the next step.
@@ -113,8 +113,7 @@ class LossExaminer:
 
     def _scale(self, path: Path, record: Record, row_map: RowMap, roots: Any, grads: Any) -> Scale:
         size = record.batch_size
-        counted = counted_positions(path, row_map, size) if path.numbers else 0
-        scale = scale_of(path, row_map, batch_size=size, axis=record.axis, reduction=self._reduction, counted=counted)
+        scale = scale_of(path, row_map, batch_size=size, axis=record.axis, reduction=self._reduction)
         if size > 1 and "mean" in scale.forms and row_map.kind != "one":
             picked = picks_samples(path, size, record.axis)
             check_shares(path, row_map, batch_size=size, picked=picked, roots=roots, grads=grads)
