@@ -49,6 +49,7 @@ _SUBMODULES = frozenset(
         "layers",
         "legacy",
         "lightning",
+        "losses",
         "noise",
         "optimizers",
         "privacy_engine",
