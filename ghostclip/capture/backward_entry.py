@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ghostclip.capture.session import Session
     from ghostclip.capture.usage import Record
 
-OnLoss = Callable[[Sequence[Any], Sequence[Tensor | None], "list[Record]"], None]
+OnLoss = Callable[["Session", Sequence[Any], Sequence[Tensor | None], "list[Record]"], None]
 # On the node of a model's output: its forward.
 RECORD_KEY: Final = "ghostclip_record"
 _MARK: Final = "_ghostclip_entry"
@@ -58,15 +58,26 @@ def detach(session: "Session") -> None:
         torch.autograd.backward = getattr(torch.autograd.backward, "__wrapped__")  # noqa: B009 - unknown to the type
 
 
-def expect(record: "Record", session: "Session") -> None:
-    """Look out for the backward of a forward that has ended.
+def announce(session: "Session", output: Tensor) -> None:
+    """Look out for the backward of a forward that has ended, and tell of it before any layer hears of it.
 
     Args:
-        record: The forward.
-        session: Whose it is.
+        session: Whose forward it is.
+        output: One of its outputs, in the graph.
     """
-    _waiting[record] = ref(session)
-    _install()
+    record = session.record
+    node: Any = output.grad_fn
+    if node is not None:
+        node.metadata[RECORD_KEY] = record
+        _waiting[record] = ref(session)
+        _install()
+
+    def tell(grad: Tensor) -> None:
+        if session.listener is None and session.trains():
+            refuse_unseen(record)
+            session.on_backward(None)
+
+    output.register_hook(tell)
 
 
 def forget(record: "Record") -> None:
@@ -132,7 +143,7 @@ def show(roots: Sequence[Any], grads: Sequence[Tensor | None]) -> None:
     for session, records in found.items():
         # Whoever listens already has examined it.
         if session.listener is None and session.is_trainable():
-            session.on_loss(roots, grads, records)
+            session.on_loss(session, roots, grads, records)
         for record in records:
             record.examined = True
 
@@ -199,6 +210,9 @@ def is_output(edge: Edge) -> bool:
 
     Args:
         edge: Its place in the graph.
+
+    Returns:
+        False for a scalar that the model computed from its own outputs: it goes on inside.
     """
     notes = edge[0].metadata
     return METADATA_KEY in notes or (RECORD_KEY in notes and bool(shape_at(edge)))
@@ -209,6 +223,9 @@ def leads_to_forward(edge: Edge) -> bool:
 
     Args:
         edge: Its place in the graph.
+
+    Returns:
+        False for what parameters alone make.
     """
     pending, seen = [edge[0]], set()
     while pending:

@@ -240,10 +240,13 @@ def _spread(edge: Edge, following: Edge, path: Path) -> Path:
 
 
 def shape_at(edge: Edge) -> tuple[int, ...] | None:
-    """Return the shape of a value of the graph, None where the graph does not know it.
+    """Return the shape of a value of the graph.
 
     Args:
         edge: The node that made it, and which of its outputs it is.
+
+    Returns:
+        The shape; None where the graph does not know it.
     """
     known = getattr(edge[0], "_input_metadata", ())
     return tuple(known[edge[1]].shape) if edge[1] < len(known) else None

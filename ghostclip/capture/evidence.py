@@ -258,10 +258,13 @@ def _any_fits(session: "Session", end: Ends, record: Record, sets: Sequence[set[
 
 
 def in_words(name: str) -> str:
-    """Return a node's name as its operation is called: ``topk`` for ``TopkBackward0``.
+    """Return the name of a node as its operation is called.
 
     Args:
-        name: The node's name.
+        name: The node's name, as ``TopkBackward0``.
+
+    Returns:
+        As ``topk``.
     """
     plain = re.sub(r"Backward\d*$", "", name.rpartition("::")[2])
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", plain).lower()

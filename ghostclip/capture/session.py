@@ -187,7 +187,7 @@ class Session:
         result = readings.proven(self, module, args, kwargs, output)
         for leaf in readings.tensors(result):
             if leaf.requires_grad:
-                leaf.register_hook(self._announcement(leaf))
+                backward_entry.announce(self, leaf)
         if self.record.padded:
             return tree_map(lambda item: emptied(item, self.axis), result)
         return None if result is output else result
@@ -215,21 +215,6 @@ class Session:
         finally:
             self.loan.end()
             self.watch.end()
-
-    def _announcement(self, output: Tensor) -> Callable[[Tensor], None]:
-        """Return a hook that tells of a backward before any layer hears of it."""
-        record = self.record
-        node: Any = output.grad_fn
-        if node is not None:
-            node.metadata[backward_entry.RECORD_KEY] = record
-            backward_entry.expect(record, self)
-
-        def announce(grad: Tensor) -> None:
-            if self.listener is None and self._trains():
-                backward_entry.refuse_unseen(record)
-                self.on_backward(None)
-
-        return announce
 
     @contextmanager
     def lending(self) -> Iterator[None]:
@@ -341,15 +326,15 @@ class Session:
         if torch.is_grad_enabled():
             raise UnsupportedModelError(differentiated(use.site, self.describe_module(use.site.names[0])))
         if self.listener is None:
-            if not self._trains():
+            if not self.trains():
                 return
             backward_entry.refuse_unseen(use.record)
             self.on_backward(use)
         assert self.listener is not None
         self.listener.receive(use, grad)
 
-    def _trains(self) -> bool:
-        """Return whether the running backward is for the parameters, not for inputs alone."""
+    def trains(self) -> bool:
+        """Return whether the backward that runs is for the parameters, not for inputs alone."""
         # Reentrant checkpointing hides the anchor from the outer graph, and accepts no backward for inputs alone.
         return self.record.silent or bool(torch._C._will_engine_execute_node(accumulation_node(self.anchor)))
 

@@ -1,9 +1,9 @@
 """``GhostClipper``: attach to a model, call backward, find the clipped sum in ``.grad``."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Final, Literal, get_args
+from typing import Final, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -111,10 +111,10 @@ class GhostClipper(Diagnostics):
         self._losses_to_probe = _PROBED_LOSSES if probe else 0
         self._said: set[str] = set()
         self.generation = 0
+        self._examiner = LossExaminer(loss_reduction)
         self._session = Session(
-            model, batch_first=batch_first, on_backward=self._open_implicit_pass, on_loss=self._examine
+            model, batch_first=batch_first, on_backward=self._open_implicit_pass, on_loss=self._examiner.examine
         )
-        self._examiner = LossExaminer(self._session, loss_reduction)
         self._session.probes = probe
         self._store = GradientStore(self._session.parameters)
         self.planner = Planner(memory_budget, planning)
@@ -136,7 +136,7 @@ class GhostClipper(Diagnostics):
         check_shape(loss, batch_size=0 if record.padded else record.batch_size)
         per_sample = loss.dim() == 1
         if not per_sample:
-            self._examiner.examine([loss], [], [record])
+            self._examiner.examine(self._session, [loss], [], [record])
         elif record.batch_size > 1 and self._losses_to_probe > 0:
             self._losses_to_probe -= 1
             probe_losses(self._session, loss)
@@ -147,10 +147,6 @@ class GhostClipper(Diagnostics):
         listener = self._one_pass(strategy, loss)
         self._listen(listener, lambda: back_propagate(loss))
         self._complete(listener, per_sample=per_sample)
-
-    def _examine(self, roots: Sequence[Any], grads: Sequence[Tensor | None], records: Sequence[Record]) -> None:
-        """Examine the loss of a plain backward."""
-        self._examiner.examine(roots, grads, records)
 
     def resolve_strategy(self) -> str:
         """Return the strategy for the latest forward: what was asked for, or what ``"auto"`` decides and why."""

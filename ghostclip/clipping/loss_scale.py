@@ -41,6 +41,9 @@ class Scale:
             other: The factor in another step.
             reduction: The declared reduction, for the remedy.
 
+        Returns:
+            The forms that fit both.
+
         Raises:
             LossReductionError: They differ.
         """
@@ -65,6 +68,9 @@ def remedy(reduction: str) -> str:
 
     Args:
         reduction: The declared reduction, ``"mean"`` or ``"sum"``.
+
+    Returns:
+        Sentences for an error.
     """
     return (
         "Give one loss a sample: losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction='none').mean(1), "
@@ -82,6 +88,9 @@ def scale_of(path: Path, row_map: RowMap, *, batch_size: int, axis: int, reducti
         batch_size: B.
         axis: The expected batch axis.
         reduction: The declared reduction.
+
+    Returns:
+        What must be the same in every step.
 
     Raises:
         LossReductionError: It is not the declared one, or could come from other samples.
@@ -140,6 +149,9 @@ def picks_samples(path: Path, batch_size: int, axis: int) -> bool:
         path: The way.
         batch_size: B.
         axis: The expected batch axis.
+
+    Returns:
+        True also where only an index says what was picked.
     """
     return any(not step.axes or samples_axis(step.sizes, batch_size, axis) in step.axes for step in path.picked)
 

@@ -47,21 +47,22 @@ class _Seen:
 class LossExaminer:
     """Examines the scalar losses of one session."""
 
-    def __init__(self, session: Session, reduction: str) -> None:
+    def __init__(self, reduction: str) -> None:
         """Start with nothing seen.
 
         Args:
-            session: Whose forwards the losses come from.
             reduction: How they are declared to be reduced, ``"mean"`` or ``"sum"``.
         """
-        self._session = session
         self._reduction = reduction
         self._seen: dict[_Key, _Seen] = {}
 
-    def examine(self, roots: Sequence[Any], grads: Sequence[Tensor | None], records: Sequence[Record]) -> None:
+    def examine(
+        self, session: Session, roots: Sequence[Any], grads: Sequence[Tensor | None], records: Sequence[Record]
+    ) -> None:
         """Refuse a loss that is not shown to be a sum over samples of the declared scale.
 
         Args:
+            session: Whose forwards it comes from.
             roots: Where its backward starts.
             grads: Gradients given for them; empty where none are.
             records: Forwards that it leads to.
@@ -80,7 +81,7 @@ class LossExaminer:
         except RecursionError:
             raise LossReductionError(f"the loss has too many terms to be followed. {remedy(self._reduction)}") from None
         if record.batch_size > 1 and (record.unproven or not found.keys() <= self._seen.keys()):
-            self._prove(found, record)
+            self._prove(session, found, record)
         for key, path in found.items():
             seen = self._seen.setdefault(key, _Seen())
             scale = self._scale(path, record, _now(path, seen.row_map, record), roots, grads)
@@ -103,11 +104,11 @@ class LossExaminer:
         reduced = (Reduced("sum", sizes, tuple(range(len(sizes)))),) if sizes else ()
         return edge, Path(numbers=numbers, reduced=reduced)
 
-    def _prove(self, found: dict[_Key, Path], record: Record) -> None:
+    def _prove(self, session: Session, found: dict[_Key, Path], record: Record) -> None:
         ends = [
             Ends(path.ends, path.name, (1,) if path.name in CLASSES and path.loss else ()) for path in found.values()
         ]
-        maps = rows_of_terms(self._session, ends, record, advice=remedy(self._reduction))
+        maps = rows_of_terms(session, ends, record, advice=remedy(self._reduction))
         for key, row_map in zip(found, maps, strict=True):
             self._seen.setdefault(key, _Seen()).row_map = row_map
 
