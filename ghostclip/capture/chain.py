@@ -6,7 +6,7 @@ where it ends, with every factor on the way, so that what is left to prove conce
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
 from typing import Any, Final
@@ -32,7 +32,7 @@ _LINEAR: Final = frozenset(
 _JOINED: Final = frozenset({"CatBackward0", "StackBackward0"})
 # They pick some of the values, along an axis or anywhere.
 _SLICED: Final = frozenset({"SelectBackward0", "SliceBackward0", "SplitBackward0", "SplitWithSizesBackward0"})
-_PICKED: Final = frozenset({"IndexBackward0", "MaskedSelectBackward0", "IndexSelectBackward0", "GatherBackward0"})
+PICKED: Final = frozenset({"IndexBackward0", "MaskedSelectBackward0", "IndexSelectBackward0", "GatherBackward0"})
 _SPREAD: Final = frozenset(
     {"AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0", "WhereBackward0", "ExpandBackward0"}
 )
@@ -102,6 +102,7 @@ class Path:
         picked: Where values were picked on the way.
         loss: The node of torch's own loss at its end, if it reduces.
         key: Tells the same way in the next step.
+        way: The value before, and how that was reached in turn.
     """
 
     ends: tuple[Edge, ...] = ()
@@ -110,7 +111,16 @@ class Path:
     reduced: tuple[Reduced, ...] = ()
     picked: tuple[Reduced, ...] = ()
     loss: Any = None
-    key: tuple[Any, ...] = field(default=())
+    key: tuple[Any, ...] = ()
+    way: Any = None
+
+    def passed(self) -> list[Edge]:
+        """Return the values on the way, from the scalar on."""
+        found, way = [], self.way
+        while way is not None:
+            edge, way = way
+            found.append(edge)
+        return found[::-1]
 
 
 def paths(roots: Sequence[tuple[Edge, Path]], is_output: Callable[[Edge], bool]) -> Iterator[Path]:
@@ -141,18 +151,23 @@ def paths(roots: Sequence[tuple[Edge, Path]], is_output: Callable[[Edge], bool])
         if following is None:
             yield _ended(edge, name, path)
         else:
-            pending += reversed(following)
+            pending += [(onward, _reached_by(then, (edge, path.way))) for onward, then in reversed(following)]
+
+
+def _reached_by(path: Path, way: Any) -> Path:
+    """Return a path with another way."""
+    return Path(path.ends, path.name, path.numbers, path.reduced, path.picked, path.loss, path.key, way)
 
 
 def _ended(edge: Edge, name: str, path: Path) -> Path:
     node, key = edge[0], (*path.key, name)
     kind = _KINDS.get(getattr(node, "_saved_reduction", 0))
     if kind is None:
-        return Path((edge,), name, path.numbers, path.reduced, path.picked, None, key)
+        return Path((edge,), name, path.numbers, path.reduced, path.picked, None, key, path.way)
     ends = tuple(following for following in node.next_functions if following[0] is not None)
     sizes = _loss_sizes(node, name, shape_at(ends[0]) or ())
     step = Reduced(kind, sizes, tuple(range(len(sizes))))
-    return Path(ends, name, path.numbers, (*path.reduced, step), path.picked, node, (*key, kind))
+    return Path(ends, name, path.numbers, (*path.reduced, step), path.picked, node, (*key, kind), path.way)
 
 
 def _loss_sizes(node: Any, name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -181,7 +196,7 @@ def _through(edge: Edge, name: str, path: Path) -> list[tuple[Edge, Path]]:
         path = _and(path, name, reduced=(Reduced("joined"),))
     if name in _SLICED:
         path = _and(path, name, picked=(_sliced(node),))
-    elif name in _PICKED:
+    elif name in PICKED:
         path = _and(path, name, picked=(Reduced("picked"),))
     found = []
     for number, following in enumerate(node.next_functions):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ghostclip.capture.backward_entry import is_output
 from ghostclip.capture.batch_axis import RowMap, candidates, samples_axis
-from ghostclip.capture.chain import Edge, shape_at
+from ghostclip.capture.chain import PICKED, Edge, shape_at
 from ghostclip.capture.places import Place, place_at
 from ghostclip.capture.probe import Probe, Start, ask, sample_sets, starts
 from ghostclip.capture.provenance import METADATA_KEY, only_sample, samples_at
@@ -53,11 +53,13 @@ class Ends:
         edges: Their places in the graph.
         name: The operation that made them or consumed them.
         classes: Axes that cannot be samples.
+        passed: The values between the scalar and these.
     """
 
     edges: tuple[Edge, ...]
     name: str
     classes: tuple[int, ...] = ()
+    passed: Sequence[Edge] = ()
 
 
 @contextmanager
@@ -126,10 +128,13 @@ def probe_losses(session: "Session", losses: Tensor) -> None:
         raise SampleMixingError(MIXED.format(""))
 
 
-def rows_of_terms(session: "Session", ends: Sequence[Ends], record: Record, *, advice: str) -> list[RowMap]:
+def rows_of_terms(
+    session: "Session", ends: Sequence[Ends], record: Record, *, advice: str
+) -> list[tuple[RowMap, int | None]]:
     """Prove that each of the values that a loss is linear in belongs to one sample, and tell to which.
 
-    Any assignment of the values to samples will do, if no sample's values touch another sample's rows.
+    Any assignment of the values to samples will do, if no sample's values touch another sample's rows; so will one of
+    values nearer to the scalar.
 
     Args:
         session: Whose forward the loss comes from.
@@ -138,31 +143,37 @@ def rows_of_terms(session: "Session", ends: Sequence[Ends], record: Record, *, a
         advice: What to do about a loss that is refused.
 
     Returns:
-        For each of them how its rows map to samples.
+        For each of them how its rows map to samples, or those of which value before it (None for its own).
 
     Raises:
         LossReductionError: Some value has no rows of samples: the loss is no sum over them.
         SampleMixingError: There is no such assignment.
     """
-    readings = [_readings(end, record) for end in ends]
-    for end, maps in zip(ends, readings, strict=True):
+    for end in ends:
         picking = _picks_among_samples(end, record)
-        if picking or not maps:
-            raise LossReductionError(_NO_SUM.format(in_words(picking or end.name), advice))
-    if not session.probes:
-        return [maps[0] for maps in readings]
+        if picking:
+            raise LossReductionError(_NO_SUM.format(in_words(picking), advice))
+    readings = [_readings(end, record) for end in ends]
+    first = [start for end, maps in zip(ends, readings, strict=True) for start in _starts(end, maps[:1])]
     sets, size = sample_sets(record.batch_size), record.batch_size
-    first = [start for end, maps in zip(ends, readings, strict=True) for start in _starts(end, maps[0])]
-    if _keeps_apart(session, first, sets, size):
-        return [maps[0] for maps in readings]
-    found = []
-    for end, maps in zip(ends, readings, strict=True):
-        fitting = (row_map for row_map in maps if _keeps_apart(session, _starts(end, row_map), sets, size))
-        chosen = next(fitting, None)
-        if chosen is None:
-            raise SampleMixingError(f"{MIXED.format(_where(session, end, record, sets))} {advice}")
-        found.append(chosen)
-    return found
+    if all(readings) and (not session.probes or _keeps_apart(session, first, sets, size)):
+        return [(maps[0], None) for maps in readings]
+    return [_rows_of(session, end, record, sets, advice) for end in ends]
+
+
+def _rows_of(
+    session: "Session", end: Ends, record: Record, sets: Sequence[set[int]], advice: str
+) -> tuple[RowMap, int | None]:
+    tried = False
+    before = [(Ends((edge,), end.name), number) for number, edge in enumerate(end.passed) if shape_at(edge)]
+    for values, number in [(end, None), *reversed(before)]:
+        for row_map in _readings(values, record):
+            tried = True
+            if not session.probes or _keeps_apart(session, _starts(values, [row_map]), sets, record.batch_size):
+                return row_map, number
+    if not tried:
+        raise LossReductionError(_NO_SUM.format(in_words(end.name), advice))
+    raise SampleMixingError(f"{MIXED.format(_where(session, end, record, sets))} {advice}")
 
 
 def _picks_among_samples(ends: Ends, record: Record) -> str:
@@ -200,9 +211,9 @@ def _keeps_apart(session: "Session", begun: list[Start], sets: Sequence[set[int]
     return not probe.failures
 
 
-def _starts(ends: Ends, row_map: RowMap) -> list[Start]:
+def _starts(ends: Ends, maps: Sequence[RowMap]) -> list[Start]:
     places = [place_at(*edge) for edge in ends.edges]
-    return [Start(place, row_map) for place in places if place is not None]
+    return [Start(place, row_map) for row_map in maps for place in places if place is not None]
 
 
 def _readings(ends: Ends, record: Record) -> list[RowMap]:
@@ -218,6 +229,27 @@ def _readings(ends: Ends, record: Record) -> list[RowMap]:
         maps = [RowMap("listed", 0, listed), *maps]
     # A loss over classes is one term; its classes are no samples.
     return [row_map for row_map in maps if row_map.axis not in ends.classes]
+
+
+def is_picked(edge: Edge) -> bool:
+    """Return whether a value was picked from a model's output by an index or a mask.
+
+    Args:
+        edge: Its place in the graph.
+
+    Returns:
+        True also where that cannot be told.
+    """
+    pending, seen = [edge], 0
+    while pending and seen < _MAX_NODES:
+        current = pending.pop()
+        if current[0] is None or is_output(current):
+            continue
+        seen += 1
+        if current[0].name() in PICKED:
+            return True
+        pending += current[0].next_functions
+    return bool(pending)
 
 
 def listing_at(edge: Edge, record: Record) -> Tensor | None:
@@ -254,7 +286,7 @@ def _where(session: "Session", ends: Ends, record: Record, sets: Sequence[set[in
 
 def _any_fits(session: "Session", end: Ends, record: Record, sets: Sequence[set[int]]) -> bool:
     maps = _readings(end, record)
-    return any(_keeps_apart(session, _starts(end, row_map), sets, record.batch_size) for row_map in maps)
+    return any(_keeps_apart(session, _starts(end, [row_map]), sets, record.batch_size) for row_map in maps)
 
 
 def in_words(name: str) -> str:

@@ -12,7 +12,7 @@ Privacy:
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 from ghostclip.capture.backward_entry import edge_of, is_output, leads_to_forward
 from ghostclip.capture.batch_axis import WHOLE, RowMap
 from ghostclip.capture.chain import CLASSES, Edge, Number, Path, Reduced, paths, shape_at
-from ghostclip.capture.evidence import Ends, listing_at, rows_of_terms
+from ghostclip.capture.evidence import Ends, is_picked, listing_at, rows_of_terms
 from ghostclip.capture.session import Session
 from ghostclip.capture.usage import Record
 from ghostclip.clipping.loss_scale import Scale, picks_samples, remedy, scale_of
@@ -37,10 +37,12 @@ class _Seen:
 
     Attributes:
         row_map: How the rows of its values map to samples.
+        place: Where these values stand on the way; None for its end.
         scale: The factor that it had.
     """
 
     row_map: RowMap = WHOLE
+    place: int | None = None
     scale: Scale | None = None
 
 
@@ -80,12 +82,19 @@ class LossExaminer:
             found = dict(_numbered(paths(begun, is_output)))
         except RecursionError:
             raise LossReductionError(f"the loss has too many terms to be followed. {remedy(self._reduction)}") from None
-        if record.batch_size > 1 and (record.unproven or not found.keys() <= self._seen.keys()):
+        if record.batch_size > 1 and (record.unproven or self._is_new(found, record)):
             self._prove(session, found, record)
         for key, path in found.items():
             seen = self._seen.setdefault(key, _Seen())
-            scale = self._scale(path, record, _now(path, seen.row_map, record), roots, grads)
+            placed = _placed(path, seen)
+            scale = self._scale(placed, record, _now(placed, seen.row_map, record), roots, grads)
             seen.scale = scale if seen.scale is None else seen.scale.agreed(scale, reduction=self._reduction)
+
+    def _is_new(self, found: dict[_Key, Path], record: Record) -> bool:
+        proven = {key: seen for key, seen in self._seen.items() if seen.row_map is not WHOLE}
+        return not found.keys() <= proven.keys() or any(
+            _is_moved(path, proven[key], record) for key, path in found.items()
+        )
 
     def _begun(self, root: Any, grad: Tensor | None) -> tuple[Edge, Path]:
         """Return where a backward starts, with the gradient that it starts from as a factor."""
@@ -105,12 +114,11 @@ class LossExaminer:
         return edge, Path(numbers=numbers, reduced=reduced)
 
     def _prove(self, session: Session, found: dict[_Key, Path], record: Record) -> None:
-        ends = [
-            Ends(path.ends, path.name, (1,) if path.name in CLASSES and path.loss else ()) for path in found.values()
-        ]
+        ends = [_ends(path) for path in found.values()]
         maps = rows_of_terms(session, ends, record, advice=remedy(self._reduction))
-        for key, row_map in zip(found, maps, strict=True):
-            self._seen.setdefault(key, _Seen()).row_map = row_map
+        for key, (row_map, place) in zip(found, maps, strict=True):
+            seen = self._seen.setdefault(key, _Seen())
+            seen.row_map, seen.place = row_map, place
 
     def _scale(self, path: Path, record: Record, row_map: RowMap, roots: Any, grads: Any) -> Scale:
         size = record.batch_size
@@ -119,6 +127,23 @@ class LossExaminer:
             picked = picks_samples(path, size, record.axis)
             check_shares(path, row_map, batch_size=size, picked=picked, roots=roots, grads=grads)
         return scale
+
+
+def _ends(path: Path) -> Ends:
+    classes = (1,) if path.name in CLASSES and path.loss is not None else ()
+    return Ends(path.ends, path.name, classes, path.passed())
+
+
+def _is_moved(path: Path, seen: _Seen, record: Record) -> bool:
+    """Return whether the rows at the end of a path may lie otherwise than when they were proved."""
+    if seen.row_map.kind == "listed":
+        return listing_at(_placed(path, seen).ends[0], record) is None
+    return seen.row_map.kind in ("major", "minor") and any(map(is_picked, path.ends))
+
+
+def _placed(path: Path, seen: _Seen) -> Path:
+    """Return a path that ends where its values were proved to have rows of samples."""
+    return path if seen.place is None else replace(path, ends=(path.passed()[seen.place],))
 
 
 def _now(path: Path, row_map: RowMap, record: Record) -> RowMap:
