@@ -180,12 +180,12 @@ def _divisors(
     uneven = listed is not None and bool((listed.bincount(minlength=batch_size) * batch_size != listed.numel()).any())
     found: dict[int, tuple[str, bool]] = {batch_size: ("samples", False)}
     if not picked and not uneven:
-        for step in steps:
-            whole = prod(step.sizes)
-            for number in _products(step.sizes):
-                if number % batch_size == 0:
-                    found.setdefault(number, ("values", False))
-            # As many as were summed are no count of what a mask lets through.
+        sums = [step for step in path.reduced if step.kind == "sum"]
+        for number in (number for step in sums for number in _products(step.sizes)):
+            if number % batch_size == 0:
+                found.setdefault(number, ("values", False))
+        # As many as were summed are no count of what a mask lets through.
+        for whole in [prod(step.count for step in sums), *(step.count for step in steps)]:
             found[whole] = (found.get(whole, ("values", True))[0], True)
     if counted:
         found[counted] = (found.get(counted, ("values", True))[0], True)
