@@ -194,10 +194,8 @@ def _through(edge: Edge, name: str, path: Path) -> list[tuple[Edge, Path]]:
     node = edge[0]
     if name in _JOINED:
         path = _and(path, name, reduced=(Reduced("joined"),))
-    if name in _SLICED:
-        path = _and(path, name, picked=(_sliced(node),))
-    elif name in PICKED:
-        path = _and(path, name, picked=(Reduced("picked"),))
+    if name in _SLICED or name in PICKED:
+        path = _and(path, name, picked=(_picked(node, name),))
     found = []
     for number, following in enumerate(node.next_functions):
         if following[0] is None:
@@ -226,9 +224,17 @@ def _and(
     )
 
 
-def _sliced(node: Any) -> Reduced:
-    sizes = tuple(node._saved_self_sym_sizes)
-    return Reduced("picked", sizes, (_axis(node._saved_dim, len(sizes)),))
+def _picked(node: Any, name: str) -> Reduced:
+    """Return along which axes values were picked; no axis stands for all."""
+    sizes = shape_at(node.next_functions[0]) or ()
+    if name == "MaskedSelectBackward0":
+        return Reduced("picked", sizes)
+    if name != "IndexBackward0":
+        return Reduced("picked", sizes, (_axis(node._saved_dim, len(sizes)),))
+    indices = node._saved_indices
+    # A mask stands for as many axes as it has.
+    whole = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+    return Reduced("picked", sizes, () if whole else tuple(i for i, index in enumerate(indices) if index is not None))
 
 
 def _axis(kept: int, count: int) -> int:

@@ -205,6 +205,7 @@ def _take_divisor(
     if batch_size == 1:
         return _ANY
     doubtful = [number for number in numbers if number.factor < 1 or not number.plain]
+    doubtful.sort(key=lambda number: (number.plain, not number.divides))
     if doubtful:
         message = (
             f"the loss is a sum over samples {doubtful[0].describe()}, which is neither the batch size {batch_size} "
