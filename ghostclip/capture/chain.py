@@ -6,7 +6,7 @@ where it ends, with every factor on the way, so that what is left to prove conce
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import prod
 from typing import Any, Final
@@ -102,7 +102,7 @@ class Path:
         picked: Where values were picked on the way.
         loss: The node of torch's own loss at its end, if it reduces.
         key: Tells the same way in the next step.
-        way: The value before, and how that was reached in turn.
+        way: The value before, how many picks led to it, and how it was reached in turn.
     """
 
     ends: tuple[Edge, ...] = ()
@@ -116,10 +116,25 @@ class Path:
 
     def passed(self) -> list[Edge]:
         """Return the values on the way, from the scalar on."""
+        return [edge for edge, _ in self._way()]
+
+    def cut(self, place: int) -> "Path":
+        """Return the way to one of the values on it, with the factors of the whole.
+
+        Args:
+            place: The value's number, from the scalar on.
+
+        Returns:
+            A path that ends there.
+        """
+        edge, picks = self._way()[place]
+        return replace(self, ends=(edge,), picked=self.picked[:picks])
+
+    def _way(self) -> list[tuple[Edge, int]]:
         found, way = [], self.way
         while way is not None:
-            edge, way = way
-            found.append(edge)
+            edge, picks, way = way
+            found.append((edge, picks))
         return found[::-1]
 
 
@@ -151,7 +166,9 @@ def paths(roots: Sequence[tuple[Edge, Path]], is_output: Callable[[Edge], bool])
         if following is None:
             yield _ended(edge, name, path)
         else:
-            pending += [(onward, _reached_by(then, (edge, path.way))) for onward, then in reversed(following)]
+            pending += [
+                (onward, _reached_by(then, (edge, len(path.picked), path.way))) for onward, then in reversed(following)
+            ]
 
 
 def _reached_by(path: Path, way: Any) -> Path:

@@ -12,7 +12,7 @@ Privacy:
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -143,7 +143,7 @@ def _is_moved(path: Path, seen: _Seen, record: Record) -> bool:
 
 def _placed(path: Path, seen: _Seen) -> Path:
     """Return a path that ends where its values were proved to have rows of samples."""
-    return path if seen.place is None else replace(path, ends=(path.passed()[seen.place],))
+    return path if seen.place is None else path.cut(seen.place)
 
 
 def _now(path: Path, row_map: RowMap, record: Record) -> RowMap:

@@ -1,7 +1,9 @@
 """Every backward that trains a private model passes the entry where its loss is examined."""
 
 import copy
+import inspect
 import pickle
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -10,11 +12,21 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import ghostclip
+from ghostclip.capture import backward_entry
 from ghostclip.errors import LossReductionError, SampleMixingError
 from tests.reference import clip_and_sum, per_sample_gradients
 
 DOUBLE = torch.float64
+# What other tests may have left in its place.
+TORCH = inspect.unwrap(torch.autograd.backward)
 PLAIN = ["auto", "bookkeeping", "hooks"]
+
+
+@pytest.fixture
+def nobody_attached(monkeypatch):
+    """Other tests' clippers may live on."""
+    monkeypatch.setattr(backward_entry, "_attached", WeakSet())
+    monkeypatch.setattr(torch.autograd, "backward", TORCH)
 
 
 def _model(inputs=5, outputs=3):
@@ -41,7 +53,7 @@ def _assert_clipped(model, wanted):
         torch.testing.assert_close(p.grad, wanted[name])
 
 
-def test_put_back_when_the_last_clipper_is_gone():
+def test_put_back_when_the_last_clipper_is_gone(nobody_attached):
     before = torch.autograd.backward
     with ghostclip.GhostClipper(_model(), max_grad_norm=1.0):
         with ghostclip.GhostClipper(_model(), max_grad_norm=1.0):
@@ -50,7 +62,7 @@ def test_put_back_when_the_last_clipper_is_gone():
     assert torch.autograd.backward is before
 
 
-def test_backward_that_was_taken_from_torch_before():
+def test_backward_that_was_taken_from_torch_before(nobody_attached):
     kept, model = torch.autograd.backward, _model()
     with ghostclip.GhostClipper(model, max_grad_norm=1.0):
         with pytest.raises(LossReductionError, match=r"Call loss\.backward\(\)"):
@@ -59,7 +71,7 @@ def test_backward_that_was_taken_from_torch_before():
 
 
 @pytest.mark.parametrize("first", ["theirs", "ours"])
-def test_somebody_else_replaces_the_function_as_well(monkeypatch, first):
+def test_somebody_else_replaces_the_function_as_well(nobody_attached, monkeypatch, first):
     model, calls = _model(), []
 
     def replace():
