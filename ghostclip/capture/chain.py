@@ -64,7 +64,11 @@ class Number:
     plain: bool
 
     def describe(self) -> str:
-        """Say what was done with it."""
+        """Say what was done with it.
+
+        Returns:
+            Words for an error.
+        """
         what = f"{self.given:g}" if self.plain else f"a tensor without axes ({self.given:g})"
         return f"{'divided' if self.divides else 'multiplied'} by {what}"
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip import _validate
-from ghostclip.capture.backward_entry import forget
+from ghostclip.capture import backward_entry
 from ghostclip.capture.evidence import probe_losses
 from ghostclip.capture.session import Session
 from ghostclip.capture.usage import Record, Use
@@ -32,8 +32,6 @@ _log = logging.getLogger(__name__)
 Strategy = Literal["auto", "bookkeeping", "ghost", "fast", "hooks"]
 Reduction = Literal["mean", "sum"]
 _TWO_PASS: Final = ("ghost", "fast")
-# Losses are proved to be each sample's own in the first backward.
-_PROBED_LOSSES: Final = 1
 
 
 class GhostClipper(Diagnostics):
@@ -108,7 +106,7 @@ class GhostClipper(Diagnostics):
         self.loss_reduction = loss_reduction
         self.batch_first = batch_first
         self._shared: set[str] = set()
-        self._losses_to_probe = _PROBED_LOSSES if probe else 0
+        self._losses_to_probe = 1 if probe else 0
         self._said: set[str] = set()
         self.generation = 0
         self._examiner = LossExaminer(loss_reduction)
@@ -212,8 +210,7 @@ class GhostClipper(Diagnostics):
         if strategy in _TWO_PASS:
             message = (
                 f"strategy '{strategy}' takes two backward passes: call clipper.backward(loss) instead of "
-                "loss.backward(), or "
-                "choose strategy='bookkeeping'."
+                "loss.backward(), or choose strategy='bookkeeping'."
             )
             raise GhostClipError(message)
         if self._session.is_checkpointed():
@@ -249,7 +246,7 @@ class GhostClipper(Diagnostics):
     def _close(self, listener: Pass) -> None:
         for record in listener.records:
             record.spent = True
-            forget(record)
+            backward_entry.forget(record)
         self._decisions.close()
         self._store.finish()
 
