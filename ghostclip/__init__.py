@@ -52,6 +52,7 @@ _SUBMODULES = frozenset(
         "layers",
         "legacy",
         "lightning",
+        "losses",
         "noise",
         "optimizers",
         "privacy_engine",

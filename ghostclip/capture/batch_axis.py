@@ -22,9 +22,10 @@ class RowMap:
 
     Attributes:
         kind: ``"axis"`` (the axis has one row a sample), ``"major"`` (folded, all rows of a sample together),
-            ``"minor"`` (folded, samples alternate), ``"whole"`` (one sample owns everything) or ``"listed"``.
+            ``"minor"`` (folded, samples alternate), ``"whole"`` (one sample owns everything), ``"listed"``, or
+            ``"one"`` (everything belongs to one of the samples).
         axis: The axis, of the tensor's leading ones.
-        samples: For ``"listed"``: the sample of every row, shape ``(n,)``, int64.
+        samples: For ``"listed"`` and ``"one"``: the sample of every row, shape ``(n,)`` or ``(1,)``, int64.
     """
 
     kind: str
@@ -94,6 +95,23 @@ class RowMap:
         if self.kind == "minor":
             return index % batch_size
         return index // max(1, size // max(1, batch_size)) if batch_size > 1 else torch.zeros_like(index)
+
+
+def samples_axis(sizes: tuple[int, ...], batch_size: int, axis: int) -> int | None:
+    """Return the axis that holds the samples, as far as sizes tell.
+
+    Args:
+        sizes: Sizes of a tensor.
+        batch_size: B.
+        axis: Where it is expected.
+
+    Returns:
+        An axis of B entries, else one of several times as many (folded), the expected one first; None without any.
+    """
+    order = [place for place in dict.fromkeys((axis, *range(len(sizes)))) if place < len(sizes)]
+    exact = (place for place in order if sizes[place] == batch_size)
+    folded = (place for place in sorted(order) if sizes[place] > batch_size and sizes[place] % batch_size == 0)
+    return next(exact, next(folded, None))
 
 
 WHOLE = RowMap("whole")

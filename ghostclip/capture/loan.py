@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ghostclip.capture.backward_entry import edge_of
 from ghostclip.capture.eager import untraced
 from ghostclip.capture.nodes import nodes_behind
 from ghostclip.capture.replicas import quieten_wrapper
@@ -285,5 +286,5 @@ def untouched_grads(outputs: Sequence[Tensor]) -> Iterator[None]:
 
 def _leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
     with torch.no_grad():
-        nodes = nodes_behind(output.grad_fn for output in outputs)
+        nodes = nodes_behind(edge_of(output)[0] for output in outputs)
         return [node.variable for node in nodes if hasattr(node, "variable")]

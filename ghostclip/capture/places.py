@@ -55,7 +55,7 @@ def reduced_places(scalars: Sequence[Tensor], has_rows: Callable[[Place], bool])
         if len(seen) >= _MAX_NODES:
             return []
         seen.add((node, number))
-        place = _at(node, number)
+        place = place_at(node, number)
         if place is not None and has_rows(place):
             found[node, number] = place
         else:
@@ -63,7 +63,16 @@ def reduced_places(scalars: Sequence[Tensor], has_rows: Callable[[Place], bool])
     return list(found.values())
 
 
-def _at(node: Any, number: int) -> Place | None:
+def place_at(node: Any, number: int) -> Place | None:
+    """Return the place of an output of a node.
+
+    Args:
+        node: The node.
+        number: Which of its outputs.
+
+    Returns:
+        The place; None for a leaf, or where it holds no floating values.
+    """
     if number >= len(node._input_metadata) or node.name().endswith("AccumulateGrad"):
         return None
     about = node._input_metadata[number]

@@ -216,22 +216,6 @@ def starts(outputs: Sequence[Tensor], *, record: Record) -> list[list[Start]]:
     return ([time_first] if time_first else []) + (folded[:1] if certain else folded)
 
 
-def loss_starts(loss: Tensor, *, record: Record) -> list[Start]:
-    """List where one sample's loss can be told from the others'.
-
-    Args:
-        loss: Per-sample losses, shape ``(B,)``, or a scalar.
-        record: The forward.
-
-    Returns:
-        The losses themselves, or what the scalar was reduced from; empty where nothing there has one row a sample.
-    """
-    if loss.dim():
-        return [Start(Place.of(loss), RowMap("axis", 0))]
-    found = reduced_places([loss], lambda place: _certain_map(place, record) is not None)
-    return _sorted_out(found, record)[0]
-
-
 def _sorted_out(places: Sequence[Place], record: Record) -> tuple[list[Start], list[list[Start]]]:
     """Return the starts with one row a sample, and two ways to read those with several."""
     exact: list[Start] = []
@@ -293,7 +277,8 @@ def cotangents(begun: Sequence[Start], *, batch_size: int, samples: set[int]) ->
     grads = []
     for start in begun:
         place, axis = start.place, start.row_map.axis
-        sample_n = start.row_map.samples_of(place.shape[axis], batch_size).to(place.device)
+        rows = place.shape[axis] if place.shape else 1
+        sample_n = start.row_map.samples_of(rows, batch_size).to(place.device)
         chosen_n = torch.isin(sample_n, torch.tensor(sorted(samples), device=place.device))
         # Never zero, so that no row of a sample can be missed.
         noise = torch.rand(place.shape, generator=generator).add_(0.5).to(device=place.device, dtype=place.dtype)
@@ -301,7 +286,14 @@ def cotangents(begun: Sequence[Start], *, batch_size: int, samples: set[int]) ->
     return grads
 
 
-def ask(probe: Probe, begun: Sequence[Start], *, batch_size: int, run: Callable[..., bool | None]) -> None:
+def ask(
+    probe: Probe,
+    begun: Sequence[Start],
+    *,
+    batch_size: int,
+    run: Callable[..., bool | None],
+    sets: Sequence[set[int]] | None = None,
+) -> None:
     """Run the backwards that bring a probe its evidence.
 
     Args:
@@ -309,9 +301,10 @@ def ask(probe: Probe, begun: Sequence[Start], *, batch_size: int, run: Callable[
         begun: The model's outputs and how their rows map to samples.
         batch_size: B.
         run: Runs one backward; says None when it must be called again.
+        sets: The sets of samples to ask about; by default those that tell any two apart.
     """
     outputs = [start.place.source for start in begun]
-    for samples in sample_sets(batch_size):
+    for samples in sample_sets(batch_size) if sets is None else sets:
         probe.samples = samples
         grads = cotangents(begun, batch_size=batch_size, samples=samples)
         if run(outputs, grads) is None:

@@ -5,6 +5,7 @@ about whose they are; the index that picked them does, and autograd keeps it. Th
 the nearest captured layer and looks only at nodes that select rows.
 """
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -19,6 +20,7 @@ _SELECTING: Final = frozenset(
     {
         "_RecurrenceBackward", "CatBackward0", "StackBackward0", "SelectBackward0", "IndexBackward0",
         "IndexSelectBackward0", "GatherBackward0", "SliceBackward0", "SplitBackward0", "SplitWithSizesBackward0",
+        "UnbindBackward0",
     }
 )  # fmt: skip
 _SELECT: Final = frozenset({"SelectBackward0"})
@@ -113,6 +115,69 @@ def _of_first_step(node: Any, rows: int, batch_size: int, expected_axis: int) ->
     total = gates._input_metadata[number].shape[0]
     listed = _samples(gates, number, total, batch_size, expected_axis)
     return None if listed is None else listed[:rows]
+
+
+def samples_at(node: Any, output_nr: int, rows: int, batch_size: int, expected_axis: int) -> Tensor | None:
+    """Return the sample of every row of a value of the graph if rows were selected on the way to it.
+
+    Args:
+        node: The node that made the value.
+        output_nr: Which of the node's outputs it is.
+        rows: Its rows, on axis 0.
+        batch_size: B.
+        expected_axis: The model's batch axis (0 or 1).
+
+    Returns:
+        As for `routed_samples`.
+    """
+    return _samples(node, output_nr, rows, batch_size, expected_axis)
+
+
+def only_sample(node: Any, output_nr: int, batch_size: int, is_output: Callable[[tuple[Any, int]], bool]) -> int | None:
+    """Return the one sample that a value was computed from, where each way to the model's outputs picks its rows.
+
+    Args:
+        node: The node that made the value.
+        output_nr: Which of the node's outputs it is.
+        batch_size: B.
+        is_output: Tells a model's output.
+
+    Returns:
+        The sample; None where there are several, or where that cannot be told.
+    """
+    found: set[int] = set()
+    pending, seen = [(node, output_nr)], 0
+    while pending and seen < _MAX_NODES:
+        edge = pending.pop()
+        if edge[0] is None or _name_is(edge[0], _LEAVES):
+            continue
+        seen += 1
+        picked = _picked(*edge, batch_size)
+        if picked is not None:
+            found.add(picked)
+        elif is_output(edge):
+            return None
+        else:
+            pending += edge[0].next_functions
+    return found.pop() if len(found) == 1 and not pending else None
+
+
+def _picked(node: Any, output_nr: int, batch_size: int) -> int | None:
+    """Return the entry of an axis of B entries that a node picks."""
+    if not _name_is(node, _SELECTING):
+        return None
+    name = node.name()
+    sizes = () if name == "UnbindBackward0" else getattr(node, "_saved_self_sym_sizes", ())
+    if name == "UnbindBackward0":
+        return output_nr if len(node._input_metadata) == batch_size else None
+    if name == "SelectBackward0":
+        index = node._saved_index - (1 << 64 if node._saved_index >> 63 else 0)
+        return index % batch_size if sizes[node._saved_dim] == batch_size else None
+    rows = node._input_metadata[output_nr].shape
+    if not sizes or not rows or sizes[0] != batch_size or rows[0] != 1:
+        return None
+    selection = _selection(node, output_nr, 1)
+    return int(selection[0][0]) if selection is not None and selection[0].numel() == 1 else None
 
 
 def leads_to(tensor: Tensor, anchor: Tensor) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from ghostclip.capture import eager, loan, readings
+from ghostclip.capture import backward_entry, eager, loan, readings
 from ghostclip.capture.bags import Bags, as_flat
 from ghostclip.capture.buffers import Buffers
 from ghostclip.capture.consume import consume
@@ -51,7 +51,7 @@ class Session:
         *,
         batch_first: bool,
         on_backward: Callable[[Use | None], None],
-        on_loss: Callable[[Any, int], None],
+        on_loss: backward_entry.OnLoss,
     ) -> None:
         """Attach to a model.
 
@@ -59,7 +59,7 @@ class Session:
             model: The model; nothing but hooks is added to it.
             batch_first: Whether the batch axis is axis 0 (else 1).
             on_backward: Called when a gradient arrives and no listener is set.
-            on_loss: Called with the node of a scalar that the model itself returned and B when a backward starts there.
+            on_loss: Called before a plain backward runs through forwards: with its roots, their gradients, and these.
         """
         self.model = model
         self.axis = 0 if batch_first else 1
@@ -83,6 +83,7 @@ class Session:
         self._open: ExitStack | None = None
         self._handles: list[RemovableHandle] = []
         self.attach()
+        backward_entry.attach(self)
 
     def attach(self) -> None:
         """Put hooks on the modules that have none yet."""
@@ -93,6 +94,7 @@ class Session:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        backward_entry.detach(self)
         self.loan.close()
         self.settled.forget()
 
@@ -198,7 +200,7 @@ class Session:
         result = readings.proven(self, *self._bags.as_rows(module, args, kwargs), output)
         for leaf in readings.tensors(result):
             if leaf.requires_grad:
-                leaf.register_hook(self._announcement(leaf.grad_fn if leaf.dim() == 0 else None))
+                backward_entry.announce(self, leaf)
         if self.record.padded:
             return tree_map(lambda item: emptied(item, self.axis), result)
         return None if result is output else result
@@ -226,18 +228,6 @@ class Session:
         finally:
             self.loan.end()
             self.watch.end()
-
-    def _announcement(self, node: Any) -> Callable[[Tensor], None]:
-        """Return a hook that tells of a backward before any layer hears of it; ``node`` made the model's own loss."""
-        size = self.record.batch_size
-
-        def announce(grad: Tensor) -> None:
-            if node is not None:
-                self.on_loss(node, size)
-            if self.listener is None and self._trains():
-                self.on_backward(None)
-
-        return announce
 
     @contextmanager
     def lending(self) -> Iterator[None]:
@@ -349,14 +339,15 @@ class Session:
         if torch.is_grad_enabled():
             raise UnsupportedModelError(differentiated(use.site, self.describe_module(use.site.names[0])))
         if self.listener is None:
-            if not self._trains():
+            if not self.trains():
                 return
+            backward_entry.refuse_unseen(use.record)
             self.on_backward(use)
         assert self.listener is not None
         self.listener.receive(use, grad)
 
-    def _trains(self) -> bool:
-        """Return whether the running backward is for the parameters, not for inputs alone."""
+    def trains(self) -> bool:
+        """Return whether the backward that runs is for the parameters, not for inputs alone."""
         # Reentrant checkpointing hides the anchor from the outer graph, and accepts no backward for inputs alone.
         return self.record.silent or bool(torch._C._will_engine_execute_node(accumulation_node(self.anchor)))
 
@@ -374,7 +365,8 @@ class Session:
         with self.lending():
             if not (self._full_backward or self._reentrant):
                 try:
-                    torch.autograd.backward(outputs, grads, retain_graph=True, inputs=self._ends())
+                    with backward_entry.unseen():
+                        torch.autograd.backward(outputs, grads, retain_graph=True, inputs=self._ends())
                     return True
                 except RuntimeError as error:
                     # Reentrant checkpointing accepts no ``inputs``.
@@ -382,9 +374,13 @@ class Session:
                         raise
                     self._full_backward = True
                     return None
-            with loan.untouched_grads(outputs):
+            with loan.untouched_grads(outputs), backward_entry.unseen():
                 torch.autograd.backward(outputs, grads, retain_graph=True)
             return False
+
+    def is_trainable(self) -> bool:
+        """Return whether a backward would train any parameter that was lent."""
+        return any(parameter.requires_grad for parameter in self.parameters.values())
 
     def _ends(self) -> list[Tensor]:
         """Return where a backward restricted to captured operations ends; a parameter may have been frozen since."""

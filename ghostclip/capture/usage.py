@@ -69,6 +69,7 @@ class Record:
         use_counts: How often each parameter was consumed, by name.
         checkpointed: Activation checkpointing was active somewhere in it.
         spent: A backward has gone through it.
+        examined: The loss whose backward is about to go through it was examined.
         unproven: A use came from a call site on which there is no evidence yet.
         silent: Parameters were used with gradients switched off.
         inputs: Numbers (``id``) of the tensors that the model was called with, whose batch axis is declared.
@@ -88,6 +89,7 @@ class Record:
     use_counts: defaultdict[str, int] = field(default_factory=_counts)
     checkpointed: bool = False
     spent: bool = False
+    examined: bool = False
     unproven: bool = False
     silent: bool = False
     inputs: frozenset[int] = frozenset()

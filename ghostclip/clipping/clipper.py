@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip import _validate
+from ghostclip.capture import backward_entry
 from ghostclip.capture.evidence import probe_losses
 from ghostclip.capture.roster import Roster
 from ghostclip.capture.session import Session
@@ -18,12 +19,13 @@ from ghostclip.clipping.coverage import Coverage, coverage_of
 from ghostclip.clipping.decisions import Decisions
 from ghostclip.clipping.diagnostics import Diagnostics
 from ghostclip.clipping.grouping import Whole
-from ghostclip.clipping.loss import back_propagate, check_loss, check_normaliser
+from ghostclip.clipping.loss import back_propagate, check_shape
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, Pass, SumPass
 from ghostclip.clipping.plan import Planner, Planning
 from ghostclip.clipping.policies import ClipPolicy, policy_of
 from ghostclip.clipping.savepoint import Savepoint
+from ghostclip.clipping.scalar_loss import LossExaminer
 from ghostclip.clipping.store import GradientStore
 from ghostclip.clipping.zero_grad import ZeroGrad
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
@@ -33,8 +35,6 @@ _log = logging.getLogger(__name__)
 Strategy = Literal["auto", "bookkeeping", "ghost", "fast", "hooks"]
 Reduction = Literal["mean", "sum"]
 _TWO_PASS: Final = ("ghost", "fast")
-# Losses are proved to be each sample's own in the first backward.
-_PROBED_LOSSES: Final = 1
 
 
 class GhostClipper(Diagnostics):
@@ -109,11 +109,12 @@ class GhostClipper(Diagnostics):
         self.loss_reduction = loss_reduction
         self.batch_first = batch_first
         self._shared: set[str] = set()
-        self._losses_to_probe = _PROBED_LOSSES if probe else 0
+        self._losses_to_probe = 1 if probe else 0
         self._said: set[str] = set()
         self.generation = 0
+        self._examiner = LossExaminer(loss_reduction)
         self._session = Session(
-            model, batch_first=batch_first, on_backward=self._open_implicit_pass, on_loss=check_normaliser
+            model, batch_first=batch_first, on_backward=self._open_implicit_pass, on_loss=self._examiner.examine
         )
         self._session.probes = probe
         self._store = GradientStore(self._session.parameters)
@@ -134,9 +135,11 @@ class GhostClipper(Diagnostics):
             UncoveredParameterError: A parameter's gradient could not be clipped per sample.
         """
         record = self._session.record
-        check_loss(loss, reduction=self.loss_reduction, batch_size=0 if record.padded else record.batch_size)
+        check_shape(loss, batch_size=0 if record.padded else record.batch_size)
         per_sample = loss.dim() == 1
-        if record.batch_size > 1 and self._losses_to_probe > 0:
+        if not per_sample:
+            self._examiner.examine(self._session, [loss], [], [record])
+        elif record.batch_size > 1 and self._losses_to_probe > 0:
             self._losses_to_probe -= 1
             probe_losses(self._session, loss)
         strategy = self.resolve_strategy()
@@ -211,8 +214,7 @@ class GhostClipper(Diagnostics):
         if strategy in _TWO_PASS:
             message = (
                 f"strategy '{strategy}' takes two backward passes: call clipper.backward(loss) instead of "
-                "loss.backward(), or "
-                "choose strategy='bookkeeping'."
+                "loss.backward(), or choose strategy='bookkeeping'."
             )
             raise GhostClipError(message)
         if self._session.is_checkpointed():
@@ -248,6 +250,7 @@ class GhostClipper(Diagnostics):
     def _close(self, listener: Pass) -> None:
         for record in listener.records:
             record.spent = True
+            backward_entry.forget(record)
         record = self._record_of(listener)
         self._decisions.close(0 if record.padded else record.batch_size)
         self._store.finish()

@@ -1,6 +1,6 @@
 """The loss of one passage, and held-out perplexity.
 
-Shapes: B samples, T tokens, N = B·(T-1) predictions, V vocabulary.
+Shapes: B samples, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ghostclip.finetune.passages import PassageDataset
+from ghostclip.losses import token_losses
 
 _IGNORED = -100
 
@@ -28,22 +28,18 @@ def next_token_losses(model: nn.Module, ids_BT: Tensor, lengths_B: Tensor) -> tu
     Returns:
         ``(sums_B, counts_B)``, float32; sums in nats.
     """
+    sums_B = token_losses(*_predictions(model, ids_BT, lengths_B), reduction="sum")
+    return sums_B, (lengths_B - 1).clamp(min=0).float()
+
+
+def _predictions(model: nn.Module, ids_BT: Tensor, lengths_B: Tensor) -> tuple[Tensor, Tensor]:
     mask_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device) < lengths_B[:, None]
     logits_BTV = model(input_ids=ids_BT, attention_mask=mask_BT.long(), use_cache=False).logits
-    targets_BT = ids_BT[:, 1:].masked_fill(~mask_BT[:, 1:], _IGNORED)
-    logits_NV = logits_BTV[:, :-1].float().flatten(0, 1)
-    losses_N = functional.cross_entropy(logits_NV, targets_BT.flatten(), ignore_index=_IGNORED, reduction="none")
-    losses_BT = losses_N.view(targets_BT.shape)
-    return losses_BT.sum(1), (targets_BT != _IGNORED).sum(1).float()
+    return logits_BTV, ids_BT.masked_fill(~mask_BT, _IGNORED)
 
 
 def passage_losses(model: nn.Module, ids_BT: Tensor, lengths_B: Tensor) -> Tensor:
     """Give each passage's loss: the mean over its *own* predicted tokens.
-
-    Privacy:
-        Dividing by the tokens of the whole batch, as transformers does, would let one passage's length scale every
-        other passage's gradient, and clipping would bound nothing. Here a passage's gradient depends on that passage
-        only.
 
     Args:
         model: A causal language model of transformers.
@@ -53,8 +49,7 @@ def passage_losses(model: nn.Module, ids_BT: Tensor, lengths_B: Tensor) -> Tenso
     Returns:
         Losses ``[B]``, float32, in nats per token.
     """
-    sums_B, counts_B = next_token_losses(model, ids_BT, lengths_B)
-    return sums_B / counts_B.clamp(min=1.0)
+    return token_losses(*_predictions(model, ids_BT, lengths_B), ignore_index=_IGNORED)
 
 
 def perplexity(model: nn.Module, passages: PassageDataset, *, limit: int, batch_size: int, dtype: str) -> float:

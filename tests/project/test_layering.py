@@ -14,6 +14,7 @@ LAYERS = (
     "_refused",
     "_types",
     "_validate",
+    "losses",
     "accounting",
     "accountants",
     "kernels",

@@ -1,0 +1,345 @@
+"""The linear end of a loss: what lies between a scalar and the first values that are no linear function of it.
+
+A scalar is a sum over samples exactly if it is linear in values of which each belongs to one sample. Autograd's graph
+shows the linear part: sums, means, views, selections, products with constants. It is followed from the scalar down to
+where it ends, with every factor on the way, so that what is left to prove concerns those values alone.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import prod
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+Edge = tuple[Any, int]
+
+# Linear in each of its inputs, with factor 1 (or -1), whatever constants take part.
+_LINEAR: Final = frozenset(
+    {
+        "AddBackward0", "AddBackward1", "SubBackward0", "SubBackward1", "RsubBackward0", "RsubBackward1",
+        "NegBackward0", "WhereBackward0", "MaskedFillBackward0", "ExpandBackward0", "ViewBackward0",
+        "UnsafeViewBackward0", "ReshapeAliasBackward0", "AliasBackward0", "CloneBackward0", "ToCopyBackward0",
+        "UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2", "PermuteBackward0",
+        "TransposeBackward0", "TBackward0", "FlipBackward0", "RollBackward0", "ConstantPadNdBackward0",
+        "SelectBackward0", "SliceBackward0", "UnbindBackward0", "SplitBackward0", "SplitWithSizesBackward0",
+        "IndexBackward0", "IndexSelectBackward0", "GatherBackward0", "MaskedSelectBackward0", "DiagonalBackward0",
+        "CatBackward0", "StackBackward0",
+    }
+)  # fmt: skip
+_JOINED: Final = frozenset({"CatBackward0", "StackBackward0"})
+# They pick some of the values, along an axis or anywhere.
+_SLICED: Final = frozenset({"SelectBackward0", "SliceBackward0", "SplitBackward0", "SplitWithSizesBackward0"})
+PICKED: Final = frozenset({"IndexBackward0", "MaskedSelectBackward0", "IndexSelectBackward0", "GatherBackward0"})
+_SPREAD: Final = frozenset(
+    {"AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0", "WhereBackward0", "ExpandBackward0"}
+)
+_REDUCING: Final = {"MeanBackward0": True, "MeanBackward1": True, "SumBackward0": False, "SumBackward1": False}
+_SCALED: Final = frozenset({"MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1"})
+# torch's own losses keep their reduction as a number: 0 none, 1 mean, 2 sum.
+_KINDS: Final = {1: "mean", 2: "sum"}
+# Losses whose input has classes on axis 1, and losses of one value a row.
+CLASSES: Final = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
+_ROWS: Final = frozenset({"MultiMarginLossBackward0", "MultilabelMarginLossBackward0"})
+# More ways than this through the end of a loss are not followed.
+_MAX_STEPS: Final = 20_000
+
+
+@dataclass(frozen=True)
+class Number:
+    """A constant that a loss is multiplied with.
+
+    Attributes:
+        factor: Its value; of a divisor, the reciprocal.
+        given: As it stands in the code: the multiplier or the divisor.
+        divides: Whether it is a divisor.
+        plain: Whether it is a number of Python; a tensor may have been computed from the data.
+    """
+
+    factor: float
+    given: float
+    divides: bool
+    plain: bool
+
+    def describe(self) -> str:
+        """Say what was done with it.
+
+        Returns:
+            Words for an error.
+        """
+        what = f"{self.given:g}" if self.plain else f"a tensor without axes ({self.given:g})"
+        return f"{'divided' if self.divides else 'multiplied'} by {what}"
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """Axes that were reduced (or, of a value that was spread, those along which it was repeated).
+
+    Attributes:
+        kind: ``"mean"``, ``"sum"``, ``"spread"``, ``"joined"`` (several values became one tensor) or ``"picked"``
+            (some of the values were left out, or may have been).
+        sizes: The sizes before (of what was spread or joined, after).
+        axes: Which of them.
+    """
+
+    kind: str
+    sizes: tuple[int, ...] = ()
+    axes: tuple[int, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """How many values became one."""
+        return prod(self.sizes[axis] for axis in self.axes)
+
+
+@dataclass(frozen=True)
+class Path:
+    """One way from a scalar to values that it is linear in.
+
+    Attributes:
+        ends: These values; several where an elementwise loss of torch compares two of them.
+        name: The operation that made them, or torch's loss that they went into.
+        numbers: Constant factors, nearest to the scalar first.
+        reduced: Reductions, nearest to the scalar first.
+        picked: Where values were picked on the way.
+        loss: The node of torch's own loss at its end, if it reduces.
+        key: Tells the same way in the next step.
+        way: The value before, how many picks led to it, and how it was reached in turn.
+    """
+
+    ends: tuple[Edge, ...] = ()
+    name: str = ""
+    numbers: tuple[Number, ...] = ()
+    reduced: tuple[Reduced, ...] = ()
+    picked: tuple[Reduced, ...] = ()
+    loss: Any = None
+    key: tuple[Any, ...] = ()
+    way: Any = None
+
+    def passed(self) -> list[Edge]:
+        """Return the values on the way, from the scalar on."""
+        return [edge for edge, _ in self._way()]
+
+    def cut(self, place: int) -> "Path":
+        """Return the way to one of the values on it, with the factors of the whole.
+
+        Args:
+            place: The value's number, from the scalar on.
+
+        Returns:
+            A path that ends there.
+        """
+        edge, picks = self._way()[place]
+        return replace(self, ends=(edge,), picked=self.picked[:picks])
+
+    def _way(self) -> list[tuple[Edge, int]]:
+        found, way = [], self.way
+        while way is not None:
+            edge, picks, way = way
+            found.append((edge, picks))
+        return found[::-1]
+
+
+def paths(roots: Sequence[tuple[Edge, Path]], is_output: Callable[[Edge], bool]) -> Iterator[Path]:
+    """Follow a loss down to the values that it is linear in.
+
+    Args:
+        roots: Where a backward starts, and what its gradient there amounts to.
+        is_output: Tells a model's output, beyond which nothing is followed.
+
+    Yields:
+        Every way, in an order that does not depend on the data.
+
+    Raises:
+        RecursionError: There are too many.
+    """
+    pending = list(reversed(roots))
+    steps = 0
+    while pending:
+        edge, path = pending.pop()
+        steps += 1
+        if steps > _MAX_STEPS:
+            raise RecursionError
+        node = edge[0]
+        if node is None:
+            continue
+        name = node.name()
+        following = None if is_output(edge) else _follow(edge, name, path)
+        if following is None:
+            yield _ended(edge, name, path)
+        else:
+            pending += [
+                (onward, _reached_by(then, (edge, len(path.picked), path.way))) for onward, then in reversed(following)
+            ]
+
+
+def _reached_by(path: Path, way: Any) -> Path:
+    """Return a path with another way."""
+    return Path(path.ends, path.name, path.numbers, path.reduced, path.picked, path.loss, path.key, way)
+
+
+def _ended(edge: Edge, name: str, path: Path) -> Path:
+    node, key = edge[0], (*path.key, name)
+    kind = _KINDS.get(getattr(node, "_saved_reduction", 0))
+    if kind is None:
+        return Path((edge,), name, path.numbers, path.reduced, path.picked, None, key, path.way)
+    ends = tuple(following for following in node.next_functions if following[0] is not None)
+    sizes = _loss_sizes(node, name, shape_at(ends[0]) or ())
+    step = Reduced(kind, sizes, tuple(range(len(sizes))))
+    return Path(ends, name, path.numbers, (*path.reduced, step), path.picked, node, (*key, kind), path.way)
+
+
+def _loss_sizes(node: Any, name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the sizes of what a loss of torch reduces."""
+    if name in CLASSES:
+        return sizes[:1] + sizes[2:] if len(sizes) > 1 else ()
+    return sizes[:1] if name in _ROWS and len(sizes) > 1 else sizes
+
+
+def _follow(edge: Edge, name: str, path: Path) -> list[tuple[Edge, Path]] | None:
+    """Return the values behind a linear operation; None where the linear part ends (a loss of torch's own included)."""
+    node = edge[0]
+    if name in _LINEAR:
+        return _through(edge, name, path)
+    if name in _REDUCING:
+        step = _reduction(node, name)
+        return [(node.next_functions[0], _and(path, name, reduced=(step,) if step.axes else ()))]
+    if name in _SCALED:
+        return _scaled(edge, name, path)
+    return None
+
+
+def _through(edge: Edge, name: str, path: Path) -> list[tuple[Edge, Path]]:
+    node = edge[0]
+    if name in _JOINED:
+        path = _and(path, name, reduced=(Reduced("joined"),))
+    if name in _SLICED or name in PICKED:
+        path = _and(path, name, picked=(_picked(node, name),))
+    found = []
+    for number, following in enumerate(node.next_functions):
+        if following[0] is None:
+            continue
+        onward = _spread(edge, following, path) if name in _SPREAD else path
+        alpha = getattr(node, "_saved_alpha", 1) if number else 1
+        if alpha != 1:
+            onward = _and(onward, name, numbers=(Number(abs(float(alpha)), alpha, divides=False, plain=True),))
+        found.append((following, onward))
+    return found
+
+
+def _and(
+    path: Path,
+    name: str,
+    *,
+    numbers: tuple[Number, ...] = (),
+    reduced: tuple[Reduced, ...] = (),
+    picked: tuple[Reduced, ...] = (),
+) -> Path:
+    return Path(
+        numbers=path.numbers + numbers,
+        reduced=path.reduced + reduced,
+        picked=path.picked + picked,
+        key=(*path.key, name),
+    )
+
+
+def _picked(node: Any, name: str) -> Reduced:
+    """Return along which axes values were picked; no axis stands for all."""
+    sizes = shape_at(node.next_functions[0]) or ()
+    if name == "MaskedSelectBackward0":
+        return Reduced("picked", sizes)
+    if name != "IndexBackward0":
+        return Reduced("picked", sizes, (_axis(node._saved_dim, len(sizes)),))
+    indices = node._saved_indices
+    # A mask stands for as many axes as it has.
+    whole = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+    return Reduced("picked", sizes, () if whole else tuple(i for i, index in enumerate(indices) if index is not None))
+
+
+def _axis(kept: int, count: int) -> int:
+    """Return an axis as a node keeps it: a negative one modulo 2^64."""
+    return (kept - (1 << 64 if kept >> 63 else 0)) % max(1, count)
+
+
+def _reduction(node: Any, name: str) -> Reduced:
+    sizes = tuple(node._saved_self_sym_sizes)
+    axes = list(range(len(sizes)))
+    if name.endswith("1") and len(node._saved_dim):
+        axes = sorted({_axis(axis, len(sizes)) for axis in node._saved_dim if sizes})
+    return Reduced("mean" if _REDUCING[name] else "sum", sizes, tuple(axes))
+
+
+def _spread(edge: Edge, following: Edge, path: Path) -> Path:
+    """Note the axes along which a value is repeated."""
+    after, before = shape_at(edge), shape_at(following)
+    if after == before or after is None or before is None:
+        return path
+    missing = len(after) - len(before)
+    axes = [axis for axis, size in enumerate(after) if size != 1 and (axis < missing or before[axis - missing] != size)]
+    return _and(path, "spread", reduced=(Reduced("spread", after, tuple(axes)),)) if axes else path
+
+
+def shape_at(edge: Edge) -> tuple[int, ...] | None:
+    """Return the shape of a value of the graph.
+
+    Args:
+        edge: The node that made it, and which of its outputs it is.
+
+    Returns:
+        The shape; None where the graph does not know it.
+    """
+    known = getattr(edge[0], "_input_metadata", ())
+    return tuple(known[edge[1]].shape) if edge[1] < len(known) else None
+
+
+def _scaled(edge: Edge, name: str, path: Path) -> list[tuple[Edge, Path]] | None:
+    node = edge[0]
+    if name.endswith("1"):
+        inner, constant = node.next_functions[0], node._saved_other
+    else:
+        first, second = node.next_functions
+        if (first[0] is None) == (second[0] is None) or (first[0] is None and name == "DivBackward0"):
+            return None
+        inner, constant = (first, node._saved_other) if second[0] is None else (second, node._saved_self)
+    number = _number(constant, divides=name.startswith("Div"))
+    onward = _spread(edge, inner, path) if name in _SPREAD else path
+    return [(inner, onward if number is None else _and(onward, name, numbers=(number,)))]
+
+
+def _number(constant: Any, *, divides: bool) -> Number | None:
+    """Return a factor that all values have in common, None for weights of each."""
+    if isinstance(constant, Tensor):
+        if constant.numel() != 1:
+            return None
+        plain, given = _is_python_number(constant), constant.item()
+    else:
+        plain, given = True, constant
+    size = abs(float(given))
+    return Number((1 / size if size else float("inf")) if divides else size, given, divides=divides, plain=plain)
+
+
+def _is_python_number(constant: Tensor) -> bool:
+    """Return whether a tensor without axes stands for a number of Python: then any other decides on the result."""
+    if constant.dim():
+        return False
+    other = torch.float16 if constant.is_floating_point() else torch.uint8
+    if constant.dtype is torch.bool:
+        return True
+    return torch.result_type(constant, torch.zeros((), dtype=other, device=constant.device)) is other
+
+
+def looks_plain(factor: float) -> bool:
+    """Return whether a factor is one that people write: of few digits, or one over a small integer.
+
+    Args:
+        factor: The factor, at least 0.
+
+    Returns:
+        Whether it has at most three significant decimal digits or is the reciprocal of an integer up to 64.
+    """
+    if factor == float(f"{factor:.3g}"):
+        return True
+    fraction = Fraction(factor).limit_denominator(64)
+    return fraction.numerator == 1 and abs(float(fraction) - factor) <= 1e-9 * factor

@@ -1,0 +1,253 @@
+"""The scale of a scalar loss: which factor lies between the samples' terms and the scalar, and whom it depends on.
+
+A mean over samples divides every term by B, which clipping undoes; a sum does not. Whatever else is multiplied must be
+a public constant: a factor that comes from other samples (their lengths, their number) makes each sample's gradient a
+function of them, and no bound on one sample's influence holds.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import combinations
+from math import prod
+from typing import Final
+
+from ghostclip.capture.batch_axis import RowMap, samples_axis
+from ghostclip.capture.chain import Number, Path, Reduced, looks_plain
+from ghostclip.capture.evidence import in_words
+from ghostclip.clipping.shares import counted_positions
+from ghostclip.errors import LossReductionError
+
+_TOLERANCE: Final = 1e-6
+# Products of more axes than this are not formed.
+_MAX_AXES: Final = 6
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The factor of one way through a loss.
+
+    Attributes:
+        forms: How it was reduced over samples, in all readings that the sizes allow.
+        constant: What else it is multiplied by.
+    """
+
+    forms: frozenset[str]
+    constant: float
+
+    def agreed(self, other: "Scale", *, reduction: str) -> "Scale":
+        """Return what two steps agree on.
+
+        Args:
+            other: The factor in another step.
+            reduction: The declared reduction, for the remedy.
+
+        Returns:
+            The forms that fit both.
+
+        Raises:
+            LossReductionError: They differ.
+        """
+        forms = self.forms & other.forms
+        if not forms or abs(self.constant - other.constant) > _TOLERANCE * self.constant:
+            before, now = self._described(), other._described()
+            message = (
+                f"the loss was {before} in earlier steps and is {now} now. A factor that follows the batch makes each "
+                "sample's gradient depend on the others. For a public schedule, multiply the losses of the samples. "
+                f"{remedy(reduction)}"
+            )
+            raise LossReductionError(message)
+        return Scale(forms, self.constant)
+
+    def _described(self) -> str:
+        how = "averaged" if "mean" in self.forms else "summed"
+        return f"{how} over {' or '.join(sorted(self.forms - {'mean', 'sum'}) or ['samples'])} times {self.constant:g}"
+
+
+def remedy(reduction: str) -> str:
+    """Return the lines that give a loss for each sample.
+
+    Args:
+        reduction: The declared reduction, ``"mean"`` or ``"sum"``.
+
+    Returns:
+        Sentences for an error.
+    """
+    return (
+        "Give one loss a sample: losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction='none').mean(1), "
+        "or for a language model losses = ghostclip.losses.token_losses(logits, labels); then "
+        f"clipper.backward(losses), or losses.{reduction}().backward() in a plain loop."
+    )
+
+
+def scale_of(path: Path, row_map: RowMap, *, batch_size: int, axis: int, reduction: str) -> Scale:
+    """Return the factor between samples' terms and the scalar, all sizes of the batch taken out.
+
+    Args:
+        path: One way through the loss.
+        row_map: How the rows at its end map to samples.
+        batch_size: B.
+        axis: The expected batch axis.
+        reduction: The declared reduction.
+
+    Returns:
+        What must be the same in every step.
+
+    Raises:
+        LossReductionError: It is not the declared one, or could come from other samples.
+    """
+    steps = list(_over_samples(path, row_map, batch_size, axis))
+    none = not steps and row_map.kind != "one"
+    if batch_size > 1 and (none or any(step.kind == "spread" for step in steps)):
+        raise LossReductionError(_unshown(path, reduction))
+    is_mean = any(step.kind == "mean" for step in steps)
+    if batch_size > 1 and is_mean and reduction == "sum":
+        raise LossReductionError(_contradiction("sum", "mean"))
+    numbers = list(path.numbers)
+    forms = frozenset({"mean"} if is_mean else {"sum"})
+    inner = _inner_sizes(path, batch_size, axis)
+    if not is_mean and reduction == "mean":
+        picked = picks_samples(path, batch_size, axis)
+        counted = counted_positions(path, row_map, batch_size) if numbers else 0
+        divisors = _divisors(path, steps, row_map, batch_size, counted, picked=picked)
+        forms = _take_divisor(numbers, divisors, batch_size, reduction)
+    constant = 1.0
+    for number in numbers:
+        _check_number(number, inner, batch_size, reduction)
+        if not (number.divides and number.given in inner):
+            constant *= number.factor
+    return Scale(forms, constant)
+
+
+def _over_samples(path: Path, row_map: RowMap, batch_size: int, axis: int) -> Iterator[Reduced]:
+    """Yield the reductions over samples; one of what was spread over the samples just before gives nothing."""
+    steps = path.reduced
+    if row_map.kind == "one":
+        # What lies below the place where single samples were put together concerns one sample.
+        joined = [number for number, step in enumerate(steps) if step.kind == "joined"]
+        steps = steps[: joined[-1]] if joined else ()
+    steps = tuple(step for step in steps if step.kind != "joined")
+    if len(steps) == 1 and steps[0].kind != "spread":
+        yield steps[0]
+        return
+    waiting: list[Reduced] = []
+    for step in steps:
+        place = samples_axis(step.sizes, batch_size, axis)
+        if place not in step.axes and not (row_map.kind == "listed" and step is steps[-1]):
+            continue
+        if step.kind != "spread":
+            waiting.append(step)
+        elif waiting and waiting.pop().kind == "sum":
+            # The same value once for each sample.
+            waiting.append(step)
+    yield from waiting
+
+
+def picks_samples(path: Path, batch_size: int, axis: int) -> bool:
+    """Return whether samples, or values of samples, may have been left out on a way through a loss.
+
+    Args:
+        path: The way.
+        batch_size: B.
+        axis: The expected batch axis.
+
+    Returns:
+        True also where only an index says what was picked.
+    """
+    return any(not step.axes or samples_axis(step.sizes, batch_size, axis) in step.axes for step in path.picked)
+
+
+def _inner_sizes(path: Path, batch_size: int, axis: int) -> set[int]:
+    """Return numbers of positions of one sample, as shapes show them."""
+    found: set[int] = set()
+    for step in path.reduced:
+        place = samples_axis(step.sizes, batch_size, axis)
+        found |= set(_products(size for other, size in enumerate(step.sizes) if other != place))
+    return found - {1}
+
+
+def _products(sizes: Iterable[int]) -> Iterator[int]:
+    given = list(sizes)[:_MAX_AXES]
+    for count in range(1, len(given) + 1):
+        for chosen in combinations(given, count):
+            yield prod(chosen)
+
+
+def _divisors(
+    path: Path, steps: list[Reduced], row_map: RowMap, batch_size: int, counted: int, *, picked: bool
+) -> dict[int, tuple[str, bool]]:
+    """Return what a sum may be divided by: the form that this is, and whether a tensor may hold it."""
+    listed = row_map.samples if row_map.kind == "listed" else None
+    uneven = listed is not None and bool((listed.bincount(minlength=batch_size) * batch_size != listed.numel()).any())
+    found: dict[int, tuple[str, bool]] = {batch_size: ("samples", False)}
+    if not picked and not uneven:
+        sums = [step for step in path.reduced if step.kind == "sum"]
+        for number in (number for step in sums for number in _products(step.sizes)):
+            if number % batch_size == 0:
+                found.setdefault(number, ("values", False))
+        # As many as were summed are no count of what a mask lets through.
+        for whole in [prod(step.count for step in sums), *(step.count for step in steps)]:
+            found[whole] = (found.get(whole, ("values", True))[0], True)
+    if counted:
+        found[counted] = (found.get(counted, ("values", True))[0], True)
+    return found
+
+
+def _take_divisor(
+    numbers: list[Number], divisors: dict[int, tuple[str, bool]], batch_size: int, reduction: str
+) -> frozenset[str]:
+    """Take the divisor that makes a sum a mean over samples out of the factors."""
+    for place, number in enumerate(numbers):
+        count = round(1 / number.factor) if number.factor else 0
+        form, tensor_too = divisors.get(count, ("", False))
+        if form and abs(number.factor * count - 1) <= _TOLERANCE and (number.plain or tensor_too):
+            del numbers[place]
+            return frozenset({form}) if batch_size > 1 else _ANY
+    if batch_size == 1:
+        return _ANY
+    doubtful = [number for number in numbers if number.factor < 1 or not number.plain]
+    doubtful.sort(key=lambda number: (number.plain, not number.divides))
+    if doubtful:
+        message = (
+            f"the loss is a sum over samples {doubtful[0].describe()}, which is neither the batch size {batch_size} "
+            "nor a number of values that every sample has alike. Each sample's gradient would depend on the others, on "
+            f"their lengths for instance. {remedy(reduction)}"
+        )
+        raise LossReductionError(message)
+    raise LossReductionError(_contradiction("mean", "sum"))
+
+
+_ANY: Final = frozenset({"mean", "sum", "samples", "values"})
+
+
+def _check_number(number: Number, inner: set[int], batch_size: int, reduction: str) -> None:
+    if not number.plain:
+        message = (
+            f"the loss is {number.describe()}, which may have been computed from other samples (their lengths, the "
+            "scale of a GradScaler that adapts to them). Use a number of Python for a public constant, and no "
+            f"GradScaler. {remedy(reduction)}"
+        )
+        raise LossReductionError(message)
+    if number.divides and number.given in inner:
+        return
+    too_large = reduction == "sum" and number.divides and 1 < batch_size <= number.given
+    if too_large or not looks_plain(number.factor):
+        message = (
+            f"the loss is {number.describe()}, which could be a number of the batch (its size, its lengths): then each "
+            "sample's gradient would depend on the others. A constant has at most three digits, or is one over at most "
+            f"64{', and divides a sum by less than the batch size' if reduction == 'sum' else ''}. {remedy(reduction)}"
+        )
+        raise LossReductionError(message)
+
+
+def _contradiction(declared: str, shown: str) -> str:
+    return (
+        f"loss_reduction={declared!r} was declared, but the loss was reduced over the samples by a {shown}: every norm "
+        f"would be off by the batch size. Pass loss_reduction={shown!r}, or give losses of shape (B,)."
+    )
+
+
+def _unshown(path: Path, reduction: str) -> str:
+    return (
+        f"the loss comes out of '{in_words(path.name)}', and no operation after it reduces samples by a mean or a sum, "
+        f"so its scale is not known. {remedy(reduction)}"
+    )

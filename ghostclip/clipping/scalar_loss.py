@@ -1,0 +1,164 @@
+"""A scalar loss is proved, not believed: that it is a sum over samples, and that its scale is the declared one.
+
+What autograd shows of a loss is cut into the values that it is linear in and the factors before them (see
+`ghostclip.capture.chain`). Of the values it is proved, by backwards from some samples' rows alone, that each belongs to
+one sample; that costs backwards, and is done for every new form of loss and in the forwards that are proved anyway. Of
+the factors it is checked in every step that none depends on other samples.
+
+Privacy:
+    After this, the gradient of each sample that arrives at the layers is a function of that sample, of the weights and
+    of public constants. Not seen is what enters a loss without a gradient: weights that were computed from the batch
+    and detached.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ghostclip.capture.backward_entry import edge_of, is_output, leads_to_forward
+from ghostclip.capture.batch_axis import WHOLE, RowMap
+from ghostclip.capture.chain import CLASSES, Edge, Number, Path, Reduced, paths, shape_at
+from ghostclip.capture.evidence import Ends, is_picked, listing_at, rows_of_terms
+from ghostclip.capture.session import Session
+from ghostclip.capture.usage import Record
+from ghostclip.clipping.loss_scale import Scale, picks_samples, remedy, scale_of
+from ghostclip.clipping.shares import check_shares
+from ghostclip.errors import LossReductionError
+
+# What tells a way through a loss again in the next step.
+_Key = tuple[Any, ...]
+
+
+@dataclass
+class _Seen:
+    """What is remembered of one way through a loss.
+
+    Attributes:
+        row_map: How the rows of its values map to samples.
+        place: Where these values stand on the way; None for its end.
+        scale: The factor that it had.
+    """
+
+    row_map: RowMap = WHOLE
+    place: int | None = None
+    scale: Scale | None = None
+
+
+class LossExaminer:
+    """Examines the scalar losses of one session."""
+
+    def __init__(self, reduction: str) -> None:
+        """Start with nothing seen.
+
+        Args:
+            reduction: How they are declared to be reduced, ``"mean"`` or ``"sum"``.
+        """
+        self._reduction = reduction
+        self._seen: dict[_Key, _Seen] = {}
+
+    def examine(
+        self, session: Session, roots: Sequence[Any], grads: Sequence[Tensor | None], records: Sequence[Record]
+    ) -> None:
+        """Refuse a loss that is not shown to be a sum over samples of the declared scale.
+
+        Args:
+            session: Whose forwards it comes from.
+            roots: Where its backward starts.
+            grads: Gradients given for them; empty where none are.
+            records: Forwards that it leads to.
+
+        Raises:
+            LossReductionError: Its scale, or its form, is not shown to be independent of other samples.
+            SampleMixingError: One sample's loss depends on other samples' outputs.
+        """
+        record = records[0]
+        if record.padded:
+            return
+        given = list(grads) or [None] * len(roots)
+        begun = [self._begun(root, grad) for root, grad in zip(roots, given, strict=True)]
+        try:
+            found = dict(_numbered(paths(begun, is_output)))
+        except RecursionError:
+            raise LossReductionError(f"the loss has too many terms to be followed. {remedy(self._reduction)}") from None
+        if record.batch_size > 1 and (record.unproven or self._is_new(found, record)):
+            self._prove(session, found, record)
+        for key, path in found.items():
+            seen = self._seen.setdefault(key, _Seen())
+            placed = _placed(path, seen)
+            scale = self._scale(placed, record, _now(placed, seen.row_map, record), roots, grads)
+            seen.scale = scale if seen.scale is None else seen.scale.agreed(scale, reduction=self._reduction)
+
+    def _is_new(self, found: dict[_Key, Path], record: Record) -> bool:
+        proven = {key: seen for key, seen in self._seen.items() if seen.row_map is not WHOLE}
+        return not found.keys() <= proven.keys() or any(
+            _is_moved(path, proven[key], record) for key, path in found.items()
+        )
+
+    def _begun(self, root: Any, grad: Tensor | None) -> tuple[Edge, Path]:
+        """Return where a backward starts, with the gradient that it starts from as a factor."""
+        edge = edge_of(root)
+        numbers: tuple[Number, ...] = ()
+        if grad is not None and grad.numel():
+            value = float(grad.flatten()[0])
+            if not bool((grad == value).all()):
+                message = (
+                    "a backward was given a gradient whose entries differ: weights of the samples that cannot be told "
+                    "from a normalisation over the batch. Multiply the losses by them, then clipper.backward(losses)."
+                )
+                raise LossReductionError(message)
+            numbers = () if value == 1 else (Number(abs(value), value, divides=False, plain=True),)
+        sizes = shape_at(edge) or ()
+        reduced = (Reduced("sum", sizes, tuple(range(len(sizes)))),) if sizes else ()
+        return edge, Path(numbers=numbers, reduced=reduced)
+
+    def _prove(self, session: Session, found: dict[_Key, Path], record: Record) -> None:
+        ends = [_ends(path) for path in found.values()]
+        maps = rows_of_terms(session, ends, record, advice=remedy(self._reduction))
+        for key, (row_map, place) in zip(found, maps, strict=True):
+            seen = self._seen.setdefault(key, _Seen())
+            seen.row_map, seen.place = row_map, place
+
+    def _scale(self, path: Path, record: Record, row_map: RowMap, roots: Any, grads: Any) -> Scale:
+        size = record.batch_size
+        scale = scale_of(path, row_map, batch_size=size, axis=record.axis, reduction=self._reduction)
+        if size > 1 and "mean" in scale.forms and row_map.kind != "one":
+            picked = picks_samples(path, size, record.axis)
+            check_shares(path, row_map, batch_size=size, picked=picked, roots=roots, grads=grads)
+        return scale
+
+
+def _ends(path: Path) -> Ends:
+    classes = (1,) if path.name in CLASSES and path.loss is not None else ()
+    return Ends(path.ends, path.name, classes, path.passed())
+
+
+def _is_moved(path: Path, seen: _Seen, record: Record) -> bool:
+    """Return whether the rows at the end of a path may lie otherwise than when they were proved."""
+    if seen.row_map.kind == "listed":
+        return listing_at(_placed(path, seen).ends[0], record) is None
+    return seen.row_map.kind in ("major", "minor") and any(map(is_picked, path.ends))
+
+
+def _placed(path: Path, seen: _Seen) -> Path:
+    """Return a path that ends where its values were proved to have rows of samples."""
+    return path if seen.place is None else path.cut(seen.place)
+
+
+def _now(path: Path, row_map: RowMap, record: Record) -> RowMap:
+    """Return the row map of this step: which rows were picked may have changed."""
+    if row_map.kind != "listed":
+        return row_map
+    listed = listing_at(path.ends[0], record)
+    return row_map if listed is None else RowMap("listed", 0, listed)
+
+
+def _numbered(found: Iterable[Path]) -> Iterator[tuple[_Key, Path]]:
+    """Tell ways of the same form apart by their order; those that lead to no forward are nobody's."""
+    counts: dict[_Key, int] = {}
+    for path in found:
+        if any(number.factor == 0 for number in path.numbers) or not any(map(leads_to_forward, path.ends)):
+            continue
+        number = counts[path.key] = counts.get(path.key, -1) + 1
+        yield (number, *path.key), path

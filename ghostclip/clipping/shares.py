@@ -1,0 +1,123 @@
+"""How much each sample takes part in a mean: where samples differ, each one's gradient depends on the others' lengths.
+
+Shape letters: B samples, N rows.
+"""
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from ghostclip.capture.batch_axis import RowMap
+from ghostclip.capture.chain import Path
+from ghostclip.errors import LossReductionError
+
+
+def counted_positions(path: Path, row_map: RowMap, batch_size: int) -> int:
+    """Return the positions that count in torch's own loss at the end of a path, if samples count equally many.
+
+    Args:
+        path: One way through a loss.
+        row_map: How the rows at its end map to samples.
+        batch_size: B.
+
+    Returns:
+        Their number; 0 where there is no such loss, where classes have weights, or where samples differ.
+    """
+    if path.loss is None or not hasattr(path.loss, "_saved_ignore_index") or path.loss._saved_weight is not None:
+        return 0
+    share_B = _shares(path.loss, row_map, batch_size)
+    total = int(share_B.sum())
+    return total if bool((share_B == share_B[0]).all()) else 0
+
+
+def check_shares(path: Path, row_map: RowMap, *, batch_size: int, picked: bool, roots: Any, grads: Any) -> None:
+    """Refuse a mean whose divisor depends on all samples together.
+
+    ``cross_entropy(..., ignore_index=-100)`` over the tokens of a batch divides by the number of tokens that count in
+    the whole batch (or by the sum of their class weights); ``losses[mask].mean()`` by the number that a mask lets
+    through. Where samples differ in that number, removing one sample rescales all others.
+
+    Args:
+        path: One way through a loss, with a mean over samples.
+        row_map: How the rows at its end map to samples.
+        batch_size: B, at least 2.
+        picked: Whether values were picked on the way.
+        roots: Where the loss's backward starts.
+        grads: Gradients given for these; empty where none are.
+
+    Raises:
+        LossReductionError: Samples have different shares of the divisor.
+    """
+    share_B = None
+    if picked:
+        share_B = _weights(path, row_map, batch_size, roots, grads)
+    elif path.loss is not None and hasattr(path.loss, "_saved_total_weight"):
+        share_B = None if _all_count(path.loss, batch_size, row_map) else _shares(path.loss, row_map, batch_size)
+    elif row_map.kind == "listed" and row_map.samples is not None:
+        share_B = torch.bincount(row_map.samples, minlength=batch_size).double()
+    for step in path.reduced:
+        if step.kind == "mean" and not picked and len(path.reduced) == 1 and prod(step.sizes) % batch_size:
+            raise LossReductionError(not_over_samples(step.count, batch_size))
+    if share_B is None or torch.allclose(share_B, share_B[0].expand_as(share_B), rtol=1e-6, atol=0.0):
+        return
+    if picked or row_map.kind == "listed":
+        raise LossReductionError(not_over_samples(path.reduced[-1].count, batch_size))
+    message = (
+        "the loss is a mean over all counted positions of the batch, and the samples count differently many "
+        f"(between {share_B.min().item():g} and {share_B.max().item():g}): each sample's gradient would depend on "
+        "the others' lengths. Use reduction='none' and average each sample over its own positions, giving (B,): for "
+        "language models losses = ghostclip.losses.token_losses(logits, labels), then clipper.backward(losses), or "
+        "losses.mean().backward() in a plain loop."
+    )
+    raise LossReductionError(message)
+
+
+def not_over_samples(count: int, batch_size: int) -> str:
+    """Say that a mean is over values that samples do not share evenly.
+
+    Args:
+        count: How many values.
+        batch_size: B.
+
+    Returns:
+        The text for a ``LossReductionError``.
+    """
+    return (
+        f"the loss is a mean over {count} values for a batch of {batch_size} samples: part of the batch was left out, "
+        "or samples have different numbers of values. Use reduction='none' and give one loss a sample, shape (B,)."
+    )
+
+
+def _all_count(loss: Any, batch_size: int, row_map: RowMap) -> bool:
+    count = loss._saved_target.numel()
+    even = row_map.kind != "listed" and count % batch_size == 0
+    return even and loss._saved_weight is None and loss._saved_total_weight.item() == count
+
+
+def _shares(loss: Any, row_map: RowMap, batch_size: int) -> Tensor:
+    """Return each sample's part of the divisor of a loss over classes, float64."""
+    target, weight = loss._saved_target, loss._saved_weight
+    ignored = loss._saved_ignore_index
+    # Kept modulo 2^64.
+    ignored -= 1 << 64 if ignored >> 63 else 0
+    share = torch.ones_like(target, dtype=torch.float64) if weight is None else weight.double()[target.clamp(min=0)]
+    return _by_sample(share.masked_fill(target == ignored, 0.0), row_map, max(0, row_map.axis - 1), batch_size)
+
+
+def _weights(path: Path, row_map: RowMap, batch_size: int, roots: Any, grads: Any) -> Tensor:
+    """Return what each sample's values are multiplied by in the loss, summed, float64."""
+    (edge,) = path.ends[:1]
+    found: Tensor | None
+    (found,) = torch.autograd.grad(roots, [GradientEdge(*edge)], list(grads) or None, retain_graph=True)
+    return _by_sample(found.detach().double(), row_map, row_map.axis, batch_size)
+
+
+def _by_sample(value: Tensor, row_map: RowMap, axis: int, batch_size: int) -> Tensor:
+    if row_map.kind == "one" or not value.dim():
+        return torch.ones(batch_size, dtype=torch.float64)
+    rows_N = value.movedim(axis, 0).flatten(1).sum(1) if value.dim() > 1 else value
+    sample_N = row_map.samples_of(rows_N.shape[0], batch_size).to(value.device)
+    return torch.zeros(batch_size, dtype=torch.float64, device=value.device).index_add_(0, sample_N, rows_N)

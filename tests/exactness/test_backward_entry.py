@@ -1,0 +1,278 @@
+"""Every backward that trains a private model passes the entry where its loss is examined."""
+
+import copy
+import inspect
+import pickle
+from weakref import WeakSet
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import ghostclip
+from ghostclip.capture import backward_entry
+from ghostclip.errors import LossReductionError, SampleMixingError
+from tests.reference import clip_and_sum, per_sample_gradients
+
+DOUBLE = torch.float64
+# What other tests may have left in its place.
+TORCH = inspect.unwrap(torch.autograd.backward)
+PLAIN = ["auto", "bookkeeping", "hooks"]
+
+
+@pytest.fixture
+def nobody_attached(monkeypatch):
+    """Other tests' clippers may live on."""
+    monkeypatch.setattr(backward_entry, "_attached", WeakSet())
+    monkeypatch.setattr(torch.autograd, "backward", TORCH)
+
+
+def _model(inputs=5, outputs=3):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(inputs, 4), nn.Tanh(), nn.Linear(4, outputs)).double()
+
+
+def _x(samples=4):
+    return torch.randn(samples, 5, generator=torch.Generator().manual_seed(1), dtype=DOUBLE)
+
+
+def _each(model, x):
+    return model(x).square().sum(1)
+
+
+def _wanted(losses, x, bound=0.5):
+    return clip_and_sum(
+        per_sample_gradients(_model(), {"x": x}, lambda m, b: losses(m, b["x"]), axes={}), bound
+    ).clipped
+
+
+def _assert_clipped(model, wanted):
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, wanted[name])
+
+
+def test_put_back_when_the_last_clipper_is_gone(nobody_attached):
+    before = torch.autograd.backward
+    with ghostclip.GhostClipper(_model(), max_grad_norm=1.0):
+        with ghostclip.GhostClipper(_model(), max_grad_norm=1.0):
+            assert torch.autograd.backward is not before
+        assert torch.autograd.backward is not before
+    assert torch.autograd.backward is before
+
+
+def test_backward_that_was_taken_from_torch_before(nobody_attached):
+    kept, model = torch.autograd.backward, _model()
+    with ghostclip.GhostClipper(model, max_grad_norm=1.0):
+        with pytest.raises(LossReductionError, match=r"Call loss\.backward\(\)"):
+            kept(_each(model, _x()).mean())
+        assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("first", ["theirs", "ours"])
+def test_somebody_else_replaces_the_function_as_well(nobody_attached, monkeypatch, first):
+    model, calls = _model(), []
+
+    def replace():
+        original = torch.autograd.backward
+
+        def theirs(*args, **kwargs):
+            calls.append(1)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(torch.autograd, "backward", theirs)
+        return theirs
+
+    theirs = replace() if first == "theirs" else None
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=0.5)
+    theirs = theirs or replace()
+    for _ in range(3):
+        model.zero_grad(set_to_none=True)
+        _each(model, _x()).mean().backward()
+    with pytest.raises(SampleMixingError):
+        (model(_x()) - model(_x()).mean(0)).square().mean().backward()
+    _assert_clipped(model, _wanted(_each, _x()))
+    assert len(calls) >= 3
+    clipper.remove()
+    assert torch.autograd.backward is theirs
+
+
+@pytest.mark.parametrize("strategy", PLAIN)
+def test_several_scalars_are_terms_of_one_sum(strategy):
+    model = _model()
+    with ghostclip.GhostClipper(model, max_grad_norm=0.5, strategy=strategy):
+        out = model(_x())
+        torch.autograd.backward([out.square().sum(1).mean(), 0.5 * out.sum(1).mean()])
+    _assert_clipped(model, _wanted(lambda m, x: _each(m, x) + 0.5 * m(x).sum(1), _x()))
+
+
+@pytest.mark.parametrize("strategy", PLAIN)
+def test_losses_with_ones(strategy):
+    model = _model()
+    with ghostclip.GhostClipper(model, max_grad_norm=0.5, strategy=strategy, loss_reduction="sum"):
+        _each(model, _x()).backward(torch.ones(4, dtype=DOUBLE))
+    _assert_clipped(model, _wanted(_each, _x()))
+
+
+@pytest.mark.parametrize(("gradient", "says"), [([1.0] * 4, "by a sum"), ([1.0, 2, 3, 4], "whose entries differ")])
+def test_losses_with_a_gradient_that_is_no_mean(gradient, says):
+    model = _model()
+    with ghostclip.GhostClipper(model, max_grad_norm=0.5), pytest.raises(LossReductionError, match=says):
+        _each(model, _x()).backward(torch.tensor(gradient, dtype=DOUBLE))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_gradient_of_a_mean_given_by_hand():
+    model = _model()
+    with ghostclip.GhostClipper(model, max_grad_norm=0.5):
+        _each(model, _x()).backward(torch.full((4,), 0.25, dtype=DOUBLE))
+    _assert_clipped(model, _wanted(_each, _x()))
+
+
+def test_backwards_that_do_not_train_the_model():
+    """A generator through a frozen private critic, and the critic's own loss that nobody back-propagates."""
+    critic, generator, noise = _model(outputs=1), nn.Linear(2, 5).double(), torch.randn(4, 2, dtype=DOUBLE)
+    with ghostclip.GhostClipper(critic, max_grad_norm=0.5):
+        critic(_x()).mean()
+        critic.requires_grad_(False)
+        critic(generator(noise)).std().backward()
+        critic.requires_grad_(True)
+        assert generator.weight.grad is not None
+        assert all(p.grad is None for p in critic.parameters())
+        generator(noise).std().backward()
+        critic(generator(noise)).std().backward(inputs=list(generator.parameters()))
+        assert all(p.grad is None for p in critic.parameters())
+        critic(_x()).mean().backward()
+
+
+def test_penalty_of_parameters_alone_is_no_term_of_samples():
+    model, free = _model(), nn.Parameter(torch.ones(3, dtype=DOUBLE))
+    with ghostclip.GhostClipper(model, max_grad_norm=0.5):
+        (_each(model, _x()).mean() + 0.37123 * free.square().sum().sqrt()).backward()
+    _assert_clipped(model, _wanted(_each, _x()))
+
+
+@pytest.mark.parametrize("samples", [0, 1])
+@pytest.mark.parametrize("strategy", PLAIN)
+def test_small_batches(strategy, samples):
+    model = _model()
+    with ghostclip.GhostClipper(model, max_grad_norm=0.5, strategy=strategy):
+        x = _x(4)[:samples]
+        functional.mse_loss(model(x), torch.zeros(samples, 3, dtype=DOUBLE)).backward()
+        if samples:
+            with pytest.raises(LossReductionError, match="tensor without axes"):
+                (model(x).sum() * torch.tensor(0.3)).backward()
+
+
+def test_factor_that_changes_from_step_to_step():
+    model = _model()
+    with ghostclip.GhostClipper(model, max_grad_norm=0.5):
+        (_each(model, _x()).mean() / 8).backward()
+        (_each(model, _x(6)).mean() / 8).backward()
+        with pytest.raises(LossReductionError, match=r"times 0\.125 in earlier steps .* times 0\.1 now"):
+            (_each(model, _x()).mean() / 10).backward()
+
+
+def test_divisor_that_was_the_batch_size_by_chance():
+    """A count of tokens equals the batch size in one step, and the number of values in the next."""
+    model = _model()
+    with ghostclip.GhostClipper(model, max_grad_norm=0.5):
+        (model(_x()).square().sum() / 4).backward()
+        with pytest.raises(LossReductionError, match="in earlier steps"):
+            (model(_x()).square().sum() / 12).backward()
+
+
+def test_rows_that_a_mask_picks_differ_in_a_later_step():
+    """In the first step every sample has two of three positions, later as many in all, of unlike share."""
+    model = _model()
+    x = torch.randn(4, 3, 5, dtype=DOUBLE)
+    even = torch.tensor([[1, 1, 0]] * 4).bool()
+    odd = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 0]]).bool()
+
+    def loss(mask):
+        picked = model(x).masked_select(mask.unsqueeze(2)).view(-1, 3)
+        return functional.cross_entropy(picked, torch.zeros(len(picked), dtype=torch.int64))
+
+    with ghostclip.GhostClipper(model, max_grad_norm=0.5):
+        loss(even).backward()
+        with pytest.raises((LossReductionError, SampleMixingError)):
+            loss(odd).backward()
+
+
+@pytest.mark.parametrize("samples", [3, 4])
+def test_as_many_positions_as_samples(samples):
+    model, x = _model(), torch.randn(samples, samples, 5, dtype=DOUBLE)
+
+    def each(m, x):
+        return m(x).square().mean((1, 2))
+
+    for loss in (
+        lambda out: out.square().mean(),
+        lambda out: out.square().mean(2).mean(1).mean(0),
+        lambda out: out.square().mean(2).T.flatten().mean(),
+        lambda out: out.square().sum(2).T.sum() / (3 * samples * samples),
+    ):
+        with ghostclip.GhostClipper(model, max_grad_norm=0.5):
+            model.zero_grad(set_to_none=True)
+            loss(model(x)).backward()
+            _assert_clipped(model, _wanted(each, x))
+
+
+def test_two_forwards_of_the_same_samples():
+    model, x = _model(), _x()
+    with ghostclip.GhostClipper(model, max_grad_norm=0.5):
+        functional.mse_loss(model(x), model(2 * x)).backward()
+        _assert_clipped(model, _wanted(lambda m, x: (m(x) - m(2 * x)).square().mean(1), x))
+        with pytest.raises(SampleMixingError):
+            functional.mse_loss(model(x), model(2 * x).roll(1, 0)).backward()
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.inner, self.reentrant = _model(), reentrant
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant):
+    model, x = _Checkpointed(reentrant), _x().requires_grad_()
+    with ghostclip.GhostClipper(model, max_grad_norm=0.5):
+        _each(model, x).mean().backward()
+        _assert_clipped(model.inner, _wanted(_each, x.detach()))
+        with pytest.raises(LossReductionError, match="'std'"):
+            model(x).std().backward()
+
+
+def test_copies_and_pickles_carry_no_entry():
+    model = _model()
+    with ghostclip.GhostClipper(model, max_grad_norm=0.5) as clipper:
+        loss = _each(model, _x()).mean()
+        pickle.loads(pickle.dumps(model))
+        assert copy.deepcopy(clipper).max_grad_norm == 0.5
+        loss.backward()
+
+
+class _OwnScalar(nn.Module):
+    """Returns nothing but its loss."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.inner, self.loss = _model(), loss
+
+    def forward(self, x):
+        return self.loss(self.inner(x))
+
+
+@pytest.mark.parametrize("strategy", PLAIN)
+def test_model_that_returns_only_its_loss(strategy):
+    model = _OwnScalar(lambda out: out.square().sum(1).mean())
+    with ghostclip.GhostClipper(model, max_grad_norm=0.5, strategy=strategy):
+        model(_x()).backward()
+    _assert_clipped(model.inner, _wanted(_each, _x()))
+    model = _OwnScalar(lambda out: out.square().sum(1).mean().sqrt())
+    with ghostclip.GhostClipper(model, max_grad_norm=0.5, strategy=strategy), pytest.raises(LossReductionError):
+        model(_x()).backward()

@@ -1,0 +1,269 @@
+"""A scalar loss is proved, not believed: what is accepted is exact and bounded, what breaks the bound is refused.
+
+Every accepted loss is compared with one sample at a time in float64. Every refused one that is marked so does break the
+bound when it is not refused: the test measures it with the examination switched off.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import ghostclip
+from ghostclip.clipping.scalar_loss import LossExaminer
+from ghostclip.errors import LossReductionError, SampleMixingError
+from tests.reference import clip_and_sum, per_sample_gradients, take, whole_norm
+
+B, T, V, F = 5, 3, 4, 6
+DOUBLE = torch.float64
+REFUSED = (LossReductionError, SampleMixingError)
+
+
+def _model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(F, 7), nn.Tanh(), nn.Linear(7, V)).double()
+
+
+def _rows():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(B, F, generator=generator, dtype=DOUBLE)
+    return {"x": x, "y": torch.tensor([0, 1, 2, 3, 1]), "z": torch.rand(B, V, generator=generator, dtype=DOUBLE)}
+
+
+def _tokens():
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(B, T, F, generator=generator, dtype=DOUBLE)
+    y = torch.randint(V, (B, T), generator=generator)
+    mask = torch.ones(B, T, dtype=DOUBLE)
+    for sample, count in enumerate((1, 3, 1, 2, 1)):
+        mask[sample, count:] = 0
+    return {"x": x, "y": y, "mask": mask, "short": y.masked_fill(mask == 0, -100)}
+
+
+def _ce(o, b, **options):
+    return functional.cross_entropy(o, b["y"], **options)
+
+
+def _each(o, b):
+    return functional.cross_entropy(o.mT if o.dim() > 2 else o, b["y"], reduction="none")
+
+
+def _cut(o, b, **options):
+    return functional.cross_entropy(o.mT, b["short"], **options)
+
+
+def _flat(o, b, **options):
+    return functional.cross_entropy(o.flatten(0, 1), b["y"].flatten(), **options)
+
+
+# name: (data, loss of the model's outputs and the batch)
+ACCEPTED = {
+    "cross_entropy": (_rows, _ce),
+    "label_smoothing": (_rows, lambda o, b: _ce(o, b, label_smoothing=0.1)),
+    "soft_targets": (_rows, lambda o, b: functional.cross_entropy(o, b["z"])),
+    "tokens": (_tokens, lambda o, b: _ce(o.mT, b)),
+    "tokens_flattened": (_tokens, _flat),
+    "tokens_time_first": (_tokens, lambda o, b: functional.cross_entropy(o.transpose(0, 1).mT, b["y"].T)),
+    "nll": (_rows, lambda o, b: functional.nll_loss(o.log_softmax(1), b["y"])),
+    "half": (_rows, lambda o, b: 0.5 * _ce(o, b)),
+    "accumulation": (_rows, lambda o, b: _ce(o, b) / 8),
+    "plus_one": (_rows, lambda o, b: _ce(o, b) + 1),
+    "two_terms": (_rows, lambda o, b: _ce(o, b) + 0.1 * o.square().mean()),
+    "term_with_factor_0": (_rows, lambda o, b: _ce(o, b) + 0.0 * o.sum()),
+    "spread_term": (_rows, lambda o, b: (_each(o, b) + 0.1 * o.square().mean()).mean()),
+    "mse": (_rows, lambda o, b: functional.mse_loss(o, b["z"])),
+    "mse_of_two_outputs": (_rows, lambda o, b: functional.mse_loss(o[:, :2], o[:, 2:])),
+    "mse_sum_over_size": (_rows, lambda o, b: functional.mse_loss(o, b["z"], reduction="sum") / len(o)),
+    "l1": (_rows, lambda o, b: functional.l1_loss(o, b["z"])),
+    "huber": (_rows, lambda o, b: functional.huber_loss(o, b["z"])),
+    "bce": (_rows, lambda o, b: functional.binary_cross_entropy_with_logits(o, b["z"])),
+    "kl_batchmean": (_rows, lambda o, b: functional.kl_div(o.log_softmax(1), b["z"], reduction="batchmean")),
+    "gaussian_nll": (_rows, lambda o, b: functional.gaussian_nll_loss(o, b["z"], b["z"] + 1)),
+    "cosine": (_rows, lambda o, b: functional.cosine_embedding_loss(o, b["z"], b["y"].new_ones(len(o)))),
+    "multi_margin": (_rows, lambda o, b: functional.multi_margin_loss(o, b["y"])),
+    "multilabel": (_rows, lambda o, b: functional.multilabel_soft_margin_loss(o, b["z"])),
+    "pairs_of_one_sample": (_rows, lambda o, b: (o[:, :, None] - o[:, None]).abs().mean()),
+    "linear": (_rows, lambda o, b: o.mean()),
+    "own_maximum": (_rows, lambda o, b: o.max(1).values.mean()),
+    "own_mean": (_tokens, lambda o, b: ((_each(o, b) * b["mask"]).sum(1) / b["mask"].sum(1)).mean()),
+    "own_sum": (_tokens, lambda o, b: (_each(o, b) * b["mask"]).sum() / len(o)),
+    "own_sum_ignoring": (_tokens, lambda o, b: _cut(o, b, reduction="sum") / len(o)),
+    "last_position": (_tokens, lambda o, b: functional.cross_entropy(o[:, -1], b["y"][:, -1])),
+    "sum_over_values": (_tokens, lambda o, b: _flat(o, b, reduction="sum") / b["y"].numel()),
+    "sum_over_values_tensor": (_tokens, lambda o, b: _flat(o, b, reduction="sum") / torch.tensor(b["y"].numel())),
+    "full_mask": (_tokens, lambda o, b: _each(o, b).sum() / torch.ones_like(b["mask"]).sum()),
+    "reordered": (_rows, lambda o, b: _each(o, b)[torch.arange(len(o)).flip(0)].mean()),
+    "loop": (_rows, lambda o, b: sum(functional.cross_entropy(o[i], b["y"][i]) for i in range(len(o))) / len(o)),
+    "stacked_loop": (_tokens, lambda o, b: torch.stack([_ce(o[i], {"y": b["y"][i]}) for i in range(len(o))]).mean()),
+    "token_losses": (_tokens, lambda o, b: ghostclip.losses.token_losses(o, b["short"], shift=False).mean()),
+}
+
+
+def _attached(strategy, bound, reduction="mean"):
+    model = _model()
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=bound, strategy=strategy, loss_reduction=reduction)
+    return model, clipper
+
+
+def _back(model, clipper, loss, batch):
+    """Run the backward that a strategy has: a plain one, or the clipper's for those of two passes."""
+    model.zero_grad(set_to_none=True)
+    scalar = loss(model(batch["x"]), batch)
+    clipper.backward(scalar) if clipper.strategy in ("ghost", "fast") else scalar.backward()
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def _moves(model, clipper, loss, batch):
+    """Yield how far leaving out each sample moves the clipped sum, over C."""
+    whole = _back(model, clipper, loss, batch)
+    for sample in range(B):
+        rest = _back(model, clipper, loss, take(batch, [index for index in range(B) if index != sample], {}))
+        yield whole_norm({name: whole[name] - rest[name] for name in whole}).item() / clipper.max_grad_norm
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_accepted_loss_is_exact(name, strategy):
+    data, loss = ACCEPTED[name]
+    batch = data()
+    per_sample = per_sample_gradients(_model(), batch, lambda m, b: loss(m(b["x"]), b).unsqueeze(0), axes={})
+    wanted = clip_and_sum(per_sample)
+    model, clipper = _attached(strategy, wanted.max_grad_norm)
+    got = _back(model, clipper, loss, batch)
+    for key, value in wanted.clipped.items():
+        torch.testing.assert_close(got[key], value, rtol=1e-9, atol=1e-12)
+    assert all(move <= 1 + 1e-6 for move in _moves(model, clipper, loss, batch))
+
+
+def _pairwise(o):
+    return (o.sum(1)[:, None] - o.sum(1)).abs()
+
+
+def _similar(o):
+    z = functional.normalize(o)
+    return z @ z.T
+
+
+def _contrast(o, b):
+    return functional.cross_entropy(_similar(o) * 5, torch.arange(len(o)))
+
+
+def _ranking(o, b):
+    scores = _similar(o)
+    return functional.relu(0.5 - scores.diagonal()[:, None] + scores).mean()
+
+
+def _picked(o, b):
+    return _each(o, b)[b["mask"] > 0]
+
+
+def _loose(o, b, **options):
+    keep = b["mask"] > 0
+    return functional.cross_entropy(o[keep], b["y"][keep], **options)
+
+
+# name: (data, loss, whether it breaks the bound unexamined, what the error says)
+REFUSALS = {
+    "ignore_index": (_tokens, _cut, True, "lengths"),
+    "class_weights": (
+        _rows,
+        lambda o, b: _ce(o, b, weight=torch.tensor([0.1, 1, 4, 20], dtype=DOUBLE)),
+        True,
+        "differently many",
+    ),
+    "ignore_index_smoothed": (_tokens, lambda o, b: _cut(o, b, label_smoothing=0.1), True, "lengths"),
+    "items_as_number": (
+        _tokens,
+        lambda o, b: _cut(o, b, reduction="sum") / int((b["short"] != -100).sum()),
+        True,
+        "divided by 8, which is neither the batch size 5",
+    ),
+    "items_as_tensor": (
+        _tokens,
+        lambda o, b: _cut(o, b, reduction="sum") / (b["short"] != -100).sum(),
+        True,
+        "tensor without axes",
+    ),
+    "mask_sum": (_tokens, lambda o, b: (_each(o, b) * b["mask"]).sum() / b["mask"].sum(), True, "tensor without axes"),
+    "mask_item": (_tokens, lambda o, b: (_each(o, b) * b["mask"]).sum() / b["mask"].sum().item(), True, "divided by 8"),
+    "times_reciprocal": (
+        _tokens,
+        lambda o, b: (_each(o, b) * b["mask"]).sum() * (1 / b["mask"].sum().item()),
+        True,
+        "multiplied by 0.125",
+    ),
+    "mask_in_the_sum": (
+        _tokens,
+        lambda o, b: (_each(o, b) * b["mask"] / b["mask"].sum()).sum(),
+        True,
+        "tensor without",
+    ),
+    "picked_mean": (_tokens, lambda o, b: _picked(o, b).mean(), True, "mean over 8 values"),
+    "picked_sum": (_tokens, lambda o, b: _picked(o, b).sum() / (b["mask"] > 0).sum().item(), True, "divided by 8"),
+    "picked_before": (_tokens, _loose, True, "mean over 8 values"),
+    "picked_before_sum": (
+        _tokens,
+        lambda o, b: _loose(o, b, reduction="sum") / int(b["mask"].sum()),
+        True,
+        "divided by 8",
+    ),
+    "contrastive": (_rows, _contrast, True, "loss of one sample depends on other samples"),
+    "ranking": (_rows, _ranking, True, "They meet in 'mm'"),
+    "neighbours": (
+        _rows,
+        lambda o, b: functional.triplet_margin_loss(o, o.roll(1, 0), o.roll(2, 0), margin=9.0),
+        True,
+        "loss of one sample depends",
+    ),
+    "pairs": (_rows, lambda o, b: _pairwise(o).sum() / len(o), True, "loss of one sample depends"),
+    "pairs_in_a_loop": (
+        _rows,
+        lambda o, b: sum((o[i] - o[j]).abs().sum() for i in range(len(o)) for j in range(i)) / len(o),
+        True,
+        "'abs'",
+    ),
+    "maximum": (_rows, lambda o, b: _each(o, b).max(), True, "'max'"),
+    "topk": (_rows, lambda o, b: _each(o, b).topk(2).values.mean(), True, "'topk'"),
+    "median": (_rows, lambda o, b: _each(o, b).median(), True, "'median'"),
+    "rmse": (_rows, lambda o, b: functional.mse_loss(o, b["z"]).sqrt(), True, "'sqrt'"),
+    "logsumexp": (_rows, lambda o, b: _each(o, b).logsumexp(0), True, "'logsumexp'"),
+    "norm": (_rows, lambda o, b: o.norm(), True, "norm"),
+    "deviation": (_rows, lambda o, b: o.std(), True, "'std'"),
+    "centred": (_rows, lambda o, b: 9 * (o - o.mean(0)).square().mean(), True, "loss of one sample depends"),
+    "softmax_over_samples": (
+        _rows,
+        lambda o, b: (_each(o, b).softmax(0) * _each(o, b)).sum() / len(o),
+        True,
+        "loss of one sample depends",
+    ),
+    "product": (_rows, lambda o, b: _ce(o, b) * o.square().mean(), True, "'mul'"),
+    "sum": (_rows, lambda o, b: _ce(o, b, reduction="sum"), True, "loss_reduction='sum'"),
+    "part": (_rows, lambda o, b: _ce(o[:2], {"y": b["y"][:2]}), False, "part of the batch was left out"),
+    "dropped": (_rows, lambda o, b: _each(o, b)[1:].mean(), True, "part of the batch was left out"),
+    # Provable by nobody who sees the graph only.
+    "scaled_by_tensor": (_rows, lambda o, b: _ce(o, b) * torch.tensor(65536.0), False, "GradScaler"),
+    "many_digits": (_rows, lambda o, b: _ce(o, b) * 0.61803, False, "0.61803"),
+    "sum_over_constant": (_rows, lambda o, b: _ce(o, b, reduction="sum") / 37, True, "divided by 37"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refused_loss(name, strategy):
+    data, loss, _, says = REFUSALS[name]
+    model, clipper = _attached(strategy, 1.0)
+    with pytest.raises(REFUSED, match=says):
+        _back(model, clipper, loss, data())
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", [name for name, (_, _, breaks, _) in REFUSALS.items() if breaks])
+def test_refused_loss_breaks_the_bound(name, monkeypatch):
+    """At the bound that one of the norms sets: it is enough that one sample moves the sum further than that."""
+    data, loss, _, _ = REFUSALS[name]
+    monkeypatch.setattr(LossExaminer, "examine", lambda *_: None)
+    model, clipper = _attached("bookkeeping", 1e9)
+    batch, moves = data(), []
+    _back(model, clipper, loss, batch)
+    for bound in filter(None, clipper.per_sample_norms.tolist()):
+        clipper.max_grad_norm = bound
+        moves.append(max(_moves(model, clipper, loss, batch)))
+    assert max(moves) > 1 + 1e-3
