@@ -79,6 +79,7 @@ class Seen:
         moved: Parameters that changed outside a step.
         said: What the loop says itself.
         trainable: Shapes of what is trained at the end.
+        parts: Clipped gradient of every record, computed alone, (N, P); None where no reference is defined.
     """
 
     error: str = ""
@@ -92,6 +93,7 @@ class Seen:
     moved: list[str] = field(default_factory=list)
     said: str = ""
     trainable: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    parts: Tensor | None = None
 
 
 @dataclass
@@ -155,6 +157,8 @@ def see(loop: Loop, world: World) -> Seen:
     seen.accounted = world.accounted()
     if world.model is not None:
         seen.trainable = {name: tuple(p.shape) for name, p in world.model.named_parameters() if p.requires_grad}
+    if world.losses is not None and not world.sigma and world.drop is None and seen.releases:
+        seen.parts = _clipped_parts(world, seen.trainable)
     return seen
 
 
@@ -187,7 +191,7 @@ def measure(loop: Loop, run: Run = see, *, left_out: int = 6) -> Outcome:
     """
 
     outcome = Outcome(loop.name)
-    noisy = run(loop, World(sigma=1.0, clip=loop.clips[0]))
+    noisy = run(loop, World(sigma=1.0, clip=loop.clips[0], sampling=loop.sampling))
     outcome.applied, outcome.accounted = len(noisy.releases), noisy.accounted
     outcome.message, outcome.where = noisy.error, noisy.where
     if noisy.said:
@@ -201,15 +205,17 @@ def measure(loop: Loop, run: Run = see, *, left_out: int = 6) -> Outcome:
             return outcome
     if loop.kind == "training":
         for clip in loop.clips:
-            world = World(clip=clip)
-            clean = run(loop, world)
+            clean = run(loop, World(clip=clip, sampling=loop.sampling))
             if clean.error and not noisy.error:
                 outcome.message, outcome.where = clean.error, clean.where
                 outcome.outcome = "refused later" if clean.refused else "fails later"
-            _judge(loop, outcome, clean, world)
+            _judge(loop, outcome, clean)
             if clip == loop.clips[0]:
                 _judge_noise(loop, outcome, clean, noisy)
-            without = [(record, run(loop, World(clip=clip, drop=record))) for record in _some(clean, left_out)]
+            without = [
+                (record, run(loop, World(clip=clip, drop=record, sampling=loop.sampling)))
+                for record in _some(clean, left_out)
+            ]
             _judge_moves(loop, outcome, clean, without, clip)
         _judge_account(loop, outcome, noisy)
     if outcome.problems:
@@ -247,7 +253,7 @@ def _sums(loop: Loop, seen: Seen, like: dict[str, tuple[int, ...]]) -> list[Tens
 # Against one record at a time
 
 
-def _judge(loop: Loop, outcome: Outcome, clean: Seen, world: World) -> None:
+def _judge(loop: Loop, outcome: Outcome, clean: Seen) -> None:
     sums = _sums(loop, clean, clean.trainable)
     if not sums:
         outcome.problems.append("nothing was released, and nothing said so")
@@ -261,14 +267,11 @@ def _judge(loop: Loop, outcome: Outcome, clean: Seen, world: World) -> None:
     if not clean.draws:
         outcome.problems.append("released without a draw")
         return
-    if world.losses is None:
-        if max(clean.drawn) < 1:
-            outcome.problems.append("released without a draw")
+    if clean.parts is None:
         return
-    parts = _clipped_parts(world, clean.trainable)
     unused, errors = list(range(len(clean.draws))), []
     for vector in sums:
-        error, used = _nearest(loop, vector, parts, clean.draws, unused)
+        error, used = _nearest(loop, vector, clean.parts, clean.draws, unused)
         errors.append(error)
         unused = [draw for draw in unused if draw not in used]
     outcome.error = max([*errors, outcome.error or 0.0])

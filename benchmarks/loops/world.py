@@ -26,6 +26,7 @@ FEATURES, CLASSES = 4, 3
 VOCABULARY, LENGTH = 11, 14
 # Of the first batches none is empty, and the long records are in some.
 SAMPLING_SEED = 20
+_ANEW = 1000
 Losses = Callable[[nn.Module, list[int]], Tensor]
 
 
@@ -56,10 +57,13 @@ class World:
         ranks: How many processes there are.
         folder: Where the loop may write.
         events: What the innermost optimizers applied, in order.
-        draws: The records of each batch that was drawn, whole (over all ranks), in order.
+        sampling: Whose draws count: "poisson" for those of private samplers, "shuffled" for those of torch's.
+        draws: The records of each batch that was drawn so, whole (over all ranks), in order.
         model: The model that the loop trains, once it has said so.
         losses: The loss of each record alone, for the reference; None where there is none.
         moved: Names of parameters that changed outside an optimizer's step.
+        engine: The last one that was made.
+        restarts: How often the loop has begun anew.
         said: What the loop says of itself, for rows with a criterion of their own: a text names what is wrong.
     """
 
@@ -70,6 +74,7 @@ class World:
     seed: int = 0
     rank: int = 0
     ranks: int = 1
+    sampling: str = "poisson"
     folder: str = ""
     events: list[Event] = field(default_factory=list)
     draws: list[list[int]] = field(default_factory=list)
@@ -78,6 +83,7 @@ class World:
     moved: list[str] = field(default_factory=list)
     said: str = ""
     engine: PrivacyEngine | None = None
+    restarts: int = 0
     _start: dict[str, Tensor] = field(default_factory=dict)
     _pristine: Callable[[], nn.Module] | None = None
     _drawn: set[Any] = field(default_factory=set)
@@ -127,7 +133,7 @@ class World:
             data: By default features and labels.
             options: As torch's.
         """
-        generator = torch.Generator().manual_seed(self.seed + SAMPLING_SEED)
+        generator = torch.Generator().manual_seed(self.seed + SAMPLING_SEED + self._private_part())
         return DataLoader(
             self.data if data is None else data, **{"batch_size": BATCH, "shuffle": True, "generator": generator} | options
         )
@@ -164,7 +170,16 @@ class World:
 
     def noise(self) -> torch.Generator:
         """What noise follows from."""
-        return torch.Generator().manual_seed(self.noise_seed)
+        return torch.Generator().manual_seed(self.noise_seed + self._private_part())
+
+    def _private_part(self) -> int:
+        """What seeds of different processes differ by: nobody gives all of them one, as nobody gives any."""
+        return _ANEW * (self.restarts + 100 * self.rank)
+
+    def restart(self) -> None:
+        """What follows is another process, which has no key in common with this one."""
+        self.engine = None
+        self.restarts += 1
 
     def private(self, model: nn.Module, optimizer: Optimizer, loader: DataLoader, **options: Any) -> Any:
         """Make a training private with this world's σ, C and noise.
@@ -246,17 +261,19 @@ class World:
         for number, p in enumerate(_parameters(optimizer)):
             if p.grad is not None:
                 name = names.get(id(p), f"parameter {number}, not the model's")
-                found[name] = p.grad.detach().double().clone()
+                gradient = p.grad.full_tensor() if _sharded(p.grad) else p.grad  # type: ignore[attr-defined]
+                found[name] = gradient.detach().double().clone()
         return found
 
     def _moved(self) -> list[str]:
         if self.model is None:
             return []
-        now = dict(self.model.named_parameters())
-        return [name for name, p in self._start.items() if name in now and not torch.equal(now[name].detach(), p)]
+        now = {name: p.detach() for name, p in self.model.named_parameters() if not _sharded(p)}
+        both = {name: p for name, p in self._start.items() if name in now and now[name].shape == p.shape}
+        return [name for name, p in both.items() if not torch.equal(now[name], p)]
 
-    def _note(self, source: Any, records: list[int]) -> list[int]:
-        if source not in self._drawn:
+    def _note(self, source: Any, records: list[int], kind: str) -> list[int]:
+        if source not in self._drawn and kind == self.sampling:
             self._drawn.add(source)
             self.draws.append(list(records))
         return [record for record in records if record != self.drop]
@@ -269,7 +286,7 @@ class World:
         def poisson(own: Callable[..., Any]) -> Callable[..., Any]:
             def draw(scheme: Any, key: Any, position: int) -> Any:
                 records = own(scheme, key, position)
-                kept = world._note((key.fingerprint(), position), [int(record) for record in records])
+                kept = world._note((key.fingerprint(), position), [int(r) for r in records], "poisson")
                 return np.asarray(records)[[int(record) in set(kept) for record in records]]
 
             return draw
@@ -278,7 +295,7 @@ class World:
 
         def batches(sampler: BatchSampler) -> Iterator[list[int]]:
             for batch in plain(sampler):
-                yield world._note(object(), batch)
+                yield world._note(object(), batch, "shuffled")
 
         for scheme in (schemes.Poisson, schemes.Shuffled, schemes.FullBatch):
             undo.append((scheme, "draw", scheme.draw))
@@ -305,6 +322,11 @@ def seed_everything(seed: int) -> None:
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is spread over ranks."""
+    return hasattr(tensor, "full_tensor")
 
 
 def _seeded(seed: int) -> torch.Generator:
