@@ -34,7 +34,7 @@ def padded(records: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def _arguments(world: World, **options: Any) -> Any:
-    from transformers import TrainingArguments  # noqa: PLC0415
+    from transformers import TrainingArguments
 
     quiet()
     given = {
@@ -55,14 +55,14 @@ def _arguments(world: World, **options: Any) -> Any:
 
 def quiet() -> None:
     """Keep transformers' and datasets' progress out of what is printed."""
-    from transformers.utils import logging  # noqa: PLC0415
+    from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
 
 def _silent(trainer: Any) -> Any:
-    from transformers import PrinterCallback  # noqa: PLC0415
+    from transformers import PrinterCallback
 
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -70,7 +70,7 @@ def _silent(trainer: Any) -> Any:
 
 def _unlogged() -> Any:
     """A Trainer whose author has switched off what reads gradients before the step."""
-    from transformers import Trainer  # noqa: PLC0415
+    from transformers import Trainer
 
     class Unlogged(Trainer):
         def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
@@ -97,7 +97,7 @@ def _with_loader(kind: type, loader: Any) -> type:
 
 def _own_loss(world: World) -> type:
     """A Trainer with the private loader and a loss that is each record's own mean."""
-    from transformers import Trainer  # noqa: PLC0415
+    from transformers import Trainer
 
     class Own(Trainer):
         def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: Any = False, **_: Any) -> Any:
@@ -113,18 +113,20 @@ def _own_loss(world: World) -> type:
 @row(LOOPS, **_HOST)
 def _trainer_as_it_is(world: World) -> None:
     """Trainer with the private model and optimizer and its own loader, nothing else changed."""
-    from transformers import Trainer  # noqa: PLC0415
+    from transformers import Trainer
 
     model, optimizer, _ = _private(world)
     records = lm_records(world)
-    trainer = Trainer(model, _arguments(world), train_dataset=records, data_collator=padded, optimizers=(optimizer, None))
+    trainer = Trainer(
+        model, _arguments(world), train_dataset=records, data_collator=padded, optimizers=(optimizer, None)
+    )
     _silent(trainer).train()
 
 
 @row(LOOPS, **_HOST)
 def _trainer_with_the_private_loader(world: World) -> None:
     """Trainer whose get_train_dataloader returns the private loader; loss over the batch's tokens."""
-    from transformers import Trainer  # noqa: PLC0415
+    from transformers import Trainer
 
     model, optimizer, loader = _private(world)
     own = _with_loader(Trainer, loader)
@@ -170,7 +172,7 @@ def _trainer_accumulates(world: World) -> None:
 @row(LOOPS, **_HOST, releases=4)
 def _batch_memory_manager_in_trainer(world: World) -> None:
     """BatchMemoryManager's loader as Trainer's, the norm not logged."""
-    from ghostclip.utils.batch_memory_manager import BatchMemoryManager  # noqa: PLC0415
+    from ghostclip.utils.batch_memory_manager import BatchMemoryManager
 
     model, optimizer, loader = _private(world)
     with BatchMemoryManager(data_loader=loader, max_physical_batch_size=3, optimizer=optimizer) as physical:
@@ -182,12 +184,19 @@ def _batch_memory_manager_in_trainer(world: World) -> None:
 @row(LOOPS, **_HOST)
 def _wrapped_model_in_trainer(world: World) -> None:
     """The wrapped model in Trainer: a loss of the evaluation, config.json, columns of the data set."""
-    from transformers import Trainer  # noqa: PLC0415
+    from transformers import Trainer
 
     model, optimizer, _ = _private(world, wrap=True)
     records, arguments = lm_records(world), _arguments(world)
     trainer = _silent(
-        Trainer(model, arguments, train_dataset=records, eval_dataset=records, data_collator=padded, optimizers=(optimizer, None))
+        Trainer(
+            model,
+            arguments,
+            train_dataset=records,
+            eval_dataset=records,
+            data_collator=padded,
+            optimizers=(optimizer, None),
+        )
     )
     metrics = trainer.evaluate()
     trainer.save_model(world.folder)
@@ -210,7 +219,7 @@ def _resumed_through_trainer(world: World) -> None:
 
 
 def _flattening(world: World) -> None:
-    from transformers import DataCollatorWithFlattening  # noqa: PLC0415
+    from transformers import DataCollatorWithFlattening
 
     bare = world.watch(gpt2, lm_means(world))
     optimizer = torch.optim.AdamW(bare.parameters(), lr=0.1)

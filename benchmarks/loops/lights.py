@@ -21,7 +21,7 @@ _HOST = {"hosts": ("lightning",), "clips": (1.0,)}
 
 def _module(world: World, body: nn.Module, optimizer: Any = None) -> Any:
     """A LightningModule around a model; it makes its optimizer, or is given one."""
-    import lightning  # noqa: PLC0415
+    import lightning
 
     class Classifier(lightning.LightningModule):
         def __init__(self) -> None:
@@ -38,7 +38,7 @@ def _module(world: World, body: nn.Module, optimizer: Any = None) -> Any:
 
 
 def _trainer(world: World, **options: Any) -> Any:
-    import lightning  # noqa: PLC0415
+    import lightning
 
     logging.getLogger("lightning").setLevel(logging.ERROR)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -108,7 +108,7 @@ def _resumed_through_lightning(world: World) -> None:
 
 
 def _fabric() -> Any:
-    from lightning.fabric import Fabric  # noqa: PLC0415
+    from lightning.fabric import Fabric
 
     return Fabric(accelerator="cpu", devices=1)
 

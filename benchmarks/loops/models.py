@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from benchmarks.loops.world import CLASSES, FEATURES, LENGTH, VOCABULARY, Losses, World
@@ -74,7 +73,7 @@ def tag_means(world: World) -> Losses:
 
 def gpt2() -> nn.Module:
     """Return a causal language model of transformers, untied and without dropout."""
-    from transformers import GPT2Config, GPT2LMHeadModel  # noqa: PLC0415 - three seconds
+    from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
         vocab_size=VOCABULARY + 1,

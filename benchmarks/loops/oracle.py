@@ -189,7 +189,6 @@ def measure(loop: Loop, run: Run = see, *, left_out: int = 6) -> Outcome:
     Returns:
         The outcome.
     """
-
     outcome = Outcome(loop.name)
     noisy = run(loop, World(sigma=1.0, clip=loop.clips[0], sampling=loop.sampling))
     outcome.applied, outcome.accounted = len(noisy.releases), noisy.accounted
@@ -256,12 +255,18 @@ def _sums(loop: Loop, seen: Seen, like: dict[str, tuple[int, ...]]) -> list[Tens
 def _judge(loop: Loop, outcome: Outcome, clean: Seen) -> None:
     sums = _sums(loop, clean, clean.trainable)
     if not sums:
+        if clean.error:
+            return
         outcome.problems.append("nothing was released, and nothing said so")
         return
     if any(not vector.isfinite().all() for vector in sums):
         outcome.problems.append("a release is not finite")
         return
-    idle = [name for name in clean.trainable if all(name not in release for release in clean.releases)]
+    idle = (
+        []
+        if clean.error
+        else [name for name in clean.trainable if all(name not in release for release in clean.releases)]
+    )
     if idle:
         outcome.problems.append(f"never trained, without a word: {', '.join(idle[:3])} ({len(idle)} parameters)")
     if not clean.draws:
@@ -296,7 +301,10 @@ def _clipped_parts(world: World, like: dict[str, tuple[int, ...]]) -> Tensor:
         found = [by_name.get(name) for name in like]
         shapes = like.values()
         row = torch.cat(
-            [(torch.zeros(s) if g is None else g.detach()).double().reshape(-1) for g, s in zip(found, shapes, strict=True)]
+            [
+                (torch.zeros(s) if g is None else g.detach()).double().reshape(-1)
+                for g, s in zip(found, shapes, strict=True)
+            ]
         )
         norm = row.norm()
         rows.append(row * min(1.0, world.clip / float(norm)) if norm > 0 else row)
@@ -379,7 +387,9 @@ def _judge_account(loop: Loop, outcome: Outcome, noisy: Seen) -> None:
     applied = len(noisy.releases)
     if loop.releases is not None and applied != loop.releases and not noisy.error:
         outcome.problems.append(f"{applied} releases, its author means {loop.releases}")
-    if loop.sampling == "poisson" and noisy.accounted != applied:
+    # A release that was counted and then interrupted is no fault.
+    told = noisy.accounted if not noisy.error else min(noisy.accounted, applied)
+    if loop.sampling == "poisson" and told != applied:
         outcome.problems.append(f"{applied} releases were applied, {noisy.accounted} accounted for")
     if math.isnan(noisy.epsilon) or not applied:
         return
@@ -409,8 +419,8 @@ def epsilon_of(rate: float, sigma: float, times: int) -> float:
     Returns:
         ε at `DELTA`, rounded up by at most a thousandth.
     """
-    from dp_accounting import dp_event  # noqa: PLC0415 - half a second, and only where ε is judged
-    from dp_accounting.pld import PLDAccountant  # noqa: PLC0415
+    from dp_accounting import dp_event
+    from dp_accounting.pld import PLDAccountant
 
     accountant = PLDAccountant(value_discretization_interval=1e-3)
     step = dp_event.PoissonSampledDpEvent(rate, dp_event.GaussianDpEvent(sigma))

@@ -154,7 +154,7 @@ def _inner_optimizer_stepped(world: World) -> None:
 @row(LOOPS)
 def _peft_after_make_private(world: World) -> None:
     """make_private, then get_peft_model: the adapters come later."""
-    from peft import LoraConfig, get_peft_model  # noqa: PLC0415
+    from peft import LoraConfig, get_peft_model
 
     model = world.watch(mlp)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -94,7 +94,9 @@ def _result(place: Path, code: int | None) -> Seen:
 
 def _merged(found: list[Seen]) -> Seen:
     """What the first rank saw; a refusal on any rank is one, and ranks that differ are said to."""
-    refusals = [seen for seen in found if seen.refused and not seen.releases] or [seen for seen in found if seen.refused]
+    refusals = [seen for seen in found if seen.refused and not seen.releases] or [
+        seen for seen in found if seen.refused
+    ]
     first = found[0]
     if refusals:
         first.error, first.refused, first.where = refusals[0].error, True, refusals[0].where

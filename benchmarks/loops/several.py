@@ -85,7 +85,7 @@ def distributed_sampler(world: World) -> None:
 @row(LOOPS, **_TWO, hosts=("accelerate",))
 def accelerator_prepares_the_private_loader(world: World) -> None:
     """make_private, then accelerator.prepare of model, optimizer and loader, on two processes."""
-    from accelerate import Accelerator  # noqa: PLC0415
+    from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
     model, optimizer = _bare(world)
@@ -97,7 +97,7 @@ def accelerator_prepares_the_private_loader(world: World) -> None:
 @row(LOOPS, **_TWO, hosts=("accelerate",))
 def accelerator_prepares_everything(world: World) -> None:
     """The same, the model prepared too, which wraps it in DistributedDataParallel."""
-    from accelerate import Accelerator  # noqa: PLC0415
+    from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
     model, optimizer = _bare(world)
@@ -108,7 +108,7 @@ def accelerator_prepares_everything(world: World) -> None:
 @row(LOOPS, **_TWO, hosts=("accelerate",))
 def accelerator_prepares_first(world: World) -> None:
     """accelerator.prepare, then make_private, on two processes."""
-    from accelerate import Accelerator  # noqa: PLC0415
+    from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
     model, optimizer = _bare(world)
@@ -131,7 +131,7 @@ def accelerate_in_bf16(world: World) -> None:
 @row(LOOPS, **_ACCELERATE, passes=2)
 def accelerate_accumulates(world: World) -> None:
     """gradient_accumulation_steps=2 and accelerator.accumulate."""
-    from accelerate import Accelerator  # noqa: PLC0415
+    from accelerate import Accelerator
 
     _fresh()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -147,7 +147,7 @@ def accelerate_accumulates(world: World) -> None:
 @row(LOOPS, **_ACCELERATE)
 def resumed_through_accelerate(world: World) -> None:
     """accelerator.save_state and load_state."""
-    from accelerate import Accelerator  # noqa: PLC0415
+    from accelerate import Accelerator
 
     for resume in (False, True):
         _fresh()
@@ -162,13 +162,13 @@ def resumed_through_accelerate(world: World) -> None:
 
 
 def _fresh() -> None:
-    from accelerate.state import AcceleratorState  # noqa: PLC0415
+    from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def _accelerated(world: World, options: dict[str, Any], dtype: torch.dtype = torch.float64) -> None:
-    from accelerate import Accelerator  # noqa: PLC0415
+    from accelerate import Accelerator
 
     _fresh()
     accelerator = Accelerator(cpu=True, **options)
@@ -184,8 +184,8 @@ def _accelerated(world: World, options: dict[str, Any], dtype: torch.dtype = tor
 @row(LOOPS, kind="training", clips=(1.0,))
 def resumed_through_distributed_checkpoint(world: World) -> None:
     """torch.distributed.checkpoint of the state dicts of model and optimizer."""
-    from torch.distributed import checkpoint  # noqa: PLC0415
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: PLC0415
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     for resume in (False, True):
         world.restart()
@@ -194,9 +194,7 @@ def resumed_through_distributed_checkpoint(world: World) -> None:
         if resume:
             states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
             checkpoint.load(states, checkpoint_id=f"{world.folder}/dcp")
-            set_state_dict(
-                model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"]
-            )
+            set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
         _train(model, optimizer, loader)
         states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
         checkpoint.save(states, checkpoint_id=f"{world.folder}/dcp")
@@ -205,7 +203,7 @@ def resumed_through_distributed_checkpoint(world: World) -> None:
 @row(LOOPS, **_TWO)
 def fsdp2(world: World) -> None:
     """fully_shard, then make_private."""
-    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
+    from torch.distributed.fsdp import fully_shard
 
     model, _ = _bare(world)
     fully_shard(model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (2,)))
@@ -215,8 +213,8 @@ def fsdp2(world: World) -> None:
 @row(LOOPS, **_TWO)
 def tensor_parallel(world: World) -> None:
     """parallelize_module, then make_private."""
-    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: PLC0415
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     model, _ = _bare(world)
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
@@ -227,7 +225,7 @@ def tensor_parallel(world: World) -> None:
 @row(LOOPS, **_TWO)
 def fsdp1(world: World) -> None:
     """FullyShardedDataParallel, then make_private."""
-    from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
     model, _ = _bare(world)
     sharded = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)

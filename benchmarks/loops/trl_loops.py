@@ -24,8 +24,8 @@ _HOST = {"hosts": ("transformers", "accelerate", "trl", "peft", "datasets")}
 
 def _tokenizer() -> Any:
     """A tokenizer of the tiny vocabulary, made without a download."""
-    from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415
-    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
     words = {f"w{number}": number for number in range(VOCABULARY + 1)}
     made = Tokenizer(models.WordLevel(words, unk_token="w1"))
@@ -35,7 +35,7 @@ def _tokenizer() -> Any:
 
 def _adapted() -> nn.Module:
     """The tiny GPT-2 with LoRA on its attention, in float64."""
-    from peft import LoraConfig, get_peft_model  # noqa: PLC0415
+    from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(gpt2(), LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
     generator = torch.Generator().manual_seed(3)
@@ -48,8 +48,8 @@ def _adapted() -> nn.Module:
 
 def _supervised(world: World, make: Callable[[], nn.Module], losses: Any = None, **options: Any) -> None:
     """Fine-tune through SFTTrainer with the private loader, the norm not logged."""
-    from datasets import Dataset  # noqa: PLC0415
-    from trl import SFTConfig, SFTTrainer  # noqa: PLC0415
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
 
     quiet()
     bare = world.watch(make, losses)
@@ -111,8 +111,8 @@ def _sft_trainer_in_full(world: World) -> None:
 @row(LOOPS, **_HOST, clips=(0.5,))
 def _dpo_trainer(world: World) -> None:
     """DPOTrainer on all parameters."""
-    from datasets import Dataset  # noqa: PLC0415
-    from trl import DPOConfig, DPOTrainer  # noqa: PLC0415
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
 
     quiet()
     bare = world.watch(gpt2)
@@ -142,7 +142,14 @@ def _dpo_trainer(world: World) -> None:
     texts = [" ".join(f"w{number}" for number in record["input_ids"]) for record in lm_records(world)]
     data = Dataset.from_list([{"prompt": "w1 w2", "chosen": " " + text, "rejected": " w3"} for text in texts])
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        trainer = Own(bare, ref_model=gpt2(), args=arguments, train_dataset=data, processing_class=_tokenizer(), optimizers=(optimizer, None))
+        trainer = Own(
+            bare,
+            ref_model=gpt2(),
+            args=arguments,
+            train_dataset=data,
+            processing_class=_tokenizer(),
+            optimizers=(optimizer, None),
+        )
         loader = world.loader(trainer.train_dataset, collate_fn=trainer.data_collator)
         _, trainer.optimizer, private["loader"] = world.private(bare, optimizer, loader, wrap_model=False)
         trainer.train()

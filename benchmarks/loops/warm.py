@@ -6,10 +6,8 @@ import contextlib
 
 import torch
 import torch._dynamo
-import torch.distributed.nn.functional  # noqa: F401
+import torch.distributed.nn.functional
 
-import benchmarks.loops.ranks
-import benchmarks.loops.several
 import ghostclip.privacy_engine  # noqa: F401
 
 with contextlib.suppress(ImportError):

@@ -135,7 +135,8 @@ class World:
         """
         generator = torch.Generator().manual_seed(self.seed + SAMPLING_SEED + self._private_part())
         return DataLoader(
-            self.data if data is None else data, **{"batch_size": BATCH, "shuffle": True, "generator": generator} | options
+            self.data if data is None else data,
+            **{"batch_size": BATCH, "shuffle": True, "generator": generator} | options,
         )
 
     def watch(self, make: Callable[[], nn.Module], losses: Losses | None = None) -> nn.Module:
@@ -316,7 +317,7 @@ def seed_everything(seed: int) -> None:
         seed: Of Python's, numpy's and torch's.
     """
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002 - what the host libraries draw from
+    np.random.seed(seed)
     torch.manual_seed(seed)
 
 
