@@ -37,7 +37,9 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     begun = time.monotonic()
     words = sys.argv[1:] if arguments is None else arguments
-    report = head("benchmarks.loops", words, torch.device("cpu"), quick=False) | {"hosts": _versions()}
+    report = head("benchmarks.loops", words, torch.device("cpu"), quick=False) | {
+        "hosts": {name: _version(name) for name in HOSTS}
+    }
     if options.search:
         return search(report, options.search, seed=options.seed, out=options.out)
     families: dict[str, list[dict[str, Any]]] = {}
@@ -56,14 +58,11 @@ def main(arguments: list[str] | None = None) -> int:
     return int(any(row["shortfall"] for rows in families.values() for row in rows))
 
 
-def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
-    for name in HOSTS:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 if __name__ == "__main__":

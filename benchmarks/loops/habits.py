@@ -56,8 +56,8 @@ def _again(loader: Any) -> Iterator[Any]:
 
 
 def _accelerated(loader: Any) -> Any:
-    from accelerate import Accelerator  # noqa: PLC0415
-    from accelerate.state import AcceleratorState  # noqa: PLC0415
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
     return Accelerator(cpu=True).prepare(loader)
@@ -86,7 +86,7 @@ LOADERS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "every other batch": lambda loader, *_: itertools.islice(loader, 0, None, 2),
     "half of each batch": lambda loader, *_: ((x[: len(x) // 2], y[: len(x) // 2]) for x, y in loader),
     "at most four rows": lambda loader, *_: ((x[:4], y[:4]) for x, y in loader),
-    "full batches only": lambda loader, *_: ((x, y) for x, y in loader if len(x) >= BATCH),
+    "full batches only": lambda loader, *_: ((x, y) for x, y in loader if len(x) > BATCH),
     "unlike rows only": lambda loader, *_: ((x.unique(dim=0), y[: len(x.unique(dim=0))]) for x, y in loader),
     "rows put in order": lambda loader, *_: (
         (x[x.flatten(1)[:, 0].argsort()], y[x.flatten(1)[:, 0].argsort()]) for x, y in loader
@@ -204,10 +204,6 @@ def _step_inner(_: World, __: nn.Module, optimizer: Any, ___: int) -> None:
     optimizer.original_optimizer.step()
 
 
-def _less_noise(_: World, __: nn.Module, optimizer: Any, ___: int) -> None:
-    optimizer.noise_multiplier = optimizer.noise_multiplier / 4
-
-
 HABITS: dict[str, tuple[str, Habit]] = {
     ORDINARY: (AFTER_STEP, lambda *_: None),
     "norms are logged": (
@@ -232,7 +228,6 @@ HABITS: dict[str, tuple[str, Habit]] = {
     "the optimizer's state is loaded": (BEFORE_FORWARD, _load_state),
     "a second step": (AFTER_STEP, lambda _, __, optimizer, ___: optimizer.step()),
     "a second inner step": (AFTER_STEP, _step_inner),
-    "noise is lowered": (BEFORE_STEP, _less_noise),
     "C is raised": (BEFORE_STEP, lambda _, __, optimizer, ___: setattr(optimizer, "max_grad_norm", 9.0)),
     "an EMA": (AFTER_STEP, lambda _, bare, *__: torch.optim.swa_utils.AveragedModel(bare).update_parameters(bare)),
     "evaluation": (AFTER_STEP, lambda _, bare, *__: bare.eval().train() and None),

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from benchmarks.loops.loop import Loop
 from benchmarks.loops.models import functional, gpt2, labels_of, lm_means, lm_records
-from benchmarks.loops.oracle import Loop
 from benchmarks.loops.rows import row
 from benchmarks.loops.world import BATCH, World
 
@@ -100,7 +100,7 @@ def _own_loss(world: World) -> type:
     from transformers import Trainer
 
     class Own(Trainer):
-        def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: Any = False, **_: Any) -> Any:
+        def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: Any = None, **_: Any) -> Any:
             scores = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, :-1]
             targets = inputs["labels"][:, 1:]
             each = functional.cross_entropy(scores.transpose(1, 2), targets, reduction="none")

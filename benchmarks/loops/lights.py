@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from benchmarks.loops.loop import Loop
 from benchmarks.loops.models import cross_entropy, functional, mlp
-from benchmarks.loops.oracle import Loop
 from benchmarks.loops.rows import row
 from benchmarks.loops.world import World
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from benchmarks.loops.loop import Loop
 from benchmarks.loops.models import cross_entropy, functional, mlp
-from benchmarks.loops.oracle import Loop
 from benchmarks.loops.rows import row
 from benchmarks.loops.world import BATCH, CLASSES, FEATURES, VOCABULARY, World
 from ghostclip.errors import GhostClipError
@@ -71,30 +71,34 @@ def _flat_embedding_bag(world: World) -> None:
 @row(LOOPS, kind="script")
 def _distributed_sampler_alone(world: World) -> None:
     """DistributedSampler in one process: accepted, or refused with a remedy that is accepted."""
-    data, refused = world.data, []
-    sampler = DistributedSampler(data, num_replicas=1, rank=0)
-    for poisson in (True, False):
-        try:
-            loader = DataLoader(data, batch_size=BATCH, sampler=sampler)
-            _private(world, world.watch(mlp), loader, poisson_sampling=poisson)
-        except GhostClipError as error:
-            refused.append(str(error))
-    if len(refused) == 2 and "poisson_sampling" in refused[1]:
+    refused = [_refusal(world, poisson_sampling=poisson) for poisson in (True, False)]
+    if all(refused) and "poisson_sampling" in refused[1]:
         world.said = "refused both ways, one message recommending the other"
+
+
+def _refusal(world: World, *, poisson_sampling: bool) -> str:
+    data = world.data
+    loader = DataLoader(data, batch_size=BATCH, sampler=DistributedSampler(data, num_replicas=1, rank=0))
+    try:
+        _private(world, world.watch(mlp), loader, poisson_sampling=poisson_sampling)
+    except GhostClipError as error:
+        return str(error)
+    return ""
 
 
 @row(LOOPS, kind="script")
 def _wrong_objects_are_value_errors(world: World) -> None:
     """A model in evaluation mode, and an optimizer of another model, are ValueErrors."""
     evaluated, other = mlp().eval(), mlp()
-    for model, optimizer in ((evaluated, torch.optim.SGD(evaluated.parameters(), lr=1)),) + (
-        (mlp(), torch.optim.SGD(other.parameters(), lr=1)),
-    ):
-        try:
-            world.private(model, optimizer, world.loader())
-        except ValueError:
-            continue
-        except GhostClipError as error:
+    _value_error(world, evaluated, torch.optim.SGD(evaluated.parameters(), lr=1))
+    _value_error(world, mlp(), torch.optim.SGD(other.parameters(), lr=1))
+
+
+def _value_error(world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    try:
+        world.private(model, optimizer, world.loader())
+    except GhostClipError as error:
+        if not isinstance(error, ValueError):
             world.said = f"a {type(error).__name__}, which is no ValueError"
 
 

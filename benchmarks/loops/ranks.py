@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from benchmarks.loops.oracle import Loop, Seen, see
+from benchmarks.loops.loop import Loop, Seen
+from benchmarks.loops.oracle import see
 from benchmarks.loops.world import World
 
 _WAIT = 60.0
@@ -94,9 +95,7 @@ def _result(place: Path, code: int | None) -> Seen:
 
 def _merged(found: list[Seen]) -> Seen:
     """What the first rank saw; a refusal on any rank is one, and ranks that differ are said to."""
-    refusals = [seen for seen in found if seen.refused and not seen.releases] or [
-        seen for seen in found if seen.refused
-    ]
+    refusals = sorted((seen for seen in found if seen.refused), key=lambda seen: len(seen.releases))
     first = found[0]
     if refusals:
         first.error, first.refused, first.where = refusals[0].error, True, refusals[0].where

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.loops.oracle import Loop
+from benchmarks.loops.loop import Loop
 from benchmarks.loops.world import World
 
 Training = Callable[[World], None]

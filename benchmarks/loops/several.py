@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from benchmarks.loops.loop import Loop
 from benchmarks.loops.models import cross_entropy, functional, mlp
-from benchmarks.loops.oracle import Loop
 from benchmarks.loops.rows import row
 from benchmarks.loops.world import BATCH, World
 

@@ -6,7 +6,8 @@ import re
 from importlib.util import find_spec
 
 from benchmarks.loops import hugging, lights, opacus_scripts, plain, several, trl_loops
-from benchmarks.loops.oracle import Loop, Outcome, measure
+from benchmarks.loops.loop import Loop, Outcome
+from benchmarks.loops.oracle import measure
 from benchmarks.loops.ranks import see_on_ranks
 
 FAMILIES: dict[str, list[Loop]] = {

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from benchmarks.loops.hugging import quiet
+from benchmarks.loops.loop import Loop
 from benchmarks.loops.models import gpt2, lm_means, lm_records
-from benchmarks.loops.oracle import Loop
 from benchmarks.loops.rows import row
 from benchmarks.loops.world import BATCH, VOCABULARY, World
 

@@ -92,8 +92,9 @@ class World:
 
     @property
     def features(self) -> Tensor:
-        """(N, 4): records that pull the same way, so that whoever rescales them all is seen."""
-        return torch.randn(RECORDS, FEATURES, generator=_seeded(3), dtype=torch.float64) * 0.6 + 1.0
+        """(N, 4): records that pull the same way, so that whoever rescales them all is seen; the long ones do not."""
+        drawn = torch.randn(RECORDS, FEATURES, generator=_seeded(3), dtype=torch.float64) * 0.6 + 1.0
+        return torch.where((self.lengths == LENGTH)[:, None], -3 * drawn, drawn)
 
     @property
     def labels(self) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.loops.oracle import Loop
+from benchmarks.loops.loop import Loop
 from benchmarks.loops.table import LOOPS, outcome_of, shortfall
 
 
