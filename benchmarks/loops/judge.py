@@ -127,7 +127,7 @@ def _nearest(
 # Against a run with one record less
 
 
-def judge_moves(loop: Loop, outcome: Outcome, clean: Seen, without: list[tuple[int, Seen]], clip: float) -> None:
+def judge_moves(loop: Loop, outcome: Outcome, clean: Seen, without: dict[int, Seen], clip: float) -> None:
     """Compare the released sums with those of runs with one record less.
 
     Args:
@@ -139,7 +139,7 @@ def judge_moves(loop: Loop, outcome: Outcome, clean: Seen, without: list[tuple[i
     """
     sums = _sums(loop, clean, clean.trainable)
     moves, strange = [], []
-    for record, other in without:
+    for record, other in without.items():
         if other.error and not clean.error:
             outcome.problems.append(f"without record {record}: {other.error.split(':')[0]}, with it: none")
             continue
@@ -157,6 +157,26 @@ def judge_moves(loop: Loop, outcome: Outcome, clean: Seen, without: list[tuple[i
         outcome.move = max([*moves, outcome.move or 0.0])
         if max(moves) > loop.passes * (1 + max(_MOVE, loop.tolerance)):
             outcome.problems.append(f"leaving one record out moves a sum by {max(moves):.4f} C (C = {clip:g})")
+
+
+def judge_additivity(loop: Loop, outcome: Outcome, clean: Seen, without: list[Seen], clip: float) -> None:
+    """Ask whether what one record adds to the first sum is the same with and without another one.
+
+    It is so for whatever clips records one by one, at any C, also where the sums happen to move by less than C.
+
+    Args:
+        loop: The loop.
+        outcome: Takes what is wrong.
+        clean: A run without noise.
+        without: The same without a record, without another, and without both.
+        clip: C of these runs.
+    """
+    sums = [_sums(loop, seen, clean.trainable)[:1] for seen in (clean, *without)]
+    if all(sums) and len({found[0].shape for found in sums}) == 1:
+        both, one, two, none = (found[0] for found in sums)
+        mixed = float((both - one - two + none).norm()) / clip
+        if mixed > max(_MOVE, loop.tolerance) * (1 + float(both.norm()) / clip):
+            outcome.problems.append(f"what a record adds depends on another record, by {mixed:.1e} C (C = {clip:g})")
 
 
 # Noise and account
@@ -214,8 +234,9 @@ def judge_account(loop: Loop, outcome: Outcome, noisy: Seen) -> None:
         return
     outcome.epsilon = noisy.epsilon
     rate, times = (BATCH / RECORDS, applied) if loop.sampling == "poisson" else (1.0, _participations(noisy))
-    # A record that moves the sum by 2 C is hidden by half the noise.
-    outcome.epsilon_due = epsilon_of(rate, 1.0 / max(1, math.ceil((outcome.move or 1.0) - 1e-3)), times)
+    # A record that may move the sum by 2 C, and does, is hidden by half the noise.
+    passes = min(loop.passes, max(1, math.ceil((outcome.move or 1.0) - 1e-3)))
+    outcome.epsilon_due = epsilon_of(rate, 1.0 / passes, times)
     if noisy.epsilon < outcome.epsilon_due * 0.99:
         outcome.problems.append(f"ε is printed as {noisy.epsilon:.3f} where it is {outcome.epsilon_due:.3f}")
 

@@ -7,9 +7,18 @@ import math
 import traceback
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
-from benchmarks.loops.judge import DELTA, clipped_parts, judge_account, judge_moves, judge_noise, judge_sums
+from benchmarks.loops.judge import (
+    DELTA,
+    clipped_parts,
+    judge_account,
+    judge_additivity,
+    judge_moves,
+    judge_noise,
+    judge_sums,
+)
 from benchmarks.loops.loop import Loop, Outcome, Seen
 from benchmarks.loops.world import World
 from ghostclip.errors import GhostClipError
@@ -40,7 +49,7 @@ def see(loop: Loop, world: World) -> Seen:
     seen.accounted = world.accounted()
     if world.model is not None:
         seen.trainable = {name: tuple(p.shape) for name, p in world.model.named_parameters() if p.requires_grad}
-    if world.losses is not None and not world.sigma and world.drop is None and seen.releases:
+    if world.losses is not None and not world.sigma and not world.drop and seen.releases:
         seen.parts = clipped_parts(world, seen.trainable)
     return seen
 
@@ -86,24 +95,56 @@ def measure(loop: Loop, run: Run = see, *, left_out: int = 6) -> Outcome:
         if not late or loop.kind == "script":
             return outcome
     if loop.kind == "training":
+        repeats = _repeats(noisy)
+        _leave_out(noisy, repeats)
+        outcome.applied = len(noisy.releases)
         for clip in loop.clips:
-            clean = run(loop, World(clip=clip, sampling=loop.sampling))
-            if clean.error and not noisy.error:
-                outcome.message, outcome.where = clean.error, clean.where
-                outcome.outcome = "refused later" if clean.refused else "fails later"
-            judge_sums(loop, outcome, clean)
-            if clip == loop.clips[0]:
-                judge_noise(loop, outcome, clean, noisy)
-            without = [
-                (record, run(loop, World(clip=clip, drop=record, sampling=loop.sampling)))
-                for record in _some(clean, left_out)
-            ]
-            judge_moves(loop, outcome, clean, without, clip)
+            _measure_at(loop, outcome, noisy, run, clip, (repeats, left_out))
         judge_account(loop, outcome, noisy)
     if outcome.problems:
         outcome.outcome = "wrong"
         outcome.problems = list(dict.fromkeys(outcome.problems))
     return outcome
+
+
+def _measure_at(
+    loop: Loop, outcome: Outcome, noisy: Seen, run: Run, clip: float, options: tuple[list[int], int]
+) -> None:
+    """Everything that is measured without noise, at one C."""
+    repeats, left_out = options
+
+    def quiet(*drop: int) -> Seen:
+        seen = run(loop, World(clip=clip, drop=drop, sampling=loop.sampling))
+        _leave_out(seen, repeats)
+        return seen
+
+    clean = quiet()
+    if clean.error and not noisy.error:
+        outcome.message, outcome.where = clean.error, clean.where
+        outcome.outcome = "refused later" if clean.refused else "fails later"
+    judge_sums(loop, outcome, clean)
+    if clip == loop.clips[0]:
+        judge_noise(loop, outcome, clean, noisy)
+    without = {record: quiet(record) for record in _some(clean, left_out)}
+    judge_moves(loop, outcome, clean, without, clip)
+    pair = [record for record in without if clean.draws and record in clean.draws[0]][:2]
+    if len(pair) == 2:
+        judge_additivity(loop, outcome, clean, [without[pair[0]], without[pair[1]], quiet(*pair)], clip)
+
+
+def _repeats(noisy: Seen) -> list[int]:
+    """Releases that are the one before them, noise and all: what is public already may be applied again."""
+    pairs = zip(noisy.releases, noisy.releases[1:], strict=False)
+    return [
+        number
+        for number, (one, two) in enumerate(pairs, start=1)
+        if one and one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    ]
+
+
+def _leave_out(seen: Seen, repeats: list[int]) -> None:
+    seen.releases = [release for number, release in enumerate(seen.releases) if number not in repeats]
+    seen.drawn = [drawn for number, drawn in enumerate(seen.drawn) if number not in repeats]
 
 
 def _some(seen: Seen, most: int) -> list[int]:

@@ -50,7 +50,7 @@ class World:
     Attributes:
         sigma: Noise multiplier.
         clip: C.
-        drop: The record that no sampler may hand out; None leaves all.
+        drop: The records that no sampler may hand out.
         noise_seed: Of the noise.
         seed: Of everything else.
         rank: Number of this process.
@@ -69,7 +69,7 @@ class World:
 
     sigma: float = 0.0
     clip: float = 1.0
-    drop: int | None = None
+    drop: tuple[int, ...] = ()
     noise_seed: int = 1
     seed: int = 0
     rank: int = 0
@@ -278,7 +278,7 @@ class World:
         if source not in self._drawn and kind == self.sampling:
             self._drawn.add(source)
             self.draws.append(list(records))
-        return [record for record in records if record != self.drop]
+        return [record for record in records if record not in self.drop]
 
     @contextlib.contextmanager
     def _sampling(self) -> Iterator[None]:
