@@ -110,7 +110,7 @@ def _own_loss(world: World) -> type:
     return Own
 
 
-@row(LOOPS, **_HOST)
+@row(LOOPS, **_HOST, match="draw|loader|token")
 def _trainer_as_it_is(world: World) -> None:
     """Trainer with the private model and optimizer and its own loader, nothing else changed."""
     from transformers import Trainer
@@ -123,7 +123,7 @@ def _trainer_as_it_is(world: World) -> None:
     _silent(trainer).train()
 
 
-@row(LOOPS, **_HOST)
+@row(LOOPS, **_HOST, match="token|length|sample")
 def _trainer_with_the_private_loader(world: World) -> None:
     """Trainer whose get_train_dataloader returns the private loader; loss over the batch's tokens."""
     from transformers import Trainer
@@ -133,7 +133,7 @@ def _trainer_with_the_private_loader(world: World) -> None:
     _silent(own(model, _arguments(world), optimizers=(optimizer, None))).train()
 
 
-@row(LOOPS, **_HOST, releases=3)
+@row(LOOPS, **_HOST, expect="exact", releases=3)
 def _trainer_with_own_loss(world: World) -> None:
     """Trainer with the private loader and a loss of each record's own tokens."""
     model, optimizer, loader = _private(world, losses=lm_means(world))

@@ -116,13 +116,13 @@ def accelerator_prepares_first(world: World) -> None:
     _train(*world.private(*prepared), accelerator.backward)
 
 
-@row(LOOPS, **_ACCELERATE)
+@row(LOOPS, **_ACCELERATE, expect="exact")
 def accelerate_on_one_process(world: World) -> None:
     """make_private, then accelerator.prepare, on one process."""
     _accelerated(world, {})
 
 
-@row(LOOPS, **_ACCELERATE)
+@row(LOOPS, **_ACCELERATE, expect="exact")
 def accelerate_in_bf16(world: World) -> None:
     """The same in bf16: accelerate sets forward on the model."""
     _accelerated(world, {"mixed_precision": "bf16"}, torch.float32)
@@ -181,7 +181,7 @@ def _accelerated(world: World, options: dict[str, Any], dtype: torch.dtype = tor
         optimizer.step()
 
 
-@row(LOOPS, kind="training", clips=(1.0,))
+@row(LOOPS, clips=(1.0,))
 def resumed_through_distributed_checkpoint(world: World) -> None:
     """torch.distributed.checkpoint of the state dicts of model and optimizer."""
     from torch.distributed import checkpoint
@@ -230,3 +230,14 @@ def fsdp1(world: World) -> None:
     model, _ = _bare(world)
     sharded = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
     _train(*world.private(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1), world.loader()))
+
+
+@row(LOOPS, **_TWO)
+def hybrid_sharding(world: World) -> None:
+    """fully_shard on a mesh of replicas and shards, then make_private."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model, _ = _bare(world)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")))
+    _train(*world.private(model, torch.optim.SGD(model.parameters(), lr=0.1), world.loader()))

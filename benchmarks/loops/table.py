@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from importlib.util import find_spec
 
-from benchmarks.loops import hugging, lights, opacus_scripts, plain, several, trl_loops
+from benchmarks.loops import hugging, lights, mixing, opacus_scripts, plain, several, trl_loops
 from benchmarks.loops.loop import Loop, Outcome
 from benchmarks.loops.oracle import measure
 from benchmarks.loops.ranks import see_on_ranks
 
 FAMILIES: dict[str, list[Loop]] = {
     "Plain PyTorch": plain.LOOPS,
+    "Models that look at the batch": mixing.LOOPS,
     "transformers' Trainer": hugging.LOOPS,
     "trl": trl_loops.LOOPS,
     "Lightning and Fabric": lights.LOOPS,
@@ -19,8 +20,8 @@ FAMILIES: dict[str, list[Loop]] = {
     "Scripts written for Opacus": opacus_scripts.LOOPS,
 }
 LOOPS = [loop for loops in FAMILIES.values() for loop in loops]
-# Each record that is left out on several ranks is a pair of processes.
-_LEFT_OUT_ON_RANKS = 2
+# Each record that is left out on several ranks is a pair of processes, and with a host it is a trainer.
+_LEFT_OUT_ON_RANKS, _LEFT_OUT_OF_HOSTS = 2, 4
 
 
 def missing_hosts(loop: Loop) -> list[str]:
@@ -46,7 +47,7 @@ def outcome_of(loop: Loop) -> Outcome:
     """
     if loop.ranks > 1:
         return measure(loop, see_on_ranks, left_out=_LEFT_OUT_ON_RANKS)
-    return measure(loop)
+    return measure(loop, left_out=_LEFT_OUT_OF_HOSTS) if loop.hosts else measure(loop)
 
 
 def shortfall(loop: Loop, outcome: Outcome) -> str:
