@@ -33,7 +33,7 @@ class _Branches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         scores = self.body(x)
         if self.kind == "branch":
-            return scores * 3 if x.detach().mean() > 1.0 else scores
+            return scores * 3 if len(x) % 2 else scores
         if self.kind == "raising":
             if len(x) not in (0, 1) and len(x) == x.shape[0] and not torch.is_grad_enabled():
                 raise RuntimeError("this model only runs in training")
@@ -43,7 +43,7 @@ class _Branches(nn.Module):
 
 @row(LOOPS, expect="refused")
 def _branch_on_the_batch(world: World) -> None:
-    """The model branches on the batch's mean."""
+    """The model branches on the number of records."""
     _statistics(world, world.watch(lambda: _Branches("branch")))
 
 

@@ -23,6 +23,8 @@ from benchmarks.loops.loop import Loop, Outcome, Seen
 from benchmarks.loops.world import World
 from ghostclip.errors import GhostClipError
 
+_UNCLIPPED = 1e3
+
 
 def see(loop: Loop, world: World) -> Seen:
     """Run a loop once.
@@ -100,6 +102,7 @@ def measure(loop: Loop, run: Run = see, *, left_out: int = 6) -> Outcome:
         outcome.applied = len(noisy.releases)
         for clip in loop.clips:
             _measure_at(loop, outcome, noisy, run, clip, (repeats, left_out))
+        _measure_unclipped(loop, outcome, run)
         judge_account(loop, outcome, noisy)
     if outcome.problems:
         outcome.outcome = "wrong"
@@ -127,9 +130,18 @@ def _measure_at(
         judge_noise(loop, outcome, clean, noisy)
     without = {record: quiet(record) for record in _some(clean, left_out)}
     judge_moves(loop, outcome, clean, without, clip)
-    pair = [record for record in without if clean.draws and record in clean.draws[0]][:2]
-    if len(pair) == 2:
-        judge_additivity(loop, outcome, clean, [without[pair[0]], without[pair[1]], quiet(*pair)], clip)
+
+
+def _measure_unclipped(loop: Loop, outcome: Outcome, run: Run) -> None:
+    """Whether records add to the first sum apart from each other, at a C that clips none of them."""
+
+    def without(*drop: int) -> Seen:
+        return run(loop, World(clip=_UNCLIPPED, drop=drop, sampling=loop.sampling))
+
+    clean = without()
+    pair = sorted(clean.draws[0] if clean.draws else (), key=lambda record: record % 5 != 4)[:2]
+    if len(pair) == 2 and clean.releases:
+        judge_additivity(loop, outcome, clean, [without(pair[0]), without(pair[1]), without(*pair)], _UNCLIPPED)
 
 
 def _repeats(noisy: Seen) -> list[int]:

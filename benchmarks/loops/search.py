@@ -17,7 +17,7 @@ from benchmarks.loops.ranks import see_on_ranks
 from benchmarks.loops.report import first_sentence
 from benchmarks.loops.training import AXES, Combination
 
-_LEFT_OUT = 4
+_LEFT_OUT = 6
 
 
 def combinations(count: int, *, seed: int) -> Iterator[Combination]:

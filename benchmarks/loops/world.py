@@ -98,8 +98,9 @@ class World:
 
     @property
     def labels(self) -> Tensor:
-        """(N,): mostly one class."""
-        return (torch.rand(RECORDS, generator=_seeded(4)) < 0.25).long()
+        """(N,): mostly one class, and a class of their own for the long records."""
+        drawn = (torch.rand(RECORDS, generator=_seeded(4)) < 0.25).long()
+        return torch.where(self.lengths == LENGTH, CLASSES - 1, drawn)
 
     @property
     def lengths(self) -> Tensor:
