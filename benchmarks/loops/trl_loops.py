@@ -90,13 +90,13 @@ def _supervised(world: World, make: Callable[[], nn.Module], losses: Any = None,
         trainer.train()
 
 
-@row(LOOPS, **_HOST, clips=(0.5, 0.1))
+@row(LOOPS, **_HOST, clips=(0.1,))
 def _sft_trainer_lora(world: World) -> None:
     """SFTTrainer with LoRA: the loss is divided by the batch's tokens."""
     _supervised(world, _adapted)
 
 
-@row(LOOPS, **_HOST, clips=(0.3, 0.05), expect="refused")
+@row(LOOPS, **_HOST, clips=(0.3,), expect="refused")
 def _sft_trainer_without_padding(world: World) -> None:
     """SFTTrainer with padding_free=True."""
     _supervised(world, _adapted, lm_means(world), padding_free=True, max_length=None)

@@ -16,7 +16,7 @@ def _parameters():
         yield pytest.param(loop, id=loop.name.replace(" ", "_"), marks=marks)
 
 
-@pytest.mark.parametrize("loop", _parameters())
+@pytest.mark.parametrize("loop", list(_parameters()))
 # What host libraries warn of, and how they leave their files and processes, is theirs.
 @pytest.mark.filterwarnings("ignore")
 def test_a_loop_is_exact_or_refused(loop: Loop):
