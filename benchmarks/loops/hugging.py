@@ -68,11 +68,10 @@ def _silent(trainer: Any) -> Any:
     return trainer
 
 
-def _unlogged() -> Any:
+def _unlogged(kind: type) -> Any:
     """A Trainer whose author has switched off what reads gradients before the step."""
-    from transformers import Trainer
 
-    class Unlogged(Trainer):
+    class Unlogged(kind):  # type: ignore[misc, valid-type]
         def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
             return grad_norm
 
@@ -95,7 +94,7 @@ def _with_loader(kind: type, loader: Any) -> type:
     return Own
 
 
-def _own_loss(world: World) -> type:
+def _own_loss() -> type:
     """A Trainer with the private loader and a loss that is each record's own mean."""
     from transformers import Trainer
 
@@ -137,24 +136,26 @@ def _trainer_with_the_private_loader(world: World) -> None:
 def _trainer_with_own_loss(world: World) -> None:
     """Trainer with the private loader and a loss of each record's own tokens."""
     model, optimizer, loader = _private(world, losses=lm_means(world))
-    own = _with_loader(_own_loss(world), loader)
+    own = _with_loader(_own_loss(), loader)
     _silent(own(model, _arguments(world, max_grad_norm=0.0), optimizers=(optimizer, None))).train()
 
 
 @row(LOOPS, **(_HOST | {"clips": (2.0,)}))
 def _trainer_counts_tokens(world: World) -> None:
     """The same, the norm not logged: the loss is divided by num_items_in_batch."""
+    from transformers import Trainer
+
     model, optimizer, loader = _private(world)
-    own = _with_loader(_unlogged(), loader)
+    own = _with_loader(_unlogged(Trainer), loader)
     _silent(own(model, _arguments(world, max_grad_norm=0.0), optimizers=(optimizer, None))).train()
 
 
 @row(LOOPS, **_HOST)
 def _trainer_with_its_own_loader(world: World) -> None:
     """The private loader is thrown away and Trainer draws batches of its own, the norm not logged."""
-    model, optimizer, _ = _private(world)
+    model, optimizer, _ = _private(world, losses=lm_means(world))
     records = lm_records(world)
-    own = _unlogged()
+    own = _unlogged(_own_loss())
     arguments = _arguments(world, max_grad_norm=0.0)
     trainer = own(model, arguments, train_dataset=records, data_collator=padded, optimizers=(optimizer, None))
     _silent(trainer).train()
@@ -163,8 +164,8 @@ def _trainer_with_its_own_loader(world: World) -> None:
 @row(LOOPS, **_HOST, passes=2)
 def _trainer_accumulates(world: World) -> None:
     """Trainer with gradient_accumulation_steps=2, the private loader, the norm not logged."""
-    model, optimizer, loader = _private(world)
-    own = _with_loader(_unlogged(), loader)
+    model, optimizer, loader = _private(world, losses=lm_means(world))
+    own = _with_loader(_unlogged(_own_loss()), loader)
     arguments = _arguments(world, max_grad_norm=0.0, gradient_accumulation_steps=2, max_steps=2)
     _silent(own(model, arguments, optimizers=(optimizer, None))).train()
 
@@ -174,9 +175,9 @@ def _batch_memory_manager_in_trainer(world: World) -> None:
     """BatchMemoryManager's loader as Trainer's, the norm not logged."""
     from ghostclip.utils.batch_memory_manager import BatchMemoryManager
 
-    model, optimizer, loader = _private(world)
+    model, optimizer, loader = _private(world, losses=lm_means(world))
     with BatchMemoryManager(data_loader=loader, max_physical_batch_size=3, optimizer=optimizer) as physical:
-        own = _with_loader(_unlogged(), physical)
+        own = _with_loader(_unlogged(_own_loss()), physical)
         arguments = _arguments(world, max_grad_norm=0.0, max_steps=-1, num_train_epochs=1)
         _silent(own(model, arguments, optimizers=(optimizer, None))).train()
 
@@ -212,8 +213,8 @@ def _resumed_through_trainer(world: World) -> None:
     """Saved and resumed through Trainer, the norm not logged: the optimizer's state comes back."""
     for steps, resume in ((2, False), (4, True)):
         world.restart()
-        model, optimizer, loader = _private(world)
-        own = _with_loader(_unlogged(), loader)
+        model, optimizer, loader = _private(world, losses=lm_means(world))
+        own = _with_loader(_unlogged(_own_loss()), loader)
         arguments = _arguments(world, max_grad_norm=0.0, max_steps=steps, save_strategy="steps", save_steps=2)
         _silent(own(model, arguments, optimizers=(optimizer, None))).train(resume_from_checkpoint=resume or None)
 
