@@ -182,8 +182,26 @@ def _accelerated(world: World, options: dict[str, Any], dtype: torch.dtype = tor
 
 
 @row(LOOPS, clips=(1.0,))
+def saved_by_distributed_checkpoint(world: World) -> None:
+    """torch.distributed.checkpoint.save and load of what state_dict() of model and optimizer return."""
+    from torch.distributed import checkpoint
+
+    for resume in (False, True):
+        world.restart()
+        bare, optimizer = _bare(world)
+        model, optimizer, loader = world.private(bare, optimizer, world.loader())
+        if resume:
+            states = {"model": bare.state_dict(), "optimizer": optimizer.state_dict()}
+            checkpoint.load(states, checkpoint_id=f"{world.folder}/plain")
+            optimizer.load_state_dict(states["optimizer"])
+        _train(model, optimizer, loader)
+        states = {"model": bare.state_dict(), "optimizer": optimizer.state_dict()}
+        checkpoint.save(states, checkpoint_id=f"{world.folder}/plain")
+
+
+@row(LOOPS, clips=(1.0,))
 def resumed_through_distributed_checkpoint(world: World) -> None:
-    """torch.distributed.checkpoint of the state dicts of model and optimizer."""
+    """The same through get_state_dict and set_state_dict, which step an optimizer that has no state yet."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
