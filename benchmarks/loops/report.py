@@ -1,0 +1,96 @@
+"""The outcomes of loops as Markdown."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_SENTENCE = re.compile(r"(.*?[.:](?=\s)|.*)")
+
+
+def first_sentence(text: str) -> str:
+    """Return the first sentence of an error's text, its class included.
+
+    Args:
+        text: Of the error.
+
+    Returns:
+        At most 240 characters, safe in a table.
+    """
+    kind, _, rest = text.partition(": ")
+    matched = _SENTENCE.match(rest)
+    sentence = f"{kind}: {matched.group(1) if matched else rest}" if rest else text
+    return (sentence if len(sentence) <= 240 else sentence[:237] + "...").replace("|", "\\|")
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """Return one line of a table.
+
+    Args:
+        row: An outcome in plain values, with `about` and `shortfall`.
+
+    Returns:
+        Markdown.
+    """
+    said = "; ".join(row["problems"]).replace("|", "\\|") or first_sentence(row["message"])
+    cells = [
+        f"{row['name']}: {row['about']}",
+        row["outcome"] + ("" if row["shortfall"] == "" else " **(not as it should be)**"),
+        _figure(row["error"], ".0e"),
+        _figure(row["move"], ".4f"),
+        f"{row['applied']} / {row['accounted']}" if row["applied"] or row["accounted"] else "",
+        " / ".join(_figure(row[name], ".2f") for name in ("epsilon", "epsilon_due") if row[name] is not None),
+        said,
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Count outcomes.
+
+    Args:
+        rows: Outcomes in plain values.
+
+    Returns:
+        One line.
+    """
+    counts = Counter(row["outcome"] for row in rows)
+    short = sum(row["shortfall"] != "" for row in rows)
+    text = ", ".join(f"{count} {name}" for name, count in counts.most_common())
+    return f"{len(rows)} loops: {text}; {short} not as they should be."
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """Return the whole report.
+
+    Args:
+        report: Head and `families` of outcomes.
+
+    Returns:
+        Markdown.
+    """
+    machine = report["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in report["hosts"].items() if version)
+    rows = [row for family in report["families"].values() for row in family]
+    parts = [
+        "# Loops\n",
+        f"`{report['command']}`, {report['date']}, {report['seconds']:.0f} s; {machine['cpu']}, {machine['cores']} "
+        f"cores; Python {machine['python']}, {versions}; commit {str(machine['commit'])[:10]}"
+        f"{', changed since' if machine['changed_since_commit'] else ''}.\n",
+        "error: of a released sum against one record at a time in float64, relative. move: by how much leaving one "
+        "record out moves it, over C. releases: applied by the innermost optimizers / accounted for. ε: printed / "
+        "computed apart, for releases moved by as much. A loop has to be exact, or refused before its first release.\n",
+        summary(rows) + "\n",
+    ]
+    for family, own in report["families"].items():
+        parts.append(
+            f"## {family}\n\n| loop | outcome | error | move / C | releases | ε | what is wrong, or the refusal |\n"
+            "|---|---|---:|---:|---:|---:|---|\n" + "\n".join(line(row) for row in own) + "\n"
+        )
+    return "\n".join(parts)

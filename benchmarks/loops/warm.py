@@ -1,0 +1,15 @@
+"""What the processes of a loop would each load anew: imported once, by the server that they are forked from."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import torch._dynamo
+import torch.distributed.nn.functional
+
+import ghostclip.privacy_engine  # noqa: F401
+
+with contextlib.suppress(ImportError):
+    import accelerate  # noqa: F401
+torch.set_num_threads(1)

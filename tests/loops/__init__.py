@@ -1,0 +1,1 @@
+"""Loops that people already have: exact, or refused before the first release."""
