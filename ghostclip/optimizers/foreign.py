@@ -73,7 +73,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         private = released_by()
         if private is None or not private.owns(optimizer):
             _refuse_strange_step(clipper, private, optimizer)
-        elif not private.is_applying and clipper.has_clipped_sum:
+        elif not (private.is_applying or _has_only_releases(clipper, optimizer)):
             raise UncoveredParameterError(
                 f"{type(optimizer).__name__}.step(): this is the optimizer that was made private. Its gradients "
                 "are clipped sums that wait for their noise: call step() on the optimizer that make_private() "
@@ -94,7 +94,7 @@ def _refuse_strange_step(clipper: GhostClipper, private: DPOptimizer | None, opt
             "make_private() returned, or call remove_hooks() on the model to train it without privacy."
         )
     released = {id(p) for p in private.params}
-    if clipped <= released and not clipper.has_clipped_sum:
+    if clipped <= released and _has_only_releases(clipper, optimizer):
         # It applies a release once more.
         return
     raise UncoveredParameterError(
@@ -102,6 +102,15 @@ def _refuse_strange_step(clipper: GhostClipper, private: DPOptimizer | None, opt
         "gradients another optimizer releases. Make all of them private together: "
         "make_private(optimizer=[first, second], ...) gives back as many, with one release for all."
     )
+
+
+def _has_only_releases(clipper: GhostClipper, optimizer: Optimizer) -> bool:
+    """Say whether a step past the private optimizer would apply a release: nothing waits, and there is one.
+
+    Where there is none, a closure may be about to make clipped sums that this step would wait for in vain.
+    """
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    return not clipper.has_clipped_sum and any(grad is not None for grad in grads)
 
 
 class Releases:

@@ -187,6 +187,16 @@ def test_the_inner_optimizer_stepped_by_mistake_is_refused():
 
 
 @NO_NOISE
+@pytest.mark.parametrize("own", [True, False])
+def test_a_closure_handed_to_the_wrong_optimizer_is_refused(own):
+    run = Run()
+    wrong = run.inner if own else torch.optim.SGD(run.bare.parameters(), lr=0.1)
+    with pytest.raises(UncoveredParameterError):
+        wrong.step(lambda: run.backward())
+    assert len(run.engine.accountant) == 0
+
+
+@NO_NOISE
 @pytest.mark.parametrize("first", [True, False])
 def test_another_optimizer_over_the_model_is_refused(first):
     model = small_model()
