@@ -51,6 +51,9 @@ def shared(losses: Losses, among: int) -> Losses:
     Args:
         losses: Of each record.
         among: The number.
+
+    Returns:
+        Losses divided so.
     """
     return lambda model, records: losses(model, records) / among
 

@@ -90,12 +90,7 @@ def measure(loop: Loop, run: Run = see, *, left_out: int = 6) -> Outcome:
     noisy = run(loop, World(sigma=1.0, clip=loop.clips[0], sampling=loop.sampling))
     outcome.applied, outcome.accounted = len(noisy.releases), noisy.accounted
     outcome.message, outcome.where = noisy.error, noisy.where
-    if noisy.said:
-        outcome.problems.append(noisy.said)
-    if noisy.listed:
-        outcome.outcome, outcome.note = "listed", f"a listed difference from Opacus: {noisy.listed}"
-    if noisy.moved:
-        outcome.problems.append(f"parameters changed outside a step: {', '.join(noisy.moved[:3])}")
+    _take_down(outcome, noisy)
     if noisy.error:
         late = " later" if noisy.releases or noisy.moved else ""
         outcome.outcome = ("refused" if noisy.refused else "fails") + late
@@ -117,6 +112,16 @@ def measure(loop: Loop, run: Run = see, *, left_out: int = 6) -> Outcome:
         outcome.outcome = "wrong"
         outcome.problems = list(dict.fromkeys(outcome.problems))
     return outcome
+
+
+def _take_down(outcome: Outcome, noisy: Seen) -> None:
+    """What is plain from one run."""
+    if noisy.said:
+        outcome.problems.append(noisy.said)
+    if noisy.listed:
+        outcome.outcome, outcome.note = "listed", f"a listed difference from Opacus: {noisy.listed}"
+    if noisy.moved:
+        outcome.problems.append(f"parameters changed outside a step: {', '.join(noisy.moved[:3])}")
 
 
 def _note(loop: Loop, noisy: Seen) -> str:

@@ -86,10 +86,11 @@ def markdown(report: Mapping[str, Any]) -> str:
         f"{', changed since' if machine['changed_since_commit'] else ''}.\n",
         "error: of a released sum against one record at a time in float64, relative. move: by how much leaving one "
         "record out moves it, over C. Sums are what was released times the expected batch size and times the backward "
-        "passes that the loop made for the step, as Opacus divides. releases: applied by the innermost optimizers / accounted for. ε: printed / "
-        "computed apart, for releases moved by as much. A loop has to be exact, or refused before its first release; "
-        "listed is a script that meets a difference from Opacus that is listed as one. Where a host computes in fewer "
-        "bits, the rounding of a record follows the size of the batch; the row says what is allowed for it.\n",
+        "passes that the loop made for the step, as Opacus divides. releases: applied by the innermost optimizers / "
+        "accounted for. ε: printed / computed apart, for releases moved by as much. A loop has to be exact, or refused "
+        "before its first release; listed is a script that meets a difference from Opacus that is listed as one. Where "
+        "a host computes in fewer bits, the rounding of a record follows the size of the batch; the row says what is "
+        "allowed for it.\n",
         summary(rows) + "\n",
     ]
     for family, own in report["families"].items():
