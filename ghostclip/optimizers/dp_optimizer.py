@@ -190,7 +190,8 @@ class DPOptimizer(StepParts, WrappedOptimizer):
         Raises:
             MissingGradientError: If no clipped gradient was made since the last step.
             UncoveredParameterError: If a trainable parameter of the optimizer is not clipped.
-            TamperedGradientError: If a clipped sum was changed since backward.
+            TamperedGradientError: If a gradient was put into `p.grad` since backward.
+            DrawError: If the rows that the model saw are not those of the next draws, where draws are known.
         """
         loss = None
         if closure is not None:
@@ -245,7 +246,8 @@ class DPOptimizer(StepParts, WrappedOptimizer):
         Raises:
             MissingGradientError: If no clipped gradient was made since the last step.
             UncoveredParameterError: If a trainable parameter of the optimizer is not clipped.
-            TamperedGradientError: If a clipped sum was changed since backward.
+            TamperedGradientError: If a gradient was put into `p.grad` since backward.
+            DrawError: If the rows that the model saw are not those of the next draws, where draws are known.
         """
         if closure is not None:
             with torch.enable_grad():

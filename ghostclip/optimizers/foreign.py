@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ghostclip.errors import TamperedGradientError, UncoveredParameterError
+from ghostclip.errors import InvalidOptionError, TamperedGradientError, UncoveredParameterError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
+    from ghostclip.clipping.clipper import GhostClipper
     from ghostclip.optimizers.dp_optimizer import DPOptimizer
 
-_WATCHING: weakref.WeakSet[DPOptimizer] = weakref.WeakSet()
+# Who releases the sums of a clipper.
+_RELEASED_BY: weakref.WeakKeyDictionary[GhostClipper, weakref.ref[DPOptimizer]] = weakref.WeakKeyDictionary()
 _HOOK: list[RemovableHandle] = []
 
 
@@ -31,38 +33,68 @@ def watch_other_optimizers(private: DPOptimizer) -> None:
     """Refuse, from now on, steps of other optimizers over the parameters that a private optimizer's clipper clips.
 
     Args:
-        private: The private optimizer; watched for as long as it lives and its clipper is attached.
+        private: The private optimizer; its clipper is watched for as long as it is attached.
     """
     if not _HOOK:
         _HOOK.append(register_optimizer_step_pre_hook(_before_step))
-    _WATCHING.add(private)
+    _RELEASED_BY[private.clipper] = weakref.ref(private)
+
+
+def refuse_second_optimizer(clipper: GhostClipper, optimizer: Optimizer) -> None:
+    """Refuse to make a model private again for another optimizer while the first one is in use.
+
+    Args:
+        clipper: Attached to the model.
+        optimizer: The bare optimizer that it is to be made private for.
+
+    Raises:
+        InvalidOptionError: If the first one holds parameters that this one does not: these would train no more.
+    """
+    released_by = _RELEASED_BY.get(clipper)
+    private = None if released_by is None else released_by()
+    if private is None or not clipper.attached:
+        return
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    left_out = [p for p in private.params if p.requires_grad and id(p) not in held]
+    if left_out:
+        raise InvalidOptionError(
+            f"optimizer {type(optimizer).__name__}: this model was made private for another optimizer, which holds "
+            f"{len(left_out)} parameters that this one does not. Make all of them private at once, "
+            "make_private(optimizer=[first, second], ...), or call remove_hooks() on the private model first."
+        )
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Torch calls this before each step of each optimizer of the process."""
     del args, kwargs
-    for private in list(_WATCHING):
-        if not private.clipper.attached:
-            _WATCHING.discard(private)
-        elif private.owns(optimizer):
-            if not private.is_applying and private.clipper.has_clipped_sum:
-                raise UncoveredParameterError(
-                    f"{type(optimizer).__name__}.step(): this is the optimizer that was made private. Its gradients "
-                    "are clipped sums that wait for their noise: call step() on the optimizer that make_private() "
-                    "returned."
-                )
-        else:
-            _refuse_strange_step(private, optimizer)
+    for clipper, released_by in list(_RELEASED_BY.items()):
+        if not clipper.attached:
+            continue
+        private = released_by()
+        if private is None or not private.owns(optimizer):
+            _refuse_strange_step(clipper, private, optimizer)
+        elif not private.is_applying and clipper.has_clipped_sum:
+            raise UncoveredParameterError(
+                f"{type(optimizer).__name__}.step(): this is the optimizer that was made private. Its gradients "
+                "are clipped sums that wait for their noise: call step() on the optimizer that make_private() "
+                "returned."
+            )
 
 
-def _refuse_strange_step(private: DPOptimizer, optimizer: Optimizer) -> None:
+def _refuse_strange_step(clipper: GhostClipper, private: DPOptimizer | None, optimizer: Optimizer) -> None:
     """Refuse the step of an optimizer whose parameters get their gradients from a private one, or none at all."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    clipped = {id(p) for p in private.clipper.trainable_parameters()} & held
+    clipped = {id(p) for p in clipper.trainable_parameters()} & held
     if not clipped:
         return
+    if private is None:
+        raise UncoveredParameterError(
+            f"{type(optimizer).__name__}.step(): {len(clipped)} of its parameters belong to a private model whose "
+            "private optimizer is gone: nobody adds noise, and no gradient arrives. Step the optimizer that "
+            "make_private() returned, or call remove_hooks() on the model to train it without privacy."
+        )
     released = {id(p) for p in private.params}
-    if clipped <= released and not private.clipper.has_clipped_sum:
+    if clipped <= released and not clipper.has_clipped_sum:
         # It applies a release once more.
         return
     raise UncoveredParameterError(

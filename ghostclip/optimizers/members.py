@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from ghostclip.errors import InvalidOptionError
-from ghostclip.optimizers.checks import initialises_state
+from ghostclip.optimizers.checks import initialises_state, refuse_uncovered
 from ghostclip.optimizers.dp_optimizer import DPOptimizer
 from ghostclip.optimizers.wrapped import CarriedAccount, WrappedOptimizer
 
@@ -119,6 +120,12 @@ class JoinedOptimizer(Optimizer):
         for member, state in zip(self.members, states, strict=True):
             member.load_state_dict(state)
 
+    def __getattr__(self, name: str) -> Any:
+        """Refuse hooks of the whole, whose members are stepped one by one."""
+        if name.startswith("_optimizer_"):
+            raise InvalidOptionError("hooks of several optimizers: register them on one of the optimizers.")
+        raise AttributeError(name)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.members))})"
 
@@ -192,6 +199,24 @@ class MemberOptimizer(WrappedOptimizer):
         """
         self.release.discard()
         self.original_optimizer.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, if its trainable parameters are clipped and no member holds them.
+
+        Args:
+            param_group: As torch takes it.
+
+        Raises:
+            UncoveredParameterError: If a trainable parameter of the group is not clipped.
+            InvalidOptionError: If a member holds one of them.
+        """
+        given = param_group["params"]
+        parameters: list[nn.Parameter] = [given] if isinstance(given, nn.Parameter) else list(given)
+        refuse_uncovered(self.release.clipper, parameters)
+        held = {id(p) for p in self.release.params}
+        if any(id(p) in held for p in parameters):
+            raise InvalidOptionError("add_param_group: one of the optimizers holds one of these parameters already.")
+        super().add_param_group({**param_group, "params": parameters})
 
     def __getattr__(self, name: str) -> Any:
         """Look up what a member does not have on its own optimizer, and then on the private one."""

@@ -27,6 +27,7 @@ from ghostclip.grad_sample import GradSampleHooks, GradSampleModule, PrivateCrit
 from ghostclip.noise import LEVELS, NoiseSource
 from ghostclip.noise.keyed import KeyedNoise
 from ghostclip.optimizers import DPOptimizer, MemberOptimizer
+from ghostclip.optimizers.foreign import refuse_second_optimizer
 from ghostclip.optimizers.members import JoinedOptimizer
 from ghostclip.optimizers.wrapped import WrappedOptimizer
 from ghostclip.utils.clipping_options import ClippingOptions
@@ -142,8 +143,8 @@ def assemble(request: Request, noise: KeyedNoise) -> Private | PrivateWithCriter
     shared = request.plan.replicas > 1
     with ExitStack() as undo:
         with refused_together("private objects") if shared else nullcontext():
-            module = copy_inside(_bare(request.module))
             optimizer = _bare_optimizer(request.optimizer)
+            module = copy_inside(_bare(request.module, optimizer))
             check_objects(module, optimizer)
             noise_source = noise_for(request.plan.replicas, request.module, noise)
             clipper = _attached(_inside(module), request)
@@ -222,9 +223,13 @@ def _around(
     return private_module, returned, loader
 
 
-def _bare(module: nn.Module) -> nn.Module:
+def _bare(module: nn.Module, optimizer: Optimizer) -> nn.Module:
     """Return the model itself, without what an earlier `make_private` put around it."""
-    return module.to_standard_module() if isinstance(module, GradSampleModule) else module
+    if not isinstance(module, GradSampleModule):
+        return module
+    if module.clipper is not None:
+        refuse_second_optimizer(module.clipper, optimizer)
+    return module.to_standard_module()
 
 
 def _bare_optimizer(optimizer: Optimizer | Sequence[Optimizer]) -> Optimizer:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import ghostclip
-from ghostclip.errors import DrawError, InvalidOptionError, MissingGradientError
+from ghostclip.errors import DrawError, InvalidOptionError, MissingGradientError, UncoveredParameterError
 from ghostclip.utils.batch_memory_manager import BatchMemoryManager
 from tests.engine.training import clipped_sum, declared, parameters_of, small_data, small_model
 
@@ -166,6 +166,22 @@ def test_checkpoints_of_the_engine(tmp_path):
         for batch in one.loader:
             one.step(batch)
     assert torch.equal(parameters_of(resumed.bare), parameters_of(run.bare))
+
+
+def test_groups_that_join_later():
+    model = small_model()
+    run = Run(model=model)
+    extra = model[2].weight
+    with pytest.raises(InvalidOptionError, match="holds one of these"):
+        run.optimizers[1].add_param_group({"params": [extra]})
+    with pytest.raises(UncoveredParameterError):
+        run.optimizers[1].add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    with pytest.raises(InvalidOptionError, match="on one of the optimizers"):
+        run.optimizers[0].release.register_step_pre_hook(print)
+    called = []
+    run.optimizers[1].register_step_pre_hook(lambda *_: called.append(1))
+    run.step(next(iter(run.loader)))
+    assert called == [1]
 
 
 def test_made_private_again():

@@ -277,3 +277,42 @@ def test_accumulated_shuffled_batches_release_their_mean():
             optimizer.step()
             break
     torch.testing.assert_close(before - parameters_of(model), sum(wants) / 16)
+
+
+@NO_NOISE
+def test_an_optimizer_in_the_place_of_the_private_one_is_refused():
+    """As where a trainer makes its own: the private one is thrown away, and nothing would ever be trained."""
+    run = Run()
+    bare, handle = run.bare, run.handle
+    del run
+    gc.collect()
+    other = torch.optim.AdamW(bare.parameters(), lr=0.1)
+    nn.functional.cross_entropy(handle(BATCH[0].double()), BATCH[1]).backward()
+    before = parameters_of(bare)
+    with pytest.raises(UncoveredParameterError, match=r"private optimizer is gone.*remove_hooks"):
+        other.step()
+    assert torch.equal(parameters_of(bare), before)
+    handle.remove_hooks()
+    bare(BATCH[0].double()).sum().backward()
+    other.step()
+    assert not torch.equal(parameters_of(bare), before)
+
+
+def _made_private(module, optimizer):
+    return ghostclip.PrivacyEngine().make_private(
+        module=module, optimizer=optimizer, data_loader=declared(DATA, 8), noise_multiplier=1.0, max_grad_norm=1.0
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*not in the optimizer")
+def test_two_optimizers_made_private_one_by_one_are_refused():
+    model = small_model()
+    matrices, rest = [model[0].weight, model[2].weight], [model[0].bias, model[2].bias]
+    private, first, _ = _made_private(model, torch.optim.SGD(matrices, lr=0.1))
+    with pytest.raises(ghostclip.errors.InvalidOptionError, match=r"optimizer=\[first, second\]"):
+        _made_private(private, torch.optim.SGD(rest, lr=0.1))
+    # With all of its parameters, or after the first is given up, the model may be made private anew.
+    again, _, _ = _made_private(private, torch.optim.SGD(model.parameters(), lr=0.1))
+    again.remove_hooks()
+    _made_private(again, torch.optim.SGD(rest, lr=0.1))
+    assert first.original_optimizer.param_groups[0]["params"] == matrices

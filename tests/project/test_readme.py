@@ -47,7 +47,7 @@ def test_the_change_to_a_loop_is_short():
 def test_the_clipper_alone_runs(capsys):
     names = {**_user_objects(), "x": torch.randn(4, 7), "y": torch.tensor([0, 1, 2, 0]), "ghostclip": ghostclip}
     names["criterion"] = nn.CrossEntropyLoss(reduction="none")
-    exec(compile(_python_blocks()[1], str(README), "exec"), names)
+    exec(compile(_block_with("ghostclip.GhostClipper(model"), str(README), "exec"), names)
     table = capsys.readouterr().out
     assert "Linear" in table
     assert table.count("weight") >= 2
@@ -56,6 +56,15 @@ def test_the_clipper_alone_runs(capsys):
 def _block_with(text: str) -> str:
     (block,) = [block for block in _python_blocks() if text in block]
     return block
+
+
+def test_sampling_of_ones_own_is_declared():
+    names = {**_user_objects(), "ghostclip": ghostclip, "engine": ghostclip.PrivacyEngine()}
+    exec(compile(_block_with("DeclaredSampling"), str(README), "exec"), names)
+    names["optimizer"].zero_grad()
+    nn.functional.cross_entropy(names["model"](torch.randn(4, 7)), torch.tensor([0, 1, 2, 0])).backward()
+    names["optimizer"].step()
+    assert names["engine"].accountant.history == [(1.0, 0.01, 1)]
 
 
 def test_the_report_is_made_and_good(capsys):
