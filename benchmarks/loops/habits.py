@@ -94,6 +94,13 @@ LOADERS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "each batch twice": lambda loader, *_: _twice(loader),
     "two batches as one": lambda loader, *_: _merged(loader),
 }
+# See `Loop.uneven` and `Loop.unseen`.
+UNEVEN_LOADERS = {
+    "a list, reversed": "takes batches in another order than they were drawn in",
+    "every other batch": "skips every other batch",
+    "full batches only": "skips batches by their size",
+}
+UNSEEN_LOADERS = {"unlike rows only": "sorts inputs, and pairs them with other records' labels, before the model"}
 # Options of the loader that is made private.
 
 

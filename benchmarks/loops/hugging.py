@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.loops.loop import Loop
-from benchmarks.loops.models import functional, gpt2, labels_of, lm_means, lm_records
+from benchmarks.loops.models import functional, gpt2, labels_of, lm_means, lm_records, shared
 from benchmarks.loops.rows import row
 from benchmarks.loops.world import BATCH, World
 
@@ -164,13 +164,13 @@ def _trainer_with_its_own_loader(world: World) -> None:
 @row(LOOPS, **_HOST, passes=2)
 def _trainer_accumulates(world: World) -> None:
     """Trainer with gradient_accumulation_steps=2, the private loader, the norm not logged."""
-    model, optimizer, loader = _private(world, losses=lm_means(world))
+    model, optimizer, loader = _private(world, losses=shared(lm_means(world), 2))
     own = _with_loader(_unlogged(_own_loss()), loader)
     arguments = _arguments(world, max_grad_norm=0.0, gradient_accumulation_steps=2, max_steps=2)
     _silent(own(model, arguments, optimizers=(optimizer, None))).train()
 
 
-@row(LOOPS, **_HOST, releases=4)
+@row(LOOPS, **_HOST, uneven="Trainer counts physical batches, and ends in the middle of a logical one")
 def _batch_memory_manager_in_trainer(world: World) -> None:
     """BatchMemoryManager's loader as Trainer's, the norm not logged."""
     from ghostclip.utils.batch_memory_manager import BatchMemoryManager

@@ -21,11 +21,11 @@ _LEAST_NOISE, _MOST_NOISE = 0.65, 1.5
 def _sums(loop: Loop, seen: Seen, like: dict[str, tuple[int, ...]]) -> list[Tensor]:
     """The released sums as vectors over all that is trained."""
     vectors = []
-    for release in seen.releases:
+    for release, passes in zip(seen.releases, seen.passes, strict=True):
         strange = sorted(release.keys() - like.keys())
         parts = [release.get(name, torch.zeros(shape, dtype=torch.float64)).reshape(-1) for name, shape in like.items()]
         parts += [release[name].reshape(-1) for name in strange]
-        vectors.append(torch.cat(parts) * divisor(loop))
+        vectors.append(torch.cat(parts) * divisor(loop, passes))
     return vectors
 
 
@@ -92,16 +92,23 @@ def judge_sums(loop: Loop, outcome: Outcome, clean: Seen) -> None:
         return
     if clean.parts is None:
         return
-    unused, errors = list(range(len(clean.draws))), []
+    _compare_sums(loop, outcome, sums, clean.parts, clean.draws)
+
+
+def _compare_sums(
+    loop: Loop, outcome: Outcome, sums: list[Tensor], parts: Tensor, draws: list[list[int]], *, run: str = ""
+) -> None:
+    """Compare each sum with that of the parts of a batch, no batch twice."""
+    unused, errors = list(range(len(draws))), []
     for vector in sums:
-        error, used = _nearest(loop, vector, clean.parts, clean.draws, unused)
+        error, used = _nearest(loop, vector, parts, draws, unused)
         errors.append(error)
         unused = [draw for draw in unused if draw not in used]
     outcome.error = max([*errors, outcome.error or 0.0])
-    if max(errors) > loop.tolerance:
+    if errors and max(errors) > loop.tolerance:
         worst = errors.index(max(errors))
         outcome.problems.append(
-            f"release {worst + 1} is not the clipped sum of a batch that was drawn and not used before "
+            f"{run}release {worst + 1} is not the clipped sum of a batch that was drawn and not used before "
             f"(off by {max(errors):.1e} of the nearest)"
         )
 
@@ -140,23 +147,51 @@ def judge_moves(loop: Loop, outcome: Outcome, clean: Seen, without: dict[int, Se
     sums = _sums(loop, clean, clean.trainable)
     moves, strange = [], []
     for record, other in without.items():
-        if other.error and not clean.error:
+        if other.error and not clean.error and not (loop.uneven and other.refused):
             outcome.problems.append(f"without record {record}: {other.error.split(':')[0]}, with it: none")
             continue
         moved = _sums(loop, other, clean.trainable)
-        if len(moved) != len(sums):
-            outcome.problems.append(f"without record {record}: {len(moved)} releases, with it: {len(sums)}")
-        for one, two in zip(sums, moved, strict=False):
+        _judge_run(loop, outcome, clean, record, other, moved)
+        for first, second in _pairs(loop, clean, other):
+            one, two = sums[first], moved[second]
             if one.shape == two.shape:
-                moves.append(float((one - two).norm()) / clip)
+                allowed = min(loop.passes, max(clean.passes[first], other.passes[second]))
+                moves.append((float((one - two).norm()) / clip, allowed))
             else:
                 strange.append(record)
     if strange:
         outcome.problems.append(f"other parameters are released without record {strange[0]}")
-    if moves:
-        outcome.move = max([*moves, outcome.move or 0.0])
-        if max(moves) > loop.passes * (1 + max(_MOVE, loop.tolerance)):
-            outcome.problems.append(f"leaving one record out moves a sum by {max(moves):.4f} C (C = {clip:g})")
+    outcome.move = max([outcome.move, *(move for move, _ in moves)], key=lambda move: move or 0.0)
+    beyond = [move for move, allowed in moves if move > allowed * (1 + max(_MOVE, loop.tolerance))]
+    if beyond:
+        outcome.problems.append(f"leaving one record out moves a sum by {max(beyond):.4f} C (C = {clip:g})")
+
+
+def _judge_run(loop: Loop, outcome: Outcome, clean: Seen, record: int, other: Seen, sums: list[Tensor]) -> None:
+    """Judge a run without a record by itself: what it released is exact and accounted for, and it ends as the other."""
+    run = f"without record {record}: "
+    told = any("is not the clipped sum" in problem for problem in outcome.problems)
+    if not told and clean.parts is not None and sums and sums[0].shape == clean.parts.shape[1:]:
+        draws = [[drawn for drawn in batch if drawn != record] for batch in other.draws]
+        _compare_sums(loop, outcome, sums, clean.parts, draws, run=run)
+    if loop.sampling == "poisson" and other.accounted < len(sums):
+        outcome.problems.append(f"{run}{len(sums)} releases were applied, {other.accounted} accounted for")
+    if not loop.uneven and len(sums) != len(clean.releases):
+        outcome.problems.append(f"{run}{len(sums)} releases, with it: {len(clean.releases)}")
+    if other.error and not clean.error and outcome.outcome == "exact":
+        outcome.outcome, outcome.message = "refused later", run + other.error
+
+
+def _pairs(loop: Loop, clean: Seen, other: Seen) -> list[tuple[int, int]]:
+    """Releases of two runs that belong together: by their order or, where a loop skips, by what was drawn before."""
+    if not loop.uneven:
+        return [(number, number) for number in range(min(len(clean.releases), len(other.releases)))]
+    of = {place: number for number, place in enumerate(_places(other.drawn))}
+    return [(number, of[place]) for number, place in enumerate(_places(clean.drawn)) if place in of]
+
+
+def _places(drawn: list[int]) -> list[tuple[int, int]]:
+    return [(draws, drawn[:number].count(draws)) for number, draws in enumerate(drawn)]
 
 
 def judge_additivity(loop: Loop, outcome: Outcome, clean: Seen, without: list[Seen], clip: float) -> None:
@@ -176,7 +211,7 @@ def judge_additivity(loop: Loop, outcome: Outcome, clean: Seen, without: list[Se
     if all(sums) and len({found[0].shape for found in sums}) == 1:
         both, one, two, none = (found[0] for found in sums)
         mixed = float((both - one - two + none).norm()) / max(float((both - one).norm()), 1e-9)
-        if mixed > 10 * max(_MOVE, loop.tolerance):
+        if mixed > max(10 * _MOVE, loop.tolerance):
             outcome.problems.append(
                 f"what a record adds depends on another record, by {mixed:.1e} of it (C = {clip:g})"
             )
@@ -195,9 +230,12 @@ def judge_noise(loop: Loop, outcome: Outcome, clean: Seen, noisy: Seen) -> None:
         noisy: The same run with noise.
     """
     before = None
-    for number, (one, two) in enumerate(zip(clean.releases, noisy.releases, strict=False), start=1):
+    for number, (one, two, passes) in enumerate(
+        zip(clean.releases, noisy.releases, noisy.passes, strict=False), start=1
+    ):
         both = sorted(one.keys() & two.keys())
-        noise = {name: (two[name] - one[name]).reshape(-1) * divisor(loop) / loop.clips[0] for name in both}
+        unit = divisor(loop, passes) / loop.clips[0]
+        noise = {name: (two[name] - one[name]).reshape(-1) * unit for name in both}
         bare = [name for name, values in noise.items() if float(values.abs().max()) < 1e-6]
         if bare:
             outcome.problems.append(f"release {number}: no noise on {', '.join(bare[:3])} ({len(bare)} parameters)")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.loops.loop import Loop
-from benchmarks.loops.models import cross_entropy, functional, mlp
+from benchmarks.loops.models import cross_entropy, functional, mlp, shared
 from benchmarks.loops.rows import row
 from benchmarks.loops.world import World
 
@@ -55,8 +55,8 @@ def _trainer(world: World, **options: Any) -> Any:
     return lightning.Trainer(**(quiet | options))
 
 
-def _private(world: World, **options: Any) -> tuple[Any, Any, DataLoader]:
-    body = world.watch(mlp, cross_entropy(world))
+def _private(world: World, *, among: int = 1, **options: Any) -> tuple[Any, Any, DataLoader]:
+    body = world.watch(mlp, shared(cross_entropy(world), among))
     return world.private(body, torch.optim.SGD(body.parameters(), lr=0.1), world.loader(), **options)
 
 
@@ -84,7 +84,7 @@ def _lightning_with_its_own_optimizer(world: World) -> None:
 @row(LOOPS, **_HOST, passes=2)
 def _lightning_accumulates(world: World) -> None:
     """accumulate_grad_batches=2."""
-    body, optimizer, loader = _private(world)
+    body, optimizer, loader = _private(world, among=2)
     _trainer(world, accumulate_grad_batches=2).fit(_module(world, body, optimizer), loader)
 
 

@@ -26,6 +26,7 @@ class Loss:
         reference: The loss of each record alone, where the batch's loss is their mean or sum.
         tokens: Whether records are tokens.
         reduction: As declared to the engine.
+        unseen: Why no engine can see what a record does; see `Loop`.
     """
 
     batch: BatchLoss
@@ -33,6 +34,7 @@ class Loss:
     reference: Callable[[World], Losses] | None = None
     tokens: bool = False
     reduction: str = "mean"
+    unseen: str = ""
 
     def data(self, world: World) -> Dataset:
         """The records.
@@ -209,7 +211,9 @@ LOSSES: dict[str, Loss] = {
     "weights of each record": Loss(lambda m, x, y: _weighted(m, x, y).mean(), reference=_alone(_weighted)),
     "weights over the batch's sum": Loss(_batch_weights),
     "weights of classes": Loss(_fixed_class_weights),
-    "weights from the batch's classes": Loss(_class_balanced),
+    "weights from the batch's classes": Loss(
+        _class_balanced, unseen="losses are weighted by numbers that were counted over the batch's labels"
+    ),
     "InfoNCE": Loss(_info_nce, make=encoder),
     "pairwise ranking": Loss(_pairwise),
     "hardest half": Loss(_hardest),
@@ -225,8 +229,8 @@ LOSSES: dict[str, Loss] = {
     "over its own detached sum": Loss(_detached),
     "over a detached deviation": Loss(_standardised),
     "over the detached mean": Loss(lambda m, x, y: _each(m, x, y).mean() / _each(m, x, y).mean().item()),
-    "mixup": Loss(_mixup),
-    "centred inputs": Loss(_contrast_in_inputs),
+    "mixup": Loss(_mixup, unseen="each input is mixed with another record's before the model"),
+    "centred inputs": Loss(_contrast_in_inputs, unseen="the batch's mean is taken from each input before the model"),
     "gradient penalty": Loss(_gradient_penalty),
     "augmented rows": Loss(_augmented),
     "interleaved rows": Loss(_interleaved),

@@ -45,6 +45,19 @@ def cross_entropy(world: World) -> Losses:
     return losses
 
 
+def shared(losses: Losses, among: int) -> Losses:
+    """Return losses as a host leaves them that divides each batch's by the number of batches that it adds up.
+
+    Args:
+        losses: Of each record.
+        among: The number.
+
+    Returns:
+        Losses divided so.
+    """
+    return lambda model, records: losses(model, records) / among
+
+
 def tag_losses(model: nn.Module, ids: Tensor) -> Tensor:
     """Return the cross-entropy of every token, (B, T): is it a frequent one?
 

@@ -19,7 +19,7 @@ from benchmarks.loops.judge import (
     judge_noise,
     judge_sums,
 )
-from benchmarks.loops.loop import Loop, Outcome, Seen
+from benchmarks.loops.loop import EXACT, Loop, Outcome, Seen
 from benchmarks.loops.world import World
 from ghostclip.errors import GhostClipError
 
@@ -46,8 +46,8 @@ def see(loop: Loop, world: World) -> Seen:
             seen.refused = isinstance(problem, GhostClipError)
             frames = traceback.extract_tb(problem.__traceback__)
             seen.where = " < ".join(f"{frame.name}:{frame.lineno}" for frame in frames[:-5:-1])
-    seen.releases, seen.drawn = _releases(world)
-    seen.draws, seen.moved, seen.said = world.draws, world.moved, world.said
+    seen.releases, seen.drawn, seen.passes = _releases(world)
+    seen.draws, seen.moved, seen.said, seen.listed = world.draws, world.moved, world.said, world.listed
     seen.accounted = world.accounted()
     if world.model is not None:
         seen.trainable = {name: tuple(p.shape) for name, p in world.model.named_parameters() if p.requires_grad}
@@ -56,17 +56,20 @@ def see(loop: Loop, world: World) -> Seen:
     return seen
 
 
-def _releases(world: World) -> tuple[list[dict[str, Tensor]], list[int]]:
+def _releases(world: World) -> tuple[list[dict[str, Tensor]], list[int], list[int]]:
     """Put updates of different parameters together: several optimizers that are stepped in turn make one release."""
     releases: list[dict[str, Tensor]] = []
     drawn: list[int] = []
+    passes: list[int] = []
     for event in world.events:
         if releases and not releases[-1].keys() & event.gradients.keys() and event.draws == drawn[-1]:
             releases[-1].update(event.gradients)
+            passes[-1] = max(passes[-1], event.passes)
         else:
             releases.append(dict(event.gradients))
             drawn.append(event.draws)
-    return releases, drawn
+            passes.append(event.passes)
+    return releases, drawn, passes
 
 
 Run = Callable[[Loop, World], Seen]
@@ -87,10 +90,7 @@ def measure(loop: Loop, run: Run = see, *, left_out: int = 6) -> Outcome:
     noisy = run(loop, World(sigma=1.0, clip=loop.clips[0], sampling=loop.sampling))
     outcome.applied, outcome.accounted = len(noisy.releases), noisy.accounted
     outcome.message, outcome.where = noisy.error, noisy.where
-    if noisy.said:
-        outcome.problems.append(noisy.said)
-    if noisy.moved:
-        outcome.problems.append(f"parameters changed outside a step: {', '.join(noisy.moved[:3])}")
+    _take_down(outcome, noisy)
     if noisy.error:
         late = " later" if noisy.releases or noisy.moved else ""
         outcome.outcome = ("refused" if noisy.refused else "fails") + late
@@ -102,12 +102,38 @@ def measure(loop: Loop, run: Run = see, *, left_out: int = 6) -> Outcome:
         outcome.applied = len(noisy.releases)
         for clip in loop.clips:
             _measure_at(loop, outcome, noisy, run, clip, (repeats, left_out))
-        _measure_unclipped(loop, outcome, run)
+        if not loop.unseen:
+            _measure_unclipped(loop, outcome, run)
+        elif outcome.outcome == "exact":
+            outcome.outcome = "out of sight"
         judge_account(loop, outcome, noisy)
+        outcome.note = _note(loop, noisy)
     if outcome.problems:
         outcome.outcome = "wrong"
         outcome.problems = list(dict.fromkeys(outcome.problems))
     return outcome
+
+
+def _take_down(outcome: Outcome, noisy: Seen) -> None:
+    """What is plain from one run."""
+    if noisy.said:
+        outcome.problems.append(noisy.said)
+    if noisy.listed:
+        outcome.outcome, outcome.note = "listed", f"a listed difference from Opacus: {noisy.listed}"
+    if noisy.moved:
+        outcome.problems.append(f"parameters changed outside a step: {', '.join(noisy.moved[:3])}")
+
+
+def _note(loop: Loop, noisy: Seen) -> str:
+    """What a reader has to know of how a loop was measured."""
+    notes = []
+    if loop.uneven:
+        notes.append(f"{loop.uneven}: {len(noisy.releases)} of {len(noisy.draws)} batches drawn were released")
+    if loop.tolerance > EXACT:
+        notes.append(f"computed in fewer bits than 64: errors and moves up to {loop.tolerance:g} are rounding")
+    if loop.unseen:
+        notes.append(loop.unseen)
+    return "; ".join(notes)
 
 
 def _measure_at(
@@ -115,10 +141,13 @@ def _measure_at(
 ) -> None:
     """Everything that is measured without noise, at one C."""
     repeats, left_out = options
+    # Of releases that only a run without a record gets to, there is none with noise to compare.
+    seen_with_noise = len(noisy.releases) + len(repeats)
 
     def quiet(*drop: int) -> Seen:
         seen = run(loop, World(clip=clip, drop=drop, sampling=loop.sampling))
-        _leave_out(seen, repeats)
+        later = [number for number in _repeats(seen) if number >= seen_with_noise] if loop.uneven else []
+        _leave_out(seen, repeats + later)
         return seen
 
     clean = quiet()
@@ -128,8 +157,8 @@ def _measure_at(
     judge_sums(loop, outcome, clean)
     if clip == loop.clips[0]:
         judge_noise(loop, outcome, clean, noisy)
-    without = {record: quiet(record) for record in _some(clean, left_out)}
-    judge_moves(loop, outcome, clean, without, clip)
+    if not loop.unseen:
+        judge_moves(loop, outcome, clean, {record: quiet(record) for record in _some(clean, left_out)}, clip)
 
 
 def _measure_unclipped(loop: Loop, outcome: Outcome, run: Run) -> None:
@@ -157,6 +186,7 @@ def _repeats(noisy: Seen) -> list[int]:
 def _leave_out(seen: Seen, repeats: list[int]) -> None:
     seen.releases = [release for number, release in enumerate(seen.releases) if number not in repeats]
     seen.drawn = [drawn for number, drawn in enumerate(seen.drawn) if number not in repeats]
+    seen.passes = [passes for number, passes in enumerate(seen.passes) if number not in repeats]
 
 
 def _some(seen: Seen, most: int) -> list[int]:

@@ -242,7 +242,7 @@ def _weights_over_the_sum_of_the_batch(world: World) -> None:
         optimizer.step()
 
 
-@row(LOOPS, sampling="shuffled", releases=2, passes=2, scale=2.0)
+@row(LOOPS, sampling="shuffled", releases=2, passes=2)
 def _several_backwards_one_step(world: World) -> None:
     """Two batches are added up before a step, poisson_sampling=False; Opacus divides by their number."""
     model = world.watch(mlp, cross_entropy(world))

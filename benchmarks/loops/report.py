@@ -39,6 +39,7 @@ def line(row: Mapping[str, Any]) -> str:
         Markdown.
     """
     said = "; ".join(row["problems"]).replace("|", "\\|") or first_sentence(row["message"])
+    said = "; ".join(text for text in (said, row["note"].replace("|", "\\|")) if text)
     cells = [
         f"{row['name']}: {row['about']}",
         row["outcome"] + ("" if row["shortfall"] == "" else " **(not as it should be)**"),
@@ -84,8 +85,12 @@ def markdown(report: Mapping[str, Any]) -> str:
         f"cores; Python {machine['python']}, {versions}; commit {str(machine['commit'])[:10]}"
         f"{', changed since' if machine['changed_since_commit'] else ''}.\n",
         "error: of a released sum against one record at a time in float64, relative. move: by how much leaving one "
-        "record out moves it, over C. releases: applied by the innermost optimizers / accounted for. ε: printed / "
-        "computed apart, for releases moved by as much. A loop has to be exact, or refused before its first release.\n",
+        "record out moves it, over C. Sums are what was released times the expected batch size and times the backward "
+        "passes that the loop made for the step, as Opacus divides. releases: applied by the innermost optimizers / "
+        "accounted for. ε: printed / computed apart, for releases moved by as much. A loop has to be exact, or refused "
+        "before its first release; listed is a script that meets a difference from Opacus that is listed as one. Where "
+        "a host computes in fewer bits, the rounding of a record follows the size of the batch; the row says what is "
+        "allowed for it.\n",
         summary(rows) + "\n",
     ]
     for family, own in report["families"].items():

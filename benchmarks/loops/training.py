@@ -17,6 +17,8 @@ from benchmarks.loops.habits import (
     OPTIMIZERS,
     ORDINARY,
     SOURCES,
+    UNEVEN_LOADERS,
+    UNSEEN_LOADERS,
     WRAPPERS,
 )
 from benchmarks.loops.loop import Loop
@@ -69,6 +71,15 @@ BACKWARDS: dict[str, int] = {
     "an exception in the forward": 1,
     "thrown away and made again": 1,
     "on inputs of random labels as well": 2,
+}
+# See `Loop.uneven` and `Loop.unseen`.
+UNEVEN_BACKWARDS = {
+    "left out once": "leaves out the second batch",
+    "an exception before the step": "throws the second batch away after its backward",
+    "an exception in the forward": "throws the second batch away in its forward",
+}
+UNSEEN_BACKWARDS = {
+    "on inputs of random labels as well": "pairs inputs with other records' labels before the model",
 }
 RANKS = (ORDINARY, "two")
 AXES: dict[str, tuple[str, ...]] = {
@@ -127,6 +138,8 @@ class Combination:
             sampling="shuffled" if self["strategy"] == "shuffled" else "poisson",
             passes=BACKWARDS[self["backward"]],
             clips=_CLIPS if self["ranks"] == ORDINARY else _CLIPS[:1],
+            uneven=UNEVEN_LOADERS.get(self["loader"]) or UNEVEN_BACKWARDS.get(self["backward"], ""),
+            unseen=loss.unseen or UNSEEN_LOADERS.get(self["loader"]) or UNSEEN_BACKWARDS.get(self["backward"], ""),
         )
 
     def __call__(self, world: World) -> None:
@@ -155,6 +168,7 @@ class _Training:
         self.choice, self.world = combination, world
         self.loss = LOSSES[_loss_name(combination)]
         known = all(combination[axis] not in choices for axis, choices in _NO_REFERENCE.items())
+        known = known and not combination.loop().unseen
         reference = self.loss.reference(world) if self.loss.reference and known else None
         self.bare = world.watch(self.loss.make, reference)
         optimizer = OPTIMIZERS[combination["optimizer"]](list(self.bare.parameters()))

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import BatchSampler, DataLoader, Dataset, TensorDataset
 
+from benchmarks.loops.passes import Passes
 from ghostclip import PrivacyEngine
 from ghostclip.sampling import schemes
 
@@ -37,10 +38,12 @@ class Event:
     Attributes:
         gradients: What it applied, by the parameter's name; float64.
         draws: How many batches had been drawn by then.
+        passes: Backward passes that the loop added up for it.
     """
 
     gradients: dict[str, Tensor]
     draws: int
+    passes: int = 1
 
 
 @dataclass
@@ -57,7 +60,8 @@ class World:
         ranks: How many processes there are.
         folder: Where the loop may write.
         events: What the innermost optimizers applied, in order.
-        sampling: Whose draws count: "poisson" for those of private samplers, "shuffled" for those of torch's.
+        sampling: Which draws count: "poisson" for Poisson's, "shuffled" for those of torch's samplers and of the
+            engine's shuffled ones.
         draws: The records of each batch that was drawn so, whole (over all ranks), in order.
         model: The model that the loop trains, once it has said so.
         losses: The loss of each record alone, for the reference; None where there is none.
@@ -65,6 +69,7 @@ class World:
         engine: The last one that was made.
         restarts: How often the loop has begun anew.
         said: What the loop says of itself, for rows with a criterion of their own: a text names what is wrong.
+        listed: The listed difference from Opacus that a script has met, by its name.
     """
 
     sigma: float = 0.0
@@ -82,6 +87,7 @@ class World:
     losses: Losses | None = None
     moved: list[str] = field(default_factory=list)
     said: str = ""
+    listed: str = ""
     engine: PrivacyEngine | None = None
     restarts: int = 0
     _start: dict[str, Tensor] = field(default_factory=dict)
@@ -232,6 +238,7 @@ class World:
             Nothing.
         """
         before: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        passes = Passes()
 
         def start(optimizer: Optimizer, *_: Any) -> None:
             if not type(optimizer).__module__.startswith("ghostclip"):
@@ -240,9 +247,12 @@ class World:
         def end(optimizer: Optimizer, *_: Any) -> None:
             if id(optimizer) not in before:
                 return
-            self.events.append(Event(self._gradients(optimizer), len(self.draws)))
+            started = before.pop(id(optimizer))
+            if _only_makes_state(optimizer, started):
+                return
+            self.events.append(Event(self._gradients(optimizer), len(self.draws), passes.take()))
             with torch.no_grad():
-                for p, value in before.pop(id(optimizer)):
+                for p, value in started:
                     p.copy_(value)
 
         hooks = [register_optimizer_step_pre_hook(start), register_optimizer_step_post_hook(end)]
@@ -250,6 +260,7 @@ class World:
             for hook in hooks:
                 stack.callback(hook.remove)
             stack.enter_context(self._sampling())
+            stack.enter_context(passes.counting())
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             self.folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -286,10 +297,10 @@ class World:
         """Note what samplers draw, and take the left-out record from it."""
         world, undo = self, []
 
-        def poisson(own: Callable[..., Any]) -> Callable[..., Any]:
+        def private(own: Callable[..., Any], kind: str) -> Callable[..., Any]:
             def draw(scheme: Any, key: Any, position: int) -> Any:
                 records = own(scheme, key, position)
-                kept = world._note((key.fingerprint(), position), [int(r) for r in records], "poisson")
+                kept = world._note((key.fingerprint(), position), [int(r) for r in records], kind)
                 return np.asarray(records)[[int(record) in set(kept) for record in records]]
 
             return draw
@@ -302,7 +313,8 @@ class World:
 
         for scheme in (schemes.Poisson, schemes.Shuffled, schemes.FullBatch):
             undo.append((scheme, "draw", scheme.draw))
-            scheme.draw = poisson(scheme.draw)
+            # On several ranks the engine shuffles by a scheme of its own, on one it leaves it to torch's sampler.
+            scheme.draw = private(scheme.draw, "shuffled" if scheme is schemes.Shuffled else "poisson")
         undo.append((BatchSampler, "__iter__", plain))
         BatchSampler.__iter__ = batches
         try:
@@ -325,6 +337,20 @@ def seed_everything(seed: int) -> None:
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _only_makes_state(optimizer: Optimizer, started: list[tuple[Tensor, Tensor]]) -> bool:
+    """Whether a step has released nothing: at rate zero, by gradients that are all exactly zero, and nothing moved.
+
+    So does torch's distributed checkpoint let an optimizer make its state before it loads one.
+    """
+    still = all(float(group["lr"]) == 0.0 for group in optimizer.param_groups)
+    gradients = [p.grad for p, _ in started if p.grad is not None]
+    return (
+        still
+        and not any(bool(gradient.count_nonzero()) for gradient in gradients)
+        and all(torch.equal(p, value) for p, value in started)
+    )
 
 
 def _sharded(tensor: Tensor) -> bool:

@@ -12,6 +12,7 @@ from benchmarks.loops.loop import Loop
 from benchmarks.loops.models import cross_entropy, mlp
 from benchmarks.loops.oracle import measure
 from benchmarks.loops.search import combinations
+from ghostclip.errors import DrawError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -63,6 +64,68 @@ def _steps_on_bare_gradients(world):
     _train(model, torch.optim.SGD(model.parameters(), lr=0.1), world.loader())
 
 
+def _fills_its_state_at_rate_zero(world):
+    """Nothing moves, and the momentum holds gradients that nobody has clipped."""
+    model = world.watch(mlp, cross_entropy(world))
+    _train(model, torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9), world.loader())
+
+
+class _Moving(torch.optim.Optimizer):
+    def step(self, closure=None):
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.grad.zero_()
+                p.add_(1.0)
+
+
+def _moves_at_rate_zero(world):
+    """No gradient, no rate, and yet the parameters move."""
+    model = world.watch(mlp, cross_entropy(world))
+    _train(model, _Moving(model.parameters(), {"lr": 0.0}), world.loader())
+
+
+def _in_halves(world, *, noise=1.0, divided=True):
+    model, optimizer, loader = _private(world, noise_multiplier=noise * world.sigma)
+    if not divided:
+        _before_updates(optimizer, model, lambda gradient: gradient * 2)
+    for x, y in loader:
+        optimizer.zero_grad()
+        for half in (slice(0, len(x) // 2), slice(len(x) // 2, None)):
+            nn.functional.cross_entropy(model(x[half]), y[half]).backward()
+        optimizer.step()
+
+
+def _before_updates(optimizer, model, change):
+    def hook(*_):
+        for p in model.parameters():
+            p.grad = change(p.grad)
+
+    optimizer.original_optimizer.register_step_pre_hook(hook)
+
+
+def _keeps_what_was_thrown_away(world):
+    model, optimizer, loader = _private(world)
+    optimizer.discard = lambda: None
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def _refused_without_record_9(world, error=DrawError):
+    model, optimizer, loader = _private(world)
+    for x, y in loader:
+        if 9 in world.drop:
+            raise error("the rows are not those of the next draw")
+        _train(model, optimizer, [(x, y)])
+
+
+def _does_not_clip_without_record_9(world):
+    _train(*_private(world, max_grad_norm=world.clip * (1e6 if 9 in world.drop else 1)))
+
+
 def _draws_other_batches(world):
     model, optimizer, _ = _private(world)
     with torch.no_grad():
@@ -85,6 +148,11 @@ BROKEN = {
     _counts_nothing: "0 accounted for",
     _steps_on_bare_gradients: "no noise",
     _updates_by_hand: "outside a step",
+    _fills_its_state_at_rate_zero: "no noise",
+    _moves_at_rate_zero: "no noise|without a draw",
+    _keeps_what_was_thrown_away: "noise of 0.[45]",
+    _refused_without_record_9: "DrawError, with it: none",
+    _does_not_clip_without_record_9: "without record 9: release",
 }
 
 
@@ -103,6 +171,44 @@ def test_a_broken_engine_is_wrong(broken, said):
     outcome = measure(Loop("broken", "", broken))
     assert outcome.outcome == "wrong", outcome
     assert any(re.search(said, problem) for problem in outcome.problems), outcome.problems
+
+
+def test_a_sum_of_several_passes_is_divided_by_their_number():
+    outcome = measure(Loop("halves", "", _in_halves, passes=2))
+    assert outcome.outcome == "exact", outcome
+    assert 0.99 < outcome.move <= 1 + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"), [({"noise": 0.5}, "noise of 0.[45]"), ({"divided": False}, "is not the clipped sum")]
+)
+def test_an_engine_that_is_broken_where_passes_add_up_is_wrong(broken, said):
+    outcome = measure(Loop("broken", "", lambda world: _in_halves(world, **broken), passes=2))
+    assert outcome.outcome == "wrong", outcome
+    assert any(re.search(said, problem) for problem in outcome.problems), outcome.problems
+
+
+def test_an_uneven_loop_may_be_refused_at_another_step():
+    outcome = measure(Loop("uneven", "", _refused_without_record_9, uneven="skips batches"))
+    assert outcome.outcome == "refused later", outcome
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda value: value.__name__)
+def test_a_broken_engine_is_wrong_in_an_uneven_loop(broken):
+    if broken is _refused_without_record_9:
+        pytest.skip("this is what an uneven loop may do")
+    assert measure(Loop("uneven", "", broken, uneven="skips batches")).outcome == "wrong"
+
+
+def test_an_uneven_loop_that_fails_is_wrong():
+    loop = Loop("uneven", "", lambda world: _refused_without_record_9(world, ZeroDivisionError), uneven="skips batches")
+    assert measure(loop).outcome == "wrong"
+
+
+@pytest.mark.parametrize("broken", [_adds_no_noise, _adds_half_the_noise, _counts_nothing, _updates_by_hand])
+def test_what_is_out_of_sight_has_noise_and_an_account_all_the_same(broken):
+    assert measure(Loop("unseen", "", broken, unseen="mixes records")).outcome == "wrong"
+    assert measure(Loop("unseen", "", _sound, unseen="mixes records")).outcome == "out of sight"
 
 
 def test_batches_that_nobody_drew_do_not_pass():
