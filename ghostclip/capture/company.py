@@ -2,9 +2,10 @@
 
 A mask that is left out when no sample is padded, an expert's capacity that earlier samples use up, a sum divided by
 ``len(x)``: no gradient leads from one sample to the other, so that the probe sees nothing. In the forwards that are
-proved, the model is therefore run without gradients on the batch with one sample replaced, and on the first half of the
-batch. What the other samples receive must stay the same. All runs draw the same random numbers; half of a batch would
-meet others, so that it is left to models that draw none.
+proved, the model is therefore run without gradients and without dropout on the batch with one half of its samples
+replaced by copies of a sample of the other half, then the other half, and on the first half alone. What the other
+samples receive must stay the same. All runs draw the same random numbers; half of a batch would meet others, so that it
+is left to models that draw none.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ghostclip.capture.mixing import batch_axis_of, replaced, restored_buffers
+from ghostclip.capture.dropout import WithoutDropout
+from ghostclip.capture.mixing import batch_axis_of, restored_buffers
 from ghostclip.capture.randomness import Draws, Randomness, unnoticed
 from ghostclip.capture.unchecked import COMPANY, FEWER, Unchecked
 from ghostclip.errors import SampleMixingError
@@ -48,13 +50,41 @@ class Batch:
     routed: bool = False
     reordered: bool = False
 
-    def half(self) -> Any:
-        """Return the inputs of the first half of the samples, the larger one."""
-        return tree_map(self._first, self.inputs)
+    @property
+    def halves(self) -> tuple[slice, slice]:
+        """The samples of the first half, the larger one, and of the second."""
+        middle = (self.size + 1) // 2
+        return slice(middle), slice(middle, self.size)
 
-    def _first(self, leaf: Any) -> Any:
-        place = batch_axis_of(leaf, batch_size=self.size, axis=self.axis)
-        return leaf if place is None else leaf.detach().narrow(place, 0, _half(self.size))
+    def half(self) -> Any:
+        """Return the inputs of the first half of the samples."""
+        return self._of_samples(list(range(self.size)[self.halves[0]]))
+
+    def copied(self, half: slice) -> Any:
+        """Return the inputs with one half's samples replaced by copies of the nearest sample of the other half.
+
+        Lengths in decreasing order stay in that order, as packing them demands.
+
+        Args:
+            half: One of ``halves``.
+
+        Returns:
+            New tensors; those without B samples as they are.
+        """
+        samples = list(range(self.size))
+        count = len(samples[half])
+        samples[half] = [half.stop if half.start is None else half.start - 1] * count
+        return self._of_samples(samples)
+
+    def _of_samples(self, samples: list[int]) -> Any:
+        def take(leaf: Any) -> Any:
+            place = batch_axis_of(leaf, batch_size=self.size, axis=self.axis)
+            if place is None:
+                return leaf
+            taken = leaf.detach().index_select(place, torch.tensor(samples, device=leaf.device))
+            return taken.requires_grad_(leaf.requires_grad)
+
+        return tree_map(take, self.inputs)
 
 
 def refuse_company(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked) -> None:
@@ -71,41 +101,63 @@ def refuse_company(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecke
     """
     tensors = [*model.parameters(), *model.buffers()]
     used = [*tensors, *(leaf for leaf in tree_leaves(batch.inputs) if isinstance(leaf, Tensor))]
-    try:
-        with restored_buffers(model), unnoticed(used) as before:
-            changed = _look(run, batch, unchecked, before=before, coarsest=_coarsest(tensors))
-    except Exception as error:  # noqa: BLE001 - what it does on other batches is no reason to refuse this one
-        unchecked.missed(f"the model raised {type(error).__name__} on another batch", COMPANY, FEWER)
-        return
+    changed, raised = "", ""
+    # With gradients where it raises without: it may differentiate within its forward.
+    for gradients in (False, True):
+        try:
+            with restored_buffers(model), unnoticed(used) as before, torch.set_grad_enabled(gradients):
+                changed, raised = _look(_plainly(run), batch, unchecked, before, _coarsest(tensors)), ""
+            break
+        except Exception as error:  # noqa: BLE001 - what it does on other batches is no reason to refuse this one
+            raised = type(error).__name__
+    if raised:
+        unchecked.missed(f"the model raised {raised} on another batch", COMPANY, FEWER)
     if changed:
         raise SampleMixingError(_refusal(model, changed))
 
 
-def _look(run: Run, batch: Batch, unchecked: Unchecked, *, before: Randomness, coarsest: torch.dtype) -> str:
+def _plainly(run: Run) -> Run:
+    """Return a run without dropout, whose outputs keep no graph."""
+
+    def plain(inputs: Any) -> list[Tensor]:
+        with WithoutDropout():
+            outputs = run(inputs)
+        return [output.detach() for output in outputs]
+
+    return plain
+
+
+def _look(run: Run, batch: Batch, unchecked: Unchecked, before: Randomness, coarsest: torch.dtype) -> str:
     """Return what was done to the batch when other samples' outputs changed; empty if they never did."""
     base = run(batch.inputs)
     drawn = before.drawn()
-    other = replaced(batch.inputs, 0, batch_size=batch.size, axis=batch.axis)
-    before.restore()
     # One after the other: outputs may be as large as all activations of a layer.
-    differ = _Outputs(batch, batch.size, 1, _TOLERANCE, coarsest).differ(base, run(other))
-    if differ and drawn and _meets_other_numbers(run, batch, other, before):
+    first, second = batch.halves
+    differ = []
+    for half, rest in ((first, second), (second, first)):
+        other = batch.copied(half)
+        before.restore()
+        # Copies that meet random numbers of their own come out differently.
+        alike = 0 if drawn else len(range(batch.size)[half]) + 1
+        differ.append(_Outputs(batch, batch.size, rest, _TOLERANCE, coarsest, alike).differ(base, run(other)))
+        if not differ[-1]:
+            continue
+        if not (drawn and _meets_other_numbers(run, batch, other, before)):
+            return "half of the samples were replaced"
         unchecked.missed("which random numbers a sample meets depends on the others", COMPANY)
-    elif differ:
-        return "one sample was replaced"
     _note(unchecked, COMPANY, differ)
     if drawn:
         unchecked.missed("random numbers are drawn", FEWER)
         return ""
-    fewer = _Outputs(batch, _half(batch.size), 0, _FEWER, coarsest).differ(base, run(batch.half()))
-    _note(unchecked, FEWER, fewer)
+    fewer = _Outputs(batch, first.stop, first, _FEWER, coarsest).differ(base, run(batch.half()))
+    _note(unchecked, FEWER, [fewer])
     return "the last samples were left out" if fewer else ""
 
 
-def _note(unchecked: Unchecked, check: str, differ: bool | None) -> None:  # noqa: FBT001 - a result, no option
-    if differ is None:
+def _note(unchecked: Unchecked, check: str, differ: list[bool | None]) -> None:
+    if None in differ:
         unchecked.missed("no output has one row a sample", check)
-    elif not differ:
+    elif True not in differ:
         unchecked.ran(check)
 
 
@@ -118,10 +170,6 @@ def _meets_other_numbers(run: Run, batch: Batch, other: Any, before: Randomness)
             run(inputs)
         seen.append(draws.seen)
     return batch.routed or seen[0] != seen[1]
-
-
-def _half(size: int) -> int:
-    return (size + 1) // 2
 
 
 def _refusal(model: nn.Module, what: str) -> str:
@@ -148,16 +196,18 @@ class _Outputs:
     Attributes:
         batch: The batch.
         size: How many samples the others are for.
-        replaced: How many of them, the first ones, may come out differently.
+        kept: Which of them must come out as they did.
         tolerances: Relative differences that are rounding, by dtype.
         coarsest: The dtype with the fewest digits on the way to them.
+        alike: How many of them are for copies of the same sample and must come out alike.
     """
 
     batch: Batch
     size: int
-    replaced: int
+    kept: slice
     tolerances: dict[torch.dtype, float]
     coarsest: torch.dtype
+    alike: int = 0
 
     def differ(self, base: list[Tensor], outputs: list[Tensor]) -> bool | None:
         """Return whether rows differ beyond rounding; None where none can be compared."""
@@ -181,20 +231,42 @@ class _Outputs:
 
     def _is_apart(self, first: Tensor, second: Tensor) -> bool:
         tolerance = max(self.tolerances[first.dtype], self.tolerances[self.coarsest])
-        if not _apart(first[self.replaced : self.size], second[self.replaced :], tolerance):
+        if not _apart(first[self.kept], second[self.kept], tolerance):
             return False
         if not self.batch.reordered:
             return True
-        # The same rows in another order: each of the smaller batch, but those replaced, is found in the other.
-        return _unmatched(second, first, tolerance) > self.replaced
+        # The same rows in another order: those that are kept are found in both.
+        kept = len(range(self.size)[self.kept])
+        return _in_common(first, second, tolerance) < kept or _most_alike(second, tolerance) < self.alike
 
 
-def _unmatched(rows: Tensor, among: Tensor, tolerance: float) -> int:
-    """Return how many rows have no counterpart among others, by a few sums over each."""
-    sums, others = _sums(rows), _sums(among)
-    scale = others.abs().amax(0)
-    found = ((sums[:, None] - others[None]).abs() <= tolerance * scale).all(2).any(1)
-    return int((~found).sum())
+def _in_common(rows: Tensor, others: Tensor, tolerance: float) -> int:
+    """Return how many rows at most have a counterpart of their own among others, by a few sums over each."""
+    sums, found = _sums(rows), _sums(others)
+    allowed = tolerance * sums.abs().amax(0)
+    alike = ((found[:, None] - sums[None]).abs() <= allowed).all(2).any(1)
+    pairs = zip(sums.T.tolist(), found.T.tolist(), allowed.tolist(), strict=True)
+    return min(int(alike.sum()), *(_paired(*pair) for pair in pairs))
+
+
+def _most_alike(rows: Tensor, tolerance: float) -> int:
+    """Return how many rows at most are like one of them, by a few sums over each."""
+    sums = _sums(rows)
+    close = (sums[:, None] - sums[None]).abs() <= tolerance * sums.abs().amax(0)
+    return int(close.all(2).sum(1).max())
+
+
+def _paired(ones: list[float], twos: list[float], allowed: float) -> int:
+    """Return the most pairs of numbers, one of each list, that are so close; no number is in two pairs."""
+    ones, twos, count = sorted(ones), sorted(twos), 0
+    while ones and twos:
+        if abs(ones[-1] - twos[-1]) <= allowed:
+            count += 1
+            ones.pop()
+            twos.pop()
+        else:
+            (ones if ones[-1] > twos[-1] else twos).pop()
+    return count
 
 
 def _sums(rows: Tensor) -> Tensor:

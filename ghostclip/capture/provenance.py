@@ -23,6 +23,7 @@ _SELECTING: Final = frozenset(
         "UnbindBackward0",
     }
 )  # fmt: skip
+_VIEWS: Final = frozenset({"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"})
 _SELECT: Final = frozenset({"SelectBackward0"})
 _LEAVES: Final = frozenset({"AccumulateGrad", "torch::autograd::AccumulateGrad"})
 # A node's name is made anew each time it is asked for; its class tells the same.
@@ -73,6 +74,8 @@ def _samples(node: Any, output_nr: int, rows: int, batch_size: int, expected_axi
                 index, parent_rows = selection
                 parent = _parent_samples(node, parent_rows, batch_size, expected_axis)
                 return None if parent is None else parent.to(index.device)[index]
+        if _name_is(node, _VIEWS) and tuple(node._saved_self_sym_sizes[:2]) == (1, rows):
+            return _of_one_block(node.next_functions[0][0], rows, batch_size, expected_axis)
         following = _same_rows(node, rows)
         if following is None:
             return None
@@ -271,6 +274,21 @@ def _advanced_index(node: Any, rows: int) -> tuple[Tensor, int] | None:
     if index.dim() != 1 or index.numel() != rows:
         return None
     return index % sizes[0], sizes[0]
+
+
+def _of_one_block(node: Any, rows: int, batch_size: int, expected_axis: int) -> Tensor | None:
+    """Return the samples of rows that were selected behind a leading axis of size 1: ``h[None, index]``."""
+    if node is None or node.name() != "IndexBackward0" or node.metadata:
+        return None
+    (leading, index, *others), sizes = (*node._saved_indices, None, None)[:3], node._saved_self_sym_sizes
+    unsqueezed = node.next_functions[0][0]
+    only_rows = leading is None and index is not None and others == [None] and index.dim() == 1
+    if not only_rows or unsqueezed is None or unsqueezed.name() != "UnsqueezeBackward0" or unsqueezed._saved_dim != 0:
+        return None
+    if index.dtype in (torch.bool, torch.uint8):
+        index = index.nonzero()[:, 0]
+    parent = _parent_samples(unsqueezed, sizes[1], batch_size, expected_axis) if index.numel() == rows else None
+    return None if parent is None else parent.to(index.device)[index % sizes[1]]
 
 
 def _gathered(node: Any) -> tuple[Tensor, int] | None:

@@ -317,7 +317,9 @@ def _indexed(rows: Tensor, index: Any, base: Tensor, axis: int) -> Tensor | None
 
 
 def _chooses(arguments: Sequence[Any]) -> bool:
-    """Return whether data chooses single rows: by a mask or by their numbers."""
+    """Return whether data chooses single rows: by a mask or by their numbers, be it behind a new axis."""
+    if arguments and isinstance(arguments[0], tuple) and arguments[0][:1] == (None,):
+        return _chooses(arguments[0][1:])
     return any(isinstance(item, Tensor) and item.dim() == 1 for item in arguments[:2])
 
 

@@ -11,7 +11,7 @@ from ghostclip.capture.inputs import is_power_of_four
 _log = logging.getLogger(__name__)
 
 ROWS: Final = "which rows belong to which sample"
-COMPANY: Final = "batch independence (a sample replaced)"
+COMPANY: Final = "batch independence (samples replaced)"
 FEWER: Final = "batch independence (samples left out)"
 LOSSES: Final = "losses of one sample each"
 _ALL: Final = (ROWS, COMPANY, FEWER, LOSSES)

@@ -192,7 +192,7 @@ def test_a_closure_handed_to_the_wrong_optimizer_is_refused(own):
     run = Run()
     wrong = run.inner if own else torch.optim.SGD(run.bare.parameters(), lr=0.1)
     with pytest.raises(UncoveredParameterError):
-        wrong.step(lambda: run.backward())
+        wrong.step(run.backward)
     assert len(run.engine.accountant) == 0
 
 

@@ -43,7 +43,7 @@ def clipped_sum(model, ids, offsets, target):
     ("between", "why"),
     [
         (lambda h: h / len(h), "the last samples were left out"),
-        (lambda h: h + h.detach().sum(), "one sample was replaced"),
+        (lambda h: h + h.detach().sum(), "half of the samples were replaced"),
         (lambda h: h - h.mean(0), "per-sample gradients do not exist"),
     ],
 )

@@ -25,6 +25,11 @@ def _numbers(flat, out, rows, expert):
     return out.index_add(0, number, expert(flat.index_select(0, number)))
 
 
+def _behind_an_axis(flat, out, rows, expert):
+    number = rows.nonzero().squeeze(-1)
+    return out.index_add(0, number, expert(flat[None, number].reshape(-1, flat.shape[-1])))
+
+
 def _reshaped(x):
     return x.reshape(-1, x.shape[-1])
 
@@ -73,9 +78,10 @@ def _losses(model, batch):
     return model(batch["x"]).square().sum(1)
 
 
-def _assert_exact(way, fold, seed, shape):
+def _assert_exact(way, fold, seed, shape, *, in_graph=False):
     torch.manual_seed(seed)
-    model, x = _Router(way, fold).double(), torch.randn(*shape, dtype=torch.float64)
+    first = nn.Linear(5, 5) if in_graph else nn.Identity()
+    model, x = nn.Sequential(first, _Router(way, fold)).double(), torch.randn(*shape, dtype=torch.float64)
     wanted = clip_and_sum(per_sample_gradients(model, {"x": x}, _losses, axes={}), 0.5).clipped
     with ghostclip.GhostClipper(model, max_grad_norm=0.5) as clipper:
         clipper.backward(_losses(model, {"x": x}))
@@ -91,6 +97,11 @@ def test_any_number_of_rows(way, starts):
         _assert_exact(way, _reshaped, seed, (4, 6, 5))
 
 
+def test_rows_selected_behind_a_new_axis():
+    for seed in range(20):
+        _assert_exact(_behind_an_axis, _reshaped, seed, (4, 6, 5), in_graph=True)
+
+
 @pytest.mark.parametrize("shape", [(2, 6, 5), (4, 4, 5), (3, 1, 5)])
 @pytest.mark.parametrize("fold", [_reshaped, _scaled])
 def test_other_sizes_and_folds(shape, fold):
@@ -98,7 +109,7 @@ def test_other_sizes_and_folds(shape, fold):
         _assert_exact(_mask, fold, seed, shape)
 
 
-@pytest.mark.parametrize("way", [_mask, _numbers])
+@pytest.mark.parametrize("way", [_mask, _numbers, _behind_an_axis])
 def test_rows_in_an_unknown_order_are_exact_or_refused(way):
     """In every step: what evidence showed of some selected rows says nothing about others."""
     done = 0

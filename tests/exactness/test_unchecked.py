@@ -61,8 +61,17 @@ def test_a_plain_backward_after_a_lone_sample_does_not_keep_its_reason():
         assert not str(clipper.unchecked)
 
 
+class _Noisy(nn.Module):
+    def forward(self, x):
+        return x + torch.randn_like(x)
+
+
+def test_dropout_is_turned_off():
+    assert not _forward(nn.Sequential(nn.Linear(3, 4), nn.Dropout()), [5])
+
+
 def test_random_numbers():
-    found = _forward(nn.Sequential(nn.Linear(3, 4), nn.Dropout()), [5])
+    found = _forward(nn.Sequential(nn.Linear(3, 4), nn.Dropout(), _Noisy()), [5])
     assert found == f"not checked: {FEWER}: random numbers are drawn"
 
 
@@ -71,8 +80,21 @@ def test_model_that_raises():
     assert found == f"not checked: {FEWER}: the model raised AssertionError on another batch"
 
 
+class _Differentiates(nn.Linear):
+    """Needs gradients in its forward."""
+
+    def forward(self, x):
+        inputs = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(inputs.square().sum(), inputs)
+        return super().forward(slope)
+
+
+def test_a_model_that_needs_gradients_is_checked_with_them():
+    assert not _forward(_Differentiates(3, 4), [5])
+
+
 def test_said_once(caplog):
-    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout())
+    model = nn.Sequential(nn.Linear(3, 4), _Noisy())
     with caplog.at_level(logging.WARNING, logger="ghostclip"):
         _forward(model, [5] * 6)
     assert [record.getMessage() for record in caplog.records] == [f"not checked: {FEWER}: random numbers are drawn."]
