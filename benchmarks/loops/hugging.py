@@ -78,12 +78,12 @@ def _unlogged(kind: type) -> Any:
     return Unlogged
 
 
-def _private(world: World, *, losses: Any = None, wrap: bool = False, **options: Any) -> tuple[Any, Any, DataLoader]:
+def _private(world: World, *, losses: Any = None, **options: Any) -> tuple[Any, Any, DataLoader]:
     bare = world.watch(gpt2, losses)
     optimizer = torch.optim.AdamW(bare.parameters(), lr=0.1, weight_decay=0.0)
     loader = world.loader(lm_records(world), collate_fn=padded)
-    model, optimizer, loader = world.private(bare, optimizer, loader, wrap_model=wrap, **options)
-    return model if wrap else bare, optimizer, loader
+    _, optimizer, loader = world.private(bare, optimizer, loader, wrap_model=False, **options)
+    return bare, optimizer, loader
 
 
 def _with_loader(kind: type, loader: Any) -> type:
@@ -104,7 +104,7 @@ def _own_loss() -> type:
             targets = inputs["labels"][:, 1:]
             each = functional.cross_entropy(scores.transpose(1, 2), targets, reduction="none")
             loss = (each.sum(1) / (targets != -100).sum(1).clamp(min=1)).mean()
-            return (loss, {}) if return_outputs else loss
+            return (loss, {"logits": scores}) if return_outputs else loss
 
     return Own
 
@@ -183,18 +183,15 @@ def _batch_memory_manager_in_trainer(world: World) -> None:
 
 
 @row(LOOPS, **_HOST)
-def _wrapped_model_in_trainer(world: World) -> None:
-    """The wrapped model in Trainer: a loss of the evaluation, config.json, columns of the data set."""
-    from transformers import Trainer
-
-    model, optimizer, _ = _private(world, wrap=True)
-    records, arguments = lm_records(world), _arguments(world)
+def _trainer_evaluates_and_saves(world: World) -> None:
+    """The model itself in Trainer (wrap_model=False): evaluation, config.json, columns of the data set."""
+    model, optimizer, loader = _private(world, losses=lm_means(world))
+    own = _with_loader(_own_loss(), loader)
     trainer = _silent(
-        Trainer(
+        own(
             model,
-            arguments,
-            train_dataset=records,
-            eval_dataset=records,
+            _arguments(world),
+            eval_dataset=lm_records(world),
             data_collator=padded,
             optimizers=(optimizer, None),
         )

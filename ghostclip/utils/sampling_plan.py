@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -261,7 +262,9 @@ def plan_for(
     """
     if isinstance(loader, DeclaredSampling):
         return EventPlan(loader)
-    refuse_wrapped(loader)
+    # A private loader was agreed on when it was made; ranks that train apart bring one of their own.
+    with nullcontext() if isinstance(loader, DPDataLoader) else refused_together("loader"):
+        refuse_wrapped(loader)
     if before is not None and getattr(before.loader, "dataset", None) is not loader.dataset:
         warnings.warn(
             "this engine has accounted for another data set object before. ε adds up as if both were the same "

@@ -51,7 +51,7 @@ REFUSED = {
     "sampler: other records": "over 9 records: the loader's data set has 21",
     "sampler: apart": "Leave the sampler or distributed=False out",
     "loader: empty on one": "the data set is empty",
-    "loader: not a loader on one": "no attribute 'dataset'",
+    "loader: not a loader on one": "is no torch.utils.data.DataLoader",
     "loader: other records": "sampling of rank 1 is",
     "wrapper: apart": "Leave out distributed=False",
     "wrapper: apart, second": "nothing adds up the ranks' clipped sums",
