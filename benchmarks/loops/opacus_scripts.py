@@ -136,6 +136,7 @@ def _optimizer_before_the_model(world: World) -> None:
 def _accountant_with_four_methods(world: World) -> None:
     """A registered accountant with only Opacus's four methods."""
     from ghostclip.accountants import IAccountant, register_accountant
+    from ghostclip.accounting import registry
 
     class Counting(IAccountant):
         def __init__(self) -> None:
@@ -152,10 +153,14 @@ def _accountant_with_four_methods(world: World) -> None:
 
         @classmethod
         def mechanism(cls) -> str:
-            return "counting"
+            return "counting steps"
 
-    register_accountant("counting", Counting, force=True)
-    engine = world.new_engine(accountant="counting")
+    register_accountant("counting steps", Counting, force=True)
+    try:
+        engine = world.new_engine(accountant="counting steps")
+    finally:
+        # Names are for the whole process, and other loops list them.
+        del registry._ACCOUNTANTS["counting steps"]
     model, optimizer, loader = _private(world, world.watch(mlp))
     for x, y in loader:
         optimizer.zero_grad()
