@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -44,6 +44,59 @@ _PICKING: Final = frozenset(
     }
 )  # fmt: skip
 _MAX_NODES: Final = 4096
+
+
+# Operations of one value, entry by entry; others of their operands have no gradient.
+_ENTRYWISE: Final = frozenset(
+    {
+        "Abs",
+        "Celu",
+        "Clamp",
+        "ClampMax",
+        "ClampMin",
+        "Clone",
+        "Cos",
+        "Div",
+        "Elu",
+        "Erf",
+        "Erfc",
+        "Exp",
+        "Exp2",
+        "Expm1",
+        "Gelu",
+        "Hardshrink",
+        "Hardsigmoid",
+        "Hardswish",
+        "Hardtanh",
+        "LeakyRelu",
+        "Log",
+        "Log10",
+        "Log1p",
+        "Log2",
+        "LogSigmoid",
+        "MaskedFill",
+        "Maximum",
+        "Minimum",
+        "Mish",
+        "Mul",
+        "NanToNum",
+        "Neg",
+        "Pow",
+        "Reciprocal",
+        "Relu",
+        "Rsqrt",
+        "Sigmoid",
+        "Silu",
+        "Sin",
+        "Softplus",
+        "Softshrink",
+        "Sqrt",
+        "Tanh",
+        "Threshold",
+        "ToCopy",
+        "Where",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -155,6 +208,7 @@ def rows_of_terms(
         picking = _picks_among_samples(end, record)
         if picking:
             raise LossReductionError(_NO_SUM.format(in_words(picking), advice))
+    ends = [replace(end, edges=tuple(map(_beneath, end.edges))) for end in ends]
     readings = [_readings(end, record) for end in ends]
     first = [start for end, maps in zip(ends, readings, strict=True) for start in _starts(end, maps[:1])]
     sets, size = sample_sets(record.batch_size), record.batch_size
@@ -163,6 +217,22 @@ def rows_of_terms(
     if all(readings) and (not session.probes or _keeps_apart(session, first, sets, size)):
         return [(maps[0], None) for maps in readings]
     return [_rows_of(session, end, record, sets, advice) for end in ends]
+
+
+def _beneath(edge: Edge) -> Edge:
+    """Return the value that one was made from entry by entry, by operations whose slope may be zero.
+
+    A hinge that is not active, or a weight that happens to be zero, sends no gradient in one batch and may in the next.
+    """
+    while edge[0] is not None and not is_output(edge):
+        behind = [following for following in edge[0].next_functions if following[0] is not None]
+        name = re.sub(r"Backward\d*$", "", edge[0].name())
+        if name not in _ENTRYWISE or len(behind) != 1 or shape_at(behind[0]) != shape_at(edge):
+            break
+        if place_at(*behind[0]) is None:
+            break
+        edge = behind[0]
+    return edge
 
 
 def _rows_of(

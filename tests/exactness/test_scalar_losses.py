@@ -152,6 +152,10 @@ def _ranking(o, b):
     return functional.relu(0.5 - scores.diagonal()[:, None] + scores).mean()
 
 
+def _differences(o):
+    return o[:, 0][:, None] - o[:, 0][None, :]
+
+
 def _picked(o, b):
     return _each(o, b)[b["mask"] > 0]
 
@@ -208,6 +212,9 @@ REFUSALS = {
     ),
     "contrastive": (_rows, _contrast, True, "loss of one sample depends on other samples"),
     "ranking": (_rows, _ranking, True, "They meet in 'mm'"),
+    # What sends no gradient in this batch may in the next.
+    "idle_hinge": (_rows, lambda o, b: functional.relu(_differences(o) - 1e3).mean(), False, "They meet in 'sub'"),
+    "idle_pairs": (_rows, lambda o, b: functional.softplus(_differences(o) * 0 * b["y"]).mean(), False, "They meet"),
     "neighbours": (
         _rows,
         lambda o, b: functional.triplet_margin_loss(o, o.roll(1, 0), o.roll(2, 0), margin=9.0),
