@@ -100,6 +100,10 @@ UNEVEN_LOADERS = {
     "every other batch": "skips every other batch",
     "full batches only": "skips batches by their size",
 }
+UNEVEN_SOURCES = {
+    "fills up to a multiple of four": "repeats records in some batches only",
+    "drops a record": "drops a record of batches that have several",
+}
 UNSEEN_LOADERS = {"unlike rows only": "sorts inputs, and pairs them with other records' labels, before the model"}
 # Options of the loader that is made private.
 

@@ -18,6 +18,7 @@ from benchmarks.loops.habits import (
     ORDINARY,
     SOURCES,
     UNEVEN_LOADERS,
+    UNEVEN_SOURCES,
     UNSEEN_LOADERS,
     WRAPPERS,
 )
@@ -138,7 +139,9 @@ class Combination:
             sampling="shuffled" if self["strategy"] == "shuffled" else "poisson",
             passes=BACKWARDS[self["backward"]],
             clips=_CLIPS if self["ranks"] == ORDINARY else _CLIPS[:1],
-            uneven=UNEVEN_LOADERS.get(self["loader"]) or UNEVEN_BACKWARDS.get(self["backward"], ""),
+            uneven=UNEVEN_LOADERS.get(self["loader"])
+            or UNEVEN_SOURCES.get(self["source"])
+            or UNEVEN_BACKWARDS.get(self["backward"], ""),
             unseen=loss.unseen or UNSEEN_LOADERS.get(self["loader"]) or UNSEEN_BACKWARDS.get(self["backward"], ""),
         )
 
