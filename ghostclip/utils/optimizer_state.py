@@ -18,6 +18,8 @@ from ghostclip.utils import checkpoints
 from ghostclip.utils.account import Account, run_of
 from ghostclip.utils.sampling_plan import SamplingPlan
 
+_NEEDED = (checkpoints.ACCOUNTANT, checkpoints.MECHANISM, checkpoints.RELEASES)
+
 
 class OptimizerAccount:
     """Writes an engine's account into an optimizer's state and reads it back.
@@ -122,6 +124,6 @@ def _read(text: str) -> dict[str, Any]:
         saved = json.loads(text)
     except (TypeError, ValueError) as error:
         raise ResumeError("optimizer state: its account cannot be read; it was changed or cut.") from error
-    if not isinstance(saved, dict) or checkpoints.ACCOUNTANT not in saved:
+    if not isinstance(saved, dict) or not {*_NEEDED} <= saved.keys():
         raise ResumeError("optimizer state: its account is incomplete; pass what state_dict() returned.")
     return checkpoints.checked_version(saved)
