@@ -29,6 +29,7 @@ from ghostclip.clipping.scalar_loss import LossExaminer
 from ghostclip.clipping.store import GradientStore
 from ghostclip.clipping.zero_grad import ZeroGrad
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
+from ghostclip.kernels.precision import full_precision
 
 _log = logging.getLogger(__name__)
 
@@ -162,29 +163,37 @@ class GhostClipper(Diagnostics):
 
     def _two_passes(self, loss: Tensor, *, per_sample: bool, instantiate: bool) -> None:
         scale = self._scale(per_sample=per_sample)
-        doubtful_B: Tensor | None = None
+        index_D: Tensor | None = None
         total: GroupNorms | None = None
+        ill_conditioned_B: Tensor | None = None
         group_of = self._groups()
         while True:
-            norms = NormPass(group_of, shared=self._shared, instantiate=instantiate, doubtful_B=doubtful_B)
+            norms = NormPass(group_of, shared=self._shared, instantiate=instantiate, index_D=index_D)
             same_uses = self._listen(norms, lambda: self._session.run_backward([loss], [None]))
             if same_uses is None:
                 continue
             if norms.late:
                 self._shared |= norms.late
                 continue
-            with torch.no_grad():
-                if total is not None and doubtful_B is not None:
-                    total.refine(norms.norms(), doubtful_B)
+            with torch.no_grad(), full_precision():
+                found = norms.norms()
+                if total is not None and index_D is not None:
+                    ill_conditioned_B = total.refine(found, index_D)
                     break
-                total = norms.norms()
+                total = found
                 doubtful_B = total.doubtful_B()
             if doubtful_B is None:
                 break
-        release = self._decisions.release(total, self._record_of(norms), scale, norms.doubtful_B)
-        sums = SumPass(self._store, release, expected=norms.seen if same_uses else None)
-        self._all_or_nothing(lambda: self._listen(sums, loss.backward))
+            index_D = doubtful_B.nonzero().squeeze(1)
+        release = self._decisions.release(total, self._record_of(norms), scale, ill_conditioned_B)
+        sums = SumPass(self._store, release, expected=norms.seen if same_uses else None, several=norms.several)
+        self._all_or_nothing(lambda: self._add_sums(sums, loss))
         self._close(norms)
+
+    def _add_sums(self, sums: SumPass, loss: Tensor) -> None:
+        self._listen(sums, loss.backward)
+        with torch.no_grad(), full_precision():
+            sums.finish()
 
     def _listen(self, listener: Pass, run: Callable[[], bool | None]) -> bool | None:
         if self._session.listener is not None:
@@ -232,10 +241,10 @@ class GhostClipper(Diagnostics):
         torch.autograd.Variable._execution_engine.queue_callback(complete)
 
     def _complete(self, listener: BookKeeping, *, per_sample: bool) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), full_precision():
             scale = self._scale(per_sample=per_sample)
             total = listener.norms()
-            release = self._decisions.release(total, self._record_of(listener), scale, listener.doubtful_B)
+            release = self._decisions.release(total, self._record_of(listener), scale, listener.ill_conditioned_B)
             self._all_or_nothing(lambda: listener.add_sums(self._store, release, scale))
         self._close(listener)
 

@@ -72,14 +72,14 @@ class Decisions:
             self._opened = key
         return self.layout
 
-    def release(self, total: GroupNorms, record: Record, scale: float, doubtful_B: Tensor | None) -> Release:
+    def release(self, total: GroupNorms, record: Record, scale: float, ill_conditioned_B: Tensor | None) -> Release:
         """Decide how much of each sample goes into the sum.
 
         Args:
             total: The norms, of gradients that are `scale` times too small.
             record: The forward they come from.
             scale: What turns the gradients that arrived into those of each sample's own loss.
-            doubtful_B: Samples whose gradients nearly cancel, see `Release`.
+            ill_conditioned_B: Samples whose gradients nearly cancel, see `Release`.
 
         Returns:
             The coefficients, for the gradients as they arrived.
@@ -97,7 +97,7 @@ class Decisions:
         self.norm_GB, self.coef_GB = norm_GB, coef_GB
         keep_B = self._finite_B(total)
         shown = 1.0 if self.plain and all(map(math.isinf, layout.bounds)) else scale
-        return Release(_scaled(coef_GB, shown), layout.group_of, keep_B, doubtful_B)
+        return Release(_scaled(coef_GB, shown), layout.group_of, keep_B, ill_conditioned_B)
 
     def _finite_B(self, total: GroupNorms) -> Tensor | None:
         """Count the samples that are not finite and return which are; None when all are."""

@@ -10,26 +10,40 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ghostclip.factors import Factor, Outer, Permuted, Placed, SquaredNorm, Stacked, inner
-from ghostclip.factors.base import root_of_squares, rounded_up_, sum_of_squares
+from ghostclip.factors import Factor, Placed, SquaredNorm, inner
+from ghostclip.factors.base import Terms, rounded_up_
 from ghostclip.factors.stacked import sum_tensors
+from ghostclip.kernels.bounds import (
+    CROSS_ROUNDINGS,
+    SUM_ROUNDINGS,
+    raised,
+    root_of_squares,
+    sum_of_squares,
+    sum_rounding,
+    unit_roundoff,
+)
 
-# Rounding may add this share to a squared norm before the norm is computed again, by a form that does not cancel.
-TOLERANCE: Final = {torch.float32: 1e-5, torch.float64: 1e-12}
+# Rounding may add this share to a squared norm before the norm is computed again, in float64. Half of it is what a norm
+# may come out too large by, which stays below the 1e-5 that clipped sums in float32 promise.
+TOLERANCE: Final = {torch.float32: 1.6e-5, torch.float64: 1e-12}
+# What a sample's contribution, formed in float64, may be off by, as a share of its norm: 2^-21.
+UNBOUNDED: Final = 2.0**-21
 
 
 class NormSum:
-    """Adds up squared norms and their error bounds over factors.
+    """Adds up squared norms, their error bounds and the masses of their terms over factors.
 
-    What is added is kept until the sum is asked for: two operations then, and not four for each factor.
+    What is added is kept until the sum is asked for: a few operations then, and not as many for each factor.
     """
 
     def __init__(self) -> None:
         """Start at nothing."""
         self._values: list[Tensor] = []
         self._errors: list[Tensor] = []
+        self._terms: list[Terms] = []
         self._blocks: list[Tensor] = []
         self._root_B: Tensor | None = None
+        self._found: SquaredNorm | None = None
 
     def add(self, norm: SquaredNorm) -> None:
         """Add one factor's squared norms.
@@ -37,10 +51,12 @@ class NormSum:
         Args:
             norm: Squared norms, which must not change afterwards.
         """
-        self._root_B = None
+        self._root_B = self._found = None
         self._values.append(norm.value_B)
         if norm.error_B is not None:
             self._errors.append(norm.error_B)
+        if norm.terms is not None:
+            self._terms.append(norm.terms)
 
     def add_blocks(self, norms: Sequence[Tensor]) -> None:
         """Add the squares of norms that need no error bound.
@@ -48,22 +64,28 @@ class NormSum:
         Args:
             norms: Each of shape ``(B, K)``; they must not change afterwards.
         """
-        self._root_B = None
+        self._root_B = self._found = None
         self._blocks += norms
 
     def total(self) -> SquaredNorm | None:
-        """Return the sum of squares and the sum of error bounds, or None before the first."""
+        """Return the sum of squares and of error bounds, that of the clipped sum among them; None before the first."""
         if self._blocks:
             self._values.append(sum_of_squares(_together(self._blocks, self._blocks[0].device)))
             self._blocks = []
         if not self._values:
             return None
-        if len(self._values) > 1:
-            # Hundreds of squares would drift by more than a norm is rounded up by.
+        if self._found is None:
             device = self._values[0].device
-            self._values = [_sum(self._values, device, torch.float64)]
-            self._errors = [_sum(self._errors, device)] if self._errors else []
-        return SquaredNorm(self._values[0], self._errors[0] if self._errors else None)
+            # Hundreds of squares would drift by more than a norm is rounded up by.
+            value_B = _sum(self._values, device, torch.float64)
+            terms = _terms_of_all(self._terms, device)
+            errors = list(self._errors)
+            if terms is not None:
+                delta_B = sum_rounding(terms.mass_B, terms.scale_B, unit_roundoff(value_B.dtype))
+                errors.append(raised(value_B, delta_B))
+            self._values, self._terms = [value_B], [] if terms is None else [terms]
+            self._found = SquaredNorm(value_B, _sum(errors, device) if errors else None, terms)
+        return self._found
 
     def replace(self, norm: SquaredNorm) -> None:
         """Forget the sum and begin with another.
@@ -72,7 +94,8 @@ class NormSum:
             norm: What `total` returns from here on.
         """
         self._values, self._errors = [norm.value_B], [] if norm.error_B is None else [norm.error_B]
-        self._blocks, self._root_B = [], None
+        self._terms = [] if norm.terms is None else [norm.terms]
+        self._blocks, self._root_B, self._found = [], None, None
 
     def of_blocks_B(self) -> Tensor | None:
         """Return the norms where all that was added are norms of blocks, the common case: nothing is done twice.
@@ -117,6 +140,15 @@ def _sum(parts: list[Tensor], device: torch.device, dtype: torch.dtype | None = 
         return parts[0] if len(parts) == 1 else parts[0] + parts[1]
     stacked_KB = torch.stack(parts)
     return stacked_KB.sum(0, dtype=dtype).to(stacked_KB.dtype)
+
+
+def _terms_of_all(found: Sequence[Terms], device: torch.device) -> Terms | None:
+    """Return the terms of several parameters' gradients: their roundings add up as the sides of a box do."""
+    if len(found) <= 1:
+        return found[0] if found else None
+    mass_KB = torch.stack(_together([terms.mass_B for terms in found], device))
+    scale_KB = torch.stack(_together([terms.scale_B for terms in found], device))
+    return Terms(torch.linalg.vector_norm(mass_KB, dim=0), scale_KB.sum(0), max(terms.number for terms in found))
 
 
 def _together(parts: list[Tensor], device: torch.device) -> list[Tensor]:
@@ -182,24 +214,35 @@ class GroupNorms:
             if total is not None:
                 own.add(total)
 
-    def refine(self, exact: "GroupNorms", doubtful_B: Tensor) -> None:
-        """Replace the norms of doubtful samples, and of no others, so that no sample's norm depends on another sample.
+    def refine(self, exact: "GroupNorms", index_D: Tensor) -> Tensor | None:
+        """Replace the norms of a few samples, and of no others, so that no sample's norm depends on another sample.
+
+        A sample whose clipped sum, too, would be rounded by more than the tolerance is *ill-conditioned*: its
+        contribution must be formed in float64. Where not even that bounds it, its norm becomes infinite, so that it
+        contributes nothing.
 
         Args:
-            exact: The norms of all samples, computed without cancellation.
-            doubtful_B: Which samples are doubtful.
+            exact: Norms of those samples alone, from float64.
+            index_D: Which samples they are, shape ``(D,)``.
+
+        Returns:
+            Which of all samples are ill-conditioned, shape ``(B,)``, bool; None when none is.
         """
         self._changed()
+        ill: list[Tensor] = []
         for own, better in zip(self.sums, exact.sums, strict=True):
             before, after = own.total(), better.total()
             if before is not None and after is not None:
-                # Kept in its own dtype, which tells how small a norm can be known; rounded up on the way.
-                margin = 1 + 4 * torch.finfo(before.value_B.dtype).eps
-                value_B = (after.value_B * margin).to(before.value_B)
-                doubtful_B = doubtful_B.to(value_B.device)
-                kept_B = torch.where(doubtful_B, value_B, before.value_B)
-                error_B = None if before.error_B is None else before.error_B.masked_fill(doubtful_B, 0.0)
-                own.replace(SquaredNorm(kept_B, error_B))
+                norm, ill_D = _settled(after, before.value_B.dtype)
+                index = index_D.to(before.value_B.device)
+                value_B = before.value_B.index_copy(0, index, norm.value_B.to(before.value_B))
+                error_B = torch.zeros_like(value_B) if before.error_B is None else before.error_B
+                assert norm.error_B is not None
+                own.replace(SquaredNorm(value_B, error_B.index_copy(0, index, norm.error_B.to(error_B))))
+                ill.append(torch.zeros_like(value_B, dtype=torch.bool).index_copy(0, index, ill_D.to(value_B.device)))
+        found = [ill_B.to(ill[0].device) for ill_B in ill]
+        ill_B = torch.stack(found).any(0) if found else None
+        return ill_B if ill_B is not None and bool(ill_B.any()) else None
 
     def norm_GB(self, batch_size: int) -> list[Tensor]:
         """Return the norms of every group, rounded up; zeros for a group that nothing arrived for.
@@ -290,68 +333,128 @@ def _stacked(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.stack(parts)
 
 
+def _settled(norm: SquaredNorm, dtype: torch.dtype) -> tuple[SquaredNorm, Tensor]:
+    """Decide how samples whose norms were computed in float64 are summed.
+
+    Args:
+        norm: Their squared norms, float64, with terms.
+        dtype: What their contributions would be summed in otherwise.
+
+    Returns:
+        The squared norms, with an error that covers the rounding of the sum, and which samples are ill-conditioned.
+    """
+    value_D, terms = norm.value_B, norm.terms
+    error_D = torch.zeros_like(value_D) if norm.error_B is None else norm.error_B
+    if terms is None:
+        return SquaredNorm(value_D, error_D), torch.zeros_like(value_D, dtype=torch.bool)
+    narrow_D = raised(value_D, sum_rounding(terms.mass_B, terms.scale_B, unit_roundoff(dtype)))
+    ill_D = ~(narrow_D <= TOLERANCE[dtype] * value_D)
+    # Every term is weighted and added once, in any order: twice as often as there are terms, whatever else is added.
+    wide_D = unit_roundoff(torch.float64) * (2 * terms.number + 64) * terms.mass_B
+    unbounded_D = ill_D & ~(wide_D <= UNBOUNDED * value_D.sqrt())
+    error_D = error_D + torch.where(ill_D, raised(value_D, wide_D), narrow_D)
+    return SquaredNorm(value_D.masked_fill(unbounded_D, torch.inf), error_D), ill_D
+
+
 def cross_terms(factors: Sequence[Factor]) -> SquaredNorm | None:
-    """Return 2·Σ_{j<k} ⟨f_j, f_k⟩ of one parameter's factors, or None if no two of them meet.
+    """Return 2·Σ_{j<k} ⟨f_j, f_k⟩ of one parameter's factors, or None for fewer than two.
 
     Args:
         factors: All factors of one parameter.
 
     Returns:
-        The cross terms with their error bound. They cancel against the squared norms where uses oppose each other, so
-        the bound scales with the norms themselves.
+        The cross terms with their error bounds and, as their terms, those of all factors together: what cancels between
+        uses is rounded in proportion to the uses.
     """
     if len(factors) < 2:
         return None
-    total_B: Tensor | None = None
-    for place, first in enumerate(factors):
-        for second in factors[:place]:
-            if isinstance(first, Placed) and isinstance(second, Placed) and first.disjoint_from(second):
-                continue
-            product_B = 2 * inner(first, second)
-            total_B = product_B if total_B is None else total_B + product_B
-    if total_B is None:
+    parts = [
+        inner(first, second)
+        for place, first in enumerate(factors)
+        for second in factors[:place]
+        if not (isinstance(first, Placed) and isinstance(second, Placed) and first.disjoint_from(second))
+    ]
+    if not parts:
         return None
-    eps = torch.finfo(total_B.dtype).eps
-    return SquaredNorm(total_B, 8 * eps * total_B.abs())
+    value_B = 2 * sum_tensors([part.value_B for part in parts])
+    error_B = 2 * sum_tensors([part.absolute_B for part in parts])
+    terms = terms_of_uses(factors)
+    unit = unit_roundoff(value_B.dtype)
+    # Of the walk of a Gram of all uses, see `ghostclip.kernels.bounds.gram_error`.
+    error_B = unit * (CROSS_ROUNDINGS * error_B + SUM_ROUNDINGS * terms.scale_B)
+    return SquaredNorm(value_B, error_B, terms)
 
 
-def in_double(factor: Factor) -> Factor:
-    """Return the factor with its outer products in float64."""
-    if isinstance(factor, Outer):
-        return Outer(factor.a_NTI.double(), factor.g_NTO.double(), shape=factor.shape, slots=factor.slots)
-    if isinstance(factor, Placed):
-        return Placed(in_double(factor.inner), factor.index, shape=factor.shape)
-    if isinstance(factor, Permuted):
-        return Permuted(in_double(factor.inner), factor.order)
-    if isinstance(factor, Stacked):
-        return factor.with_parts({number: in_double(part) for number, part in factor.parts.items()}, factor.shape)
-    return factor
+def terms_of_uses(factors: Sequence[Factor]) -> Terms:
+    """Return the terms of several uses of one parameter, each of which is at least one term.
+
+    Args:
+        factors: All factors of one parameter, one at least.
+
+    Returns:
+        Their sums.
+    """
+    found = [factor.terms() or _whole(factor) for factor in factors]
+    mass_B = sum_tensors([terms.mass_B for terms in found])
+    return Terms(mass_B, sum_tensors([terms.scale_B for terms in found]), sum(terms.number for terms in found))
 
 
-def exact_sqnorm(factor: Factor) -> SquaredNorm:
-    """Return a factor's squared norms by instantiation in float64, where nothing cancels unseen."""
-    if isinstance(factor, Outer):
-        double = in_double(factor)
-        assert isinstance(double, Outer)
-        return double.instantiated_sqnorm()
-    if isinstance(factor, (Placed, Permuted)):
-        return exact_sqnorm(factor.inner)
-    if isinstance(factor, Stacked):
-        total = NormSum()
-        for part in factor.parts.values():
-            total.add(exact_sqnorm(part))
-        norm = total.total()
-        if norm is not None:
-            return norm
-    return factor.sqnorm()
+def _whole(factor: Factor) -> Terms:
+    """Return a factor that is added whole as the one term that it is then."""
+    value_B = factor.sqnorm().value_B
+    return Terms(value_B.sqrt(), value_B, 1)
 
 
-def exact_norms(by_parameter: Mapping[str, Sequence[Factor]], group_of: Mapping[str, int]) -> GroupNorms:
-    """Return the norms of all samples in float64 without a Gram; shared parameters are summed before squaring.
+def exact_sqnorm(factor: Factor, index_D: Tensor) -> SquaredNorm:
+    """Return squared norms of a few samples in float64.
+
+    Args:
+        factor: Any factor.
+        index_D: Which samples, shape ``(D,)``.
+
+    Returns:
+        Shape ``(D,)``, float64: from a Gram matrix where that is cheaper and certain, else from the gradients, formed.
+    """
+    few = factor.selected(index_D).in_double()
+    norm = few.sqnorm()
+    if norm.error_B is None or bool((norm.error_B <= UNBOUNDED * norm.value_B).all()):
+        return norm
+    formed_D = torch.cat(
+        [
+            few.selected(index).materialize().flatten(1).square().sum(1)
+            for index in torch.arange(few.batch_size, device=norm.value_B.device).split(1)
+        ]
+    )
+    return SquaredNorm(formed_D, None, few.terms() or _whole(few))
+
+
+def exact_sqnorm_of_uses(factors: Sequence[Factor], index_D: Tensor) -> SquaredNorm:
+    """Return squared norms of a few samples' sums over several uses of a parameter, formed in float64.
+
+    Args:
+        factors: All factors of the parameter.
+        index_D: Which samples, shape ``(D,)``.
+
+    Returns:
+        Shape ``(D,)``, float64.
+    """
+    few = [factor.selected(index_D).in_double() for factor in factors]
+    formed = []
+    for index in torch.arange(len(index_D), device=index_D.device).split(1):
+        summed = sum_tensors([factor.selected(index).materialize().flatten(1) for factor in few])
+        formed.append(summed.square().sum(1))
+    return SquaredNorm(torch.cat(formed), None, terms_of_uses(few))
+
+
+def exact_norms(
+    by_parameter: Mapping[str, Sequence[Factor]], group_of: Mapping[str, int], index_D: Tensor
+) -> GroupNorms:
+    """Return the norms of a few samples in float64; shared parameters are summed before squaring.
 
     Args:
         by_parameter: All factors of every parameter.
         group_of: The parameters' clip groups, see `GroupNorms`.
+        index_D: Which samples, shape ``(D,)``.
 
     Returns:
         The sums.
@@ -359,9 +462,7 @@ def exact_norms(by_parameter: Mapping[str, Sequence[Factor]], group_of: Mapping[
     total = GroupNorms(group_of)
     for name, factors in by_parameter.items():
         if len(factors) == 1:
-            total.add(name, exact_sqnorm(factors[0]))
-            continue
-        summed = sum_tensors([in_double(factor).materialize().double() for factor in factors])
-        value_B = summed.flatten(1).square().sum(1)
-        total.add(name, SquaredNorm(value_B, None))
+            total.add(name, exact_sqnorm(factors[0], index_D))
+        else:
+            total.add(name, exact_sqnorm_of_uses(factors, index_D))
     return total

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from ghostclip.capture.usage import Record, Use
 from ghostclip.clipping.changes import changed_in_place, versions
-from ghostclip.clipping.norms import GroupNorms, cross_terms, exact_norms, exact_sqnorm, in_double
+from ghostclip.clipping.norms import GroupNorms, cross_terms, exact_norms, exact_sqnorm, terms_of_uses
 from ghostclip.clipping.together import Together
 from ghostclip.errors import BatchAxisError, GhostClipError, TamperedGradientError
-from ghostclip.factors import Dense, Factor, Outer, Permuted, Placed, Rows, joined
+from ghostclip.factors import Dense, Factor, Outer, Permuted, Placed, SquaredNorm, joined
+from ghostclip.kernels.precision import full_precision
 
 Plan: TypeAlias = Callable[[Use, Tensor], frozenset[str]]
 
@@ -68,11 +69,12 @@ class Pass(ABC):
         """
         if use.record not in self.records:
             self.admit(use.record)
-        if torch.is_grad_enabled() or torch.is_autocast_enabled(grad.device.type):
-            with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
+        with full_precision():
+            if torch.is_grad_enabled() or torch.is_autocast_enabled(grad.device.type):
+                with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
+                    self._take(use, grad)
+            else:
                 self._take(use, grad)
-        else:
-            self._take(use, grad)
         if self.final:
             use.release()
 
@@ -163,10 +165,10 @@ class BookKeeping(Pass):
             self.total.add_norm_of(name, kept)
         self._versions[id(kept)] = versions(kept)
 
-    doubtful_B: Tensor | None = None
+    ill_conditioned_B: Tensor | None = None
 
     def norms(self) -> GroupNorms:
-        """Return the norms of all samples; recomputed without cancellation where rounding could matter."""
+        """Return the norms of all samples; recomputed in float64 where rounding could matter."""
         for name in list(self._waiting):
             for factor in joined(self._waiting.pop(name)):
                 self._add(name, smaller_form(factor))
@@ -175,9 +177,11 @@ class BookKeeping(Pass):
             crossed = cross_terms(factors)
             if crossed is not None:
                 self.total.add(name, crossed)
-        self.doubtful_B = self.total.doubtful_B()
-        if self.doubtful_B is not None:
-            self.total.refine(exact_norms(self.factors, self.total.group_of), self.doubtful_B)
+        doubtful_B = self.total.doubtful_B()
+        if doubtful_B is not None:
+            index_D = doubtful_B.nonzero().squeeze(1)
+            exact = exact_norms(self.factors, self.total.group_of, index_D)
+            self.ill_conditioned_B = self.total.refine(exact, index_D)
         return self.total
 
     def add_sums(self, sums: Sums, release: "Release", scale: float) -> None:
@@ -192,10 +196,12 @@ class BookKeeping(Pass):
             TamperedGradientError: A factor was changed in place after its norm had been taken.
         """
         for name in list(self.factors):
-            for factor in self.factors.pop(name):
+            factors = self.factors.pop(name)
+            while factors:
+                factor = factors.pop(0)
                 if self._versions.get(id(factor)) not in (None, versions(factor)):
                     raise TamperedGradientError(changed_in_place(name))
-                release.into(sums, factor, name)
+                release.into(sums, factor, name, more=bool(factors))
 
 
 class Hooks(BookKeeping):
@@ -236,7 +242,7 @@ class NormPass(Pass):
         *,
         shared: set[str],
         instantiate: bool = False,
-        doubtful_B: Tensor | None = None,
+        index_D: Tensor | None = None,
     ) -> None:
         """Start with nothing heard.
 
@@ -244,17 +250,17 @@ class NormPass(Pass):
             group_of: The parameters' clip groups, see `GroupNorms`.
             shared: Parameters known to be used more than once.
             instantiate: Form each layer's per-sample gradient for its norm (fast gradient clipping).
-            doubtful_B: Samples whose norms rounding may have changed; if given, norms are computed in float64 without
-                a Gram.
+            index_D: Samples whose norms rounding may have changed, shape ``(D,)``; if given, only theirs are computed,
+                in float64.
         """
         super().__init__()
         self.total = GroupNorms(group_of)
         self.seen: set[int] = set()
         self.arrived: set[str] = set()
         self.late: set[str] = set()
+        self.several: set[str] = set()
         self._shared = shared
-        self.doubtful_B = doubtful_B
-        self._instantiate, self._exact = instantiate, doubtful_B is not None
+        self._instantiate, self._index_D = instantiate, index_D
         self._together = Together(self.total)
         self._waiting: defaultdict[str, list[Factor]] = defaultdict(list)
 
@@ -271,9 +277,10 @@ class NormPass(Pass):
         self._add(name, factor, together=use)
 
     def norms(self) -> GroupNorms:
-        """Return the norms of all samples."""
-        if self._exact:
-            self.total.merge(exact_norms(self._waiting, self.total.group_of))
+        """Return the norms of all samples, or of those that were asked for."""
+        self.several = set(self._waiting)
+        if self._index_D is not None:
+            self.total.merge(exact_norms(self._waiting, self.total.group_of, self._index_D))
             return self.total
         self._together.finish()
         for name, waiting in self._waiting.items():
@@ -283,6 +290,10 @@ class NormPass(Pass):
             crossed = cross_terms(factors)
             if crossed is not None:
                 self.total.add(name, crossed)
+            elif len(waiting) > 1:
+                # The second backward adds them one by one, whatever cancels between them.
+                terms = terms_of_uses(waiting if isinstance(factors[0], Dense) else factors)
+                self.total.add(name, SquaredNorm(torch.zeros_like(terms.mass_B), None, terms))
         self._waiting.clear()
         return self.total
 
@@ -290,8 +301,8 @@ class NormPass(Pass):
         inside = factor
         while isinstance(inside, (Permuted, Placed)):
             inside = inside.inner
-        if self._exact:
-            self.total.add(name, exact_sqnorm(factor))
+        if self._index_D is not None:
+            self.total.add(name, exact_sqnorm(factor, self._index_D))
         elif self._instantiate and isinstance(inside, Outer):
             self.total.add(name, inside.instantiated_sqnorm())
         elif together is None or not self._together.takes(together, name, factor):
@@ -301,23 +312,28 @@ class NormPass(Pass):
 class SumPass(Pass):
     """The second backward: every layer's clipped sum is contracted as its gradient arrives, and dropped at once."""
 
-    def __init__(self, sums: Sums, release: "Release", *, expected: set[int] | None) -> None:
+    def __init__(self, sums: Sums, release: "Release", *, expected: set[int] | None, several: set[str]) -> None:
         """Start.
 
         Args:
             sums: Where sums go.
             release: How much of each sample is released.
             expected: The uses that the norm pass heard of; None where recomputation makes new ones.
+            several: Parameters that it heard of more than once.
         """
         super().__init__()
-        self._sums, self._release, self._expected = sums, release, expected
+        self._sums, self._release, self._expected, self._several = sums, release, expected, several
 
     def consume(self, use: Use, name: str, factor: Factor) -> None:
         """Contract a factor into its parameter's sum."""
         if self._expected is not None and id(use) not in self._expected:
             message = f"{use.site.describe()}: its gradient arrived in the second backward only, so it has no norm."
             raise GhostClipError(message)
-        self._release.into(self._sums, factor, name)
+        self._release.into(self._sums, factor, name, more=name in self._several)
+
+    def finish(self) -> None:
+        """Add what waited for all uses of a parameter."""
+        self._release.finish(self._sums)
 
 
 @dataclass(frozen=True)
@@ -328,42 +344,64 @@ class Release:
         coef_GB: Coefficients of every clip group, including the scale of the loss.
         group_of: The parameters' clip groups, see `GroupNorms`.
         keep_B: Which samples are finite; None when all are. The others are masked out (0·NaN is NaN).
-        doubtful_B: Samples whose gradients nearly cancel; their contribution is formed in float64, so that what is
-            added has the norm that was computed for it.
+        ill_conditioned_B: Samples whose gradients nearly cancel; None when there are none. Their contributions are
+            formed in float64, over all uses of a parameter, before they are added, so that what is added has the norm
+            that was computed for it, and what is huge and cancels meets no other sample's contribution.
     """
 
     coef_GB: Sequence[Tensor]
     group_of: Mapping[str, int] = field(default_factory=dict)
     keep_B: Tensor | None = None
-    doubtful_B: Tensor | None = None
+    ill_conditioned_B: Tensor | None = None
     _converted: dict[tuple[int, torch.device, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
+    _apart: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def _coefficients(self, group: int, buffer: Tensor) -> Tensor:
         """Return a group's coefficients in a buffer's dtype and on its device, converted once for all parameters."""
         key = group, buffer.device, buffer.dtype
         if key not in self._converted:
-            self._converted[key] = self.coef_GB[group].to(device=buffer.device, dtype=buffer.dtype)
+            coef_B = self.coef_GB[group]
+            if self.ill_conditioned_B is not None:
+                coef_B = coef_B.masked_fill(self.ill_conditioned_B.to(coef_B.device), 0.0)
+            self._converted[key] = coef_B.to(device=buffer.device, dtype=buffer.dtype)
         return self._converted[key]
 
-    def into(self, sums: Sums, factor: Factor, name: str) -> None:
+    def into(self, sums: Sums, factor: Factor, name: str, *, more: bool = False) -> None:
         """Add a factor's clipped sum to its parameter's.
 
         Args:
             sums: Where sums go.
             factor: The parameter's per-sample gradients through one use.
             name: The parameter's name.
+            more: Whether others of the same parameter may follow, with which this one may cancel.
         """
         buffer, is_new = sums.buffer(name)
         kept = factor if self.keep_B is None else factor.masked(self.keep_B)
-        coef_B = self._coefficients(self.group_of.get(name, 0), buffer)
-        if self.doubtful_B is None or isinstance(kept.inner if isinstance(kept, Permuted) else kept, (Dense, Rows)):
-            _set_or_add_(kept, coef_B, buffer, is_new=is_new)
+        group = self.group_of.get(name, 0)
+        _set_or_add_(kept, self._coefficients(group, buffer), buffer, is_new=is_new)
+        if self.ill_conditioned_B is None:
             return
-        doubtful_B = self.doubtful_B.to(buffer.device)
-        _set_or_add_(kept.masked(~doubtful_B), coef_B, buffer, is_new=is_new)
-        exact = torch.zeros_like(buffer, dtype=torch.float64)
-        in_double(kept.masked(doubtful_B)).add_clipped_sum_(coef_B.double(), exact)
-        buffer += exact
+        apart = self._apart.get(name)
+        if apart is None:
+            apart = self._apart[name] = torch.zeros_like(buffer, dtype=torch.float64)
+        index_D = self.ill_conditioned_B.nonzero().squeeze(1)
+        coef_D = self.coef_GB[group].index_select(0, index_D.to(self.coef_GB[group].device))
+        kept.selected(index_D).in_double().add_clipped_sum_(coef_D.to(buffer.device).double(), apart)
+        if not more:
+            self._add_apart(sums, name)
+
+    def finish(self, sums: Sums) -> None:
+        """Add what waited for all uses of a parameter.
+
+        Args:
+            sums: Where sums go.
+        """
+        for name in list(self._apart):
+            self._add_apart(sums, name)
+
+    def _add_apart(self, sums: Sums, name: str) -> None:
+        buffer, _ = sums.buffer(name)
+        buffer += self._apart.pop(name)
 
 
 def _set_or_add_(factor: Factor, coef_B: Tensor, buffer: Tensor, *, is_new: bool) -> None:

@@ -20,6 +20,7 @@ from ghostclip.clipping.changes import changed_in_place, versions
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.errors import TamperedGradientError
 from ghostclip.factors import Outer, SquaredNorm, planner
+from ghostclip.factors.base import end_to_end
 from ghostclip.kernels.gram import CACHED
 
 # What putting an element beside others costs, and what calling the functions of a Gram costs, in FLOPs.
@@ -139,7 +140,4 @@ def _joint(input_NTI: Tensor, others: Sequence[Tensor]) -> SquaredNorm:
         piece = slice(start, start + at_once)
         other_NTO = torch.cat([other_NTO[piece] for other_NTO in others], 2)
         parts.append(Outer(input_NTI[piece], other_NTO, shape=(outputs, inputs)).gram_sqnorm())
-    if len(parts) == 1:
-        return parts[0]
-    errors = [part.error_B for part in parts if part.error_B is not None]
-    return SquaredNorm(torch.cat([part.value_B for part in parts]), torch.cat(errors) if errors else None)
+    return end_to_end(parts)

@@ -6,17 +6,26 @@ Shape letters: B samples, ``*P`` the parameter's own shape.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from math import prod
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-# Equal values round alike: a sum of this many of their squares in float32 loses less than a norm is rounded up by.
-# On a GPU thousands of threads share a sum, so that each rounds less often.
-_BLOCK: Final = 256
-_BLOCK_IN_THREADS: Final = 4096
-# So many numbers of blocks are tried for one that divides the values evenly.
-_MORE_BLOCKS: Final = 8
+from ghostclip.kernels.bounds import block_norms, sum_of_squares
+
+
+class Terms(NamedTuple):
+    """What a gradient that is a sum of terms may be rounded by when it is added up anew, weighted.
+
+    Attributes:
+        mass_B: Sum of the terms' norms, shape ``(B,)``, float32 or float64.
+        scale_B: Sum of their squared norms, same shape.
+        number: Terms of a sample, at most.
+    """
+
+    mass_B: Tensor
+    scale_B: Tensor
+    number: int
 
 
 class SquaredNorm(NamedTuple):
@@ -27,10 +36,13 @@ class SquaredNorm(NamedTuple):
         error_B: How far ``value_B`` may lie below the true value because of rounding, same shape; added to the
             norm before clipping so that a norm is over-estimated, never under-estimated. None where the relative margin
             of the clip factor covers it.
+        terms: The terms that are added up when the clipped sum is formed. None where a gradient is added whole, as it
+            was when its norm was taken: nothing cancels then.
     """
 
     value_B: Tensor
     error_B: Tensor | None
+    terms: Terms | None = None
 
 
 class Factor(ABC):
@@ -54,6 +66,10 @@ class Factor(ABC):
         Returns:
             Norms, each of shape ``(B, K)``; None where the squared norm is not made of such.
         """
+        return None
+
+    def terms(self) -> Terms | None:
+        """Return what is added up for the clipped sum, as `sqnorm` does, at the cost of the terms' norms alone."""
         return None
 
     @abstractmethod
@@ -81,6 +97,21 @@ class Factor(ABC):
     @abstractmethod
     def masked(self, keep_B: Tensor) -> "Factor":
         """Return the factor with the samples where ``keep_B`` is False set to exactly zero (NaN and Inf included)."""
+
+    @abstractmethod
+    def selected(self, index_D: Tensor) -> "Factor":
+        """Return the factor of a few samples.
+
+        Args:
+            index_D: Which samples, shape ``(D,)``, integer.
+
+        Returns:
+            A factor of D samples, in the order of the index.
+        """
+
+    @abstractmethod
+    def in_double(self) -> "Factor":
+        """Return the factor with its tensors in float64 (complex128 for complex ones)."""
 
     @abstractmethod
     def reshaped(self, shape: Sequence[int]) -> "Factor":
@@ -138,62 +169,6 @@ def no_error(value_B: Tensor) -> SquaredNorm:
     return SquaredNorm(value_B, None)
 
 
-def block_norms(flat_BP: Tensor) -> list[Tensor]:
-    """Return norms of blocks of values, whose squares add up to ``Σ_p x[b,p]²``, without a squared copy.
-
-    Torch's float32 norm on a CPU comes out 2e-5 too small for a million random values and 4e-6 for 4096 equal ones,
-    which would let a sample through above the bound; over blocks of 256 the error stays below 4e-7.
-
-    Args:
-        flat_BP: Values, shape ``(B, P)``, float32 or float64, real or complex.
-
-    Returns:
-        Norms, each of shape ``(B, K)``, same dtype (real for complex values).
-    """
-    size, values = _BLOCK_IN_THREADS if flat_BP.is_cuda else _BLOCK, flat_BP.shape[1]
-    if values <= size:
-        return [torch.linalg.vector_norm(flat_BP, dim=1, keepdim=True)]
-    fewest = -(-values // size)
-    # Blocks of one size where they come out even, and one operation does.
-    even = next((count for count in range(fewest, fewest + _MORE_BLOCKS) if values % count == 0), 0)
-    if even:
-        return [torch.linalg.vector_norm(flat_BP.unflatten(1, (even, values // even)), dim=2)]
-    blocks, rest = divmod(values, size)
-    whole_BKP = flat_BP[:, : blocks * size].unflatten(1, (blocks, size))
-    last_BP = flat_BP[:, -rest:]
-    return [torch.linalg.vector_norm(whole_BKP, dim=2), torch.linalg.vector_norm(last_BP, dim=1, keepdim=True)]
-
-
-def sum_of_squares(norms: Sequence[Tensor]) -> Tensor:
-    """Return ``Σ_k n[b,k]²`` over several norms, added up in float64: hundreds of squares drift in float32.
-
-    Args:
-        norms: At least one tensor, each of shape ``(B, K)``, float32 or float64, all of one device.
-
-    Returns:
-        Sums of squares, shape ``(B,)``; float64 if one of them is.
-    """
-    norms_BK = _side_by_side(norms)
-    if norms_BK.shape[1] == 1:
-        return norms_BK.squeeze(1).square()
-    return torch.linalg.vector_norm(norms_BK, dim=1, dtype=torch.float64).square_().to(norms_BK.dtype)
-
-
-def root_of_squares(norms: Sequence[Tensor]) -> Tensor:
-    """Return ``√(Σ_k n[b,k]²)`` over several norms, see `sum_of_squares`.
-
-    Args:
-        norms: As for `sum_of_squares`.
-
-    Returns:
-        Roots, shape ``(B,)``, in memory of their own; float64 if one of the norms is.
-    """
-    norms_BK = _side_by_side(norms)
-    if norms_BK.shape[1] == 1:
-        return norms_BK.squeeze(1).clone()
-    return torch.linalg.vector_norm(norms_BK, dim=1, dtype=torch.float64).to(norms_BK.dtype)
-
-
 def rounded_up_(norms: Tensor) -> Tensor:
     """Make norms larger in place, by more than their rounding.
 
@@ -204,10 +179,6 @@ def rounded_up_(norms: Tensor) -> Tensor:
         The tensor itself.
     """
     return norms.add_(norms, alpha=8 * torch.finfo(norms.dtype).eps)
-
-
-def _side_by_side(norms: Sequence[Tensor]) -> Tensor:
-    return norms[0] if len(norms) == 1 else torch.cat(list(norms), 1)
 
 
 def square_sums(flat_BP: Tensor) -> Tensor:
@@ -222,14 +193,42 @@ def square_sums(flat_BP: Tensor) -> Tensor:
     return sum_of_squares(block_norms(flat_BP))
 
 
-def dot_products(first_BP: Tensor, second_BP: Tensor) -> Tensor:
-    """Return ``Σ_p x[b,p]·y[b,p]``, summed pairwise (a BLAS dot product of a million float32 values drifts by 1e-3).
+def doubled(tensor: Tensor) -> Tensor:
+    """Return a tensor in float64, complex128 for a complex one (no copy when it is there already)."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def rows_of(tensor: Tensor, index_D: Tensor) -> Tensor:
+    """Return the entries of a few samples.
 
     Args:
-        first_BP: Values, shape ``(B, P)``.
-        second_BP: Values of the same shape.
+        tensor: Shape ``(B, ...)``.
+        index_D: Which samples, shape ``(D,)``.
 
     Returns:
-        Dot products, shape ``(B,)``.
+        Shape ``(D, ...)``.
     """
-    return (first_BP * second_BP).sum(1)
+    return tensor.index_select(0, index_D.to(tensor.device))
+
+
+def end_to_end(parts: Sequence[SquaredNorm]) -> SquaredNorm:
+    """Return the squared norms of all samples from those of a few at a time, all formed in one way.
+
+    Args:
+        parts: One at least.
+
+    Returns:
+        Their entries end to end.
+    """
+    errors = [part.error_B for part in parts if part.error_B is not None]
+    terms = [part.terms for part in parts if part.terms is not None]
+    together = (
+        Terms(
+            torch.cat([part.mass_B for part in terms]),
+            torch.cat([part.scale_B for part in terms]),
+            max(part.number for part in terms),
+        )
+        if terms
+        else None
+    )
+    return SquaredNorm(torch.cat([part.value_B for part in parts]), torch.cat(errors) if errors else None, together)

@@ -6,8 +6,7 @@ Shape letters: B samples, K rows of a sample (frames), S groups, C channels, P p
 group times the kernel, O outputs.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -160,8 +159,7 @@ class Geometry:
 
     def _kernel_gradient(self, x: Tensor, g: Tensor, kernel: Tensor, pads: list[int], groups: int) -> Tensor:
         places = (self.stride, pads, self.dilation, False, [0] * len(pads), groups)
-        with _in_full_precision(x):
-            found: Any = torch.ops.aten.convolution_backward(g, x, kernel, None, *places, [False, True, False])
+        found: Any = torch.ops.aten.convolution_backward(g, x, kernel, None, *places, [False, True, False])
         gradient: Tensor = found[1]
         return gradient
 
@@ -217,21 +215,3 @@ class Geometry:
                     part = part.narrow(axis, first + offset - pad, last - first)
                 into += part
         return total
-
-
-@contextmanager
-def _in_full_precision(x: Tensor) -> Iterator[None]:
-    """Keep cuDNN from rounding float32 to TF32, its default: clipped sums promise more digits than that."""
-    if not x.is_cuda:
-        yield
-        return
-    cudnn: Any = torch.backends.cudnn
-    # Reading the older switch is an error where somebody used the newer one.
-    newer = hasattr(cudnn, "conv")
-    place, switch, exact = (cudnn.conv, "fp32_precision", "ieee") if newer else (cudnn, "allow_tf32", False)
-    before = getattr(place, switch)
-    setattr(place, switch, exact)
-    try:
-        yield
-    finally:
-        setattr(place, switch, before)

@@ -11,12 +11,14 @@ from torch import Tensor
 from ghostclip.factors.base import (
     Factor,
     SquaredNorm,
-    block_norms,
+    doubled,
     no_error,
+    rows_of,
     square_sums,
     to_accumulation,
     where_kept,
 )
+from ghostclip.kernels.bounds import block_norms
 
 
 class Dense(Factor):
@@ -57,6 +59,14 @@ class Dense(Factor):
     def masked(self, keep_B: Tensor) -> "Dense":
         """Return the factor with dropped samples set to zero."""
         return Dense(where_kept(keep_B, self.grad_BP))
+
+    def selected(self, index_D: Tensor) -> "Dense":
+        """Return the factor of a few samples."""
+        return Dense(rows_of(self.grad_BP, index_D))
+
+    def in_double(self) -> "Dense":
+        """Return the factor in float64."""
+        return Dense(doubled(self.grad_BP))
 
     def reshaped(self, shape: Sequence[int]) -> "Dense":
         """Return the factor of the same values for a parameter of ``shape``."""
@@ -111,6 +121,14 @@ class Diagonal(Factor):
     def masked(self, keep_B: Tensor) -> "Diagonal":
         """Return the factor with dropped samples set to zero."""
         return Diagonal(where_kept(keep_B, self.grad_BR), axis=self.axis)
+
+    def selected(self, index_D: Tensor) -> Dense:
+        """Return the factor of a few samples, materialised: the tensor keeps its batch axis of all."""
+        return Dense(rows_of(self.materialize(), index_D))
+
+    def in_double(self) -> "Diagonal":
+        """Return the factor in float64."""
+        return Diagonal(doubled(self.grad_BR), axis=self.axis)
 
     def reshaped(self, shape: Sequence[int]) -> Dense:
         """Return the factor of the same values for a parameter of ``shape``, materialised."""

@@ -14,17 +14,25 @@ from ghostclip.factors import planner
 from ghostclip.factors.base import (
     Factor,
     SquaredNorm,
-    block_norms,
+    Terms,
+    doubled,
     no_error,
-    root_of_squares,
     rounded_up_,
-    sum_of_squares,
+    rows_of,
     to_accumulation,
     where_kept,
 )
 from ghostclip.factors.contraction import contraction
 from ghostclip.factors.dense import Dense
-from ghostclip.kernels.bounds import with_drift
+from ghostclip.kernels.bounds import (
+    Bounded,
+    block_norms,
+    masses,
+    position_norms,
+    root_of_squares,
+    sum_of_squares,
+    vanished,
+)
 
 
 class Outer(Factor):
@@ -75,9 +83,11 @@ class Outer(Factor):
         if self.a_NTI.shape[0] == 0 or self.a_NTI.shape[1] != 1:
             return None
         # One position meets no other: nothing cancels. Two norms may both be low, and the margin is that of one.
-        a_NK, g_NK = (block_norms(to_accumulation(tensor.flatten(1))) for tensor in (self.a_NTI, self.g_NTO))
-        g_N1 = g_NK[0] if len(g_NK) == 1 and g_NK[0].shape[1] == 1 else root_of_squares(g_NK).unsqueeze(1)
-        return [rounded_up_(part_NK * g_N1).view(self.batch_size, -1) for part_NK in a_NK]
+        a_NK = block_norms(to_accumulation(self.a_NTI.flatten(1)))
+        g_N1 = position_norms(self.g_NTO)
+        norms = [rounded_up_(part_NK * g_N1) for part_NK in a_NK]
+        norms.append(vanished(root_of_squares(a_NK).unsqueeze(1), g_N1, *self.sizes[1:]))
+        return [norm_NK.view(self.batch_size, -1) for norm_NK in norms]
 
     def gram_sqnorm(self) -> SquaredNorm:
         """Return squared norms from ``sum_{s,t} (a_s·a_t)(g_s·g_t)``, upper triangle only, block by block.
@@ -87,26 +97,36 @@ class Outer(Factor):
         Cost: little more than T²·(I+O) a sample, see `ghostclip.kernels.gram_entries`.
 
         Returns:
-            Squared norms of at least zero, shape ``(B,)``, with an error in proportion to ``Σ_t |a_t|²·|g_t|²``.
+            Squared norms of at least zero, shape ``(B,)``, with their errors and terms.
         """
-        workspace = planner.WORKSPACE_ELEMENTS
-        value_N, error_N = kernels.symmetric_gram(self.a_NTI, self.g_NTO, workspace=workspace)
-        value_B = with_drift(self._per_sample(value_N).clamp_(min=0), *self.sizes[1:])
-        return SquaredNorm(value_B, self._per_sample(error_N))
+        return self._summed(kernels.symmetric_gram(self.a_NTI, self.g_NTO, workspace=planner.WORKSPACE_ELEMENTS))
 
     def instantiated_sqnorm(self) -> SquaredNorm:
         """Return squared norms of the gradients, formed a few samples at a time.
 
-        The contraction that forms the clipped sum later rounds differently; ``error_B`` bounds by how much.
-
         Cost: 2·T·I·O a sample.
 
         Returns:
-            Squared norms, shape ``(B,)``, with an error in proportion to the norm.
+            Squared norms, shape ``(B,)``, with their errors and terms.
         """
         chunk = planner.chunk_of_samples(self.sizes[1] * self.sizes[2])
-        value_N, error_N = kernels.outer_square(self.a_NTI, self.g_NTO, samples_at_once=chunk)
-        return SquaredNorm(self._per_sample(value_N), self._per_sample(error_N))
+        return self._summed(kernels.outer_square(self.a_NTI, self.g_NTO, samples_at_once=chunk))
+
+    def terms(self) -> Terms | None:
+        """Return the positions' outer products; None where there is one position, which is added as it is."""
+        if self.a_NTI.shape[1] <= 1 or not len(self.a_NTI):
+            return None
+        found = masses(position_norms(self.a_NTI), position_norms(self.g_NTO), *self.sizes[1:])
+        return self._terms(found.mass_N, found.scale_N)
+
+    def _summed(self, found: Bounded) -> SquaredNorm:
+        """Return the squared norms of samples from those of their slots."""
+        value_B, error_B = self._per_sample(found.value_N).clamp_(min=0), self._per_sample(found.error_N)
+        return SquaredNorm(value_B, error_B, self._terms(found.mass_N, found.scale_N))
+
+    def _terms(self, mass_N: Tensor, scale_N: Tensor) -> Terms:
+        mass_B = mass_N if self.slots == 1 else torch.linalg.vector_norm(mass_N.view(-1, self.slots), dim=1)
+        return Terms(mass_B, self._per_sample(scale_N), self.sizes[0])
 
     def materialize(self) -> Tensor:
         """Return the per-sample gradients, shape ``(B, *P)``. Cost: 2·T·I·O a sample."""
@@ -142,6 +162,17 @@ class Outer(Factor):
         keep_N = keep_B.repeat_interleave(self.slots)
         a_NTI, g_NTO = where_kept(keep_N, self.a_NTI), where_kept(keep_N, self.g_NTO)
         return Outer(a_NTI, g_NTO, shape=self.shape, slots=self.slots)
+
+    def selected(self, index_D: Tensor) -> "Outer":
+        """Return the factor of a few samples."""
+        a_NTI, g_NTO = (
+            rows_of(x.unflatten(0, (-1, self.slots)), index_D).flatten(0, 1) for x in (self.a_NTI, self.g_NTO)
+        )
+        return Outer(a_NTI, g_NTO, shape=self.shape, slots=self.slots)
+
+    def in_double(self) -> "Outer":
+        """Return the factor in float64."""
+        return Outer(doubled(self.a_NTI), doubled(self.g_NTO), shape=self.shape, slots=self.slots)
 
     def transposed(self) -> "Outer":
         """Return the factor of the transposed matrix; only for one slot and a two-dimensional parameter."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ghostclip.factors.base import Factor, SquaredNorm
+from ghostclip.factors.base import Factor, SquaredNorm, Terms
 from ghostclip.factors.dense import Dense
 
 
@@ -32,6 +32,10 @@ class Permuted(Factor):
         """Return the inner factor's norms."""
         return self.inner.block_norms()
 
+    def terms(self) -> Terms | None:
+        """Return the inner factor's terms."""
+        return self.inner.terms()
+
     def materialize(self) -> Tensor:
         """Return the per-sample gradients, shape ``(B, *P)``, a view of the inner factor's."""
         return self.inner.materialize().permute(0, *(axis + 1 for axis in self.order))
@@ -52,6 +56,14 @@ class Permuted(Factor):
     def masked(self, keep_B: Tensor) -> "Permuted":
         """Return the factor with dropped samples set to zero."""
         return Permuted(self.inner.masked(keep_B), self.order)
+
+    def selected(self, index_D: Tensor) -> "Permuted":
+        """Return the factor of a few samples."""
+        return Permuted(self.inner.selected(index_D), self.order)
+
+    def in_double(self) -> "Permuted":
+        """Return the factor in float64."""
+        return Permuted(self.inner.in_double(), self.order)
 
     def reshaped(self, shape: Sequence[int]) -> Factor:
         """Return the factor of the same values for a parameter of ``shape``."""

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ghostclip.factors.base import Factor, SquaredNorm
+from ghostclip.factors.base import Factor, SquaredNorm, Terms
 from ghostclip.factors.dense import Dense
 
 
@@ -34,6 +34,10 @@ class Placed(Factor):
         """Return the inner factor's norms."""
         return self.inner.block_norms()
 
+    def terms(self) -> Terms | None:
+        """Return the inner factor's terms."""
+        return self.inner.terms()
+
     def materialize(self) -> Tensor:
         """Return the per-sample gradients with the zeros around the slice, shape ``(B, *P)``."""
         part = self.inner.materialize()
@@ -55,6 +59,14 @@ class Placed(Factor):
     def masked(self, keep_B: Tensor) -> "Placed":
         """Return the factor with dropped samples set to zero."""
         return Placed(self.inner.masked(keep_B), self.index, shape=self.shape)
+
+    def selected(self, index_D: Tensor) -> "Placed":
+        """Return the factor of a few samples."""
+        return Placed(self.inner.selected(index_D), self.index, shape=self.shape)
+
+    def in_double(self) -> "Placed":
+        """Return the factor in float64."""
+        return Placed(self.inner.in_double(), self.index, shape=self.shape)
 
     def reshaped(self, shape: Sequence[int]) -> Factor:
         """Return the factor of the same values for a parameter of ``shape``."""

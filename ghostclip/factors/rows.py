@@ -6,13 +6,36 @@ of a row that the same sample looks up again.
 
 from collections.abc import Sequence
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ghostclip import kernels
-from ghostclip.factors.base import Factor, SquaredNorm, no_error, square_sums, to_accumulation, where_kept
+from ghostclip.factors.base import (
+    Factor,
+    SquaredNorm,
+    Terms,
+    doubled,
+    no_error,
+    rows_of,
+    square_sums,
+    to_accumulation,
+    where_kept,
+)
+from ghostclip.kernels.bounds import position_norms, sum_of_squares
+
+
+class _Repeated(NamedTuple):
+    """Look-ups of rows that the same sample looks up again."""
+
+    place: tuple[Tensor, Tensor]
+    """Sample and position of each, ``(R,)``."""
+    segment_R: Tensor
+    """Which of the K pairs of a sample and a row each belongs to."""
+    sample_K: Tensor
+    row_K: Tensor
 
 
 class Rows(Factor):
@@ -36,32 +59,57 @@ class Rows(Factor):
     def sqnorm(self) -> SquaredNorm:
         """Return squared norms: of each gradient alone, or of their sum where a sample looked a row up again.
 
+        On a CPU such sums are formed in float64, here and for the clipped sum alike: what is added is what was
+        measured. On a GPU a clipped sum adds the gradients one by one, and their terms say what that may round.
+
         Cost: one sort of B·T keys (none for one position), 2·B·T·I, and a copy of the repeated rows' gradients alone;
         never a T×T mask, never a B×V×I tensor.
         """
         if self.g_BTI.is_cuda:
-            return no_error(kernels.row_square(self.ids_BT, self.g_BTI).value_N)
+            measured = kernels.row_square(self.ids_BT, self.g_BTI)
+            terms = Terms(measured.mass_N, measured.scale_N, self.ids_BT.shape[1])
+            return SquaredNorm(measured.value_N, measured.error_N, terms)
         g_BTI = to_accumulation(self.g_BTI)
-        if self.ids_BT.shape[1] <= 1:
+        found = self._repeated()
+        if found is None:
             return no_error(square_sums(g_BTI.flatten(1)))
-        sample_R, position_R, pairs_R = self._repeated()
-        if 2 * len(pairs_R) > self.ids_BT.numel():
-            pairs_K, sums_KI = self.segments()
-            return no_error(g_BTI.new_zeros(self.batch_size).index_add_(0, self._sample(pairs_K), square_sums(sums_KI)))
-        alone_BT = square_sums(g_BTI.flatten(0, 1)).view(self.ids_BT.shape)
-        alone_BT[sample_R, position_R] = 0
-        pairs_K, segment_R = torch.unique_consecutive(pairs_R, return_inverse=True)
-        sums_KI = g_BTI.new_zeros(pairs_K.numel(), g_BTI.shape[-1])
-        sums_KI.index_add_(0, segment_R, g_BTI[sample_R, position_R])
-        return no_error(alone_BT.sum(1).index_add_(0, self._sample(pairs_K), square_sums(sums_KI)))
+        norm_BT = position_norms(g_BTI).index_put(found.place, g_BTI.new_zeros((), dtype=g_BTI.dtype))
+        square_B = sum_of_squares([norm_BT]).double()
+        square_B.index_add_(0, found.sample_K, self._added_up(found).square_().sum(1))
+        return no_error(square_B.to(norm_BT.dtype))
 
-    def _repeated(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return sample, position and pair of all look-ups whose row their sample looks up again, sorted by pair."""
-        sorted_BT, order_BT = self.ids_BT.sort(1)
+    def terms(self) -> Terms | None:
+        """Return the gradients of rows that their sample looks up again; the others are added as they are."""
+        found = self._repeated()
+        if found is None:
+            return None
+        norm_R = position_norms(self.g_BTI)[found.place]
+        mass_K = norm_R.new_zeros(len(found.row_K)).index_add_(0, found.segment_R, norm_R)
+        mass_B, scale_B = norm_R.new_zeros(2, self.batch_size).unbind()
+        # Rows do not overlap: their roundings add up as the sides of a box do.
+        mass_B = mass_B.index_add(0, found.sample_K, mass_K.square()).sqrt_()
+        return Terms(mass_B, scale_B.index_add(0, found.place[0], norm_R.square()), self.ids_BT.shape[1])
+
+    def _repeated(self) -> "_Repeated | None":
+        """Return all look-ups whose row their sample looks up again, by sample and row; None if there are none."""
+        if self.ids_BT.shape[1] <= 1:
+            return None
+        sorted_BT, order_BT = self.ids_BT.sort(dim=1, stable=True)
         again_BT = sorted_BT[:, 1:] == sorted_BT[:, :-1]
         repeated_BT = functional.pad(again_BT, (1, 0)) | functional.pad(again_BT, (0, 1))
         sample_R, place_R = repeated_BT.nonzero(as_tuple=True)
-        return sample_R, order_BT[sample_R, place_R], sample_R * self.matrix[0] + sorted_BT[sample_R, place_R]
+        if not len(sample_R):
+            return None
+        pairs_R = sample_R * max(1, self.matrix[0]) + sorted_BT[sample_R, place_R]
+        pairs_K, segment_R = torch.unique_consecutive(pairs_R, return_inverse=True)
+        sample_K = self._sample(pairs_K)
+        row_K = pairs_K - sample_K * max(1, self.matrix[0])
+        return _Repeated((sample_R, order_BT[sample_R, place_R]), segment_R, sample_K, row_K)
+
+    def _added_up(self, found: "_Repeated") -> Tensor:
+        """Return the sums of the repeated rows' gradients, shape ``(K, I)``, float64."""
+        sums_KI = torch.zeros(len(found.row_K), self.g_BTI.shape[-1], dtype=torch.float64, device=self.g_BTI.device)
+        return sums_KI.index_add_(0, found.segment_R, self.g_BTI[found.place].double())
 
     def segments(self) -> tuple[Tensor, Tensor]:
         """Return the distinct pairs and the gradient added up over each.
@@ -91,13 +139,30 @@ class Rows(Factor):
         return full.view(self.batch_size, *self.shape)
 
     def add_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:
-        """Add the weighted rows to ``out`` with ``index_add_``, never a one-hot product. Cost: 2·B·T·I."""
+        """Add the weighted rows to ``out`` with ``index_add_``, never a one-hot product. Cost: 2·B·T·I.
+
+        On a CPU what a sample adds to one row is added up before.
+        """
+        matrix = out.view(self.matrix)
         weighted_BTI = self.g_BTI.to(out.dtype) * coef_B.view(-1, 1, 1)
-        out.view(self.matrix).index_add_(0, self.ids_BT.flatten(), weighted_BTI.reshape(-1, self.matrix[1]))
+        found = None if self.g_BTI.is_cuda else self._repeated()
+        if found is not None:
+            weighted_BTI[found.place] = 0
+            weighted_KI = self._added_up(found).mul_(coef_B[found.sample_K].unsqueeze(1))
+            matrix.index_add_(0, found.row_K, weighted_KI.to(out.dtype))
+        matrix.index_add_(0, self.ids_BT.flatten(), weighted_BTI.reshape(-1, self.matrix[1]))
 
     def masked(self, keep_B: Tensor) -> "Rows":
         """Return the factor with dropped samples set to zero."""
         return Rows(self.ids_BT, where_kept(keep_B, self.g_BTI), shape=self.shape)
+
+    def selected(self, index_D: Tensor) -> "Rows":
+        """Return the factor of a few samples."""
+        return Rows(rows_of(self.ids_BT, index_D), rows_of(self.g_BTI, index_D), shape=self.shape)
+
+    def in_double(self) -> "Rows":
+        """Return the factor in float64."""
+        return Rows(self.ids_BT, doubled(self.g_BTI), shape=self.shape)
 
     def reshaped(self, shape: Sequence[int]) -> "Rows":
         """Return the factor of the same values for a parameter of ``shape``."""

@@ -73,6 +73,16 @@ class Sampled(Factor):
         keep_B = keep_B.to(self.keep_B.device) & self.keep_B
         return Sampled(where_kept(keep_B, self.norm_B), self.source, shape=self.shape, keep_B=keep_B)
 
+    def selected(self, index_D: Tensor) -> Dense:
+        """Return the factor of a few samples, materialised."""
+        keep_B = torch.zeros_like(self.keep_B)
+        keep_B[index_D] = True
+        return Dense(self.masked(keep_B).materialize()).selected(index_D)
+
+    def in_double(self) -> Dense:
+        """Return the factor in float64, materialised."""
+        return Dense(self.materialize()).in_double()
+
     def reshaped(self, shape: Sequence[int]) -> Factor:
         """Return the factor of the same values for a parameter of ``shape``."""
         return Dense(self.materialize()).reshaped(shape) if torch.Size(shape) != self.shape else self

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ghostclip.factors.base import Factor, SquaredNorm, no_error
+from ghostclip.factors.base import Factor, SquaredNorm, Terms, no_error, rows_of
 from ghostclip.factors.dense import Dense
 
 
@@ -31,7 +31,12 @@ class Stacked(Factor):
         if not norms:
             return no_error(self._zero_B)
         errors = [norm.error_B for norm in norms if norm.error_B is not None]
-        return SquaredNorm(sum_tensors([norm.value_B for norm in norms]), sum_tensors(errors) if errors else None)
+        value_B = sum_tensors([norm.value_B for norm in norms])
+        return SquaredNorm(value_B, sum_tensors(errors) if errors else None, _side_by_side([n.terms for n in norms]))
+
+    def terms(self) -> Terms | None:
+        """Return the parts' terms."""
+        return _side_by_side([part.terms() for part in self.parts.values()])
 
     def materialize(self) -> Tensor:
         """Return the per-sample gradients, shape ``(B, *P)``."""
@@ -49,6 +54,16 @@ class Stacked(Factor):
         """Return the factor with dropped samples set to zero."""
         parts = {number: part.masked(keep_B) for number, part in self.parts.items()}
         return Stacked(parts, shape=self.shape, like=self._zero_B)
+
+    def selected(self, index_D: Tensor) -> "Stacked":
+        """Return the factor of a few samples."""
+        parts = {number: part.selected(index_D) for number, part in self.parts.items()}
+        return Stacked(parts, shape=self.shape, like=rows_of(self._zero_B, index_D))
+
+    def in_double(self) -> "Stacked":
+        """Return the factor in float64."""
+        parts = {number: part.in_double() for number, part in self.parts.items()}
+        return Stacked(parts, shape=self.shape, like=self._zero_B.double())
 
     def reshaped(self, shape: Sequence[int]) -> Factor:
         """Return the factor of the same values for a parameter of ``shape``."""
@@ -71,6 +86,15 @@ class Stacked(Factor):
     def element_count(self) -> int:
         """Return how many tensor elements the factor keeps alive."""
         return sum(part.element_count() for part in self.parts.values())
+
+
+def _side_by_side(found: Sequence[Terms | None]) -> Terms | None:
+    """Return the terms of gradients that do not overlap: their roundings add up as the sides of a box do."""
+    there = [terms for terms in found if terms is not None]
+    if not there:
+        return None
+    mass_B = torch.linalg.vector_norm(torch.stack([terms.mass_B for terms in there]), dim=0)
+    return Terms(mass_B, sum_tensors([terms.scale_B for terms in there]), max(terms.number for terms in there))
 
 
 def sum_tensors(tensors: Sequence[Tensor]) -> Tensor:

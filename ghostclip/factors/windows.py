@@ -15,8 +15,12 @@ from ghostclip.factors import planner
 from ghostclip.factors.base import (
     Factor,
     SquaredNorm,
+    Terms,
     accumulation_dtype,
+    doubled,
+    end_to_end,
     no_error,
+    rows_of,
     square_sums,
     to_accumulation,
     where_kept,
@@ -26,7 +30,15 @@ from ghostclip.factors.dense import Dense
 from ghostclip.factors.kernel_gradients import KernelGradients
 from ghostclip.factors.outer import Outer
 from ghostclip.factors.permuted import Permuted
-from ghostclip.kernels.bounds import gram_error, instantiated_error, with_drift
+from ghostclip.kernels.bounds import (
+    Bounded,
+    drift,
+    gram_error,
+    masses,
+    raised,
+    sum_rounding,
+    unit_roundoff,
+)
 
 # Gradients of so few elements in all are kept whatever they replace (float32: 8 MiB).
 _SMALL: Final = 1 << 21
@@ -122,20 +134,22 @@ class Windows(Outer):
         Returns:
             Squared norms of at least zero, shape ``(B,)``, with the error bound of a Gram.
         """
-        _, inputs, outputs = self.sizes
         entries = max(self.x_BKC.shape[1] * prod(self.x_BKC.shape[3:]), self.sizes[0]) ** 2
+        return self._in_parts(Windows._by_pixels, planner.chunk_of_samples(2 * self.slots * entries))
 
-        def norm(part: "Windows") -> SquaredNorm:
-            a_NTT = part.geometry.window_gram(to_accumulation(part.x_BKC), part.g_BKO.shape[3:])
-            g_NOT = part.geometry.by_group(to_accumulation(part.g_BKO))
-            g_NTT = torch.bmm(g_NOT.mT, g_NOT)
-            scale_N = torch.linalg.vecdot(a_NTT.diagonal(dim1=1, dim2=2), g_NTT.diagonal(dim1=1, dim2=2))
-            value_N = g_NTT.mul_(a_NTT).sum((1, 2))
-            error_N = gram_error(scale_N, inputs, outputs)
-            value_B = with_drift(self._per_sample(value_N).clamp_(min=0), inputs, outputs)
-            return SquaredNorm(value_B, self._per_sample(error_N))
-
-        return self._in_parts(norm, planner.chunk_of_samples(2 * self.slots * entries))
+    def _by_pixels(self) -> SquaredNorm:
+        _, inputs, outputs = self.sizes
+        a_NTT = self.geometry.window_gram(to_accumulation(self.x_BKC), self.g_BKO.shape[3:])
+        g_NOT = self.geometry.by_group(to_accumulation(self.g_BKO))
+        g_NTT = torch.bmm(g_NOT.mT, g_NOT)
+        a_NT, g_NT = self._position_norms()
+        weight_NT = a_NT * g_NT
+        drift_N = drift(a_NTT.diagonal(dim1=1, dim2=2), a_NT, weight_NT)
+        drift_N += drift(g_NTT.diagonal(dim1=1, dim2=2), g_NT, weight_NT)
+        measured = masses(a_NT, g_NT, inputs, outputs)
+        value_N = g_NTT.mul_(a_NTT).sum((1, 2))
+        error_N = gram_error(g_NTT.abs_().sum((1, 2)), drift_N, measured, inputs + outputs)
+        return self._summed(Bounded(value_N, error_N, measured.mass_N, measured.scale_N))
 
     def gram_sqnorm(self) -> SquaredNorm:
         """Return squared norms from a Gram of windows, unfolded a few samples at a time."""
@@ -149,14 +163,29 @@ class Windows(Outer):
         Returns:
             Squared norms, shape ``(B,)``, with the error bound of a gradient that is formed twice.
         """
-        x_BKC, g_BKO, positions = to_accumulation(self.x_BKC), to_accumulation(self.g_BKO), self.g_BKO.shape[3:]
+        x_BKC, g_BKO = to_accumulation(self.x_BKC), to_accumulation(self.g_BKO)
         value_B = x_BKC.new_zeros(self.batch_size)
         for piece, grads in KernelGradients(x_BKC, g_BKO, self.geometry).pieces():
             value_B[piece] = square_sums(grads)
-        a_BSKT = self.geometry.window_squares(x_BKC, positions)
-        g_BSKT = g_BKO.square().unflatten(2, (self.slots, -1)).sum(3).transpose(1, 2)
-        scale_B = (a_BSKT * g_BSKT).flatten(1).sum(1)
-        return SquaredNorm(value_B, instantiated_error(value_B, scale_B))
+        terms = self.terms()
+        if terms is None:
+            return no_error(value_B)
+        delta_B = sum_rounding(torch.zeros_like(value_B), terms.scale_B, unit_roundoff(value_B.dtype))
+        return SquaredNorm(value_B, raised(value_B, delta_B), terms)
+
+    def terms(self) -> Terms | None:
+        """Return the positions' outer products; None where there is one position, or none."""
+        if self.sizes[0] <= 1 or self.x_BKC.numel() == 0:
+            return None
+        found = masses(*self._position_norms(), *self.sizes[1:])
+        return self._terms(found.mass_N, found.scale_N)
+
+    def _position_norms(self) -> tuple[Tensor, Tensor]:
+        """Return the norms of windows and of output gradients, each of shape ``(B·S, T)``, none of them unfolded."""
+        a_BSKT = self.geometry.window_squares(to_accumulation(self.x_BKC), self.g_BKO.shape[3:])
+        g_BSKT = to_accumulation(self.g_BKO).square().unflatten(2, (self.slots, -1)).sum(3).transpose(1, 2)
+        groups = self.batch_size * self.slots
+        return a_BSKT.reshape(groups, -1).sqrt(), g_BSKT.reshape(groups, -1).sqrt()
 
     def materialize(self) -> Tensor:
         """Return the per-sample gradients, shape ``(B, *P)``. Cost: 2·T·I·O a sample and group."""
@@ -207,6 +236,15 @@ class Windows(Outer):
         x_BKC, g_BKO = where_kept(keep_B, self.x_BKC), where_kept(keep_B, self.g_BKO)
         return Windows(x_BKC, g_BKO, self.geometry, shape=self.shape)
 
+    def selected(self, index_D: Tensor) -> "Windows":
+        """Return the factor of a few samples."""
+        x_BKC, g_BKO = rows_of(self.x_BKC, index_D), rows_of(self.g_BKO, index_D)
+        return Windows(x_BKC, g_BKO, self.geometry, shape=self.shape)
+
+    def in_double(self) -> "Windows":
+        """Return the factor in float64."""
+        return Windows(doubled(self.x_BKC), doubled(self.g_BKO), self.geometry, shape=self.shape)
+
     def transposed(self) -> Outer:
         """Return the factor of the transposed matrix, over unfolded windows."""
         return self.unfolded().transposed()
@@ -225,4 +263,4 @@ class Windows(Outer):
             norm(Windows(self.x_BKC[start : start + chunk], self.g_BKO[start : start + chunk], self.geometry))
             for start in range(0, self.batch_size, chunk)
         ]
-        return found[0] if len(found) == 1 else SquaredNorm(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+        return found[0] if len(found) == 1 else end_to_end(found)

@@ -81,7 +81,7 @@ def _naive(x_BTF: Tensor, g_BTF: Tensor, eps: float, centred: int) -> NormAffine
 
 
 def _with_norms(weight_BF: Tensor, bias_BF: Tensor, weight_B: Tensor, bias_B: Tensor) -> NormAffine:
-    norms = (Bounded(value_B, torch.zeros_like(value_B)) for value_B in (weight_B, bias_B))
+    norms = (Bounded(value_B, torch.zeros_like(value_B), value_B.sqrt(), value_B) for value_B in (weight_B, bias_B))
     return NormAffine(weight_BF, bias_BF, *norms)
 
 

@@ -1,110 +1,300 @@
-"""How far rounding may have lowered a squared norm: one definition for kernels, their twins and factors.
+"""Rounding error bounds of squared norms and of sums: one definition for kernels, their twins and factors.
 
-Shape letters: N samples (times slots), T positions, I inputs, O outputs.
+The proof that they add up to a bound on every sample's contribution is in docs/floating-point.md.
+
+Shape letters: N samples (times slots), T positions, I inputs, O outputs, F features.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import sqrt
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-MATRIX_UNIT_ROUNDINGS: Final = 16
-"""Roundings towards zero that a kernel's sums may collect in matrix units, in units of the last place of the result.
+CHUNK: Final = 512
+"""Products that a kernel adds up before it starts a new sum.
 
-A unit truncates once for every 16 products, and kernels start a new sum after `CHUNK` of them, so that at most half of
-CHUNK / 16 = 32 last places are lost; sums of chunks round to nearest.
+A matrix unit truncates once for every 16 products, by half a last place on average; sums of chunks round to nearest.
 """
 
-CHUNK: Final = 512
-"""Products that a kernel adds up before it starts a new sum."""
+CHAIN: Final = 128
+"""Products that a matrix product on a CPU adds up before a new sum is started, where a norm depends on it.
+
+A sum that grows rounds the same way for as long as it lies between two powers of two: 384 equal products, as many as
+MKL adds up in a row, come out 51 roundings (of 2^-24) too small, 128 of them 26.
+"""
+
+UNSEEN_DRIFT: Final = 26
+"""Roundings by which dot products of equal terms may be too small where no diagonal shows them: there is none, or
+nothing more precise than float64 to hold it against."""
+
+DRIFT_MARGIN: Final = 2
+"""Errors of products are taken to be this many times those that are seen on the diagonals, see `gram_error`."""
+
+PRODUCT_ROUNDINGS: Final = 4
+"""Roundings of a Gram's products and of their sum that no diagonal shows."""
+
+CROSS_ROUNDINGS: Final = 32
+"""Roundings of products between two uses of a parameter, of which no diagonal shows any: those of `CHAIN` products."""
+
+SUM_ROUNDINGS: Final = 8
+"""Roundings of a sum of products whose signs and sizes do not conspire, over the root of the sum of their squares."""
+
+LEAST: Final = 1e-12
+"""Norms that are not told from zero: a millionth of the smallest bound that a norm is compared with, 1e-6."""
+
+# Equal values round alike: a sum of this many of their squares in float32, in 8 lanes or more, loses less than a norm
+# is rounded up by. On a GPU thousands of threads share a sum, so that each rounds less often.
+_BLOCK: Final = 128
+_BLOCK_IN_THREADS: Final = 4096
+# So many numbers of blocks are tried for one that divides the values evenly.
+_MORE_BLOCKS: Final = 8
 
 
 class Bounded(NamedTuple):
-    """Squared norms with a bound on their rounding error.
+    """Squared norms of sums of terms, with what bounds their rounding and that of the sums.
 
     Attributes:
         value_N: Squared norms, shape ``(N,)``; a Gram sum that cancels may come out slightly negative.
         error_N: How far ``value_N`` may lie below the true value, same shape.
+        mass_N: Sum of the terms' norms, ``Σ_t |a_t|·|g_t|`` for outer products, same shape.
+        scale_N: Sum of the terms' squared norms, ``Σ_t |a_t|²·|g_t|²`` for outer products, same shape.
     """
 
     value_N: Tensor
     error_N: Tensor
+    mass_N: Tensor
+    scale_N: Tensor
 
 
-def gram_error(scale_N: Tensor, inputs: int, outputs: int) -> Tensor:
-    """Return what rounding may hide in a Gram sum.
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """Return u, the largest relative error of one rounding: 2^-24 for float32, 2^-53 for float64."""
+    return torch.finfo(dtype).eps / 2
 
-    Rounding of T² dot products behaves like a random walk: it scales with the sum of squares, not with the result.
+
+def gram_error(absolute_N: Tensor, drift_N: Tensor | float, found: Masses, width: int) -> Tensor:
+    """Return how much of a Gram sum rounding may have hidden.
+
+    Errors of dot products are of two kinds. Those that depend on what the products have in common (their positions
+    share a part, or are constant) are alike for all pairs of positions, and are bounded by a share of the sum of
+    absolute values: the share is measured, where the norms of positions are known otherwise. The others are
+    independent from pair to pair, and behave like a random walk over the pairs.
 
     Args:
-        scale_N: ``Σ_t |a_t|²·|g_t|²``, shape ``(N,)``.
-        inputs: I.
-        outputs: O.
+        absolute_N: ``Σ_{s,t} |(a_s·a_t)(g_s·g_t)|``, shape ``(N,)``.
+        drift_N: Relative error of the dot products ``a_t·a_t`` and ``g_t·g_t`` together, shape ``(N,)`` or one number.
+        found: Norms of the positions' outer products, added up.
+        width: I + O.
 
     Returns:
         A bound on the error of the squared norm, same shape.
     """
-    unit = torch.finfo(scale_N.dtype).eps * (2 + (sqrt(inputs) + sqrt(outputs)) / 16)
-    return unit * scale_N
+    unit = unit_roundoff(absolute_N.dtype)
+    walk = unit * (4 + sqrt(width) / 4)
+    return (
+        absolute_N * (drift_N * DRIFT_MARGIN + PRODUCT_ROUNDINGS * unit) + walk * found.scale_N + found.lost_N.square()
+    )
 
 
-def with_drift(value_N: Tensor, inputs: int, outputs: int) -> Tensor:
-    """Raise a Gram sum by what dot products of equal values may have lost, in place.
-
-    A random walk it is not when all terms are alike: a sum that grows rounds the same way for as long as it lies
-    between two powers of two. Measured on constant inputs and gradients, the squared norm is low by (I + O) / 50 units
-    in the last place where sums run along several hundred terms. Who chooses every bit of a layer's input, one large
-    term and then terms that are each just rounded away, can still get above a bound by some hundred-thousandths of it;
-    a margin for that would cost every other sample as much.
+def drift(formed_NT: Tensor, norm_NT: Tensor, weight_NT: Tensor) -> Tensor:
+    """Return the relative error of squared norms that a matrix product formed, over a sample's positions.
 
     Args:
-        value_N: Squared norms, shape ``(N,)``, float32 or float64.
+        formed_NT: ``a_t·a_t`` as products left it, shape ``(N, T)``.
+        norm_NT: ``|a_t|``, formed in short sums, same shape.
+        weight_NT: What each position weighs, same shape.
+
+    Returns:
+        Root of the weighted mean square, shape ``(N,)``; zero where nothing weighs.
+    """
+    square_NT = norm_NT.square()
+    off_NT = (formed_NT - square_NT).mul_(weight_NT)
+    whole_N = torch.linalg.vector_norm(square_NT.mul_(weight_NT), dim=1)
+    return torch.linalg.vector_norm(off_NT, dim=1) / whole_N.clamp_(min=torch.finfo(whole_N.dtype).tiny)
+
+
+def sum_rounding(mass: Tensor, scale: Tensor, unit: float) -> Tensor:
+    """Return by how much a weighted sum of terms may differ from what it stands for, apart from the weight.
+
+    Every term is rounded once when it is weighted, whatever the others are: at most ``u·Σ|term|`` in all. The rounding
+    of the sum itself behaves like a random walk.
+
+    Args:
+        mass: ``Σ_t |a_t|·|g_t|``, float32 or float64, any shape.
+        scale: ``Σ_t |a_t|²·|g_t|²``, same shape.
+        unit: u of the dtype that is summed in.
+
+    Returns:
+        A bound on the norm of the difference, same shape.
+    """
+    return unit * (mass + SUM_ROUNDINGS * scale.sqrt())
+
+
+def raised(value: Tensor, delta: Tensor) -> Tensor:
+    """Return ``(√value + δ)² - value``: the error of a squared norm whose root may be δ too small.
+
+    Args:
+        value: Squared norms, any shape.
+        delta: δ, same shape.
+
+    Returns:
+        Same shape.
+    """
+    return delta * (2 * value.clamp(min=0).sqrt() + delta)
+
+
+def matrix_unit_drift(products: int) -> float:
+    """Return what truncation in matrix units may take from a sum of so many products, as a share of it."""
+    return torch.finfo(torch.float32).eps * min(products, CHUNK) / 32
+
+
+def position_norms(x_NTF: Tensor) -> Tensor:
+    """Return the norm of every position, added up in blocks: short sums, whose rounding is known.
+
+    Args:
+        x_NTF: Shape ``(N, T, F)``, any floating or complex dtype.
+
+    Returns:
+        Shape ``(N, T)``, float64 for float64, float32 otherwise.
+    """
+    if x_NTF.shape[2] <= (_BLOCK_IN_THREADS if x_NTF.is_cuda else _BLOCK):
+        # Widened as they are read: no copy in float32 is made.
+        return torch.linalg.vector_norm(x_NTF, dim=2, dtype=torch.promote_types(x_NTF.dtype, torch.float32))
+    return root_of_squares(block_norms(widened(x_NTF).flatten(0, 1))).view(x_NTF.shape[:2])
+
+
+def vanished(a: Tensor, g: Tensor, inputs: int, outputs: int) -> Tensor:
+    """Return what squares too small for their type may have taken from the norm of an outer product.
+
+    Of O numbers whose squares underflow, a norm may miss ``√(O · tiny)``, 1e-19 of one in float32: nothing, unless what
+    they are multiplied by is as large as they are small.
+
+    Args:
+        a: ``|a_t|``, or the sum over positions, float32 or float64, any shape.
+        g: ``|g_t|``, likewise.
         inputs: I.
         outputs: O.
 
     Returns:
-        ``value_N``.
+        ``√(O·tiny)·|a| + √(I·tiny)·|g|``; exactly zero below `LEAST`.
     """
-    return value_N.mul_(1 + torch.finfo(value_N.dtype).eps * (inputs + outputs) / 32)
+    tiny = torch.finfo(a.dtype).tiny
+    return torch.nn.functional.threshold(a * sqrt(outputs * tiny) + g * sqrt(inputs * tiny), LEAST, 0.0)
 
 
-def instantiated_error(value_N: Tensor, scale_N: Tensor) -> Tensor:
-    """Return by how much the contraction that later forms a clipped sum may round to a larger gradient.
+class Masses(NamedTuple):
+    """Norms of outer products, added up over positions.
 
-    It is ``(norm + δ)² - norm²``, where δ is the rounding of a sum of T products.
-
-    Args:
-        value_N: Squared norms of gradients that were formed, shape ``(N,)``.
+    Attributes:
+        mass_N: ``Σ_t |a_t|·|g_t|``, and what underflow may have taken from it, shape ``(N,)``.
         scale_N: ``Σ_t |a_t|²·|g_t|²``, shape ``(N,)``.
-
-    Returns:
-        A bound on the error of the squared norm, same shape.
+        lost_N: What underflow may have taken, see `vanished`, shape ``(N,)``.
     """
-    delta_N = 4 * torch.finfo(value_N.dtype).eps * scale_N.to(value_N.dtype).sqrt()
-    return delta_N * (2 * value_N.sqrt() + delta_N)
+
+    mass_N: Tensor
+    scale_N: Tensor
+    lost_N: Tensor
 
 
-def matrix_unit_error(value_N: Tensor) -> Tensor:
-    """Return what truncation in matrix units may have taken from squared norms, shape ``(N,)``."""
-    return MATRIX_UNIT_ROUNDINGS * torch.finfo(value_N.dtype).eps * value_N.abs()
-
-
-def position_scale(a_NTI: Tensor, g_NTO: Tensor) -> Tensor:
-    """Return ``Σ_t |a_t|²·|g_t|²``: what a squared norm would be if no two positions met.
+def masses(a_NT: Tensor, g_NT: Tensor, inputs: int, outputs: int) -> Masses:
+    """Return what rounding of a sum of outer products is in proportion to.
 
     Args:
-        a_NTI: Layer inputs, shape ``(N, T, I)``.
-        g_NTO: Gradients of the layer outputs, shape ``(N, T, O)``.
+        a_NT: ``|a_t|``, shape ``(N, T)``.
+        g_NT: ``|g_t|``, same shape.
+        inputs: I.
+        outputs: O.
 
     Returns:
-        Shape ``(N,)``, float64 for float64, float32 otherwise.
+        Three tensors of shape ``(N,)``.
     """
-    a_NT = torch.linalg.vector_norm(widened(a_NTI), dim=2)
-    a_NT = (a_NT * torch.linalg.vector_norm(widened(g_NTO), dim=2)).square_()
-    return a_NT.squeeze(1) if a_NT.shape[1] == 1 else a_NT.sum(1)
+    product_NT = a_NT * g_NT
+    lost_N = vanished(a_NT.sum(1), g_NT.sum(1), inputs, outputs)
+    return Masses(product_NT.sum(1) + lost_N, product_NT.square_().sum(1), lost_N)
+
+
+def block_norms(flat_BP: Tensor) -> list[Tensor]:
+    """Return norms of blocks of values, whose squares add up to ``Σ_p x[b,p]²``, without a squared copy.
+
+    Torch's float32 norm on a CPU comes out 2e-5 too small for a million random values and 4e-6 for 4096 equal ones,
+    which would let a sample through above the bound; over blocks of 128 in 8 lanes, 16 squares are added up in a row.
+
+    Args:
+        flat_BP: Values, shape ``(B, P)``, float32 or float64, real or complex.
+
+    Returns:
+        Norms, each of shape ``(B, K)``, same dtype (real for complex values).
+    """
+    size, values = _BLOCK_IN_THREADS if flat_BP.is_cuda else _BLOCK, flat_BP.shape[1]
+    if values <= size:
+        return [torch.linalg.vector_norm(flat_BP, dim=1, keepdim=True)]
+    fewest = -(-values // size)
+    # Blocks of one size where they come out even, and one operation does.
+    even = next((count for count in range(fewest, fewest + _MORE_BLOCKS) if values % count == 0), 0)
+    if even:
+        return [torch.linalg.vector_norm(flat_BP.unflatten(1, (even, values // even)), dim=2)]
+    blocks, rest = divmod(values, size)
+    whole_BKP = flat_BP[:, : blocks * size].unflatten(1, (blocks, size))
+    last_BP = flat_BP[:, -rest:]
+    return [torch.linalg.vector_norm(whole_BKP, dim=2), torch.linalg.vector_norm(last_BP, dim=1, keepdim=True)]
+
+
+def sum_of_squares(norms: Sequence[Tensor]) -> Tensor:
+    """Return ``Σ_k n[b,k]²`` over several norms, added up in float64: hundreds of squares drift in float32.
+
+    Args:
+        norms: At least one tensor, each of shape ``(B, K)``, float32 or float64, all of one device.
+
+    Returns:
+        Sums of squares, shape ``(B,)``; float64 if one of them is.
+    """
+    norms_BK = _side_by_side(norms)
+    if norms_BK.shape[1] == 1:
+        return norms_BK.squeeze(1).square()
+    return torch.linalg.vector_norm(norms_BK, dim=1, dtype=torch.float64).square_().to(norms_BK.dtype)
+
+
+def root_of_squares(norms: Sequence[Tensor]) -> Tensor:
+    """Return ``√(Σ_k n[b,k]²)`` over several norms, see `sum_of_squares`.
+
+    Args:
+        norms: As for `sum_of_squares`.
+
+    Returns:
+        Roots, shape ``(B,)``, in memory of their own; float64 if one of the norms is.
+    """
+    norms_BK = _side_by_side(norms)
+    if norms_BK.shape[1] == 1:
+        return norms_BK.squeeze(1).clone()
+    return torch.linalg.vector_norm(norms_BK, dim=1, dtype=torch.float64).to(norms_BK.dtype)
+
+
+def _side_by_side(norms: Sequence[Tensor]) -> Tensor:
+    return norms[0] if len(norms) == 1 else torch.cat(list(norms), 1)
+
+
+def dots(left_NTF: Tensor, right_NUF: Tensor) -> Tensor:
+    """Return all dot products of positions, ``x_t·y_u``, in sums of `CHAIN` products where a CPU forms them.
+
+    Args:
+        left_NTF: Shape ``(N, T, F)``.
+        right_NUF: Shape ``(N, U, F)``, the same dtype.
+
+    Returns:
+        Shape ``(N, T, U)``.
+    """
+    features = left_NTF.shape[2]
+    if features <= CHAIN or left_NTF.device.type != "cpu":
+        return torch.bmm(left_NTF, right_NUF.mT)
+    size = -(-features // -(-features // CHAIN))
+    product_NTU = torch.bmm(left_NTF[:, :, :size], right_NUF[:, :, :size].mT)
+    for start in range(size, features, size):
+        piece = slice(start, start + size)
+        torch.baddbmm(product_NTU, left_NTF[:, :, piece], right_NUF[:, :, piece].mT, out=product_NTU)
+    return product_NTU
 
 
 def widened(tensor: Tensor) -> Tensor:

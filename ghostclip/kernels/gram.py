@@ -5,14 +5,24 @@ Shape letters: N samples (times slots), T positions, I inputs, O outputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ghostclip.kernels.bounds import Bounded, gram_error, position_scale, widened
+from ghostclip.kernels.bounds import (
+    UNSEEN_DRIFT,
+    Bounded,
+    dots,
+    drift,
+    gram_error,
+    masses,
+    position_norms,
+    unit_roundoff,
+    widened,
+)
 from ghostclip.kernels.twins import Twins, generator, is_half
 
 Factors: TypeAlias = tuple[Tensor, Tensor]
@@ -43,20 +53,20 @@ def symmetric_gram(a_NTI: Tensor, g_NTO: Tensor, *, workspace: int = WORKSPACE) 
     and takes 16-bit tensors as they are; the twin stores at most ``workspace`` elements of it.
 
     Args:
-        a_NTI: Layer inputs, shape ``(N, T, I)``, floating-point or complex.
+        a_NTI: Layer inputs, shape ``(N, T, I)``, floating-point.
         g_NTO: Gradients of the layer outputs, shape ``(N, T, O)``.
         workspace: Elements that the twin may hold at a time, of Gram matrices and of widened copies each.
 
     Returns:
-        Squared norms, which may be slightly negative, and a bound in proportion to ``Σ_t |a_t|²·|g_t|²``; float64 for
+        Squared norms, which may be slightly negative, their error bounds and the masses of their terms; float64 for
         float64, else float32.
 
     Privacy:
         ``value_N + error_N`` is at least the true squared norm, whichever way it was formed.
     """
     if a_NTI.shape[1] <= 1 or not len(a_NTI):
-        value_N = position_scale(a_NTI, g_NTO)
-        return Bounded(value_N, torch.zeros_like(value_N))
+        found = masses(position_norms(a_NTI), position_norms(g_NTO), a_NTI.shape[2], g_NTO.shape[2])
+        return Bounded(found.scale_N, found.lost_N.square(), found.mass_N, found.scale_N)
     return TWINS.pick(a_NTI, g_NTO, pays=is_half(a_NTI, g_NTO))(a_NTI, g_NTO, workspace)
 
 
@@ -97,6 +107,22 @@ def gram_entries(positions: int, width: int) -> int:
     return above + (leaf**2 << levels if leaf > 1 else 0) + (positions - whole) * positions
 
 
+class _Sums(NamedTuple):
+    """Sums over blocks of a Gram matrix, and what products left on its diagonal.
+
+    Attributes:
+        value: Sums of ``(a·a)(g·g)``.
+        absolute: Sums of their absolute values.
+        a_squares: ``a_t·a_t``; None off the diagonal.
+        g_squares: ``g_t·g_t``; None off the diagonal.
+    """
+
+    value: Tensor
+    absolute: Tensor
+    a_squares: Tensor | None = None
+    g_squares: Tensor | None = None
+
+
 def _naive(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Bounded:
     samples, positions, inputs = a_NTI.shape
     outputs = g_NTO.shape[2]
@@ -107,48 +133,68 @@ def _naive(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Bounded:
     elif is_half(a_NTI, g_NTO):
         at_once = max(1, workspace // max(1, positions * (inputs + outputs)))
     found = [
-        _halved(widened(a_NTI[start : start + at_once]), widened(g_NTO[start : start + at_once]), workspace)
+        _bounded(widened(a_NTI[start : start + at_once]), widened(g_NTO[start : start + at_once]), workspace)
         for start in range(0, max(1, samples), at_once)
     ]
-    value_N, scale_N = (torch.cat(parts) for parts in zip(*found, strict=True)) if len(found) > 1 else found[0]
-    return Bounded(value_N, gram_error(scale_N, inputs, outputs))
+    return Bounded(*(torch.cat(parts) for parts in zip(*found, strict=True))) if len(found) > 1 else found[0]
 
 
-def _halved(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> tuple[Tensor, Tensor]:
-    """Return the sum over the Gram matrices, ``(N,)``, and over their diagonals, of which rounding is a share."""
+def _bounded(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Bounded:
+    """Return squared norms, their errors measured on the diagonals of both Gram matrices."""
+    a_NT, g_NT = position_norms(a_NTI), position_norms(g_NTO)
+    weight_NT = a_NT * g_NT
+    sums = _halved(a_NTI, g_NTO, workspace, weight_NT)
+    drift_N: Tensor | float = UNSEEN_DRIFT * unit_roundoff(weight_NT.dtype)
+    if sums.a_squares is not None and sums.g_squares is not None and weight_NT.dtype == torch.float32:
+        drift_N = drift(sums.a_squares, a_NT, weight_NT) + drift(sums.g_squares, g_NT, weight_NT)
+    inputs, outputs = a_NTI.shape[2], g_NTO.shape[2]
+    found = masses(a_NT, g_NT, inputs, outputs)
+    error_N = gram_error(sums.absolute, drift_N, found, inputs + outputs)
+    return Bounded(sums.value, error_N, found.mass_N, found.scale_N)
+
+
+def _halved(a_NTI: Tensor, g_NTO: Tensor, workspace: int, weight_NT: Tensor) -> _Sums:
+    """Return sums over the Gram matrices, ``(N,)``, and their diagonals, ``(N, T)``.
+
+    Where blocks on the diagonal are single entries, no product forms these: they are ``|a_t|²·|g_t|²``.
+    """
     samples, positions = a_NTI.shape[:2]
     levels = gram_levels(positions, a_NTI.shape[2] + g_NTO.shape[2])
     leaf = positions >> levels
     whole = leaf << levels
     first = _front(a_NTI, g_NTO, whole, workspace)
-    above = []
+    above, on = [], []
     for level in range(levels):
         half = whole >> (level + 1)
         for a_MLI, g_MLO in _pieces(*first, 2 * half):
             upper, lower = (a_MLI[:, :half], g_MLO[:, :half]), (a_MLI[:, half:], g_MLO[:, half:])
-            above.append(_sums(upper, lower, workspace).view(samples, -1))
-    value, scale = [], []
+            above.append(_products(upper, lower, workspace))
     if leaf == 1:
-        scale.append(position_scale(*first).view(samples, 1))
-        value.append(scale[0])
+        square_NT = weight_NT[:, :whole].square()
+        on.append(_Sums(square_NT.flatten(), square_NT.flatten()))
     else:
-        for block in _pieces(*first, leaf):
-            parts = _products(block, block, workspace)
-            value.append(parts[0].view(samples, -1))
-            scale.append(parts[1].view(samples, -1))
+        on += [_products(block, block, workspace, diagonal=True) for block in _pieces(*first, leaf)]
     if whole < positions:
         last = a_NTI[:, whole:], g_NTO[:, whole:]
-        above.append(_sums(last, first, workspace).view(samples, 1))
-        inside = _products(last, last, workspace)
-        value.append(inside[0].view(samples, 1))
-        scale.append(inside[1].view(samples, 1))
-    value_N = _total(value)
-    return torch.add(value_N, _total(above), alpha=2) if above else value_N, _total(scale)
+        above.append(_products(last, first, workspace))
+        on.append(_products(last, last, workspace, diagonal=leaf > 1))
+    value, absolute, a_squares, g_squares = zip(*on, strict=True)
+    value_N, absolute_N = _total(value, samples), _total(absolute, samples)
+    if above:
+        value_N.add_(_total([part.value for part in above], samples), alpha=2)
+        absolute_N.add_(_total([part.absolute for part in above], samples), alpha=2)
+    diagonals = [None if leaf == 1 else _along(part, samples) for part in (a_squares, g_squares)]
+    return _Sums(value_N, absolute_N, *diagonals)
 
 
-def _total(parts: list[Tensor]) -> Tensor:
-    """Return sums over all parts, each of shape ``(N, m)``."""
-    return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).sum(1)
+def _total(parts: Sequence[Tensor], samples: int) -> Tensor:
+    """Return sums over all parts, each of shape ``(N·m,)``, sample-major."""
+    return _along(parts, samples).sum(1)
+
+
+def _along(parts: Sequence[Tensor], samples: int) -> Tensor:
+    """Return parts of so many elements a sample side by side, shape ``(N, sum of them)``."""
+    return parts[0].reshape(samples, -1) if len(parts) == 1 else torch.cat([p.reshape(samples, -1) for p in parts], 1)
 
 
 def _front(a_NTI: Tensor, g_NTO: Tensor, whole: int, workspace: int) -> Factors:
@@ -168,35 +214,46 @@ def _pieces(a_NTI: Tensor, g_NTO: Tensor, size: int) -> Iterator[Factors]:
         yield a_NTI[:, start : start + size], g_NTO[:, start : start + size]
 
 
-def _sums(rows: Factors, columns: Factors, workspace: int) -> Tensor:
-    """Return sums of ``(a·a)(g·g)`` over all pairs of a row and a column, ``(M,)``."""
-    return _products(rows, columns, workspace, trace=False)[0]
-
-
-def _products(rows: Factors, columns: Factors, workspace: int, *, trace: bool = True) -> tuple[Tensor, Tensor]:
-    """Return sums and, if wanted, traces of ``(a·a)(g·g)`` over all pairs of a row and a column, each ``(M,)``."""
+def _products(rows: Factors, columns: Factors, workspace: int, *, diagonal: bool = False) -> _Sums:
+    """Return sums of ``(a·a)(g·g)`` over all pairs of a row and a column, each ``(M,)``, and diagonals, ``(M, L)``."""
     count, height = rows[0].shape[:2]
     width = columns[0].shape[1]
     at_once = max(1, workspace // (height * width))
     lines = height if at_once > 1 else max(1, min(height, workspace // width))
     if at_once >= count and lines == height:
-        return _product(rows, columns, offset=0, trace=trace)
-    sums = rows[0].new_zeros(2, count)
+        return _product(rows, columns, offset=0, diagonal=diagonal)
+    found = []
     for first in range(0, count, at_once):
         piece = slice(first, first + at_once)
         right = columns[0][piece], columns[1][piece]
-        for start in range(0, height, lines):
-            part = slice(start, start + lines)
-            left = rows[0][piece, part], rows[1][piece, part]
-            sums[:, piece] += torch.stack(_product(left, right, offset=start, trace=trace))
-    return sums[0], sums[1]
+        left = [
+            _product(_lines(rows, piece, start, lines), right, offset=start, diagonal=diagonal)
+            for start in range(0, height, lines)
+        ]
+        found.append(left[0] if len(left) == 1 else _beside(left))
+    return _Sums(*(None if part[0] is None else torch.cat(part) for part in zip(*found, strict=True)))  # type: ignore[arg-type]
 
 
-def _product(rows: Factors, columns: Factors, *, offset: int, trace: bool) -> tuple[Tensor, Tensor]:
-    product = torch.bmm(rows[0], columns[0].mT)
-    product *= torch.bmm(rows[1], columns[1].mT)
-    sum_M = product.flatten(1).sum(1)
-    return sum_M, product.diagonal(offset, dim1=1, dim2=2).sum(1) if trace else sum_M
+def _lines(rows: Factors, piece: slice, start: int, lines: int) -> Factors:
+    part = slice(start, start + lines)
+    return rows[0][piece, part], rows[1][piece, part]
+
+
+def _beside(parts: Sequence[_Sums]) -> _Sums:
+    """Return sums over blocks of rows of the same matrices."""
+    value, absolute, a_squares, g_squares = zip(*parts, strict=True)
+    squares = [None if part[0] is None else torch.cat(part, 1) for part in (a_squares, g_squares)]
+    return _Sums(torch.stack(value).sum(0), torch.stack(absolute).sum(0), *squares)
+
+
+def _product(rows: Factors, columns: Factors, *, offset: int, diagonal: bool) -> _Sums:
+    product, other = dots(rows[0], columns[0]), dots(rows[1], columns[1])
+    squares: list[Tensor | None] = [None, None]
+    if diagonal:
+        squares = [part.diagonal(offset, dim1=1, dim2=2).clone() for part in (product, other)]
+    product *= other
+    value_M = product.flatten(1).sum(1)
+    return _Sums(value_M, product.abs_().flatten(1).sum(1), *squares)
 
 
 def _fast(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Bounded:

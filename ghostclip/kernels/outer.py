@@ -10,7 +10,17 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ghostclip.kernels.bounds import Bounded, instantiated_error, position_scale, widened
+from ghostclip.kernels.bounds import (
+    Bounded,
+    block_norms,
+    masses,
+    position_norms,
+    raised,
+    sum_of_squares,
+    sum_rounding,
+    unit_roundoff,
+    widened,
+)
 from ghostclip.kernels.twins import Twins, generator, is_half
 
 SHORT: Final = 16
@@ -19,8 +29,6 @@ SHORT: Final = 16
 
 def outer_square(a_NTI: Tensor, g_NTO: Tensor, *, samples_at_once: int = 1) -> Bounded:
     """Return squared norms of ``Σ_t g_t ⊗ a_t``, formed and squared.
-
-    The contraction that forms the clipped sum later rounds differently; ``error_N`` bounds by how much.
 
     Cost: 2·T·I·O a sample. The kernel keeps each tile of a gradient in registers; the twin stores ``samples_at_once``
     whole gradients.
@@ -31,7 +39,7 @@ def outer_square(a_NTI: Tensor, g_NTO: Tensor, *, samples_at_once: int = 1) -> B
         samples_at_once: Gradients that the twin forms at a time.
 
     Returns:
-        Squared norms and a bound in proportion to the norm; float64 for float64, else float32.
+        Squared norms, their error bounds and the masses of their terms; float64 for float64, else float32.
 
     Privacy:
         ``value_N + error_N`` is at least the true squared norm, whichever way it was formed.
@@ -66,9 +74,26 @@ def _naive_square(a_NTI: Tensor, g_NTO: Tensor, samples_at_once: int) -> Bounded
     pieces = []
     for start in range(0, a_NTI.shape[0], samples_at_once):
         piece = slice(start, start + samples_at_once)
-        pieces.append(torch.bmm(widened(g_NTO[piece]).mT, widened(a_NTI[piece])).square_().sum((1, 2)))
+        grad_NOI = torch.bmm(widened(g_NTO[piece]).mT, widened(a_NTI[piece]))
+        pieces.append(sum_of_squares(block_norms(grad_NOI.flatten(1))))
     value_N = torch.cat(pieces) if pieces else widened(a_NTI.new_zeros(0))
-    return Bounded(value_N, instantiated_error(value_N, position_scale(a_NTI, g_NTO)))
+    return formed(value_N, a_NTI, g_NTO)
+
+
+def formed(value_N: Tensor, a_NTI: Tensor, g_NTO: Tensor) -> Bounded:
+    """Return squared norms of gradients that were formed, with what their forming may have rounded.
+
+    Args:
+        value_N: Squared norms, shape ``(N,)``, float32 or float64.
+        a_NTI: Layer inputs, shape ``(N, T, I)``.
+        g_NTO: Gradients of the layer outputs, shape ``(N, T, O)``.
+
+    Returns:
+        The norms, their errors and the masses of their terms.
+    """
+    found = masses(position_norms(a_NTI), position_norms(g_NTO), a_NTI.shape[2], g_NTO.shape[2])
+    delta_N = sum_rounding(found.lost_N, found.scale_N, unit_roundoff(value_N.dtype))
+    return Bounded(value_N, raised(value_N, delta_N), found.mass_N, found.scale_N)
 
 
 def _naive_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor, *, fresh: bool = False) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ghostclip.kernels.bounds import Bounded, instantiated_error, widened
+from ghostclip.kernels.bounds import Bounded, position_norms, raised, sum_rounding, unit_roundoff, widened
 from ghostclip.kernels.twins import Twins, generator
 
 
@@ -24,8 +24,8 @@ def row_square(ids_BT: Tensor, g_BTI: Tensor) -> Bounded:
         g_BTI: Gradients of the looked-up rows, shape ``(B, T, I)``, floating-point.
 
     Returns:
-        Squared norms, and a bound on what a clipped sum, which adds repeated rows in another order, may round
-        otherwise; float64 for float64, else float32.
+        Squared norms, their error bounds, and the masses of the rows that a sample meets more than once; float64 for
+        float64, else float32.
 
     Privacy:
         ``value_N + error_N`` is at least the squared norm of what is summed.
@@ -41,23 +41,27 @@ def _runs(ids_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _naive(ids_BT: Tensor, g_BTI: Tensor) -> Bounded:
-    order_BT, first_BT, end_BT = _runs(ids_BT)
-    g_BTI = widened(g_BTI).take_along_dim(order_BT.unsqueeze(2), 1)
-    sums_BTI = torch.zeros_like(g_BTI).scatter_add_(1, first_BT.unsqueeze(2).expand_as(g_BTI), g_BTI)
-    value_B = sums_BTI.square().sum((1, 2))
-    repeated_BT = end_BT - first_BT > 1
-    return _bounded(value_B, (g_BTI.square().sum(2) * repeated_BT).sum(1))
+    order_BT, first_BT, _ = runs = _runs(ids_BT)
+    sorted_BTI = widened(g_BTI).take_along_dim(order_BT.unsqueeze(2), 1)
+    sums_BTI = torch.zeros_like(sorted_BTI).scatter_add_(1, first_BT.unsqueeze(2).expand_as(sorted_BTI), sorted_BTI)
+    return _bounded(sums_BTI.square().sum((1, 2)), g_BTI, runs)
 
 
-def _bounded(value_B: Tensor, repeated_B: Tensor) -> Bounded:
-    """Rows that stand alone are not rounded; sums of several are, as those of outer products are."""
-    return Bounded(value_B, instantiated_error(value_B, repeated_B))
+def _bounded(value_B: Tensor, g_BTI: Tensor, runs: tuple[Tensor, Tensor, Tensor]) -> Bounded:
+    """Return squared norms with their masses: rows that stand alone are not rounded, sums of several are."""
+    order_BT, first_BT, end_BT = runs
+    norm_BT = position_norms(g_BTI).take_along_dim(order_BT, 1) * (end_BT - first_BT > 1)
+    mass_B = torch.linalg.vector_norm(torch.zeros_like(norm_BT).scatter_add_(1, first_BT, norm_BT), dim=1)
+    scale_B = norm_BT.square().sum(1)
+    delta_B = sum_rounding(torch.zeros_like(scale_B), scale_B, unit_roundoff(scale_B.dtype))
+    return Bounded(value_B, raised(value_B, delta_B), mass_B, scale_B)
 
 
 def _fast(ids_BT: Tensor, g_BTI: Tensor) -> Bounded:
     from ghostclip.kernels._compiled.rows import row_squares as kernel
 
-    return _bounded(*kernel(g_BTI, *_runs(ids_BT)))
+    runs = _runs(ids_BT)
+    return _bounded(kernel(g_BTI, *runs), g_BTI, runs)
 
 
 def _example(device: torch.device) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ghostclip import kernels
 from ghostclip.factors import Dense, Diagonal, Outer, Permuted, Placed, Rows, Stacked, inner, planner
-from ghostclip.factors.base import dot_products, square_sums
+from ghostclip.factors.base import square_sums
 from tests.factors.largest import LargestTensor
 
 F64 = torch.float64
@@ -63,7 +63,7 @@ def factor(request):
 
 
 def test_squared_norm(factor):
-    value, error = factor.sqnorm()
+    value, error, _ = factor.sqnorm()
     expected = factor.materialize().flatten(1).square().sum(1)
     torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
     if error is not None:
@@ -84,7 +84,7 @@ def test_norm_of_equal_values_is_no_smaller_than_it_is_rounded_up_by(build, coun
         "outputs": lambda: Outer(narrow, wide, shape=(count, 3)),
         "both": lambda: Outer(wide, torch.ones(300, 1, 3000), shape=(3000, count)),
     }
-    value, error = factors[build]().sqnorm()
+    value, error, _ = factors[build]().sqnorm()
     exact = count * values.double().square() * {"dense": 1, "both": 3000}.get(build, 3)
     bounded = value.double() if error is None else value.double() + error
     assert (bounded >= exact * (1 - 8 * torch.finfo(torch.float32).eps)).all()
@@ -123,15 +123,31 @@ def test_inner_product(first, second):
     if one.shape != two.shape:
         two = one
     expected = (one.materialize() * two.materialize()).flatten(1).sum(1)
-    torch.testing.assert_close(inner(one, two), expected)
-    torch.testing.assert_close(inner(two, one), expected)
+    for product in (inner(one, two), inner(two, one)):
+        torch.testing.assert_close(product.value_B, expected)
+        assert (product.absolute_B >= expected.abs() * (1 - 1e-12)).all()
+
+
+def test_selected_samples_and_float64(factor):
+    for index in (torch.tensor([2, 0]), torch.tensor([], dtype=torch.int64)):
+        found = factor.selected(index).in_double()
+        assert found.batch_size == len(index)
+        torch.testing.assert_close(found.materialize(), factor.materialize()[index])
+
+
+def test_terms_are_at_least_the_norm(factor):
+    terms, whole = factor.terms(), factor.materialize().flatten(1).norm(dim=1)
+    if terms is not None and not isinstance(factor, Rows):
+        # Of rows, only those that a sample meets again are terms.
+        assert (terms.mass_B >= whole * (1 - 1e-12)).all()
+        assert (terms.scale_B * terms.number >= whole.square() * (1 - 1e-12)).all()
 
 
 def test_gram_of_32768_positions_stays_within_the_workspace():
     positions = 1 << 15
     a, g = torch.randn(1, positions, 2), torch.randn(1, positions, 3)
     with LargestTensor() as seen:
-        value, error = Outer(a, g, shape=(3, 2)).gram_sqnorm()
+        value, error, _ = Outer(a, g, shape=(3, 2)).gram_sqnorm()
     assert seen.elements <= planner.WORKSPACE_ELEMENTS < positions**2 / 100
     exact = torch.bmm(g.double().mT, a.double()).square().sum((1, 2))
     assert exact <= value + error <= 1.01 * exact
@@ -169,7 +185,7 @@ def test_gram_in_float32_over_estimates_what_it_cannot_resolve():
     g[:, 1] *= -(1 - 1e-4)
     outer = Outer(a, g, shape=(200, 300))
     exact = Outer(a.double(), g.double(), shape=(200, 300)).instantiated_sqnorm().value_B
-    value, error = outer.gram_sqnorm()
+    value, error, _ = outer.gram_sqnorm()
     assert (value + error).item() >= exact.item()
 
 
@@ -180,7 +196,7 @@ def test_norm_of_a_million_values_does_not_drift():
     assert ((square_sums(x).double() - exact).abs() / exact).max() < 1e-6
     y = x + 0.1 * torch.randn_like(x)
     exact = (x.double() * y.double()).sum(1)
-    assert ((dot_products(x, y).double() - exact).abs() / exact).max() < 1e-5
+    assert ((inner(Dense(x), Dense(y)).value_B.double() - exact).abs() / exact).max() < 1e-5
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (2, 4096), (2, 4097)])
@@ -222,7 +238,7 @@ def test_plan_never_costs_more_than_seven_sixths(positions, inputs, outputs):
     assert norm <= 6 * positions * inputs * outputs / 6 * 1.25
 
 
-@given(st.integers(1, 100_000), st.integers(2, 10_000))
+@given(st.integers(8, 100_000), st.integers(2, 10_000))
 def test_gram_forms_little_more_than_a_triangle(positions, width):
     share = kernels.gram_entries(positions, width) / positions**2
     assert share <= (0.625 if positions < 128 else 0.5625 if positions % 16 == 0 else 0.6)

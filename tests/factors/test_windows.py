@@ -1,7 +1,6 @@
 """Convolutions without unfolded copies: each form of norm, gradient and sum against torch's own."""
 
 from math import prod
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.flops import counter
-from ghostclip.factors import Dense, Outer, Windows, convolution, joined, kernel_gradients
+from ghostclip.factors import Dense, Outer, Windows, joined, kernel_gradients
 from ghostclip.factors.convolution import Geometry
 from tests.exactness.runs import engine
 from tests.factors.largest import LargestTensor
@@ -96,10 +95,9 @@ def test_every_form_of_norm(factor):
     if set(factor.geometry.stride) == {1}:
         forms.append(factor.pixel_sqnorm)
     for form in forms:
-        value, error = form()
+        value, error, _ = form()
         torch.testing.assert_close(value, expected)
-        assert (error >= 0).all()
-        assert (error <= 1e-10 * expected).all()
+        assert error is None or ((error >= 0).all() and (error <= 1e-10 * expected).all())
 
 
 def test_in_parts(factor, monkeypatch):
@@ -195,7 +193,7 @@ def test_pixels_over_estimate_what_they_cannot_resolve():
     x, g = torch.randn(1, 1, 32, 6, 6), torch.randn(1, 1, 64, 6, 6)
     x, g = x.repeat(1, 2, 1, 1, 1), torch.cat([g, -(1 - 1e-4) * g], 1)
     exact = Windows(x.double(), g.double(), geometry).instantiated_sqnorm().value_B
-    value, error = Windows(x, g, geometry).pixel_sqnorm()
+    value, error, _ = Windows(x, g, geometry).pixel_sqnorm()
     assert (value + error).item() >= exact.item()
     assert error.item() > 0
 
@@ -225,24 +223,6 @@ def test_windows_are_never_unfolded_whole(channels, outputs, size, options, stra
     # Padding and layouts of its own make the backend's copies of input and gradient a little larger than they are.
     allowed = max(1.6 * x.numel(), 2 * y.numel())
     assert seen.elements <= allowed < 0.6 * unfolded
-
-
-@pytest.mark.parametrize("chosen", ["tf32", "ieee"])
-def test_no_tf32_on_a_gpu(chosen):
-    """The switch is put back, whichever of torch's two generations of switches was used."""
-    cudnn = torch.backends.cudnn
-    if not hasattr(cudnn, "conv"):
-        pytest.skip("a torch from before 2.9, whose older switch has no name for convolutions")
-    before = cudnn.conv.fp32_precision
-    try:
-        cudnn.conv.fp32_precision = chosen
-        with convolution._in_full_precision(SimpleNamespace(is_cuda=True)):
-            assert cudnn.conv.fp32_precision == "ieee"
-        assert cudnn.conv.fp32_precision == chosen
-        with convolution._in_full_precision(torch.ones(1)):
-            assert cudnn.conv.fp32_precision == chosen
-    finally:
-        cudnn.conv.fp32_precision = before
 
 
 def _counted(step):

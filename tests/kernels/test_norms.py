@@ -80,7 +80,7 @@ def test_bound_covers_what_cancels(fast, name, dtype):
     g = torch.randn(2, 1, 50).repeat(1, 2, 1)
     g[:, 1] *= -(1 - 1e-4)
     g = g.to(dtype)
-    value, error = fast(name, a, g, 1)
+    value, error = fast(name, a, g, 1)[:2]
     exact = _gradients(a, g).square().sum((1, 2))
     assert (value.double() + error.double() >= exact).all()
     assert (error > 0).all()

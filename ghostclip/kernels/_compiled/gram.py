@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ghostclip.kernels._compiled.tiles import operand, row_products
-from ghostclip.kernels.bounds import CHUNK, Bounded, gram_error, matrix_unit_error
+from ghostclip.kernels.bounds import CHUNK, DRIFT_MARGIN, Bounded, gram_error, masses, matrix_unit_drift, position_norms
 
 # Programs that keep a large GPU busy, over all samples; more of them only make more partial sums.
 _PROGRAMS: Final = 1024
@@ -22,7 +22,7 @@ def _gram(
     a_ptr,
     g_ptr,
     value_ptr,
-    scale_ptr,
+    absolute_ptr,
     positions,
     inputs,
     outputs,
@@ -37,7 +37,7 @@ def _gram(
     a_ptr += sample * positions * inputs
     g_ptr += sample * positions * outputs
     value = tl.zeros((1,), dtype=tl.float64)
-    scale = tl.zeros((1,), dtype=tl.float64)
+    absolute = tl.zeros((1,), dtype=tl.float64)
     for tile in range(program, tiles * (tiles + 1) // 2, programs):
         # Rows r and tiles-1-r of the triangle have tiles+1 tiles between them: together they fill a rectangle.
         r = tile // (tiles + 1)
@@ -51,11 +51,10 @@ def _gram(
         product *= row_products(g_ptr, rows_M, rows_N, positions, outputs, BLOCK, BLOCK_K, CHUNK)
         weight = tl.where(row == column, 1.0, 2.0)
         value += tl.sum(tl.sum(product, 1).to(tl.float64), 0) * weight
-        diagonal = tl.where(rows_M[:, None] == rows_N[None, :], product, 0.0)
-        scale += tl.sum(tl.sum(diagonal, 1).to(tl.float64), 0)
+        absolute += tl.sum(tl.sum(tl.abs(product), 1).to(tl.float64), 0) * weight
     place = sample * programs + program + tl.arange(0, 1)
     tl.store(value_ptr + place, value)
-    tl.store(scale_ptr + place, scale)
+    tl.store(absolute_ptr + place, absolute)
 
 
 def symmetric_gram(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Bounded:
@@ -74,16 +73,16 @@ def symmetric_gram(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Bounded:
     outputs = g_NTO.shape[2]
     if a_NTI.numel() == 0 or g_NTO.numel() == 0:
         zero_N = torch.zeros(samples, device=a_NTI.device)
-        return Bounded(zero_N, zero_N.clone())
+        return Bounded(*(zero_N.clone() for _ in Bounded._fields))
     block = 64 if positions > 32 else 32 if positions > 16 else 16
     tiles = triton.cdiv(positions, block)
     programs = min(tiles * (tiles + 1) // 2, triton.cdiv(_PROGRAMS, samples))
-    value_NP, scale_NP = torch.empty(2, samples, programs, dtype=torch.float64, device=a_NTI.device)
+    value_NP, absolute_NP = torch.empty(2, samples, programs, dtype=torch.float64, device=a_NTI.device)
     _gram[(samples, programs)](
         operand(a_NTI),
         operand(g_NTO),
         value_NP,
-        scale_NP,
+        absolute_NP,
         positions,
         inputs,
         outputs,
@@ -94,5 +93,9 @@ def symmetric_gram(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Bounded:
         CHUNK=CHUNK,
         num_warps=8 if block == 64 else 4,
     )
-    value_N, scale_N = value_NP.sum(1).float(), scale_NP.sum(1).float()
-    return Bounded(value_N, gram_error(scale_N, inputs, outputs) + matrix_unit_error(value_N))
+    value_N, absolute_N = value_NP.sum(1).float(), absolute_NP.sum(1).float()
+    found = masses(position_norms(a_NTI), position_norms(g_NTO), inputs, outputs)
+    # The kernel keeps no diagonal; what its sums may lose is known instead.
+    drift = (matrix_unit_drift(inputs) + matrix_unit_drift(outputs)) / DRIFT_MARGIN
+    error_N = gram_error(absolute_N, drift, found, inputs + outputs)
+    return Bounded(value_N, error_N, found.mass_N, found.scale_N)

@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ghostclip.kernels._compiled.tiles import gradient_tile, operand
-from ghostclip.kernels.bounds import CHUNK, Bounded, instantiated_error, matrix_unit_error
+from ghostclip.kernels.bounds import CHUNK, Bounded, matrix_unit_drift
+from ghostclip.kernels.outer import formed
 
 # Programs that keep a large GPU busy; more of them only make more partial sums.
 _PROGRAMS: Final = 1024
@@ -104,7 +105,7 @@ def outer_square(a_NTI: Tensor, g_NTO: Tensor, samples_at_once: int) -> Bounded:
     outputs = g_NTO.shape[2]
     if a_NTI.numel() == 0 or g_NTO.numel() == 0:
         zero_N = torch.zeros(samples, device=a_NTI.device)
-        return Bounded(zero_N, zero_N.clone())
+        return Bounded(*(zero_N.clone() for _ in Bounded._fields))
     a, g = _alike(a_NTI, g_NTO)
     tiles = triton.cdiv(inputs, _BLOCK) * triton.cdiv(outputs, _BLOCK)
     programs = min(tiles, triton.cdiv(_PROGRAMS, samples))
@@ -112,10 +113,8 @@ def outer_square(a_NTI: Tensor, g_NTO: Tensor, samples_at_once: int) -> Bounded:
     sizes = (positions, inputs, outputs, programs)
     _square[(samples, programs)](a, g, value_NP, *sizes, BLOCK=_BLOCK, BLOCK_T=32, CHUNK=CHUNK, num_warps=4)
     value_N = value_NP.sum(1).float()
-    # Widened as they are read: no copy in float32 is made.
-    a_NT, g_NT = (torch.linalg.vector_norm(tensor, dim=2, dtype=torch.float32) for tensor in (a, g))
-    error_N = instantiated_error(value_N, (a_NT * g_NT).square().sum(1)) + matrix_unit_error(value_N)
-    return Bounded(value_N, error_N)
+    bounded = formed(value_N, a, g)
+    return bounded._replace(error_N=bounded.error_N + 2 * matrix_unit_drift(positions) * value_N)
 
 
 def weighted_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor, *, fresh: bool = False) -> Tensor:

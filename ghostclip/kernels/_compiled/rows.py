@@ -20,7 +20,6 @@ def _row_squares(
     first_ptr,
     end_ptr,
     value_ptr,
-    drift_ptr,
     positions,
     features,
     programs,
@@ -32,7 +31,6 @@ def _row_squares(
     g_ptr += sample * positions * features
     base = sample * positions
     value = tl.zeros((1,), dtype=tl.float64)
-    drift = tl.zeros((1,), dtype=tl.float64)
     for t in range(program, positions, programs):
         # Only the first position of a run finds a run to add up; the others see an empty range.
         end = tl.where(tl.load(first_ptr + base + t) == t, tl.load(end_ptr + base + t), t).to(tl.int32)
@@ -45,16 +43,12 @@ def _row_squares(
                 mask = (place[:, None] < end) & (i[None, :] < features)
                 g_RI = tl.load(g_ptr + row[:, None] * features + i[None, :], mask=mask, other=0.0).to(tl.float32)
                 total += tl.sum(g_RI, 0)
-                # A row on its own is not rounded at all.
-                drift += tl.where(end - t > 1, tl.sum(tl.sum(g_RI * g_RI, 1).to(tl.float64), 0), 0.0)
             value += tl.sum((total * total).to(tl.float64), 0)
-    place = sample * programs + program + tl.arange(0, 1)
-    tl.store(value_ptr + place, value)
-    tl.store(drift_ptr + place, drift)
+    tl.store(value_ptr + sample * programs + program + tl.arange(0, 1), value)
 
 
-def row_squares(g_BTI: Tensor, order_BT: Tensor, first_BT: Tensor, end_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Return squared norms of summed rows, and the sum of squares of the rows that were summed.
+def row_squares(g_BTI: Tensor, order_BT: Tensor, first_BT: Tensor, end_BT: Tensor) -> Tensor:
+    """Return squared norms of summed rows.
 
     Args:
         g_BTI: Gradients of the looked-up rows, float32, float16 or bfloat16.
@@ -63,18 +57,17 @@ def row_squares(g_BTI: Tensor, order_BT: Tensor, first_BT: Tensor, end_BT: Tenso
         end_BT: Place after its last, int64.
 
     Returns:
-        Two tensors of float32, shape ``(B,)``.
+        float32, shape ``(B,)``.
     """
     samples, positions, features = g_BTI.shape
     if g_BTI.numel() == 0:
-        zero_B = torch.zeros(samples, device=g_BTI.device)
-        return zero_B, zero_B.clone()
+        return torch.zeros(samples, device=g_BTI.device)
     programs = min(positions, triton.cdiv(_PROGRAMS, samples))
-    value_BP, drift_BP = torch.empty(2, samples, programs, dtype=torch.float64, device=g_BTI.device)
+    value_BP = torch.empty(samples, programs, dtype=torch.float64, device=g_BTI.device)
     tables = (order_BT.contiguous(), first_BT.contiguous(), end_BT.contiguous())
     block = min(1024, triton.next_power_of_2(features))
     sizes = (positions, features, programs)
     _row_squares[(samples, programs)](
-        g_BTI.contiguous(), *tables, value_BP, drift_BP, *sizes, BLOCK_R=4, BLOCK_I=block, num_warps=4
+        g_BTI.contiguous(), *tables, value_BP, *sizes, BLOCK_R=4, BLOCK_I=block, num_warps=4
     )
-    return value_BP.sum(1).float(), drift_BP.sum(1).float()
+    return value_BP.sum(1).float()

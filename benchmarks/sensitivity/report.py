@@ -1,0 +1,113 @@
+"""The results of the search as Markdown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from benchmarks.sensitivity.measure import STRATEGIES
+
+_ABOUT = """
+*Move* is how far the clipped sum moves, over C, when a sample is left out of its batch, when its loss is multiplied by
+0, or when it is alone in the batch: the largest of the three, minus 1. Bold is above what is allowed: 1e-5 in float32
+and bfloat16, 1e-12 in float64. Where a layer's input comes from another layer's product, a batch of another size may
+round that product otherwise, before the engine sees it; there the first of the three is not counted. "autocast" is a
+float32 model under autocast to bfloat16, "medium" the setting of `torch.set_float32_matmul_precision`.
+
+Samples are drawn to cancel, to drift, to overflow or to vanish, some beside ordinary ones; half of the batches are
+changes to the worst of the cell. Most clip at C; a third scale every gradient to length C (`normalised`), which makes
+most of what rounding leaves. Everything follows from the seed, the cell and the number of evaluations of a cell:
+`python -m benchmarks.sensitivity --each N --seed S --only KIND --dtype D --strategy X` repeats a cell. The JSON holds
+the worst batch of every cell that is above the bound, where it is small.
+""".lstrip()
+
+
+def excess(value: float | str, limit: float) -> str:
+    """Return a move minus 1.
+
+    Args:
+        value: Over C; "inf" for one that is not finite.
+        limit: The largest that is allowed.
+
+    Returns:
+        Bold where it is above the limit.
+    """
+    number = math.inf if isinstance(value, str) else value
+    text = "inf" if math.isinf(number) else f"{number - 1:+.1e}"
+    return f"**{text}**" if number > limit else text
+
+
+def _table(rows: Iterable[tuple[str, str, Mapping[str, str]]], head: str) -> list[str]:
+    lines = [f"| {head} | dtype | " + " | ".join(STRATEGIES) + " |", "|---|---|" + "---|" * len(STRATEGIES)]
+    for name, numerics, by_strategy in rows:
+        cells = (by_strategy.get(strategy, "") for strategy in STRATEGIES)
+        lines.append(f"| {name} | {numerics} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _gathered(rows: Sequence[Mapping[str, Any]], name: str) -> Iterable[tuple[str, str, Mapping[str, str]]]:
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        shown = row["error"].partition(":")[0] if row["error"] else excess(row["worst"], row["limit"])
+        found.setdefault((row[name], row["numerics"]), {})[row["strategy"]] = shown
+    return [(*key, by_strategy) for key, by_strategy in found.items()]
+
+
+def _largest(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = ["| dtype | evaluations | batches above the bound | largest move | where |", "|---|---|---|---|---|"]
+    for numerics in dict.fromkeys(row["numerics"] for row in rows):
+        own = [row for row in rows if row["numerics"] == numerics]
+        worst = max(own, key=lambda row: math.inf if isinstance(row["worst"], str) else row["worst"])
+        counts = f"{sum(row['evaluations'] for row in own)} | {sum(row['failed'] for row in own)}"
+        shown = excess(worst["worst"], worst["limit"])
+        lines.append(f"| {numerics} | {counts} | {shown} | {worst['kind']}, {worst['strategy']} |")
+    return lines
+
+
+def _beyond(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = []
+    for row in rows:
+        if row["error"]:
+            lines.append(f"- {row['kind']}, {row['numerics']}, {row['strategy']}: ended by {row['error']}")
+        elif isinstance(row["worst"], str) or row["worst"] > row["limit"]:
+            numbers = ", ".join(
+                f"{name.replace('_', ' ')} {excess(row[name], row['limit'])}"
+                for name in ("left_out", "silenced", "alone")
+            )
+            bound = f"C = {row['bound']:g}{', normalised' if row['normalised'] else ''}"
+            lines.append(
+                f"- {row['kind']}, {row['numerics']}, {row['strategy']}: {numbers}; evaluation {row['number']}, width "
+                f"{row['width']}, {bound}, {row['failed']} of {row['evaluations']} above the bound"
+            )
+    return lines or ["None."]
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """Return the report of a search.
+
+    Args:
+        report: Head, `known` and `cells`.
+
+    Returns:
+        Markdown.
+    """
+    rows, machine = report["cells"], report["machine"]
+    parts = [
+        "# Search for data that move a clipped sum by more than the bound\n",
+        f"`{report['command']}`, {report['date']}, {report['seconds']:.0f} s; {machine['cpu']}, {machine['cores']} "
+        f"cores; Python {machine['python']}, torch {machine['versions']['torch']}; commit "
+        f"{str(machine['commit'])[:10]}{', changed since' if machine['changed_since_commit'] else ''}. Seed "
+        f"{report['seed']}, {report['each']} evaluations in each of {len(rows)} cells, "
+        f"{sum(row['evaluations'] for row in rows)} together. Settings that change a float32 product on this machine: "
+        f"{', '.join(name for name, changes in report['reduced'].items() if changes) or 'none'}.\n",
+        _ABOUT,
+        *_largest(rows),
+        "\n## Data by name\n",
+        *_table(_gathered(report["known"], "name"), "data"),
+        "\n## By kind of layer\n",
+        *_table(_gathered(rows, "kind"), "kind of layer"),
+        "\n## Above the bound\n",
+        *_beyond(rows),
+    ]
+    return "\n".join(parts) + "\n"
