@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from ghostclip.clipping.clipper import GhostClipper
     from ghostclip.optimizers.dp_optimizer import DPOptimizer
 
+FORKED = (
+    "Two of them would each report an ε that knows nothing of the other's releases. Call make_private() in the process "
+    "that trains; to continue there, load optimizer.state_dict() into what it returns."
+)
 _NAMES_SHOWN = 5
 _PRIVATE_AGAIN = (
     "Call remove_hooks() on the private model, then make_private again on the same engine, with the model as it is now "

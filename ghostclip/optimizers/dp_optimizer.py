@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ghostclip import _validate
+from ghostclip._owner import Owner
 from ghostclip.distributed.draws import Share
 from ghostclip.distributed.shared import SharedNoise
 from ghostclip.errors import DrawError, InvalidOptionError, MissingGradientError
@@ -101,6 +102,7 @@ class DPOptimizer(StepParts, WrappedOptimizer):
         self.expected_batch_size = expected_batch_size
         if loss_reduction == "mean" or expected_batch_size is not None:
             self.expected_batch_size = _validate.positive(expected_batch_size, "expected_batch_size")
+        self._owner = Owner(self)
         self._batch = LogicalBatch()
         self._step_hooks: list[StepHook] = []
         self._release_hooks: list[ReleaseHook] = []
@@ -298,6 +300,7 @@ class DPOptimizer(StepParts, WrappedOptimizer):
             The order matters: first everything that can refuse, then noise, then the ledger; only then does anything
             leave the clipper's care.
         """
+        self._owner.require(self, remedy=checks.FORKED)
         with self._agreeing():
             drawn = self._require_drawn()
             trainable, sums, std = self._examined()
