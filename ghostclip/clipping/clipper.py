@@ -1,7 +1,7 @@
 """``GhostClipper``: attach to a model, call backward, find the clipped sum in ``.grad``."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Final, Literal, get_args
 
@@ -57,7 +57,9 @@ class GhostClipper(Diagnostics):
     Privacy:
         The sum's L2 sensitivity is :meth:`sensitivity`: ``max_grad_norm`` when one sample is added, removed, or
         replaced by nothing. A sample whose gradient is not finite contributes nothing. No noise is added here.
-        ``per_sample_norms``, ``clip_coefficients`` and the loss are *not* private.
+        ``per_sample_norms``, ``clip_coefficients`` and the loss are *not* private. Without a private optimizer the sum
+        lies in ``p.grad`` for the caller to use, and what becomes of it there is the caller's business: the bound is
+        that of the sum as a backward has left it. A private optimizer *owns* the sums: see :meth:`own_gradients`.
 
     Example:
         >>> clipper = GhostClipper(model, max_grad_norm=1.0)
@@ -341,15 +343,22 @@ class GhostClipper(Diagnostics):
 
     # -- the optimizer's side -------------------------------------------------------------------------------------
 
-    def own_gradients(self, *, discard: Callable[[], Callable[[], None] | None] = lambda: None) -> None:
-        """Let a private optimizer own the sums: they leave ``.grad`` and stay here until :meth:`reset`.
+    def own_gradients(
+        self, *, discard: Callable[[], Callable[[], None] | None] = lambda: None, samples: bool = False
+    ) -> None:
+        """Let a private optimizer own the sums: they stay here until :meth:`reset`.
+
+        What a backward has left in ``.grad`` before is dropped: it may have been changed there.
 
         Args:
             discard: Returns what the model's own ``zero_grad()`` has to call, so that it discards what was
                 accumulated; None once the optimizer is gone.
+            samples: Own the per-sample gradients of strategy "hooks" as well, as what is released is formed of them.
         """
+        if not self._store.owned:
+            self.reset()
         self._decisions.plain = False
-        self._store.own()
+        self._store.own(samples=samples)
         self._zero_grad.install(discard)
 
     @property
@@ -369,16 +378,45 @@ class GhostClipper(Diagnostics):
             parameter: One of the trainable parameters.
 
         Returns:
-            The accumulator itself, which the caller may change in place.
+            A copy where an optimizer owns the sums, which nobody else changes; else the accumulator itself.
 
         Raises:
             TamperedGradientError: ``p.grad``, which holds the sum where no optimizer owns it, was changed since.
         """
         return self._store.summed_gradient(parameter)
 
-    def hand_over_sums(self) -> None:
-        """Let go of the sums, which a private optimizer turns into its release; what was counted stays."""
-        self._store.hand_over()
+    def has_sum_of(self, parameter: nn.Parameter) -> bool:
+        """Return whether something contributed to the sum of a parameter; asked by the optimizer that owns the sums.
+
+        Args:
+            parameter: One of the trainable parameters.
+
+        Returns:
+            True if so.
+        """
+        return self._store.has_sum_of(parameter)
+
+    def hand_over_sums(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+        """Return the sums, which a private optimizer turns into its release, and let go of them; the counts stay.
+
+        Args:
+            parameters: Whose.
+
+        Returns:
+            The accumulators themselves, float32 at least; None where nothing contributed.
+        """
+        return self._store.hand_over(parameters)
+
+    def take_samples(self, parameter: nn.Parameter) -> list[Tensor]:
+        """Return the per-sample gradients that strategy "hooks" has left since they were last taken, and drop them.
+
+        Args:
+            parameter: One of the trainable parameters.
+
+        Returns:
+            Those of each backward, shape ``(B, *P)``, P the parameter's.
+        """
+        return self._store.take_samples(parameter)
 
     def mark_empty_batch(self) -> None:
         """Count a batch without samples as a clipped sum of zero."""
