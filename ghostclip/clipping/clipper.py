@@ -20,10 +20,12 @@ from ghostclip.clipping.decisions import Decisions
 from ghostclip.clipping.diagnostics import Diagnostics
 from ghostclip.clipping.grouping import Whole
 from ghostclip.clipping.loss import back_propagate, check_shape
+from ghostclip.clipping.loss_scale import refuse_common_factor
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, Pass, SumPass
 from ghostclip.clipping.plan import Planner, Planning
 from ghostclip.clipping.policies import ClipPolicy, policy_of
+from ghostclip.clipping.repeats import Repeats
 from ghostclip.clipping.savepoint import Savepoint
 from ghostclip.clipping.scalar_loss import LossExaminer
 from ghostclip.clipping.store import GradientStore
@@ -141,9 +143,11 @@ class GhostClipper(Diagnostics):
         per_sample = loss.dim() == 1
         if not per_sample:
             self._examiner.examine(self._session, [loss], [], [record])
-        elif record.batch_size > 1 and self._losses_to_probe > 0:
-            self._losses_to_probe -= 1
-            probe_losses(self._session, loss)
+        elif record.batch_size > 1:
+            refuse_common_factor(loss)
+            if self._losses_to_probe > 0:
+                self._losses_to_probe -= 1
+                probe_losses(self._session, loss)
         strategy = self.resolve_strategy()
         if strategy in _TWO_PASS:
             self._two_passes(loss.sum(), per_sample=per_sample, instantiate=strategy == "fast")
@@ -167,14 +171,17 @@ class GhostClipper(Diagnostics):
         doubtful_B: Tensor | None = None
         total: GroupNorms | None = None
         group_of = self._groups()
+        repeats = Repeats(loss, count=sum(self._session.record.use_counts.values()))
         while True:
-            norms = NormPass(group_of, shared=self._shared, instantiate=instantiate, doubtful_B=doubtful_B)
+            norms = NormPass(
+                group_of, shared=self._shared, repeats=repeats, instantiate=instantiate, doubtful_B=doubtful_B
+            )
             same_uses = self._listen(norms, lambda: self._session.run_backward([loss], [None]))
-            if same_uses is None:
-                continue
-            if norms.late:
+            if same_uses is None or norms.late:
                 self._shared |= norms.late
+                repeats.begin_again(anew=total is None)
                 continue
+            repeats.begin_again()
             with torch.no_grad():
                 if total is not None and doubtful_B is not None:
                     total.refine(norms.norms(), doubtful_B)
@@ -184,8 +191,13 @@ class GhostClipper(Diagnostics):
             if doubtful_B is None:
                 break
         release = self._decisions.release(total, self._record_of(norms), scale, norms.doubtful_B)
-        sums = SumPass(self._store, release, expected=norms.seen if same_uses else None)
-        self._all_or_nothing(lambda: self._listen(sums, loss.backward))
+        sums = SumPass(self._store, release, repeats=repeats, expected=norms.seen if same_uses else None)
+
+        def add() -> None:
+            self._listen(sums, loss.backward)
+            repeats.require()
+
+        self._all_or_nothing(add)
         self._close(norms)
 
     def _listen(self, listener: Pass, run: Callable[[], bool | None]) -> bool | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from ghostclip.capture.usage import Record, Use
 from ghostclip.clipping.changes import changed_in_place, versions
 from ghostclip.clipping.norms import GroupNorms, cross_terms, exact_norms, exact_sqnorm, in_double
+from ghostclip.clipping.repeats import Repeats
 from ghostclip.clipping.together import Together
 from ghostclip.errors import BatchAxisError, GhostClipError, TamperedGradientError
 from ghostclip.factors import Dense, Factor, Outer, Permuted, Placed, Rows, joined
@@ -235,6 +236,7 @@ class NormPass(Pass):
         group_of: Mapping[str, int],
         *,
         shared: set[str],
+        repeats: Repeats,
         instantiate: bool = False,
         doubtful_B: Tensor | None = None,
     ) -> None:
@@ -243,6 +245,7 @@ class NormPass(Pass):
         Args:
             group_of: The parameters' clip groups, see `GroupNorms`.
             shared: Parameters known to be used more than once.
+            repeats: Compares the factors with those of other passes.
             instantiate: Form each layer's per-sample gradient for its norm (fast gradient clipping).
             doubtful_B: Samples whose norms rounding may have changed; if given, norms are computed in float64 without
                 a Gram.
@@ -252,7 +255,7 @@ class NormPass(Pass):
         self.seen: set[int] = set()
         self.arrived: set[str] = set()
         self.late: set[str] = set()
-        self._shared = shared
+        self._shared, self._repeats = shared, repeats
         self.doubtful_B = doubtful_B
         self._instantiate, self._exact = instantiate, doubtful_B is not None
         self._together = Together(self.total)
@@ -260,6 +263,7 @@ class NormPass(Pass):
 
     def consume(self, use: Use, name: str, factor: Factor) -> None:
         """Add a factor's squared norm and drop it, or keep it for cross terms."""
+        self._repeats.note(name, factor)
         self.seen.add(id(use))
         if name in self.arrived:
             # A second use came after the first one was dropped: only the whole pass again can give the cross term.
@@ -301,22 +305,25 @@ class NormPass(Pass):
 class SumPass(Pass):
     """The second backward: every layer's clipped sum is contracted as its gradient arrives, and dropped at once."""
 
-    def __init__(self, sums: Sums, release: "Release", *, expected: set[int] | None) -> None:
+    def __init__(self, sums: Sums, release: "Release", *, repeats: Repeats, expected: set[int] | None) -> None:
         """Start.
 
         Args:
             sums: Where sums go.
             release: How much of each sample is released.
+            repeats: Compares the factors with those that the norms are of.
             expected: The uses that the norm pass heard of; None where recomputation makes new ones.
         """
         super().__init__()
         self._sums, self._release, self._expected = sums, release, expected
+        self._repeats = repeats
 
     def consume(self, use: Use, name: str, factor: Factor) -> None:
         """Contract a factor into its parameter's sum."""
         if self._expected is not None and id(use) not in self._expected:
             message = f"{use.site.describe()}: its gradient arrived in the second backward only, so it has no norm."
             raise GhostClipError(message)
+        self._repeats.note(name, factor)
         self._release.into(self._sums, factor, name)
 
 
