@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -165,6 +167,17 @@ def _accelerate():
     return lambda optimizer: optimizers.AcceleratedOptimizer(optimizer, scaler=_scaling()).step()
 
 
+@pytest.fixture
+def _no_accelerator_stays():
+    """Another test's has other options."""
+    yield
+    states = sys.modules.get("accelerate.state")
+    if states is not None:
+        states.AcceleratorState._reset_state(reset_partial_state=True)
+        states.GradientState._reset_state()
+
+
+@pytest.mark.usefixtures("_no_accelerator_stays")
 @pytest.mark.parametrize("stepper", [_lightning, _fabric, _accelerate])
 def test_scalers_of_frameworks_are_refused(stepper):
     step, run = stepper(), Run()
