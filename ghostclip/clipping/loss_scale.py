@@ -13,6 +13,7 @@ from math import prod
 from typing import Final
 
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ghostclip.capture.backward_entry import is_output
 from ghostclip.capture.batch_axis import RowMap, samples_axis
@@ -97,7 +98,8 @@ def refuse_common_factor(losses_B: Tensor) -> None:
         return
     numbers: list[Number] = []
     # Of a loss of very many terms the first ones are looked at: a factor of all is met on the way to each.
-    with suppress(RecursionError):
+    # Reading a number is no operation of the training, which somebody may count.
+    with suppress(RecursionError), _disable_current_modes():
         for path in paths([((losses_B.grad_fn, losses_B.output_nr), Path())], is_output):
             numbers += [number for number in path.numbers if not number.plain]
     if numbers:
