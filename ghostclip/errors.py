@@ -44,6 +44,10 @@ class DrawError(GhostClipError, RuntimeError):
     """A private step's rows are not those that the private loader drew, so that its account would be of another one."""
 
 
+class CopyError(GhostClipError, RuntimeError):
+    """A copy or a fork of what draws randomness or releases would repeat it, or release on the same account."""
+
+
 class DataError(GhostClipError, ValueError):
     """The data handed over cannot be trained on (missing, empty, or of the wrong form)."""
 

@@ -18,17 +18,19 @@ _WITHOUT: Final = frozenset({"cpu", "meta"})
 class Randomness:
     """The states of all global generators at one moment: torch's (CPU and devices in use), Python's and NumPy's."""
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    def __init__(self, tensors: Iterable[Tensor], *, only_torch: bool = False) -> None:
         """Keep the states.
 
         Args:
             tensors: Tensors on the devices in use.
+            only_torch: Leave out Python's and NumPy's, which take far longer to read and to write.
         """
         devices = {tensor.device for tensor in tensors if tensor.device.type not in _WITHOUT}
         self._generators = [_generator_of(device) for device in sorted(devices, key=str)]
         self._generators.append((torch.get_rng_state, torch.set_rng_state))
-        self._generators.append((random.getstate, random.setstate))
-        if "numpy" in sys.modules:
+        if not only_torch:
+            self._generators.append((random.getstate, random.setstate))
+        if not only_torch and "numpy" in sys.modules:
             legacy = sys.modules["numpy"].random
             self._generators.append((lambda: legacy.get_state(legacy=False), legacy.set_state))
         self._states = [read() for read, _ in self._generators]

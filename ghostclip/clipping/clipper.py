@@ -1,7 +1,7 @@
 """``GhostClipper``: attach to a model, call backward, find the clipped sum in ``.grad``."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Final, Literal, get_args
 
@@ -20,10 +20,12 @@ from ghostclip.clipping.decisions import Decisions
 from ghostclip.clipping.diagnostics import Diagnostics
 from ghostclip.clipping.grouping import Whole
 from ghostclip.clipping.loss import back_propagate, check_shape
+from ghostclip.clipping.loss_scale import refuse_common_factor
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, Pass, SumPass
 from ghostclip.clipping.plan import Planner, Planning
 from ghostclip.clipping.policies import ClipPolicy, policy_of
+from ghostclip.clipping.repeats import Repeats
 from ghostclip.clipping.savepoint import Savepoint
 from ghostclip.clipping.scalar_loss import LossExaminer
 from ghostclip.clipping.store import GradientStore
@@ -58,7 +60,9 @@ class GhostClipper(Diagnostics):
     Privacy:
         The sum's L2 sensitivity is :meth:`sensitivity`: ``max_grad_norm`` when one sample is added, removed, or
         replaced by nothing. A sample whose gradient is not finite contributes nothing. No noise is added here.
-        ``per_sample_norms``, ``clip_coefficients`` and the loss are *not* private.
+        ``per_sample_norms``, ``clip_coefficients`` and the loss are *not* private. Without a private optimizer the sum
+        lies in ``p.grad`` for the caller to use, and what becomes of it there is the caller's business: the bound is
+        that of the sum as a backward has left it. A private optimizer *owns* the sums: see :meth:`own_gradients`.
 
     Example:
         >>> clipper = GhostClipper(model, max_grad_norm=1.0)
@@ -140,9 +144,11 @@ class GhostClipper(Diagnostics):
         per_sample = loss.dim() == 1
         if not per_sample:
             self._examiner.examine(self._session, [loss], [], [record])
-        elif record.batch_size > 1 and self._losses_to_probe > 0:
-            self._losses_to_probe -= 1
-            probe_losses(self._session, loss)
+        elif record.batch_size > 1:
+            refuse_common_factor(loss)
+            if self._losses_to_probe > 0:
+                self._losses_to_probe -= 1
+                probe_losses(self._session, loss)
         strategy = self.resolve_strategy()
         if strategy in _TWO_PASS:
             self._two_passes(loss.sum(), per_sample=per_sample, instantiate=strategy == "fast")
@@ -167,14 +173,15 @@ class GhostClipper(Diagnostics):
         total: GroupNorms | None = None
         ill_conditioned_B: Tensor | None = None
         group_of = self._groups()
+        repeats = Repeats(loss, count=sum(self._session.record.use_counts.values()))
         while True:
-            norms = NormPass(group_of, shared=self._shared, instantiate=instantiate, index_D=index_D)
+            norms = NormPass(group_of, shared=self._shared, repeats=repeats, instantiate=instantiate, index_D=index_D)
             same_uses = self._listen(norms, lambda: self._session.run_backward([loss], [None]))
-            if same_uses is None:
-                continue
-            if norms.late:
+            if same_uses is None or norms.late:
                 self._shared |= norms.late
+                repeats.begin_again(anew=total is None)
                 continue
+            repeats.begin_again()
             with torch.no_grad(), full_precision():
                 found = norms.norms()
                 if total is not None and index_D is not None:
@@ -186,14 +193,17 @@ class GhostClipper(Diagnostics):
                 break
             index_D = doubtful_B.nonzero().squeeze(1)
         release = self._decisions.release(total, self._record_of(norms), scale, ill_conditioned_B)
-        sums = SumPass(self._store, release, expected=norms.seen if same_uses else None, several=norms.several)
-        self._all_or_nothing(lambda: self._add_sums(sums, loss))
-        self._close(norms)
+        expected = norms.seen if same_uses else None
+        sums = SumPass(self._store, release, repeats=repeats, expected=expected, several=norms.several)
 
-    def _add_sums(self, sums: SumPass, loss: Tensor) -> None:
-        self._listen(sums, loss.backward)
-        with torch.no_grad(), full_precision():
-            sums.finish()
+        def add() -> None:
+            self._listen(sums, loss.backward)
+            repeats.require()
+            with torch.no_grad(), full_precision():
+                sums.finish()
+
+        self._all_or_nothing(add)
+        self._close(norms)
 
     def _listen(self, listener: Pass, run: Callable[[], bool | None]) -> bool | None:
         if self._session.listener is not None:
@@ -350,15 +360,22 @@ class GhostClipper(Diagnostics):
 
     # -- the optimizer's side -------------------------------------------------------------------------------------
 
-    def own_gradients(self, *, discard: Callable[[], Callable[[], None] | None] = lambda: None) -> None:
-        """Let a private optimizer own the sums: they leave ``.grad`` and stay here until :meth:`reset`.
+    def own_gradients(
+        self, *, discard: Callable[[], Callable[[], None] | None] = lambda: None, samples: bool = False
+    ) -> None:
+        """Let a private optimizer own the sums: they stay here until :meth:`reset`.
+
+        What a backward has left in ``.grad`` before is dropped: it may have been changed there.
 
         Args:
             discard: Returns what the model's own ``zero_grad()`` has to call, so that it discards what was
                 accumulated; None once the optimizer is gone.
+            samples: Own the per-sample gradients of strategy "hooks" as well, as what is released is formed of them.
         """
+        if not self._store.owned:
+            self.reset()
         self._decisions.plain = False
-        self._store.own()
+        self._store.own(samples=samples)
         self._zero_grad.install(discard)
 
     @property
@@ -378,16 +395,45 @@ class GhostClipper(Diagnostics):
             parameter: One of the trainable parameters.
 
         Returns:
-            The accumulator itself, which the caller may change in place.
+            A copy where an optimizer owns the sums, which nobody else changes; else the accumulator itself.
 
         Raises:
             TamperedGradientError: ``p.grad``, which holds the sum where no optimizer owns it, was changed since.
         """
         return self._store.summed_gradient(parameter)
 
-    def hand_over_sums(self) -> None:
-        """Let go of the sums, which a private optimizer turns into its release; what was counted stays."""
-        self._store.hand_over()
+    def has_sum_of(self, parameter: nn.Parameter) -> bool:
+        """Return whether something contributed to the sum of a parameter; asked by the optimizer that owns the sums.
+
+        Args:
+            parameter: One of the trainable parameters.
+
+        Returns:
+            True if so.
+        """
+        return self._store.has_sum_of(parameter)
+
+    def hand_over_sums(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+        """Return the sums, which a private optimizer turns into its release, and let go of them; the counts stay.
+
+        Args:
+            parameters: Whose.
+
+        Returns:
+            The accumulators themselves, float32 at least; None where nothing contributed.
+        """
+        return self._store.hand_over(parameters)
+
+    def take_samples(self, parameter: nn.Parameter) -> list[Tensor]:
+        """Return the per-sample gradients that strategy "hooks" has left since they were last taken, and drop them.
+
+        Args:
+            parameter: One of the trainable parameters.
+
+        Returns:
+            Those of each backward, shape ``(B, *P)``, P the parameter's.
+        """
+        return self._store.take_samples(parameter)
 
     def mark_empty_batch(self) -> None:
         """Count a batch without samples as a clipped sum of zero."""

@@ -23,7 +23,7 @@ class Diagnostics:
         """Norm of every sample's whole gradient in the last backward, shape ``(B,)``, rounded up. Not private."""
         if self._decisions.norm_GB is None:
             raise GhostClipError("per_sample_norms: no backward has been run yet.")
-        return self._decisions.whole_norms()
+        return self._decisions.whole_norms().clone()
 
     @property
     def group_norms(self) -> Tensor:
@@ -38,7 +38,7 @@ class Diagnostics:
         if self._decisions.coef_GB is None:
             raise GhostClipError("clip_coefficients: no backward has been run yet.")
         coef_GB = self._decisions.coef_GB
-        return coef_GB[0] if len(coef_GB) == 1 else columns(coef_GB)
+        return coef_GB[0].clone() if len(coef_GB) == 1 else columns(coef_GB)
 
     @property
     def non_finite_samples(self) -> int:

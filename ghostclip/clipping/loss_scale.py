@@ -6,13 +6,18 @@ function of them, and no bound on one sample's influence holds.
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
 from typing import Final
 
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ghostclip.capture.backward_entry import is_output
 from ghostclip.capture.batch_axis import RowMap, samples_axis
-from ghostclip.capture.chain import Number, Path, Reduced, looks_plain
+from ghostclip.capture.chain import Number, Path, Reduced, looks_plain, paths
 from ghostclip.capture.evidence import in_words
 from ghostclip.clipping.shares import counted_positions
 from ghostclip.errors import LossReductionError
@@ -77,6 +82,34 @@ def remedy(reduction: str) -> str:
         "or for a language model losses = ghostclip.losses.token_losses(logits, labels); then "
         f"clipper.backward(losses), or losses.{reduction}().backward() in a plain loop."
     )
+
+
+def refuse_common_factor(losses_B: Tensor) -> None:
+    """Refuse losses of samples that were all multiplied by one tensor, as a GradScaler does it.
+
+    Args:
+        losses_B: Losses of several samples, shape ``(B,)``.
+
+    Raises:
+        LossReductionError: They were, after the model's outputs; the number may follow other samples, and clipping
+            cannot undo it.
+    """
+    if losses_B.grad_fn is None:
+        return
+    numbers: list[Number] = []
+    # Of a loss of very many terms the first ones are looked at: a factor of all is met on the way to each.
+    # Reading a number is no operation of the training, which somebody may count.
+    with suppress(RecursionError), _disable_current_modes():
+        for path in paths([((losses_B.grad_fn, losses_B.output_nr), Path())], is_output):
+            numbers += [number for number in path.numbers if not number.plain]
+    if numbers:
+        message = (
+            f"every sample's loss is {numbers[0].describe()}, which may have been computed from other samples (their "
+            "lengths, the scale of a GradScaler that adapts to them): each gradient would depend on them. Use a number "
+            "of Python for a public constant, torch.autocast with bfloat16, which needs no scaler, or "
+            "GradScaler(enabled=False)."
+        )
+        raise LossReductionError(message)
 
 
 def scale_of(path: Path, row_map: RowMap, *, batch_size: int, axis: int, reduction: str) -> Scale:

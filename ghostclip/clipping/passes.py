@@ -16,6 +16,7 @@ from torch import Tensor
 from ghostclip.capture.usage import Record, Use
 from ghostclip.clipping.changes import changed_in_place, versions
 from ghostclip.clipping.norms import GroupNorms, cross_terms, exact_norms, exact_sqnorm, terms_of_uses
+from ghostclip.clipping.repeats import Repeats
 from ghostclip.clipping.together import Together
 from ghostclip.errors import BatchAxisError, GhostClipError, TamperedGradientError
 from ghostclip.factors import Dense, Factor, Outer, Permuted, Placed, SquaredNorm, joined
@@ -241,6 +242,7 @@ class NormPass(Pass):
         group_of: Mapping[str, int],
         *,
         shared: set[str],
+        repeats: Repeats,
         instantiate: bool = False,
         index_D: Tensor | None = None,
     ) -> None:
@@ -249,6 +251,7 @@ class NormPass(Pass):
         Args:
             group_of: The parameters' clip groups, see `GroupNorms`.
             shared: Parameters known to be used more than once.
+            repeats: Compares the factors with those of other passes.
             instantiate: Form each layer's per-sample gradient for its norm (fast gradient clipping).
             index_D: Samples whose norms rounding may have changed, shape ``(D,)``; if given, only theirs are computed,
                 in float64.
@@ -259,13 +262,14 @@ class NormPass(Pass):
         self.arrived: set[str] = set()
         self.late: set[str] = set()
         self.several: set[str] = set()
-        self._shared = shared
+        self._shared, self._repeats = shared, repeats
         self._instantiate, self._index_D = instantiate, index_D
         self._together = Together(self.total)
         self._waiting: defaultdict[str, list[Factor]] = defaultdict(list)
 
     def consume(self, use: Use, name: str, factor: Factor) -> None:
         """Add a factor's squared norm and drop it, or keep it for cross terms."""
+        self._repeats.note(name, factor)
         self.seen.add(id(use))
         if name in self.arrived:
             # A second use came after the first one was dropped: only the whole pass again can give the cross term.
@@ -312,23 +316,28 @@ class NormPass(Pass):
 class SumPass(Pass):
     """The second backward: every layer's clipped sum is contracted as its gradient arrives, and dropped at once."""
 
-    def __init__(self, sums: Sums, release: "Release", *, expected: set[int] | None, several: set[str]) -> None:
+    def __init__(
+        self, sums: Sums, release: "Release", *, repeats: Repeats, expected: set[int] | None, several: set[str]
+    ) -> None:
         """Start.
 
         Args:
             sums: Where sums go.
             release: How much of each sample is released.
+            repeats: Compares the factors with those that the norms are of.
             expected: The uses that the norm pass heard of; None where recomputation makes new ones.
             several: Parameters that it heard of more than once.
         """
         super().__init__()
-        self._sums, self._release, self._expected, self._several = sums, release, expected, several
+        self._sums, self._release, self._repeats = sums, release, repeats
+        self._expected, self._several = expected, several
 
     def consume(self, use: Use, name: str, factor: Factor) -> None:
         """Contract a factor into its parameter's sum."""
         if self._expected is not None and id(use) not in self._expected:
             message = f"{use.site.describe()}: its gradient arrived in the second backward only, so it has no norm."
             raise GhostClipError(message)
+        self._repeats.note(name, factor)
         self._release.into(self._sums, factor, name, more=name in self._several)
 
     def finish(self) -> None:

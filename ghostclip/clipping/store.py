@@ -1,6 +1,6 @@
 """Where clipped sums are kept: in ``p.grad``, or, once a private optimizer owns them, where no optimizer sees them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,14 @@ class GradientStore:
 
     Privacy:
         A sum without noise is never where another optimizer, a logger or a gradient scaler could use or change it:
-        what is owned reaches ``p.grad`` as a release only.
+        what is owned reaches ``p.grad`` as a release only, and who asks for it before is given a copy. What lay in
+        ``p.grad`` before is not taken over: nothing tells whether it was changed there (through ``p.grad.data``,
+        numpy or a view of its memory).
+
+    Attributes:
+        owned: Whether a private optimizer owns the sums.
+        has_sum: Whether a backward has completed since the last `reset`.
+        samples_apart: Whether per-sample gradients are kept here too, as what is released is formed of them.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -30,22 +37,23 @@ class GradientStore:
         """
         self.owned = False
         self.has_sum = False
+        self.samples_apart = False
         self._parameters = parameters
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._versions: dict[nn.Parameter, int] = {}
         self._in_progress: dict[nn.Parameter, Tensor] = {}
         self._sampled: set[nn.Parameter] = set()
+        self._samples: dict[nn.Parameter, list[Tensor]] = {}
         # Their sums live in ``p.grad`` alone: whoever sets that to None has let go of them.
         self._shown: set[nn.Parameter] = set()
 
-    def own(self) -> None:
-        """Let an optimizer own the sums from now on, those that are there included: they leave ``p.grad``."""
-        self.owned = True
-        self._sums.update(self._held())
-        self._shown.clear()
-        self._versions.clear()
-        for parameter in self._sums:
-            parameter.grad = None
+    def own(self, *, samples: bool) -> None:
+        """Let an optimizer own the sums from now on; there must be none in ``p.grad``.
+
+        Args:
+            samples: Whether it owns per-sample gradients too.
+        """
+        self.owned, self.samples_apart = True, samples
 
     def _held(self) -> dict[nn.Parameter, Tensor]:
         """Return every sum there is, by parameter."""
@@ -106,6 +114,10 @@ class GradientStore:
             grad_BP: Shape ``(B, *P)``, P the parameter's, float32 or float64.
         """
         parameter = self._parameters[name]
+        if self.samples_apart:
+            self._samples.setdefault(parameter, []).append(grad_BP)
+            parameter.grad_sample = None  # type: ignore[attr-defined]
+            return
         before = getattr(parameter, "grad_sample", None) if parameter in self._sampled else None
         self._sampled.add(parameter)
         if before is None:
@@ -114,8 +126,27 @@ class GradientStore:
             earlier = before if isinstance(before, list) else [before]
             parameter.grad_sample = [*earlier, grad_BP]  # type: ignore[attr-defined]
 
+    def take_samples(self, parameter: nn.Parameter) -> list[Tensor]:
+        """Return the per-sample gradients of each backward since they were last taken, and let go of them.
+
+        Args:
+            parameter: The parameter.
+
+        Returns:
+            Shape ``(B, *P)`` each.
+        """
+        if self.samples_apart:
+            return self._samples.pop(parameter, [])
+        found = getattr(parameter, "grad_sample", None)
+        if found is None:
+            return []
+        parameter.grad_sample = None  # type: ignore[attr-defined]
+        return found if isinstance(found, list) else [found]
+
     def drop_stale_samples(self) -> None:
         """Drop per-sample gradients of a batch that is over, before those of the next are formed beside them."""
+        if not self.has_sum:
+            self._samples.clear()
         for parameter in self._sampled:
             stale = not self.has_sum if self.owned else parameter.grad is None
             if stale and getattr(parameter, "grad_sample", None) is not None:
@@ -151,14 +182,27 @@ class GradientStore:
             parameter: The parameter.
 
         Returns:
-            The accumulator itself, shape of the parameter.
+            Shape of the parameter: a copy where the sum is owned, else the accumulator itself.
 
         Raises:
             TamperedGradientError: ``p.grad``, which holds the sum where nobody owns it, was changed since the backward.
         """
-        if not self.owned:
-            self._check(parameter)
+        if self.owned:
+            kept = self._sums.get(parameter)
+            return None if kept is None else kept.clone()
+        self._check(parameter)
         return parameter.grad if parameter in self._shown else self._sums.get(parameter)
+
+    def has_sum_of(self, parameter: nn.Parameter) -> bool:
+        """Return whether something contributed to the sum of a parameter that an optimizer owns.
+
+        Args:
+            parameter: The parameter.
+
+        Returns:
+            True if so.
+        """
+        return parameter in self._sums
 
     def _check(self, parameter: nn.Parameter) -> None:
         kept, grad = self._sums.get(parameter), parameter.grad
@@ -174,9 +218,18 @@ class GradientStore:
             )
             raise TamperedGradientError(message)
 
-    def hand_over(self) -> None:
-        """Let go of the sums that an owner turns into its release, so that they are not kept beside it."""
+    def hand_over(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+        """Return the sums, which an owner turns into its release, and let go of them all.
+
+        Args:
+            parameters: Whose.
+
+        Returns:
+            The accumulators themselves, None where nothing contributed.
+        """
+        sums = [self._sums.get(parameter) for parameter in parameters]
         self._sums.clear()
+        return sums
 
     def release_samples(self) -> None:
         """Take ``grad_sample`` off the parameters."""
@@ -208,6 +261,7 @@ class GradientStore:
             if getattr(parameter, "grad_sample", None) is not None:
                 parameter.grad_sample = None  # type: ignore[attr-defined]
         self._sampled.clear()
+        self._samples.clear()
         self._in_progress.clear()
         self._sums.clear()
         self._shown.clear()

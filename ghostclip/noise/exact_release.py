@@ -53,22 +53,21 @@ class ExactRelease:
         self._generation = clipper.generation
 
     def collect(self) -> None:
-        """Take the per-sample gradients of the backward that just completed off the parameters, rounded and added up.
+        """Take the per-sample gradients of the backward that just completed from the clipper, round and add them up.
 
         Raises:
             InvalidOptionError: If several backwards have left theirs: each has clip factors of its own.
         """
         grads: dict[nn.Parameter, torch.Tensor] = {}
         for parameter in self._clipper.trainable_parameters():
-            found = getattr(parameter, "grad_sample", None)
-            if isinstance(found, list):
+            found = self._clipper.take_samples(parameter)
+            if len(found) > 1:
                 raise InvalidOptionError(
                     f"{len(found)} backwards before one step at noise level 'exact': call step() after each backward "
                     "(physical batches: BatchMemoryManager), or add up the losses."
                 )
-            if found is not None:
-                grads[parameter] = found
-                parameter.grad_sample = None  # type: ignore[attr-defined]
+            if found:
+                grads[parameter] = found[0]
         if grads:
             self._open().add(grads, self._clipper.clip_coefficients)
 

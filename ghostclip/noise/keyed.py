@@ -9,11 +9,17 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ghostclip._owner import Owner
 from ghostclip._validate import non_negative, positive
 from ghostclip.errors import FixedSeedWarning, InvalidOptionError, ResumeError
 from ghostclip.noise.packs import copy_back_, draws_at_once, flattened, packs
 from ghostclip.noise.threads import run
 from ghostclip.sampling.keys import RandomKey
+
+_REMEDY = (
+    "Make a noise source of its own; to continue where the original ends, load its state_dict(). A fork may also draw "
+    "from a key of its own: renew_key()."
+)
 
 BLOCK = 1 << 15
 """Elements drawn at once on the CPU: 256 KiB of float64, which stay in its cache."""
@@ -70,6 +76,7 @@ class KeyedNoise:
     _accepts = "floating-point"
 
     def __init__(self, key: RandomKey, generator: torch.Generator | None = None) -> None:
+        self._owner = Owner(self)
         self._key = key
         self._position = 0
         self._generator = generator
@@ -89,6 +96,7 @@ class KeyedNoise:
 
         Raises:
             InvalidOptionError: If the tensor's type does not fit the level or std is not finite.
+            CopyError: If this is a copy of a source, or in a fork of its process.
 
         Privacy:
             Every call uses noise that no other call uses.
@@ -207,6 +215,7 @@ class KeyedNoise:
             torch._foreach_div_([part_N], divisor)
 
     def _next_position(self) -> int:
+        self._owner.require(self, remedy=_REMEDY)
         self._follow()
         position, self._position = self._position, self._position + 1
         return position
@@ -268,6 +277,7 @@ class KeyedNoise:
             Two runs that go on differently from one state would add equal noise to different sums: their difference
             would have none.
         """
+        self._owner.move_here(self, remedy=_REMEDY)
         self._key.renew()
         self._take_note()
 
@@ -317,6 +327,7 @@ class KeyedNoise:
             raise ResumeError(f"noise state: missing {', '.join(sorted(missing))}; pass what state_dict() returned.")
         if state["level"] != self.level:
             raise ResumeError(f"noise state: level {state['level']!r} was saved, this source is {self.level!r}.")
+        self._owner.move_here(self, remedy=_REMEDY)
         self._key.load(state["key"])
         self._position = int(state["position"])
         saved = bytes.fromhex(state.get("generator", ""))

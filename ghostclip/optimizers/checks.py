@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from ghostclip.clipping.clipper import GhostClipper
     from ghostclip.optimizers.dp_optimizer import DPOptimizer
 
+FORKED = (
+    "Two of them would each report an ε that knows nothing of the other's releases. Call make_private() in the process "
+    "that trains; to continue there, load optimizer.state_dict() into what it returns."
+)
 _NAMES_SHOWN = 5
 _PRIVATE_AGAIN = (
     "Call remove_hooks() on the private model, then make_private again on the same engine, with the model as it is now "
@@ -122,6 +126,24 @@ def _add(*, fixed: bool) -> str:
     if fixed:
         return _PRIVATE_AGAIN[0].lower() + _PRIVATE_AGAIN[1:]
     return "add them with optimizer.add_param_group({'params': [...]}) before the first step."
+
+
+def refuse_changed_noise(optimizer: DPOptimizer, noise_multiplier: float, std: float) -> None:
+    """Refuse a step whose hooks have changed the noise after some of them were asked about it.
+
+    Args:
+        optimizer: Is about to release.
+        noise_multiplier: σ when the first hook ran.
+        std: Standard deviation of the noise then.
+
+    Raises:
+        InvalidOptionError: If either is another one now: the step would be charged with one and released with another.
+    """
+    if (optimizer.noise_multiplier, optimizer.noise_std) != (noise_multiplier, std):
+        raise InvalidOptionError(
+            f"noise_multiplier={optimizer.noise_multiplier:g}: a step hook changed the noise of the step that is being "
+            f"made (it was {noise_multiplier:g}). Set it between steps, or with a scheduler."
+        )
 
 
 def warn_about_parameters_left_out(clipper: GhostClipper, parameters: Sequence[nn.Parameter]) -> None:

@@ -18,9 +18,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ghostclip import _validate
+from ghostclip._owner import Owner
 from ghostclip.distributed.draws import Share
 from ghostclip.distributed.shared import SharedNoise
 from ghostclip.errors import DrawError, InvalidOptionError, MissingGradientError
+from ghostclip.noise import ExactRelease
 from ghostclip.optimizers import checks
 from ghostclip.optimizers.foreign import Releases, watch_other_optimizers
 from ghostclip.optimizers.parts import ReleaseHook, StepHook, StepParts, chosen_clipper, chosen_noise
@@ -101,6 +103,7 @@ class DPOptimizer(StepParts, WrappedOptimizer):
         self.expected_batch_size = expected_batch_size
         if loss_reduction == "mean" or expected_batch_size is not None:
             self.expected_batch_size = _validate.positive(expected_batch_size, "expected_batch_size")
+        self._owner = Owner(self)
         self._batch = LogicalBatch()
         self._step_hooks: list[StepHook] = []
         self._release_hooks: list[ReleaseHook] = []
@@ -113,7 +116,9 @@ class DPOptimizer(StepParts, WrappedOptimizer):
         self._warned: set[str] = set()
         self.noise_multiplier = noise_multiplier
         checks.refuse_adaptation_without_batch_size(clipper, self.expected_batch_size)
-        clipper.own_gradients(discard=weakref.WeakMethod(self.discard))
+        clipper.own_gradients(
+            discard=weakref.WeakMethod(self.discard), samples=isinstance(self._collected, ExactRelease)
+        )
         self._draws: DrawLog | None = None
         self._released = Releases(self.params)
         self.is_applying = False
@@ -298,12 +303,13 @@ class DPOptimizer(StepParts, WrappedOptimizer):
             The order matters: first everything that can refuse, then noise, then the ledger; only then does anything
             leave the clipper's care.
         """
+        self._owner.require(self, remedy=checks.FORKED)
         with self._agreeing():
             drawn = self._require_drawn()
-            trainable, sums, std = self._examined()
+            trainable, std = self._examined()
         self._require_one_draw(drawn, std)
         # The sums turn into the release, and what is left of the last one makes room.
-        self.clipper.hand_over_sums()
+        sums = self.clipper.hand_over_sums(trainable)
         self._take_gradients()
         divisor = self.divisor if divide else 1.0
         released = noisy_gradients(
@@ -330,25 +336,25 @@ class DPOptimizer(StepParts, WrappedOptimizer):
             p.grad = gradient
         self._released.note(list(zip(trainable, released, strict=True)))
 
-    def _examined(self) -> tuple[list[nn.Parameter], list[torch.Tensor | None], float]:
+    def _examined(self) -> tuple[list[nn.Parameter], float]:
         """Ask all that can refuse or skip a release.
 
         Returns:
-            The trainable parameters, their clipped sums, and the standard deviation of the noise.
+            The trainable parameters and the standard deviation of the noise.
         """
-        std = self.noise_std
+        noise_multiplier, std = self._noise_multiplier, self.noise_std
         if self.clipper.roster.changed:
             fixed = self.releases > 0 or self.noise_source.level == "exact"
             checks.refuse_changed_parameters(self.clipper, self.params, fixed=fixed)
         trainable = [p for p in self.params if p.requires_grad]
-        sums = [self.clipper.summed_gradient(p) for p in trainable]
         # What has a clipped sum is clipped; for the rest the whole model is looked through.
-        checks.refuse_uncovered(self.clipper, [p for p, kept in zip(trainable, sums, strict=True) if kept is None])
+        checks.refuse_uncovered(self.clipper, [p for p in trainable if not self.clipper.has_sum_of(p)])
         self._released.refuse_strangers(self)
         checks.warn_about_mechanism(self, self._warned)
         for step_hook in self._step_hooks:
             step_hook(self)
-        return trainable, sums, std
+        checks.refuse_changed_noise(self, noise_multiplier, std)
+        return trainable, std
 
     @contextmanager
     def _agreeing(self) -> Iterator[None]:

@@ -9,11 +9,17 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
+from ghostclip._owner import Owner
 from ghostclip.accounting.events import SamplingEvent
 from ghostclip.errors import InvalidOptionError, ResumeError
 from ghostclip.sampling.draws import Draw, DrawLog
 from ghostclip.sampling.keys import RandomKey
 from ghostclip.sampling.schemes import Poisson, SamplingScheme
+
+_REMEDY = (
+    "Make the loader (and what make_private() returns) in the process that trains; one that shall continue loads the "
+    "original's state_dict()."
+)
 
 
 class PrivateSampler(Sampler[list[int]]):
@@ -43,6 +49,7 @@ class PrivateSampler(Sampler[list[int]]):
         self.scheme = scheme
         self.rank, self.num_replicas = 0, 1
         self.draws = DrawLog()
+        self._owner = Owner(self)
         self._key = RandomKey("sampling", seed=seed, generator=generator)
         self._drawn = 0
         self._delivered = 0
@@ -93,7 +100,11 @@ class PrivateSampler(Sampler[list[int]]):
 
         Returns:
             Distinct record numbers, ascending.
+
+        Raises:
+            CopyError: If this is a copy of a sampler, or in a fork of its process.
         """
+        self._owner.require(self, remedy=_REMEDY)
         return self.scheme.draw(self._key, position)[self.rank :: self.num_replicas].tolist()
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -104,6 +115,7 @@ class PrivateSampler(Sampler[list[int]]):
 
         Raises:
             InvalidOptionError: If another loop over this sampler has started meanwhile.
+            CopyError: If this is a copy of a sampler, or in a fork of its process.
         """
         loop = self._loop = object()
         self._begin_epoch()
@@ -174,11 +186,13 @@ class PrivateSampler(Sampler[list[int]]):
         """
         if not 0 <= rank < num_replicas:
             raise InvalidOptionError(f"rank={rank!r}: must lie in [0, num_replicas={num_replicas!r}).")
+        self._owner.move_here(self, remedy=_REMEDY)
         self.rank, self.num_replicas = rank, num_replicas
         self._key.load(key)
 
     def renew_key(self) -> None:
         """Draw with a fresh key from here on, as a run must that branches off a checkpoint instead of continuing it."""
+        self._owner.move_here(self, remedy=_REMEDY)
         self._key.renew()
 
     def fingerprint(self) -> str:
@@ -227,6 +241,7 @@ class PrivateSampler(Sampler[list[int]]):
                     f"sampler state: {name}={state[name]!r} was saved, this sampler has {value!r}; "
                     "resume with the data and the batch size of the interrupted run."
                 )
+        self._owner.move_here(self, remedy=_REMEDY)
         self._key.load(state["key"])
         self._drawn = self._delivered = int(state["position"])
         self._epoch_end = self._drawn + int(state["remaining"])

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ghostclip import _validate
+from ghostclip._owner import Owner
 from ghostclip.accounting import Accountant, Bounds, IAccountant
 from ghostclip.accounting.calibration import smallest_noise_multiplier
 from ghostclip.capture.unchecked import Unchecked
@@ -25,6 +26,10 @@ from ghostclip.utils.ledger_file import Entry, LedgerFile, total
 from ghostclip.utils.own_accountant import continue_own, refuse_untold, tell
 from ghostclip.utils.sampling_plan import SamplingPlan
 
+_REMEDY = (
+    "What either releases would be missing in the other's ε. Make a PrivacyEngine, and call make_private(), in the "
+    "process that trains; to continue there, load a checkpoint into it."
+)
 _BEFORE = "before this ledger"
 # What a target may leave unused.
 _UNUSED, _UNUSED_SHARE = 0.01, 1e-3
@@ -59,7 +64,7 @@ class Account:
         self.budgets: list[Budget] = []
         self.coordinates = 0
         self.unchecked: list[Unchecked] = []
-        self._opened = False
+        self._owner: Owner | None = None
         self.charged = False
         self._unkeyed: dict[int, str] = {}
         if ledger is not None and ledger.entries:
@@ -94,7 +99,7 @@ class Account:
             mechanism: What one of its steps releases, in plain values.
         """
         segment: list[Mapping[str, Any]] = [mechanism]
-        self._opened = True
+        self._claim()
         self.unchecked.append(optimizer.clipper.unchecked)
         self.discrete(int(mechanism.get("coordinates", 0)))
 
@@ -105,6 +110,12 @@ class Account:
 
         optimizer.attach_step_hook(lambda current: self._require(current, plan))
         optimizer.attach_release_hook(charge)
+
+    def _claim(self) -> None:
+        """Let the account be of this object and process; a copy or a fork of one in use would not know the rest."""
+        if self._owner is None:
+            self._owner = Owner(self)
+        self._owner.require(self, remedy=_REMEDY)
 
     def discrete(self, coordinates: int) -> None:
         """Count all releases as ones with discrete noise, which costs a little of δ.
@@ -133,10 +144,13 @@ class Account:
 
         Raises:
             InvalidOptionError: If the account holds, or is open for, another.
+            CopyError: If this is a copy of an account that is in use, or in a fork of its process.
         """
+        if self._owner is not None:
+            self._claim()
         if relation == self.accountant.relation:
             return
-        if self._opened or len(self.accountant) > 0:
+        if self._owner is not None or len(self.accountant) > 0:
             raise InvalidOptionError(
                 f"data_loader with relation={relation!r}: this engine accounts for {self.accountant.relation!r}, and "
                 "the two do not add up. Use a PrivacyEngine (and a ledger) of its own."
@@ -217,7 +231,7 @@ class Account:
             ResumeError: If the ledger has lost releases, or was not given.
             InvalidOptionError: If the accountant's state cannot be loaded.
         """
-        if not self._opened and len(self.accountant) == 0:
+        if self._owner is None and len(self.accountant) == 0:
             self.accountant.relation = state.get("relation", self.accountant.relation)
         self.accountant.load_state_dict(state)
         self.discrete(coordinates)
@@ -249,6 +263,7 @@ class Account:
 
     def _require(self, optimizer: DPOptimizer, plan: SamplingPlan) -> None:
         """Refuse, or skip, a step that does not fit in a budget."""
+        self._claim()
         if self._made_before(optimizer) is not None:
             return
         events = plan.events(optimizer)

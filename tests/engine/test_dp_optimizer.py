@@ -348,7 +348,9 @@ def test_grad_scaler_is_refused_when_it_scales():
     scaler = torch.amp.GradScaler("cpu")
     inputs, targets = batch_of(DATA, start=0, stop=2)
     losses = nn.functional.cross_entropy(training.model(inputs), targets, reduction="none")
-    training.clipper.backward(scaler.scale(losses))
+    with pytest.raises(LossReductionError, match="GradScaler"):
+        training.clipper.backward(scaler.scale(losses))
+    training.backward([inputs, targets])
     with pytest.raises(InvalidOptionError, match="GradScaler"):
         scaler.step(training.optimizer)
     assert training.releases == 1

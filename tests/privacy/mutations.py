@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -107,17 +107,20 @@ def same_noise_on_both_shards() -> Any:
 
 def _sums(replace: Callable[[GhostClipper, nn.Parameter, Tensor], Tensor]) -> Any:
     """Replace a parameter's clipped sum by `replace(clipper, parameter, per_sample_gradients)`; strategy "hooks"."""
-    original = GhostClipper.summed_gradient
+    original = GhostClipper.hand_over_sums
 
-    def summed_gradient(self: GhostClipper, parameter: nn.Parameter) -> Tensor | None:
-        honest = original(self, parameter)
+    def sum_of(self: GhostClipper, parameter: nn.Parameter, honest: Tensor | None) -> Tensor | None:
         per_sample = getattr(parameter, "grad_sample", None)
         if honest is None or per_sample is None:
             return honest
         grad_BP = torch.cat(per_sample) if isinstance(per_sample, list) else per_sample
         return replace(self, parameter, grad_BP).to(honest.dtype)
 
-    return mock.patch.object(GhostClipper, "summed_gradient", summed_gradient)
+    def hand_over_sums(self: GhostClipper, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+        honest = original(self, parameters)
+        return [sum_of(self, parameter, kept) for parameter, kept in zip(parameters, honest, strict=True)]
+
+    return mock.patch.object(GhostClipper, "hand_over_sums", hand_over_sums)
 
 
 def _weighted(coef_B: Tensor, grad_BP: Tensor) -> Tensor:

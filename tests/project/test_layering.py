@@ -14,6 +14,7 @@ LAYERS = (
     "_refused",
     "_types",
     "_validate",
+    "_owner",
     "losses",
     "accounting",
     "accountants",

@@ -1,0 +1,135 @@
+"""Whether the second backward brings what the first one brought, whose norms decide on how much of it is released.
+
+It does not where a backward draws random numbers (a quantised function, checkpointing with
+``preserve_rng_state=False`` around dropout) or changes what the next one does: the coefficients of the first would then
+be applied to other gradients, of any norm. Torch's generators are put back, so that both draw the same numbers;
+whatever else differs is refused.
+"""
+
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ghostclip.capture.randomness import Randomness
+from ghostclip.errors import TamperedGradientError
+from ghostclip.factors import Factor
+
+_EVERY: Final = 8
+_VALUES: Final = 64
+_VALUES_EACH: Final = 8
+
+
+class Repeats:
+    """Lets several backwards through one forward repeat each other, and compares what they bring.
+
+    Of every eighth factor and of the last one, whose gradient has come through the other layers, some values of every
+    sample are kept: what changes on one way through the model only, close to its beginning, may not be met. Kernels
+    that sum in an order of their own (attention on a GPU) repeat themselves up to rounding: differences up to √u of the
+    values' norm are let pass, u the distance from 1 to the next number of the type.
+
+    Cost:
+        At most some hundred values of each sample for the factors that are compared; a hundredth of a small model's
+        backward, nothing to speak of in a large one's.
+
+    Args:
+        loss: What is propagated back; random numbers drawn on its device are put back too.
+        count: How many factors a backward brings.
+    """
+
+    def __init__(self, loss: Tensor, *, count: int) -> None:
+        self._count = count
+        self._randomness = Randomness([loss], only_torch=True)
+        self._first: dict[int, list[Tensor]] = {}
+        self._names: list[str] = []
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._unlike: str | None = None
+        self._arrived = 0
+        self._is_first = True
+
+    def begin_again(self, *, anew: bool = False) -> None:
+        """Note that the next backward begins, whose factors are compared with those of the first.
+
+        Args:
+            anew: Whether what arrived so far is of no use, so that the next one is the first.
+        """
+        self._randomness.restore()
+        self._arrived = 0
+        self._is_first = anew
+        if anew:
+            self._first.clear()
+
+    def note(self, name: str, factor: Factor) -> None:
+        """Take note of a factor.
+
+        Args:
+            name: Its parameter's name.
+            factor: As it arrived.
+        """
+        number, self._arrived = self._arrived, self._arrived + 1
+        if (number + 1) % _EVERY and number != self._count - 1:
+            return
+        values = [_some(tensor) for tensor in _tensors(factor)]
+        if self._is_first:
+            self._first[number] = values
+            return
+        before = self._first.get(number, [])
+        if [kept.shape for kept in before] != [kept.shape for kept in values]:
+            self._unlike = self._unlike or name
+            return
+        for was, now in zip(before, values, strict=True):
+            if was.device.type != "cpu" or not torch.equal(was, now):
+                self._pairs.append((was, now))
+                self._names.append(name)
+
+    def require(self) -> None:
+        """Refuse a backward that brought other gradients than the first.
+
+        Raises:
+            TamperedGradientError: It did; its sums must not be used.
+        """
+        differs = [_differ(was, now).cpu() for was, now in self._pairs]
+        self._pairs.clear()
+        if differs and self._unlike is None and bool(torch.stack(differs).any()):
+            self._unlike = self._names[int(torch.stack(differs).int().argmax())]
+        if self._unlike is not None:
+            message = (
+                f"parameter '{self._unlike}': the second backward brought other gradients than the first, whose norms "
+                "it is clipped by. Something in it is drawn anew or changed on the way (by a hook, a function's "
+                "backward, or a forward that is checkpointed). Make it repeat itself, or use strategy='bookkeeping' "
+                "(one backward)."
+            )
+            raise TamperedGradientError(message)
+
+
+def _tensors(factor: Factor) -> Iterator[Tensor]:
+    """Yield the tensors that a factor holds, those of factors inside it included."""
+    for value in vars(factor).values():
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, Factor):
+            yield from _tensors(value)
+        elif isinstance(value, dict):
+            for part in value.values():
+                if isinstance(part, Factor):
+                    yield from _tensors(part)
+
+
+def _some(tensor: Tensor) -> Tensor:
+    """Return values of a tensor, evenly spread, of all rows of its leading axis; in float64 whole numbers too."""
+    most = _VALUES if tensor.dim() <= 2 else _VALUES_EACH
+    for axis, size in enumerate(tensor.shape[1:], start=1):
+        if size > most:
+            tensor = tensor[(slice(None),) * axis + (slice(None, None, -(-size // most)),)]
+    return tensor.clone() if tensor.is_floating_point() else tensor.double()
+
+
+def _differ(was: Tensor, now: Tensor) -> Tensor:
+    """Return whether values differ by more than rounding; where they are not finite, nothing is contributed."""
+    finite = was.isfinite()
+    before, after = was.where(finite, 0).double(), now.where(finite, 0).double()
+    tolerance = torch.finfo(was.dtype).eps ** 0.5
+    distance, size = torch.linalg.vector_norm(after - before), torch.linalg.vector_norm(before)
+    # Not finite where the first was: above any tolerance.
+    return ~(distance <= tolerance * size)
