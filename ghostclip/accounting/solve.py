@@ -141,8 +141,8 @@ def _one_direction(build: Build, direction: str, delta: float, reach: float, wid
     if coarse.total_variation() <= delta:
         return Bounds(0.0, 0.0)
     fineness = _Fineness(width, 2e-5)
-    spot = _approached(coarse, delta, fineness)
-    best, gap = Bounds(0.0, math.inf), math.inf
+    spot, least = _approached(coarse, delta, fineness)
+    best, gap = Bounds(0.0, least), math.inf
     for _ in range(MOST_REFINEMENTS):
         cells = fineness.cells(spot, reach)
         upper = build(direction, "upper", cells)
@@ -158,8 +158,18 @@ def _one_direction(build: Build, direction: str, delta: float, reach: float, wid
     return best
 
 
-def _approached(composition: Composition, delta: float, fineness: _Fineness) -> _Spot:
-    """Return the spot where δ(ε) = `delta`: by the saddle point approximation, then on contours until it stays."""
+def _approached(composition: Composition, delta: float, fineness: _Fineness) -> tuple[_Spot, float]:
+    """Return the spot where δ(ε) = `delta`: by the saddle point approximation, then on contours until it stays.
+
+    Args:
+        composition: One that dominates the steps.
+        delta: δ.
+        fineness: Of the contours.
+
+    Returns:
+        The spot, and the least ε that a contour on the way has certified.
+    """
+    least = math.inf
     c, epsilon = saddle_for_delta(composition, delta)
     spot = _Spot(epsilon, c, c + 1, epsilon) if epsilon == 0 else _spot_at(composition, epsilon, c + 1, delta)
     coarse = _Fineness(fineness.width, 50 * fineness.share)
@@ -167,11 +177,12 @@ def _approached(composition: Composition, delta: float, fineness: _Fineness) -> 
         contour = coarse.contour(composition, spot, delta - composition.infinite, slack=200.0)
         span = (spot.epsilon, _chernoff_epsilon(composition, spot.c, delta))
         epsilon = _crossing(contour.upper, span, delta, precision=1e-3)
+        least = min(least, epsilon)
         moved = abs(epsilon - spot.epsilon) > 0.02 * epsilon
         spot = _spot_at(composition, epsilon, contour.bend(epsilon), delta)
         if not moved:
             break
-    return spot
+    return spot, least
 
 
 def _spot_at(composition: Composition, epsilon: float, bend: float, delta: float) -> _Spot:
