@@ -54,8 +54,11 @@ class Ledger:
         """
         rates = [(parameters[1], count) for parameters, count in (*self.steps, *self.truncated)]
         rates += [(delta if epsilon == 0 else 1.0, count) for (epsilon, delta), count in self.guarantees]
-        at_most = sum(Fraction(rate) * count for rate, count in rates)
-        missed = math.fsum(count * math.log1p(-rate) if rate < 1 else -math.inf for rate, count in rates)
+        counts: dict[float, int] = {}
+        for rate, count in rates:
+            counts[rate] = counts.get(rate, 0) + count
+        at_most = sum(Fraction(rate) * count for rate, count in counts.items())
+        missed = math.fsum(count * math.log1p(-rate) if rate < 1 else -math.inf for rate, count in counts.items())
         # The sum is rounded upwards; the other one has a margin for its logarithms.
         return min(_float_above(at_most), -math.expm1(missed) * (1 + 1e-12), 1.0)
 
