@@ -96,8 +96,27 @@ class Accountant(IAccountant):
         return self.delta_bounds(epsilon).upper
 
     def ledger(self) -> Ledger:
-        """Return everything that was released, equal releases as one entry."""
+        """Return everything that was released, equal releases as one entry.
+
+        Returns:
+            The ledger.
+
+        Raises:
+            InvalidOptionError: If an entry is out of range: somebody has put it there by hand.
+        """
+        self.check()
         return totals(self.history, self.others, self.relation)
+
+    def check(self) -> None:
+        """Refuse entries that no release has made: `history` and `others` are open to be written to.
+
+        Raises:
+            InvalidOptionError: If one is not of the form, or out of range.
+        """
+        where = type(self).__name__
+        checked_relation(self.relation)
+        checked_history(self.history, where=where)
+        checked_others(self.others, where=where)
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """Record one release, in constant time.
@@ -173,7 +192,11 @@ class Accountant(IAccountant):
 
         Returns:
             Mapping with the keys `history`, `mechanism`, `relation`, and `others` if there are any.
+
+        Raises:
+            InvalidOptionError: If an entry is out of range.
         """
+        self.check()
         state = {} if destination is None else destination
         state["history"] = list(self.history)
         state["mechanism"] = self.mechanism()

@@ -16,6 +16,11 @@ of losses exists, and the cost does not depend on the number of steps. What is l
   k ≠ 0 are bounded by Chernoff's inequality for the lower bound.
 - *Rounding.* Every factor's relative error is bounded and carried along (`Composition.along`), that of K and of cε
   is added to the exponent (`Composition.moment_error`).
+- *Cut.* Where nearly all mass lies close to 0 and δ far below it, the integrand is mostly that mass, and its rounding
+  would be larger than δ. Let every step's M be A + B, A of losses up to a cut and B of the others. Outcomes with all
+  losses in A are bounded by Chernoff's inequality alone (`Composition.log_below`), as A's losses are small; what is
+  left is a measure too, ΠM - ΠA = ΠA·(exp Σ log(1 + B/A) - 1), to which all of the above applies, and its rounding is
+  relative to itself (`Composition.along_above`).
 
 Letters: J atoms, N nodes of the contour, K = log M.
 
@@ -137,6 +142,28 @@ class Composition:
         top = math.fsum(count * float(pair.loss_J.max()) for pair, count in zip(self.pairs, self.count_P, strict=True))
         return max(0.0, top * (1 + 1e-12))
 
+    @property
+    def is_single(self) -> bool:
+        """Whether it is of one step with atoms."""
+        return len(self.pairs) == 1 and self.count_P[0] == 1 and not self.gaussian
+
+    def delta_of_single(self, epsilon: float) -> tuple[float, float]:
+        """Return bounds of δ(ε) of one step, by the sum over its atoms, in which nothing cancels.
+
+        Args:
+            epsilon: ε.
+
+        Returns:
+            (lower, upper).
+        """
+        (pair,) = self.pairs
+        above_J = pair.loss_J > epsilon
+        loss_J, mass_J = pair.loss_J[above_J], pair.mass_J[above_J]
+        value = float(mass_J @ -np.expm1(epsilon - loss_J))
+        error = float(mass_J @ (abs(epsilon) + np.abs(loss_J))) * 4 * ROUNDOFF
+        error += value * (MASS_ERROR + ROUNDOFF * (64 + 2 * pair.loss_J.size))
+        return pair.infinite + max(0.0, value - error), pair.infinite + value + error
+
     def total_variation(self) -> float:
         """Return an upper bound of δ(0): the sum over the steps' own, and Pinsker's inequality for Gaussian ones."""
         return (1 + 1e-9) * math.fsum(
@@ -156,6 +183,98 @@ class Composition:
         weight_J = np.exp(exponent_J - np.repeat(peak_P, self._sizes))
         total_P = np.add.reduceat(weight_J, self._starts)
         return peak_P + np.log(total_P), weight_J / np.repeat(total_P, self._sizes)
+
+    def log_below(self, c: float, cut: float) -> float:
+        """Return log of E[e^{cL}; every loss is at most `cut`], rounded upwards.
+
+        Args:
+            c: A real point.
+            cut: Largest loss of a step that is counted; those of Gaussian mechanisms all are.
+
+        Returns:
+            The logarithm.
+        """
+        smooth = self.gaussian * (c * c + c) / 2
+        if not self.pairs:
+            return smooth
+        value = float(self.count_P @ self._log_parts(c, self._loss_J <= cut))
+        return smooth + value + self.moment_error(c) + 16 * ROUNDOFF * abs(value)
+
+    def log_above(self, c: float, cut: float) -> float:
+        """Return log of E[e^{cL}; some loss is larger than `cut`], to a millionth.
+
+        Args:
+            c: A real point.
+            cut: As for `log_below`.
+
+        Returns:
+            The logarithm; -inf where no loss is.
+        """
+        if not self.pairs:
+            return -math.inf
+        above_P, below_P = (self._log_parts(c, chosen) for chosen in (self._loss_J > cut, self._loss_J <= cut))
+        more = float(self.count_P @ (np.logaddexp(above_P, below_P) - below_P))
+        both = self.log_moment(c)[0]
+        return both + math.log(-math.expm1(-more)) if more > 0 else -math.inf
+
+    def _log_parts(self, c: float, chosen_J: NDArray[np.bool_]) -> Array:
+        """Return log E[e^{cL}; chosen] of each pair, shape [P]."""
+        exponent_J = np.where(chosen_J, c * self._loss_J + self._log_mass_J, -math.inf)
+        peak_P = np.maximum(np.maximum.reduceat(exponent_J, self._starts), -1e300)
+        with np.errstate(divide="ignore"):
+            total_P = np.log(np.add.reduceat(np.exp(exponent_J - np.repeat(peak_P, self._sizes)), self._starts))
+        return np.asarray(peak_P + np.maximum(total_P, -1e300), dtype=np.float64)
+
+    def along_above(self, c: float, step: float, nodes: int, cut: float) -> tuple[Complex, Array]:
+        """Return (ΠM - ΠA)(c + it) / M(c) without the Gaussian part at t = 0, step, …, and a bound of its error.
+
+        With a and b the computed values of A and B, and e, f bounds of their errors, all normalised by M(c): the
+        difference is a polynomial with positive coefficients in A and B, so its error is at most what it changes by
+        from (|a|, |b|) to (|a| + e, |b| + f), which is at most R·(e^{E + X}·(e^F - 1) + (e^E - 1)·(e^X - 1)) with
+        R = Π|a|, X = Σ log(1 + |b|/|a|), E = Σ log(1 + e/|a|), F = Σ log(1 + f/(|a| + |b|)): no term of it cancels.
+        Where |a| is itself of the size of its error, the errors of ΠM and of ΠA, added, are less.
+
+        Args:
+            c: Real part.
+            step: Distance of the nodes.
+            nodes: How many.
+            cut: As for `log_below`.
+
+        Returns:
+            The values, complex, and a bound of the absolute error, both shape [N].
+        """
+        log_a_N, x_N = np.zeros(nodes, dtype=np.complex128), np.zeros(nodes, dtype=np.complex128)
+        sizes = np.zeros((4, nodes))
+        all_J = self._tilted(c)[1]
+        for start, size, count in zip(self._starts, self._sizes, self.count_P, strict=True):
+            there = slice(start, start + size)
+            low_J = self._loss_J[there] <= cut
+            a_N, unsure_a = self._part(c, there, np.where(low_J, all_J[there], 0.0), (step, nodes))
+            b_N, unsure_b = self._part(c, there, np.where(low_J, 0.0, all_J[there]), (step, nodes))
+            a_N = np.where(np.abs(a_N) > 1e-300, a_N, 1e-300)
+            size_a_N, whole_N = np.abs(a_N), np.abs(a_N) + np.abs(b_N)
+            log_a_N += count * np.log(a_N)
+            rise_N = count * _log1p(b_N / a_N)
+            x_N += rise_N
+            sizes += [
+                count * np.log1p(np.abs(b_N) / size_a_N),
+                count * np.log1p(unsure_a / size_a_N),
+                count * np.log1p(unsure_b / whole_N) + 8 * ROUNDOFF * np.abs(rise_N),
+                count * np.log1p((unsure_a + unsure_b) / whole_N),
+            ]
+        return _difference(log_a_N, x_N, sizes)
+
+    def _part(self, c: float, there: slice, weight_J: Array, along: tuple[float, int]) -> tuple[Complex, float]:
+        """Return what some atoms of a pair add to M(c + it) / M(c) at t = 0, step, …, and a bound of its error."""
+        some_J = weight_J > 0
+        weight_J, loss_J = weight_J[some_J], self._loss_J[there][some_J]
+        step, nodes = along
+        mass, rows = float(weight_J.sum()), 16 * (math.isqrt(nodes) + 1)
+        size_J = 8 * np.abs(c * loss_J) + 2 * np.abs(self._log_mass_J[there][some_J])
+        far = float(weight_J @ (size_J + 8 * step * nodes * np.abs(loss_J)))
+        # What underflows beside the other part is below 1e-300.
+        unsure = 1e-300 + MASS_ERROR * mass + ROUNDOFF * ((64 + 2 * some_J.size + rows) * mass + far)
+        return _transform(loss_J, weight_J, step, nodes), unsure
 
     def along(self, c: float, step: float, nodes: int) -> tuple[Complex, Array]:
         """Return log(M(c + it) / M(c)) without the Gaussian part at t = 0, step, …, and a bound of its error.
@@ -188,6 +307,38 @@ class Composition:
         return total_N, error_N
 
 
+def _difference(log_a_N: Complex, x_N: Complex, sizes: Array) -> tuple[Complex, Array]:
+    """Return e^(log a)·(e^x - 1) and a bound of its error, as `Composition.along_above` describes.
+
+    Args:
+        log_a_N: Logarithm of ΠA.
+        x_N: Logarithm of ΠM / ΠA.
+        sizes: X, E, F, and Σ log(1 + (e + f)/(|a| + |b|)), shape [4, N].
+
+    Returns:
+        The values and the bound.
+    """
+    rise_N, below_N, above_N, whole_N = sizes
+    turns_N = 4 * ROUNDOFF * (16 + np.abs(log_a_N) + np.abs(x_N))
+    below_N, whole_N = below_N + turns_N, whole_N + turns_N
+    size_N = log_a_N.real
+    with np.errstate(over="ignore", invalid="ignore"):
+        small_N = np.exp(size_N + below_N + rise_N) * np.expm1(above_N)
+        small_N += np.exp(size_N) * np.expm1(below_N) * np.expm1(rise_N)
+        large_N = np.exp(size_N + rise_N + whole_N) * -np.expm1(-whole_N)
+        large_N += np.exp(size_N + below_N) * -np.expm1(-below_N)
+        value_N = np.where(x_N.real > 1, np.exp(log_a_N + x_N) - np.exp(log_a_N), np.exp(log_a_N) * np.expm1(x_N))
+    return value_N, np.fmin(small_N, large_N)
+
+
+def _log1p(z_N: Complex) -> Complex:
+    """Return log(1 + z) with its relative precision for small z."""
+    small_N = np.abs(z_N) < 0.5
+    near_N = np.log1p(np.where(small_N, 2 * z_N.real + np.abs(z_N) ** 2, 0.0)) / 2
+    real_N = np.where(small_N, near_N, np.log(np.maximum(np.abs(1 + z_N), 1e-300)))
+    return np.asarray(real_N + 1j * np.arctan2(z_N.imag, 1 + z_N.real), dtype=np.complex128)
+
+
 def _transform(loss_J: Array, weight_J: Array, step: float, nodes: int) -> Complex:
     """Return Σ_j w_j e^{i t l_j} at t = 0, step, …: t = (a + b·n)·step, so one matrix product does it."""
     inner = math.isqrt(nodes - 1) + 1
@@ -215,6 +366,19 @@ def _powers(base_J: Complex, count: int) -> Complex:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """Which outcomes are bounded apart, and how.
+
+    Attributes:
+        loss: Those of which every loss is at most this.
+        c: Where Chernoff's inequality is used for them.
+    """
+
+    loss: float
+    c: float
+
+
+@dataclass(frozen=True)
 class Nodes:
     """Where the contour runs and how it is sampled.
 
@@ -223,12 +387,14 @@ class Nodes:
         smoothing: v, the variance of the Gaussian losses that are added.
         period: W.
         count: Number of nodes with t ≥ 0.
+        cut: Outcomes all of whose losses are at most this are bounded apart; None where they need not be.
     """
 
     c: float
     smoothing: float
     period: float
     count: int
+    cut: Cut | None = None
 
     @property
     def step(self) -> float:
@@ -248,23 +414,44 @@ class Contour:
         self._composition, self._nodes = composition, nodes
         c, variance = nodes.c, nodes.smoothing + composition.gaussian
         self.t_N = nodes.step * np.arange(nodes.count)
-        log_N, error_N = composition.along(c, nodes.step, nodes.count)
         s_N = c + 1j * self.t_N
-        log_N = log_N + variance / 2 * ((2 * c + 1) * 1j * self.t_N - self.t_N**2)
-        # Angles of many turns are known only to their own precision.
-        error_N = error_N + 4 * ROUNDOFF * (16 + np.abs(log_N))
+        smooth_N: Complex = np.asarray(variance / 2 * ((2 * c + 1) * 1j * self.t_N - self.t_N**2), dtype=np.complex128)
+        self._log_below = -math.inf if nodes.cut is None else composition.log_below(nodes.cut.c, nodes.cut.loss)
+        value_N, error_N, most = self._integrand(smooth_N)
         scale_N = np.full(nodes.count, nodes.step / math.pi)
         scale_N[0] /= 2
-        part_N: Complex = np.asarray(np.exp(log_N) * scale_N, dtype=np.complex128)
+        part_N: Complex = np.asarray(value_N * scale_N, dtype=np.complex128)
         self._density_N = part_N
         self._delta_N: Complex = np.asarray(part_N / (s_N * (s_N + 1)), dtype=np.complex128)
-        rounding_N = np.exp(log_N.real + error_N) * -np.expm1(-error_N) * scale_N
+        rounding_N = error_N * scale_N
         last = float(self.t_N[-1])
-        beyond = math.exp(-variance * last**2 / 2) / (variance * last) / math.pi if variance > 0 else math.inf
+        beyond = most * math.exp(-variance * last**2 / 2) / (variance * last) / math.pi if variance > 0 else math.inf
         self._density_error = float(rounding_N.sum()) + beyond
         self._delta_error = float((rounding_N / np.abs(s_N * (s_N + 1))).sum()) + beyond / last**2
         self._log_moment = composition.log_moment(c)[0] + nodes.smoothing * (c * c + c) / 2
         self._moment_error = composition.moment_error(c) + 4 * ROUNDOFF * nodes.smoothing * (c * c + c)
+
+    def _integrand(self, smooth_N: Complex) -> tuple[Complex, Array, float]:
+        """Return M(c + it) / M(c) at the nodes, or what is left of it, a bound of its error, and its largest size.
+
+        Args:
+            smooth_N: Logarithm of the part of Gaussian mechanisms.
+
+        Returns:
+            (values, error, size).
+        """
+        nodes = self._nodes
+        if nodes.cut is None:
+            log_N, unsure_N = self._composition.along(nodes.c, nodes.step, nodes.count)
+            log_N = log_N + smooth_N
+            # Angles of many turns are known only to their own precision.
+            unsure_N = unsure_N + 4 * ROUNDOFF * (16 + np.abs(log_N))
+            with np.errstate(over="ignore"):
+                return np.exp(log_N), np.exp(log_N.real + unsure_N) * -np.expm1(-unsure_N), 1.0
+        value_N, error_N = self._composition.along_above(nodes.c, nodes.step, nodes.count, nodes.cut.loss)
+        most = float(np.abs(value_N[0]) + error_N[0])
+        error_N = np.exp(smooth_N.real) * (error_N + np.abs(value_N) * 8 * ROUNDOFF * (16 + np.abs(smooth_N)))
+        return value_N * np.exp(smooth_N), error_N, most
 
     def upper(self, epsilon: float) -> float:
         """Return an upper bound of the composition's δ(ε).
@@ -278,6 +465,7 @@ class Contour:
         exponent, error, turn_N = self._at(epsilon)
         scale = math.exp(min(max(exponent + error, -700.0), 700.0))
         value = scale * (float((self._delta_N * turn_N).real.sum()) + self._delta_error + self._phase_error(epsilon))
+        value += self._below(epsilon)
         return min(1.0, self._composition.infinite + max(value, 0.0)) if not math.isnan(value) else 1.0
 
     def lower(self, epsilon: float) -> float:
@@ -290,7 +478,7 @@ class Contour:
             δ in [0, 1].
         """
         exponent, error, turn_N = self._at(epsilon)
-        if exponent > 700:
+        if max(exponent, self._nodes.smoothing) > 700:
             return self._composition.infinite
         scale = math.exp(exponent - error)
         v = self._nodes.smoothing
@@ -320,6 +508,11 @@ class Contour:
         error = self._moment_error + 4 * ROUNDOFF * (abs(self._log_moment) + abs(shift) + 1)
         return self._log_moment - shift, error, np.exp(-1j * epsilon * self.t_N)
 
+    def _below(self, epsilon: float) -> float:
+        """Bound what outcomes that are bounded apart add to δ."""
+        cut = self._nodes.cut
+        return 0.0 if cut is None else math.exp(min(self._log_below - cut.c * epsilon * (1 - 1e-12), 0.0))
+
     def _phase_error(self, epsilon: float) -> float:
         """Bound what rounding of the angles tε changes."""
         angle_N = ROUNDOFF * 4 * (1 + abs(epsilon) * self.t_N)
@@ -332,11 +525,16 @@ class Contour:
     def _aliases(self, epsilon: float) -> float:
         """Bound Σ_{k≠0} e^{ckW} δ(ε + kW)."""
         c, period = self._nodes.c, self._nodes.period
-        total = 1 / math.expm1(min(c * period, 700.0))
+        total = math.exp(_log_mass(self._composition, self._nodes.cut)) / math.expm1(min(c * period, 700.0))
         return total + min(
             _geometric(log_chernoff(self._composition, self._nodes.smoothing, far, epsilon), (far - c) * period)
             for far in (FURTHER * c).tolist()
         )
+
+
+def _log_mass(composition: Composition, cut: Cut | None) -> float:
+    """Bound log of the probability of all outcomes that are integrated over."""
+    return 0.0 if cut is None else min(0.0, composition.log_above(0.0, cut.loss) + 1e-6)
 
 
 def _geometric(log_first: float, decay: float) -> float:
@@ -368,7 +566,9 @@ def log_chernoff(composition: Composition, smoothing: float, c: float, epsilon: 
     return value - c * epsilon - c * math.log1p(1 / c) - math.log1p(c) + error
 
 
-def chosen_nodes(composition: Composition, *, c: float, smoothing: float, epsilon: float, delta: float) -> Nodes:
+def chosen_nodes(
+    composition: Composition, *, c: float, smoothing: float, epsilon: float, delta: float, cut: Cut | None = None
+) -> Nodes:
     """Return a contour fine enough for δ near `delta` at ε.
 
     Args:
@@ -377,12 +577,13 @@ def chosen_nodes(composition: Composition, *, c: float, smoothing: float, epsilo
         smoothing: v that is wanted; more is taken where it would need more than `MOST_NODES`.
         epsilon: ε.
         delta: The δ expected there; aliases are kept below 1e-5 of it.
+        cut: Which outcomes are bounded apart.
 
     Returns:
         The nodes.
     """
     allowed = math.log(delta) - 12
-    period = -allowed / c
+    period = max(0.0, (_log_mass(composition, cut) - allowed) / c)
     wanted = min(
         max(0.0, log_chernoff(composition, smoothing, far, epsilon) - allowed) / (far - c)
         for far in (FURTHER * c).tolist()
@@ -392,4 +593,4 @@ def chosen_nodes(composition: Composition, *, c: float, smoothing: float, epsilo
     if smoothing + composition.gaussian < needed:
         smoothing = needed
     reach = math.sqrt(2 * DECAY / (smoothing + composition.gaussian))
-    return Nodes(c, smoothing, period, max(16, math.ceil(reach * period / (2 * math.pi)) + 2))
+    return Nodes(c, smoothing, period, max(16, math.ceil(reach * period / (2 * math.pi)) + 2), cut)

@@ -34,8 +34,10 @@ class DPAccountingAccountant(Accountant):
             The bounds.
         """
         delta = probability(delta, "delta")
-        upper = _number(self._composed().get_epsilon(delta), worst=math.inf) if self.ledger().count else 0.0
-        return Bounds(min(upper, pld_epsilon(self.ledger(), delta).lower), upper)
+        ledger = self.ledger()
+        known = ledger.participation <= delta
+        upper = 0.0 if known else _number(self._composed().get_epsilon(delta), worst=math.inf)
+        return Bounds(min(upper, pld_epsilon(ledger, delta).lower), upper)
 
     def delta_bounds(self, epsilon: float) -> Bounds:
         """Return dp-accounting's δ, and our lower bound.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 from ghostclip._validate import choice, fraction, non_negative, positive_int
@@ -40,6 +42,31 @@ class Ledger:
     def count(self) -> int:
         """Number of releases."""
         return sum(count for group in (self.steps, self.truncated, self.guarantees) for _, count in group)
+
+    @cached_property
+    def participation(self) -> float:
+        """Upper bound of the probability that a record takes part in any release at all: 1 - Π(1 - q), at most Σq.
+
+        Privacy:
+            It bounds δ at every ε, ε = 0 included: with the complementary probability the outputs do not depend on the
+            record, whatever the relation. An (ε, δ)-private release is 0-private with probability 1 - δ if ε is 0, and
+            else one in which every record takes part.
+        """
+        rates = [(parameters[1], count) for parameters, count in (*self.steps, *self.truncated)]
+        rates += [(delta if epsilon == 0 else 1.0, count) for (epsilon, delta), count in self.guarantees]
+        counts: dict[float, int] = {}
+        for rate, count in rates:
+            counts[rate] = counts.get(rate, 0) + count
+        at_most = sum(Fraction(rate) * count for rate, count in counts.items())
+        missed = math.fsum(count * math.log1p(-rate) if rate < 1 else -math.inf for rate, count in counts.items())
+        # The sum is rounded upwards; the other one has a margin for its logarithms.
+        return min(_float_above(at_most), -math.expm1(missed) * (1 + 1e-12), 1.0)
+
+
+def _float_above(value: Fraction | int) -> float:
+    """Return the smallest float that is not below a number."""
+    nearest = float(value)
+    return nearest if Fraction(nearest) >= value else math.nextafter(nearest, math.inf)
 
 
 def totals(history: Sequence[Entry], others: Sequence[OtherEntry], relation: str) -> Ledger:
@@ -192,19 +219,37 @@ def checked_history(history: Sequence[Sequence[float]], *, where: str) -> list[E
     Raises:
         InvalidOptionError: If an entry is not three numbers in range.
     """
-    checked: list[Entry] = []
-    for index, entry in enumerate(history):
-        try:
-            sigma, rate, steps = entry
-            count = int(steps)
-        except (TypeError, ValueError, OverflowError):
-            count = -1
-        if count < 0 or count != steps:
-            raise InvalidOptionError(
-                f"{where}: entry {index} is {entry!r}; expected (noise_multiplier, sample_rate, steps)."
-            )
-        checked.append((checked_noise_multiplier(sigma), checked_sample_rate(rate), count))
-    return checked
+    if not isinstance(history, (list, tuple)):
+        raise InvalidOptionError(
+            f"{where}: history is {history!r}; expected a list of (noise_multiplier, ...) entries."
+        )
+    return [_checked_entry(entry, f"{where}: entry {index} is {entry!r}") for index, entry in enumerate(history)]
+
+
+def _checked_entry(entry: Sequence[Any], what: str) -> Entry:
+    """Return one checked entry (σ, q, steps).
+
+    Args:
+        entry: As it was found.
+        what: Which one it is, for the error message.
+
+    Returns:
+        A tuple.
+
+    Raises:
+        InvalidOptionError: If it is not three numbers in range.
+    """
+    try:
+        sigma, rate, steps = entry
+        count = int(steps)
+    except (TypeError, ValueError, OverflowError):
+        count = -1
+    if count < 0 or count != steps:
+        raise InvalidOptionError(f"{what}; expected (noise_multiplier, sample_rate, steps).")
+    try:
+        return checked_noise_multiplier(sigma), checked_sample_rate(rate), count
+    except InvalidOptionError as error:
+        raise InvalidOptionError(f"{what}: {error}") from error
 
 
 def steps_per_epoch(sample_rate: float) -> int:

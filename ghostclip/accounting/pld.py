@@ -70,7 +70,7 @@ def pld_epsilon(ledger: Ledger, delta: float) -> Bounds:
     Returns:
         The bounds.
     """
-    if not ledger.count:
+    if ledger.participation <= delta:
         return Bounds(0.0, 0.0)
     return epsilon_bounds(
         partial(compose, ledger),
@@ -103,4 +103,5 @@ def pld_delta(ledger: Ledger, epsilon: float) -> Bounds:
         reach=reach(ledger, 1e-24),
         width=first_width(ledger),
     )
-    return Bounds(found.lower, math.nextafter(found.upper, 1.0) if 0 < found.upper < 1 else found.upper)
+    upper = math.nextafter(found.upper, 1.0) if 0 < found.upper < 1 else found.upper
+    return Bounds(min(found.lower, ledger.participation), min(upper, ledger.participation))

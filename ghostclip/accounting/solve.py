@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ghostclip.accounting.contour import Composition, Contour, chosen_nodes, log_chernoff
+from ghostclip.accounting.contour import Composition, Contour, Cut, chosen_nodes, log_chernoff
 from ghostclip.accounting.pairs import Cells
 
 TOLERANCE = 1e-4
@@ -14,6 +14,13 @@ TOLERANCE = 1e-4
 
 DELTA_TOLERANCE = 5e-3
 MOST_REFINEMENTS = 4
+MOST_APPROACHES = 12
+MOST_CUT = 32
+"""Distinct steps up to which outcomes of small losses are bounded apart."""
+
+USUAL_SIZE = 4.0
+"""Logarithm of the integrand over δ that it has at a saddle point of a distribution without such a heap at 0."""
+
 MOST_SMOOTHING = 2.0
 """More would loosen the lower bound, which carries e^{v/8}, for nothing: ε is in the thousands there."""
 
@@ -50,12 +57,14 @@ class _Spot:
         c: Real part of the contour.
         bend: δ''/|δ'| there: losses that gain a variance v move ε by bend·v/2.
         scale: Changes of ε are small if they are a small share of this.
+        cut: Which outcomes are bounded apart.
     """
 
     epsilon: float
     c: float
     bend: float
     scale: float
+    cut: Cut | None = None
 
 
 @dataclass(frozen=True)
@@ -80,12 +89,22 @@ class _Fineness:
         centre = 2.0 ** (round(4 * math.log2(spot.epsilon)) / 4) if spot.epsilon > 0 else 0.0
         return Cells(self.width, width, centre, reach)
 
-    def contour(self, composition: Composition, spot: _Spot, delta: float) -> Contour:
+    def contour(self, composition: Composition, spot: _Spot, delta: float, *, slack: float = 5.0) -> Contour:
         smoothing = min(MOST_SMOOTHING, 2 * self.share * max(spot.scale, 1e-12) / spot.bend)
         if composition.gaussian >= smoothing:
             smoothing = 0.0
+        # δ grows by e^slack at most on the way to there.
+        lowest = max(0.0, spot.epsilon - slack / spot.c)
         return Contour(
-            composition, chosen_nodes(composition, c=spot.c, smoothing=smoothing, epsilon=spot.epsilon, delta=delta)
+            composition,
+            chosen_nodes(
+                composition,
+                c=spot.c,
+                smoothing=smoothing,
+                epsilon=lowest,
+                delta=delta,
+                cut=spot.cut,
+            ),
         )
 
 
@@ -122,8 +141,8 @@ def _one_direction(build: Build, direction: str, delta: float, reach: float, wid
     if coarse.total_variation() <= delta:
         return Bounds(0.0, 0.0)
     fineness = _Fineness(width, 2e-5)
-    spot = _approached(coarse, delta, fineness)
-    best, gap = Bounds(0.0, math.inf), math.inf
+    spot, least = _approached(coarse, delta, fineness)
+    best, gap = Bounds(0.0, least), math.inf
     for _ in range(MOST_REFINEMENTS):
         cells = fineness.cells(spot, reach)
         upper = build(direction, "upper", cells)
@@ -139,20 +158,76 @@ def _one_direction(build: Build, direction: str, delta: float, reach: float, wid
     return best
 
 
-def _approached(composition: Composition, delta: float, fineness: _Fineness) -> _Spot:
-    """Return the spot where δ(ε) = `delta`: by the saddle point approximation, then on contours until it stays."""
+def _approached(composition: Composition, delta: float, fineness: _Fineness) -> tuple[_Spot, float]:
+    """Return the spot where δ(ε) = `delta`: by the saddle point approximation, then on contours until it stays.
+
+    Args:
+        composition: One that dominates the steps.
+        delta: δ.
+        fineness: Of the contours.
+
+    Returns:
+        The spot, and the least ε that a contour on the way has certified.
+    """
+    least = math.inf
     c, epsilon = saddle_for_delta(composition, delta)
-    spot = _Spot(epsilon, c, c + 1, epsilon)
+    spot = _Spot(epsilon, c, c + 1, epsilon) if epsilon == 0 else _spot_at(composition, epsilon, c + 1, delta)
     coarse = _Fineness(fineness.width, 50 * fineness.share)
-    for _ in range(6):
-        contour = coarse.contour(composition, spot, delta - composition.infinite)
+    for _ in range(MOST_APPROACHES):
+        contour = coarse.contour(composition, spot, delta - composition.infinite, slack=200.0)
         span = (spot.epsilon, _chernoff_epsilon(composition, spot.c, delta))
         epsilon = _crossing(contour.upper, span, delta, precision=1e-3)
+        least = min(least, epsilon)
         moved = abs(epsilon - spot.epsilon) > 0.02 * epsilon
-        spot = _Spot(epsilon, saddle_for_epsilon(composition, epsilon), contour.bend(epsilon), epsilon)
+        spot = _spot_at(composition, epsilon, contour.bend(epsilon), delta)
         if not moved:
             break
-    return spot
+    return spot, least
+
+
+def _spot_at(composition: Composition, epsilon: float, bend: float, delta: float) -> _Spot:
+    """Return the spot at an ε, with a cut where the integrand there is so large that its rounding would matter."""
+    c = saddle_for_epsilon(composition, epsilon)
+    plain = _Spot(epsilon, c, bend, epsilon)
+    size = composition.log_moment(c)[0] - c * epsilon - 2 * math.log1p(c)
+    if epsilon == 0 or len(composition.pairs) > MOST_CUT or size - math.log(delta) < USUAL_SIZE:
+        return plain
+    cut = _cut_for(composition, epsilon / 2, math.log(delta) - 14)
+    if cut is None:
+        return plain
+
+    def height(log_c: float) -> float:
+        c = math.exp(log_c)
+        return composition.log_above(c, cut.loss) - c * epsilon - log_c - math.log1p(c)
+
+    return _Spot(epsilon, math.exp(_lowest(height, math.log(1e-3), math.log(1e4 / epsilon))), bend, epsilon, cut)
+
+
+def _cut_for(composition: Composition, epsilon: float, wanted: float) -> Cut | None:
+    """Return the largest cut found with δ of the outcomes below it at most e^wanted from an ε on, or None."""
+    for share in (0.5, 0.2, 0.1, 0.05, 0.02):
+        cuts = [Cut(share * epsilon, 2.0**power / epsilon) for power in range(2, 16)]
+        best = min(cuts, key=lambda cut: composition.log_below(cut.c, cut.loss) - cut.c * epsilon)
+        if composition.log_below(best.c, best.loss) - best.c * epsilon <= wanted:
+            return best
+    return None
+
+
+def _lowest(function: Callable[[float], float], low: float, high: float) -> float:
+    """Return about where a convex function is least."""
+    share = (math.sqrt(5) - 1) / 2
+    first, second = high - share * (high - low), low + share * (high - low)
+    at_first, at_second = function(first), function(second)
+    while high - low > 0.02:
+        if at_first <= at_second:
+            high, second, at_second = second, first, at_first
+            first = high - share * (high - low)
+            at_first = function(first)
+        else:
+            low, first, at_first = first, second, at_second
+            second = low + share * (high - low)
+            at_second = function(second)
+    return (low + high) / 2
 
 
 def saddle_for_delta(composition: Composition, delta: float) -> tuple[float, float]:
@@ -229,6 +304,8 @@ def _upper_epsilon(composition: Composition, spot: _Spot, delta: float, fineness
     if composition.infinite >= delta:
         return math.inf
     fallback = _chernoff_epsilon(composition, spot.c, delta)
+    if composition.is_single:
+        return _crossing(lambda epsilon: composition.delta_of_single(epsilon)[1], (spot.epsilon, fallback), delta)
     contour = fineness.contour(composition, spot, delta - composition.infinite)
     return _crossing(contour.upper, (spot.epsilon, fallback), delta)
 
@@ -237,8 +314,11 @@ def _lower_epsilon(composition: Composition, spot: _Spot, delta: float, fineness
     """Return an ε at which the certified δ is at least `delta`."""
     if composition.infinite > delta:
         return math.inf
+    span = (spot.epsilon, _chernoff_epsilon(composition, spot.c, delta))
+    if composition.is_single:
+        return _crossing(lambda epsilon: composition.delta_of_single(epsilon)[0], span, delta, above=False)
     contour = fineness.contour(composition, spot, delta - composition.infinite)
-    return _crossing(contour.lower, (spot.epsilon, _chernoff_epsilon(composition, spot.c, delta)), delta, above=False)
+    return _crossing(contour.lower, span, delta, above=False)
 
 
 def _crossing(

@@ -403,7 +403,7 @@ class DPOptimizer(StepParts, WrappedOptimizer):
         found = self._draws.match(rows)
         if found is None:
             raise DrawError(checks.not_drawn(rows, [draw.rows for draw in self._draws.waiting]))
-        self._batch.draws = len(found.draws)
+        self._batch.rounds = found.rounds
         return found
 
     def _drop(self) -> None:

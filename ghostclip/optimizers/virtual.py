@@ -33,7 +33,8 @@ class LogicalBatch:
         skip_next: Whether the next step() is virtual.
         open: Whether a virtual step was taken and nothing has been released since.
         uses: The largest number of backward passes that one physical batch of this logical batch went through.
-        draws: Distinct draws of the private sampler that its physical batches come from; known when it is released.
+        rounds: How often its physical batches went through a whole draw of the private sampler, the same one again
+            included; known when it is released.
     """
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class LogicalBatch:
         self.skip_next = False
         self.open = False
         self.uses = 0
-        self.draws = 1
+        self.rounds = 1
         self._taken: list[int] = []
         self._passes_seen = 0
         self._generation: int | None = None
@@ -103,9 +104,9 @@ class LogicalBatch:
     @property
     def participations(self) -> int:
         """Backward passes that one record may have contributed to."""
-        # Passes of one step() may all be over the same records; what virtual steps added up are different physical
-        # batches, which share a record only if they come from different draws.
-        return max(1, self.uses * (self.draws if len(self._taken) > 1 else 1))
+        # Passes of one step() may all be over the same records; what virtual steps added up are parts of a draw, which
+        # share no record, until the draw is complete.
+        return max(1, self.uses * (self.rounds if len(self._taken) > 1 else 1))
 
     def rows_of_parts(self, rows: Sequence[int]) -> list[int]:
         """Return the rows of every backward pass, of several over one physical batch those of one.

@@ -34,10 +34,12 @@ class Match:
     Attributes:
         draws: Distinct draws, in order, as many as it may have been; several where they were accumulated into the step.
         ends: Places in the log that the step may have got to.
+        rounds: How often it may have gone through a whole draw, the same one again included.
     """
 
     draws: tuple[Draw, ...]
     ends: frozenset[int]
+    rounds: int
 
 
 class DrawLog:
@@ -118,17 +120,22 @@ class DrawLog:
         Returns:
             The draws; None where the rows are not those of the next draws.
         """
-        states = {(start, start, 0) for start in self._places if not passes and self._is_empty(start)}
+        states = {(start, start, 0): 0 for start in self._places if not passes and self._is_empty(start)}
         for number, rows in enumerate(passes):
             if number == 0:
-                states = {(start, start, rows) for start in self._places if self._begins(start, rows)}
+                states = {(start, start, rows): 0 for start in self._places if self._begins(start, rows)}
             else:
-                states = {(first, *at) for first, place, taken in states for at in self._continued(place, taken, rows)}
-        complete = {(start, place + 1) for start, place, taken in states if taken == self._draws[place].rows}
+                states = self._after(states, rows)
+        complete = {
+            (start, place + 1): rounds + 1
+            for (start, place, taken), rounds in states.items()
+            if taken == self._draws[place].rows
+        }
         if not complete:
             return None
         start, end = max(complete, key=lambda reached: reached[1] - reached[0])
-        return Match(tuple(self._draws[start:end]), frozenset(end for _, end in complete))
+        ends = frozenset(end for _, end in complete)
+        return Match(tuple(self._draws[start:end]), ends, max(complete.values()))
 
     def use(self, match: Match) -> None:
         """Mark draws as used by a release.
@@ -166,9 +173,23 @@ class DrawLog:
         drawn = self._draws[place].rows
         return rows <= drawn and (rows > 0 or drawn == 0)
 
-    def _continued(self, place: int, taken: int, rows: int) -> list[tuple[int, int]]:
-        """Return where a further pass may have gone: the rest of a draw; or the same rows again, or the next draw."""
-        drawn = self._draws[place].rows
-        if taken < drawn:
-            return [(place, taken + rows)] if 0 < rows <= drawn - taken else []
-        return [(other, rows) for other in (place, place + 1) if self._begins(other, rows)]
+    def _after(self, states: dict[tuple[int, int, int], int], rows: int) -> dict[tuple[int, int, int], int]:
+        """Return where a further pass may have gone: the rest of a draw; or the same rows again, or the next draw.
+
+        Args:
+            states: Draws gone through, by the first one, the present one, and how many of its rows were taken.
+            rows: Rows of the pass.
+
+        Returns:
+            As `states`.
+        """
+        found: dict[tuple[int, int, int], int] = {}
+        for (start, place, taken), rounds in states.items():
+            drawn = self._draws[place].rows
+            if taken == drawn:
+                ways = [((start, other, rows), rounds + 1) for other in (place, place + 1) if self._begins(other, rows)]
+            else:
+                ways = [((start, place, taken + rows), rounds)] if 0 < rows <= drawn - taken else []
+            for state, times in ways:
+                found[state] = max(times, found.get(state, 0))
+        return found

@@ -32,7 +32,6 @@ class PrivateSampler(Sampler[list[int]]):
         every n-th record, so that records are neither repeated nor lost nor drawn with correlation.
 
     Attributes:
-        scheme: What is drawn.
         rank: Number of this replica.
         num_replicas: How many share each batch.
         draws: The draws that no release has used yet.
@@ -46,7 +45,7 @@ class PrivateSampler(Sampler[list[int]]):
     def __init__(
         self, scheme: SamplingScheme, *, generator: torch.Generator | None = None, seed: int | None = None
     ) -> None:
-        self.scheme = scheme
+        self._scheme = scheme
         self.rank, self.num_replicas = 0, 1
         self.draws = DrawLog()
         self._owner = Owner(self)
@@ -57,6 +56,11 @@ class PrivateSampler(Sampler[list[int]]):
         self._resuming = False
         self._loop: object = None
         self._tracker: object = None
+
+    @property
+    def scheme(self) -> SamplingScheme:
+        """What is drawn; fixed, as the account goes by it."""
+        return self._scheme
 
     @property
     def num_samples(self) -> int:

@@ -42,7 +42,11 @@ def charges_of(accountant: Accountant) -> list[Charge]:
 
     Returns:
         Its entries, Poisson steps first.
+
+    Raises:
+        InvalidOptionError: If one of them is out of range.
     """
+    accountant.check()
     return [cast("Charge", tuple(entry)) for entry in (*accountant.history, *accountant.others)]
 
 

@@ -342,6 +342,9 @@ class _StoppableLoader(DataLoader[Any]):
 class _CountedPasses(Sampler[list[int]]):
     """A batch sampler that counts how often it was started and logs what it hands out.
 
+    Privacy:
+        A record that comes a second time in a pass is refused when it comes: the user may have exchanged the sampler.
+
     Attributes:
         count: Passes that were started.
         draws: The batches that no release has used yet.
@@ -364,7 +367,9 @@ class _CountedPasses(Sampler[list[int]]):
         return self._logged()
 
     def _logged(self) -> Iterator[list[int]]:
+        taken = bytearray()
         for batch in self._batches:
+            _take_once(batch, taken)
             self.draws.add(Draw(self._drawn, len(batch), len(batch)))
             self._drawn += 1
             yield batch
@@ -372,6 +377,27 @@ class _CountedPasses(Sampler[list[int]]):
 
     def __len__(self) -> int:
         return len(self._batches)
+
+
+def _take_once(batch: list[int], taken: bytearray) -> None:
+    """Mark the records of a batch as taken in a pass.
+
+    Args:
+        batch: Numbers of records.
+        taken: 1 at each number that was taken; grows.
+
+    Raises:
+        DataError: If one of them was taken before.
+    """
+    for index in batch:
+        if index >= len(taken):
+            taken.extend(bytes(index + 1 - len(taken) + len(taken) // 2))
+        if taken[index]:
+            raise DataError(
+                f"data_loader: record {index} comes twice in one pass, which the account of poisson_sampling=False has "
+                "no room for. Leave the loader's sampler as it was when make_private() checked it."
+            )
+        taken[index] = 1
 
 
 class _Epochs:

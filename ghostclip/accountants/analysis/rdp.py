@@ -11,6 +11,7 @@ import numpy as np
 
 from ghostclip._validate import positive_int, probability
 from ghostclip.accounting import epsilon_from_rdp, rdp_curve
+from ghostclip.accounting.ledger import checked_noise_multiplier, checked_sample_rate
 from ghostclip.errors import InvalidOptionError
 
 
@@ -32,7 +33,9 @@ def compute_rdp(
         InvalidOptionError: If a value is out of range.
     """
     rdp_A = positive_int(steps, "steps") * rdp_curve(
-        noise_multiplier=noise_multiplier, sample_rate=q, orders=_checked(orders)
+        noise_multiplier=checked_noise_multiplier(noise_multiplier),
+        sample_rate=checked_sample_rate(q),
+        orders=_checked(orders),
     )
     return [float(value) for value in rdp_A] if isinstance(orders, Sequence) else float(rdp_A[0])
 

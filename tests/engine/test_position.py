@@ -1,0 +1,601 @@
+"""The account follows the loader's position: what a loop releases is covered by the ε printed, or it is refused.
+
+Each loop's truth is worked out beside it: rows carry the number of their record and of their draw through the model,
+and so it is known how often each draw took part in which release.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import io
+import itertools
+import math
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler, default_collate
+
+import ghostclip
+from ghostclip.accounting import create_accountant
+from ghostclip.errors import DataError, GhostClipError
+from ghostclip.utils.batch_memory_manager import BatchMemoryManager
+
+RECORDS, BATCH, SIGMA, DELTA = 48, 8, 1.0, 1e-5
+RATE = BATCH / RECORDS
+
+
+class Records(Dataset):
+    """Records of (number, three features) and a class."""
+
+    def __init__(self, count=RECORDS):
+        self.features = torch.randn(count, 3)
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        return torch.cat([torch.tensor([float(index)]), self.features[index]]), index % 3
+
+
+class Numbered:
+    """Collates, and writes the number of the draw into each row."""
+
+    def __init__(self, first=0):
+        self.draw = first - 1
+
+    def __call__(self, samples):
+        self.draw += 1
+        inputs, targets = default_collate(samples)
+        return torch.cat([torch.full((len(inputs), 1), float(self.draw)), inputs], dim=1), targets
+
+
+def model():
+    """A classifier."""
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3))
+
+
+def rows_of(batch):
+    """Numbers of draw and record of each row."""
+    return [(int(draw), int(record)) for draw, record in batch[0][:, :2].tolist()]
+
+
+class Run:
+    """A private training, and what it really released."""
+
+    def __init__(self, *, poisson=True, data=None, batch_size=BATCH, engine=None, first_draw=0):
+        self.poisson, self.data = poisson, Records() if data is None else data
+        self.engine, module, self.seen = engine or ghostclip.PrivacyEngine(), model(), []
+        self.own_loader = DataLoader(self.data, batch_size=batch_size, collate_fn=Numbered(first_draw))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.model, self.optimizer, self.loader = self.engine.make_private(
+                module=module,
+                optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+                data_loader=self.own_loader,
+                noise_multiplier=SIGMA,
+                max_grad_norm=1.0,
+                poisson_sampling=poisson,
+            )
+        self.rate = batch_size / len(self.data) if poisson else 1.0
+        self.released = []
+        self.optimizer.attach_step_hook(lambda _: self.released.append(collections.Counter(self.seen)))
+
+    def loss(self, batch):
+        return nn.functional.cross_entropy(self.model(batch[0][:, 2:]), batch[1])
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+        self.seen.clear()
+
+    def backward(self, batch, *, loss=None):
+        loss = self.loss(batch) if loss is None else loss
+        loss.backward()
+        self.seen.extend(rows_of(batch))
+        return loss
+
+    def step(self, batch):
+        self.zero_grad()
+        self.backward(batch)
+        self.take()
+
+    def take(self):
+        self.optimizer.step()
+        if not self.optimizer.last_step_was_virtual:
+            self.seen.clear()
+
+    def printed(self):
+        return self.engine.get_epsilon(DELTA)
+
+    def truth(self):
+        """ε of what was released: a draw that took part k times in each of several releases is one with σ/√Σk²."""
+        keeper = create_accountant()
+        if self.poisson:
+            squares = collections.Counter()
+            for release in self.released:
+                of_draw = {}
+                for (draw, _), times in release.items():
+                    of_draw[draw] = max(of_draw.get(draw, 0), times)
+                squares.update({draw: times**2 for draw, times in of_draw.items()})
+            keeper.history = [(SIGMA / math.sqrt(square), self.rate, 1) for square in squares.values()]
+        else:
+            squares = collections.Counter()
+            for release in self.released:
+                of_record = collections.Counter()
+                for (_, record), times in release.items():
+                    of_record[record] += times
+                squares.update({record: times**2 for record, times in of_record.items()})
+            worst = max(squares.values(), default=0)
+            keeper.history = [(SIGMA / math.sqrt(worst), 1.0, 1)] if worst else []
+        return keeper.get_epsilon(DELTA)
+
+
+def copied(batch):
+    return copy.deepcopy(batch)
+
+
+def pickled(batch):
+    return pickle.loads(pickle.dumps(batch))
+
+
+def saved(batch):
+    file = io.BytesIO()
+    torch.save(batch, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def as_is(batch):
+    return batch
+
+
+def normal(run):
+    for _ in range(3):
+        for batch in run.loader:
+            run.step(batch)
+
+
+def replayed_list(change=as_is):
+    def loop(run):
+        kept = list(run.loader)
+        for _ in range(30):
+            for batch in kept:
+                run.step(change(batch))
+
+    return loop
+
+
+def cycled(run):
+    for batch in itertools.islice(itertools.cycle(run.loader), 30 * len(run.loader)):
+        run.step(batch)
+
+
+def teed(run):
+    first, second = itertools.tee(run.loader)
+    for batch in itertools.chain(first, second):
+        run.step(batch)
+
+
+def teed_side_by_side(run):
+    for first, second in zip(*itertools.tee(run.loader), strict=True):
+        run.step(first)
+        run.step(second)
+
+
+def cached_in_first_epoch(run):
+    kept = []
+    for batch in run.loader:
+        kept.append(batch)
+        run.step(batch)
+    for _ in range(9):
+        for batch in kept:
+            run.step(batch)
+
+
+def loader_of_drawn_batches(run):
+    inputs, targets = (torch.cat(parts) for parts in zip(*run.loader, strict=True))
+    for _ in range(9):
+        for batch in DataLoader(TensorDataset(inputs, targets), batch_size=BATCH, shuffle=True):
+            run.step(batch)
+
+
+def loader_of_batches(run):
+    for _ in range(9):
+        for batch in DataLoader(list(run.loader), batch_size=None, shuffle=True):
+            run.step(batch)
+
+
+def one_batch_for_all(run):
+    """The idiom of whoever tests whether a model can learn one batch at all."""
+    batch = next(iter(run.loader))
+    for _ in range(30):
+        run.step(batch)
+
+
+def one_batch_for_each_draw(change=as_is):
+    def loop(run):
+        kept = next(iter(run.loader))
+        for _ in range(9):
+            for _ in run.loader:
+                run.step(change(kept))
+
+    return loop
+
+
+def kept_beside_drawn(change=as_is):
+    def loop(run):
+        kept = list(run.loader)
+        for _ in range(9):
+            for batch, _ in zip(kept, run.loader, strict=True):
+                run.step(change(batch))
+
+    return loop
+
+
+def kept_by_size(change=as_is):
+    """An adversary's: every draw is answered by the first batch that had its size."""
+
+    def loop(run):
+        first = {}
+        for _ in range(20):
+            for batch in run.loader:
+                run.step(change(first.setdefault(len(batch[0]), batch)))
+
+    return loop
+
+
+def half_twice(run):
+    for batch in run.loader:
+        half = len(batch[0]) // 2
+        parts = [[part[:half] for part in batch]] * 2
+        if 2 * half != len(batch[0]) or not half:
+            parts = [batch]
+        run.zero_grad()
+        for part in parts:
+            run.backward(part)
+        run.take()
+
+
+def half_twice_by_virtual_steps(run):
+    for _ in range(4):
+        for batch in run.loader:
+            half = len(batch[0]) // 2
+            parts = [[part[:half] for part in batch]] * 2
+            if 2 * half != len(batch[0]) or not half:
+                parts = [batch]
+            for number, part in enumerate(parts):
+                run.optimizer.signal_skip_step(do_skip=number + 1 < len(parts))
+                run.backward(part)
+                run.take()
+
+
+def rows_twice(run):
+    for batch in run.loader:
+        run.step([torch.cat([part, part]) for part in batch])
+
+
+def two_forwards_one_backward(run):
+    for batch in run.loader:
+        run.zero_grad()
+        run.backward(batch, loss=run.loss(batch) + run.loss(batch))
+        run.take()
+
+
+def two_backwards(run):
+    for batch in run.loader:
+        run.zero_grad()
+        run.backward(batch)
+        run.backward(batch)
+        run.take()
+
+
+def backward_of_one_graph_twice(run):
+    for batch in run.loader:
+        run.zero_grad()
+        loss = run.loss(batch)
+        loss.backward(retain_graph=True)
+        run.backward(batch, loss=loss)
+        run.take()
+
+
+def closures(times):
+    def loop(run):
+        for batch in run.loader:
+
+            def closure(batch=batch):
+                run.zero_grad()
+                for _ in range(times):
+                    loss = run.backward(batch)
+                return loss
+
+            run.optimizer.step(closure)
+            run.seen.clear()
+
+    return loop
+
+
+def closure_and_second_step(run):
+    for batch in run.loader:
+
+        def closure(batch=batch):
+            run.zero_grad()
+            return run.backward(batch)
+
+        for _ in range(3):
+            run.optimizer.step(closure)
+            run.seen.clear()
+
+
+def virtual_steps_over_draws(count):
+    def loop(run):
+        for _ in range(4):
+            for number, batch in enumerate(run.loader):
+                run.optimizer.signal_skip_step(do_skip=number % count != count - 1)
+                run.backward(batch)
+                run.take()
+
+    return loop
+
+
+def virtual_steps_on_one_batch(run):
+    for batch in run.loader:
+        for number in range(3):
+            run.optimizer.signal_skip_step(do_skip=number < 2)
+            run.backward(batch)
+            run.take()
+
+
+def skipped_by_loss(run):
+    for _ in range(6):
+        for number, batch in enumerate(run.loader):
+            if number % 3 == 1:
+                run.loss(batch)
+                continue
+            run.step(batch)
+
+
+def skipped_after_backward(run):
+    for _ in range(6):
+        for number, batch in enumerate(run.loader):
+            run.zero_grad()
+            run.backward(batch)
+            if number % 3 == 1:
+                continue
+            run.take()
+
+
+def skipped_by_size(run):
+    for _ in range(6):
+        for batch in run.loader:
+            if len(batch[0]) < BATCH:
+                continue
+            run.step(batch)
+
+
+def left_early(run):
+    for _ in range(9):
+        for batch in itertools.islice(run.loader, 2):
+            run.step(batch)
+
+
+def last_left_out(run):
+    for _ in range(9):
+        for number, batch in enumerate(run.loader):
+            if number + 1 < len(run.loader):
+                run.step(batch)
+
+
+def two_iterators(run):
+    first, second = iter(run.loader), iter(run.loader)
+    for _ in range(3):
+        run.step(next(first))
+        run.step(next(second))
+
+
+def restarted(run):
+    for _ in range(12):
+        run.step(next(iter(run.loader)))
+
+
+def first_batches_kept_and_replayed_in_a_new_pass(run):
+    for _ in range(9):
+        kept = list(itertools.islice(run.loader, 3))
+        for _, batch in zip(run.loader, kept, strict=False):
+            run.step(batch)
+        for _, batch in zip(run.loader, kept, strict=False):
+            run.step(batch)
+
+
+def after_the_end(run):
+    for batch in run.loader:
+        run.step(batch)
+    run.step(batch)
+
+
+def loader_of_the_same_data(run):
+    for _ in range(9):
+        for batch in DataLoader(run.data, batch_size=BATCH, collate_fn=Numbered(), shuffle=True):
+            run.step(batch)
+
+
+def manager_replays_its_first_part(run):
+    for _ in range(4):
+        with BatchMemoryManager(data_loader=run.loader, max_physical_batch_size=3, optimizer=run.optimizer) as batches:
+            first = {}
+            for batch in batches:
+                run.backward(first.setdefault(len(batch[0]), batch))
+                run.take()
+
+
+def accumulated_draws(run):
+    for number, batch in enumerate(run.loader):
+        run.backward(batch)
+        if number % 3 == 2:
+            run.take()
+            run.zero_grad()
+
+
+def data_that_grow(run):
+    normal(run)
+    run.data.count, run.data.features = 2 * RECORDS, torch.randn(2 * RECORDS, 3)
+    normal(run)
+
+
+def second_loader_for_the_same_data(run):
+    """Both loaders' records are the same; one account is for both."""
+    normal(run)
+    second = Run(poisson=run.poisson, data=run.data, engine=run.engine, first_draw=1000)
+    normal(second)
+    run.released += second.released
+
+
+def order_drawn_with_repetition(run):
+    with pytest.raises(ValueError, match="batch_sampler"):
+        run.loader.batch_sampler = None
+    run.own_loader.batch_sampler.sampler = WeightedRandomSampler([1.0] + [1e-9] * (RECORDS - 1), RECORDS)
+    normal(run)
+
+
+COUNTED = {
+    "normal": normal,
+    "two forwards, one backward": two_forwards_one_backward,
+    "two backwards": two_backwards,
+    "closure": closures(1),
+    "closure with three backwards": closures(3),
+    "half of a batch twice": half_twice,
+    "virtual steps over 2 draws": virtual_steps_over_draws(2),
+    "virtual steps over 3 draws": virtual_steps_over_draws(3),
+    "virtual steps over 6 draws": virtual_steps_over_draws(6),
+    "virtual steps on one batch": virtual_steps_on_one_batch,
+    "draws accumulated": accumulated_draws,
+    "left early": left_early,
+    "last left out": last_left_out,
+    "restarted": restarted,
+    "data that grow": data_that_grow,
+    "second loader for the same data": second_loader_for_the_same_data,
+}
+"""Loops that run to their end, with all that they release in the account."""
+
+REFUSED = {
+    "list replayed": replayed_list(),
+    "list replayed as copies": replayed_list(copied),
+    "list replayed from pickles": replayed_list(pickled),
+    "list replayed from files": replayed_list(saved),
+    "cycled": cycled,
+    "teed": teed,
+    "teed side by side": teed_side_by_side,
+    "cached in the first epoch": cached_in_first_epoch,
+    "one batch for all steps": one_batch_for_all,
+    "rows twice": rows_twice,
+    "one graph twice": backward_of_one_graph_twice,
+    "three steps with a closure": closure_and_second_step,
+    "after the end": after_the_end,
+    "another loader of the data": loader_of_the_same_data,
+}
+"""Loops that are refused with any sampling."""
+
+REFUSED_BY_SIZE = {
+    "loader of drawn records": loader_of_drawn_batches,
+    "loader of drawn batches": loader_of_batches,
+    "one batch for each draw": one_batch_for_each_draw(),
+    "one batch for each draw, copied": one_batch_for_each_draw(copied),
+    "kept beside drawn": kept_beside_drawn(),
+    "kept beside drawn, copied": kept_beside_drawn(copied),
+    "skipped by loss": skipped_by_loss,
+    "skipped after backward": skipped_after_backward,
+    "skipped by size": skipped_by_size,
+    "two iterators": two_iterators,
+    "kept of an abandoned pass": first_batches_kept_and_replayed_in_a_new_pass,
+}
+"""Loops that hand the model other rows than those drawn last: Poisson samples tell by their sizes.
+
+Where sizes coincide, a step passes; the next ones will not.
+"""
+
+COVERED = REFUSED_BY_SIZE.keys() - {
+    "loader of drawn records",
+    "one batch for each draw",
+    "one batch for each draw, copied",
+}
+"""Those which a pass over shuffled batches, paid for as one participation of each record, covers."""
+
+UNNOTICED = [
+    ("kept by size", kept_by_size(), True),
+    ("kept by size", kept_by_size(copied), False),
+    ("one batch for each draw", one_batch_for_each_draw(), False),
+    ("half of a batch twice by virtual steps", half_twice_by_virtual_steps, True),
+    ("manager's first part again", manager_replays_its_first_part, True),
+]
+"""Rows are compared, not records: whoever answers a draw by other records of the same number deceives the account."""
+
+QUIET = pytest.mark.filterwarnings("ignore:.* backward passes", "ignore:this engine has accounted")
+SAMPLINGS = pytest.mark.parametrize("poisson", [True, False], ids=["poisson", "shuffled"])
+
+
+def check_covered(run):
+    assert run.printed() >= run.truth() * (1 - 1e-4)
+
+
+@QUIET
+@SAMPLINGS
+@pytest.mark.parametrize("loop", COUNTED.values(), ids=COUNTED)
+def test_what_is_released_is_counted(loop, poisson):
+    run = Run(poisson=poisson)
+    loop(run)
+    assert run.released
+    check_covered(run)
+
+
+@QUIET
+@SAMPLINGS
+@pytest.mark.parametrize("loop", REFUSED.values(), ids=REFUSED)
+def test_what_was_not_drawn_is_refused(loop, poisson):
+    run = Run(poisson=poisson)
+    with pytest.raises(GhostClipError, match=r"no batch of the private loader|the model saw|second backward"):
+        loop(run)
+    check_covered(run)
+
+
+@QUIET
+@pytest.mark.parametrize("loop", REFUSED_BY_SIZE.values(), ids=REFUSED_BY_SIZE)
+def test_other_batches_than_those_drawn_are_refused(loop):
+    run = Run()
+    with pytest.raises(GhostClipError, match=r"the model saw|no batch of the private loader|newer loop"):
+        collections.deque((loop(run) for _ in range(5)), maxlen=0)
+
+
+@QUIET
+@pytest.mark.parametrize("name", sorted(COVERED))
+def test_a_pass_over_shuffled_batches_covers_what_was_drawn_in_it(name):
+    run = Run(poisson=False)
+    REFUSED_BY_SIZE[name](run)
+    assert run.released
+    check_covered(run)
+
+
+@pytest.mark.xfail(strict=True, reason="rows are compared, not records")
+@QUIET
+@pytest.mark.parametrize(("loop", "poisson"), [entry[1:] for entry in UNNOTICED], ids=[entry[0] for entry in UNNOTICED])
+def test_other_records_of_the_same_number(loop, poisson):
+    run = Run(poisson=poisson)
+    loop(run)
+    check_covered(run)
+
+
+def test_the_scheme_that_the_account_goes_by_is_fixed():
+    sampler = Run().loader.private_sampler
+    with pytest.raises(AttributeError, match="scheme"):
+        sampler.scheme = ghostclip.sampling.Poisson(num_samples=RECORDS, sample_rate=0.9)
+    with pytest.raises(AttributeError):
+        sampler.scheme.sample_rate = 0.9
+
+
+def test_an_order_that_repeats_records_is_refused():
+    run = Run(poisson=False)
+    with pytest.raises(DataError, match="record 0 comes twice in one pass"):
+        order_drawn_with_repetition(run)
+    check_covered(run)
