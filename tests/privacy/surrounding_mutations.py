@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ghostclip import GhostClipper
 from ghostclip.accounting import Accountant
+from ghostclip.clipping.norms import GroupNorms
 from ghostclip.factors.base import SquaredNorm
 from ghostclip.factors.rows import Rows
 from ghostclip.noise import FastNoise, make_noise_source
@@ -74,10 +75,40 @@ def ledger_read_without_its_chain() -> Any:
     return mock.patch.object(LedgerFile, "_read", read)
 
 
-def rows_without_a_bound() -> Any:
-    """The squared norm of table rows is taken as computed: no bound of its rounding is added."""
-    original = Rows.sqnorm
-    return mock.patch.object(Rows, "sqnorm", lambda self: SquaredNorm(original(self).value_B, None))
+@contextlib.contextmanager
+def rows_without_a_bound() -> Iterator[None]:
+    """What a sample adds to one row of a table is added bit by bit, and nothing bounds what that rounds."""
+
+    def add(self: Rows, coef_B: Tensor, out: Tensor) -> None:
+        weighted_BTI = self.g_BTI.to(out.dtype) * coef_B.view(-1, 1, 1)
+        out.view(self.matrix).index_add_(0, self.ids_BT.flatten(), weighted_BTI.reshape(-1, self.matrix[1]))
+
+    def sqnorm(self: Rows) -> SquaredNorm:
+        pairs_K, sums_KI = self.segments()
+        square_B = self.g_BTI.new_zeros(self.batch_size)
+        return SquaredNorm(square_B.index_add_(0, self._sample(pairs_K), sums_KI.square().sum(1)), None)
+
+    with mock.patch.object(Rows, "add_clipped_sum_", add), mock.patch.object(Rows, "sqnorm", sqnorm):
+        yield
+
+
+def uses_added_one_by_one() -> Any:
+    """Nobody asks by how much rounding may have changed a norm or a sum."""
+    return mock.patch.object(GroupNorms, "doubtful_B", lambda self: None)
+
+
+def huge_parts_meet_the_sum() -> Any:
+    """Norms are those of float64, but what they are of is added with all others' in float32."""
+    original = GroupNorms.refine
+
+    def refine(self: GroupNorms, exact: GroupNorms, index_D: Tensor) -> None:
+        original(self, exact, index_D)
+        for norms in self.sums:
+            total = norms.total()
+            assert total is not None
+            norms.replace(SquaredNorm(total.value_B.nan_to_num(posinf=0.0), None))
+
+    return mock.patch.object(GroupNorms, "refine", refine)
 
 
 def norms_of_reduced_precision() -> Any:
@@ -97,32 +128,32 @@ def norms_of_reduced_precision() -> Any:
 
 def loss_scale_left_in_the_sums() -> Any:
     """Sums of a scaled loss are released with the scale, behind clipping."""
-    original = GhostClipper.summed_gradient
+    original = GhostClipper.hand_over_sums
 
-    def summed_gradient(self: GhostClipper, parameter: nn.Parameter) -> Tensor | None:
-        honest = original(self, parameter)
-        return None if honest is None else 1024 * honest
+    def hand_over_sums(self: GhostClipper, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+        return [None if honest is None else 1024 * honest for honest in original(self, parameters)]
 
-    return mock.patch.object(GhostClipper, "summed_gradient", summed_gradient)
+    return mock.patch.object(GhostClipper, "hand_over_sums", hand_over_sums)
 
 
 @contextlib.contextmanager
 def sums_within_reach() -> Iterator[None]:
     """The clipped sums wait in `p.grad` for the step, and the step takes what is there."""
-    backward, original = GhostClipper.backward, GhostClipper.summed_gradient
+    backward, original = GhostClipper.backward, GhostClipper.hand_over_sums
 
     def expose(self: GhostClipper, *arguments: Any, **options: Any) -> Any:
         result = backward(self, *arguments, **options)
         for p in self.trainable_parameters():
-            p.grad = original(self, p)
+            p.grad = self.summed_gradient(p)
         return result
 
-    def summed_gradient(self: GhostClipper, parameter: nn.Parameter) -> Tensor | None:
-        return original(self, parameter) if parameter.grad is None else parameter.grad
+    def hand_over_sums(self: GhostClipper, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+        kept = original(self, parameters)
+        return [own if p.grad is None else p.grad for p, own in zip(parameters, kept, strict=True)]
 
     with (
         mock.patch.object(GhostClipper, "backward", expose),
-        mock.patch.object(GhostClipper, "summed_gradient", summed_gradient),
+        mock.patch.object(GhostClipper, "hand_over_sums", hand_over_sums),
         mock.patch.object(Releases, "refuse_strangers", return_value=None),
     ):
         yield
@@ -137,6 +168,8 @@ SURROUNDING_MUTATIONS: dict[str, Mutation] = {
         copies_keep_the_key,
         ledger_read_without_its_chain,
         rows_without_a_bound,
+        uses_added_one_by_one,
+        huge_parts_meet_the_sum,
         norms_of_reduced_precision,
         loss_scale_left_in_the_sums,
         sums_within_reach,
