@@ -44,6 +44,7 @@ class NormSum:
         self._blocks: list[Tensor] = []
         self._root_B: Tensor | None = None
         self._found: SquaredNorm | None = None
+        self._settled: tuple[Tensor, Tensor] | None = None
 
     def add(self, norm: SquaredNorm) -> None:
         """Add one factor's squared norms.
@@ -87,15 +88,28 @@ class NormSum:
             self._found = SquaredNorm(value_B, _sum(errors, device) if errors else None, terms)
         return self._found
 
-    def replace(self, norm: SquaredNorm) -> None:
-        """Forget the sum and begin with another.
+    def settle(self, index_D: Tensor, norm_D: Tensor) -> None:
+        """Say what the norms of a few samples are, whatever their squares add up to.
 
         Args:
-            norm: What `total` returns from here on.
+            index_D: Which samples, shape ``(D,)``.
+            norm_D: Their norms, rounded up, shape ``(D,)``.
         """
-        self._values, self._errors = [norm.value_B], [] if norm.error_B is None else [norm.error_B]
-        self._terms = [] if norm.terms is None else [norm.terms]
-        self._blocks, self._root_B, self._found = [], None, None
+        self._settled = index_D, norm_D
+
+    def with_settled(self, norm_B: Tensor) -> Tensor:
+        """Return norms with those that were settled in their places.
+
+        Args:
+            norm_B: Norms of all samples, shape ``(B,)``.
+
+        Returns:
+            Same shape.
+        """
+        if self._settled is None:
+            return norm_B
+        index_D, norm_D = self._settled
+        return norm_B.index_copy(0, index_D.to(norm_B.device), norm_D.to(norm_B))
 
     def of_blocks_B(self) -> Tensor | None:
         """Return the norms where all that was added are norms of blocks, the common case: nothing is done twice.
@@ -114,13 +128,16 @@ class NormSum:
             total = self.total()
             assert total is not None
             norm_B = rounded_up_(_at_most_B(total).sqrt())
-        return norm_B
+        return self.with_settled(norm_B)
 
-    def doubtful_B(self) -> Tensor | None:
-        """Return which samples' norms rounding may have changed by more than the tolerance; None where it cannot."""
+    def doubtful_B(self) -> Tensor:
+        """Return which samples' norms are not finite, or may have been changed by more than the tolerance."""
         total = self.total()
         assert total is not None
-        return None if total.error_B is None else total.error_B > TOLERANCE[total.value_B.dtype] * total.value_B
+        doubtful_B = ~(total.value_B < _most(total.value_B.dtype))
+        if total.error_B is not None:
+            doubtful_B |= ~(total.error_B <= TOLERANCE[total.value_B.dtype] * total.value_B)
+        return doubtful_B
 
 
 def _sum(parts: list[Tensor], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
@@ -229,20 +246,19 @@ class GroupNorms:
             Which of all samples are ill-conditioned, shape ``(B,)``, bool; None when none is.
         """
         self._changed()
-        ill: list[Tensor] = []
+        found: list[Tensor] = []
         for own, better in zip(self.sums, exact.sums, strict=True):
             before, after = own.total(), better.total()
             if before is not None and after is not None:
-                norm, ill_D = _settled(after, before.value_B.dtype)
-                index = index_D.to(before.value_B.device)
-                value_B = before.value_B.index_copy(0, index, norm.value_B.to(before.value_B))
-                error_B = torch.zeros_like(value_B) if before.error_B is None else before.error_B
-                assert norm.error_B is not None
-                own.replace(SquaredNorm(value_B, error_B.index_copy(0, index, norm.error_B.to(error_B))))
-                ill.append(torch.zeros_like(value_B, dtype=torch.bool).index_copy(0, index, ill_D.to(value_B.device)))
-        found = [ill_B.to(ill[0].device) for ill_B in ill]
-        ill_B = torch.stack(found).any(0) if found else None
-        return ill_B if ill_B is not None and bool(ill_B.any()) else None
+                norm_D, ill_D = _settled(after, before.value_B.dtype)
+                own.settle(index_D, norm_D)
+                # Numbers whose squares are beyond float32 are not multiplied in float32 either.
+                ill_B = ~(before.value_B < _most(before.value_B.dtype))
+                found.append(ill_B.index_copy(0, index_D.to(ill_B.device), ill_D.to(ill_B.device) | ill_B[index_D]))
+        if not found:
+            return None
+        ill_B = torch.stack(_together(found, found[0].device)).any(0)
+        return ill_B if bool(ill_B.any()) else None
 
     def norm_GB(self, batch_size: int) -> list[Tensor]:
         """Return the norms of every group, rounded up; zeros for a group that nothing arrived for.
@@ -261,7 +277,7 @@ class GroupNorms:
         for found in alike:
             square_KB = torch.stack([_at_most_B(norm) for norm in found.values()])
             for number, norm_B in zip(found, rounded_up_(square_KB.sqrt_()).unbind(), strict=True):
-                norm_GB[number] = norm_B
+                norm_GB[number] = self.sums[number].with_settled(norm_B)
         return norm_GB
 
     def _alike(self) -> Collection[dict[int, SquaredNorm]]:
@@ -275,7 +291,9 @@ class GroupNorms:
         return alike.values()
 
     def doubtful_B(self) -> Tensor | None:
-        """Return which samples' norms rounding may have changed in some group; None when there are none.
+        """Return which samples' norms must be computed in float64, in some group; None when there are none.
+
+        Where squares of float32 are beyond it, those of float64 are not; what then is not finite never was.
 
         Whether all are finite is asked at the same time and noted, so that a device is waited for once.
 
@@ -288,15 +306,14 @@ class GroupNorms:
             largest = norm_B.amax().item()
             self.finite = largest < _most(norm_B.dtype) ** 0.5
             self.largest = largest if self.finite else None
-            return None
+            return None if self.finite else ~(norm_B < _most(norm_B.dtype) ** 0.5)
         alike = self._alike()
         self.finite = len(alike) > 0 and all(_certain(list(found.values())) for found in alike)
         if self.finite:
             return None
         doubtful_B: Tensor | None = None
         for more_B in (total.doubtful_B() for total in self.sums if total.total() is not None):
-            if more_B is not None:
-                doubtful_B = more_B if doubtful_B is None else doubtful_B | more_B.to(doubtful_B.device)
+            doubtful_B = more_B if doubtful_B is None else doubtful_B | more_B.to(doubtful_B.device)
         return None if doubtful_B is None or not bool(doubtful_B.any()) else doubtful_B
 
 
@@ -333,7 +350,7 @@ def _stacked(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.stack(parts)
 
 
-def _settled(norm: SquaredNorm, dtype: torch.dtype) -> tuple[SquaredNorm, Tensor]:
+def _settled(norm: SquaredNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Decide how samples whose norms were computed in float64 are summed.
 
     Args:
@@ -341,19 +358,20 @@ def _settled(norm: SquaredNorm, dtype: torch.dtype) -> tuple[SquaredNorm, Tensor
         dtype: What their contributions would be summed in otherwise.
 
     Returns:
-        The squared norms, with an error that covers the rounding of the sum, and which samples are ill-conditioned.
+        Their norms, rounded up, with what the sum may round, in ``dtype``; and which samples are ill-conditioned.
     """
-    value_D, terms = norm.value_B, norm.terms
-    error_D = torch.zeros_like(value_D) if norm.error_B is None else norm.error_B
-    if terms is None:
-        return SquaredNorm(value_D, error_D), torch.zeros_like(value_D, dtype=torch.bool)
-    narrow_D = raised(value_D, sum_rounding(terms.mass_B, terms.scale_B, unit_roundoff(dtype)))
-    ill_D = ~(narrow_D <= TOLERANCE[dtype] * value_D)
-    # Every term is weighted and added once, in any order: twice as often as there are terms, whatever else is added.
-    wide_D = unit_roundoff(torch.float64) * (2 * terms.number + 64) * terms.mass_B
-    unbounded_D = ill_D & ~(wide_D <= UNBOUNDED * value_D.sqrt())
-    error_D = error_D + torch.where(ill_D, raised(value_D, wide_D), narrow_D)
-    return SquaredNorm(value_D.masked_fill(unbounded_D, torch.inf), error_D), ill_D
+    square_D, terms = norm.value_B, norm.terms
+    error_D = torch.zeros_like(square_D) if norm.error_B is None else norm.error_B
+    ill_D = torch.zeros_like(square_D, dtype=torch.bool)
+    if terms is not None:
+        narrow_D = raised(square_D, sum_rounding(terms.mass_B, terms.scale_B, unit_roundoff(dtype)))
+        ill_D = ~(narrow_D <= TOLERANCE[dtype] * square_D)
+        # Every term is weighted and added once, in any order: twice as often as there are terms, whatever else is.
+        wide_D = unit_roundoff(torch.float64) * (2 * terms.number + 64) * terms.mass_B
+        unbounded_D = ill_D & ~(wide_D <= UNBOUNDED * square_D.sqrt())
+        error_D = error_D + torch.where(ill_D, raised(square_D, wide_D), narrow_D)
+        square_D = square_D.masked_fill(unbounded_D, torch.inf)
+    return rounded_up_((square_D + error_D).sqrt().to(dtype)), ill_D
 
 
 def cross_terms(factors: Sequence[Factor]) -> SquaredNorm | None:

@@ -94,21 +94,16 @@ def rows_without_a_bound() -> Iterator[None]:
 
 def uses_added_one_by_one() -> Any:
     """Nobody asks by how much rounding may have changed a norm or a sum."""
-    return mock.patch.object(GroupNorms, "doubtful_B", lambda self: None)
+    return mock.patch.object(GroupNorms, "doubtful_B", return_value=None)
 
 
 def huge_parts_meet_the_sum() -> Any:
     """Norms are those of float64, but what they are of is added with all others' in float32."""
-    original = GroupNorms.refine
 
-    def refine(self: GroupNorms, exact: GroupNorms, index_D: Tensor) -> None:
-        original(self, exact, index_D)
-        for norms in self.sums:
-            total = norms.total()
-            assert total is not None
-            norms.replace(SquaredNorm(total.value_B.nan_to_num(posinf=0.0), None))
+    def settled(norm: SquaredNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return norm.value_B.sqrt().to(dtype), torch.zeros_like(norm.value_B, dtype=torch.bool)
 
-    return mock.patch.object(GroupNorms, "refine", refine)
+    return mock.patch("ghostclip.clipping.norms._settled", settled)
 
 
 def norms_of_reduced_precision() -> Any:

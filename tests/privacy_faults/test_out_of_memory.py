@@ -68,12 +68,12 @@ class Memory:
         into = Release.into
         self.contractions = 0
 
-        def fails(release, sums, factor, name):
+        def fails(release, sums, factor, name, **more):
             self.contractions += 1
             if self.contractions == 2:
                 sums.buffer(name)[0].fill_(17.0)
                 self._fail()
-            into(release, sums, factor, name)
+            into(release, sums, factor, name, **more)
 
         patch.setattr(Release, "into", fails)
 
