@@ -11,7 +11,6 @@ import torch
 
 from ghostclip.finetune import progress
 from ghostclip.finetune.checkpoint import ResumePoint
-from ghostclip.finetune.ledger import read_ledger
 from tests.cli.conftest import TEXT, TINY, TINY_MODEL
 
 transformers = pytest.importorskip("transformers")
@@ -192,7 +191,7 @@ def test_crash_over_counts_and_never_under_counts(finetune, text_file, tmp_path,
     after_step(3, crash)
     with pytest.raises(RuntimeError, match="went away"):
         finetune("--data", text_file, "--output", out, *TINY)
-    assert read_ledger(out / "resume" / "ledger.txt") == 3
+    assert len(ResumePoint(out).ledger.entries) == 3
     resumed = finetune("--resume", "--output", out)
     assert resumed.status == 0, resumed.err
     assert "of which 3 are done or counted as spent" in " ".join(resumed.out.split())
