@@ -351,7 +351,7 @@ def load(place: Place, options: Mapping[str, Any]) -> dict[str, Any]:
     """
     try:
         checkpoint = torch.load(place, **{"weights_only": True, **options})
-    except OSError:
+    except (FileNotFoundError, PermissionError, IsADirectoryError):
         raise
     except Exception as error:
         # Whatever torch stumbles over: a bit may have changed anywhere.

@@ -263,13 +263,13 @@ def _kill(folder, *options):
 
 
 def test_killed_at_every_point_of_a_step(tmp_path):
-    (training,) = _kill(tmp_path, "--points", "--kills", "5", "--steps", "18")
-    assert training["kills"] == 5
+    (training,) = _kill(tmp_path, "--points", "--kills", "7", "--steps", "18")
+    assert training["kills"] == 7
     assert training["kills_between_ledger_and_update"] > 0
     assert training["lost_steps"] > 0
 
 
 @pytest.mark.slow
 def test_killed_at_fifty_random_times(tmp_path):
-    trainings = _kill(tmp_path, "--kills", "50", "--seed", "7")
+    trainings = _kill(tmp_path, "--kills", "50", "--steps", "150", "--seed", "7")
     assert sum(training["kills"] for training in trainings) >= 50
