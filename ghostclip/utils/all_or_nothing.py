@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -44,7 +44,8 @@ def all_or_nothing(
     Cost:
         A copy of the model in main memory while the block runs.
     """
-    holders = [account, plan, *schedulers]
+    # Accountants and schedulers may be of the user's classes.
+    holders = [account, account.accountant, account.own, plan, *schedulers]
     undo = [_kept_generators()]
     if module is not None:
         undo.append(_kept_module(module))
@@ -54,12 +55,11 @@ def all_or_nothing(
         undo += [_kept_attributes(one) for one in (inner, *getattr(inner, "members", ()))]
         undo.append(_kept_values(optimizer))
     undo += [_kept_attributes(one) for one in _reached(holders)]
-    try:
-        yield
-    except BaseException:
+    with ExitStack() as stack:
         for put_back in undo:
-            put_back()
-        raise
+            stack.callback(put_back)
+        yield
+        stack.pop_all()
 
 
 def _kept_module(module: nn.Module) -> Undo:

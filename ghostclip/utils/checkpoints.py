@@ -253,8 +253,9 @@ def with_fresh_randomness(
     saved_run = run_of(checkpoint.get(NOISE, {}))
     if saved_run is not None and run_of(optimizer.noise_source.state_dict()) == saved_run:
         raise ResumeError(
-            "noise: the generator or seed that was given fixes the same noise as in the saved run, which must not hide "
-            "other sums. Leave it out, or give another one."
+            "noise: this optimizer adds the same noise as the saved run (by the generator or seed that was given, or "
+            "because it is that run), which must not hide other sums. Make the training private anew, without a "
+            "generator or with another."
         )
     sampler = _sampler_of(plan)
     if sampler is not None and SAMPLER in checkpoint:

@@ -377,18 +377,19 @@ def _refuse_irregular(path: Path, *, given: str | os.PathLike[str]) -> None:
     Raises:
         InvalidOptionError: If something other than a file lies there.
     """
-    try:
-        mode = path.stat().st_mode
-    except FileNotFoundError:
-        return
-    except NotADirectoryError as error:
-        raise InvalidOptionError(f"ledger={os.fspath(given)!r}: {path.parent} is no folder. Name a file.") from error
     # A device that a shell has redirected to a file is one all the same.
-    root, *below = Path(given).absolute().parts[1:]
-    if not stat.S_ISREG(mode) or root == "proc" or (root == "dev" and below[:1] != ["shm"]):
+    root, *below = (*Path(given).absolute().parts[1:], "")
+    regular = root != "proc" and (root != "dev" or below[:1] == ["shm"])
+    try:
+        regular = regular and stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:
+        pass
+    except NotADirectoryError:
+        regular = False
+    if not regular:
         raise InvalidOptionError(
             f"ledger={os.fspath(given)!r}: a ledger must be a regular file, and this is a folder, a device, a pipe or "
-            "a socket, which keeps no lines. Name a file."
+            "a socket, or lies below a file. Name a file."
         )
 
 
