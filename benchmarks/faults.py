@@ -272,8 +272,10 @@ def kill_one_training(name: str, steps: int, kills: int, chance: random.Random, 
         reach = startup + _REACH * (length - startup) / steps
         finished = False
         while not finished and seen.kills < kills:
-            in_turn, anywhere = POINTS[seen.kills % len(POINTS)], chance.choice(POINTS)
-            point = in_turn if at_points else anywhere if seen.kills % 2 else None
+            if at_points:
+                point: str | None = POINTS[seen.kills % len(POINTS)]
+            else:
+                point = chance.choice(POINTS) if seen.kills % 2 else None
             last_word = _dies_at(point, chance.randrange(3 if at_points else _REACH)) if point else (lambda _: None)
             delay = None if point else chance.uniform(0.0, reach)
             finished = _in_child(_train_in(killed, name, steps, last_word), kill_after=delay)

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ghostclip.optimizers import DPOptimizer
@@ -67,8 +67,7 @@ def _kept_module(module: nn.Module) -> Undo:
     tables = [table for part in module.modules() for table in (part._parameters, part._buffers)]
     before: list[tuple[dict[str, Any], dict[str, Any]]] = [(table, dict(table)) for table in tables]
     tensors = {id(tensor): tensor for _, table in before for tensor in table.values() if tensor is not None}
-    # On the CPU: a model may fill the memory of its device.
-    copies = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors.values()]
+    copies = [(tensor, _copy_of(tensor)) for tensor in tensors.values() if not tensor.is_meta]
 
     @torch.no_grad()
     def put_back() -> None:
@@ -79,6 +78,12 @@ def _kept_module(module: nn.Module) -> Undo:
             tensor.copy_(copy)
 
     return put_back
+
+
+def _copy_of(tensor: Tensor) -> Tensor:
+    """Copy a tensor to main memory, since a model may fill its device's; one of another kind to where it lies."""
+    plain = type(tensor) in (Tensor, nn.Parameter)
+    return tensor.detach().to("cpu", copy=True) if plain else tensor.detach().clone()
 
 
 def _kept_generators() -> Undo:

@@ -32,7 +32,7 @@ def test_every_damage_is_refused_or_harmless(tmp_path):
 )
 def test_the_search_finds_what_no_guard_refuses(owner, name, works, tmp_path, monkeypatch):
     monkeypatch.setattr(owner, name, works)
-    outcomes = Corruptions(tmp_path).many(3 * len(KINDS), seed=5)
+    outcomes = Corruptions(tmp_path).many(6 * len(KINDS), seed=5)
     found = Counter(one.outcome for one in outcomes)
     assert found.total() > found["refused"] + found["harmless"]
 
