@@ -107,21 +107,21 @@ def _kept_values(optimizer: DPOptimizer) -> Undo:
 
 
 def _kept_attributes(holder: object) -> Undo:
-    """Keep an object's attributes; lists, dicts and sets as they are now, generators with their state."""
-    before = {name: _copied(value) for name, value in vars(holder).items()}
-    generators = [(one, one.get_state()) for one in before.values() if isinstance(one, torch.Generator)]
+    """Keep an object's attributes, and what its lists, dicts, sets and generators hold; others may hold them, too."""
+    before = dict(vars(holder))
+    contents = [(value, value.copy()) for value in before.values() if type(value) in (list, dict, set)]
+    generators = [(value, value.get_state()) for value in before.values() if isinstance(value, torch.Generator)]
 
     def put_back() -> None:
         vars(holder).clear()
         vars(holder).update(before)
+        for container, content in contents:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(content)
         for generator, state in generators:
             generator.set_state(state)
 
     return put_back
-
-
-def _copied(value: Any) -> Any:
-    return type(value)(value) if type(value) in (list, dict, set) else value
 
 
 def _is_part(value: object) -> bool:

@@ -235,6 +235,20 @@ def test_training_goes_on_as_if_the_failed_load_had_not_been_tried(at, tmp_path,
     assert [ends[0][name] for name in same[3:]] == [ends[1][name] for name in same[3:]]
 
 
+def test_what_is_released_after_a_failed_load_is_held(tmp_path, monkeypatch):
+    run = Run().train(2)
+    place = run.save(tmp_path / "run.pt")
+    with monkeypatch.context() as patch:
+        _inject(patch, Account, "load")
+        with pytest.raises(InjectedError):
+            run.load(place)
+    history = list(run.engine.accountant.history)
+    run.train(1)
+    run.engine.accountant.history = history
+    with pytest.raises(InvalidOptionError, match="lacks 1 releases"):
+        run.engine.get_epsilon(1e-5)
+
+
 class Refusal:
     """What is wrong with what is loaded, in itself."""
 
