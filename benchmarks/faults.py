@@ -341,7 +341,7 @@ def _markdown(record: dict[str, Any]) -> str:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)
     parser.add_argument("--kills", type=int, default=500, help="kill so often (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=600, help="length of each training (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=800, help="length of each training (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the times of the kills (default: %(default)s)")
     parser.add_argument("--points", action="store_true", help="kill at each point of a step, not at random times")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the files (default: %(default)s)")
