@@ -258,3 +258,30 @@ def test_an_account_from_before_the_ledger_is_taken_over_once(tmp_path):
     accountant = create_accountant()
     accountant.history = [(1.0, 0.2, 3)]
     assert PrivacyEngine(ledger=tmp_path / "ledger").get_epsilon(DELTA) == accountant.get_epsilon(DELTA)
+
+
+# Another training's ledger
+
+
+@pytest.mark.parametrize("through", ["checkpoint", "optimizer"])
+@pytest.mark.parametrize("kind", ["another's", "cut", "of an earlier time"])
+def test_a_ledger_that_would_lower_the_account_is_refused(kind, through, tmp_path):
+    """With much noise in the other training, whose file would make ε a sixtieth of the truth."""
+    path, others = tmp_path / "ledger", tmp_path / "others"
+    Run(others, sigma=20.0).train(5).engine.close()
+    run = Run(path, sigma=0.6).train(2)
+    earlier = path.read_bytes()
+    run.train(3)
+    place, state = run.save(tmp_path / "run.pt"), run.optimizer.state_dict()
+    run.engine.close()
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes({"another's": others.read_bytes(), "cut": b"".join(lines[:-1])}.get(kind, earlier))
+    resumed = Run(path, sigma=0.6)
+    before, noise, held = parameters_of(resumed.model), resumed.noise, list(resumed.engine.accountant.history)
+    loads = {"checkpoint": lambda: resumed.load(place), "optimizer": lambda: resumed.optimizer.load_state_dict(state)}
+    with pytest.raises(ResumeError, match=r"Restore the ledger|Give the engine the ledger"):
+        loads[through]()
+    assert torch.equal(parameters_of(resumed.model), before)
+    assert resumed.noise == noise
+    assert resumed.engine.accountant.history == held
+    assert not resumed.optimizer.state
