@@ -274,7 +274,7 @@ class Corruptions:
             if self._before:
                 self._training.engine.close()
             shutil.rmtree(trial)
-        return Outcome(FILES[file], kind, outcome, message.replace(str(self._folder), "")[:200])
+        return Outcome(FILES[file], kind, outcome, message.replace(str(self._folder), "")[:120])
 
     def _judged(self, file: str) -> str:
         training = self._try(file)
@@ -333,7 +333,7 @@ def main() -> int:
         0 if every damage was refused or harmless, else 1.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.corruptions", description=__doc__)
-    parser.add_argument("--number", type=int, default=960, help="how many (default: %(default)s)")
+    parser.add_argument("--number", type=int, default=640, help="how many (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of their places (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the files (default: %(default)s)")
     options = parser.parse_args()
