@@ -55,7 +55,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 _SAVE_EVERY = 4
 # Steps, and seconds of them, that a process gets before it is killed at random: more than it needs to reach a save.
-_REACH = 8
+_REACH = 6
 _DELTA = 1e-5
 LastWord = Callable[[str], None]
 
