@@ -6,7 +6,6 @@ import hashlib
 import math
 import secrets
 import warnings
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -59,8 +58,8 @@ class Account:
     Attributes:
         budgets: What must not be exceeded.
         charged: Whether this process has charged a release.
-        runs: How many releases of each run (see `run_of`) the account holds: what tells which of two accounts, saved or
-            in memory, continues the other.
+        runs: Up to which number the account holds the releases of each run (see `run_of`): what tells which of two
+            accounts, saved or in memory, continues the other. A release that is made again has the number that it had.
         coordinates: Most numbers of one release with discrete noise; 0 while there was none.
         own: An accountant of the user's that is told of every release beside `accountant`, or None.
         unchecked: Which checks of the models could not run.
@@ -83,7 +82,8 @@ class Account:
             accountant.relation = _relation(ledger.mechanisms, default=accountant.relation)
             self._hold_only(total(ledger.entries))
             self.discrete(max((int(m.get("coordinates", 0)) for m in ledger.mechanisms), default=0))
-            self.runs.update(Counter(entry.run for entry in ledger.entries))
+            for entry in ledger.entries:
+                self._note(entry.run, entry.number + 1)
         self._from_before = len(accountant)
 
     @property
@@ -281,7 +281,7 @@ class Account:
             budget.forget()
         self._hold_only(joined(charges))
         for run, number in runs.items():
-            self.runs[run] = max(number, self.runs.get(run, 0))
+            self._note(run, number)
         continue_own(self)
         if self.ledger is not None and before is not None:
             if self.coordinates:
@@ -315,6 +315,10 @@ class Account:
         if taken_over or not saved:
             return [*written, *beside], None
         return [*written, *saved, *beside], Entry(_BEFORE, len(ledger.entries), tuple(saved), digest)
+
+    def _note(self, run: str, number: int) -> None:
+        """Note that the account holds so many releases of a run."""
+        self.runs[run] = max(number, self.runs.get(run, 0))
 
     def _hold_only(self, charges: Sequence[Charge]) -> None:
         """Let the account be these charges."""
@@ -353,7 +357,7 @@ class Account:
                 plan.settle(events)
                 return
             self.ledger.append(Entry(run, optimizer.releases, tuple(events), digest))
-        self.runs[run] = self.runs.get(run, 0) + 1
+        self._note(run, optimizer.releases + 1)
         self._add(events)
         plan.settle(events)
 
