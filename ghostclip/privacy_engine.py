@@ -346,7 +346,7 @@ class PrivacyEngine(Spending):
             harmless only if they come out the same. Whoever changes anything in between (data, learning rate, code)
             passes `fresh_randomness=True`; with a ledger a step that comes out otherwise is refused. Whatever this
             process has released stays counted: an earlier checkpoint of the same training is gone back to with the
-            account as it is, and without a ledger noise and batches go on from where they are.
+            account as it is, and without a ledger with noise from a fresh key and the batches that are next.
 
         Args:
             path: What `save_checkpoint` wrote.
@@ -380,6 +380,7 @@ class PrivacyEngine(Spending):
                 allow_change=allow_mechanism_change,
                 fresh=fresh_randomness,
             )
+        goes_back = self._account.goes_back(checkpoint[checkpoints.RUNS])
         if self._account.goes_on:
             checkpoint = checkpoints.without_positions(checkpoint)
         with all_or_nothing(
@@ -396,6 +397,8 @@ class PrivacyEngine(Spending):
             checkpoints.restore_account(checkpoint, self._account)
         if private is not None:
             private.discard_pending()
+            if goes_back:
+                checkpoints.branch_off(private)
         return checkpoint
 
     def close(self) -> None:

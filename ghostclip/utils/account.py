@@ -230,6 +230,17 @@ class Account:
         """Whether a step was refused because a budget that stops training was spent."""
         return any(budget.spent and budget.when_spent == "stop" for budget in self.budgets)
 
+    def goes_back(self, runs: Mapping[str, int]) -> bool:
+        """Say whether a state is an earlier one of what this process has released, and no ledger tells it from another.
+
+        Args:
+            runs: The saved `runs`.
+
+        Returns:
+            True if so.
+        """
+        return self.goes_on and runs != self.runs
+
     @property
     def goes_on(self) -> bool:
         """Whether noise and batches must go on from where they are, whatever is loaded.

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ghostclip.errors import ResumeError
+from ghostclip.noise.keyed import KeyedNoise
 from ghostclip.optimizers import DPOptimizer
 from ghostclip.utils.account import Account, run_of
 from ghostclip.utils.assembly import coordinates_of
@@ -274,6 +275,21 @@ def without_positions(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """
     positions = (NOISE, SAMPLER, PLAN, RELEASES, GENERATORS)
     return {name: value for name, value in checkpoint.items() if name not in positions}
+
+
+def branch_off(optimizer: DPOptimizer) -> None:
+    """Add noise from a fresh key from here on, after a return to an earlier state.
+
+    Privacy:
+        Another process may continue that earlier state with the same key. Where the two differ from here on, equal
+        noise would tell the difference of their sums.
+
+    Args:
+        optimizer: The private optimizer; what ranks share, or a user's generator fixes, stays as it is.
+    """
+    source = optimizer.noise_source
+    if isinstance(source, KeyedNoise) and source.generator is None:
+        source.renew_key()
 
 
 def restore_account(checkpoint: Mapping[str, Any], account: Account) -> None:

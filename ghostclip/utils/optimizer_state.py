@@ -71,6 +71,7 @@ class OptimizerAccount:
             return
         saved = _read(text)
         optimizer, plan = self._optimizer, self._plan
+        goes_back = self._account.goes_back(saved[checkpoints.RUNS])
         with all_or_nothing(optimizer=optimizer, plan=plan, account=self._account):
             if not self._account.charged:
                 saved = checkpoints.reconciled(
@@ -84,8 +85,10 @@ class OptimizerAccount:
                 checkpoints.restore_positions(saved, optimizer, plan)
                 for name in optimizer.scheduled & saved[checkpoints.MECHANISM].keys():
                     setattr(optimizer, name, saved[checkpoints.MECHANISM][name])
-            # An earlier state of this training is gone back to: account, noise and draws go on from where they are.
+            # Else this goes back to an earlier state of this training: account and draws go on from where they are.
             checkpoints.restore_account(saved, self._account)
+        if goes_back:
+            checkpoints.branch_off(optimizer)
         self._loaded = (text, optimizer.releases)
 
 
