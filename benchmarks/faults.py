@@ -54,7 +54,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "per_layer, ghost": {"max_grad_norm": 1.0, "clipping": "per_layer", "grad_sample_mode": "ghost"},
 }
 _SAVE_EVERY = 4
-# Steps, and seconds of them, that a process gets before it is killed at random: more than it needs to reach a save.
+# Steps that a process gets before it is killed: more than it needs to reach a save.
 _REACH = 6
 _DELTA = 1e-5
 LastWord = Callable[[str], None]
@@ -276,12 +276,14 @@ def kill_one_training(name: str, steps: int, kills: int, chance: random.Random, 
                 point: str | None = POINTS[seen.kills % len(POINTS)]
             else:
                 point = chance.choice(POINTS) if seen.kills % 2 else None
-            last_word = _dies_at(point, chance.randrange(3 if at_points else _REACH)) if point else (lambda _: None)
+            # At the latest after so many steps, so that no training ends before it was killed often enough.
+            after = chance.randrange(3 if at_points else _REACH) if point else _REACH
+            last_word = _dies_at(point or "after the update", after)
             delay = None if point else chance.uniform(0.0, reach)
             finished = _in_child(_train_in(killed, name, steps, last_word), kill_after=delay)
             if not finished:
                 seen.kills += 1
-                where = point or "at a random time"
+                where = point or f"at a random time, {_REACH + 1} steps after the start at the latest"
                 seen.kills_at_points[where] = seen.kills_at_points.get(where, 0) + 1
                 seen.points.append(point or f"{delay:.3f} s")
             _look(killed, seen)
