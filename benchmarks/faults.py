@@ -1,8 +1,9 @@
 """Kill private trainings with SIGKILL and resume them: `python -m benchmarks.faults` writes kill-test.json and .md.
 
-Each training runs in a process of its own, which is killed at random times, or at chosen points of a step, and started
-again. After every kill the ledger must hold each release that was applied; at the end the model must equal that of a
-run that nobody killed, bit for bit, and so must the account.
+Each training runs in a process of its own, which is killed at random times and, every second time, at a random point of
+a step (also between the halves of a line of the ledger, and before the line is on the disk), and started again. After
+every kill the ledger must hold each release that was applied; at the end the model must equal that of a run that nobody
+killed, bit for bit, and so must the account.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import nn
@@ -31,18 +33,29 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import machine
 from ghostclip import PrivacyEngine
+from ghostclip.utils import ledger_file
 from ghostclip.utils.batch_memory_manager import BatchMemoryManager
 from ghostclip.utils.ledger_file import LedgerFile
 
 RESULTS = Path(__file__).resolve().parent / "results"
-# Where a process kills itself: before its step is in the ledger, after, after the update, in the middle of a save.
-POINTS = ("before the ledger", "after the ledger", "after the update", "in a save", "between physical batches")
+# Where a process kills itself.
+POINTS = (
+    "before the ledger",
+    "after the ledger",
+    "after the update",
+    "in a save",
+    "between physical batches",
+    "half a ledger line",
+    "ledger line before fsync",
+)
 OPTIONS: dict[str, dict[str, Any]] = {
     "flat": {"max_grad_norm": 0.5},
     "adaptive": {"max_grad_norm": 0.5, "clipping": "adaptive"},
     "per_layer, ghost": {"max_grad_norm": 1.0, "clipping": "per_layer", "grad_sample_mode": "ghost"},
 }
 _SAVE_EVERY = 4
+# Steps that a process gets before it is killed: more than it needs to reach a save.
+_REACH = 6
 _DELTA = 1e-5
 LastWord = Callable[[str], None]
 
@@ -146,6 +159,7 @@ class Killed:
 
     options: str
     kills: int = 0
+    kills_at_points: dict[str, int] = field(default_factory=dict)
     lost_steps: int = 0
     kills_between_ledger_and_update: int = 0
     ledger_below_released: int = 0
@@ -181,11 +195,26 @@ def _in_child(work: Callable[[], None], *, kill_after: float | None = None) -> b
 
 def _train_in(folder: Path, name: str, steps: int, last_word: LastWord) -> Callable[[], None]:
     def work() -> None:
+        _watch_ledger(last_word)
         training = Training(folder, OPTIONS[name], last_word)
         training.run(steps)
         (folder / "outcome").write_text(json.dumps(training.outcome()))
 
     return work
+
+
+def _watch_ledger(last_word: LastWord) -> None:
+    """Write this process's ledger lines in halves, and say so between them and before they are on the disk."""
+    whole = ledger_file._write_all
+
+    def in_halves(file: IO[bytes], line: bytes, *, at: int) -> None:
+        half = len(line) // 2
+        whole(file, line[:half], at=at)
+        last_word("half a ledger line")
+        whole(file, line[half:], at=at + half)
+        last_word("ledger line before fsync")
+
+    ledger_file._write_all = in_halves
 
 
 def _start(folder: Path, name: str) -> None:
@@ -238,24 +267,37 @@ def kill_one_training(name: str, steps: int, kills: int, chance: random.Random, 
         whole.mkdir()
         _in_child(lambda: _start(whole, name))
         shutil.copytree(whole, killed)
-        began = time.perf_counter()
-        _in_child(_train_in(whole, name, steps, lambda _: None))
-        length = time.perf_counter() - began
+        startup = _seconds(_train_in(killed, name, 0, lambda _: None))
+        length = _seconds(_train_in(whole, name, steps, lambda _: None))
+        reach = startup + _REACH * (length - startup) / steps
         finished = False
         while not finished and seen.kills < kills:
-            point = POINTS[seen.kills % len(POINTS)]
-            last_word = _dies_at(point, chance.randrange(3)) if at_points else (lambda _: None)
-            delay = None if at_points else chance.uniform(0.0, 0.6 * length)
+            if at_points:
+                point: str | None = POINTS[seen.kills % len(POINTS)]
+            else:
+                point = chance.choice(POINTS) if seen.kills % 2 else None
+            # At the latest after so many steps, so that no training ends before it was killed often enough.
+            after = chance.randrange(3 if at_points else _REACH) if point else _REACH
+            last_word = _dies_at(point or "after the update", after)
+            delay = None if point else chance.uniform(0.0, reach)
             finished = _in_child(_train_in(killed, name, steps, last_word), kill_after=delay)
             if not finished:
                 seen.kills += 1
-                seen.points.append(point if at_points else f"{delay:.3f} s")
+                where = point or f"at a random time, {_REACH + 1} steps after the start at the latest"
+                seen.kills_at_points[where] = seen.kills_at_points.get(where, 0) + 1
+                seen.points.append(point or f"{delay:.3f} s")
             _look(killed, seen)
         if not finished:
             _in_child(_train_in(killed, name, steps, lambda _: None))
         first, second = (json.loads((folder / "outcome").read_text()) for folder in (whole, killed))
         seen.equal, seen.epsilon = first == second, second["epsilon"]
     return seen
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    _in_child(work)
+    return time.perf_counter() - began
 
 
 def _warm_up() -> None:
@@ -274,6 +316,9 @@ def _markdown(record: dict[str, Any]) -> str:
         f"{t['ledger_below_released']} | {'yes' if t['equal'] else '**no**'} | {t['epsilon']:.4f} |"
         for t in trainings
     ]
+    points = Counter()
+    for training in trainings:
+        points.update(training["kills_at_points"])
     return "\n".join(
         [
             f"`{record['command']}` on {about['cpu']}, {about['cores']} cores, {about['os']}; "
@@ -287,14 +332,18 @@ def _markdown(record: dict[str, Any]) -> str:
             "|---|---:|---:|---:|---:|---|---:|",
             *rows,
             "",
+            "| killed | times |",
+            "|---|---:|",
+            *(f"| {where} | {number} |" for where, number in sorted(points.items())),
+            "",
         ]
     )
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)
-    parser.add_argument("--kills", type=int, default=60, help="kill at least so often (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=150, help="length of each training (default: %(default)s)")
+    parser.add_argument("--kills", type=int, default=500, help="kill so often (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=800, help="length of each training (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the times of the kills (default: %(default)s)")
     parser.add_argument("--points", action="store_true", help="kill at each point of a step, not at random times")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the files (default: %(default)s)")
@@ -317,6 +366,7 @@ def main() -> int:
         warnings.simplefilter("ignore")
         _warm_up()
     while sum(seen.kills for seen in trainings) < options.kills:
+        most = min(most, options.kills - sum(seen.kills for seen in trainings))
         name = names[len(trainings) % len(names)]
         trainings.append(kill_one_training(name, options.steps, most, chance, at_points=options.points))
         print(json.dumps(asdict(trainings[-1])), flush=True)

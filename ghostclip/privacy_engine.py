@@ -18,6 +18,7 @@ from ghostclip.optimizers import DPOptimizer, MemberOptimizer, release_of
 from ghostclip.sampling import DeclaredSampling
 from ghostclip.utils import checkpoints
 from ghostclip.utils.account import Account
+from ghostclip.utils.all_or_nothing import all_or_nothing
 from ghostclip.utils.assembly import (
     Private,
     PrivateWithCriterion,
@@ -52,12 +53,14 @@ class PrivacyEngine(Spending):
         secure_mode: Opacus's name for noise_level="secure".
         ledger: A file that every release is written to, and that is safe on the disk, before the release is applied.
             What it holds already counts. With it a crash loses no part of the account, and a resumed run that does not
-            repeat the interrupted one exactly is refused instead of reusing its noise.
+            repeat the interrupted one exactly is refused instead of reusing its noise. One engine at a time writes to
+            it: from `make_private` until `close`, or until the engine or its process is gone.
         noise_level: "fast" (the default: a statistical generator), "secure" (a cryptographic keystream) or "exact"
             (that, and discrete noise on integer sums; needs grad_sample_mode="hooks").
 
     Raises:
-        InvalidOptionError: If there is no such accountant or level, or secure_mode contradicts it.
+        InvalidOptionError: If there is no such accountant or level, secure_mode contradicts it, or the ledger is no
+            regular file.
         ResumeError: If the ledger is damaged.
     """
 
@@ -334,13 +337,16 @@ class PrivacyEngine(Spending):
         """Continue a saved training: call `make_private` as before, then this.
 
         On a CPU the resumed run is the uninterrupted one, bit for bit, for Poisson batches: parameters, optimizer,
-        noise, batches, dropout (torch's global generators are set) and account. Learning-rate schedulers and what else
+        noise, batches, dropout (torch's global generators are set) and account. If this raises, nothing is changed.
+        Learning-rate schedulers and what else
         the loop keeps belong into `checkpoint_dict`.
 
         Privacy:
             The steps that the interrupted run made after it was saved are made again with the same noise, which is
             harmless only if they come out the same. Whoever changes anything in between (data, learning rate, code)
-            passes `fresh_randomness=True`; with a ledger a step that comes out otherwise is refused.
+            passes `fresh_randomness=True`; with a ledger a step that comes out otherwise is refused. Whatever this
+            process has released stays counted: an earlier checkpoint of the same training is gone back to with the
+            account as it is, and without a ledger with noise from a fresh key and the batches that are next.
 
         Args:
             path: What `save_checkpoint` wrote.
@@ -359,7 +365,8 @@ class PrivacyEngine(Spending):
             The loaded dictionary without the optimizer's and schedulers' entries, further entries included.
 
         Raises:
-            ResumeError: If the checkpoint is incomplete, or of another mechanism.
+            ResumeError: If the checkpoint is damaged, incomplete, of another mechanism or of another training, or the
+                ledger is not the one that it was saved with.
         """
         private: DPOptimizer | None = release_of(optimizer)
         checkpoint = checkpoints.load(path, torch_load_kwargs or {})
@@ -373,11 +380,35 @@ class PrivacyEngine(Spending):
                 allow_change=allow_mechanism_change,
                 fresh=fresh_randomness,
             )
-        checkpoints.restore_account(checkpoint, self._account)
-        checkpoints.load_module(module, checkpoint, module_load_dict_kwargs or {})
-        checkpoints.restore(checkpoint, private, self._plan)
-        checkpoints.continue_schedules(checkpoint, private, schedulers)
+        goes_back = self._account.goes_back(checkpoint[checkpoints.RUNS])
+        if self._account.goes_on:
+            checkpoint = checkpoints.without_positions(checkpoint)
+        with all_or_nothing(
+            module=module,
+            optimizer=private,
+            plan=self._plan,
+            account=self._account,
+            schedulers=schedulers.values(),
+        ):
+            checkpoints.load_module(module, checkpoint, module_load_dict_kwargs or {})
+            checkpoints.restore(checkpoint, private, self._plan)
+            checkpoints.continue_schedules(checkpoint, private, schedulers)
+            # The last, for a line in the ledger is not taken back.
+            checkpoints.restore_account(checkpoint, self._account)
+        if private is not None:
+            private.discard_pending()
+            if goes_back:
+                checkpoints.branch_off(private)
         return checkpoint
+
+    def close(self) -> None:
+        """Give the ledger's file back, so that another engine may write to it; without a ledger nothing happens.
+
+        The file is also given back when the engine and its optimizers are gone, and when the process ends, however it
+        ends. A later step of this engine takes it again, unless somebody else has written to it meanwhile.
+        """
+        if self._account.ledger is not None:
+            self._account.ledger.close()
 
     def _sampled(self, data_loader: DataLoader[Any] | DeclaredSampling, *, poisson_sampling: bool) -> SamplingPlan:
         """Settle how batches are sampled; the account takes over what neighbouring data sets are."""

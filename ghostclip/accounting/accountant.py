@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, MutableMapping
-from typing import Any
+from typing import Any, cast
 
 from ghostclip._validate import positive_int
 from ghostclip.accounting.events import SamplingEvent
 from ghostclip.accounting.interface import IAccountant
 from ghostclip.accounting.ledger import (
+    Kind,
     Ledger,
     OtherEntry,
     checked_history,
@@ -50,6 +51,39 @@ class Accountant(IAccountant):
         super().__init__()
         self.relation = checked_relation(relation)
         self.others: list[OtherEntry] = []
+        self._held: Mapping[Kind, int] = {}
+
+    def hold(self, released: Mapping[Kind, int]) -> None:
+        """Never go below what an engine has released: an emptied or shortened ledger is refused when ε is asked for.
+
+        Args:
+            released: Numbers by kind, (σ, q) or (kind, parameters); the engine keeps adding to this mapping.
+        """
+        self._held = released
+
+    def lacking(self) -> dict[Kind, int]:
+        """Return what the engine has released and this ledger does not hold, as numbers by kind."""
+        there: dict[Kind, int] = {}
+        for first, second, count in (*self.history, *self.others):
+            kind = cast("Kind", (first, second))
+            there[kind] = there.get(kind, 0) + count
+        missing = {kind: count - there.get(kind, 0) for kind, count in self._held.items()}
+        return {kind: count for kind, count in missing.items() if count > 0}
+
+    def require_whole(self) -> None:
+        """Refuse a ledger that lacks what the engine has released.
+
+        Raises:
+            InvalidOptionError: If it was emptied, shortened or changed by hand.
+        """
+        lacking = self.lacking() if self._held else {}
+        if lacking:
+            kind, count = next(iter(lacking.items()))
+            raise InvalidOptionError(
+                f"accountant: its history lacks {sum(lacking.values())} releases that this engine has made or loaded "
+                f"({count} of {kind}, among others): it was emptied, shortened or changed by hand. Put them back; for "
+                "a training that shares no record with this one, make a PrivacyEngine of its own."
+            )
 
     @abc.abstractmethod
     def epsilon_bounds(self, delta: float) -> Bounds:
@@ -102,9 +136,11 @@ class Accountant(IAccountant):
             The ledger.
 
         Raises:
-            InvalidOptionError: If an entry is out of range: somebody has put it there by hand.
+            InvalidOptionError: If an entry is out of range, which somebody has put there by hand, or it lacks what an
+                engine has released.
         """
         self.check()
+        self.require_whole()
         return totals(self.history, self.others, self.relation)
 
     def check(self) -> None:
@@ -208,6 +244,9 @@ class Accountant(IAccountant):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Replace the ledger by a saved one; which accountant kept it does not matter, what it says was released does.
 
+        Privacy:
+            What an engine has released and the saved ledger lacks stays counted: going back lowers nothing.
+
         Args:
             state_dict: What `state_dict` returned, of this or another accountant.
 
@@ -226,5 +265,10 @@ class Accountant(IAccountant):
                 "with the saved one."
             )
         history = checked_history(state_dict["history"], where="accountant state")
-        self.others = checked_others(state_dict.get("others", ()), where="accountant state")
-        self.history = history
+        others = checked_others(state_dict.get("others", ()), where="accountant state")
+        self.history, self.others = history, others
+        for (first, second), count in self.lacking().items():
+            if isinstance(first, str):
+                self._add_other(first, cast("tuple[float, ...]", second), count)
+            else:
+                self._add_steps(first, cast("float", second), count)

@@ -22,6 +22,10 @@ OtherEntry = tuple[str, tuple[float, ...], int]
 """(kind, parameters, number of times): "truncated_poisson" (σ, q, N, largest batch) or "guarantee" (ε, δ)."""
 
 
+Kind = tuple[float, float] | tuple[str, tuple[float, ...]]
+"""An entry without its number."""
+
+
 @dataclass(frozen=True)
 class Ledger:
     """Everything that was released, order forgotten: no bound depends on it.

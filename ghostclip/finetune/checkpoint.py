@@ -12,16 +12,18 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from ghostclip.errors import ResumeError
-from ghostclip.finetune.ledger import read_ledger
 from ghostclip.finetune.options import FinetuneOptions
 from ghostclip.finetune.output import RESUME_FOLDER, RESUME_STATE, atomic_path, write_text
+from ghostclip.utils.digest import digest_of
+from ghostclip.utils.ledger_file import LedgerFile
 
-_OPTIONS, _LEDGER = "options.json", "ledger.txt"
+_OPTIONS, _LEDGER, _DIGEST = "options.json", "ledger.txt", "digest"
 
 
 @dataclass(kw_only=True)
@@ -59,15 +61,15 @@ class TensorState:
 
 
 class ResumePoint:
-    """The resume folder of one run."""
+    """The resume folder of one run: what was asked, the state between two steps, and the ledger of begun steps."""
 
     def __init__(self, output: Path) -> None:
         self.folder = output / RESUME_FOLDER
 
-    @property
-    def ledger_path(self) -> Path:
-        """Where the ledger lies."""
-        return self.folder / _LEDGER
+    @cached_property
+    def ledger(self) -> LedgerFile:
+        """The ledger on disk, with one release for each step that has begun."""
+        return LedgerFile(self.folder / _LEDGER)
 
     def begin(self, options: FinetuneOptions) -> None:
         """Make the folder and write down what was asked, as the last act before the first resume point.
@@ -76,6 +78,7 @@ class ResumePoint:
             options: The run's options.
         """
         self.folder.mkdir(parents=True)
+        self.ledger.lock()
         write_text(self.folder / _OPTIONS, json.dumps(options.recorded(), indent=2) + "\n")
 
     def recorded_options(self) -> dict[str, object]:
@@ -105,8 +108,9 @@ class ResumePoint:
             tensors: Model, optimizer, accountant and generators.
         """
         parts = {field_.name: getattr(tensors, field_.name) for field_ in fields(TensorState)}
+        content = {"run": asdict(state), "ledger": self.ledger.place(), **parts}
         with atomic_path(self.folder / RESUME_STATE) as temporary:
-            torch.save({"run": asdict(state), **parts}, temporary)
+            torch.save({**content, _DIGEST: digest_of(content)}, temporary)
 
     def load(self) -> tuple[RunState, TensorState]:
         """Read the resume point, and count steps that were begun after it.
@@ -118,16 +122,21 @@ class ResumePoint:
             The state, brought up to the ledger, and the tensors as they were saved.
 
         Raises:
-            ResumeError: The file is damaged or of another version.
+            ResumeError: The file or the ledger is damaged or of another version, or the ledger is another run's.
         """
         path = self.folder / RESUME_STATE
         try:
             content = torch.load(path, map_location="cpu", weights_only=True)
+            digest = content.pop(_DIGEST)
             state = RunState(**content["run"])
             tensors = TensorState(**{field_.name: content[field_.name] for field_ in fields(TensorState)})
-        except (OSError, RuntimeError, KeyError, TypeError, ValueError, EOFError) as error:
+        except Exception as error:
+            # Whatever torch stumbles over: a bit may have changed anywhere.
             raise ResumeError(f"{path}: cannot be read ({type(error).__name__}: {error})") from error
-        lost = max(0, read_ledger(self.ledger_path) - state.step)
+        if digest != digest_of(content):
+            raise ResumeError(f"{path}: cannot be read (it is damaged, or was changed by hand)")
+        self.ledger.require(content["ledger"])
+        lost = max(0, len(self.ledger.entries) - state.step)
         state.losses += [None] * lost
         state.samples += [None] * lost
         state.sessions += 1

@@ -9,6 +9,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -99,7 +100,6 @@ def _train(prepared: Prepared, resume: ResumePoint | None) -> tuple[PrivateTrain
 
     from ghostclip.finetune.comparison import Comparison
     from ghostclip.finetune.interrupts import StopRequest
-    from ghostclip.finetune.ledger import Ledger
     from ghostclip.finetune.models import fresh_copy
     from ghostclip.finetune.progress import ProgressBar
     from ghostclip.finetune.training import PrivateTraining
@@ -114,7 +114,7 @@ def _train(prepared: Prepared, resume: ResumePoint | None) -> tuple[PrivateTrain
     try:
         with (
             StopRequest() as stop,
-            Ledger(point.ledger_path) as ledger,
+            closing(point.ledger) as ledger,
             ProgressBar(steps=steps, done=state.step, epsilon=training.epsilon) as bar,
         ):
             on_step = _on_step(prepared, training, point, comparison, bar)

@@ -19,7 +19,6 @@ import ghostclip
 from ghostclip.errors import FixedSeedWarning
 from ghostclip.finetune.checkpoint import RunState, TensorState, generator_states, restore_generators
 from ghostclip.finetune.interrupts import StopRequest
-from ghostclip.finetune.ledger import Ledger
 from ghostclip.finetune.losses import passage_losses, precision
 from ghostclip.finetune.memory import peak_bytes
 from ghostclip.finetune.options import FinetuneOptions
@@ -33,7 +32,10 @@ from ghostclip.finetune.steps import (
     made_up_passages,
     vocabulary_of,
 )
+from ghostclip.utils.account import run_of
 from ghostclip.utils.batch_memory_manager import BatchMemoryManager
+from ghostclip.utils.ledger_file import Entry, LedgerFile
+from ghostclip.utils.optimizer_state import without_keys
 from ghostclip.utils.physical_batch_size import find_max_physical_batch_size
 
 if TYPE_CHECKING:
@@ -149,7 +151,8 @@ class PrivateTraining:
         """
         return TensorState(
             model=dict(self._base_model.state_dict()),
-            optimizer=self.optimizer.state_dict(),
+            # The keys are among the secrets: a run that goes on after a crash must not find them here.
+            optimizer=without_keys(self.optimizer.state_dict()),
             accountant=dict(self.accountant.state_dict()),
             generators=generator_states(),
             secrets={"noise": self._noise_source.state_dict(), "sampler": self._sampler.state_dict()},
@@ -179,15 +182,16 @@ class PrivateTraining:
         self.optimizer.clipper.remove()
         self._base_model.zero_grad(set_to_none=True)
 
-    def run(self, *, ledger: Ledger, stop: StopRequest, on_step: Callable[[], None]) -> None:
+    def run(self, *, ledger: LedgerFile, stop: StopRequest, on_step: Callable[[], None]) -> None:
         """Take the steps that are left, or stop after the one in which stopping was asked for.
 
         Args:
-            ledger: Gets its line before every release.
+            ledger: Gets its line before every release; is taken for this run.
             stop: Asked after every step.
             on_step: Called after every step.
         """
-        self.optimizer.attach_step_hook(_ledger_hook(ledger))
+        ledger.lock()
+        self.optimizer.attach_step_hook(_ledger_hook(ledger, self.mechanism))
         self.model.train()
         if not self._unfinished(stop):
             return
@@ -263,9 +267,12 @@ class PrivateTraining:
         self._loss_sum, self._step_samples = 0.0, 0
 
 
-def _ledger_hook(ledger: Ledger) -> Callable[[DPOptimizer], None]:
-    def begin(_: DPOptimizer) -> None:
-        ledger.begin_step()
+def _ledger_hook(ledger: LedgerFile, mechanism: Mechanism) -> Callable[[DPOptimizer], None]:
+    cost = (mechanism.noise_multiplier, mechanism.sample_rate, 1)
+
+    def begin(optimizer: DPOptimizer) -> None:
+        run = run_of(optimizer.noise_source.state_dict()) or ""
+        ledger.append(Entry(run, len(ledger.entries), (cost,), ""))
 
     return begin
 

@@ -327,13 +327,18 @@ class KeyedNoise:
             raise ResumeError(f"noise state: missing {', '.join(sorted(missing))}; pass what state_dict() returned.")
         if state["level"] != self.level:
             raise ResumeError(f"noise state: level {state['level']!r} was saved, this source is {self.level!r}.")
+        position, saved = int(state["position"]), bytes.fromhex(state.get("generator", ""))
+        generator, secret = self._generator, self._key.secret
         self._owner.move_here(self, remedy=_REMEDY)
         self._key.load(state["key"])
-        self._position = int(state["position"])
-        saved = bytes.fromhex(state.get("generator", ""))
         # One of another device has a state of another length, and goes on from where it is.
-        if self._generator is not None and len(saved) == self._generator.get_state().numel():
-            self._generator.set_state(torch.frombuffer(bytearray(saved), dtype=torch.uint8))
+        if generator is not None and len(saved) == generator.get_state().numel():
+            try:
+                generator.set_state(torch.frombuffer(bytearray(saved), dtype=torch.uint8))
+            except RuntimeError as error:
+                self._key.load(secret.hex())
+                raise ResumeError(f"noise state: {error}; pass what state_dict() returned.") from error
+        self._position = position
         self._take_note()
 
 

@@ -101,18 +101,20 @@ class WrappedOptimizer(Optimizer):
             state_dict: What `state_dict()` gave.
 
         Raises:
-            ResumeError: If the state holds no account, or one of another mechanism or training.
+            ResumeError: If the state holds no account, or one of another mechanism or training; nothing is changed.
         """
         groups = [dict(group) for group in state_dict["param_groups"]]
         texts = [group.pop(ACCOUNT_KEY, None) for group in groups]
-        before = self.original_optimizer.state_dict()
-        self.original_optimizer.load_state_dict({**state_dict, "param_groups": groups})
-        if self.account is None:
-            return
+        # Optimizers load by putting new objects in the place of their state and groups.
+        inner = self.original_optimizer
+        before = [(one, dict(vars(one))) for one in (inner, *getattr(inner, "members", ()))]
         try:
-            self.account.load(next((text for text in texts if text is not None), None))
+            inner.load_state_dict({**state_dict, "param_groups": groups})
+            if self.account is not None:
+                self.account.load(next((text for text in texts if text is not None), None))
         except BaseException:
-            self.original_optimizer.load_state_dict(before)
+            for one, attributes in before:
+                vars(one).update(attributes)
             raise
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -245,11 +245,13 @@ class PrivateSampler(Sampler[list[int]]):
                     f"sampler state: {name}={state[name]!r} was saved, this sampler has {value!r}; "
                     "resume with the data and the batch size of the interrupted run."
                 )
+        position, remaining = int(state["position"]), int(state["remaining"])
         self._owner.move_here(self, remedy=_REMEDY)
         self._key.load(state["key"])
-        self._drawn = self._delivered = int(state["position"])
-        self._epoch_end = self._drawn + int(state["remaining"])
-        self._resuming = state["remaining"] > 0
+        # Nothing is changed before here, and nothing fails from here on.
+        self._drawn = self._delivered = position
+        self._epoch_end = position + remaining
+        self._resuming = remaining > 0
         self.draws.forget()
 
 

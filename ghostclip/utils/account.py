@@ -13,14 +13,25 @@ import torch
 
 from ghostclip import _validate
 from ghostclip._owner import Owner
-from ghostclip.accounting import Accountant, Bounds, IAccountant
+from ghostclip.accounting import Accountant, Bounds, IAccountant, bounding_accountant
 from ghostclip.accounting.calibration import smallest_noise_multiplier
+from ghostclip.accounting.ledger import Kind
 from ghostclip.capture.unchecked import Unchecked
 from ghostclip.errors import InvalidOptionError, ResumeError
 from ghostclip.optimizers import DPOptimizer
 from ghostclip.optimizers.release import SkipStep, fingerprint
 from ghostclip.utils.budget import Budget
-from ghostclip.utils.charges import Charge, accountant_of, add_charges, charges_of, cost_of, replace_charges
+from ghostclip.utils.charges import (
+    Charge,
+    accountant_of,
+    add_charges,
+    charges_of,
+    cost_of,
+    counted,
+    joined,
+    lacking,
+    replace_charges,
+)
 from ghostclip.utils.discretisation import released_bounds
 from ghostclip.utils.ledger_file import Entry, LedgerFile, total
 from ghostclip.utils.own_accountant import continue_own, refuse_untold, tell
@@ -52,6 +63,8 @@ class Account:
     Attributes:
         budgets: What must not be exceeded.
         charged: Whether this process has charged a release.
+        runs: Up to which number the account holds the releases of each run (see `run_of`): what tells which of two
+            accounts, saved or in memory, continues the other. A release that is made again has the number that it had.
         coordinates: Most numbers of one release with discrete noise; 0 while there was none.
         own: An accountant of the user's that is told of every release beside `accountant`, or None.
         unchecked: Which checks of the models could not run.
@@ -66,11 +79,16 @@ class Account:
         self.unchecked: list[Unchecked] = []
         self._owner: Owner | None = None
         self.charged = False
+        self.runs: dict[str, int] = {}
         self._unkeyed: dict[int, str] = {}
+        self._released: dict[Kind, int] = {}
+        accountant.hold(self._released)
         if ledger is not None and ledger.entries:
             accountant.relation = _relation(ledger.mechanisms, default=accountant.relation)
-            replace_charges(accountant, total(ledger.entries))
+            self._hold_only(total(ledger.entries))
             self.discrete(max((int(m.get("coordinates", 0)) for m in ledger.mechanisms), default=0))
+            for entry in ledger.entries:
+                self._note(entry.run, entry.number + 1)
         self._from_before = len(accountant)
 
     @property
@@ -85,7 +103,9 @@ class Account:
             accountant: The accountant.
             fresh: Whether this process has charged none of it.
         """
+        self.accountant.hold({})
         self.accountant = accountant
+        accountant.hold(self._released)
         self._from_before = len(accountant) if fresh else -1
         for budget in self.budgets:
             budget.forget()
@@ -97,7 +117,12 @@ class Account:
             optimizer: The private optimizer.
             plan: How its batches are sampled.
             mechanism: What one of its steps releases, in plain values.
+
+        Raises:
+            ResumeError: If somebody else writes to the ledger.
         """
+        if self.ledger is not None:
+            self.ledger.lock()
         segment: list[Mapping[str, Any]] = [mechanism]
         self._claim()
         self.unchecked.append(optimizer.clipper.unchecked)
@@ -219,53 +244,123 @@ class Account:
         """Whether a step was refused because a budget that stops training was spent."""
         return any(budget.spent and budget.when_spent == "stop" for budget in self.budgets)
 
-    def load(self, state: Mapping[str, Any], lines: int | None, *, coordinates: int) -> None:
-        """Continue a saved account; releases that the ledger holds beyond it stay counted.
+    def goes_back(self, runs: Mapping[str, int]) -> bool:
+        """Say whether a state is an earlier one of what this process has released, and no ledger tells it from another.
+
+        Args:
+            runs: The saved `runs`.
+
+        Returns:
+            True if so.
+        """
+        return self.goes_on and runs != self.runs
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether noise and batches must go on from where they are, whatever is loaded.
+
+        Privacy:
+            This process has released with them, and without a ledger a step that is made again cannot be told from
+            another one with the same noise.
+        """
+        return self.charged and self.ledger is None
+
+    def load(
+        self,
+        state: Mapping[str, Any],
+        place: Mapping[str, Any] | None,
+        *,
+        coordinates: int,
+        runs: Mapping[str, int],
+    ) -> None:
+        """Continue a saved account; what this process or the ledger holds beyond it stays counted.
 
         Args:
             state: The saved state of the accountant.
-            lines: How many releases the ledger held when it was saved; None if there was no ledger.
+            place: Where the ledger had got to when it was saved; None if there was no ledger.
             coordinates: The saved `coordinates`.
+            runs: The saved `runs`.
 
         Raises:
-            ResumeError: If the ledger has lost releases, or was not given.
+            ResumeError: If the ledger has lost releases, or was not given, or this process has released something that
+                the saved account does not continue.
             InvalidOptionError: If the accountant's state cannot be loaded.
         """
+        relation = self.accountant.relation
         if self._owner is None and len(self.accountant) == 0:
-            self.accountant.relation = state.get("relation", self.accountant.relation)
-        self.accountant.load_state_dict(state)
-        self.discrete(coordinates)
-        for budget in self.budgets:
-            budget.forget()
+            relation = state.get("relation", relation)
+        saved = _charges_in(state, relation)
+        before: Entry | None = None
         if self.ledger is None:
-            if lines is not None:
+            if place is not None:
                 raise ResumeError(
                     "checkpoint: it was saved with a ledger, which may hold later releases. Give the engine the same "
                     "ledger=path."
                 )
-            continue_own(self)
-            return
-        if len(self.ledger.entries) < (lines or 0):
-            raise ResumeError(
-                f"{self.ledger.path}: the ledger holds {len(self.ledger.entries)} releases, the checkpoint was saved "
-                f"after {lines}. Restore the ledger that belongs to it: without it ε is not known."
-            )
-        if lines is None and len(self.accountant) > 0:
-            if self.coordinates:
-                self.ledger.begin_segment({"coordinates": self.coordinates, "relation": self.accountant.relation})
-            self.ledger.append(Entry(_BEFORE, len(self.ledger.entries), tuple(charges_of(self.accountant)), ""))
-        replace_charges(self.accountant, total(self.ledger.entries))
+            charges = self._joined_with(saved, runs)
+        else:
+            charges, before = self._joined_with_ledger(self.ledger, saved, place, runs)
+        self.accountant.relation = relation
+        self.discrete(coordinates)
+        for budget in self.budgets:
+            budget.forget()
+        self._hold_only(joined(charges))
+        for run, number in runs.items():
+            self._note(run, number)
         continue_own(self)
+        if self.ledger is not None and before is not None:
+            if self.coordinates:
+                self.ledger.begin_segment({"coordinates": self.coordinates, "relation": relation})
+            self.ledger.append(before)
 
-    def lines(self) -> int | None:
-        """Return how many releases the ledger holds, or None without one."""
-        return None if self.ledger is None else len(self.ledger.entries)
+    def _joined_with(self, saved: Sequence[Charge], runs: Mapping[str, int]) -> list[Charge]:
+        """Return a saved account together with the one in memory, of which one continues the other."""
+        held = charges_of(self.accountant)
+        if _includes(self.runs, runs):
+            return [*held, *lacking(saved, held)]
+        if _includes(runs, self.runs):
+            return [*saved, *lacking(held, saved)]
+        raise ResumeError(
+            f"state of another training: this engine has accounted for {len(self.accountant)} releases that it does "
+            "not hold. Load it before the first step, into a PrivacyEngine of its own."
+        )
+
+    def _joined_with_ledger(
+        self, ledger: LedgerFile, saved: Sequence[Charge], place: Mapping[str, Any] | None, runs: Mapping[str, int]
+    ) -> tuple[list[Charge], Entry | None]:
+        """Return the ledger's account with what was saved or is held beside it, and a release to write for that."""
+        held, written = charges_of(self.accountant), total(ledger.entries)
+        if place is not None:
+            ledger.require(place)
+            beside = lacking(saved, total(ledger.releases_at(place)))
+            return [*written, *beside, *lacking(lacking(held, written), beside)], None
+        beside = lacking(held, written)
+        digest = hashlib.sha256(repr((saved, sorted(runs.items()))).encode()).hexdigest()[:32]
+        taken_over = any(entry.run == _BEFORE and entry.fingerprint == digest for entry in ledger.entries)
+        if taken_over or not saved:
+            return [*written, *beside], None
+        return [*written, *saved, *beside], Entry(_BEFORE, len(ledger.entries), tuple(saved), digest)
+
+    def _note(self, run: str, number: int) -> None:
+        """Note that the account holds so many releases of a run."""
+        self.runs[run] = max(number, self.runs.get(run, 0))
+
+    def _hold_only(self, charges: Sequence[Charge]) -> None:
+        """Let the account be these charges."""
+        replace_charges(self.accountant, charges)
+        self._released.clear()
+        self._released.update(counted(charges))
+
+    def place(self) -> dict[str, Any] | None:
+        """Return where the ledger has got to, or None without one."""
+        return None if self.ledger is None else self.ledger.place()
 
     def _require(self, optimizer: DPOptimizer, plan: SamplingPlan) -> None:
         """Refuse, or skip, a step that does not fit in a budget."""
         self._claim()
         if self._made_before(optimizer) is not None:
             return
+        self.accountant.require_whole()
         events = plan.events(optimizer)
         refuse_untold(self.own, events)
         for budget in self.budgets:
@@ -279,6 +374,7 @@ class Account:
         """Write a step whose values are formed and that nothing has seen yet."""
         events = plan.events(optimizer)
         self.charged = True
+        run = self._run_of(optimizer)
         if self.ledger is not None:
             made = self._made_before(optimizer)
             digest = fingerprint(released)
@@ -286,12 +382,15 @@ class Account:
                 self._refuse_other_values(optimizer, made, digest)
                 plan.settle(events)
                 return
-            self.ledger.append(Entry(self._run_of(optimizer), optimizer.releases, tuple(events), digest))
+            self.ledger.append(Entry(run, optimizer.releases, tuple(events), digest))
+        self._note(run, optimizer.releases + 1)
         self._add(events)
         plan.settle(events)
 
     def _add(self, events: Sequence[Charge]) -> None:
         add_charges(self.accountant, events)
+        for kind, count in counted(events).items():
+            self._released[kind] = self._released.get(kind, 0) + count
         tell(self.own, events)
         for budget in self.budgets:
             budget.charge(self.accountant, events)
@@ -329,6 +428,34 @@ def _relation(mechanisms: Sequence[Mapping[str, Any]], *, default: str) -> str:
     """
     said = [str(m["relation"]) for m in mechanisms if "relation" in m]
     return said[-1] if said else default
+
+
+def _charges_in(state: Mapping[str, Any], relation: str) -> list[Charge]:
+    """Return what a saved accountant holds.
+
+    Args:
+        state: What its `state_dict` returned.
+        relation: What it must be saved for.
+
+    Returns:
+        Its charges.
+    """
+    keeper = bounding_accountant(relation=relation)
+    keeper.load_state_dict(state)
+    return charges_of(keeper)
+
+
+def _includes(runs: Mapping[str, int], others: Mapping[str, int]) -> bool:
+    """Return whether an account holds every release that another holds.
+
+    Args:
+        runs: The account's.
+        others: The other's.
+
+    Returns:
+        True if so.
+    """
+    return all(runs.get(run, 0) >= number for run, number in others.items())
 
 
 def run_of(noise_state: Mapping[str, Any]) -> str | None:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from ghostclip import _validate
 from ghostclip.accounting import Accountant
+from ghostclip.accounting.ledger import Kind
 from ghostclip.errors import BudgetExceededError
-from ghostclip.utils.charges import Charge, Kind, accountant_of, charges_of, counted, kind_of, times
+from ghostclip.utils.charges import Charge, accountant_of, charges_of, counted, kind_of, times
 from ghostclip.utils.discretisation import released_bounds
 
 _MOST_STEPS = 2**40

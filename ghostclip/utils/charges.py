@@ -8,13 +8,10 @@ from typing import Any, cast
 
 from ghostclip.accounting import Accountant, bounding_accountant
 from ghostclip.accounting.events import SamplingEvent
-from ghostclip.accounting.ledger import Entry, OtherEntry, checked_others
+from ghostclip.accounting.ledger import Entry, Kind, OtherEntry, checked_others
 
 Charge = Entry | OtherEntry
 """(σ, q, number of equal events), or (kind, parameters, number) for what is not a Poisson sample."""
-
-Kind = tuple[float, float] | tuple[str, tuple[float, ...]]
-"""A charge without its number."""
 
 
 @lru_cache(maxsize=64)
@@ -104,6 +101,21 @@ def counted(charges: Iterable[Charge]) -> dict[Kind, int]:
     for charge in charges:
         counts[kind_of(charge)] = counts.get(kind_of(charge), 0) + charge[2]
     return counts
+
+
+def lacking(charges: Iterable[Charge], held: Iterable[Charge]) -> list[Charge]:
+    """Return what of some charges others do not hold.
+
+    Args:
+        charges: What is wanted.
+        held: What is there.
+
+    Returns:
+        One charge for each kind of which there are too few.
+    """
+    there = counted(held)
+    missing = {kind: count - there.get(kind, 0) for kind, count in counted(charges).items()}
+    return [times(kind, count) for kind, count in missing.items() if count > 0]
 
 
 def replace_charges(accountant: Accountant, charges: Sequence[Charge]) -> None:

@@ -12,25 +12,23 @@ import torch
 from torch import nn
 
 from ghostclip.errors import ResumeError
+from ghostclip.noise.keyed import KeyedNoise
 from ghostclip.optimizers import DPOptimizer
 from ghostclip.utils.account import Account, run_of
 from ghostclip.utils.assembly import coordinates_of
+from ghostclip.utils.digest import digest_of
 from ghostclip.utils.sampling_plan import SamplingPlan
 
 MODULE, OPTIMIZER, ACCOUNTANT = "module_state_dict", "optimizer_state_dict", "privacy_accountant_state_dict"
 SCHEDULERS = {"noise_multiplier": "noise_scheduler_state_dict", "max_grad_norm": "grad_clip_scheduler_state_dict"}
 MECHANISM, NOISE, SAMPLER = "ghostclip_mechanism", "ghostclip_noise", "ghostclip_sampler"
 POLICY, RELEASES, LEDGER, GENERATORS = "ghostclip_policy", "ghostclip_releases", "ghostclip_ledger", "ghostclip_rng"
-PLAN, COORDINATES = "ghostclip_plan", "ghostclip_coordinates"
+PLAN, COORDINATES, RUNS, DIGEST = "ghostclip_plan", "ghostclip_coordinates", "ghostclip_runs", "ghostclip_digest"
 VERSION = "ghostclip_version"
 SECRETS = (NOISE, SAMPLER, PLAN)
 """What the noise and the batches of a training follow from, or position in them."""
-_FORMAT = 3
-"""Version of what is written.
-
-1 held neither policy nor number of releases, ledger or torch's generators; 2 neither the part of a shuffled pass that
-was paid for, nor discrete noise.
-"""
+_FORMAT = 4
+"""Version of what is written: 4 holds a digest of all that it holds, and which releases its account consists of."""
 
 Place = str | os.PathLike[str] | IO[bytes]
 
@@ -106,7 +104,8 @@ def account_state(account: Account, optimizer: DPOptimizer | None, plan: Samplin
         Plain values.
     """
     state: dict[str, Any] = {VERSION: _FORMAT, ACCOUNTANT: dict(account.accountant.state_dict())}
-    state[LEDGER], state[COORDINATES] = account.lines(), account.coordinates
+    account.accountant.require_whole()
+    state[LEDGER], state[COORDINATES], state[RUNS] = account.place(), account.coordinates, dict(account.runs)
     if optimizer is not None:
         state[NOISE] = optimizer.noise_source.state_dict()
         state[MECHANISM] = mechanism(optimizer, plan)
@@ -202,7 +201,6 @@ def restore(checkpoint: dict[str, Any], optimizer: DPOptimizer | None, plan: Sam
     if optimizer is not None:
         if OPTIMIZER not in checkpoint:
             raise ResumeError("checkpoint: it was saved without its optimizer. Pass optimizer=None, or save it too.")
-        optimizer.discard_pending()
         optimizer.original_optimizer.load_state_dict(checkpoint[OPTIMIZER])
     restore_positions(checkpoint, optimizer, plan)
     if optimizer is not None and GENERATORS in checkpoint:
@@ -223,11 +221,11 @@ def restore_positions(checkpoint: Mapping[str, Any], optimizer: DPOptimizer | No
     sampler = _sampler_of(plan)
     if sampler is not None and SAMPLER in checkpoint:
         sampler.load_state_dict(checkpoint[SAMPLER])
-    if plan is not None:
-        plan.load_state_dict(checkpoint.get(PLAN, {}))
+    if plan is not None and PLAN in checkpoint:
+        plan.load_state_dict(checkpoint[PLAN])
     if optimizer is None:
         return
-    optimizer.releases = checkpoint.get(RELEASES, 0)
+    optimizer.releases = checkpoint.get(RELEASES, optimizer.releases)
     if NOISE in checkpoint:
         optimizer.noise_source.load_state_dict(checkpoint[NOISE])
     if POLICY in checkpoint and optimizer.clipper.policy.adaptation is not None:
@@ -250,18 +248,48 @@ def with_fresh_randomness(
     Raises:
         ResumeError: If the new noise follows from the same seed as the old.
     """
-    fresh = {name: value for name, value in checkpoint.items() if name not in (NOISE, GENERATORS, PLAN)}
-    fresh[RELEASES] = 0
+    fresh = {name: value for name, value in checkpoint.items() if name not in (NOISE, GENERATORS, RELEASES)}
+    # The next step is charged as one of another pass.
+    fresh[PLAN] = {}
     saved_run = run_of(checkpoint.get(NOISE, {}))
     if saved_run is not None and run_of(optimizer.noise_source.state_dict()) == saved_run:
         raise ResumeError(
-            "noise: the generator or seed that was given fixes the same noise as in the saved run, which must not hide "
-            "other sums. Leave it out, or give another one."
+            "noise: this optimizer adds the same noise as the saved run (by the generator or seed that was given, or "
+            "because it is that run), which must not hide other sums. Make the training private anew, without a "
+            "generator or with another."
         )
     sampler = _sampler_of(plan)
     if sampler is not None and SAMPLER in checkpoint:
         fresh[SAMPLER] = {**checkpoint[SAMPLER], "key": sampler.state_dict()["key"]}
     return fresh
+
+
+def without_positions(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint that leaves noise, batches and torch's generators where they are.
+
+    Args:
+        checkpoint: What was loaded.
+
+    Returns:
+        The checkpoint without their states.
+    """
+    positions = (NOISE, SAMPLER, PLAN, RELEASES, GENERATORS)
+    return {name: value for name, value in checkpoint.items() if name not in positions}
+
+
+def branch_off(optimizer: DPOptimizer) -> None:
+    """Add noise from a fresh key from here on, after a return to an earlier state.
+
+    Privacy:
+        Another process may continue that earlier state with the same key. Where the two differ from here on, equal
+        noise would tell the difference of their sums.
+
+    Args:
+        optimizer: The private optimizer; what ranks share, or a user's generator fixes, stays as it is.
+    """
+    source = optimizer.noise_source
+    if isinstance(source, KeyedNoise) and source.generator is None:
+        source.renew_key()
 
 
 def restore_account(checkpoint: Mapping[str, Any], account: Account) -> None:
@@ -275,7 +303,12 @@ def restore_account(checkpoint: Mapping[str, Any], account: Account) -> None:
         ResumeError: If its ledger has lost releases, or was not given.
         InvalidOptionError: If the accountant's state cannot be loaded.
     """
-    account.load(checkpoint[ACCOUNTANT], checkpoint.get(LEDGER), coordinates=checkpoint.get(COORDINATES, 0))
+    account.load(
+        checkpoint[ACCOUNTANT],
+        checkpoint[LEDGER],
+        coordinates=checkpoint[COORDINATES],
+        runs=checkpoint[RUNS],
+    )
 
 
 def continue_schedules(
@@ -307,6 +340,7 @@ def save(state: dict[str, Any], place: Place, options: Mapping[str, Any]) -> Non
         place: A path or an open binary file.
         options: Further options of `torch.save`.
     """
+    state[DIGEST] = digest_of(state)
     if not isinstance(place, (str, os.PathLike)):
         torch.save(state, place, **options)
         return
@@ -330,13 +364,24 @@ def load(place: Place, options: Mapping[str, Any]) -> dict[str, Any]:
         What was written.
 
     Raises:
-        ResumeError: If a newer version wrote it, or it holds no account.
+        ResumeError: If it cannot be read, another version wrote it, it was changed since, or it holds no account.
     """
-    checkpoint: dict[str, Any] = torch.load(place, **{"weights_only": True, **options})
+    try:
+        checkpoint = torch.load(place, **{"weights_only": True, **options})
+    except (FileNotFoundError, PermissionError, IsADirectoryError):
+        raise
+    except Exception as error:
+        # Whatever torch stumbles over: a bit may have changed anywhere.
+        raise ResumeError(f"checkpoint: it cannot be read ({type(error).__name__}: {error})") from error
+    missing = [name for name in (MODULE, ACCOUNTANT) if not isinstance(checkpoint, dict) or name not in checkpoint]
+    if missing:
+        raise ResumeError(f"checkpoint: no {', '.join(missing)}; it was not written by save_checkpoint().")
     checked_version(checkpoint)
-    for name in (MODULE, ACCOUNTANT):
-        if name not in checkpoint:
-            raise ResumeError(f"checkpoint: no {name}; it was not written by save_checkpoint().")
+    if checkpoint.pop(DIGEST, None) != digest_of(checkpoint):
+        raise ResumeError(
+            "checkpoint: it does not hold what save_checkpoint() wrote: it is damaged, or was changed by hand. Restore "
+            "it from a copy, or continue from an earlier one."
+        )
     return checkpoint
 
 
@@ -350,12 +395,13 @@ def checked_version(state: dict[str, Any]) -> dict[str, Any]:
         The same.
 
     Raises:
-        ResumeError: If a newer version wrote it.
+        ResumeError: If another version wrote it.
     """
     version = state.get(VERSION, 1)
-    if version > _FORMAT:
+    if version != _FORMAT:
         raise ResumeError(
-            f"checkpoint of format {version}: this version of ghostclip reads up to {_FORMAT}; use a newer."
+            f"checkpoint of format {version}: this version of ghostclip reads format {_FORMAT}. Continue with the "
+            "version that wrote it."
         )
     return state
 

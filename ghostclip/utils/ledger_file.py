@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
-import zlib
+import secrets
+import socket
+import stat
+import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
-from ghostclip.errors import ResumeError
+from ghostclip.errors import InvalidOptionError, ResumeError
 from ghostclip.utils.charges import Charge, checked_charge, joined
+from ghostclip.utils.ledger_lines import FORMAT, VERSION, Place, decoded, encoded, is_whole
 
-VERSION = 2
-"""Version of what is written: 1 knew Poisson, full and shuffled batches only."""
-_SEPARATOR = b"\t"
+if sys.platform != "win32":
+    import fcntl
 
 
 class Entry(NamedTuple):
@@ -33,52 +38,89 @@ class Entry(NamedTuple):
 class LedgerFile:
     """An append-only file of releases and of the mechanisms they belong to.
 
-    Every line carries a checksum. A line that a crash has torn was never followed by its release, because a line is on
-    the disk before that; a damaged line before the last one is an error.
+    Reading it is free; writing takes the file for this object (`lock`), until `close` or the end of the process. Each
+    line carries the ledger's identity, its number, and a hash over all lines before it (see `ledger_lines`). Half a
+    line at the end was never followed by its release, because a line is on the disk before that: it is not read, and
+    cut off before the next is written.
 
     Privacy:
         `append` returns only when the line is on the disk (fsync). What is released afterwards is therefore counted,
-        whatever happens: a crash in between over-counts, nothing under-counts. The file holds no secrets.
+        whatever happens: a crash in between over-counts, nothing under-counts. The file alone cannot tell that whole
+        lines were cut off its end; whoever knew them can (`require`: checkpoints, and this object while it is open).
+        The file holds no secrets.
 
     Args:
-        path: The file; made, with its folder, when the first line is written.
+        path: The file; made, with its folder, when it is first locked. Symbolic links are followed once, here.
 
     Attributes:
         entries: All releases, in order.
         mechanisms: What they belong to, in order.
 
     Raises:
-        ResumeError: If the file is damaged or of a newer version.
+        InvalidOptionError: If something other than a regular file lies there.
+        ResumeError: If the file is empty, damaged or of another version.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = Path(os.path.realpath(path))
+        _refuse_irregular(self.path, given=path)
+        self._file: IO[bytes] | None = None
+        self._owner = 0
+        self._pending = b""
+        self._forget()
+        if self.path.exists():
+            self._read(self.path.read_bytes())
+
+    def _forget(self) -> None:
         self.entries: list[Entry] = []
-        self._known: dict[tuple[str, int], str] = {}
         self.mechanisms: list[dict[str, Any]] = []
-        self._read()
+        self._known: dict[tuple[str, int], str] = {}
+        self._places = [Place()]
+        self._releases = [0]
+        self._holder: Mapping[str, Any] = {}
+        self._end = 0
 
-    def _read(self) -> None:
-        """Take in what lies there, and cut off a torn last line."""
-        if not self.path.exists():
-            return
-        content = self.path.read_bytes()
-        whole, _, torn = content.rpartition(b"\n")
-        for number, line in enumerate(whole.splitlines(), start=1):
-            self._take(_decode(line, place=f"{self.path}, line {number}"))
-        if torn:
-            with self.path.open("r+b") as file:
-                file.truncate(len(content) - len(torn))
-                _to_disk(file.fileno())
+    def _read(self, content: bytes) -> None:
+        """Take in the whole lines of a file.
 
-    def _take(self, values: Mapping[str, Any]) -> None:
+        Args:
+            content: All that it holds.
+
+        Raises:
+            ResumeError: If they are not those of one ledger.
+        """
+        if not content:
+            raise ResumeError(
+                f"{self.path}: the ledger is empty, and none that was begun is: it was emptied, or is another "
+                "program's file. Restore it; if nothing was ever released with it, delete it."
+            )
+        *whole, torn = content.split(b"\n")
+        for line in whole:
+            values, place = decoded(line, self._places[-1], name=str(self.path))
+            self._take(values, place, len(line) + 1)
+        # Half a line is what a crash leaves. One that lacks nothing but its end may have been released: it counts.
+        complete = next(
+            (torn[:cut] for cut in (len(torn), -1) if torn and is_whole(torn[:cut], self._places[-1])), None
+        )
+        if complete is not None:
+            self._take(*decoded(complete, self._places[-1], name=str(self.path)), len(complete) + 1)
+        elif not whole:
+            decoded(torn, self._places[-1], name=str(self.path))
+
+    def _take(self, values: Mapping[str, Any], place: Place, size: int) -> None:
+        """Take note of a line that is in the file."""
         if "mechanism" in values:
             self.mechanisms.append(values["mechanism"])
-            return
-        events = tuple(checked_charge(charge) for charge in values["events"])
-        entry = Entry(values["run"], int(values["number"]), events, values["fingerprint"])
-        self.entries.append(entry)
-        self._known[entry.run, entry.number] = entry.fingerprint
+        elif "opened" in values:
+            self._holder = values["opened"]
+        elif "run" in values:
+            events = tuple(checked_charge(charge) for charge in values["events"])
+            entry = Entry(values["run"], int(values["number"]), events, values["fingerprint"])
+            self.entries.append(entry)
+            self._known[entry.run, entry.number] = entry.fingerprint
+        self._places.append(place)
+        self._releases.append(len(self.entries))
+        self._end += size
 
     def find(self, run: str, number: int) -> str | None:
         """Return the fingerprint of a release that was made before, or None.
@@ -92,6 +134,48 @@ class LedgerFile:
         """
         return self._known.get((run, number))
 
+    def place(self) -> dict[str, Any]:
+        """Return where the ledger has got to, for a checkpoint.
+
+        Returns:
+            What `require` takes, in plain values.
+        """
+        return {**self._places[-1]._asdict(), "releases": len(self.entries)}
+
+    def require(self, saved: Mapping[str, Any]) -> None:
+        """Refuse a ledger that does not hold what it held when something else was saved.
+
+        Args:
+            saved: What `place` returned then.
+
+        Raises:
+            ResumeError: If it is another ledger, or lacks lines that it had.
+        """
+        was, now = Place(saved["ledger"], saved["lines"], saved["chained"]), self._places[-1]
+        if len(self.entries) < saved["releases"] or (was.lines > now.lines and was.ledger == now.ledger):
+            raise ResumeError(
+                f"{self.path}: the ledger holds {len(self.entries)} releases in {now.lines} lines; what is loaded was "
+                f"saved after {saved['releases']} in {was.lines}: lines were cut off, or it is another training's. "
+                "Restore the ledger that belongs to it: without it ε is not known."
+            )
+        if was.lines and (was.lines > now.lines or self._places[was.lines] != was):
+            raise ResumeError(
+                f"{self.path}: this is the ledger {now.ledger}; what is loaded was saved with {was.ledger}, whose "
+                f"line {was.lines} is not here. Give the engine the ledger that belongs to it: without it ε is not "
+                "known."
+            )
+
+    def releases_at(self, saved: Mapping[str, Any]) -> list[Entry]:
+        """Return the releases that the ledger held when something else was saved.
+
+        Args:
+            saved: What `place` returned then; `require` has let it pass.
+
+        Returns:
+            The releases.
+        """
+        return self.entries[: self._releases[saved["lines"]]]
+
     def begin_segment(self, mechanism: Mapping[str, Any]) -> None:
         """Say which mechanism the following releases belong to; writes a line only if it is another one.
 
@@ -100,7 +184,7 @@ class LedgerFile:
         """
         plain = json.loads(json.dumps(dict(mechanism)))
         if [plain] != self.mechanisms[-1:]:
-            self._write({"version": VERSION, "mechanism": plain})
+            self._write({"mechanism": plain})
 
     def append(self, entry: Entry) -> None:
         """Write a release that is about to be made.
@@ -110,37 +194,256 @@ class LedgerFile:
         """
         self._write(entry._asdict())
 
-    def _write(self, values: Mapping[str, Any]) -> None:
+    def lock(self) -> None:
+        """Take the file for this object, and begin it if there is none; nothing happens if it is taken already.
+
+        Raises:
+            ResumeError: If somebody else holds it, or it is not the file that was read.
+        """
+        if self._file is not None:
+            return
+        if self._owner not in (0, os.getpid()):
+            raise ResumeError(
+                f"{self.path}: this process was forked from process {self._owner}, whose ledger it is. Make a "
+                "PrivacyEngine with a ledger of its own in each process that trains."
+            )
+        begins = self._end == 0 and not self.path.exists()
+        file = self._begun() if begins else self._opened()
+        # Not by the object's destructor, which complains of files that are still open.
+        self._close = weakref.finalize(self, file.close)
+        self._file, self._owner = file, os.getpid()
+        try:
+            self._read(_all_of(file)) if begins else self._require_as_read()
+            # The end of a line that lacks nothing else; then what is left of half a line.
+            _write_all(file, b"\n", at=self._end - 1)
+            self._cut_off_rest()
+            self._write({"opened": {"process": os.getpid(), "host": socket.gethostname()}})
+        except BaseException:
+            self.close()
+            raise
+        _HELD.add(self)
+
+    def _require_as_read(self) -> None:
+        """Refuse a file that somebody has written to since this object has read it.
+
+        Raises:
+            ResumeError: If it is another one now.
+        """
+        known, now = self._places[-1], LedgerFile(self.path)._places[-1]
+        if known != now:
+            raise ResumeError(
+                f"{self.path}: the ledger had {known.lines} lines when it was read and has {now.lines}, or others, "
+                "now. Make the PrivacyEngine anew, which reads them."
+            )
+
+    def close(self) -> None:
+        """Give the file back; the next line that is written takes it again, if nobody else has written one."""
+        _HELD.discard(self)
+        if self._file is not None:
+            self._close()
+        self._file, self._owner, self._pending = None, 0, b""
+
+    def _begun(self) -> IO[bytes]:
+        """Make the file, with its first line: under its name it is never empty.
+
+        Returns:
+            The file, locked.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = not self.path.exists()
-        with self.path.open("ab") as file:
-            before = file.tell()
-            try:
-                file.write(_encode(values))
-                file.flush()
-                _to_disk(file.fileno())
-            except BaseException:
-                # Half a line in the middle would make the file unreadable; a whole one would count twice at worst.
-                file.truncate(before)
-                raise
-        if fresh:
-            _folder_to_disk(self.path.parent)
-        self._take(values)
+        line, _ = encoded({VERSION: FORMAT}, Place(ledger=secrets.token_hex(8)))
+        unfinished = self.path.with_name(f"{self.path.name}.{os.getpid()}.unfinished")
+        file = unfinished.open("w+b", buffering=0)
+        try:
+            _lock(file)
+            file.write(line)
+            _to_disk(file.fileno())
+            _place(unfinished, self.path)
+        except BaseException:
+            file.close()
+            raise
+        finally:
+            unfinished.unlink(missing_ok=True)
+        _folder_to_disk(self.path.parent)
+        return file
+
+    def _opened(self) -> IO[bytes]:
+        """Open the file that is there.
+
+        Returns:
+            The file, locked.
+
+        Raises:
+            ResumeError: If it is gone, or somebody holds it.
+        """
+        try:
+            file = self.path.open("r+b", buffering=0)
+        except FileNotFoundError as error:
+            raise self._lost("is gone: it was deleted or moved") from error
+        try:
+            _lock_unless_forgotten(file)
+        except OSError as error:
+            file.close()
+            holder = LedgerFile(self.path)._holder
+            who = f"process {holder.get('process', '?')} on {holder.get('host', '?')}"
+            here = " (this one)" if holder.get("process") == os.getpid() else ""
+            raise ResumeError(
+                f"{self.path}: {who}{here} is writing to this ledger, and two writers would each miss the other's "
+                "releases. Wait until it has ended, or close() its engine; give each training, and each rank of a "
+                "distributed one, a ledger of its own."
+            ) from error
+        return file
+
+    def _write(self, values: Mapping[str, Any]) -> None:
+        """Write one line; it is on the disk when this returns, and nothing of it is read if this raises."""
+        self.lock()
+        file = self._file
+        assert file is not None, "locked"
+        self._require_same_file(file)
+        self._cut_off_rest()
+        line, place = encoded(values, self._places[-1])
+        self._pending = line
+        try:
+            _write_all(file, line, at=self._end)
+            _to_disk(file.fileno())
+        except BaseException:
+            # What is left where this fails too is cut off before the next line is written.
+            _truncate(file, self._end)
+            raise
+        self._pending = b""
+        self._take(json.loads(line.rpartition(b"\t")[0]), place, len(line))
+
+    def _require_same_file(self, file: IO[bytes]) -> None:
+        """Refuse to write where the file is not, or not as, this object has left it.
+
+        Args:
+            file: The open file.
+
+        Raises:
+            ResumeError: If it was deleted, moved, replaced, shortened, or written to by somebody else.
+        """
+        try:
+            there = self.path.stat()
+        except OSError as error:
+            raise self._lost("is gone: it was deleted or moved") from error
+        opened = os.fstat(file.fileno())
+        if (there.st_dev, there.st_ino) != (opened.st_dev, opened.st_ino):
+            raise self._lost("was replaced by another file")
+        if opened.st_size < self._end:
+            raise self._lost(f"was shortened from {self._end} to {opened.st_size} bytes")
+        tail = (self._places[-1].chained + "\n").encode()
+        rest = _all_of(file, start=self._end - len(tail))
+        if not rest.startswith(tail):
+            raise self._lost("was changed")
+        if not self._pending.startswith(rest[len(tail) :]):
+            raise self._lost("was written to by somebody else")
+
+    def _lost(self, what: str) -> ResumeError:
+        return ResumeError(
+            f"{self.path}: the ledger {what} while this process was writing to it, after {len(self.entries)} releases "
+            "in it. Put it back as it was; the step that was about to be written is not released."
+        )
+
+    def _cut_off_rest(self) -> None:
+        """Cut off half a line, so that the next one cannot join it."""
+        assert self._file is not None, "locked"
+        if os.fstat(self._file.fileno()).st_size > self._end:
+            os.ftruncate(self._file.fileno(), self._end)
+            _to_disk(self._file.fileno())
+        self._pending = b""
 
 
-def _encode(values: Mapping[str, Any]) -> bytes:
-    body = json.dumps(values, separators=(",", ":"), sort_keys=True).encode()
-    return body + _SEPARATOR + f"{zlib.crc32(body):08x}".encode() + b"\n"
+_HELD: weakref.WeakSet[LedgerFile] = weakref.WeakSet()
 
 
-def _decode(line: bytes, *, place: str) -> dict[str, Any]:
-    body, _, checksum = line.rpartition(_SEPARATOR)
-    if checksum != f"{zlib.crc32(body):08x}".encode():
-        raise ResumeError(f"{place}: the ledger is damaged. Restore the file: without it ε is not known.")
-    values = json.loads(body)
-    if values.get("version", VERSION) > VERSION:
-        raise ResumeError(f"{place}: written by a newer version of ghostclip. Use that version to continue.")
-    return dict(values)
+def _let_go_in_child() -> None:
+    """Close the parent's ledgers in a forked process: a lock must end with the process that took it."""
+    for ledger in list(_HELD):
+        owner = ledger._owner
+        ledger.close()
+        ledger._owner = owner
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+def _refuse_irregular(path: Path, *, given: str | os.PathLike[str]) -> None:
+    """Refuse what no line can be kept in: folders, devices, pipes, sockets.
+
+    Args:
+        path: Where links have led to.
+        given: What the user has written.
+
+    Raises:
+        InvalidOptionError: If something other than a file lies there.
+    """
+    # A device that a shell has redirected to a file is one all the same.
+    root, *below = (*Path(given).absolute().parts[1:], "")
+    regular = root != "proc" and (root != "dev" or below[:1] == ["shm"])
+    try:
+        regular = regular and stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:
+        pass
+    except NotADirectoryError:
+        regular = False
+    if not regular:
+        raise InvalidOptionError(
+            f"ledger={os.fspath(given)!r}: a ledger must be a regular file, and this is a folder, a device, a pipe or "
+            "a socket, or lies below a file. Name a file."
+        )
+
+
+def _lock(file: IO[bytes]) -> None:
+    """Lock a file for as long as it is open, or raise OSError; a killed process holds no lock."""
+    if sys.platform != "win32":
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _lock_unless_forgotten(file: IO[bytes]) -> None:
+    """Lock a file, also where an engine holds it that nobody uses any more and that lives on in a cycle."""
+    try:
+        _lock(file)
+    except OSError:
+        gc.collect()
+        _lock(file)
+
+
+def _place(unfinished: Path, path: Path) -> None:
+    """Give a file its name, which no other may have taken meanwhile.
+
+    Args:
+        unfinished: The file.
+        path: The name.
+
+    Raises:
+        ResumeError: If there is a file of that name.
+    """
+    try:
+        path.hardlink_to(unfinished)
+    except FileExistsError as error:
+        raise ResumeError(f"{path}: another process has begun this ledger at the same moment. Name another.") from error
+    except OSError:
+        # A file system without links.
+        unfinished.rename(path)
+
+
+def _all_of(file: IO[bytes], *, start: int = 0) -> bytes:
+    file.seek(start)
+    return file.read()
+
+
+def _write_all(file: IO[bytes], line: bytes, *, at: int) -> None:
+    """Write a line at a place; an unbuffered file may take it in several parts."""
+    file.seek(at)
+    while line:
+        line = line[file.write(line) :]
+
+
+def _truncate(file: IO[bytes], size: int) -> None:
+    try:
+        os.ftruncate(file.fileno(), size)
+    except OSError:
+        return
 
 
 def _to_disk(descriptor: int) -> None:

@@ -15,7 +15,9 @@ from ghostclip.errors import ResumeError
 from ghostclip.optimizers import DPOptimizer
 from ghostclip.optimizers.wrapped import ACCOUNT_KEY
 from ghostclip.utils import checkpoints
-from ghostclip.utils.account import Account, run_of
+from ghostclip.utils.account import Account
+from ghostclip.utils.all_or_nothing import all_or_nothing
+from ghostclip.utils.digest import digest_of
 from ghostclip.utils.sampling_plan import SamplingPlan
 
 _NEEDED = (checkpoints.ACCOUNTANT, checkpoints.MECHANISM, checkpoints.RELEASES)
@@ -46,7 +48,7 @@ class OptimizerAccount:
         Returns:
             What `load` takes.
         """
-        return json.dumps(checkpoints.account_state(self._account, self._optimizer, self._plan))
+        return _sealed(checkpoints.account_state(self._account, self._optimizer, self._plan))
 
     def load(self, text: str | None) -> None:
         """Continue a saved account.
@@ -68,33 +70,26 @@ class OptimizerAccount:
             # Several optimizers of one release carry the same account.
             return
         saved = _read(text)
-        if self._account.charged:
-            self._require_earlier(saved)
-            return
         optimizer, plan = self._optimizer, self._plan
-        saved = checkpoints.reconciled(
-            saved,
-            optimizer,
-            plan,
-            scheduled=optimizer.scheduled,
-            allow_change=False,
-            fresh=checkpoints.NOISE not in saved,
-        )
-        checkpoints.restore_account(saved, self._account)
-        checkpoints.restore_positions(saved, optimizer, plan)
-        for name in optimizer.scheduled & saved[checkpoints.MECHANISM].keys():
-            setattr(optimizer, name, saved[checkpoints.MECHANISM][name])
+        goes_back = self._account.goes_back(saved[checkpoints.RUNS])
+        with all_or_nothing(optimizer=optimizer, plan=plan, account=self._account):
+            if not self._account.charged:
+                saved = checkpoints.reconciled(
+                    saved,
+                    optimizer,
+                    plan,
+                    scheduled=optimizer.scheduled,
+                    allow_change=False,
+                    fresh=checkpoints.NOISE not in saved,
+                )
+                checkpoints.restore_positions(saved, optimizer, plan)
+                for name in optimizer.scheduled & saved[checkpoints.MECHANISM].keys():
+                    setattr(optimizer, name, saved[checkpoints.MECHANISM][name])
+            # Else this goes back to an earlier state of this training: account and draws go on from where they are.
+            checkpoints.restore_account(saved, self._account)
+        if goes_back:
+            checkpoints.branch_off(optimizer)
         self._loaded = (text, optimizer.releases)
-
-    def _require_earlier(self, saved: Mapping[str, Any]) -> None:
-        """Allow a return to an earlier state of this training: account, noise and draws go on from where they are."""
-        own_run = run_of(self._optimizer.noise_source.state_dict())
-        same_run = own_run is not None and run_of(saved.get(checkpoints.NOISE, {})) == own_run
-        if not (same_run and saved[checkpoints.RELEASES] <= self._optimizer.releases):
-            raise ResumeError(
-                f"optimizer state of another training: this engine has accounted for {len(self._account.accountant)} "
-                "releases that it does not hold. Load a state before the first step, into a PrivacyEngine of its own."
-            )
 
 
 def without_keys(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,9 +109,14 @@ def without_keys(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         if ACCOUNT_KEY in copy:
             saved = _read(copy[ACCOUNT_KEY])
             kept = {name: value for name, value in saved.items() if name not in checkpoints.SECRETS}
-            copy[ACCOUNT_KEY] = json.dumps(kept)
+            copy[ACCOUNT_KEY] = _sealed(kept)
         groups.append(copy)
     return {**state_dict, "param_groups": groups}
+
+
+def _sealed(saved: Mapping[str, Any]) -> str:
+    plain = json.loads(json.dumps(saved))
+    return json.dumps({**plain, checkpoints.DIGEST: digest_of(plain)})
 
 
 def _read(text: str) -> dict[str, Any]:
@@ -126,4 +126,7 @@ def _read(text: str) -> dict[str, Any]:
         raise ResumeError("optimizer state: its account cannot be read; it was changed or cut.") from error
     if not isinstance(saved, dict) or not {*_NEEDED} <= saved.keys():
         raise ResumeError("optimizer state: its account is incomplete; pass what state_dict() returned.")
-    return checkpoints.checked_version(saved)
+    checkpoints.checked_version(saved)
+    if saved.pop(checkpoints.DIGEST, None) != digest_of(saved):
+        raise ResumeError("optimizer state: its account was changed after it was saved; restore it from a copy.")
+    return saved

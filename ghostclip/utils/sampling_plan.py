@@ -233,10 +233,12 @@ class ShuffledPlan:
         Args:
             state: What `state_dict` returned; if it is empty, the next step is charged as one of another pass.
         """
-        self._passes_seen = int(state.get("passes_seen", self._passes.count))
         # As if a pass had ended, so that the first step is charged whatever loader it comes from.
-        self._steps_in_pass = int(state.get("steps_in_pass", len(self._passes)))
-        self._charged_at = float(state.get("charged_at", math.inf))
+        self._passes_seen, self._steps_in_pass, self._charged_at = (
+            int(state.get("passes_seen", self._passes.count)),
+            int(state.get("steps_in_pass", len(self._passes))),
+            float(state.get("charged_at", math.inf)),
+        )
 
 
 def _sigma_of(charge: Charge) -> float:

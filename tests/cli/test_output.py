@@ -1,4 +1,4 @@
-"""The output folder, the ledger and the picture: atomic, never overwritten by accident, never under-counted."""
+"""The output folder and the picture: atomic, never overwritten by accident."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 
 from ghostclip.errors import OutputError, ResumeError
 from ghostclip.finetune import output
-from ghostclip.finetune.ledger import Ledger, read_ledger
 from ghostclip.finetune.plot import Curves, draw, smoothed
 
 
@@ -60,24 +59,6 @@ def test_default_folder_is_the_first_free_one(tmp_path, monkeypatch):
     (tmp_path / "ghostclip-run-2" / "resume").mkdir(parents=True)
     (tmp_path / "ghostclip-run-2" / "resume" / "state.pt").write_text("")
     assert output.choose_folder(None, resume=True).name == "ghostclip-run-2"
-
-
-def test_ledger_is_on_disk_before_the_step(tmp_path):
-    path = tmp_path / "ledger.txt"
-    assert read_ledger(path) == 0
-    with Ledger(path) as ledger:
-        for count in (1, 2, 3):
-            ledger.begin_step()
-            assert ledger.begun == read_ledger(path) == count
-
-
-def test_torn_line_counts_as_a_step(tmp_path):
-    path = tmp_path / "ledger.txt"
-    path.write_bytes(b"\n1\n2\n1")
-    with Ledger(path) as ledger:
-        assert ledger.begun == 3
-        ledger.begin_step()
-    assert read_ledger(path) == 4
 
 
 def test_smoothing_starts_at_the_first_value_and_keeps_constants():

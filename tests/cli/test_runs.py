@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 
 from ghostclip.finetune import progress
 from ghostclip.finetune.checkpoint import ResumePoint
-from ghostclip.finetune.ledger import read_ledger
+from ghostclip.finetune.training import PrivateTraining
+from ghostclip.utils.ledger_file import Entry, LedgerFile
 from tests.cli.conftest import TEXT, TINY, TINY_MODEL
 
 transformers = pytest.importorskip("transformers")
@@ -192,7 +196,7 @@ def test_crash_over_counts_and_never_under_counts(finetune, text_file, tmp_path,
     after_step(3, crash)
     with pytest.raises(RuntimeError, match="went away"):
         finetune("--data", text_file, "--output", out, *TINY)
-    assert read_ledger(out / "resume" / "ledger.txt") == 3
+    assert len(ResumePoint(out).ledger.entries) == 3
     resumed = finetune("--resume", "--output", out)
     assert resumed.status == 0, resumed.err
     assert "of which 3 are done or counted as spent" in " ".join(resumed.out.split())
@@ -201,6 +205,70 @@ def test_crash_over_counts_and_never_under_counts(finetune, text_file, tmp_path,
     assert [loss is None for loss in record["not_private"]["losses"]] == [True, True, True, False, False]
     assert record["privacy"]["steps_spent"] == 5
     assert record["privacy"]["epsilon"] <= 8.0
+
+
+def test_keys_are_fresh_after_a_crash_and_go_on_after_a_stop(finetune, text_file, tmp_path, after_step, monkeypatch):
+    """Noise of lost steps, added again to other batches, would tell their difference."""
+    keys, plain = [], PrivateTraining.run
+
+    def run(self, **arguments):
+        keys.append(self.snapshot().secrets)
+        plain(self, **arguments)
+
+    monkeypatch.setattr(PrivateTraining, "run", run)
+    for stop, same in ((crash, False), (interrupt, True)):
+        out, keys[:] = tmp_path / str(same), []
+        after_step(2, stop)
+        with nullcontext() if same else pytest.raises(RuntimeError, match="went away"):
+            finetune("--data", text_file, "--output", out, *TINY)
+        assert finetune("--resume", "--output", out).status == 0
+        for part in ("noise", "sampler"):
+            assert (keys[0][part]["key"] == keys[1][part]["key"]) is same
+
+
+def _cut(path):
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+
+
+def _foreign(path):
+    path.unlink()
+    other = LedgerFile(path)
+    for number in range(9):
+        other.append(Entry("run", number, ((9.0, 0.01, 1),), ""))
+    other.close()
+
+
+@pytest.mark.parametrize(
+    ("damage", "part"),
+    [
+        (_cut, "was saved after 2"),
+        (_foreign, "ledger that belongs to it"),
+        (lambda path: path.write_bytes(b""), "the ledger is empty"),
+        (lambda path: path.write_bytes(path.read_bytes().replace(b"events", b"evants", 1)), "damaged"),
+        (Path.unlink, "holds 0 releases"),
+    ],
+)
+def test_resume_without_the_whole_ledger_is_refused(finetune, text_file, tmp_path, after_step, damage, part):
+    out = tmp_path / "out"
+    after_step(2, interrupt)
+    assert finetune("--data", text_file, "--output", out, *TINY).status == 130
+    damage(out / "resume" / "ledger.txt")
+    refused = finetune("--resume", "--output", out)
+    assert refused.status == 2
+    assert part in refused.err
+
+
+def test_a_run_is_resumed_by_one_process_at_a_time(finetune, text_file, tmp_path, after_step):
+    out = tmp_path / "out"
+    after_step(2, interrupt)
+    assert finetune("--data", text_file, "--output", out, *TINY).status == 130
+    other = ResumePoint(out).ledger
+    other.lock()
+    refused = finetune("--resume", "--output", out)
+    assert refused.status == 2
+    assert f"process {os.getpid()}" in refused.err
+    other.close()
+    assert finetune("--resume", "--output", out).status == 0
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -82,7 +83,7 @@ def test_a_resumed_training_is_the_uninterrupted_one(options, tmp_path):
     first = Run(**made).epochs(2)
     path = first.saved(tmp_path)
     if made.get("ledger"):
-        (tmp_path / "ledger").rename(tmp_path / "kept")
+        shutil.copy(tmp_path / "ledger", tmp_path / "kept")
         made["ledger"] = tmp_path / "kept"
     resumed = Run(**made).load(path)
     assert resumed.epsilon == first.epsilon

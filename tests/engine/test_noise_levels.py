@@ -19,6 +19,7 @@ from ghostclip.errors import InvalidOptionError
 from ghostclip.noise import ExactNoise, ExactRelease
 from ghostclip.optimizers import DPOptimizer
 from ghostclip.utils.budget import Budget
+from ghostclip.utils.digest import digest_of
 from ghostclip.utils.discretisation import STEPS_PER_BOUND, released_bounds
 from tests.engine.training import declared, small_data, small_model
 from tests.process_group import process_group
@@ -163,7 +164,9 @@ def test_what_was_discrete_stays_so_in_ledgers_and_checkpoints(tmp_path):
     again = PrivacyEngine(ledger=tmp_path / "ledger", accountant="rdp")
     assert again.get_epsilon(1e-8) == spent > again.accountant.get_epsilon(1e-8)
     state = torch.load(tmp_path / "run.pt", weights_only=True)
-    torch.save({**state, "ghostclip_ledger": None}, tmp_path / "run.pt")
+    unsealed = {**state, "ghostclip_ledger": None}
+    del unsealed["ghostclip_digest"]
+    torch.save({**unsealed, "ghostclip_digest": digest_of(unsealed)}, tmp_path / "run.pt")
     moved = PrivacyEngine(accountant="rdp", ledger=tmp_path / "later")
     other = made(moved)
     moved.load_checkpoint(path=tmp_path / "run.pt", module=other[0], optimizer=other[1], allow_mechanism_change=True)

@@ -13,11 +13,10 @@ from torch.utils.data import DataLoader
 from ghostclip import PrivacyEngine
 from ghostclip.accounting import create_accountant
 from ghostclip.data_loader import DPDataLoader
-from ghostclip.errors import BudgetExceededError, DataError, InvalidOptionError
+from ghostclip.errors import BudgetExceededError, DataError, InvalidOptionError, ResumeError
 from ghostclip.sampling import FullBatch, Poisson, Shuffled, UserPoisson
 from ghostclip.utils.batch_memory_manager import BatchMemoryManager
 from ghostclip.utils.budget import Budget
-from ghostclip.utils.ledger_file import LedgerFile
 from tests.engine.training import parameters_of, small_data
 
 RECORDS, DELTA = 50, 1e-5
@@ -133,6 +132,7 @@ def test_budget_that_stops_ends_the_training_across_a_resumption(name, tmp_path)
     run = Run(name, tmp_path, budget=Budget(epsilon_of(name, 4), DELTA, when_spent="stop"), physical=4)
     run.train(2)
     run.save(tmp_path / "run.pt")
+    run.engine.close()
     resumed = Run(name, tmp_path, budget=Budget(epsilon_of(name, 4), DELTA, when_spent="stop"), physical=4)
     resumed.load(tmp_path / "run.pt")
     resumed.until_spent()
@@ -146,6 +146,7 @@ def test_resumed_run_is_the_uninterrupted_one_and_costs_the_same(name, with_ledg
     folder = tmp_path if with_ledger else None
     run, saved = Run(name, folder), tmp_path / "run.pt"
     run.train(12, after=lambda done: run.save(saved) if done == 8 else None)
+    run.engine.close()
     resumed = Run(name, folder)
     resumed.load(saved)
     resumed.train(4)
@@ -157,6 +158,7 @@ def test_resumed_run_is_the_uninterrupted_one_and_costs_the_same(name, with_ledg
 def test_ledger_tells_another_process_what_was_released(name, tmp_path):
     run = Run(name, tmp_path)
     run.train(6)
+    run.engine.close()
     again = Run(name, tmp_path)
     assert again.account == run.account == costs(name, math.ceil(6 / PER_PASS.get(name, 1)))
     assert again.engine.get_epsilon(DELTA) == run.engine.get_epsilon(DELTA) > 0
@@ -246,14 +248,14 @@ def test_relation_of_the_sampler_is_that_of_the_account(tmp_path):
     assert alone.get_epsilon(DELTA) == run.engine.get_epsilon(DELTA)
 
 
-def test_ledger_lines_of_the_first_version_are_read(tmp_path):
+def test_ledgers_of_the_first_version_are_refused_with_what_to_do(tmp_path):
     lines = (
         b'{"mechanism":{"noise_multiplier":1.0},"version":1}\t96d1908a\n'
         b'{"events":[[1.0,0.2,1]],"fingerprint":"a","number":0,"run":"r"}\tf643f348\n'
     )
     (tmp_path / "ledger").write_bytes(lines)
-    assert LedgerFile(tmp_path / "ledger").entries[0].events == ((1.0, 0.2, 1),)
-    assert Run("poisson", tmp_path).account == costs("poisson", 1)
+    with pytest.raises(ResumeError, match=r"format 1.*the version that began it"):
+        PrivacyEngine(ledger=tmp_path / "ledger")
 
 
 def test_what_the_user_records_beside_the_training_counts_in_budgets():

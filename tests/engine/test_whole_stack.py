@@ -64,6 +64,7 @@ def test_budget_is_kept_and_the_resumed_run_is_the_uninterrupted_one(ledger, tmp
     assert TARGET - 0.01 < whole.engine.get_epsilon(DELTA) <= TARGET
     assert len(whole.engine.accountant) == whole.optimizer.releases >= EPOCHS * len(whole.loader)
     assert whole.optimizer.max_grad_norm != 1.0
+    whole.engine.close()
     if ledger == "as it was when saved":
         shutil.copy(tmp_path / "ledger then", tmp_path / "ledger")
     torch.rand(17)

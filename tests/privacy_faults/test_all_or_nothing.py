@@ -1,0 +1,324 @@
+"""A load that fails, wherever it fails, leaves model, optimizer, account, noise, batches, generators as they were."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ghostclip import PrivacyEngine, schedulers
+from ghostclip.accounting.interface import IAccountant
+from ghostclip.errors import GhostClipError, InvalidOptionError
+from ghostclip.utils import checkpoints
+from ghostclip.utils.account import Account
+from ghostclip.utils.budget import Budget
+from ghostclip.utils.digest import digest_of
+from ghostclip.utils.ledger_file import LedgerFile
+from tests.engine.training import small_data
+
+DATA = small_data(50)
+
+
+class InjectedError(Exception):
+    """Nothing else raises this."""
+
+
+class Own(IAccountant):
+    """An accountant of the user's, with a history."""
+
+    def step(self, *, noise_multiplier, sample_rate):
+        self.history.append((noise_multiplier, sample_rate, 1))
+
+    def get_epsilon(self, delta):
+        del delta
+        return float(len(self.history))
+
+    def __len__(self):
+        return len(self.history)
+
+    @classmethod
+    def mechanism(cls):
+        return "own"
+
+
+class Run:
+    """A private training with everything that is loaded: schedules, buffers, a budget, Adam, dropout."""
+
+    def __init__(self, folder=None, *, width=7, own=False, parts=None, **options):
+        torch.manual_seed(width)
+        self.engine = PrivacyEngine(ledger=folder)
+        if own:
+            self.engine.accountant = Own()
+        model = nn.Sequential(nn.Linear(5, width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(width, 3))
+        model.register_buffer("seen", torch.zeros(2))
+        made = (
+            torch.optim.Adam(model.parameters(), lr=0.05)
+            if parts is None
+            else [torch.optim.SGD(part.parameters(), lr=0.05, momentum=0.5) for part in (model[0], model[3])]
+        )
+        arguments = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, **options}
+        self.model, self.optimizers, self.loader = self.engine.make_private(
+            module=model,
+            optimizer=made,
+            data_loader=DataLoader(DATA, batch_size=10),
+            budget=Budget(50.0, 1e-5),
+            **arguments,
+        )
+        self.optimizer = self.optimizers if parts is None else self.optimizers[0].release
+        self.schedules = (
+            {}
+            if "clipping" in options
+            else {
+                "noise_scheduler": schedulers.ExponentialNoise(self.optimizer, gamma=0.9),
+                "grad_clip_scheduler": schedulers.StepGradClip(self.optimizer, step_size=1, gamma=0.5),
+            }
+        )
+
+    def train(self, steps):
+        for done, (inputs, targets) in enumerate(self.loader, start=1):
+            self.optimizer.zero_grad()
+            nn.functional.cross_entropy(self.model(inputs), targets).backward()
+            for optimizer in self.optimizers if isinstance(self.optimizers, list) else [self.optimizers]:
+                optimizer.step()
+            if done == steps:
+                break
+        for schedule in self.schedules.values():
+            schedule.step()
+        return self
+
+    def save(self, place):
+        self.engine.save_checkpoint(path=place, module=self.model, optimizer=self.optimizer, **self.schedules)
+        return place
+
+    def load(self, place):
+        self.engine.load_checkpoint(path=place, module=self.model, optimizer=self.optimizer, **self.schedules)
+
+    def state(self):
+        """Digests of everything that loading changes, by name."""
+        inner, account = self.optimizer.original_optimizer, self.engine._account
+        parts = {
+            "module": dict(self.model.state_dict()),
+            "which tensors": [id(p) for p in (*self.model.parameters(), *self.model.buffers())],
+            "optimizer": inner.state_dict(),
+            "account": [dict(account.accountant.state_dict()), account.runs, account.coordinates, account.charged],
+            "released": [(*kind, number) for kind, number in account._released.items()],
+            "accountant": [self.engine.accountant.history, len(self.engine.accountant), self.engine.get_epsilon(1e-5)],
+            "budget": [str(vars(budget)) for budget in account.budgets],
+            "noise": self.optimizer.noise_source.state_dict(),
+            "batches": self.loader.state_dict(),
+            "draws": [str(vars(self.loader.private_sampler.draws))],
+            "plan": self.engine._plan.state_dict(),
+            "values": [self.optimizer.releases, self.optimizer.noise_multiplier, self.optimizer.max_grad_norm],
+            "schedules": [schedule.state_dict() for schedule in self.schedules.values()],
+            "generator": [torch.get_rng_state()],
+            "ledger": [account.place()],
+        }
+        return {name: digest_of({"": part}) for name, part in parts.items()}
+
+
+def _inject(patch, owner, name, *, works=True):
+    """Let something do its work and then raise: what it changed must be put back."""
+    work = getattr(owner, name)
+
+    def does_and_raises(*arguments, **options):
+        if works:
+            work(*arguments, **options)
+        raise InjectedError(name)
+
+    patch.setattr(owner, name, does_and_raises)
+
+
+STAGES = {
+    "module": lambda run: (run.model, "load_state_dict"),
+    "optimizer": lambda run: (run.optimizer.original_optimizer, "load_state_dict"),
+    "sampler": lambda run: (run.loader.private_sampler, "load_state_dict"),
+    "plan": lambda run: (run.engine._plan, "load_state_dict"),
+    "noise": lambda run: (run.optimizer.noise_source, "load_state_dict"),
+    "policy": lambda run: (run.optimizer.clipper.policy, "load_state_dict"),
+    "generator": lambda _: (checkpoints, "_continue_generators"),
+    "schedule of the noise": lambda run: (run.schedules["noise_scheduler"], "load_state_dict"),
+    "schedule of the bound": lambda run: (run.schedules["grad_clip_scheduler"], "load_state_dict"),
+    "account": lambda _: (Account, "load"),
+    "accountant": lambda run: (run.engine.accountant, "load_state_dict"),
+    "ledger": lambda _: (LedgerFile, "append"),
+}
+SETTINGS = {
+    "policy": {"clipping": "adaptive"},
+    "accountant": {"own": True},
+    "plan": {},
+}
+
+
+def _options(stage):
+    return SETTINGS.get(stage, {})
+
+
+@pytest.mark.parametrize("steps", [0, 2], ids=["fresh", "in the middle of a pass"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_checkpoint_that_fails_at_any_stage_changes_nothing(stage, steps, tmp_path, monkeypatch):
+    # A ledger's line is written only where an account from before it is taken over.
+    with_ledger = stage == "ledger"
+    if stage == "accountant" and steps == 0:
+        pytest.skip("an accountant without steps is told of them one by one")
+    saving = Run(**_options(stage))
+    run = Run(tmp_path / "ledger" if with_ledger else None, **_options(stage))
+    if steps and not with_ledger:
+        # Of the same training, which without a ledger goes on from where it is.
+        run = saving
+    place = saving.train(4).save(tmp_path / "run.pt")
+    batches = iter(run.loader) if steps else iter(())
+    next(batches, None)
+    run.train(steps) if steps else None
+    before = run.state()
+    skipped = run is saving and stage in ("sampler", "plan", "noise", "generator")
+    with monkeypatch.context() as patch:
+        owner, name = STAGES[stage](run)
+        _inject(patch, owner, name, works=not with_ledger)
+        if skipped:
+            run.load(place)
+            return
+        with pytest.raises(InjectedError):
+            run.load(place)
+    assert run.state() == before
+
+
+@pytest.mark.parametrize("stage", ["sampler", "plan", "noise", "account"])
+def test_optimizers_state_that_fails_at_any_stage_changes_nothing(stage, tmp_path, monkeypatch):
+    state = Run().train(4).optimizer.state_dict()
+    run = Run()
+    before = run.state()
+    with monkeypatch.context() as patch:
+        owner, name = STAGES[stage](run)
+        _inject(patch, owner, name)
+        with pytest.raises(InjectedError):
+            run.optimizer.load_state_dict(state)
+    assert run.state() == before
+    run.optimizer.load_state_dict(state)
+    assert run.optimizer.releases == 4
+
+
+@pytest.mark.parametrize("failing", ["inner", "one of several", "second of several"])
+def test_torchs_part_that_fails_changes_nothing(failing, monkeypatch):
+    several = True if failing != "inner" else None
+    state = Run(parts=several).train(3).optimizer.state_dict()
+    run = Run(parts=several)
+    before = run.state()
+    inner = run.optimizer.original_optimizer
+    owner = {"inner": lambda: inner}.get(failing, lambda: inner.members[failing.startswith("second")])()
+    with monkeypatch.context() as patch:
+        _inject(patch, owner, "load_state_dict")
+        with pytest.raises(InjectedError):
+            run.optimizer.load_state_dict(state)
+    assert run.state() == before
+
+
+@pytest.mark.parametrize("at", ["checkpoint", "optimizer"])
+def test_training_goes_on_as_if_the_failed_load_had_not_been_tried(at, tmp_path, monkeypatch):
+    place = Run().train(4).save(tmp_path / "run.pt")
+    runs = [Run(), Run()]
+    states = {"noise": runs[0].optimizer.noise_source.state_dict(), "batches": runs[0].loader.state_dict()}
+    runs[1].optimizer.noise_source.load_state_dict(states["noise"])
+    runs[1].loader.load_state_dict(states["batches"])
+    state = Run().train(2).optimizer.state_dict()
+    loads = {"checkpoint": lambda: runs[0].load(place), "optimizer": lambda: runs[0].optimizer.load_state_dict(state)}
+    with monkeypatch.context() as patch:
+        _inject(patch, Account, "load")
+        with pytest.raises(InjectedError):
+            loads[at]()
+    ends = []
+    for run in runs:
+        torch.manual_seed(9)
+        ends.append(run.train(3).state())
+    same = ("module", "optimizer", "account", "noise", "batches", "values", "schedules", "generator")
+    assert [ends[0][name] for name in same[:2]] == [ends[1][name] for name in same[:2]]
+    assert [ends[0][name] for name in same[3:]] == [ends[1][name] for name in same[3:]]
+
+
+def test_what_is_released_after_a_failed_load_is_held(tmp_path, monkeypatch):
+    run = Run().train(2)
+    place = run.save(tmp_path / "run.pt")
+    with monkeypatch.context() as patch:
+        _inject(patch, Account, "load")
+        with pytest.raises(InjectedError):
+            run.load(place)
+    history = list(run.engine.accountant.history)
+    run.train(1)
+    run.engine.accountant.history = history
+    with pytest.raises(InvalidOptionError, match="lacks 1 releases"):
+        run.engine.get_epsilon(1e-5)
+
+
+class Refusal:
+    """What is wrong with what is loaded, in itself."""
+
+    @staticmethod
+    def other_widths(folder):
+        return Run(width=9).train(2).save(folder / "run.pt")
+
+    @staticmethod
+    def other_noise(folder):
+        return Run(noise_multiplier=2.0).train(2).save(folder / "run.pt")
+
+    @staticmethod
+    def cut(folder):
+        place = Run().train(2).save(folder / "run.pt")
+        place.write_bytes(place.read_bytes()[:-100])
+        return place
+
+    @staticmethod
+    def with_a_ledger(folder):
+        return Run(folder / "ledger").train(2).save(folder / "run.pt")
+
+
+@pytest.mark.parametrize("kind", ["other_widths", "other_noise", "cut", "with_a_ledger"])
+def test_what_cannot_be_loaded_changes_nothing(kind, tmp_path):
+    place = getattr(Refusal, kind)(tmp_path)
+    run = Run(**({"noise_multiplier": 1.0} if kind == "other_noise" else {}))
+    run.schedules = {} if kind == "other_noise" else run.schedules
+    before = run.state()
+    with pytest.raises((GhostClipError, RuntimeError)):
+        run.load(place)
+    assert run.state() == before
+
+
+def test_account_of_another_relation_changes_nothing(tmp_path):
+    """Of an accountant as of one that an engine has opened."""
+    engine = PrivacyEngine()
+    engine.accountant.step(noise_multiplier=1.0, sample_rate=0.1)
+    state = engine.accountant.state_dict()
+    other = Run()
+    before = other.state()
+    for bad in (
+        {**state, "relation": "replace_one"},
+        {**state, "history": [(1.0, 0.1)]},
+        {**state, "others": [("guarantee", (-1.0, 0.0), 1)]},
+        {**state, "history": [(1.0, 0.1, 3)], "others": [("nothing", (), 1)]},
+    ):
+        with pytest.raises(InvalidOptionError):
+            other.engine.accountant.load_state_dict(bad)
+        assert other.state() == before
+
+
+@pytest.mark.parametrize("wrong", ["key", "position", "remaining"])
+@pytest.mark.parametrize("what", ["sampler", "noise"])
+def test_positions_that_cannot_be_read_change_nothing(what, wrong):
+    run = Run().train(2)
+    holder = run.loader.private_sampler if what == "sampler" else run.optimizer.noise_source
+    if wrong not in holder.state_dict():
+        return
+    other = {**holder.state_dict(), "key": "00" * 16, "position": 77, wrong: "?"}
+    before = run.state()
+    with pytest.raises((GhostClipError, TypeError, ValueError)):
+        holder.load_state_dict(other)
+    assert run.state() == before
+
+
+@pytest.mark.parametrize("wrong", [{"value": -1.0}, {"gamma": None, "value": -1.0}, {"value": "much"}])
+def test_schedules_that_cannot_be_read_change_nothing(wrong):
+    run = Run().train(2)
+    before = run.state()
+    for schedule in run.schedules.values():
+        with pytest.raises((GhostClipError, TypeError, ValueError)):
+            schedule.load_state_dict({**schedule.state_dict(), "last_epoch": 7, **wrong})
+    assert run.state() == before

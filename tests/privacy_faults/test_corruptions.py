@@ -1,0 +1,50 @@
+"""Ledgers, checkpoints and accounts that were damaged anywhere are refused with nothing changed, or harmless."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+from benchmarks.corruptions import KINDS, Corruptions, Training
+from ghostclip.utils import checkpoints, ledger_lines, optimizer_state
+from ghostclip.utils.ledger_file import LedgerFile
+
+
+def test_every_damage_is_refused_or_harmless(tmp_path):
+    outcomes = Corruptions(tmp_path).many(2 * len(KINDS), seed=5)
+    assert not [one for one in outcomes if one.outcome not in ("refused", "harmless")]
+    # A bit of a checkpoint may be one that says nothing; hardly anything else is harmless.
+    assert sum(one.outcome == "refused" for one in outcomes) > 0.8 * len(outcomes)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "works"),
+    [
+        (ledger_lines, "_hash_of", lambda *_: "0" * 32),
+        (LedgerFile, "require", lambda *_: None),
+        (checkpoints, "digest_of", lambda *_: ""),
+        (optimizer_state, "digest_of", lambda *_: ""),
+    ],
+    ids=["without hashes", "without what was seen", "without a checkpoint's digest", "without an account's digest"],
+)
+def test_the_search_finds_what_no_guard_refuses(owner, name, works, tmp_path, monkeypatch):
+    monkeypatch.setattr(owner, name, works)
+    outcomes = Corruptions(tmp_path).many(6 * len(KINDS), seed=5)
+    found = Counter(one.outcome for one in outcomes)
+    assert found.total() > found["refused"] + found["harmless"]
+
+
+@pytest.mark.filterwarnings("ignore:.*")
+def test_every_byte_of_a_checkpoints_tensors_counts(tmp_path):
+    """Bytes of a tensor that were changed are read by torch without a word; the smallest change is refused."""
+    Training(tmp_path).run()
+    content = (tmp_path / "run.pt").read_bytes()
+    weight = torch.load(tmp_path / "run.pt", weights_only=True)["module_state_dict"]["0.weight"]
+    place = content.index(weight.numpy().tobytes()) + random.Random(3).randrange(4 * weight.numel())
+    (tmp_path / "run.pt").write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    torch.load(tmp_path / "run.pt", weights_only=True)
+    with pytest.raises(checkpoints.ResumeError, match=r"damaged, or was changed by hand"):
+        Training(tmp_path).load("run.pt")
