@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip import GhostClipper
-from ghostclip.accounting import Accountant
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.factors.base import SquaredNorm
 from ghostclip.factors.rows import Rows
@@ -21,21 +20,23 @@ from ghostclip.noise import FastNoise, make_noise_source
 from ghostclip.optimizers import DPOptimizer
 from ghostclip.optimizers.foreign import Releases
 from ghostclip.optimizers.virtual import LogicalBatch
-from ghostclip.utils.ledger_file import LedgerFile
+from ghostclip.utils.account import Account
+from ghostclip.utils.charges import Charge
+from ghostclip.utils.ledger_lines import Place
 from tests.privacy.mutations import Mutation, _all_gradients, _clip, _finite, _norms, _sums, _weighted
 from tests.privacy.subject import BOUND
 
 
 def steps_forgotten() -> Any:
     """Every second release is not charged."""
-    original, calls = Accountant.step, [0]
+    original, calls = Account._add, [0]
 
-    def step(self: Accountant, *, noise_multiplier: float, sample_rate: float) -> None:
+    def add(self: Account, events: Sequence[Charge]) -> None:
         calls[0] += 1
         if calls[0] % 2:
-            original(self, noise_multiplier=noise_multiplier, sample_rate=sample_rate)
+            original(self, events)
 
-    return mock.patch.object(Accountant, "step", step)
+    return mock.patch.object(Account, "_add", add)
 
 
 def draws_not_followed() -> Any:
@@ -64,15 +65,21 @@ def copies_keep_the_key() -> Iterator[None]:
         yield
 
 
-def ledger_read_without_its_chain() -> Any:
+@contextlib.contextmanager
+def ledger_read_without_its_chain() -> Iterator[None]:
     """Each line of a ledger is believed by itself: what is missing between two lines is not seen."""
 
-    def read(self: LedgerFile) -> None:
-        if self.path.exists():
-            for line in self.path.read_bytes().splitlines():
-                self._take(json.loads(line[: line.rindex(b"}") + 1]))
+    def decoded(line: bytes, after: Place, *, name: str) -> tuple[dict[str, Any], Place]:
+        del name
+        body, _, written = line.rpartition(b"\t")
+        values = json.loads(body)
+        return values, Place(values["ledger"], after.lines + 1, written.decode())
 
-    return mock.patch.object(LedgerFile, "_read", read)
+    with (
+        mock.patch("ghostclip.utils.ledger_file.decoded", decoded),
+        mock.patch("ghostclip.utils.ledger_file.is_whole", lambda line, after: line.endswith(b"\n") or bool(line)),
+    ):
+        yield
 
 
 @contextlib.contextmanager
@@ -92,9 +99,14 @@ def rows_without_a_bound() -> Iterator[None]:
         yield
 
 
-def uses_added_one_by_one() -> Any:
-    """Nobody asks by how much rounding may have changed a norm or a sum."""
-    return mock.patch.object(GroupNorms, "doubtful_B", return_value=None)
+@contextlib.contextmanager
+def uses_added_one_by_one() -> Iterator[None]:
+    """Nobody asks by how much rounding may have changed a norm, or the sum of the uses of a layer."""
+    with (
+        mock.patch.object(GroupNorms, "doubtful_B", return_value=None),
+        mock.patch("ghostclip.clipping.norms._at_most_B", lambda norm: norm.value_B.clamp(min=0)),
+    ):
+        yield
 
 
 def huge_parts_meet_the_sum() -> Any:

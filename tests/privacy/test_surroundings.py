@@ -22,18 +22,9 @@ SEEN_BY = {
     "loss_scale_left_in_the_sums": ("one_record_moves_at_most_c", "moves a release on 0 records by 1024 C"),
     "sums_within_reach": ("sums_cannot_be_changed_unseen", r"grad.data.mul_ .* moves the release"),
 }
-OPEN = {
-    "a_cut_ledger_is_refused_or_counted",
-}
-"""Checks that the engine does not pass yet."""
 
 
-def _checks():
-    for name in SURROUNDINGS:
-        yield pytest.param(name, marks=pytest.mark.xfail(reason="open", strict=False) if name in OPEN else ())
-
-
-@pytest.mark.parametrize("check", list(_checks()))
+@pytest.mark.parametrize("check", SURROUNDINGS)
 def test_the_engine_passes(check):
     SURROUNDINGS[check]()
 
