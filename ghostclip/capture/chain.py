@@ -56,12 +56,14 @@ class Number:
         given: As it stands in the code: the multiplier or the divisor.
         divides: Whether it is a divisor.
         plain: Whether it is a number of Python; a tensor may have been computed from the data.
+        per_feature: Whether it is a tensor along axes behind the samples', which have one entry here.
     """
 
     factor: float
     given: float
     divides: bool
     plain: bool
+    per_feature: bool = False
 
     def describe(self) -> str:
         """Say what was done with it.
@@ -303,21 +305,24 @@ def _scaled(edge: Edge, name: str, path: Path) -> list[tuple[Edge, Path]] | None
         if (first[0] is None) == (second[0] is None) or (first[0] is None and name == "DivBackward0"):
             return None
         inner, constant = (first, node._saved_other) if second[0] is None else (second, node._saved_self)
-    number = _number(constant, divides=name.startswith("Div"))
+    number = _number(constant, divides=name.startswith("Div"), axes=len(shape_at(edge) or ()))
     onward = _spread(edge, inner, path) if name in _SPREAD else path
     return [(inner, onward if number is None else _and(onward, name, numbers=(number,)))]
 
 
-def _number(constant: Any, *, divides: bool) -> Number | None:
-    """Return a factor that all values have in common, None for weights of each."""
+def _number(constant: Any, *, divides: bool, axes: int) -> Number | None:
+    """Return a factor that all values, of so many axes, have in common; None for weights of each."""
+    per_feature = False
     if isinstance(constant, Tensor):
         if constant.numel() != 1:
             return None
         plain, given = _is_python_number(constant), constant.item()
+        per_feature = 0 < constant.dim() < axes
     else:
         plain, given = True, constant
     size = abs(float(given))
-    return Number((1 / size if size else float("inf")) if divides else size, given, divides=divides, plain=plain)
+    factor = (1 / size if size else float("inf")) if divides else size
+    return Number(factor, given, divides=divides, plain=plain, per_feature=per_feature)
 
 
 def _is_python_number(constant: Tensor) -> bool:

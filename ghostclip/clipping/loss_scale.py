@@ -101,7 +101,7 @@ def refuse_common_factor(losses_B: Tensor) -> None:
     # Reading a number is no operation of the training, which somebody may count.
     with suppress(RecursionError), _disable_current_modes():
         for path in paths([((losses_B.grad_fn, losses_B.output_nr), Path())], is_output):
-            numbers += [number for number in path.numbers if not number.plain]
+            numbers += [number for number in path.numbers if not (number.plain or number.per_feature)]
     if numbers:
         message = (
             f"every sample's loss is {numbers[0].describe()}, which may have been computed from other samples (their "

@@ -168,7 +168,7 @@ def _halved(a_NTI: Tensor, g_NTO: Tensor, workspace: int, weight_NT: Tensor) -> 
         half = whole >> (level + 1)
         for a_MLI, g_MLO in _pieces(*first, 2 * half):
             upper, lower = (a_MLI[:, :half], g_MLO[:, :half]), (a_MLI[:, half:], g_MLO[:, half:])
-            above.append(_products(upper, lower, workspace))
+            above.append(_products(upper, lower, workspace, unseen=leaf == 1))
     if leaf == 1:
         square_NT = weight_NT[:, :whole].square()
         on.append(_Sums(square_NT.flatten(), square_NT.flatten()))
@@ -176,8 +176,8 @@ def _halved(a_NTI: Tensor, g_NTO: Tensor, workspace: int, weight_NT: Tensor) -> 
         on += [_products(block, block, workspace, diagonal=True) for block in _pieces(*first, leaf)]
     if whole < positions:
         last = a_NTI[:, whole:], g_NTO[:, whole:]
-        above.append(_products(last, first, workspace))
-        on.append(_products(last, last, workspace, diagonal=leaf > 1))
+        above.append(_products(last, first, workspace, unseen=leaf == 1))
+        on.append(_products(last, last, workspace, diagonal=leaf > 1, unseen=leaf == 1))
     value, absolute, a_squares, g_squares = zip(*on, strict=True)
     value_N, absolute_N = _total(value, samples), _total(absolute, samples)
     if above:
@@ -214,20 +214,22 @@ def _pieces(a_NTI: Tensor, g_NTO: Tensor, size: int) -> Iterator[Factors]:
         yield a_NTI[:, start : start + size], g_NTO[:, start : start + size]
 
 
-def _products(rows: Factors, columns: Factors, workspace: int, *, diagonal: bool = False) -> _Sums:
+def _products(
+    rows: Factors, columns: Factors, workspace: int, *, diagonal: bool = False, unseen: bool = False
+) -> _Sums:
     """Return sums of ``(a·a)(g·g)`` over all pairs of a row and a column, each ``(M,)``, and diagonals, ``(M, L)``."""
     count, height = rows[0].shape[:2]
     width = columns[0].shape[1]
     at_once = max(1, workspace // (height * width))
     lines = height if at_once > 1 else max(1, min(height, workspace // width))
     if at_once >= count and lines == height:
-        return _product(rows, columns, offset=0, diagonal=diagonal)
+        return _product(rows, columns, offset=0, diagonal=diagonal, unseen=unseen)
     found = []
     for first in range(0, count, at_once):
         piece = slice(first, first + at_once)
         right = columns[0][piece], columns[1][piece]
         left = [
-            _product(_lines(rows, piece, start, lines), right, offset=start, diagonal=diagonal)
+            _product(_lines(rows, piece, start, lines), right, offset=start, diagonal=diagonal, unseen=unseen)
             for start in range(0, height, lines)
         ]
         found.append(left[0] if len(left) == 1 else _beside(left))
@@ -246,8 +248,14 @@ def _beside(parts: Sequence[_Sums]) -> _Sums:
     return _Sums(torch.stack(value).sum(0), torch.stack(absolute).sum(0), *squares)
 
 
-def _product(rows: Factors, columns: Factors, *, offset: int, diagonal: bool) -> _Sums:
-    product, other = dots(rows[0], columns[0]), dots(rows[1], columns[1])
+def _dots(left_NTF: Tensor, right_NUF: Tensor) -> Tensor:
+    return torch.bmm(left_NTF, right_NUF.mT)
+
+
+def _product(rows: Factors, columns: Factors, *, offset: int, diagonal: bool, unseen: bool) -> _Sums:
+    # Where no diagonal is formed on which rounding is seen, sums are short.
+    form = dots if unseen else _dots
+    product, other = form(rows[0], columns[0]), form(rows[1], columns[1])
     squares: list[Tensor | None] = [None, None]
     if diagonal:
         squares = [part.diagonal(offset, dim1=1, dim2=2).clone() for part in (product, other)]

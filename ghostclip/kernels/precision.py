@@ -18,6 +18,9 @@ def full_precision() -> Iterator[None]:
     ``torch.set_float32_matmul_precision("high")``, usual in training scripts, lets a product of two matrices round its
     operands to 10 bits, "medium" to 7: norms would be too small by 3e-4 of themselves. The model's own forward and
     backward keep what was chosen for them.
+
+    Yields:
+        Nothing.
     """
     changed = [(place, name, before, full) for place, name, before, full in _switches() if before != full]
     for place, name, _, full in changed:
