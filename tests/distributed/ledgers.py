@@ -143,6 +143,7 @@ def run(rank: int, ranks: int, folder: str) -> None:
             "damaged second": _state_after(lambda: Run("damaged second"), 1),
         }
         found["resumed"] = _resumed(rank, place)
+        found["taken over"] = _taken_over(rank, place)
         found["failures"] = {name: _failing(rank, place / name, name) for name in FAILURES}
         tries = _refused(rank, place)
         found["refused"] = {name: outcome(attempt) for name, attempt in tries.items()}
@@ -188,6 +189,17 @@ def _resumed(rank: int, place: Path) -> dict[str, Any]:
     training.engine.close()
     training.steps(1)
     return {"at once": at_once, "again": again, "after": training.state()}
+
+
+def _taken_over(rank: int, place: Path) -> dict[str, Any]:
+    """Continue what began without a ledger."""
+    begun = Run(None)
+    begun.steps(2)
+    begun.save(place / f"without ledger{rank}")
+    training = Run(place / "taken over")
+    training.load(place / f"without ledger{rank}")
+    training.steps(1)
+    return training.state()
 
 
 def _failing(rank: int, path: Path, name: str) -> dict[str, Any]:
@@ -247,6 +259,7 @@ def _refused(rank: int, place: Path) -> dict[str, Callable[[], Any]]:
         "damaged": lambda: Run(place / "damaged"),
         "damaged, epsilon": lambda: PrivacyEngine(ledger=place / "damaged").get_epsilon(DELTA),
         "damaged, apart": lambda: Run(place / "damaged", alone=True),
+        "folder, apart": lambda: Run(place / "at0", alone=True),
         "damaged first": lambda: Run("damaged first"),
         "folder": lambda: Run(place / "at0"),
         "another path": lambda: Run(place / f"path{rank}"),

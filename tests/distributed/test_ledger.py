@@ -20,6 +20,7 @@ REFUSED = {
     "damaged": ("ResumeError", "line 3: the ledger is damaged"),
     "damaged, epsilon": ("ResumeError", "line 3: the ledger is damaged"),
     "damaged, apart": ("ResumeError", "line 3: the ledger is damaged"),
+    "folder, apart": ("InvalidOptionError", "a ledger must be a regular file"),
     "damaged first": ("ResumeError", "line 3: the ledger is damaged"),
     "folder": ("InvalidOptionError", "a ledger must be a regular file"),
     "another path": ("InvalidOptionError", "ledger of rank 1 is"),
@@ -82,6 +83,15 @@ def test_a_training_goes_on_from_any_ranks_checkpoint_on_both(found, folder):
 def _require_same_parameters(one, two):
     for name, p in one["parameters"].items():
         assert torch.equal(p, two["parameters"][name])
+
+
+def test_what_was_released_before_there_was_a_ledger_is_written_once(found, folder):
+    one, two = (rank["taken over"] for rank in found)
+    _require_equal(one, two)
+    assert one["history"] == [(SIGMA, RATE, 3)]
+    before, after = LedgerFile(folder / "taken over").entries
+    assert before.events == ((SIGMA, RATE, 2),)
+    assert after.events == ((SIGMA, RATE, 1),)
 
 
 def test_an_engine_that_is_older_than_the_group_shares_its_ledger(found, folder):
