@@ -56,7 +56,8 @@ class PrivacyEngine(Spending):
             What it holds already counts. With it a crash loses no part of the account, and a resumed run that does not
             repeat the interrupted one exactly is refused instead of reusing its noise. One engine at a time writes to
             it: from `make_private` until `close`, or until the engine or its process is gone. Ranks that share batches
-            have one ledger: give the same path on every rank; only rank 0 opens it, and what it holds counts on all.
+            have one ledger: give the same path on every rank (different ones are refused); only rank 0 writes the file
+            that it leads to there, and what that holds counts on all.
         noise_level: "fast" (the default: a statistical generator), "secure" (a cryptographic keystream) or "exact"
             (that, and discrete noise on integer sums; needs grad_sample_mode="hooks").
 

@@ -105,28 +105,18 @@ class Account:
 
         Raises:
             InvalidOptionError: If ranks were given different paths, or the ledger is of the other kind.
-            ResumeError: If this process has accounted for releases by itself before.
+            ResumeError: If a rank has accounted for what the ledger does not hold.
         """
         if not shared:
             if self.ledger is not None:
                 self.ledger.require_alone()
             return
         require_agreement("ledger", None if self.ledger is None else self.ledger.given)
-        if self.ledger is None:
-            return
-        was_fresh = self.fresh
-        with telling("ledger"):
-            if not self.ledger.share():
-                return
-            if not was_fresh:
-                raise ResumeError(
-                    f"{self.ledger.path}: this rank has accounted for releases that the ledger of rank 0 does not "
-                    "hold. Make a PrivacyEngine anew on every rank, call make_private, then load the checkpoint."
-                )
-        self.runs.clear()
-        self.coordinates = 0
-        self._begin_with(self.ledger)
-        self._from_before = len(self.accountant)
+        if self.ledger is not None and self.ledger.share(fresh=self.fresh):
+            self.runs.clear()
+            self.coordinates = 0
+            self._begin_with(self.ledger)
+            self._from_before = len(self.accountant)
 
     @property
     def fresh(self) -> bool:

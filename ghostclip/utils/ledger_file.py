@@ -100,7 +100,8 @@ class LedgerFile:
             OSError: What the constructor would have raised.
         """
         if self._wrong is not None:
-            raise self._wrong
+            # Another one each time: ranks mark an error that all of them were told of.
+            raise type(self._wrong)(*self._wrong.args) from self._wrong
 
     def require_alone(self) -> None:
         """Let the ledger be this process's own.
@@ -115,13 +116,19 @@ class LedgerFile:
                 "this rank's own. Use a PrivacyEngine, and a ledger, of its own for what a rank trains by itself."
             )
 
-    def share(self) -> bool:
+    def share(self, *, fresh: bool) -> bool:
         """Let rank 0's file be the ledger of all ranks, which hold what it holds; called on all of them.
 
         Files of the other ranks are not used, also where the path leads to another one there.
 
+        Args:
+            fresh: Whether this rank has accounted for nothing but what it has read.
+
         Returns:
             Whether this rank has held something else before.
+
+        Raises:
+            ResumeError: On all ranks, if one has accounted for what rank 0's file does not hold.
         """
         if self.shared:
             return False
@@ -131,7 +138,15 @@ class LedgerFile:
         with telling("ledger"):
             if not self._follows:
                 self.require_readable()
-        if len(set(gathered("place in the ledger", tuple(before)))) > 1:
+        places = gathered("place in the ledger", (tuple(before), fresh))
+        others = [rank for rank, (place, _) in enumerate(places) if place != places[0][0]]
+        for rank in others:
+            if not places[rank][1]:
+                raise ResumeError(
+                    f"{self.path}: rank {rank} has accounted for releases that the ledger of rank 0 does not hold. "
+                    "Make a PrivacyEngine anew on every rank, call make_private, then load the checkpoint."
+                )
+        if others:
             content = from_first("content of the ledger", lambda: self.path.read_bytes() if self._end else b"")
             if self._follows:
                 with telling("ledger"):

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine
 from ghostclip.data_loader import DPDataLoader
-from ghostclip.errors import GhostClipError
+from ghostclip.errors import GhostClipError, ResumeError
 from ghostclip.utils.ledger_file import Entry, LedgerFile
 from tests.distributed.loops import data, model, snapshot
 from tests.distributed.refusals import outcome
@@ -148,7 +148,7 @@ def run(rank: int, ranks: int, folder: str) -> None:
         tries = _refused(rank, place)
         found["refused"] = {name: outcome(attempt) for name, attempt in tries.items()}
         last = LedgerFile(place / "last")
-        last.share()
+        last.share(fresh=True)
         last.append(Entry("run", 0, ((SIGMA, 0.1, 1),), "print"))
     found["group is gone"] = _message(lambda: last.append(Entry("run", 1, ((SIGMA, 0.1, 1),), "print")))
     torch.save(found, place / f"rank{rank}.pt")
@@ -251,6 +251,14 @@ def _refused(rank: int, place: Path) -> dict[str, Callable[[], Any]]:
         training.save(place / f"without{rank}")
         engine = PrivacyEngine(ledger="loaded before")
         engine.load_checkpoint(path=place / f"without{rank}", module=model())
+        with contextlib.suppress(ResumeError):
+            Run(None, engine=engine)
+        Run(None, engine=engine)
+
+    def damaged_twice() -> None:
+        engine = PrivacyEngine(ledger="damaged first")
+        with contextlib.suppress(ResumeError):
+            Run(None, engine=engine)
         Run(None, engine=engine)
 
     return {
@@ -261,6 +269,7 @@ def _refused(rank: int, place: Path) -> dict[str, Callable[[], Any]]:
         "damaged, apart": lambda: Run(place / "damaged", alone=True),
         "folder, apart": lambda: Run(place / "at0", alone=True),
         "damaged first": lambda: Run("damaged first"),
+        "damaged, tried twice": damaged_twice,
         "folder": lambda: Run(place / "at0"),
         "another path": lambda: Run(place / f"path{rank}"),
         "on one only": lambda: Run(place / "one" if rank else None),
