@@ -132,7 +132,6 @@ class LedgerFile:
         """
         if self.shared:
             return False
-        self.close()
         self._follows = not is_first()
         before = self._places[-1]
         with telling("ledger"):
