@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from ghostclip.accounting import DEFAULT_ACCOUNTANT, bounding_accountant, create_accountant
 from ghostclip.clipping.policies import ClipPolicy
+from ghostclip.distributed import world_size
 from ghostclip.noise import make_noise_source
 from ghostclip.optimizers import DPOptimizer, MemberOptimizer, release_of
 from ghostclip.sampling import DeclaredSampling
@@ -54,14 +55,17 @@ class PrivacyEngine(Spending):
         ledger: A file that every release is written to, and that is safe on the disk, before the release is applied.
             What it holds already counts. With it a crash loses no part of the account, and a resumed run that does not
             repeat the interrupted one exactly is refused instead of reusing its noise. One engine at a time writes to
-            it: from `make_private` until `close`, or until the engine or its process is gone.
+            it: from `make_private` until `close`, or until the engine or its process is gone. Ranks that share batches
+            have one ledger: give the same path on every rank (different ones are refused); only rank 0 writes the file
+            that it leads to there, and what that holds counts on all.
         noise_level: "fast" (the default: a statistical generator), "secure" (a cryptographic keystream) or "exact"
             (that, and discrete noise on integer sums; needs grad_sample_mode="hooks").
 
     Raises:
         InvalidOptionError: If there is no such accountant or level, secure_mode contradicts it, or the ledger is no
             regular file.
-        ResumeError: If the ledger is damaged.
+        ResumeError: If the ledger is damaged. In a process group of several ranks both are raised by `make_private`, on
+            all of them.
     """
 
     def __init__(
@@ -72,7 +76,8 @@ class PrivacyEngine(Spending):
         ledger: str | os.PathLike[str] | None = None,
         noise_level: str | None = None,
     ) -> None:
-        account = Account(bounding_accountant(), None if ledger is None else LedgerFile(ledger))
+        file = None if ledger is None else LedgerFile(ledger, alone=world_size() == 1)
+        account = Account(bounding_accountant(), file)
         super().__init__(account, noise_level=noise_level_of(noise_level, secure_mode=secure_mode))
         self.accountant = create_accountant(mechanism=accountant)
 
@@ -413,6 +418,7 @@ class PrivacyEngine(Spending):
     def _sampled(self, data_loader: DataLoader[Any] | DeclaredSampling, *, poisson_sampling: bool) -> SamplingPlan:
         """Settle how batches are sampled; the account takes over what neighbouring data sets are."""
         plan = plan_for(data_loader, poisson_sampling=poisson_sampling, before=self._plan)
+        self._account.settle_ledger(shared=plan.replicas > 1)
         self._account.require_relation(plan.event.relation)
         return plan
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 from torch import distributed
 
 _THREADS = Path("/proc/self/task")
+_TIMEOUT = timedelta(minutes=2)
+"""A rank that waits for one that does not come fails the test, in place of stopping it."""
 
 
 @contextmanager
@@ -32,7 +35,9 @@ def process_group(rank: int, ranks: int, folder: str) -> Iterator[None]:
     # the world there already, it would never be let go.
     import torch.distributed.nn.functional  # noqa: F401
 
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks, timeout=_TIMEOUT
+    )
     try:
         yield
     finally:

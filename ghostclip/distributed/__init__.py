@@ -2,10 +2,14 @@
 
 from ghostclip._refused import refusing
 from ghostclip.distributed.agreement import (
+    from_first,
+    gathered,
+    is_first,
     refused_together,
     require_agreement,
     share_noise,
     share_sampler,
+    telling,
     world_size,
 )
 from ghostclip.distributed.draws import Share, require_one_draw
@@ -21,6 +25,9 @@ __all__ = [
     "SharedNoise",
     "broadcast_parameters",
     "copy_inside",
+    "from_first",
+    "gathered",
+    "is_first",
     "noise_for",
     "noisy_shard",
     "noisy_sum_",
@@ -32,6 +39,7 @@ __all__ = [
     "require_one_draw",
     "share_noise",
     "share_sampler",
+    "telling",
     "world_size",
 ]
 

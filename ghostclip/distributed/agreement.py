@@ -9,8 +9,8 @@ rank that cannot go on stops the others at their next exchange, wherever that is
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from torch import distributed
 
@@ -22,6 +22,7 @@ from ghostclip.validators import errors as module_errors
 
 Group = Any
 """A torch process group; None is all ranks."""
+_T = TypeVar("_T")
 
 
 def world_size(group: Group = None) -> int:
@@ -35,6 +36,18 @@ def world_size(group: Group = None) -> int:
     """
     running = distributed.is_available() and distributed.is_initialized()
     return distributed.get_world_size(group) if running else 1
+
+
+def is_first(group: Group = None) -> bool:
+    """Return whether this is rank 0.
+
+    Args:
+        group: The ranks that train together.
+
+    Returns:
+        True also where torch.distributed is not running.
+    """
+    return world_size(group) == 1 or distributed.get_rank(group) == 0
 
 
 def share_sampler(sampler: PrivateSampler, group: Group = None) -> None:
@@ -122,6 +135,26 @@ def gathered(what: str, value: Any, group: Group = None) -> list[Any]:
     return [other for _, other in found]
 
 
+def from_first(what: str, work: Callable[[], _T], group: Group = None) -> _T:
+    """Do something on rank 0 alone, and return what came of it on every rank; every rank must call this.
+
+    Args:
+        what: What is done, for messages.
+        work: Returns a plain Python value.
+        group: The ranks that train together.
+
+    Returns:
+        Rank 0's value, once rank 0 has it.
+
+    Raises:
+        GhostClipError: On all ranks, if rank 0 raised: of the same class if it was one of the library's.
+    """
+    with telling(what, group):
+        value = work() if is_first(group) else None
+    found: _T = gathered(what, value, group)[0]
+    return found
+
+
 @contextlib.contextmanager
 def refused_together(what: str, group: Group = None) -> Iterator[None]:
     """Let what one rank refuses be refused by all: a rank that raises says so to those that wait for it.
@@ -136,19 +169,31 @@ def refused_together(what: str, group: Group = None) -> Iterator[None]:
     Raises:
         GhostClipError: On all ranks, if one of them raised: of the same class if it was one of the library's.
     """
-    if world_size(group) == 1:
+    with telling(what, group):
         yield
-        return
+    gathered(what, None, group)
+
+
+@contextlib.contextmanager
+def telling(what: str, group: Group = None) -> Iterator[None]:
+    """Let a rank that raises say so to those that wait for it at their next exchange; if none raises nothing is sent.
+
+    Args:
+        what: What is done inside, for messages.
+        group: The ranks that train together; all of them must exchange something through this module afterwards.
+
+    Yields:
+        Nothing.
+    """
     try:
         yield
     except Exception as error:
-        if not getattr(error, _KNOWN, False):
+        if world_size(group) > 1 and not getattr(error, _KNOWN, False):
             # Where the others are gone already, the error that counts is this rank's own.
             with contextlib.suppress(GhostClipError, RuntimeError):
                 gathered(what, _Refusal(type(error).__name__, str(error)), group)
             _told(error)
         raise
-    gathered(what, None, group)
 
 
 class _Refusal(NamedTuple):

@@ -7,6 +7,7 @@ import math
 import secrets
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ghostclip.accounting import Accountant, Bounds, IAccountant, bounding_accou
 from ghostclip.accounting.calibration import smallest_noise_multiplier
 from ghostclip.accounting.ledger import Kind
 from ghostclip.capture.unchecked import Unchecked
+from ghostclip.distributed import refused_together, require_agreement, telling
 from ghostclip.errors import InvalidOptionError, ResumeError
 from ghostclip.optimizers import DPOptimizer
 from ghostclip.optimizers.release import SkipStep, fingerprint
@@ -84,12 +86,37 @@ class Account:
         self._released: dict[Kind, int] = {}
         accountant.hold(self._released)
         if ledger is not None and ledger.entries:
-            accountant.relation = _relation(ledger.mechanisms, default=accountant.relation)
-            self._hold_only(total(ledger.entries))
-            self.discrete(max((int(m.get("coordinates", 0)) for m in ledger.mechanisms), default=0))
-            for entry in ledger.entries:
-                self._note(entry.run, entry.number + 1)
+            self._begin_with(ledger)
         self._from_before = len(accountant)
+
+    def _begin_with(self, ledger: LedgerFile) -> None:
+        """Count what a ledger holds."""
+        self.accountant.relation = _relation(ledger.mechanisms, default=self.accountant.relation)
+        self._hold_only(total(ledger.entries))
+        self.discrete(max((int(m.get("coordinates", 0)) for m in ledger.mechanisms), default=0))
+        for entry in ledger.entries:
+            self._note(entry.run, entry.number + 1)
+
+    def settle_ledger(self, *, shared: bool) -> None:
+        """Settle whose the ledger is: this process's own, or that of all ranks, which then hold what rank 0 has read.
+
+        Args:
+            shared: Whether ranks share batches; then this is called on all of them.
+
+        Raises:
+            InvalidOptionError: If ranks were given different paths, or the ledger is of the other kind.
+            ResumeError: If a rank has accounted for what the ledger does not hold.
+        """
+        if not shared:
+            if self.ledger is not None:
+                self.ledger.require_alone()
+            return
+        require_agreement("ledger", None if self.ledger is None else self.ledger.given)
+        if self.ledger is not None and self.ledger.share(fresh=self.fresh):
+            self.runs.clear()
+            self.coordinates = 0
+            self._begin_with(self.ledger)
+            self._from_before = len(self.accountant)
 
     @property
     def fresh(self) -> bool:
@@ -123,15 +150,18 @@ class Account:
         """
         if self.ledger is not None:
             self.ledger.lock()
+        shared = self.ledger is not None and self.ledger.shared
         segment: list[Mapping[str, Any]] = [mechanism]
         self._claim()
         self.unchecked.append(optimizer.clipper.unchecked)
         self.discrete(int(mechanism.get("coordinates", 0)))
 
         def charge(current: DPOptimizer, released: Sequence[torch.Tensor]) -> None:
-            if self.ledger is not None and segment:
-                self.ledger.begin_segment(segment.pop())
-            self._charge(current, plan, released)
+            with telling("release") if shared else nullcontext():
+                if self.ledger is not None and segment:
+                    self.ledger.begin_segment(segment[0])
+                    segment.clear()
+                self._charge(current, plan, released)
 
         optimizer.attach_step_hook(lambda current: self._require(current, plan))
         optimizer.attach_release_hook(charge)
@@ -194,6 +224,8 @@ class Account:
         Raises:
             InvalidOptionError: If δ is below what discreteness alone costs.
         """
+        if self.ledger is not None:
+            self.ledger.require_readable()
         bounds = released_bounds(self.accountant, delta, coordinates=self.coordinates)
         if math.isinf(bounds.upper) and math.isfinite(self.accountant.get_epsilon(delta)):
             raise InvalidOptionError(
@@ -379,7 +411,8 @@ class Account:
             made = self._made_before(optimizer)
             digest = fingerprint(released)
             if made is not None:
-                self._refuse_other_values(optimizer, made, digest)
+                with refused_together("step made before") if self.ledger.shared else nullcontext():
+                    self._refuse_other_values(optimizer, made, digest)
                 plan.settle(events)
                 return
             self.ledger.append(Entry(run, optimizer.releases, tuple(events), digest))

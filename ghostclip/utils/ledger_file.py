@@ -10,11 +10,12 @@ import socket
 import stat
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from ghostclip.errors import InvalidOptionError, ResumeError
+from ghostclip.distributed import from_first, gathered, is_first, telling
+from ghostclip.errors import GhostClipError, InvalidOptionError, ResumeError
 from ghostclip.utils.charges import Charge, checked_charge, joined
 from ghostclip.utils.ledger_lines import FORMAT, VERSION, Place, decoded, encoded, is_whole
 
@@ -43,16 +44,26 @@ class LedgerFile:
     line at the end was never followed by its release, because a line is on the disk before that: it is not read, and
     cut off before the next is written.
 
+    Ranks of one training have one ledger (`share`): rank 0 alone opens, locks and writes the file. `lock`,
+    `begin_segment` and `append` are then called on all ranks, which get the lines that rank 0 has written, or its
+    error. That is one exchange for each: no exchange of the step can carry a line, because it holds a digest of the
+    noisy sum over all ranks and must be on the disk before any of them goes on.
+
     Privacy:
-        `append` returns only when the line is on the disk (fsync). What is released afterwards is therefore counted,
-        whatever happens: a crash in between over-counts, nothing under-counts. The file alone cannot tell that whole
-        lines were cut off its end; whoever knew them can (`require`: checkpoints, and this object while it is open).
+        `append` returns only when the line is on the disk (fsync), on every rank. What is released afterwards is
+        therefore counted, whatever happens: a crash in between over-counts, nothing under-counts. The file alone cannot
+        tell that whole lines were cut off its end; whoever knew them can (`require`: checkpoints, and this object while
+        it is open).
         The file holds no secrets.
 
     Args:
         path: The file; made, with its folder, when it is first locked. Symbolic links are followed once, here.
+        alone: Whether what is wrong with the file is raised here. False leaves that to `require_alone` and `share`,
+            where it is known who has to be told.
 
     Attributes:
+        given: The path as the user wrote it.
+        shared: Whether it is the ledger of several ranks.
         entries: All releases, in order.
         mechanisms: What they belong to, in order.
 
@@ -61,15 +72,122 @@ class LedgerFile:
         ResumeError: If the file is empty, damaged or of another version.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, alone: bool = True) -> None:
         self.path = Path(os.path.realpath(path))
-        _refuse_irregular(self.path, given=path)
+        self.given = os.fspath(path)
+        self.shared = False
+        self._follows = False
         self._file: IO[bytes] | None = None
         self._owner = 0
         self._pending = b""
+        self._told = 0
+        self._wrong: Exception | None = None
         self._forget()
-        if self.path.exists():
-            self._read(self.path.read_bytes())
+        try:
+            _refuse_irregular(self.path, given=path)
+            if self.path.exists():
+                self._read(self.path.read_bytes())
+        except (GhostClipError, OSError) as error:
+            if alone:
+                raise
+            self._wrong = error
+
+    def require_readable(self) -> None:
+        """Raise what is wrong with the file, if that was left for later.
+
+        Raises:
+            GhostClipError: What the constructor would have raised.
+            OSError: What the constructor would have raised.
+        """
+        if self._wrong is not None:
+            # Another one each time: ranks mark an error that all of them were told of.
+            raise type(self._wrong)(*self._wrong.args) from self._wrong
+
+    def require_alone(self) -> None:
+        """Let the ledger be this process's own.
+
+        Raises:
+            InvalidOptionError: If ranks share it: what one of them released by itself would not be written.
+        """
+        self.require_readable()
+        if self.shared:
+            raise InvalidOptionError(
+                f"{self.path}: this is the ledger of a training on several ranks, and the loader that is given now is "
+                "this rank's own. Use a PrivacyEngine, and a ledger, of its own for what a rank trains by itself."
+            )
+
+    def share(self, *, fresh: bool) -> bool:
+        """Let rank 0's file be the ledger of all ranks, which hold what it holds; called on all of them.
+
+        Files of the other ranks are not used, also where the path leads to another one there.
+
+        Args:
+            fresh: Whether this rank has accounted for nothing but what it has read.
+
+        Returns:
+            Whether this rank has held something else before.
+
+        Raises:
+            ResumeError: On all ranks, if one has accounted for what rank 0's file does not hold.
+        """
+        if self.shared:
+            return False
+        self._follows = not is_first()
+        before = self._places[-1]
+        with telling("ledger"):
+            if not self._follows:
+                self.require_readable()
+        places = gathered("place in the ledger", (tuple(before), fresh))
+        others = [rank for rank, (place, _) in enumerate(places) if place != places[0][0]]
+        for rank in others:
+            if not places[rank][1]:
+                raise ResumeError(
+                    f"{self.path}: rank {rank} has accounted for releases that the ledger of rank 0 does not hold. "
+                    "Make a PrivacyEngine anew on every rank, call make_private, then load the checkpoint."
+                )
+        if others:
+            content = from_first("content of the ledger", lambda: self.path.read_bytes() if self._end else b"")
+            if self._follows:
+                with telling("ledger"):
+                    self._hold(content)
+        self.shared, self._told, self._wrong = True, self._end, None
+        return self._places[-1] != before
+
+    def _hold(self, content: bytes) -> None:
+        """Hold what another rank's file holds, and nothing else."""
+        self._forget()
+        if content:
+            self._read(content)
+
+    def _on_first_rank(self, work: Callable[[], None]) -> None:
+        """Do something with the file, on rank 0 alone where ranks share it; all of them hold what it holds then.
+
+        Args:
+            work: Leaves the file open.
+
+        Raises:
+            ResumeError: If another rank, or none, is rank 0 by now.
+        """
+        if not self.shared:
+            work()
+            return
+
+        def told() -> bytes:
+            work()
+            assert self._file is not None, "open"
+            return _all_of(self._file, start=self._told)[: self._end - self._told]
+
+        with telling("line of the ledger"):
+            if self._follows == is_first():
+                raise ResumeError(
+                    f"{self.path}: this ledger is written by rank 0 of a process group that is no more. Make a "
+                    "PrivacyEngine anew for what is trained without it."
+                )
+        *lines, _ = from_first("line of the ledger", told).split(b"\n")
+        if self._follows:
+            for line in lines:
+                self._take(*decoded(line, self._places[-1], name=str(self.path)), len(line) + 1)
+        self._told = self._end
 
     def _forget(self) -> None:
         self.entries: list[Entry] = []
@@ -195,7 +313,11 @@ class LedgerFile:
         self._write(entry._asdict())
 
     def lock(self) -> None:
-        """Take the file for this object, and begin it if there is none; nothing happens if it is taken already.
+        """Take the file for this object, and begin it if there is none; nothing happens if it is taken already."""
+        self._on_first_rank(self._take_file)
+
+    def _take_file(self) -> None:
+        """Take the file for this object.
 
         Raises:
             ResumeError: If somebody else holds it, or it is not the file that was read.
@@ -217,7 +339,7 @@ class LedgerFile:
             # The end of a line that lacks nothing else; then what is left of half a line.
             _write_all(file, b"\n", at=self._end - 1)
             self._cut_off_rest()
-            self._write({"opened": {"process": os.getpid(), "host": socket.gethostname()}})
+            self._write_line({"opened": {"process": os.getpid(), "host": socket.gethostname()}})
         except BaseException:
             self.close()
             raise
@@ -288,14 +410,18 @@ class LedgerFile:
             here = " (this one)" if holder.get("process") == os.getpid() else ""
             raise ResumeError(
                 f"{self.path}: {who}{here} is writing to this ledger, and two writers would each miss the other's "
-                "releases. Wait until it has ended, or close() its engine; give each training, and each rank of a "
-                "distributed one, a ledger of its own."
+                "releases. Wait until it has ended, or close() its engine; give each training a ledger of its own. "
+                "The ranks of one training share one if make_private is called after init_process_group."
             ) from error
         return file
 
     def _write(self, values: Mapping[str, Any]) -> None:
-        """Write one line; it is on the disk when this returns, and nothing of it is read if this raises."""
-        self.lock()
+        """Write one line; it is on the disk when this returns."""
+        self._on_first_rank(lambda: self._write_line(values))
+
+    def _write_line(self, values: Mapping[str, Any]) -> None:
+        """Write one line; nothing of it is read if this raises."""
+        self._take_file()
         file = self._file
         assert file is not None, "locked"
         self._require_same_file(file)
