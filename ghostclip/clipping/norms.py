@@ -253,7 +253,7 @@ class GroupNorms:
                 norm_D, ill_D = _settled(after, before.value_B.dtype)
                 own.settle(index_D, norm_D)
                 # Numbers whose squares are beyond float32 are not multiplied in float32 either.
-                ill_B = ~(before.value_B < _most(before.value_B.dtype))
+                ill_B = ~(_at_most_B(before) < _most(before.value_B.dtype))
                 found.append(ill_B.index_copy(0, index_D.to(ill_B.device), ill_D.to(ill_B.device) | ill_B[index_D]))
         if not found:
             return None
