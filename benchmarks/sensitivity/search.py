@@ -93,7 +93,7 @@ class Found:
             "width": self.width,
             "bound": self.bound,
             "normalised": self.normalised,
-            "shapes": {name: list(tensor.shape) for name, tensor in self.data.items()},
+            "shapes": {name: list(tensor.shape) for name, tensor in self.data.items()} if self.failed else {},
             "data": self._written() if self.failed and values <= _WRITTEN else None,
             "error": self.error,
             "seconds": round(self.seconds, 2),
