@@ -1,4 +1,4 @@
-"""Inputs and gradients whose squares float32 cannot hold: clipped as any other where float64 can, harmless where not."""
+"""Inputs and gradients whose squares float32 cannot hold: clipped as others where float64 can, harmless elsewhere."""
 
 import pytest
 import torch
