@@ -43,8 +43,8 @@ def test_what_is_said_in_words():
     assert "8·eps" in PAGE
     assert rounded_up_(one.clone()).item() == 1 + 8 * torch.finfo(torch.float64).eps
     # What is let pass without float64: sums of terms no longer than so many times the gradient.
-    assert "134·C" in PAGE
-    assert int(norms.TOLERANCE[torch.float32] / 2 / bounds.unit_roundoff(torch.float32)) == 134
+    assert "100·C" in PAGE
+    assert int(norms.TOLERANCE[torch.float32] / 2 / bounds.unit_roundoff(torch.float32)) == 100
 
 
 def test_names_on_the_page_are_there():
