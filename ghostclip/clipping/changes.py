@@ -1,5 +1,7 @@
 """Changes in place to what a factor holds, between its norm and its sum: autograd counts them."""
 
+from collections.abc import Iterator
+
 from torch import Tensor
 
 from ghostclip.factors import Dense, Factor
@@ -16,15 +18,27 @@ def versions(factor: Factor) -> list[int]:
     """
     if type(factor) is Dense:
         return [factor.grad_BP._version]
-    found: list[int] = []
+    return [tensor._version for tensor in tensors_of(factor)]
+
+
+def tensors_of(factor: Factor) -> Iterator[Tensor]:
+    """Yield the tensors that a factor holds, those of factors inside it included.
+
+    Args:
+        factor: A factor, perhaps around others.
+
+    Yields:
+        Each in the order in which the factor holds them.
+    """
     for value in vars(factor).values():
         if isinstance(value, Tensor):
-            found.append(value._version)
+            yield value
         elif isinstance(value, Factor):
-            found += versions(value)
+            yield from tensors_of(value)
         elif isinstance(value, dict):
-            found += [version for part in value.values() if isinstance(part, Factor) for version in versions(part)]
-    return found
+            for part in value.values():
+                if isinstance(part, Factor):
+                    yield from tensors_of(part)
 
 
 def changed_in_place(name: str) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.factors import Factor, Placed, SquaredNorm, inner
-from ghostclip.factors.base import Terms, rounded_up_
+from ghostclip.factors.base import Terms, rounded_up_, terms_side_by_side
 from ghostclip.factors.stacked import sum_tensors
 from ghostclip.kernels.bounds import (
     CROSS_ROUNDINGS,
@@ -79,7 +79,7 @@ class NormSum:
             device = self._values[0].device
             # Hundreds of squares would drift by more than a norm is rounded up by.
             value_B = _sum(self._values, device, torch.float64)
-            terms = _terms_of_all(self._terms, device)
+            terms = terms_side_by_side(self._terms, device)
             errors = list(self._errors)
             if terms is not None:
                 delta_B = sum_rounding(terms.mass_B, terms.scale_B, unit_roundoff(value_B.dtype))
@@ -157,15 +157,6 @@ def _sum(parts: list[Tensor], device: torch.device, dtype: torch.dtype | None = 
         return parts[0] if len(parts) == 1 else parts[0] + parts[1]
     stacked_KB = torch.stack(parts)
     return stacked_KB.sum(0, dtype=dtype).to(stacked_KB.dtype)
-
-
-def _terms_of_all(found: Sequence[Terms], device: torch.device) -> Terms | None:
-    """Return the terms of several parameters' gradients: their roundings add up as the sides of a box do."""
-    if len(found) <= 1:
-        return found[0] if found else None
-    mass_KB = torch.stack(_together([terms.mass_B for terms in found], device))
-    scale_KB = torch.stack(_together([terms.scale_B for terms in found], device))
-    return Terms(torch.linalg.vector_norm(mass_KB, dim=0), scale_KB.sum(0), max(terms.number for terms in found))
 
 
 def _together(parts: list[Tensor], device: torch.device) -> list[Tensor]:
@@ -437,13 +428,7 @@ def exact_sqnorm(factor: Factor, index_D: Tensor) -> SquaredNorm:
     norm = few.sqnorm()
     if norm.error_B is None or bool((norm.error_B <= UNBOUNDED * norm.value_B).all()):
         return norm
-    formed_D = torch.cat(
-        [
-            few.selected(index).materialize().flatten(1).square().sum(1)
-            for index in torch.arange(few.batch_size, device=norm.value_B.device).split(1)
-        ]
-    )
-    return SquaredNorm(formed_D, None, few.terms() or _whole(few))
+    return exact_sqnorm_of_uses([factor], index_D)
 
 
 def exact_sqnorm_of_uses(factors: Sequence[Factor], index_D: Tensor) -> SquaredNorm:

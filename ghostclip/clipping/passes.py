@@ -294,9 +294,9 @@ class NormPass(Pass):
             crossed = cross_terms(factors)
             if crossed is not None:
                 self.total.add(name, crossed)
-            elif len(waiting) > 1:
-                # The second backward adds them one by one, whatever cancels between them.
-                terms = terms_of_uses(waiting if isinstance(factors[0], Dense) else factors)
+            elif len(waiting) > 1 and not isinstance(factors[0], Outer):
+                # The second backward adds them one by one, whatever cancels between them; an outer product says so.
+                terms = factors[0].terms() or terms_of_uses(waiting)
                 self.total.add(name, SquaredNorm(torch.zeros_like(terms.mass_B), None, terms))
         self._waiting.clear()
         return self.total

@@ -6,13 +6,13 @@ be applied to other gradients, of any norm. Torch's generators are put back, so 
 whatever else differs is refused.
 """
 
-from collections.abc import Iterator
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from ghostclip.capture.randomness import Randomness
+from ghostclip.clipping.changes import tensors_of
 from ghostclip.errors import TamperedGradientError
 from ghostclip.factors import Factor
 
@@ -70,7 +70,7 @@ class Repeats:
         number, self._arrived = self._arrived, self._arrived + 1
         if (number + 1) % _EVERY and number != self._count - 1:
             return
-        values = [_some(tensor) for tensor in _tensors(factor)]
+        values = [_some(tensor) for tensor in tensors_of(factor)]
         if self._is_first:
             self._first[number] = values
             return
@@ -101,19 +101,6 @@ class Repeats:
                 "(one backward)."
             )
             raise TamperedGradientError(message)
-
-
-def _tensors(factor: Factor) -> Iterator[Tensor]:
-    """Yield the tensors that a factor holds, those of factors inside it included."""
-    for value in vars(factor).values():
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, Factor):
-            yield from _tensors(value)
-        elif isinstance(value, dict):
-            for part in value.values():
-                if isinstance(part, Factor):
-                    yield from _tensors(part)
 
 
 def _some(tensor: Tensor) -> Tensor:

@@ -211,6 +211,23 @@ def rows_of(tensor: Tensor, index_D: Tensor) -> Tensor:
     return tensor.index_select(0, index_D.to(tensor.device))
 
 
+def terms_side_by_side(found: Sequence[Terms], device: torch.device) -> Terms | None:
+    """Return the terms of gradients that do not overlap: their roundings add up as the sides of a box do.
+
+    Args:
+        found: Terms of each, on whatever device.
+        device: Where the result goes.
+
+    Returns:
+        Their terms together; None where there are none.
+    """
+    if len(found) <= 1:
+        return found[0] if found else None
+    mass_KB = torch.stack([terms.mass_B.to(device) for terms in found])
+    scale_KB = torch.stack([terms.scale_B.to(device) for terms in found])
+    return Terms(torch.linalg.vector_norm(mass_KB, dim=0), scale_KB.sum(0), max(terms.number for terms in found))
+
+
 def end_to_end(parts: Sequence[SquaredNorm]) -> SquaredNorm:
     """Return the squared norms of all samples from those of a few at a time, all formed in one way.
 

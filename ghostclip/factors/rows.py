@@ -5,6 +5,7 @@ of a row that the same sample looks up again.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -70,7 +71,7 @@ class Rows(Factor):
             terms = Terms(measured.mass_N, measured.scale_N, self.ids_BT.shape[1])
             return SquaredNorm(measured.value_N, measured.error_N, terms)
         g_BTI = to_accumulation(self.g_BTI)
-        found = self._repeated()
+        found = self._repeated
         if found is None:
             return no_error(square_sums(g_BTI.flatten(1)))
         norm_BT = position_norms(g_BTI).index_put(found.place, g_BTI.new_zeros((), dtype=g_BTI.dtype))
@@ -80,7 +81,7 @@ class Rows(Factor):
 
     def terms(self) -> Terms | None:
         """Return the gradients of rows that their sample looks up again; the others are added as they are."""
-        found = self._repeated()
+        found = self._repeated
         if found is None:
             return None
         norm_R = position_norms(self.g_BTI)[found.place]
@@ -90,6 +91,7 @@ class Rows(Factor):
         mass_B = mass_B.index_add(0, found.sample_K, mass_K.square()).sqrt_()
         return Terms(mass_B, scale_B.index_add(0, found.place[0], norm_R.square()), self.ids_BT.shape[1])
 
+    @cached_property
     def _repeated(self) -> "_Repeated | None":
         """Return all look-ups whose row their sample looks up again, by sample and row; None if there are none."""
         if self.ids_BT.shape[1] <= 1:
@@ -145,7 +147,7 @@ class Rows(Factor):
         """
         matrix = out.view(self.matrix)
         weighted_BTI = self.g_BTI.to(out.dtype) * coef_B.view(-1, 1, 1)
-        found = None if self.g_BTI.is_cuda else self._repeated()
+        found = None if self.g_BTI.is_cuda else self._repeated
         if found is not None:
             weighted_BTI[found.place] = 0
             weighted_KI = self._added_up(found).mul_(coef_B[found.sample_K].unsqueeze(1))

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ghostclip.factors.base import Factor, SquaredNorm, Terms, no_error, rows_of
+from ghostclip.factors.base import Factor, SquaredNorm, Terms, no_error, rows_of, terms_side_by_side
 from ghostclip.factors.dense import Dense
 
 
@@ -32,11 +32,14 @@ class Stacked(Factor):
             return no_error(self._zero_B)
         errors = [norm.error_B for norm in norms if norm.error_B is not None]
         value_B = sum_tensors([norm.value_B for norm in norms])
-        return SquaredNorm(value_B, sum_tensors(errors) if errors else None, _side_by_side([n.terms for n in norms]))
+        return SquaredNorm(value_B, sum_tensors(errors) if errors else None, self._together([n.terms for n in norms]))
 
     def terms(self) -> Terms | None:
         """Return the parts' terms."""
-        return _side_by_side([part.terms() for part in self.parts.values()])
+        return self._together([part.terms() for part in self.parts.values()])
+
+    def _together(self, found: Sequence[Terms | None]) -> Terms | None:
+        return terms_side_by_side([terms for terms in found if terms is not None], self._zero_B.device)
 
     def materialize(self) -> Tensor:
         """Return the per-sample gradients, shape ``(B, *P)``."""
@@ -86,15 +89,6 @@ class Stacked(Factor):
     def element_count(self) -> int:
         """Return how many tensor elements the factor keeps alive."""
         return sum(part.element_count() for part in self.parts.values())
-
-
-def _side_by_side(found: Sequence[Terms | None]) -> Terms | None:
-    """Return the terms of gradients that do not overlap: their roundings add up as the sides of a box do."""
-    there = [terms for terms in found if terms is not None]
-    if not there:
-        return None
-    mass_B = torch.linalg.vector_norm(torch.stack([terms.mass_B for terms in there]), dim=0)
-    return Terms(mass_B, sum_tensors([terms.scale_B for terms in there]), max(terms.number for terms in there))
 
 
 def sum_tensors(tensors: Sequence[Tensor]) -> Tensor:
