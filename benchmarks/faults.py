@@ -33,9 +33,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import machine
 from ghostclip import PrivacyEngine
-from ghostclip.utils import ledger_file
-from ghostclip.utils.batch_memory_manager import BatchMemoryManager
-from ghostclip.utils.ledger_file import LedgerFile
+from ghostclip.data.batch_memory_manager import BatchMemoryManager
+from ghostclip.privacy import ledger_file
+from ghostclip.privacy.ledger_file import LedgerFile
 
 RESULTS = Path(__file__).resolve().parent / "results"
 # Where a process kills itself.

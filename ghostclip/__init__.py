@@ -9,59 +9,68 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ghostclip.clipping.clipper import GhostClipper
-    from ghostclip.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
-    from ghostclip.privacy_engine import PrivacyEngine
+    from ghostclip.accounting import get_noise_multiplier
+    from ghostclip.clipper import GhostClipper
+    from ghostclip.data import BatchMemoryManager, DeclaredSampling, DPDataLoader
+    from ghostclip.engine import PrivacyEngine
+    from ghostclip.facade import GradSampleModule
+    from ghostclip.optim import DPOptimizer
     from ghostclip.rules import register_rule
-    from ghostclip.sampling import DeclaredSampling
+    from ghostclip.validation.fixers import ModuleValidator
+    from ghostclip.validation.inspection.inspect import inspect_model
     from ghostclip.validation.validate import validate
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchMemoryManager",
+    "DPDataLoader",
+    "DPOptimizer",
     "DeclaredSampling",
     "GhostClipper",
     "GradSampleModule",
-    "GradSampleModuleFastGradientClipping",
+    "ModuleValidator",
     "PrivacyEngine",
+    "get_noise_multiplier",
+    "inspect_model",
     "register_rule",
     "validate",
     "__version__",
 ]
 
 _HOME_OF = {
-    "DeclaredSampling": "ghostclip.sampling",
-    "GhostClipper": "ghostclip.clipping.clipper",
-    "GradSampleModule": "ghostclip.grad_sample",
-    "GradSampleModuleFastGradientClipping": "ghostclip.grad_sample",
-    "PrivacyEngine": "ghostclip.privacy_engine",
+    "BatchMemoryManager": "ghostclip.data",
+    "DPDataLoader": "ghostclip.data",
+    "DPOptimizer": "ghostclip.optim",
+    "DeclaredSampling": "ghostclip.data",
+    "GhostClipper": "ghostclip.clipper",
+    "GradSampleModule": "ghostclip.facade",
+    "ModuleValidator": "ghostclip.validation.fixers",
+    "PrivacyEngine": "ghostclip.engine",
+    "get_noise_multiplier": "ghostclip.accounting",
+    "inspect_model": "ghostclip.validation.inspection.inspect",
     "register_rule": "ghostclip.rules",
     "validate": "ghostclip.validation.validate",
 }
 _SUBMODULES = frozenset(
     {
-        "accountants",
         "accounting",
         "audit",
         "clipping",
-        "data_loader",
+        "compat",
+        "data",
         "distributed",
         "errors",
-        "grad_sample",
-        "inspection",
-        "layers",
-        "legacy",
-        "lightning",
+        "facade",
+        "integrations",
+        "kernels",
         "losses",
         "noise",
-        "optimizers",
-        "privacy_engine",
+        "optim",
+        "planning",
+        "privacy",
         "rules",
-        "sampling",
-        "schedulers",
-        "utils",
         "validation",
-        "validators",
     }
 )
 

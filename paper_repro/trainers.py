@@ -21,7 +21,7 @@ def _plain(model: nn.Module, max_grad_norm: float, *, sigma: float, keep: bool) 
 def _ghostclip(model: nn.Module, max_grad_norm: float, *, sigma: float, keep: bool, strategy: str) -> Trainer:
     import ghostclip
     from ghostclip.noise import make_noise_source
-    from ghostclip.optimizers import DPOptimizer
+    from ghostclip.optim import DPOptimizer
 
     clipper = ghostclip.GhostClipper(model, max_grad_norm=max_grad_norm, strategy=strategy)
     optimizer = DPOptimizer(

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from benchmarks.loops.world import BATCH, World
-from ghostclip.utils.batch_memory_manager import BatchMemoryManager
+from ghostclip.data.batch_memory_manager import BatchMemoryManager
 
 Batch = tuple[Tensor, Tensor]
 ORDINARY = "ordinary"

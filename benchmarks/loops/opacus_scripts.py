@@ -118,7 +118,7 @@ def _checkpoint_into_another_sigma(world: World) -> None:
 def _optimizer_before_the_model(world: World) -> None:
     """DPOptimizer(...) before the model is wrapped."""
     from ghostclip import GradSampleModule
-    from ghostclip.optimizers import DPOptimizer
+    from ghostclip.optim import DPOptimizer
 
     model = mlp()
     optimizer = DPOptimizer(
@@ -135,8 +135,7 @@ def _optimizer_before_the_model(world: World) -> None:
 @row(LOOPS, kind="script")
 def _accountant_with_four_methods(world: World) -> None:
     """A registered accountant with only Opacus's four methods."""
-    from ghostclip.accountants import IAccountant, register_accountant
-    from ghostclip.accounting import registry
+    from ghostclip.accounting import IAccountant, register_accountant, registry
 
     class Counting(IAccountant):
         def __init__(self) -> None:
@@ -173,7 +172,7 @@ def _accountant_with_four_methods(world: World) -> None:
 @row(LOOPS, kind="script")
 def _fixers_are_a_table(world: World) -> None:
     """ModuleValidator.FIXERS[nn.BatchNorm2d]."""
-    from ghostclip.validators import ModuleValidator
+    from ghostclip.validation.fixers import ModuleValidator
 
     if nn.BatchNorm2d not in ModuleValidator.FIXERS:
         world.said = "nn.BatchNorm2d is not in FIXERS"

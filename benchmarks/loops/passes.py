@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ghostclip import GhostClipper
-from ghostclip.optimizers import DPOptimizer
+from ghostclip.optim import DPOptimizer
 
 # Frames between a loop and torch's backward that are nobody's wish: torch's methods, and the engine's look at losses.
 _TRANSPARENT = ("torch.", "ghostclip.capture.backward_entry", __name__)

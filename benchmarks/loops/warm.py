@@ -8,7 +8,7 @@ import torch
 import torch._dynamo
 import torch.distributed.nn.functional
 
-import ghostclip.privacy_engine  # noqa: F401
+import ghostclip.engine  # noqa: F401
 
 with contextlib.suppress(ImportError):
     import accelerate  # noqa: F401

@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, TensorDataset
 
 from benchmarks.loops.passes import Passes
 from ghostclip import PrivacyEngine
-from ghostclip.sampling import schemes
+from ghostclip.data import schemes
 
 RECORDS, BATCH = 24, 6
 FEATURES, CLASSES = 4, 3

@@ -15,7 +15,7 @@ import ghostclip
 from benchmarks.engines import trainable
 from benchmarks.tasks import find, per_sample_losses
 from ghostclip.noise import add_noise_, make_noise_source
-from ghostclip.optimizers import DPOptimizer
+from ghostclip.optim import DPOptimizer
 
 CPU = torch.device("cpu")
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}

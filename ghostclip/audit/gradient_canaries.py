@@ -14,7 +14,7 @@ from ghostclip._validate import fraction, positive_int
 from ghostclip.audit.canaries import flip_coins
 from ghostclip.audit.scores import Scores
 from ghostclip.errors import DataError, InvalidOptionError
-from ghostclip.optimizers import DPOptimizer, release_of
+from ghostclip.optim import DPOptimizer, release_of
 
 
 class GradientCanaries:

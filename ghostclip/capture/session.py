@@ -19,7 +19,7 @@ from ghostclip.capture.evidence import is_to_prove
 from ghostclip.capture.inputs import emptied, in_backward, padded, under_checkpoint
 from ghostclip.capture.leaves import leaves_of
 from ghostclip.capture.nodes import accumulation_node, is_to_tie, tied
-from ghostclip.capture.operation import LOOKED_AT, Operation, operation_name
+from ghostclip.capture.operation import LOOKED_AT, Operation
 from ghostclip.capture.packed import packed_inputs
 from ghostclip.capture.reorder import Watch
 from ghostclip.capture.running import Running
@@ -31,6 +31,7 @@ from ghostclip.capture.units import Units
 from ghostclip.capture.usage import MAX_ATTEMPTS, Listener, Record, Use, differentiated
 from ghostclip.capture.written import refuse_data, write
 from ghostclip.errors import UncoveredParameterError, UnsupportedModelError
+from ghostclip.rules.registry import operation_name
 
 
 class Session:

@@ -71,8 +71,8 @@ def run(given: dict[str, Any]) -> int:
         InvalidOptionError: If an option is out of range.
         OutputError: If the JSON cannot be written.
     """
-    from ghostclip.inspection import inspect_model, load_source
-    from ghostclip.inspection.sources import Request
+    from ghostclip.validation.inspection import inspect_model, load_source
+    from ghostclip.validation.inspection.sources import Request
 
     options = {**_DEFAULTS, **given}
     for name, least in (("batch_size", 2), ("sequence_length", 1)):

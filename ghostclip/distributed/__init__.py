@@ -1,6 +1,5 @@
 """Training on several ranks: one draw of records shared by all, one sum, one draw of noise."""
 
-from ghostclip._refused import refusing
 from ghostclip.distributed.agreement import (
     from_first,
     gathered,
@@ -8,7 +7,6 @@ from ghostclip.distributed.agreement import (
     refused_together,
     require_agreement,
     share_noise,
-    share_sampler,
     telling,
     world_size,
 )
@@ -38,9 +36,6 @@ __all__ = [
     "require_equal_weights",
     "require_one_draw",
     "share_noise",
-    "share_sampler",
     "telling",
     "world_size",
 ]
-
-__getattr__ = refusing(__name__)

@@ -17,8 +17,6 @@ from torch import distributed
 from ghostclip import errors
 from ghostclip.errors import GhostClipError, InvalidOptionError
 from ghostclip.noise.keyed import KeyedNoise
-from ghostclip.sampling import PrivateSampler
-from ghostclip.validators import errors as module_errors
 
 Group = Any
 """A torch process group; None is all ranks."""
@@ -50,29 +48,6 @@ def is_first(group: Group = None) -> bool:
     return world_size(group) == 1 or distributed.get_rank(group) == 0
 
 
-def share_sampler(sampler: PrivateSampler, group: Group = None) -> None:
-    """Let all ranks draw the same batches and share the records of each among them.
-
-    Privacy:
-        Every batch is one draw, as accounted. Each of its records is on exactly one rank.
-
-    Args:
-        sampler: Each rank's own, over the same scheme; takes rank 0's key and position.
-        group: The ranks that train together.
-
-    Raises:
-        InvalidOptionError: If torch.distributed is not running, or the ranks sample differently.
-    """
-    _require_group()
-    states = gathered("sampling", sampler.state_dict(), group)
-    names = sampler.scheme.describe()
-    _require_equal("sampling", [{name: state.get(name) for name in names} for state in states])
-    sampler.load_state_dict(states[0])
-    sampler.share(
-        rank=distributed.get_rank(group), num_replicas=distributed.get_world_size(group), key=states[0]["key"]
-    )
-
-
 def share_noise(source: KeyedNoise, group: Group = None) -> None:
     """Let all ranks know one noise, of which each adds its part, or one rank adds all.
 
@@ -83,9 +58,9 @@ def share_noise(source: KeyedNoise, group: Group = None) -> None:
     Raises:
         InvalidOptionError: If torch.distributed is not running, or the levels differ.
     """
-    _require_group()
+    require_group()
     found = gathered("noise", (source.level, source.shared_state()), group)
-    _require_equal("level of noise", [level for level, _ in found])
+    require_equal("level of noise", [level for level, _ in found])
     source.load_state_dict(found[0][1])
 
 
@@ -100,7 +75,7 @@ def require_agreement(what: str, value: Any, group: Group = None) -> None:
     Raises:
         InvalidOptionError: On all ranks, if one of them has another value.
     """
-    _require_equal(what, gathered(what, value, group))
+    require_equal(what, gathered(what, value, group))
 
 
 def gathered(what: str, value: Any, group: Group = None) -> list[Any]:
@@ -211,7 +186,7 @@ class _Refusal(NamedTuple):
         Returns:
             An error of the same class, if it is one of the library's.
         """
-        kind = getattr(errors, self.kind, getattr(module_errors, self.kind, None))
+        kind = getattr(errors, self.kind, None)
         own = kind if isinstance(kind, type) and issubclass(kind, GhostClipError) else InvalidOptionError
         return own(f"rank {rank} was refused, and no rank goes on without it: {self.message}")
 
@@ -225,7 +200,16 @@ def _told(error: Exception) -> Exception:
     return error
 
 
-def _require_equal(what: str, values: Sequence[Any]) -> None:
+def require_equal(what: str, values: Sequence[Any]) -> None:
+    """Refuse values that differ between ranks, on all of them.
+
+    Args:
+        what: What they are, for the message.
+        values: Those of all ranks, by rank.
+
+    Raises:
+        InvalidOptionError: If they are not all equal.
+    """
     different = [rank for rank, other in enumerate(values) if other != values[0]]
     if different:
         raise _told(
@@ -236,6 +220,11 @@ def _require_equal(what: str, values: Sequence[Any]) -> None:
         )
 
 
-def _require_group() -> None:
+def require_group() -> None:
+    """Refuse to go on where ranks cannot talk.
+
+    Raises:
+        InvalidOptionError: If torch.distributed is not running.
+    """
     if not (distributed.is_available() and distributed.is_initialized()):
         raise InvalidOptionError("distributed=True: call torch.distributed.init_process_group first.")

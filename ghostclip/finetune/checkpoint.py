@@ -20,8 +20,8 @@ import torch
 from ghostclip.errors import ResumeError
 from ghostclip.finetune.options import FinetuneOptions
 from ghostclip.finetune.output import RESUME_FOLDER, RESUME_STATE, atomic_path, write_text
-from ghostclip.utils.digest import digest_of
-from ghostclip.utils.ledger_file import LedgerFile
+from ghostclip.privacy.digest import digest_of
+from ghostclip.privacy.ledger_file import LedgerFile
 
 _OPTIONS, _LEDGER, _DIGEST = "options.json", "ledger.txt", "digest"
 

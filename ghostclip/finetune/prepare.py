@@ -24,7 +24,7 @@ from ghostclip.finetune.tokens import Tokens, choose_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ghostclip.clipping.clipper import Strategy
+    from ghostclip.clipper import Strategy
 
 EVALUATION_BATCH = 32
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ghostclip
-from ghostclip.clipping.clipper import Strategy
+from ghostclip.clipper import Strategy
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.finetune.losses import passage_losses, precision
 

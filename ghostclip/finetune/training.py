@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import ghostclip
+from ghostclip.data.batch_memory_manager import BatchMemoryManager
+from ghostclip.data.physical_batch_size import find_max_physical_batch_size
 from ghostclip.errors import FixedSeedWarning
 from ghostclip.finetune.checkpoint import RunState, TensorState, generator_states, restore_generators
 from ghostclip.finetune.interrupts import StopRequest
@@ -32,17 +34,15 @@ from ghostclip.finetune.steps import (
     made_up_passages,
     vocabulary_of,
 )
-from ghostclip.utils.account import run_of
-from ghostclip.utils.batch_memory_manager import BatchMemoryManager
-from ghostclip.utils.ledger_file import Entry, LedgerFile
-from ghostclip.utils.optimizer_state import without_keys
-from ghostclip.utils.physical_batch_size import find_max_physical_batch_size
+from ghostclip.privacy.account import run_of
+from ghostclip.privacy.ledger_file import Entry, LedgerFile
+from ghostclip.privacy.optimizer_state import without_keys
 
 if TYPE_CHECKING:
     from ghostclip.accounting import Bounds, IAccountant
+    from ghostclip.data import PoissonSampler
     from ghostclip.noise import NoiseSource
-    from ghostclip.optimizers import DPOptimizer
-    from ghostclip.sampling import PoissonSampler
+    from ghostclip.optim import DPOptimizer
 
 # Of a GPU's free memory; the rest is for fragmentation, noise, and libraries that allocate by themselves.
 CUDA_SHARE = 0.8

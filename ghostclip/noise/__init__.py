@@ -11,6 +11,7 @@ from ghostclip.noise.exact_release import ExactRelease
 from ghostclip.noise.gaussian import box_muller
 from ghostclip.noise.grid import Grid
 from ghostclip.noise.keyed import NoiseSource
+from ghostclip.noise.keys import RandomKey, WordStream
 from ghostclip.noise.packs import add_noise_
 from ghostclip.noise.sums import ExactSums
 
@@ -22,7 +23,9 @@ __all__ = [
     "FastNoise",
     "Grid",
     "NoiseSource",
+    "RandomKey",
     "SecureNoise",
+    "WordStream",
     "add_noise_",
     "box_muller",
     "discrete_gaussian",

@@ -18,8 +18,8 @@ from ghostclip.errors import InvalidOptionError
 from ghostclip.noise.exact import ExactNoise
 from ghostclip.noise.gaussian import box_muller
 from ghostclip.noise.keyed import BLOCK, Block, KeyedNoise, cut
+from ghostclip.noise.keys import RandomKey
 from ghostclip.noise.streamed import StreamedNoise
-from ghostclip.sampling.keys import RandomKey
 
 GPU_BLOCK = 1 << 22
 """Elements drawn at once on a GPU: 32 MiB of float64, whatever the size of the parameter."""

@@ -7,8 +7,8 @@ import torch
 from ghostclip.errors import InvalidOptionError
 from ghostclip.noise.discrete import discrete_gaussian
 from ghostclip.noise.keyed import Block
+from ghostclip.noise.keys import RandomKey
 from ghostclip.noise.streamed import StreamedNoise
-from ghostclip.sampling.keys import RandomKey
 
 
 class ExactNoise(StreamedNoise):

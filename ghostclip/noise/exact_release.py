@@ -15,7 +15,7 @@ from ghostclip.noise.grid import Grid
 from ghostclip.noise.sums import ExactSums
 
 if TYPE_CHECKING:
-    from ghostclip.clipping.clipper import GhostClipper
+    from ghostclip.clipper import GhostClipper
 
 
 class ExactRelease:

@@ -12,9 +12,9 @@ import torch
 from ghostclip._owner import Owner
 from ghostclip._validate import non_negative, positive
 from ghostclip.errors import FixedSeedWarning, InvalidOptionError, ResumeError
+from ghostclip.noise.keys import RandomKey
 from ghostclip.noise.packs import copy_back_, draws_at_once, flattened, packs
 from ghostclip.noise.threads import run
-from ghostclip.sampling.keys import RandomKey
 
 _REMEDY = (
     "Make a noise source of its own; to continue where the original ends, load its state_dict(). A fork may also draw "

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ghostclip._validate import choice
 from ghostclip.errors import InvalidOptionError, ResumeError
-from ghostclip.sampling.keys import RandomKey
+from ghostclip.noise.keys import RandomKey
 
 MAX_BLOCKS = 2**24
 """Blocks of one tensor."""

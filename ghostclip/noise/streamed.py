@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ghostclip.noise.keyed import KeyedNoise
+from ghostclip.noise.keys import RandomKey
 from ghostclip.noise.keystream import available, make_keystream
-from ghostclip.sampling.keys import RandomKey
 
 
 class StreamedNoise(KeyedNoise):

@@ -2,7 +2,7 @@
 
 A rule is keyed by the torch function that consumed the parameter, not by a module class, so that every class that
 computes ``F.linear(x, weight)`` is covered, whatever its name. What cannot be captured at all (a custom autograd
-function) is covered by a sampler for its module, see ``ghostclip.grad_sample.register_grad_sampler``.
+function) is covered by a sampler for its module, see ``ghostclip.rules.modules.register_grad_sampler``.
 """
 
 from ghostclip.rules import (  # noqa: F401  (importing a family registers its rules)

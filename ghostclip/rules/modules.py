@@ -40,7 +40,7 @@ def register_grad_sampler(
     """Register a function that gives per-sample gradients of a module class.
 
     Privacy: The function is trusted with the bound: a gradient that is too small is clipped too little. Test it with
-    ``ghostclip.utils.per_sample_gradients_utils.check_per_sample_gradients_are_correct``.
+    ``ghostclip.validation.layer_check.check_per_sample_gradients_are_correct``.
 
     Example:
         ```

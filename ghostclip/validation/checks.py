@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from ghostclip.capture.mixing import MixingStart, mixing_start, same_randomness
-from ghostclip.clipping.clipper import GhostClipper, Reduction, Strategy
-from ghostclip.clipping.coverage import Coverage
+from ghostclip.clipper import GhostClipper, Reduction, Strategy
 from ghostclip.errors import GhostClipError
+from ghostclip.planning.coverage import Coverage
 from ghostclip.validation.gradients import Flat, Reference, Subject, relative_error
 from ghostclip.validation.report import Problem, StrategyResult
 from ghostclip.validation.samples import take

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from ghostclip.clipping.coverage import Coverage
 from ghostclip.errors import UnsupportedModelError
+from ghostclip.planning.coverage import Coverage
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,15 @@ from torch import Tensor, nn
 
 from ghostclip.capture.bags import batch_as_rows
 from ghostclip.capture.mixing import MixingStart
-from ghostclip.clipping.clipper import GhostClipper, Reduction, Strategy
-from ghostclip.clipping.coverage import Coverage
+from ghostclip.clipper import GhostClipper, Reduction, Strategy
 from ghostclip.errors import GhostClipError, LossReductionError, SampleMixingError
+from ghostclip.planning.coverage import Coverage
 from ghostclip.validation import checks
+from ghostclip.validation.fixers import ModuleValidator
 from ghostclip.validation.gradients import Reference, Subject
 from ghostclip.validation.report import Problem, Report, StrategyResult
 from ghostclip.validation.samples import count_samples, plain_batch
 from ghostclip.validation.state import preserved, without_dropout
-from ghostclip.validators import ModuleValidator
 
 
 def validate(  # noqa: PLR0913 - the public function names every choice

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 from ghostclip import PrivacyEngine
-from ghostclip.layers import DPLSTM
+from ghostclip.compat.opacus.layers import DPLSTM
 from paper_repro.examples.data import paragraphs
 from paper_repro.examples.options import options_of
 

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine
-from ghostclip.utils.batch_memory_manager import BatchMemoryManager
-from ghostclip.validators import ModuleValidator
+from ghostclip.data.batch_memory_manager import BatchMemoryManager
+from ghostclip.validation.fixers import ModuleValidator
 from paper_repro.examples.data import textures
 from paper_repro.examples.options import accuracy, options_of
 

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     """
     import lightning.pytorch as pl
 
-    from ghostclip.lightning import DPLightningDataModule
+    from ghostclip.integrations.lightning import DPLightningDataModule
 
     options = options_of(
         "mnist_lightning", __doc__, arguments, samples=6000, epochs=6, batch_size=256, lr=0.5, noise_multiplier=1.0

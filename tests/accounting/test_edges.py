@@ -12,14 +12,14 @@ import pytest
 import torch
 
 import ghostclip
-from ghostclip.accountants.analysis.rdp import compute_rdp
 from ghostclip.accounting import GaussianAccountant, create_accountant, get_noise_multiplier
 from ghostclip.accounting.contour import Composition, Contour, Cut, Nodes
 from ghostclip.accounting.ledger import totals
 from ghostclip.accounting.pairs import Cells, SampledGaussian, discretised
 from ghostclip.accounting.rdp import ledger_delta
+from ghostclip.compat.opacus.accountants.analysis.rdp import compute_rdp
 from ghostclip.errors import InvalidOptionError
-from ghostclip.utils.charges import charges_of
+from ghostclip.privacy.charges import charges_of
 from tests.engine.training import small_model
 
 NAMES = ("best", "pld", "prv", "rdp", "dp_accounting")

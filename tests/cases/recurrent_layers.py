@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ghostclip import layers
+from ghostclip.compat.opacus import layers
 from tests.cases.table import Case, layer_case, probe_loss
 
 

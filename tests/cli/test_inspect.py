@@ -11,9 +11,9 @@ import torch
 import ghostclip
 from benchmarks.flops import counter
 from ghostclip.cli import main
-from ghostclip.inspection import inspect_model, load_source
-from ghostclip.inspection.measure import losses_of
-from ghostclip.inspection.sources import Request
+from ghostclip.validation.inspection import inspect_model, load_source
+from ghostclip.validation.inspection.measure import losses_of
+from ghostclip.validation.inspection.sources import Request
 from tests.cli.conftest import Result
 
 SCRIPT = """

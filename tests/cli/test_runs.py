@@ -15,7 +15,7 @@ import torch
 from ghostclip.finetune import progress
 from ghostclip.finetune.checkpoint import ResumePoint
 from ghostclip.finetune.training import PrivateTraining
-from ghostclip.utils.ledger_file import Entry, LedgerFile
+from ghostclip.privacy.ledger_file import Entry, LedgerFile
 from tests.cli.conftest import TEXT, TINY, TINY_MODEL
 
 transformers = pytest.importorskip("transformers")

@@ -15,17 +15,17 @@ from torch import distributed, nn
 from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine
-from ghostclip.data_loader import DPDataLoader
+from ghostclip.data import DPDataLoader
 from ghostclip.errors import GhostClipError, ResumeError
-from ghostclip.utils.ledger_file import Entry, LedgerFile
+from ghostclip.privacy.ledger_file import Entry, LedgerFile
 from tests.distributed.loops import data, model, snapshot
 from tests.distributed.refusals import outcome
 from tests.process_group import process_group
 
 BATCH, SIGMA, DELTA = 7, 1.0, 1e-3
 FAILURES = {
-    "disk full": ("ghostclip.utils.ledger_file._to_disk", 0, OSError("No space left on device")),
-    "release of rank 1": ("ghostclip.utils.account.fingerprint", 1, MemoryError("out of memory")),
+    "disk full": ("ghostclip.privacy.ledger_file._to_disk", 0, OSError("No space left on device")),
+    "release of rank 1": ("ghostclip.optim.release.fingerprint", 1, MemoryError("out of memory")),
 }
 """What fails in a release, on which rank, and how."""
 
@@ -224,7 +224,7 @@ def _refused(rank: int, place: Path) -> dict[str, Callable[[], Any]]:
         resumed = Run(place / "again")
         resumed.load(place / f"begun{rank}")
         with (
-            mock.patch("ghostclip.utils.account.fingerprint", return_value="other")
+            mock.patch("ghostclip.optim.release.fingerprint", return_value="other")
             if changed
             else contextlib.nullcontext()
         ):

@@ -12,7 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import PrivacyEngine
-from ghostclip.data_loader import DPDataLoader
+from ghostclip.data import DPDataLoader, Poisson, PrivateSampler
+from ghostclip.data.batch_memory_manager import BatchMemoryManager
+from ghostclip.data.sampler import share_sampler
 from ghostclip.distributed import (
     SharedNoise,
     broadcast_parameters,
@@ -20,12 +22,9 @@ from ghostclip.distributed import (
     noisy_sum_,
     require_agreement,
     share_noise,
-    share_sampler,
 )
 from ghostclip.errors import FixedSeedWarning, InvalidOptionError
 from ghostclip.noise import make_noise_source
-from ghostclip.sampling import Poisson, PrivateSampler
-from ghostclip.utils.batch_memory_manager import BatchMemoryManager
 from tests.process_group import process_group
 
 LEVELS = ("fast", "secure", "exact")

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from ghostclip import GhostClipper, PrivacyEngine
-from ghostclip.data_loader import DPDataLoader
+from ghostclip.data import DPDataLoader
 from ghostclip.distributed import Share, SharedNoise, broadcast_parameters, require_agreement, require_one_draw
 from ghostclip.errors import GhostClipError
 from ghostclip.noise import make_noise_source

@@ -7,7 +7,7 @@ import torch
 from torch import multiprocessing
 
 from ghostclip.accounting import create_accountant
-from ghostclip.utils.ledger_file import LedgerFile
+from ghostclip.privacy.ledger_file import LedgerFile
 from tests.distributed.ledgers import BATCH, DELTA, FAILURES, SIGMA, prepare, run
 from tests.distributed.loops import RECORDS
 

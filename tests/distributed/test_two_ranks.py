@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import multiprocessing
 
+from ghostclip.data import Poisson, PrivateSampler
 from ghostclip.distributed import noisy_shard, noisy_sum_, require_agreement, share_noise, world_size
 from ghostclip.errors import FixedSeedWarning, InvalidOptionError
 from ghostclip.noise import make_noise_source
-from ghostclip.sampling import Poisson, PrivateSampler
 from tests.distributed.ranks import LEVELS, RECORDS, SETTINGS, SHAPES, STD, model, partial_sums, run, train
 
 pytestmark = pytest.mark.distributed

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 
 import ghostclip
 from ghostclip.errors import ResumeError
-from ghostclip.optimizers.wrapped import ACCOUNT_KEY
-from ghostclip.schedulers import LambdaNoise
-from ghostclip.utils.optimizer_state import without_keys
+from ghostclip.optim.schedules import LambdaNoise
+from ghostclip.optim.wrapped import ACCOUNT_KEY
+from ghostclip.privacy.optimizer_state import without_keys
 from tests.engine.training import parameters_of, small_data, small_model
 
 DATA = small_data(48)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.errors import DataError, InvalidOptionError, MissingGradientError
-from ghostclip.utils.batch_memory_manager import BatchMemoryManager
 from tests.engine.training import Training, batch_of, fixed_loader, parameters_of, small_data, small_model
 
 DATA = small_data()

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine
+from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.errors import MissingGradientError, ResumeError
-from ghostclip.utils.batch_memory_manager import BatchMemoryManager
 from tests.engine.training import parameters_of, small_data, small_model
 
 DATA = small_data(50)

@@ -16,7 +16,7 @@ from ghostclip.clipping import policies
 from ghostclip.clipping.adaptation import QuantileAdaptation
 from ghostclip.clipping.coefficients import PSAC, AutoS, Flat, Normalised
 from ghostclip.errors import InvalidOptionError, ResumeError
-from ghostclip.optimizers import DPOptimizer
+from ghostclip.optim import DPOptimizer
 from tests.cases import by_name
 from tests.exactness import tolerances
 from tests.exactness.runs import STRATEGIES, gradients

@@ -8,7 +8,7 @@ from torch import nn
 
 import ghostclip
 from ghostclip.errors import LossReductionError
-from ghostclip.grad_sample import PrivateCriterion
+from ghostclip.facade import PrivateCriterion
 
 B, T, C = 4, 3, 5
 

@@ -19,7 +19,7 @@ from ghostclip.errors import (
     TamperedGradientError,
     UncoveredParameterError,
 )
-from ghostclip.optimizers import DPOptimizer
+from ghostclip.optim import DPOptimizer
 from tests.engine.training import Training, batch_of, clipped_sum, parameters_of, small_data, small_model
 
 DATA = small_data()

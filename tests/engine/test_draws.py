@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ghostclip
+from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.errors import DrawError, InvalidOptionError
-from ghostclip.sampling.draws import Draw, DrawLog
-from ghostclip.utils.batch_memory_manager import BatchMemoryManager
+from ghostclip.optim.draws import Draw, DrawLog
 from tests.engine.training import parameters_of, small_data, small_model
 
 DATA = small_data(48)
@@ -345,7 +345,7 @@ def test_many_passes_over_equal_draws_are_matched_at_once():
 
 def test_a_log_that_nobody_uses_does_not_grow():
     data = TensorDataset(torch.zeros(40, 1))
-    loader = ghostclip.data_loader.DPDataLoader(data, batch_size=4)
+    loader = ghostclip.data.DPDataLoader(data, batch_size=4)
     for _ in range(20):
         list(loader)
     assert len(loader.private_sampler.draws.waiting) <= 2 * len(loader)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ghostclip
-from ghostclip.grad_sample import GradSampleModule
+from ghostclip.facade import GradSampleModule
 from tests.engine.training import small_model
 
 

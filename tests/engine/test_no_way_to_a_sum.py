@@ -12,8 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import ghostclip
 from ghostclip.clipping.policies import per_layer
 from ghostclip.errors import InvalidOptionError, MissingGradientError
-from ghostclip.grad_sample import GradSampleModule
-from ghostclip.optimizers import DPOptimizer
+from ghostclip.facade import GradSampleModule
+from ghostclip.optim import DPOptimizer
 from tests.engine.test_sums_out_of_reach import BATCH, STRATEGIES, Run
 from tests.engine.training import batch_of, clipped_sum, declared, small_data, small_model
 

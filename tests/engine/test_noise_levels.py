@@ -17,10 +17,10 @@ from ghostclip.accounting.discrete_gaussian import discretisation_delta
 from ghostclip.distributed import SharedNoise
 from ghostclip.errors import InvalidOptionError
 from ghostclip.noise import ExactNoise, ExactRelease
-from ghostclip.optimizers import DPOptimizer
-from ghostclip.utils.budget import Budget
-from ghostclip.utils.digest import digest_of
-from ghostclip.utils.discretisation import STEPS_PER_BOUND, released_bounds
+from ghostclip.optim import DPOptimizer
+from ghostclip.privacy.budget import Budget
+from ghostclip.privacy.digest import digest_of
+from ghostclip.privacy.discretisation import STEPS_PER_BOUND, released_bounds
 from tests.engine.training import declared, small_data, small_model
 from tests.process_group import process_group
 
@@ -135,7 +135,7 @@ def test_engine_adds_what_discreteness_costs_and_refuses_a_delta_below_it():
 
 def test_budgets_and_targets_leave_room_for_discreteness(monkeypatch):
     """A model of 10^17 numbers cannot be built here; its engine is told that it was."""
-    for place in ("ghostclip.privacy_engine", "ghostclip.utils.checkpoints"):
+    for place in ("ghostclip.engine", "ghostclip.privacy.checkpoints"):
         monkeypatch.setattr(f"{place}.coordinates_of", lambda module, level: 10**17 if level == "exact" else 0)
     engine = PrivacyEngine(noise_level="exact", accountant="rdp")
     private = made(engine, epsilon=3.0, when_spent="stop")
@@ -221,7 +221,7 @@ def test_delta_of_a_whole_record_warns_once():
 def test_probe_is_handed_to_the_clipper(probe, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "ghostclip.utils.assembly.GhostClipper",
+        "ghostclip.clipper.GhostClipper",
         lambda model, **given: asked.append(given["probe"]) or GhostClipper(model, **given),
     )
     made(PrivacyEngine(), probe=probe)
@@ -247,8 +247,7 @@ def test_summary_says_what_the_guarantee_is(level):
 
 
 def test_summary_names_users_and_truncation():
-    from ghostclip.data_loader import DPDataLoader
-    from ghostclip.sampling import Poisson, UserPoisson
+    from ghostclip.data import DPDataLoader, Poisson, UserPoisson
 
     users = UserPoisson([record // 4 for record in range(64)], sample_rate=0.25, max_records=3)
     truncated = Poisson(num_samples=64, sample_rate=0.125, truncation=20)

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ghostclip.data.memory import PeakMemory, _ResidentSampler, available_bytes
+from ghostclip.data.physical_batch_size import BatchSizeSearch, find_max_physical_batch_size, memory_limit
 from ghostclip.errors import InvalidOptionError
-from ghostclip.utils.memory import PeakMemory, _ResidentSampler, available_bytes
-from ghostclip.utils.physical_batch_size import BatchSizeSearch, find_max_physical_batch_size, memory_limit
 
 CPU = torch.device("cpu")
 MIB = 2**20

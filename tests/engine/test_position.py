@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomS
 
 import ghostclip
 from ghostclip.accounting import create_accountant
+from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.errors import DataError, GhostClipError
-from ghostclip.utils.batch_memory_manager import BatchMemoryManager
 
 RECORDS, BATCH, SIGMA, DELTA = 48, 8, 1.0, 1e-5
 RATE = BATCH / RECORDS
@@ -589,7 +589,7 @@ def test_other_records_of_the_same_number(loop, poisson):
 def test_the_scheme_that_the_account_goes_by_is_fixed():
     sampler = Run().loader.private_sampler
     with pytest.raises(AttributeError, match="scheme"):
-        sampler.scheme = ghostclip.sampling.Poisson(num_samples=RECORDS, sample_rate=0.9)
+        sampler.scheme = ghostclip.data.Poisson(num_samples=RECORDS, sample_rate=0.9)
     with pytest.raises(AttributeError):
         sampler.scheme.sample_rate = 0.9
 

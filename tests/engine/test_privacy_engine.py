@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from ghostclip import PrivacyEngine
 from ghostclip.accounting import DEFAULT_ACCOUNTANT, BestAccountant
+from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.errors import (
     DataError,
     DrawError,
@@ -21,8 +22,7 @@ from ghostclip.errors import (
     UncoveredParameterError,
     UnsupportedModelError,
 )
-from ghostclip.grad_sample import GradSampleHooks, GradSampleModule, PrivateCriterion
-from ghostclip.utils.batch_memory_manager import BatchMemoryManager
+from ghostclip.facade import GradSampleHooks, GradSampleModule, PrivateCriterion
 from tests.engine.training import as_if_drawn, parameters_of, small_data, small_model
 
 DATA = small_data(147)

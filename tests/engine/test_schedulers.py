@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ghostclip import PrivacyEngine, schedulers
+from ghostclip import PrivacyEngine
+from ghostclip.compat.opacus import schedulers
 from ghostclip.errors import InvalidOptionError, ResumeError
 from tests.engine.training import Training, batch_of, small_data, small_model
 

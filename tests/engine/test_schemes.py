@@ -12,11 +12,10 @@ from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine
 from ghostclip.accounting import create_accountant
-from ghostclip.data_loader import DPDataLoader
+from ghostclip.data import DPDataLoader, FullBatch, Poisson, Shuffled, UserPoisson
+from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.errors import BudgetExceededError, DataError, InvalidOptionError, ResumeError
-from ghostclip.sampling import FullBatch, Poisson, Shuffled, UserPoisson
-from ghostclip.utils.batch_memory_manager import BatchMemoryManager
-from ghostclip.utils.budget import Budget
+from ghostclip.privacy.budget import Budget
 from tests.engine.training import parameters_of, small_data
 
 RECORDS, DELTA = 50, 1e-5

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ghostclip
 from ghostclip.errors import DataError
-from ghostclip.grad_sample import GradSampleModule
+from ghostclip.facade import GradSampleModule
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 

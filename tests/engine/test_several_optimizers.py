@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import ghostclip
+from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.errors import DrawError, InvalidOptionError, MissingGradientError, UncoveredParameterError
-from ghostclip.utils.batch_memory_manager import BatchMemoryManager
 from tests.engine.training import clipped_sum, declared, parameters_of, small_data, small_model
 
 DATA = small_data(48)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from ghostclip import GhostClipper
 from ghostclip.noise import make_noise_source
 from ghostclip.noise.keyed import BLOCK
-from ghostclip.optimizers import DPOptimizer
+from ghostclip.optim import DPOptimizer
 
 WIDTH, LAYERS = 400, 6
 NOISE = 2 * 8 * BLOCK

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine
-from ghostclip.utils.batch_memory_manager import BatchMemoryManager
-from ghostclip.utils.ledger_file import LedgerFile
+from ghostclip.data.batch_memory_manager import BatchMemoryManager
+from ghostclip.privacy.ledger_file import LedgerFile
 from tests.engine.training import parameters_of, small_data
 
 DATA = small_data(120)

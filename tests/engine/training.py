@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import ghostclip
-from ghostclip.data_loader import DPDataLoader
+from ghostclip.data import DPDataLoader
 from ghostclip.noise import FastNoise
-from ghostclip.optimizers import DPOptimizer
-from ghostclip.sampling.draws import Draw
+from ghostclip.optim import DPOptimizer
+from ghostclip.optim.draws import Draw
 
 FEATURES, CLASSES, RECORDS = 5, 3, 60
 

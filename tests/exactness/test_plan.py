@@ -15,8 +15,8 @@ from torch.nn import functional
 from benchmarks.flops import counter
 from benchmarks.models import GPT
 from ghostclip import GhostClipper
-from ghostclip.clipping import plan as planning
 from ghostclip.errors import InvalidOptionError
+from ghostclip.planning import plan as planning
 from tests.exactness.live import peak_of
 
 SAMPLES, TOKENS, VOCABULARY = 4, 24, 300

@@ -8,10 +8,10 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.flops import counter
 from ghostclip import GhostClipper
 from ghostclip.clipping import policies, together
-from ghostclip.clipping.plan import Planner
 from ghostclip.clipping.together import _joint
 from ghostclip.errors import TamperedGradientError
 from ghostclip.factors import planner
+from ghostclip.planning.plan import Planner
 from tests.factors.largest import LargestTensor
 
 B, T, INPUTS = 5, 10, 48

@@ -8,7 +8,7 @@ from torch.nn import functional
 import ghostclip
 from benchmarks.flops import counter
 from benchmarks.models import GPT, MLP, MnistCNN
-from ghostclip.clipping.plan import Planner
+from ghostclip.planning.plan import Planner
 from tests.cases import by_name
 from tests.cases.table import next_token_loss, probe_loss
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import ghostclip
-from ghostclip import layers
+from ghostclip.compat.opacus import layers
 from ghostclip.errors import UnsupportedModelError
 
 RECURRENT = {"DPLSTM": nn.LSTM, "DPGRU": nn.GRU, "DPRNN": nn.RNN}

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ghostclip.data_loader import DistributedUniformWithReplacementSampler
+from ghostclip.compat.opacus.data_loader import DistributedUniformWithReplacementSampler
+from ghostclip.compat.opacus.optimizers import DistributedDPOptimizer
 from ghostclip.distributed import DifferentiallyPrivateDistributedDataParallel
-from ghostclip.grad_sample import GradSampleModule
-from ghostclip.optimizers import DistributedDPOptimizer
+from ghostclip.facade import GradSampleModule
 from tests.opacus.pairs import batch
 from tests.process_group import process_group
 

@@ -148,7 +148,7 @@ def test_attention_is_the_same_function():
     attention = nn.MultiheadAttention(8, 2, batch_first=True)
     x = torch.randn(3, 4, 8)
     want = attention(x, x, x)[0]
-    ours = package("ghostclip.validators").ModuleValidator.fix(attention)
+    ours = package("ghostclip.validation.fixers").ModuleValidator.fix(attention)
     theirs = package("opacus.validators").ModuleValidator.fix(attention)
     torch.testing.assert_close(ours(x, x, x)[0], want)
     assert (theirs(x, x, x)[0] - want).abs().max() > 1e-2
@@ -163,7 +163,7 @@ def test_groups_of_a_replaced_batch_norm():
     assert theirs(x).abs().max() < 1e-4
     assert ours(x).std() > 0.5
     # What a model that was trained with Opacus's groups needs.
-    same = package("ghostclip.validators").ModuleValidator.fix(model, num_groups=math.gcd(32, 16))
+    same = package("ghostclip.validation.fixers").ModuleValidator.fix(model, num_groups=math.gcd(32, 16))
     assert same[1].num_groups == 16
 
 
@@ -314,7 +314,7 @@ def test_adaptive_criterion_moves_the_bound_in_the_step():
 
 def test_splitting_sampler_refuses_to_run_ahead():
     training = make_private("ghostclip", "hooks")
-    parts = package("ghostclip.utils.batch_memory_manager").BatchSplittingSampler(
+    parts = package("ghostclip.data.batch_memory_manager").BatchSplittingSampler(
         sampler=training.loader.batch_sampler, max_batch_size=2, optimizer=training.optimizer
     )
     ahead = iter(parts)

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from ghostclip.accounting import RDPAccountant
-from ghostclip.errors import InvalidOptionError, MissingGradientError
-from ghostclip.legacy import (
+from ghostclip.compat.opacus.legacy import (
     ConstantFlatClipper,
     ConstantPerLayerClipper,
     DPModelInspector,
@@ -18,7 +17,7 @@ from ghostclip.legacy import (
     PrivacyEngine,
     convert_batchnorm_modules,
 )
-from ghostclip.validators import UnsupportedModuleError
+from ghostclip.errors import InvalidOptionError, MissingGradientError, UnsupportedModuleError
 from tests.opacus.pairs import batch, clipped_sum, small_model
 
 pytestmark = [

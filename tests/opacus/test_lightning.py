@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from ghostclip.data_loader import DPDataLoader
+from ghostclip.data import DPDataLoader
 from ghostclip.errors import InvalidOptionError
-from ghostclip.lightning import DPLightningDataModule
+from ghostclip.integrations.lightning import DPLightningDataModule
 
 
 class LightningDataModule:

@@ -10,27 +10,24 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from ghostclip import PrivacyEngine
-from ghostclip.errors import InvalidOptionError, MissingGradientError, NotOfferedError
-from ghostclip.grad_sample import (
-    GradSampleHooks,
+from ghostclip.compat.opacus.grad_sample import (
     GradSampleHooksFastGradientClipping,
-    GradSampleModule,
     GradSampleModuleFastGradientClipping,
 )
-from ghostclip.grad_sample.functorch import make_functional
-from ghostclip.optimizers import (
-    AdaClipDPOptimizer,
-    DistributedDPOptimizer,
-    DPOptimizer,
-    DPOptimizerFastGradientClipping,
-    DPPerLayerOptimizer,
-)
-from ghostclip.utils.adaptive_clipping import (
+from ghostclip.compat.opacus.grad_sample.functorch import make_functional
+from ghostclip.compat.opacus.optimizers import AdaClipDPOptimizer, DistributedDPOptimizer, DPPerLayerOptimizer
+from ghostclip.compat.opacus.utils.adaptive_clipping import (
     DPLossFastGradientAdaptiveClipping,
     DPTensorFastGradientAdaptiveClipping,
 )
-from ghostclip.utils.batch_memory_manager import BatchSplittingSampler
-from ghostclip.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping, DPTensorFastGradientClipping
+from ghostclip.compat.opacus.utils.fast_gradient_clipping_utils import (
+    DPLossFastGradientClipping,
+    DPTensorFastGradientClipping,
+)
+from ghostclip.data.batch_splitting_sampler import BatchSplittingSampler
+from ghostclip.errors import InvalidOptionError, MissingGradientError, NotOfferedError
+from ghostclip.facade import GradSampleHooks, GradSampleModule
+from ghostclip.optim import DPOptimizer, DPOptimizerFastGradientClipping
 from tests.opacus.pairs import batch, make_private, small_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:noise_multiplier=0")

@@ -8,10 +8,18 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import PrivacyEngine
-from ghostclip.accountants import IAccountant, RDPAccountant, create_accountant, register_accountant
-from ghostclip.accounting import Accountant, GaussianAccountant, get_noise_multiplier, registry
+from ghostclip.accounting import (
+    Accountant,
+    GaussianAccountant,
+    IAccountant,
+    RDPAccountant,
+    create_accountant,
+    get_noise_multiplier,
+    register_accountant,
+    registry,
+)
 from ghostclip.errors import BudgetExceededError, GhostClipError, InvalidOptionError
-from ghostclip.utils.budget import Budget
+from ghostclip.privacy.budget import Budget
 
 
 class Counting(IAccountant):

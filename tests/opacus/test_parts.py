@@ -8,16 +8,15 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from ghostclip import data_loader
-from ghostclip.accountants.analysis import gdp, rdp
+from ghostclip import data as data_loader
+from ghostclip.assembly.compatibility import Compatibility
+from ghostclip.compat.opacus.accountants.analysis import gdp, rdp
+from ghostclip.compat.opacus.scripts import compute_dp_sgd_privacy
+from ghostclip.compat.opacus.utils import fsdp_utils, module_utils, tensor_utils
+from ghostclip.compat.opacus.utils.packed_sequences import compute_seq_lengths
+from ghostclip.data.batch_memory_manager import wrap_data_loader
 from ghostclip.distributed import DifferentiallyPrivateDistributedDataParallel
-from ghostclip.errors import DataError, InvalidOptionError
-from ghostclip.scripts import compute_dp_sgd_privacy
-from ghostclip.utils import fsdp_utils, module_utils, tensor_utils
-from ghostclip.utils.batch_memory_manager import wrap_data_loader
-from ghostclip.utils.compatibility import Compatibility
-from ghostclip.utils.packed_sequences import compute_seq_lengths
-from ghostclip.validators import UnsupportedModuleError
+from ghostclip.errors import DataError, InvalidOptionError, UnsupportedModuleError
 from tests.opacus.pairs import make_private, package, small_model
 
 RECORDS = [({"a": torch.ones(3)}, torch.tensor(1)), ({"a": torch.zeros(3)}, torch.tensor(0))]

@@ -8,10 +8,16 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import PrivacyEngine
-from ghostclip.errors import UncoveredParameterError, UnsupportedModelError
-from ghostclip.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping, prepare_module
-from ghostclip.validators import IllegalModuleConfigurationError, UnsupportedModuleError, register_module_validator
-from ghostclip.validators.module_validator import ModuleValidator
+from ghostclip.compat.opacus.grad_sample import GradSampleModuleFastGradientClipping, prepare_module
+from ghostclip.errors import (
+    IllegalModuleConfigurationError,
+    UncoveredParameterError,
+    UnsupportedModelError,
+    UnsupportedModuleError,
+)
+from ghostclip.facade import GradSampleModule
+from ghostclip.validation.fixers import register_module_validator
+from ghostclip.validation.fixers.module_validator import ModuleValidator
 
 
 def make_private(module: nn.Module, *, of: nn.Module | None = None):

@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine
-from ghostclip.schedulers import ExponentialNoise, StepGradClip
-from ghostclip.utils.batch_memory_manager import BatchMemoryManager
+from ghostclip.data.batch_memory_manager import BatchMemoryManager
+from ghostclip.optim.schedules import ExponentialNoise, StepGradClip
 from paper_repro.examples.data import digits
 
 

@@ -8,18 +8,22 @@ import pytest
 import torch
 from torch import nn
 
-from ghostclip.errors import InvalidOptionError
-from ghostclip.grad_sample import (
-    GradSampleModule,
+from ghostclip.compat.opacus.adaptive_engine import PrivacyEngineAdaptiveClipping
+from ghostclip.compat.opacus.grad_sample import (
     GradSampleModuleFastGradientClipping,
     get_gsm_class,
     get_hooks_class,
     wrap_model,
 )
-from ghostclip.optimizers import AdaClipDPOptimizer, DPOptimizer, DPPerLayerOptimizer, get_optimizer_class
-from ghostclip.optimizers.utils import params
-from ghostclip.utils.adaptive_clipping import PrivacyEngineAdaptiveClipping
-from ghostclip.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping, DPTensorFastGradientClipping
+from ghostclip.compat.opacus.optimizers import AdaClipDPOptimizer, DPPerLayerOptimizer, get_optimizer_class
+from ghostclip.compat.opacus.optimizers.utils import params
+from ghostclip.compat.opacus.utils.fast_gradient_clipping_utils import (
+    DPLossFastGradientClipping,
+    DPTensorFastGradientClipping,
+)
+from ghostclip.errors import InvalidOptionError
+from ghostclip.facade import GradSampleModule
+from ghostclip.optim import DPOptimizer
 from tests.opacus.pairs import batch, clipped_sum, package, small_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:noise_multiplier=0")

@@ -14,7 +14,7 @@ opacus = pytest.importorskip("opacus")
 from benchmarks.opacus_surface import differences, reasons, table  # noqa: E402
 from benchmarks.opacus_surface.compare import difference  # noqa: E402
 from benchmarks.opacus_surface.walk import Name  # noqa: E402
-from ghostclip._refused import REFUSED, REFUSED_MODES  # noqa: E402
+from ghostclip.compat.opacus._refused import REFUSED, REFUSED_MODES  # noqa: E402
 from ghostclip.errors import InvalidOptionError, NotOfferedError  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,7 +67,7 @@ def test_refused_name_says_why_where_it_is_imported(name):
 
 @pytest.mark.parametrize("mode", [*sorted(REFUSED_MODES), "ghosts"])
 def test_refused_mode_says_why(mode):
-    from ghostclip.grad_sample import strategy_of
+    from ghostclip.facade import strategy_of
 
     with pytest.raises(InvalidOptionError, match=mode):
         strategy_of(mode)

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import ghostclip
+from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.noise import FastNoise
-from ghostclip.utils.batch_memory_manager import BatchMemoryManager
 from tests.privacy.subject import BOUND, CLASSES, FEATURES, HIDDEN, quietly, records
 
 RECORDS, BATCH, THE_RECORD, EPOCHS = 12, 6, 7, 6

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip import GhostClipper
+from ghostclip.data import PrivateSampler
 from ghostclip.noise import FastNoise
-from ghostclip.optimizers import DPOptimizer
-from ghostclip.sampling import PrivateSampler
+from ghostclip.optim import DPOptimizer
 from tests.privacy.subject import BOUND, CLASSES
 
 Mutation = Callable[[], contextlib.AbstractContextManager[Any]]

@@ -17,12 +17,12 @@ from ghostclip.clipping.norms import GroupNorms
 from ghostclip.factors.base import SquaredNorm
 from ghostclip.factors.rows import Rows
 from ghostclip.noise import FastNoise, make_noise_source
-from ghostclip.optimizers import DPOptimizer
-from ghostclip.optimizers.foreign import Releases
-from ghostclip.optimizers.virtual import LogicalBatch
-from ghostclip.utils.account import Account
-from ghostclip.utils.charges import Charge
-from ghostclip.utils.ledger_lines import Place
+from ghostclip.optim import DPOptimizer
+from ghostclip.optim.foreign import Releases
+from ghostclip.optim.virtual import LogicalBatch
+from ghostclip.privacy.account import Account
+from ghostclip.privacy.charges import Charge
+from ghostclip.privacy.ledger_lines import Place
 from tests.privacy.mutations import Mutation, _all_gradients, _clip, _finite, _norms, _sums, _weighted
 from tests.privacy.subject import BOUND
 
@@ -76,8 +76,8 @@ def ledger_read_without_its_chain() -> Iterator[None]:
         return values, Place(values["ledger"], after.lines + 1, written.decode())
 
     with (
-        mock.patch("ghostclip.utils.ledger_file.decoded", decoded),
-        mock.patch("ghostclip.utils.ledger_file.is_whole", lambda line, after: line.endswith(b"\n") or bool(line)),
+        mock.patch("ghostclip.privacy.ledger_lines.decoded", decoded),
+        mock.patch("ghostclip.privacy.ledger_lines.is_whole", lambda line, after: line.endswith(b"\n") or bool(line)),
     ):
         yield
 

@@ -10,7 +10,7 @@ import torch
 from ghostclip import GhostClipper
 from ghostclip.errors import LossReductionError
 from ghostclip.noise import FastNoise
-from ghostclip.optimizers import DPOptimizer
+from ghostclip.optim import DPOptimizer
 from tests.cases import by_name
 from tests.exactness.runs import STRATEGIES
 from tests.privacy.checks import one_record_moves_at_most_c, one_record_moves_at_most_c_when_accumulated

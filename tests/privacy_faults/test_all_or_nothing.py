@@ -7,14 +7,15 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ghostclip import PrivacyEngine, schedulers
+from ghostclip import PrivacyEngine
 from ghostclip.accounting.interface import IAccountant
+from ghostclip.compat.opacus import schedulers
 from ghostclip.errors import GhostClipError, InvalidOptionError
-from ghostclip.utils import checkpoints
-from ghostclip.utils.account import Account
-from ghostclip.utils.budget import Budget
-from ghostclip.utils.digest import digest_of
-from ghostclip.utils.ledger_file import LedgerFile
+from ghostclip.privacy import checkpoints
+from ghostclip.privacy.account import Account
+from ghostclip.privacy.budget import Budget
+from ghostclip.privacy.digest import digest_of
+from ghostclip.privacy.ledger_file import LedgerFile
 from tests.engine.training import small_data
 
 DATA = small_data(50)

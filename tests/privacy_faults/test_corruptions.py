@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from benchmarks.corruptions import KINDS, Corruptions, Training
-from ghostclip.utils import checkpoints, ledger_lines, optimizer_state
-from ghostclip.utils.ledger_file import LedgerFile
+from ghostclip.privacy import checkpoints, ledger_lines, optimizer_state
+from ghostclip.privacy.ledger_file import LedgerFile
 
 
 def test_every_damage_is_refused_or_harmless(tmp_path):

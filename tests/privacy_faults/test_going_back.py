@@ -8,10 +8,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine
-from ghostclip.accountants import RDPAccountant
-from ghostclip.accounting import create_accountant
+from ghostclip.accounting import RDPAccountant, create_accountant
 from ghostclip.errors import InvalidOptionError, ResumeError
-from ghostclip.utils.ledger_file import LedgerFile
+from ghostclip.privacy.ledger_file import LedgerFile
 from tests.engine.training import parameters_of, small_data, small_model
 
 DATA, DELTA = small_data(50), 1e-5

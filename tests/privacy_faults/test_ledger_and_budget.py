@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine
 from ghostclip.accounting import create_accountant
+from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.errors import BudgetError, BudgetExceededError, InvalidOptionError, ResumeError
-from ghostclip.utils.batch_memory_manager import BatchMemoryManager
-from ghostclip.utils.budget import Budget
-from ghostclip.utils.ledger_file import Entry, LedgerFile, total
+from ghostclip.privacy.budget import Budget
+from ghostclip.privacy.ledger_file import Entry, LedgerFile, total
 from tests.engine.training import as_if_drawn, parameters_of, small_data, small_model
 
 DATA = small_data(50)
@@ -77,7 +77,7 @@ def test_write_that_fails_leaves_no_half_line(tmp_path, monkeypatch):
     ledger = LedgerFile(tmp_path / "ledger")
     ledger.append(_entry(0))
     with monkeypatch.context() as patch:
-        patch.setattr("ghostclip.utils.ledger_file._to_disk", lambda _: (_ for _ in ()).throw(OSError("disk full")))
+        patch.setattr("ghostclip.privacy.ledger_file._to_disk", lambda _: (_ for _ in ()).throw(OSError("disk full")))
         with pytest.raises(OSError, match="disk full"):
             ledger.append(_entry(1))
     ledger.append(_entry(2))

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine
 from ghostclip.errors import InvalidOptionError, ResumeError
-from ghostclip.utils import ledger_file
-from ghostclip.utils.ledger_file import Entry, LedgerFile
+from ghostclip.privacy import ledger_file
+from ghostclip.privacy.ledger_file import Entry, LedgerFile
 from tests.engine.training import parameters_of, small_data, small_model
 
 DATA = small_data(50)

@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine
 from ghostclip.clipping.passes import Release
+from ghostclip.data.batch_memory_manager import BatchMemoryManager
+from ghostclip.data.out_of_memory import is_out_of_memory, rows_of
 from ghostclip.errors import DataError, MissingGradientError
-from ghostclip.utils.batch_memory_manager import BatchMemoryManager
-from ghostclip.utils.out_of_memory import is_out_of_memory, rows_of
 from tests.engine.training import clipped_sum, parameters_of, small_data, small_model
 
 DATA = small_data(40)

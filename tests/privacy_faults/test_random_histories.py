@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine
 from ghostclip.errors import ResumeError
-from ghostclip.optimizers.release import fingerprint
-from ghostclip.utils.ledger_file import LedgerFile
+from ghostclip.optim.release import fingerprint
+from ghostclip.privacy.ledger_file import LedgerFile
 from tests.engine.training import small_data, small_model
 
 DATA = small_data(50)

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ghostclip import PrivacyEngine, schedulers
+from ghostclip import PrivacyEngine
 from ghostclip.clipping import policies
+from ghostclip.compat.opacus import schedulers
 from ghostclip.errors import ResumeError
-from ghostclip.utils.ledger_file import LedgerFile
+from ghostclip.privacy.ledger_file import LedgerFile
 from tests.engine.training import parameters_of, small_data
 
 DATA = small_data(50)

@@ -8,9 +8,9 @@ from torch import nn
 
 from ghostclip import PrivacyEngine
 from ghostclip.clipping.passes import Release
+from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.errors import MissingGradientError
-from ghostclip.utils.batch_memory_manager import BatchMemoryManager
-from ghostclip.utils.ledger_file import LedgerFile
+from ghostclip.privacy.ledger_file import LedgerFile
 from tests.engine.training import batch_of, declared, parameters_of, small_data, small_model
 
 DATA = small_data()
@@ -112,7 +112,7 @@ def test_failing_phase_leaves_nothing_behind(phase, strategy, tmp_path, monkeypa
 def test_ledger_is_on_the_disk_before_anything_changes(tmp_path, monkeypatch):
     run, seen = Run(tmp_path), []
     before = parameters_of(run.model)
-    monkeypatch.setattr("ghostclip.utils.ledger_file._to_disk", lambda _: seen.append("on the disk"))
+    monkeypatch.setattr("ghostclip.privacy.ledger_file._to_disk", lambda _: seen.append("on the disk"))
 
     def inner_step(*_, **__):
         seen.append("update")

@@ -19,8 +19,8 @@ LONG_FOR_A_REASON = re.compile(r"#\s*long:\s*\S+")
 # user's own module takes are listed, as "module:function".
 MAY_FORWARD_OPTIONS = {
     "ghostclip.capture.bags:forward",
-    "ghostclip.grad_sample.module:forward",
-    "ghostclip.grad_sample.criterion:__call__",
+    "ghostclip.facade.module:forward",
+    "ghostclip.facade.criterion:__call__",
     "ghostclip.distributed.parallel:forward",
 }
 

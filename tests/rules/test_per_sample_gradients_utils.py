@@ -6,9 +6,9 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 from ghostclip.errors import DataError, InvalidOptionError, UnsupportedModelError
-from ghostclip.grad_sample import register_grad_sampler
 from ghostclip.rules import modules
-from ghostclip.utils.per_sample_gradients_utils import (
+from ghostclip.rules.modules import register_grad_sampler
+from ghostclip.validation.layer_check import (
     check_per_sample_gradients_are_correct,
     compute_grad_sample,
     compute_microbatch_grad_sample,

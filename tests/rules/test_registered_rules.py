@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from ghostclip.errors import GhostClipError, InvalidOptionError, UncoveredParameterError, UnsupportedModelError
 from ghostclip.factors import Dense
-from ghostclip.grad_sample import register_grad_sampler, register_norm_sampler
 from ghostclip.rules import Captured, modules, register_rule, registry
+from ghostclip.rules.modules import register_grad_sampler, register_norm_sampler
 from tests.cases.registered import Affine, Around, ByGradients, ByNorms, affine_gradients, affine_norms
 from tests.exactness.runs import STRATEGIES, engine
 from tests.reference import clip_and_sum, per_sample_gradients

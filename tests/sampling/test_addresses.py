@@ -10,10 +10,9 @@ import torch
 from scipy import stats
 
 from ghostclip.errors import InvalidOptionError, ResumeError
-from ghostclip.noise import ExactNoise, SecureNoise, make_noise_source
+from ghostclip.noise import ExactNoise, RandomKey, SecureNoise, make_noise_source
 from ghostclip.noise.keyed import BLOCK
 from ghostclip.noise.keystream import KEYSTREAMS, MAX_BLOCKS, make_keystream
-from ghostclip.sampling import RandomKey
 
 LEVELS = ("fast", "secure", "exact")
 

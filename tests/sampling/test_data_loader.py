@@ -28,7 +28,7 @@ from torch.utils.data import (
 )
 
 from ghostclip.accounting import steps_per_epoch
-from ghostclip.data_loader import DPDataLoader
+from ghostclip.data import DPDataLoader
 from ghostclip.errors import DataError, FixedSeedWarning, InvalidOptionError, ResumeError
 
 RECORDS = TensorDataset(torch.arange(40.0).reshape(40, 1).expand(40, 5), torch.arange(40))

@@ -10,9 +10,8 @@ import torch
 from scipy import stats
 
 from ghostclip.errors import InvalidOptionError
-from ghostclip.noise import ExactNoise, discrete, discrete_gaussian
+from ghostclip.noise import ExactNoise, RandomKey, discrete, discrete_gaussian
 from ghostclip.noise.keystream import Shake128
-from ghostclip.sampling import RandomKey
 
 DRAWS = 60_000
 

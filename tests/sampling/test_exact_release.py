@@ -11,10 +11,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import GhostClipper, PrivacyEngine
 from ghostclip.clipping.policies import per_layer
+from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.errors import InvalidOptionError
 from ghostclip.noise import ExactNoise, ExactRelease, make_noise_source
-from ghostclip.optimizers import DPOptimizer
-from ghostclip.utils.batch_memory_manager import BatchMemoryManager
+from ghostclip.optim import DPOptimizer
 
 C = 0.4
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from ghostclip.data_loader import DPDataLoader
+from ghostclip.data import DPDataLoader, FullBatch, Shuffled, UserPoisson
 from ghostclip.errors import DataError, InvalidOptionError
-from ghostclip.sampling import FullBatch, Shuffled, UserPoisson
 
 RECORDS = TensorDataset(torch.arange(60))
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from ghostclip.data_loader import DPDataLoader
+from ghostclip.data import DPDataLoader, PoissonSampler, PrivateSampler, Shuffled, UserPoisson
 from ghostclip.errors import CopyError
 from ghostclip.noise import ExactNoise, FastNoise, SecureNoise
-from ghostclip.sampling import PoissonSampler, PrivateSampler, Shuffled, UserPoisson
 from tests.forked import FORKS, in_fork
 
 pytestmark = pytest.mark.filterwarnings("ignore::ghostclip.errors.FixedSeedWarning")

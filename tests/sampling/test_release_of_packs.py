@@ -9,7 +9,7 @@ import torch
 
 from ghostclip.noise import FastNoise, add_noise_, continuous, make_noise_source, threads
 from ghostclip.noise.keyed import BLOCK, Block
-from ghostclip.sampling.keys import RandomKey
+from ghostclip.noise.keys import RandomKey
 
 SHAPES = ((7, 5), (BLOCK,), (2 * BLOCK + 3,), (), (BLOCK - 1,), (2, 0), (3 * BLOCK, 2), (11,))
 

@@ -13,8 +13,9 @@ import torch
 from scipy import stats
 from torch.utils.data import DataLoader
 
+from ghostclip.data import PoissonSampler, UniformWithReplacementSampler
 from ghostclip.errors import FixedSeedWarning, InvalidOptionError, ResumeError
-from ghostclip.sampling import PoissonSampler, RandomKey, UniformWithReplacementSampler
+from ghostclip.noise import RandomKey
 
 
 def seeded(number=7, **options):

@@ -12,18 +12,10 @@ import torch
 from scipy import stats
 
 from ghostclip.accounting.events import SamplingEvent
+from ghostclip.data import FullBatch, Poisson, PrivateSampler, Shuffled, UserDataset, UserPoisson
+from ghostclip.data.selection import independent_coins, permutation, subset, unit_interval
 from ghostclip.errors import DataError, FixedSeedWarning, InvalidOptionError, ResumeError
-from ghostclip.sampling import (
-    FullBatch,
-    Poisson,
-    PrivateSampler,
-    RandomKey,
-    Shuffled,
-    UserDataset,
-    UserPoisson,
-    WordStream,
-)
-from ghostclip.sampling.selection import independent_coins, permutation, subset, unit_interval
+from ghostclip.noise import RandomKey, WordStream
 
 
 def key():

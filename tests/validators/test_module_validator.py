@@ -7,17 +7,16 @@ import torch
 from torch import nn
 
 import ghostclip
-from ghostclip import validators
-from ghostclip.errors import GhostClipError, InvalidOptionError
-from ghostclip.validators import (
+from ghostclip.errors import (
+    GhostClipError,
     IllegalModuleConfigurationError,
-    ModuleValidator,
+    InvalidOptionError,
     ShouldReplaceModuleError,
     UnsupportableModuleError,
     UnsupportedModuleError,
-    register_module_fixer,
-    register_module_validator,
 )
+from ghostclip.validation import fixers as validators
+from ghostclip.validation.fixers import ModuleValidator, register_module_fixer, register_module_validator
 
 
 class _Residual(nn.Module):

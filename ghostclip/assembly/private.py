@@ -1,0 +1,302 @@
+"""Puts a model, its clipper and the private optimizer together, once it is settled what is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from ghostclip import _validate
+from ghostclip.assembly.clipping_options import ClippingOptions
+from ghostclip.capture.replicas import sums_meet_elsewhere
+from ghostclip.clipper import GhostClipper, Reduction
+from ghostclip.distributed import (
+    copy_inside,
+    noise_for,
+    refuse_sharded,
+    refused_together,
+    require_agreement,
+)
+from ghostclip.errors import (
+    IllegalModuleConfigurationError,
+    InvalidOptionError,
+    UncoveredParameterError,
+    UnsupportedModelError,
+)
+from ghostclip.facade import GradSampleHooks, GradSampleModule, PrivateCriterion, strategy_of
+from ghostclip.noise import LEVELS, NoiseSource
+from ghostclip.noise.keyed import KeyedNoise
+from ghostclip.optim import DPOptimizer, MemberOptimizer
+from ghostclip.optim.foreign import refuse_second_optimizer
+from ghostclip.optim.members import JoinedOptimizer
+from ghostclip.optim.wrapped import WrappedOptimizer
+from ghostclip.privacy.sampling_plan import SamplingPlan
+from ghostclip.validation.fixers import ModuleValidator
+
+_TWO_PASS = ("ghost", "fast")
+
+PrivateModule = GradSampleModule | GradSampleHooks
+# Several optimizers come back as a list of members.
+PrivateOptimizer = DPOptimizer | list[MemberOptimizer]
+Private = tuple[PrivateModule, Any, DataLoader[Any]]
+PrivateWithCriterion = tuple[PrivateModule, Any, PrivateCriterion, DataLoader[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the user asked of `make_private`, once the noise multiplier and the sampling are known."""
+
+    module: nn.Module
+    optimizer: Optimizer | Sequence[Optimizer]
+    criterion: Callable[..., torch.Tensor] | None
+    plan: SamplingPlan
+    noise_multiplier: float
+    clipping: ClippingOptions
+    batch_first: bool
+    loss_reduction: str
+    noise_generator: torch.Generator | None
+    grad_sample_mode: str
+    wrap_model: bool
+    probe: bool
+
+
+def noise_level_of(noise_level: str | None, *, secure_mode: bool) -> str:
+    """Return the level of the engine's noise.
+
+    Args:
+        noise_level: As the user gave it, or None.
+        secure_mode: Opacus's name for a level that is at least "secure".
+
+    Returns:
+        "fast", "secure" or "exact".
+
+    Raises:
+        InvalidOptionError: If the level is unknown, or the two contradict each other.
+    """
+    if noise_level is None:
+        return "secure" if secure_mode else "fast"
+    if _validate.choice(noise_level, "noise_level", LEVELS) == "fast" and secure_mode:
+        raise InvalidOptionError("noise_level='fast' with secure_mode=True: leave one of them out.")
+    return noise_level
+
+
+def check_options(
+    *, rand_on_empty: bool, noise_generator: torch.Generator | None, noise_level: str, grad_sample_mode: str
+) -> None:
+    """Refuse what Opacus offers and this engine does not.
+
+    Args:
+        rand_on_empty: As the user gave it.
+        noise_generator: As the user gave it.
+        noise_level: Of the engine's noise.
+        grad_sample_mode: As the user gave it.
+
+    Raises:
+        InvalidOptionError: If one of them is refused.
+    """
+    if rand_on_empty:
+        raise InvalidOptionError(
+            "rand_on_empty=True would train on made-up records. Leave it out: a batch without records has tensors "
+            "of length 0 and becomes a step of pure noise."
+        )
+    if noise_generator is not None and noise_level != "fast":
+        raise InvalidOptionError(
+            f"noise_generator with noise_level={noise_level!r} (secure_mode): secure noise cannot be reproduced."
+        )
+    if strategy_of(grad_sample_mode) != "hooks" and noise_level == "exact":
+        raise InvalidOptionError(
+            f"grad_sample_mode={grad_sample_mode!r} with noise_level='exact': gradients are rounded sample by sample, "
+            "which needs them one by one. Use grad_sample_mode='hooks', or noise_level='secure'."
+        )
+
+
+def coordinates_of(module: nn.Module, noise_level: str) -> int:
+    """Return how many numbers a release with discrete noise holds.
+
+    Args:
+        module: The model, private or not.
+        noise_level: Of the engine's noise.
+
+    Returns:
+        Trainable elements; 0 for continuous noise.
+    """
+    return sum(p.numel() for p in module.parameters() if p.requires_grad) if noise_level == "exact" else 0
+
+
+def assemble(request: Request, noise: KeyedNoise) -> Private | PrivateWithCriterion:
+    """Attach a clipper to the model and build the private objects around it; on all ranks that share batches.
+
+    Args:
+        request: What the user asked for.
+        noise: This rank's noise.
+
+    Returns:
+        (module, optimizer, loader), or (module, optimizer, criterion, loader) in a two-pass strategy with a criterion.
+
+    Raises:
+        InvalidOptionError: If an option is unknown or out of range; nothing stays attached to the model then.
+        UnsupportedModelError: If the model is in evaluation mode, holds modules that mix samples, or is sharded over
+            ranks or not the same on all.
+        UncoveredParameterError: If the optimizer holds parameters that are not the model's.
+    """
+    shared = request.plan.replicas > 1
+    with ExitStack() as undo:
+        with refused_together("private objects") if shared else nullcontext():
+            optimizer = _bare_optimizer(request.optimizer)
+            module = copy_inside(_bare(request.module, optimizer))
+            check_objects(module, optimizer)
+            noise_source = noise_for(request.plan.replicas, request.module, noise)
+            clipper = _attached(_inside(module), request)
+            undo.callback(clipper.remove)
+            sums_meet_elsewhere(clipper.model, shared=shared)
+            if shared:
+                mechanism = (request.noise_multiplier, clipper.policy.max_grad_norm, clipper.policy.describe())
+                require_agreement("mechanism (σ, C, clipping)", mechanism)
+            private = _around(clipper, optimizer, replace(request, module=module), noise_source)
+        undo.pop_all()
+    return private
+
+
+def _attached(module: nn.Module, request: Request) -> GhostClipper:
+    """Attach a clipper to the model.
+
+    Args:
+        module: The bare model.
+        request: What the user asked for.
+
+    Returns:
+        The clipper.
+    """
+    return GhostClipper(
+        module,
+        policy=request.clipping.policy(
+            expected_batch_size=request.plan.expected_batch_size,
+            noise_multiplier=_validate.non_negative(request.noise_multiplier, "noise_multiplier"),
+        ),
+        strategy=strategy_of(request.grad_sample_mode),
+        loss_reduction=cast(Reduction, _validate.choice(request.loss_reduction, "loss_reduction", ("mean", "sum"))),
+        batch_first=request.batch_first,
+        relation=request.plan.event.relation,
+        probe=request.probe,
+    )
+
+
+def _around(
+    clipper: GhostClipper, optimizer: Optimizer, request: Request, noise_source: NoiseSource
+) -> Private | PrivateWithCriterion:
+    """Build what is handed back.
+
+    Args:
+        clipper: Attached to the bare model.
+        optimizer: The bare optimizer.
+        request: What the user asked for, of the bare model.
+        noise_source: Where the noise comes from.
+
+    Returns:
+        As `assemble`.
+    """
+    loader = request.plan.loader
+    private_optimizer = DPOptimizer(
+        optimizer,
+        noise_multiplier=request.noise_multiplier,
+        expected_batch_size=request.plan.expected_batch_size,
+        loss_reduction=request.loss_reduction,
+        clipper=clipper,
+        noise_source=noise_source,
+    )
+    wrap = GradSampleModule if request.wrap_model else GradSampleHooks
+    private_module = wrap(request.module, clipper=clipper)
+    returned: PrivateOptimizer = private_optimizer
+    if isinstance(optimizer, JoinedOptimizer):
+        returned = [MemberOptimizer(member, private_optimizer) for member in optimizer.members]
+    criterion = request.criterion
+    if criterion is None and request.grad_sample_mode == "ghost":
+        # Opacus's default, which scripts for its ghost mode rely on.
+        criterion = nn.CrossEntropyLoss(reduction=request.loss_reduction)
+    if criterion is None:
+        return private_module, returned, loader
+    # Built for every strategy: it refuses a reduction that would scale the gradients before they are clipped.
+    private_criterion = PrivateCriterion(clipper, criterion)
+    if request.grad_sample_mode in _TWO_PASS:
+        return private_module, returned, private_criterion, loader
+    return private_module, returned, loader
+
+
+def _bare(module: nn.Module, optimizer: Optimizer) -> nn.Module:
+    """Return the model itself, without what an earlier `make_private` put around it."""
+    if not isinstance(module, GradSampleModule):
+        return module
+    if module.clipper is not None:
+        refuse_second_optimizer(module.clipper, optimizer)
+    return module.to_standard_module()
+
+
+def _bare_optimizer(optimizer: Optimizer | Sequence[Optimizer]) -> Optimizer:
+    """Return the optimizer itself, several as one, without what an earlier `make_private` put around it."""
+    if isinstance(optimizer, (list, tuple)):
+        return JoinedOptimizer([_bare_optimizer(member) for member in optimizer])
+    if isinstance(optimizer, WrappedOptimizer):
+        return optimizer.original_optimizer
+    return cast(Optimizer, optimizer)
+
+
+def _inside(module: nn.Module) -> nn.Module:
+    """Return the module to attach to: Fabric's wrapper lets nobody else start a backward at its own outputs.
+
+    Args:
+        module: The bare model.
+
+    Returns:
+        The model in the wrapper, which goes on casting inputs and outputs around it; any other module as it is.
+
+    Raises:
+        UnsupportedModelError: If there is more than casts around it, as where gradients are summed over ranks.
+    """
+    if type(module).__name__ != "_FabricModule":
+        return module
+    inner = cast(nn.Module, module.module)
+    if module._forward_module is not inner:
+        raise UnsupportedModelError(
+            f"module was set up by Fabric, with {type(module._forward_module).__name__} around it. Call make_private "
+            "with the model, optimizer and loader themselves, then fabric.setup on what it returns."
+        )
+    return inner
+
+
+def check_objects(module: nn.Module, optimizer: Optimizer) -> None:
+    """Check that model and optimizer go together.
+
+    Args:
+        module: The bare model.
+        optimizer: The bare optimizer.
+
+    Raises:
+        IllegalModuleConfigurationError: If the model is in evaluation mode.
+        UnsupportedModuleError: If it holds modules that cannot be trained privately.
+        UnsupportedModelError: If it is split over devices or sharded over ranks.
+        UncoveredParameterError: If the optimizer holds parameters that are not the model's.
+    """
+    refuse_sharded(module)
+    if not module.training:
+        raise IllegalModuleConfigurationError(
+            f"module {type(module).__name__} is in evaluation mode. Call module.train() before making it private."
+        )
+    ModuleValidator.validate(module, strict=True)
+    if isinstance(module, nn.DataParallel):
+        raise UnsupportedModelError(
+            "module DataParallel: one process on several devices is not supported. Pass the model inside it "
+            "(module.module), or run a process for each device with torch.distributed."
+        )
+    own = {id(p) for p in module.parameters()}
+    strange = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    if strange:
+        raise UncoveredParameterError(
+            f"optimizer holds {len(strange)} parameter(s) that are not the module's (the first has shape "
+            f"{tuple(strange[0].shape)}). Build the optimizer from module.parameters()."
+        )

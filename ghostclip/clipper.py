@@ -1,0 +1,482 @@
+"""``GhostClipper``: attach to a model, call backward, find the clipped sum in ``.grad``."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Final, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from ghostclip import _validate
+from ghostclip.capture import backward_entry
+from ghostclip.capture.evidence import probe_losses
+from ghostclip.capture.roster import Roster
+from ghostclip.capture.session import Session
+from ghostclip.capture.unchecked import Unchecked
+from ghostclip.capture.usage import Record, Use
+from ghostclip.clipping.decisions import Decisions
+from ghostclip.clipping.diagnostics import Diagnostics
+from ghostclip.clipping.grouping import Whole
+from ghostclip.clipping.loss import back_propagate, check_shape
+from ghostclip.clipping.loss_scale import refuse_common_factor
+from ghostclip.clipping.norms import GroupNorms
+from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, Pass, SumPass
+from ghostclip.clipping.policies import ClipPolicy, policy_of
+from ghostclip.clipping.repeats import Repeats
+from ghostclip.clipping.savepoint import Savepoint
+from ghostclip.clipping.scalar_loss import LossExaminer
+from ghostclip.clipping.store import GradientStore
+from ghostclip.clipping.zero_grad import ZeroGrad
+from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
+from ghostclip.kernels.precision import full_precision
+from ghostclip.planning.coverage import Coverage, coverage_of
+from ghostclip.planning.plan import Planner, Planning
+
+_log = logging.getLogger(__name__)
+
+Strategy = Literal["auto", "bookkeeping", "ghost", "fast", "hooks"]
+Reduction = Literal["mean", "sum"]
+_TWO_PASS: Final = ("ghost", "fast")
+
+
+class GhostClipper(Diagnostics):
+    """Clips every sample's gradient on any model, without wrapping it and without forming per-sample gradients.
+
+    After a backward each trainable ``p.grad`` has gained ``Σ_b min(1, C/‖g_b‖)·g_b``, where g_b is the gradient of
+    sample b's own loss over all trainable parameters together, or what another clip policy makes of it. Losses are
+    given per sample, shape ``(B,)``, to :meth:`backward`, or as a scalar whose reduction was declared (then a plain
+    ``loss.backward()`` does as well, except for the strategies of two backwards).
+
+    Strategies, all exact:
+
+    - ``"bookkeeping"``: one backward; layer inputs and output gradients are kept until one contraction a layer.
+    - ``"ghost"``: a backward for the norms, a second one for the clipped sums; holds nothing, works with activation
+      checkpointing of both kinds without losing its saving.
+    - ``"fast"``: as ghost, with per-layer per-sample gradients formed for the norm and dropped.
+    - ``"hooks"``: per-sample gradients materialised in ``p.grad_sample``.
+    - ``"auto"``: book-keeping, or ghost when activation checkpointing is active.
+
+    Privacy:
+        The sum's L2 sensitivity is :meth:`sensitivity`: ``max_grad_norm`` when one sample is added, removed, or
+        replaced by nothing. A sample whose gradient is not finite contributes nothing. No noise is added here.
+        ``per_sample_norms``, ``clip_coefficients`` and the loss are *not* private. Without a private optimizer the sum
+        lies in ``p.grad`` for the caller to use, and what becomes of it there is the caller's business: the bound is
+        that of the sum as a backward has left it. A private optimizer *owns* the sums: see :meth:`own_gradients`.
+
+    Example:
+        >>> clipper = GhostClipper(model, max_grad_norm=1.0)
+        >>> losses = torch.nn.functional.cross_entropy(model(x), y, reduction="none")
+        >>> clipper.backward(losses)
+    """
+
+    def __init__(  # noqa: PLR0913 - the public constructor names every choice
+        self,
+        model: nn.Module,
+        *,
+        max_grad_norm: float | None = None,
+        policy: ClipPolicy | None = None,
+        strategy: Strategy = "auto",
+        loss_reduction: Reduction = "mean",
+        batch_first: bool = True,
+        relation: str = "zero_out",
+        probe: bool = True,
+        memory_budget: float = 1.05,
+        planning: Planning = "model",
+    ) -> None:
+        """Attach to a model.
+
+        Args:
+            model: Any module; hooks are added, nothing else changes.
+            max_grad_norm: C, the bound on each sample's gradient norm, above 0 (``inf`` clips nothing).
+            policy: How samples are clipped, in place of ``max_grad_norm``; see `ghostclip.clipping.policies`.
+            strategy: How the clipped sum is formed; see the class.
+            loss_reduction: How a scalar loss was reduced over the samples.
+            batch_first: Whether samples lie along axis 0 of the model's inputs (else axis 1).
+            relation: Which data sets count as neighbours: "zero_out", "add_remove" or "replace_one".
+            probe: Prove in the first forwards, by extra backwards, whose rows are whose and that samples do not mix;
+                False only for a model that `ghostclip.validate` found sound in the same layout.
+            memory_budget: The most that book-keeping may hold, over what an ordinary backward holds, in return for
+                fewer operations: see `ghostclip.planning.plan.Planner`.
+            planning: How that is planned: "model" (estimated costs) or "measured" (timed once for each shape).
+
+        Raises:
+            InvalidOptionError: An option has a value that is not listed.
+            UnsupportedModelError: The model has no trainable parameter, or has a clipper already.
+        """
+        _validate.choice(strategy, "strategy", get_args(Strategy))
+        _validate.choice(loss_reduction, "loss_reduction", get_args(Reduction))
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise UnsupportedModelError(f"{type(model).__name__} has no trainable parameter: nothing to clip.")
+        self.model = model
+        self._decisions = Decisions(policy_of(max_grad_norm, policy), relation)
+        self.strategy = strategy
+        self.loss_reduction = loss_reduction
+        self.batch_first = batch_first
+        self._shared: set[str] = set()
+        self._losses_to_probe = 1 if probe else 0
+        self._said: set[str] = set()
+        self.generation = 0
+        self._examiner = LossExaminer(loss_reduction)
+        self._session = Session(
+            model, batch_first=batch_first, on_backward=self._open_implicit_pass, on_loss=self._examiner.examine
+        )
+        self._session.probes = probe
+        self._store = GradientStore(self._session.parameters)
+        self._zero_grad = ZeroGrad(model)
+        self.planner = Planner(memory_budget, planning)
+        self._groups()
+
+    # -- backward -------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor) -> None:
+        """Back-propagate, leaving clipped sums in ``.grad``.
+
+        Args:
+            loss: Per-sample losses, shape ``(B,)``, or a scalar reduced over the samples as ``loss_reduction`` says.
+
+        Raises:
+            LossReductionError: The loss has another shape.
+            UncoveredParameterError: A parameter's gradient could not be clipped per sample.
+        """
+        record = self._session.record
+        check_shape(loss, batch_size=0 if record.padded else record.batch_size)
+        per_sample = loss.dim() == 1
+        if not per_sample:
+            self._examiner.examine(self._session, [loss], [], [record])
+        elif record.batch_size > 1:
+            refuse_common_factor(loss)
+            if self._losses_to_probe > 0:
+                self._losses_to_probe -= 1
+                probe_losses(self._session, loss)
+        strategy = self.resolve_strategy()
+        if strategy in _TWO_PASS:
+            self._two_passes(loss.sum(), per_sample=per_sample, instantiate=strategy == "fast")
+            return
+        listener = self._one_pass(strategy, loss)
+        self._listen(listener, lambda: back_propagate(loss))
+        self._complete(listener, per_sample=per_sample)
+
+    def resolve_strategy(self) -> str:
+        """Return the strategy for the latest forward: what was asked for, or what ``"auto"`` decides and why."""
+        if self.strategy != "auto":
+            return self.strategy
+        if self._session.is_checkpointed():
+            self._say("strategy 'auto': two backward passes ('ghost'), because activation checkpointing is active.")
+            return "ghost"
+        self._say("strategy 'auto': book-keeping, one backward pass.")
+        return "bookkeeping"
+
+    def _two_passes(self, loss: Tensor, *, per_sample: bool, instantiate: bool) -> None:
+        scale = self._scale(per_sample=per_sample)
+        index_D: Tensor | None = None
+        total: GroupNorms | None = None
+        ill_conditioned_B: Tensor | None = None
+        group_of = self._groups()
+        repeats = Repeats(loss, count=sum(self._session.record.use_counts.values()))
+        while True:
+            norms = NormPass(group_of, shared=self._shared, repeats=repeats, instantiate=instantiate, index_D=index_D)
+            same_uses = self._listen(norms, lambda: self._session.run_backward([loss], [None]))
+            if same_uses is None or norms.late:
+                self._shared |= norms.late
+                repeats.begin_again(anew=total is None)
+                continue
+            repeats.begin_again()
+            with torch.no_grad(), full_precision():
+                found = norms.norms()
+                if total is not None and index_D is not None:
+                    ill_conditioned_B = total.refine(found, index_D)
+                    break
+                total = found
+                doubtful_B = total.doubtful_B()
+            if doubtful_B is None:
+                break
+            index_D = doubtful_B.nonzero().squeeze(1)
+        release = self._decisions.release(total, self._record_of(norms), scale, ill_conditioned_B)
+        expected = norms.seen if same_uses else None
+        sums = SumPass(self._store, release, repeats=repeats, expected=expected, several=norms.several)
+
+        def add() -> None:
+            self._listen(sums, loss.backward)
+            repeats.require()
+            with torch.no_grad(), full_precision():
+                sums.finish()
+
+        self._all_or_nothing(add)
+        self._close(norms)
+
+    def _listen(self, listener: Pass, run: Callable[[], bool | None]) -> bool | None:
+        if self._session.listener is not None:
+            raise GhostClipError("a backward of this model is running already.")
+        self._session.listener = listener
+        try:
+            if not self._session.record.runs_again:
+                return run()
+            with self._session.lending():
+                return run()
+        finally:
+            self._session.listener = None
+
+    def _one_pass(self, strategy: str, loss: Tensor | None) -> BookKeeping:
+        if strategy != "hooks":
+            parameters = self._session.parameters
+            if loss is None:
+                return BookKeeping(self._groups(), plan=lambda use, grad: self.planner.during(use, grad, parameters))
+            keep = self.planner.before(loss, self._session.record, parameters)
+            return BookKeeping(self._groups(), plan=lambda use, grad: keep)
+        self._store.drop_stale_samples()
+        return Hooks(self._groups())
+
+    def _open_implicit_pass(self, use: Use | None) -> None:
+        """Begin listening to a plain ``loss.backward()``; it completes when that backward ends."""
+        strategy = "bookkeeping" if self.strategy == "auto" else self.strategy
+        if strategy in _TWO_PASS:
+            message = (
+                f"strategy '{strategy}' takes two backward passes: call clipper.backward(loss) instead of "
+                "loss.backward(), or choose strategy='bookkeeping'."
+            )
+            raise GhostClipError(message)
+        if self._session.is_checkpointed():
+            self._say(
+                "loss.backward() under activation checkpointing keeps every layer's input; clipper.backward(loss) "
+                "does not."
+            )
+        listener = self._one_pass(strategy, None)
+        close = self._session.open_listener(listener)
+
+        def complete() -> None:
+            close()
+            self._complete(listener, per_sample=False)
+
+        torch.autograd.Variable._execution_engine.queue_callback(complete)
+
+    def _complete(self, listener: BookKeeping, *, per_sample: bool) -> None:
+        with torch.no_grad(), full_precision():
+            scale = self._scale(per_sample=per_sample)
+            total = listener.norms()
+            release = self._decisions.release(total, self._record_of(listener), scale, listener.ill_conditioned_B)
+            self._all_or_nothing(lambda: listener.add_sums(self._store, release, scale))
+        self._close(listener)
+
+    def _all_or_nothing(self, add: Callable[[], object]) -> None:
+        """Drop every sum when adding to them fails half-way: half a batch must never be released."""
+        try:
+            add()
+        except BaseException:
+            self.reset()
+            raise
+
+    def _close(self, listener: Pass) -> None:
+        for record in listener.records:
+            record.spent = True
+            backward_entry.forget(record)
+        record = self._record_of(listener)
+        self._decisions.close(0 if record.padded else record.batch_size)
+        self._store.finish()
+
+    def _scale(self, *, per_sample: bool) -> float:
+        """A mean divided every sample's gradient by B; undo it."""
+        mean = self.loss_reduction == "mean" and not per_sample
+        return float(max(1, self._session.record.batch_size)) if mean else 1.0
+
+    def _record_of(self, listener: Pass) -> Record:
+        return listener.records[0] if listener.records else self._session.record
+
+    def _groups(self) -> Mapping[str, int]:
+        """Return the clip group of every trainable parameter, as the policy says for those that are trainable now."""
+        if type(self.policy.grouping) is Whole:
+            return self._decisions.open([]).group_of
+        named = self.model.named_parameters()
+        return self._decisions.open([name for name, parameter in named if parameter.requires_grad]).group_of
+
+    # -- what can be asked ----------------------------------------------------------------------------------------
+
+    @property
+    def max_grad_norm(self) -> float:
+        """C, the bound on every sample's gradient norm, which the policy holds."""
+        return self.policy.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float) -> None:
+        self.policy.max_grad_norm = value
+
+    @property
+    def policy(self) -> ClipPolicy:
+        """How samples are clipped; may be replaced between batches."""
+        return self._decisions.policy
+
+    @policy.setter
+    def policy(self, value: ClipPolicy) -> None:
+        if self.has_clipped_sum:
+            raise InvalidOptionError("policy: a batch was clipped by the present one. Replace it after the step.")
+        self._decisions.policy = value
+        self._groups()
+
+    @property
+    def relation(self) -> str:
+        """Which data sets count as neighbours."""
+        return self._decisions.relation
+
+    def sensitivity(self) -> float:
+        """Return how far one sample can move the clipped sum (L2): what noise must be calibrated to.
+
+        Returns:
+            What the policy states under the relation, the largest of all backwards since the last :meth:`reset`; before
+            the first, the one in force. Changing ``max_grad_norm`` between backward and step can therefore not lower
+            the noise.
+        """
+        return self._decisions.sensitivity()
+
+    @property
+    def backward_passes(self) -> int:
+        """How many backwards have completed since the last :meth:`reset`."""
+        return self._decisions.passes
+
+    @property
+    def rows_seen(self) -> tuple[int, ...]:
+        """Samples of each backward that has completed since the last :meth:`reset`, in order."""
+        return self._decisions.rows
+
+    def coverage(self) -> Coverage:
+        """Return how every trainable parameter is handled, and its cost at the last batch's sizes; print with str()."""
+        decided = "ghost" if self._session.is_checkpointed() else "bookkeeping"
+        strategy = decided if self.strategy == "auto" else self.strategy
+        sites, unchecked = self._session.sites.table.values(), str(self.unchecked)
+        return coverage_of(self.model, sites, strategy=strategy, kept=self.planner.latest, unchecked=unchecked)
+
+    @property
+    def unchecked(self) -> Unchecked:
+        """The checks of the model that were switched off or could not run so far, and why; str() is one clause."""
+        return self._session.unchecked
+
+    @property
+    def roster(self) -> Roster:
+        """The parameters that the model had when the clipper was attached, and whether forwards have met others."""
+        return self._session.loan.roster
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that are clipped: all that require grad."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    # -- the optimizer's side -------------------------------------------------------------------------------------
+
+    def own_gradients(
+        self, *, discard: Callable[[], Callable[[], None] | None] = lambda: None, samples: bool = False
+    ) -> None:
+        """Let a private optimizer own the sums: they stay here until :meth:`reset`.
+
+        What a backward has left in ``.grad`` before is dropped: it may have been changed there.
+
+        Args:
+            discard: Returns what the model's own ``zero_grad()`` has to call, so that it discards what was
+                accumulated; None once the optimizer is gone.
+            samples: Own the per-sample gradients of strategy "hooks" as well, as what is released is formed of them.
+        """
+        if not self._store.owned:
+            self.reset()
+        self._decisions.plain = False
+        self._store.own(samples=samples)
+        self._zero_grad.install(discard)
+
+    @property
+    def attached(self) -> bool:
+        """Whether the model's gradients are clipped: True until :meth:`remove`."""
+        return self._session.attached
+
+    @property
+    def has_clipped_sum(self) -> bool:
+        """Whether a backward (also of an empty batch) has completed since the last :meth:`reset`."""
+        return self._store.has_sum
+
+    def summed_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return a parameter's clipped sum, float32 at least, or None when nothing contributed.
+
+        Args:
+            parameter: One of the trainable parameters.
+
+        Returns:
+            A copy where an optimizer owns the sums, which nobody else changes; else the accumulator itself.
+
+        Raises:
+            TamperedGradientError: ``p.grad``, which holds the sum where no optimizer owns it, was changed since.
+        """
+        return self._store.summed_gradient(parameter)
+
+    def has_sum_of(self, parameter: nn.Parameter) -> bool:
+        """Return whether something contributed to the sum of a parameter; asked by the optimizer that owns the sums.
+
+        Args:
+            parameter: One of the trainable parameters.
+
+        Returns:
+            True if so.
+        """
+        return self._store.has_sum_of(parameter)
+
+    def hand_over_sums(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+        """Return the sums, which a private optimizer turns into its release, and let go of them; the counts stay.
+
+        Args:
+            parameters: Whose.
+
+        Returns:
+            The accumulators themselves, float32 at least; None where nothing contributed.
+        """
+        return self._store.hand_over(parameters)
+
+    def take_samples(self, parameter: nn.Parameter) -> list[Tensor]:
+        """Return the per-sample gradients that strategy "hooks" has left since they were last taken, and drop them.
+
+        Args:
+            parameter: One of the trainable parameters.
+
+        Returns:
+            Those of each backward, shape ``(B, *P)``, P the parameter's.
+        """
+        return self._store.take_samples(parameter)
+
+    def mark_empty_batch(self) -> None:
+        """Count a batch without samples as a clipped sum of zero."""
+        self._store.has_sum = True
+
+    def savepoint(self) -> Savepoint:
+        """Return what puts the sums, and all that was counted with them, back as they are now."""
+        generation = self.generation
+
+        def restore_generation() -> None:
+            self.generation = generation
+
+        return Savepoint(self._store.snapshot(), self._decisions.snapshot(), restore_generation)
+
+    def merge_passes(self, *, since: int) -> None:
+        """Count the backwards after the first `since` as one: they went through parts that share no sample."""
+        self._decisions.merge_passes(since)
+
+    def reset(self) -> None:
+        """Forget the sums; sets ``p.grad`` to None where no optimizer owns them."""
+        self.generation += 1
+        self._decisions.forget()
+        self._store.reset()
+
+    # -- life -----------------------------------------------------------------------------------------------------
+
+    def remove(self) -> None:
+        """Detach from the model: every hook is removed, the model is as it was."""
+        self._session.close()
+        self._zero_grad.uninstall()
+        self._store.release_samples()
+
+    def __enter__(self) -> "GhostClipper":
+        """Return the clipper itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Detach from the model."""
+        self.remove()
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            _log.info(text)

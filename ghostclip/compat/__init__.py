@@ -1,0 +1,1 @@
+"""Other libraries' interfaces, for scripts that were written for them."""

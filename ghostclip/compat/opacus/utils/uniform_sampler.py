@@ -1,0 +1,6 @@
+"""Poisson sampling under Opacus's import path."""
+
+from ghostclip.compat.opacus.data_loader import DistributedUniformWithReplacementSampler
+from ghostclip.data import UniformWithReplacementSampler
+
+__all__ = ["DistributedUniformWithReplacementSampler", "UniformWithReplacementSampler"]

@@ -1,0 +1,30 @@
+"""Which records take part in a step, what that means to an accountant, and how they reach the model.
+
+`PrivateSampler` draws what a scheme (`Poisson`, `FullBatch`, `Shuffled`, `UserPoisson`) says and carries its event;
+`DPDataLoader` hands the draws out, empty ones included; `BatchMemoryManager` cuts them into physical batches that fit
+in memory; `DeclaredSampling` states what a user samples.
+"""
+
+from ghostclip.data.batch_memory_manager import BatchMemoryManager
+from ghostclip.data.declared import DeclaredSampling
+from ghostclip.data.empty_batch import EmptyBatchCollate
+from ghostclip.data.loader import DPDataLoader
+from ghostclip.data.sampler import PoissonSampler, PrivateSampler, UniformWithReplacementSampler
+from ghostclip.data.schemes import FullBatch, Poisson, SamplingScheme, Shuffled
+from ghostclip.data.users import UserDataset, UserPoisson
+
+__all__ = [
+    "BatchMemoryManager",
+    "DPDataLoader",
+    "DeclaredSampling",
+    "EmptyBatchCollate",
+    "FullBatch",
+    "Poisson",
+    "PoissonSampler",
+    "PrivateSampler",
+    "SamplingScheme",
+    "Shuffled",
+    "UniformWithReplacementSampler",
+    "UserDataset",
+    "UserPoisson",
+]

@@ -1,0 +1,233 @@
+"""`BatchMemoryManager`: large logical batches on a device that holds only part of one at a time."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from ghostclip import _validate
+from ghostclip.data.batch_splitting_sampler import BatchSplittingSampler
+from ghostclip.data.memory import PeakMemory, available_bytes
+from ghostclip.data.physical_batch_size import (
+    DEFAULT_SHARE,
+    BatchSizeSearch,
+    find_max_physical_batch_size,
+    memory_limit,
+)
+from ghostclip.data.physical_loader import FixedSize, PhysicalBatchLoader, SizePolicy
+from ghostclip.errors import InvalidOptionError
+from ghostclip.optim import DPOptimizer, release_of
+
+__all__ = ["BatchMemoryManager", "BatchSplittingSampler", "wrap_data_loader"]
+
+_log = logging.getLogger(__name__)
+
+# A Poisson batch exceeds its mean by more than this many standard deviations about once in 10^9 draws.
+_DEVIATIONS = 6.0
+
+
+class _LearnedSize:
+    """A physical batch size that grows from one sample while the real training steps are measured.
+
+    Args:
+        search: Decides the next size.
+        device: Where the steps run.
+    """
+
+    def __init__(self, search: BatchSizeSearch, device: torch.device) -> None:
+        self._search = search
+        self._meter = PeakMemory(device)
+        self._measuring = False
+        self._warned = False
+
+    @property
+    def size(self) -> int:
+        """The largest physical batch that the measurements so far allow."""
+        return self._search.size
+
+    def before(self) -> None:
+        """Begin to measure, unless the size is settled."""
+        self._measuring = not self._search.settled
+        if self._measuring:
+            self._meter.start()
+
+    def after(self, size: int) -> None:
+        """Learn from the batch that was processed.
+
+        Args:
+            size: Its number of samples.
+        """
+        if self._measuring and size > 0:
+            self._search.record(size, self._meter.stop())
+            if self._search.settled:
+                _log.info("physical batch size settled at %d", self._search.size)
+            elif self._search.nothing_fits and not self._warned:
+                self._warned = True
+                _log.warning("one sample at a time already exceeds memory_budget; continuing with one")
+
+    def failed(self, size: int) -> None:
+        """Learn that a size does not fit.
+
+        Args:
+            size: Its number of samples.
+        """
+        self._measuring = False
+        self._search.record_failure(size)
+
+
+class BatchMemoryManager:
+    """Splits logical batches into physical ones that fit in memory, without changing what is released.
+
+    Inside the `with` block the loader hands out physical batches. `optimizer.step()` after each of them only
+    accumulates until the logical batch is complete; then it draws noise once, counts one step and updates.
+
+    Privacy:
+        The released values have the same distribution as without it. A logical batch that is left half-way is never
+        released.
+
+    With `max_physical_batch_size="auto"`:
+    - given `trial_step`, sizes are tried before the loop (`find_max_physical_batch_size`); its gradients are dropped;
+    - without it, the first real physical batches are measured: they start at one sample and grow while the budget
+      allows, so nothing is computed twice. On CUDA that never provokes an out-of-memory error to recover from, so the
+      budget is a share of the free memory there too.
+
+    A batch that runs out of memory all the same is tried again in parts if the loop lets the loader run it:
+
+        with BatchMemoryManager(...) as loader:
+            for batch in loader:
+                loader.run(batch, lambda part: criterion(model(part[0]), part[1]).backward())
+                optimizer.step()
+                optimizer.zero_grad()
+
+    Args:
+        data_loader: The loader of logical batches, as `PrivacyEngine.make_private` returns it.
+        max_physical_batch_size: The largest physical batch, or "auto".
+        optimizer: The private optimizer.
+        trial_step: Runs forward and backward on that many samples of the largest shape to come; only for "auto".
+        memory_budget: Bytes that "auto" may fill on top of what is in use; None for half of what is available (with
+            `trial_step` on CUDA: all of the device).
+
+    Raises:
+        InvalidOptionError: If an option is out of range, or given without "auto".
+        DataError: If the loader's batches cannot be split.
+    """
+
+    def __init__(
+        self,
+        *,
+        data_loader: DataLoader[Any],
+        max_physical_batch_size: int | str,
+        optimizer: DPOptimizer,
+        trial_step: Callable[[int], object] | None = None,
+        memory_budget: int | None = None,
+    ) -> None:
+        optimizer = release_of(optimizer)
+        if not isinstance(optimizer, DPOptimizer):
+            raise InvalidOptionError(
+                f"optimizer: expected the one that make_private() returned, got {type(optimizer).__name__}."
+            )
+        self.data_loader = data_loader
+        self.optimizer = optimizer
+        self.max_physical_batch_size = max_physical_batch_size
+        if max_physical_batch_size != "auto":
+            self.max_physical_batch_size = _validate.positive_int(max_physical_batch_size, "max_physical_batch_size")
+            if trial_step is not None or memory_budget is not None:
+                raise InvalidOptionError(
+                    "trial_step and memory_budget only say how to find max_physical_batch_size='auto'."
+                )
+        self._trial_step = trial_step
+        self._memory_budget = memory_budget
+        self._policy: SizePolicy | None = None
+
+    @property
+    def physical_batch_size(self) -> int:
+        """The largest physical batch that is handed out at present.
+
+        Raises:
+            InvalidOptionError: Before the `with` block is entered, for "auto".
+        """
+        if self._policy is not None:
+            return self._policy.size
+        if isinstance(self.max_physical_batch_size, int):
+            return self.max_physical_batch_size
+        raise InvalidOptionError("max_physical_batch_size='auto' is found when the `with` block is entered.")
+
+    def __enter__(self) -> PhysicalBatchLoader:
+        if self._policy is None:
+            self._policy = self._make_policy()
+        return PhysicalBatchLoader(
+            self.data_loader,
+            optimizer=self.optimizer,
+            policy=self._policy,
+            expected_batch_size=self._expected_batch_size(),
+        )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.optimizer.discard_pending()
+
+    def _expected_batch_size(self) -> float:
+        """Return the expected size of a logical batch."""
+        expected = self.optimizer.expected_batch_size
+        return float(len(self.data_loader.dataset)) if expected is None else expected  # type: ignore[arg-type]
+
+    def _make_policy(self) -> SizePolicy:
+        """Fix the size, find it, or start to learn it."""
+        if isinstance(self.max_physical_batch_size, int):
+            return FixedSize(self.max_physical_batch_size)
+        device = self.optimizer.params[0].device
+        expected = self._expected_batch_size()
+        upper = math.ceil(expected + _DEVIATIONS * math.sqrt(expected))
+        if self._trial_step is not None:
+            return FixedSize(self._rehearse(self._trial_step, upper, device))
+        budget = self._memory_budget
+        if budget is None and device.type == "cuda":
+            budget = int(DEFAULT_SHARE * (available_bytes(device) or 0))
+        return _LearnedSize(BatchSizeSearch(upper=upper, limit=memory_limit(device, budget)), device)
+
+    def _rehearse(self, trial_step: Callable[[int], object], upper: int, device: torch.device) -> int:
+        """Find the size with the user's trial step.
+
+        Args:
+            trial_step: Runs forward and backward on a number of samples.
+            upper: The largest size that is of use.
+            device: Where it runs.
+
+        Returns:
+            The size.
+        """
+        # The inner optimizer makes its state in the first real step (Adam: two tensors a parameter); keep room for it.
+        missing = 0 if self.optimizer.state else 2
+        room = [torch.ones_like(p) for p in self.optimizer.params if p.requires_grad for _ in range(missing)]
+        with self.optimizer.rehearsal():
+            size = find_max_physical_batch_size(
+                trial_step, upper=upper, memory_budget=self._memory_budget, device=device
+            )
+        del room
+        return size
+
+
+def wrap_data_loader(
+    *, data_loader: DataLoader[Any], max_batch_size: int | str, optimizer: DPOptimizer
+) -> PhysicalBatchLoader:
+    """Return the loader of physical batches that a `BatchMemoryManager` hands out.
+
+    A loop over it that is left early is cleaned up at the next one only; `with BatchMemoryManager(...)` does at once.
+
+    Args:
+        data_loader: The loader of logical batches.
+        max_batch_size: The largest physical batch, or "auto".
+        optimizer: The private optimizer.
+
+    Returns:
+        The loader.
+    """
+    manager = BatchMemoryManager(data_loader=data_loader, max_physical_batch_size=max_batch_size, optimizer=optimizer)
+    return manager.__enter__()

@@ -1,0 +1,322 @@
+"""The private loader, and which loaders it can stand for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from ghostclip._validate import fraction, positive_int
+from ghostclip.accounting.events import SamplingEvent
+from ghostclip.data.accepted import checked_batch_size, dataset_length, record_sampler
+from ghostclip.data.empty_batch import EmptyBatchCollate
+from ghostclip.data.resumed import started
+from ghostclip.data.sampler import PrivateSampler, share_sampler
+from ghostclip.data.schemes import Poisson, SamplingScheme
+from ghostclip.data.workers import worker_options
+from ghostclip.distributed import refused_together, world_size
+from ghostclip.errors import DataError, InvalidOptionError
+
+logger = logging.getLogger(__name__)
+
+
+class DPDataLoader(DataLoader):
+    """Loader in which every record joins every batch independently with probability `sample_rate`, or as a scheme says.
+
+    Everything else (workers, pinned memory, collate function) is torch's. A batch without records is delivered too,
+    with the structure of the others and zero rows: a step on it releases noise alone.
+
+    Privacy:
+        Draws the batches that its accounting `event` states (see `PrivateSampler`). The number of records, the
+        structure of a batch and `expected_batch_size` count as public; the size and the content of a batch do not, and
+        a loop must not treat an empty batch differently from the outside.
+
+    Attributes:
+        sample_rate: q, the probability with which a record joins a batch.
+        stop_when: Asked before each batch is handed out; True ends the pass (a privacy budget is spent).
+        batch_sampler: The `PrivateSampler`.
+
+    Args:
+        dataset: Map-style data set with a length.
+        batch_size: Expected number of records in a Poisson batch, at most the length.
+        sample_rate: q of Poisson batches, in place of `batch_size`.
+        scheme: Another way to sample, in place of both.
+        steps: Batches per epoch; round(length / batch_size) by default.
+        max_batch_size: Largest batch: of a larger sample a random subset is kept, which its event accounts for.
+        distributed: All ranks draw one batch and share its records; as for `from_data_loader`.
+        drop_last: Of no effect: every batch is a Poisson sample.
+        batch_first: Of no effect: the batch axis of an empty batch is found by evidence.
+        rand_on_empty: Refused, as in `from_data_loader`.
+        collate_fn: As torch's, never called with an empty list.
+        generator: Fixes the sampling and the workers' seeds; warns.
+        num_workers: As torch's.
+        pin_memory: As torch's.
+        timeout: As torch's.
+        worker_init_fn: As torch's.
+        multiprocessing_context: As torch's.
+        prefetch_factor: As torch's.
+        persistent_workers: As torch's.
+        pin_memory_device: As torch's.
+
+    Raises:
+        DataError: If the data set is empty, has no length, or is smaller than a batch.
+        InvalidOptionError: If an option is out of range.
+    """
+
+    stop_when: Callable[[], bool] | None = None
+
+    def __init__(  # noqa: PLR0913 - torch's own options, named instead of swallowed
+        self,
+        dataset: Dataset,
+        *,
+        batch_size: int | None = None,
+        sample_rate: float | None = None,
+        scheme: SamplingScheme | None = None,
+        steps: int | None = None,
+        max_batch_size: int | None = None,
+        distributed: bool | None = None,
+        drop_last: bool = False,
+        batch_first: bool = True,
+        rand_on_empty: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        generator: torch.Generator | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+    ) -> None:
+        del drop_last, batch_first
+        refuse_invented_records(rand_on_empty=rand_on_empty)
+        if scheme is None:
+            rate = _rate(dataset, batch_size, sample_rate)
+            length = dataset_length(dataset)
+            scheme = Poisson(num_samples=length, sample_rate=rate, epoch_steps=steps, truncation=max_batch_size)
+        elif (batch_size, sample_rate, steps, max_batch_size) != (None, None, None, None):
+            raise InvalidOptionError(
+                "batch_size, sample_rate, steps and max_batch_size belong to the scheme; give them to it only."
+            )
+        if scheme.num_samples != dataset_length(dataset):
+            raise DataError(f"scheme over {scheme.num_samples} records: the data set has {dataset_length(dataset)}.")
+        self.sample_rate = scheme.event.sample_rate
+        sampler = PrivateSampler(scheme, generator=generator)
+        if _is_shared(distributed):
+            share_sampler(sampler)
+        super().__init__(
+            dataset,
+            batch_sampler=sampler,
+            collate_fn=EmptyBatchCollate(dataset, collate_fn or torch.utils.data.default_collate),
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            timeout=timeout,
+            worker_init_fn=worker_init_fn,
+            multiprocessing_context=multiprocessing_context,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            generator=generator,
+        )
+
+    @property
+    def expected_batch_size(self) -> float:
+        """Records in a batch on average, over all replicas: the public divisor of a mean gradient."""
+        return self.private_sampler.expected_batch_size
+
+    @property
+    def private_sampler(self) -> PrivateSampler:
+        """The sampler, under its own type."""
+        assert isinstance(self.batch_sampler, PrivateSampler)
+        return self.batch_sampler
+
+    @property
+    def event(self) -> SamplingEvent:
+        """What an accountant has to know about the sampling of a step."""
+        return self.private_sampler.event
+
+    @classmethod
+    def from_data_loader(  # noqa: PLR0913 - Opacus's options and ours
+        cls,
+        data_loader: DataLoader,
+        *,
+        generator: torch.Generator | None = None,
+        scheme: SamplingScheme | None = None,
+        max_batch_size: int | None = None,
+        distributed: bool | None = None,
+        batch_first: bool = True,
+        rand_on_empty: bool = False,
+    ) -> DPDataLoader:
+        """Return a loader over the same data with the same options, but with Poisson batches.
+
+        Random and sequential samplers are replaced, which is logged. `drop_last` means nothing here: an epoch has
+        round(records / batch_size) batches. A `DistributedSampler` is replaced too: as its loader has the batch size of
+        one rank, the batch that the ranks share has that times their number, on average, and no record twice.
+
+        Args:
+            data_loader: Any loader whose sampling a Poisson sampler can stand for; a `DPDataLoader` is returned as is.
+            generator: Fixes the sampling, and warns; the loader's own generator by default, if it has one.
+            scheme: How to sample, instead of Poisson sampling with the loader's batch size.
+            max_batch_size: Largest Poisson batch.
+            distributed: All ranks draw one batch and share its records. By default so where torch.distributed runs
+                with several of them; False is for ranks that train apart from each other.
+            batch_first: Of no effect: the batch axis of an empty batch is found by evidence.
+            rand_on_empty: Refused: an invented record in place of an empty batch doubles the sensitivity.
+
+        Returns:
+            The private loader.
+
+        Raises:
+            InvalidOptionError: If the sampling or an option breaks the privacy analysis.
+            DataError: If the data set cannot be sampled from.
+
+        Cost:
+            Ranks that share batches exchange a key once.
+        """
+        del batch_first
+        refuse_invented_records(rand_on_empty=rand_on_empty)
+        if isinstance(data_loader, DPDataLoader):
+            return data_loader
+        with refused_together("loader") if _is_shared(distributed) else nullcontext():
+            batch_size = checked_batch_size(data_loader)
+            _log_replacement(data_loader, batch_size, shared=_is_shared(distributed))
+            return cls(
+                data_loader.dataset,
+                batch_size=batch_size if scheme is None else None,
+                scheme=scheme,
+                max_batch_size=max_batch_size,
+                distributed=distributed,
+                collate_fn=data_loader.collate_fn,
+                generator=data_loader.generator if generator is None else generator,
+                **worker_options(data_loader),
+                pin_memory_device=data_loader.pin_memory_device,
+            )
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Yield one epoch of batches, or what was left of an interrupted one.
+
+        Yields:
+            What the collate function made of a batch.
+        """
+        sampler = self.private_sampler
+        with sampler.tracking():
+            for batch in started(super().__iter__, resuming=sampler.resuming):
+                if self.stop_when is not None and self.stop_when():
+                    return
+                sampler.mark_delivered()
+                yield batch
+
+    def empty_batch(self) -> Any:
+        """Return a batch without records.
+
+        Returns:
+            The structure of a collated batch, with zero rows.
+
+        Raises:
+            DataError: If the collate function returns something that has no empty form.
+        """
+        assert isinstance(self.collate_fn, EmptyBatchCollate)
+        return self.collate_fn([])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sampler's key and how many batches were delivered (not: prefetched).
+
+        Privacy:
+            Contains the sampling key; see `PrivateSampler.state_dict`.
+
+        Returns:
+            Plain Python values.
+        """
+        return self.private_sampler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the batch after the last one delivered.
+
+        Args:
+            state: What `state_dict` returned.
+        """
+        self.private_sampler.load_state_dict(state)
+
+
+def _rate(dataset: Dataset, batch_size: int | None, sample_rate: float | None) -> float:
+    """Return the sampling rate, given it or the expected size of a batch.
+
+    Args:
+        dataset: The user's data set.
+        batch_size: Expected number of records in a batch, or None.
+        sample_rate: q, or None.
+
+    Returns:
+        q.
+
+    Raises:
+        DataError: If the data set cannot be sampled from, or is smaller than a batch.
+        InvalidOptionError: If not exactly one of the two is given.
+    """
+    length = dataset_length(dataset)
+    if sample_rate is not None and batch_size is None:
+        return fraction(sample_rate, "sample_rate")
+    if sample_rate is not None:
+        raise InvalidOptionError(f"batch_size={batch_size}, sample_rate={sample_rate}: give one of the two.")
+    if positive_int(batch_size, "batch_size") > length:
+        raise DataError(f"batch_size={batch_size}: the data set has only {length} records; use a smaller batch.")
+    assert batch_size is not None, "refused above"
+    return batch_size / length
+
+
+def _is_shared(distributed: bool | None) -> bool:  # noqa: FBT001 - the user's option
+    """Return whether ranks share batches.
+
+    Args:
+        distributed: As the user gave it.
+
+    Returns:
+        What was asked for; by default whether there are several ranks.
+    """
+    return world_size() > 1 if distributed is None else distributed
+
+
+def _log_replacement(data_loader: DataLoader, batch_size: int, *, shared: bool) -> None:
+    """Say what becomes of a loader's own sampling.
+
+    Args:
+        data_loader: The user's loader.
+        batch_size: Records per batch, over all ranks.
+        shared: Whether ranks share each batch.
+
+    Raises:
+        InvalidOptionError: If records are dealt out to ranks that train apart.
+    """
+    sampler = record_sampler(data_loader)
+    if not shared and getattr(sampler, "num_replicas", 1) > 1:
+        raise InvalidOptionError(
+            f"sampler {type(sampler).__name__} with distributed=False: it deals records out to ranks that train "
+            "together. Leave the sampler or distributed=False out."
+        )
+    logger.info(
+        "%s and drop_last are replaced by private sampling of %s records a batch%s.",
+        type(sampler).__name__,
+        batch_size,
+        f", shared by {world_size()} ranks" if shared else "",
+    )
+
+
+def refuse_invented_records(*, rand_on_empty: bool) -> None:
+    """Refuse to train on records that nobody wrote.
+
+    Args:
+        rand_on_empty: As the user gave it.
+
+    Raises:
+        InvalidOptionError: If it is True.
+    """
+    if rand_on_empty:
+        raise InvalidOptionError(
+            "rand_on_empty=True: an invented record that appears only when nobody was drawn makes one person's "
+            "influence twice the clipping bound; leave it out, empty batches are supported."
+        )

@@ -1,0 +1,202 @@
+"""The largest physical batch that fits in memory, found by growing from one sample."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+
+import torch
+
+from ghostclip import _validate
+from ghostclip.data.memory import PeakMemory, available_bytes
+from ghostclip.errors import InvalidOptionError
+
+DEFAULT_SHARE = 0.5
+"""Share of the memory available at the start that a search may fill when no budget is given."""
+
+_log = logging.getLogger(__name__)
+
+
+def memory_limit(device: torch.device, memory_budget: int | None) -> int | None:
+    """Return the peak of memory that a search must not exceed.
+
+    Args:
+        device: Where the work runs.
+        memory_budget: Bytes on top of what is in use now; None for `DEFAULT_SHARE` of what is available on the CPU, and
+            for no limit but the device's own on CUDA.
+
+    Returns:
+        Bytes, counted like `PeakMemory` counts them; None for no limit.
+
+    Raises:
+        InvalidOptionError: If no budget is given and the system does not say what is available.
+    """
+    if memory_budget is None:
+        if device.type == "cuda":
+            return None
+        room = available_bytes(device)
+        if room is None:
+            raise InvalidOptionError(
+                "max_physical_batch_size='auto': this system does not say how much memory is available. Give "
+                "memory_budget in bytes, or a number of samples."
+            )
+        memory_budget = int(DEFAULT_SHARE * room)
+    # Garbage that is collected during the search would make room that nobody gave.
+    gc.collect()
+    return PeakMemory(device).in_use() + _validate.positive_int(memory_budget, "memory_budget")
+
+
+class BatchSizeSearch:
+    """Decides which size to try next from what the sizes so far took.
+
+    Sizes double while the memory per sample, as measured between the last two sizes, says that twice as much fits;
+    then one extrapolated step goes as far as the limit. After a size that failed (out of memory, or over the limit)
+    comes the middle between it and the largest that worked. Each size is confirmed by its own measurement before it
+    counts.
+
+    Args:
+        upper: The largest size that is of use.
+        limit: Peak of memory not to exceed, in bytes; None for none.
+        start: The first size to try.
+    """
+
+    def __init__(self, *, upper: int, limit: int | None, start: int = 1) -> None:
+        self._upper = _validate.positive_int(upper, "upper")
+        self._limit = limit
+        self._largest = 0
+        self._peak = 0
+        self._too_large = self._upper + 1
+        self._bytes_per_sample = 0.0
+        self.size = min(start, self._upper)
+
+    @property
+    def settled(self) -> bool:
+        """Whether `size` is the answer."""
+        return self.size == self._largest
+
+    def record(self, size: int, peak: int) -> None:
+        """Take note of a size that ran.
+
+        Args:
+            size: Samples in the physical batch.
+            peak: Peak of memory while it ran, in bytes.
+        """
+        if self._limit is not None and peak > self._limit:
+            self.record_failure(size)
+        elif size > self._largest:
+            if self._largest:
+                self._bytes_per_sample = max(0.0, (peak - self._peak) / (size - self._largest))
+            self._largest, self._peak = size, peak
+            self.size = self._next_size()
+
+    def record_failure(self, size: int) -> None:
+        """Take note of a size that did not fit.
+
+        Args:
+            size: Samples in the physical batch.
+        """
+        if size <= self._largest:
+            # What fitted before no longer does (longer samples, new state of the optimizer): leave a margin.
+            self._largest = 3 * size // 4
+            self._too_large = self._largest + 1
+        else:
+            self._too_large = min(self._too_large, size)
+        self.size = max(1, self._next_size())
+
+    @property
+    def nothing_fits(self) -> bool:
+        """Whether even one sample is too much."""
+        return self._too_large <= 1
+
+    def _next_size(self) -> int:
+        """Return the size to try after `largest` worked and `too_large` did not."""
+        gap = self._too_large - self._largest
+        if self._too_large <= self._upper:
+            # Below an eighth the gain in speed is not worth another failure.
+            return self._largest if gap <= max(1, self._largest // 8) else self._largest + gap // 2
+        doubled = min(2 * self._largest, self._upper)
+        if self._limit is None or self._bytes_per_sample == 0:
+            return doubled
+        fitting = self._largest + int((self._limit - self._peak) / self._bytes_per_sample)
+        return max(self._largest, min(doubled, fitting))
+
+
+def find_max_physical_batch_size(
+    step_fn: Callable[[int], object],
+    *,
+    upper: int,
+    memory_budget: int | None = None,
+    device: torch.device | str = "cpu",
+) -> int:
+    """Find the largest batch that a step can process within memory.
+
+    On CUDA sizes are tried until one runs out of memory, then smaller ones are; with a budget the measured peak must
+    stay within it as well. On the CPU, where running out of memory ends the process, the peak of the resident set is
+    measured at small sizes and growth stops where the next size would exceed the budget.
+
+    Args:
+        step_fn: Runs one step (forward, backward) on that many samples of the largest shape that will occur.
+        upper: The largest size that is of use.
+        memory_budget: Bytes that the work may take on top of what is in use now; None for half of the memory available
+            on the CPU, and all of the device's on CUDA.
+        device: Where the step runs.
+
+    Returns:
+        The size, from 1 to `upper`.
+
+    Raises:
+        InvalidOptionError: If not even one sample fits in the budget, or an option is out of range.
+        torch.OutOfMemoryError: If not even one sample fits on the CUDA device.
+    """
+    device = torch.device(device)
+    search = BatchSizeSearch(upper=upper, limit=memory_limit(device, memory_budget))
+    # The first run also pays for what is allocated once, and would make a sample look larger than it is.
+    step_fn(1)
+    meter = PeakMemory(device)
+    while not search.settled:
+        size = search.size
+        peak = _peak_of(step_fn, size, meter)
+        if peak is None:
+            search.record_failure(size)
+        else:
+            search.record(size, peak)
+        if search.nothing_fits:
+            raise InvalidOptionError(
+                f"max_physical_batch_size='auto': one sample takes memory to {peak} bytes, over the budget of "
+                f"{memory_budget} on top of what was in use. Raise memory_budget, or use shorter samples."
+            )
+    _log.info("physical batch size %d found on %s (upper bound %d)", search.size, device, upper)
+    return search.size
+
+
+def _peak_of(step_fn: Callable[[int], object], size: int, meter: PeakMemory) -> int | None:
+    """Run a step and return its peak of memory, or None if the device ran out.
+
+    Args:
+        step_fn: The step.
+        size: Samples to run it on.
+        meter: Measures the peak.
+
+    Returns:
+        Bytes, or None.
+
+    Raises:
+        torch.OutOfMemoryError: If it was a single sample that did not fit.
+    """
+    meter.start()
+    try:
+        step_fn(size)
+    except torch.OutOfMemoryError:
+        if size == 1:
+            raise
+        fits = False
+    else:
+        fits = True
+    peak = meter.stop()
+    if fits:
+        return peak
+    # Outside of the handler: the traceback kept the step's tensors alive until here.
+    gc.collect()
+    torch.cuda.empty_cache()
+    return None

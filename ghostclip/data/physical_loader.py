@@ -1,0 +1,268 @@
+"""A loader that hands out logical batches in physical ones, each with the token that says where it belongs.
+
+The split happens where indices are sampled, so that no worker ever holds a whole logical batch. The token travels with
+its batch: sampler → worker → collate → loader → optimizer. There is no queue beside it that could outlive an aborted
+loop or run ahead of prefetching workers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from ghostclip.data.out_of_memory import run_in_parts
+from ghostclip.data.resumed import started
+from ghostclip.data.sampler import PrivateSampler
+from ghostclip.data.workers import worker_options
+from ghostclip.errors import DataError, MissingGradientError
+from ghostclip.optim import BatchToken, DPOptimizer
+
+
+class SizePolicy(Protocol):
+    """Decides how large a physical batch may be."""
+
+    @property
+    def size(self) -> int:
+        """The largest physical batch to hand out now."""
+
+    def before(self) -> None:
+        """A physical batch is about to be processed."""
+
+    def after(self, size: int) -> None:
+        """A physical batch was processed.
+
+        Args:
+            size: Its number of samples.
+        """
+
+    def failed(self, size: int) -> None:
+        """A physical batch did not fit in memory.
+
+        Args:
+            size: Its number of samples.
+        """
+
+
+class FixedSize:
+    """A physical batch size that was given or found before the loop.
+
+    Args:
+        size: The largest physical batch.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def before(self) -> None:
+        """Nothing to measure."""
+
+    def after(self, size: int) -> None:
+        """Nothing to learn."""
+
+    def failed(self, size: int) -> None:
+        """Hand out batches of half that size from now on.
+
+        Args:
+            size: Number of samples that did not fit.
+        """
+        self.size = min(self.size, max(1, size // 2))
+
+
+class Chunk(NamedTuple):
+    """What the sampler sends to a worker."""
+
+    token: BatchToken
+    indices: list[int]
+
+
+class _Samples(NamedTuple):
+    """What the data set hands to the collate function."""
+
+    token: BatchToken
+    samples: Any
+
+
+class SplittingSampler(Sampler[Any]):
+    """Splits each logical batch of indices into nearly equal parts, as the policy allows at that moment.
+
+    Args:
+        logical: Yields the indices of a logical batch.
+        policy: How large a part may be.
+    """
+
+    def __init__(self, logical: Iterable[Any], policy: SizePolicy) -> None:
+        self._logical = logical
+        self._policy = policy
+
+    def __iter__(self) -> Iterator[Any]:
+        for logical_id, batch in enumerate(self._logical):
+            indices = list(batch)
+            start = chunk = 0
+            while True:
+                left = len(indices) - start
+                parts = max(1, math.ceil(left / self._policy.size))
+                size = math.ceil(left / parts)
+                token = BatchToken(logical_id, chunk, parts == 1, size)
+                yield Chunk(token, indices[start : start + size])
+                if parts == 1:
+                    break
+                start, chunk = start + size, chunk + 1
+
+
+class _TokenDataset(Dataset[Any]):
+    """The user's data set, asked for a chunk at a time.
+
+    Args:
+        dataset: The user's data set.
+    """
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.dataset[index]
+
+    def __getitems__(self, chunk: Chunk) -> _Samples:
+        many = getattr(self.dataset, "__getitems__", None)
+        if not chunk.indices:
+            samples: Any = []
+        elif callable(many):
+            samples = many(chunk.indices)
+        else:
+            samples = [self.dataset[index] for index in chunk.indices]
+        return _Samples(chunk.token, samples)
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if "dataset" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+class _TokenCollate:
+    """The user's collate function, with the token passed by.
+
+    Args:
+        collate_fn: Makes a batch from samples, also from none.
+    """
+
+    def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
+        self._collate_fn = collate_fn
+
+    def __call__(self, fetched: Any) -> tuple[BatchToken, Any]:
+        return fetched.token, self._collate_fn(fetched.samples)
+
+
+class PhysicalBatchLoader(DataLoader[Any]):
+    """Iterates over physical batches and tells the optimizer which of them complete a logical batch.
+
+    A loop that is left early (`break`, an exception) leaves nothing behind: what was accumulated of its unfinished
+    logical batch is dropped, and since nothing of it was released nothing is counted.
+
+    Args:
+        loader: The loader of logical batches.
+        optimizer: Is given each batch's token right before the batch is handed out.
+        policy: How large a physical batch may be.
+        expected_batch_size: Expected size of a logical batch, for `len()`.
+
+    Raises:
+        DataError: If the loader has no index batches to split, or may reorder them.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], *, optimizer: DPOptimizer, policy: SizePolicy, expected_batch_size: float
+    ) -> None:
+        self._logical_batches = splittable_batches(loader)
+        self._stop_when: Callable[[], bool] | None = getattr(loader, "stop_when", None)
+        self._optimizer = optimizer
+        self._policy = policy
+        self._physical_per_logical = lambda: max(1, math.ceil(expected_batch_size / policy.size))
+        super().__init__(
+            _TokenDataset(loader.dataset),
+            batch_sampler=SplittingSampler(self._logical_batches, policy),
+            collate_fn=_TokenCollate(loader.collate_fn),
+            generator=loader.generator,
+            **worker_options(loader),
+        )
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self._optimizer.discard_pending()
+        token: BatchToken | None = None
+        try:
+            sampler = self._logical_batches
+            resuming = isinstance(sampler, PrivateSampler) and sampler.resuming
+            for token, batch in self._delivered(started(super().__iter__, resuming=resuming)):
+                if token.chunk == 0 and self._stop_when is not None and self._stop_when():
+                    return
+                self._optimizer.begin_physical_batch(token)
+                self._policy.before()
+                yield batch
+                self._policy.after(token.size)
+            self._optimizer.require_released()
+        finally:
+            # By identity: a loop that is finalised late must not drop what a newer one has accumulated.
+            if token is not None:
+                self._optimizer.discard_pending(token=token)
+
+    def run(self, batch: Any, work: Callable[[Any], Any]) -> list[Any]:
+        """Run forward and backward on the batch just handed out, in smaller parts where memory runs out.
+
+        Every sample is in the clipped sum once, whatever failed on the way; batches handed out later are smaller.
+
+        Args:
+            batch: What this loader handed out last.
+            work: Runs forward and backward on a part of it.
+
+        Returns:
+            What `work` returned, part by part; one part if all went well.
+
+        Raises:
+            MissingGradientError: If no batch has been handed out.
+        """
+        token = self._optimizer.current_token
+        if token is None:
+            raise MissingGradientError("run(): no batch of this loader is being processed; call it inside the loop.")
+        return run_in_parts(self._optimizer, batch, token.size, work, self._policy.failed)
+
+    def _delivered(self, physical: Iterator[tuple[BatchToken, Any]]) -> Iterator[tuple[BatchToken, Any]]:
+        """Tell a private sampler which logical batches were handed out, so that a checkpoint knows where to resume."""
+        sampler = self._logical_batches
+        if not isinstance(sampler, PrivateSampler):
+            yield from physical
+            return
+        with sampler.tracking():
+            for token, batch in physical:
+                if token.chunk == 0:
+                    sampler.mark_delivered()
+                yield token, batch
+
+    def __len__(self) -> int:
+        """Return about how many physical batches a pass has; sampled batches differ in size."""
+        return len(self._logical_batches) * self._physical_per_logical()  # type: ignore[arg-type]
+
+
+def splittable_batches(loader: DataLoader[Any]) -> Iterable[list[int]]:
+    """Return what a loader draws its batches of indices from.
+
+    Args:
+        loader: The loader of logical batches.
+
+    Returns:
+        Its batch sampler.
+
+    Raises:
+        DataError: If its batches are not made from batches of indices, or may come in another order.
+    """
+    if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
+        raise DataError(
+            f"data_loader over {type(loader.dataset).__name__}: batches can only be split where indices are sampled. "
+            "Use a map-style data set with a batch size or a batch_sampler."
+        )
+    if not getattr(loader, "in_order", True):
+        raise DataError("data_loader(in_order=False): parts of a logical batch must come in order. Use in_order=True.")
+    return loader.batch_sampler

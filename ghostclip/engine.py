@@ -1,0 +1,446 @@
+"""`PrivacyEngine`: the user's model, optimizer and loader go in, their private counterparts come out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from ghostclip.accounting import DEFAULT_ACCOUNTANT, bounding_accountant, create_accountant
+from ghostclip.assembly.clipping_options import ClippingOptions
+from ghostclip.assembly.private import (
+    Private,
+    PrivateWithCriterion,
+    Request,
+    assemble,
+    check_options,
+    coordinates_of,
+    noise_level_of,
+)
+from ghostclip.clipping.policies import ClipPolicy
+from ghostclip.data import DeclaredSampling
+from ghostclip.distributed import world_size
+from ghostclip.noise import make_noise_source
+from ghostclip.optim import DPOptimizer, MemberOptimizer, release_of
+from ghostclip.privacy import checkpoints
+from ghostclip.privacy.account import Account
+from ghostclip.privacy.all_or_nothing import all_or_nothing
+from ghostclip.privacy.budget import Budget
+from ghostclip.privacy.ledger_file import LedgerFile
+from ghostclip.privacy.optimizer_state import OptimizerAccount
+from ghostclip.privacy.sampling_plan import SamplingPlan, plan_for
+from ghostclip.privacy.spending import Spending
+
+
+class PrivacyEngine(Spending):
+    """Makes a training private and keeps the account of what it has released.
+
+    Privacy:
+        ε is an upper bound for the noisy gradients (and so for the parameters) that were released by the optimizers
+        made here, for neighbouring data sets as the loader's sampler relates them (by default: one record replaced by
+        nothing, the number of records being public); `summary` says it in words. It covers neither losses, norms and
+        batch sizes that are read on the way, nor another model, optimizer or loader used in between. Levels "fast" and
+        "secure" treat floating-point numbers as real ones; only "exact" holds in floating point, for physical batches
+        of one record to the last bit (see `Grid.quantize`).
+
+    Args:
+        accountant: Name of the accounting method, as `ghostclip.accounting.create_accountant` knows it; by default the
+            smaller of what a privacy loss distribution and Rényi divergences prove.
+        secure_mode: Opacus's name for noise_level="secure".
+        ledger: A file that every release is written to, and that is safe on the disk, before the release is applied.
+            What it holds already counts. With it a crash loses no part of the account, and a resumed run that does not
+            repeat the interrupted one exactly is refused instead of reusing its noise. One engine at a time writes to
+            it: from `make_private` until `close`, or until the engine or its process is gone. Ranks that share batches
+            have one ledger: give the same path on every rank (different ones are refused); only rank 0 writes the file
+            that it leads to there, and what that holds counts on all.
+        noise_level: "fast" (the default: a statistical generator), "secure" (a cryptographic keystream) or "exact"
+            (that, and discrete noise on integer sums; needs grad_sample_mode="hooks").
+
+    Raises:
+        InvalidOptionError: If there is no such accountant or level, secure_mode contradicts it, or the ledger is no
+            regular file.
+        ResumeError: If the ledger is damaged. In a process group of several ranks both are raised by `make_private`, on
+            all of them.
+    """
+
+    def __init__(
+        self,
+        *,
+        accountant: str = DEFAULT_ACCOUNTANT,
+        secure_mode: bool = False,
+        ledger: str | os.PathLike[str] | None = None,
+        noise_level: str | None = None,
+    ) -> None:
+        file = None if ledger is None else LedgerFile(ledger, alone=world_size() == 1)
+        account = Account(bounding_accountant(), file)
+        super().__init__(account, noise_level=noise_level_of(noise_level, secure_mode=secure_mode))
+        self.accountant = create_accountant(mechanism=accountant)
+
+    def make_private(  # noqa: PLR0913 - Opacus's arguments
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        criterion: Callable[..., torch.Tensor] | None = None,
+        data_loader: DataLoader[Any] | DeclaredSampling,
+        noise_multiplier: float,
+        max_grad_norm: float | Sequence[float] | None,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        poisson_sampling: bool = True,
+        clipping: str | ClipPolicy = "flat",
+        noise_generator: torch.Generator | None = None,
+        grad_sample_mode: str = "auto",
+        wrap_model: bool = True,
+        rand_on_empty: bool = False,
+        target_unclipped_quantile: float | None = None,
+        clipbound_learning_rate: float | None = None,
+        max_clipbound: float | None = None,
+        min_clipbound: float | None = None,
+        unclipped_num_std: float | None = None,
+        budget: Budget | None = None,
+        probe: bool = True,
+    ) -> Private | PrivateWithCriterion:
+        """Return private counterparts of a model, its optimizer and its loader.
+
+        Args:
+            module: The model, in training mode.
+            optimizer: Its optimizer; several over disjoint parameters in a list, for which as many are returned, with
+                one release and one entry in the account for all of them.
+            criterion: The loss function, for the two-pass strategies "ghost" and "fast", which need the losses apart by
+                sample; the others use it as it is.
+            data_loader: The loader; its batch size over the number of records becomes the sampling rate. A
+                `ghostclip.DeclaredSampling` instead, if you sample batches yourself.
+            noise_multiplier: σ, the noise's standard deviation in units of the sensitivity.
+            max_grad_norm: C, the largest norm that a sample's gradient keeps; for clipping="per_layer" also a list, one
+                bound for each trainable parameter; None if `clipping` is a policy, which holds its bound.
+            batch_first: Whether the leading axis of the model's inputs is the batch.
+            loss_reduction: "mean" or "sum", as the loss is reduced over the batch.
+            poisson_sampling: Whether batches are sampled as the accountant assumes; False keeps the loader's own
+                batches and accounts a full participation per pass.
+            clipping: "flat", "per_layer", "adaptive", "automatic", "normalised", "psac", or a clip policy (see
+                `ghostclip.clipping.policies`).
+            noise_generator: Makes the noise reproducible, and so not private against who knows it.
+            grad_sample_mode: The clipping strategy: "auto", "bookkeeping", "ghost", "fast" or "hooks".
+            wrap_model: False attaches to the model and returns only a handle with `cleanup()` in its place.
+            rand_on_empty: Only False: batches without records are steps of pure noise.
+            target_unclipped_quantile: Share of samples that clipping="adaptive" leaves unclipped; 0.5 by default.
+            clipbound_learning_rate: How fast it moves C; 0.2 by default.
+            max_clipbound: Largest C; 1e8 by default.
+            min_clipbound: Smallest C; 1e-6 by default.
+            unclipped_num_std: Standard deviation of its noisy count, whose cost is part of each step's; a twentieth of
+                the expected batch size by default, σ if that is more.
+            budget: Refuses, or ends the training before, the step that would exceed it.
+            probe: Whether to prove by extra backwards in the first steps that samples do not mix; False only for a
+                model that `ghostclip.validate` found sound in the same layout.
+
+        Returns:
+            (module, optimizer, data_loader); or (module, optimizer, criterion, data_loader) for "ghost", and for "fast"
+            if a criterion is given: then `criterion(output, target).backward()` runs both passes.
+
+        Raises:
+            InvalidOptionError: If an option is out of range, unknown or contradicts another.
+            UnsupportedModelError: If the model cannot be clipped per sample.
+            UncoveredParameterError: If the optimizer holds parameters that are not the model's.
+            DataError: If the loader cannot be sampled from as asked.
+        """
+        check_options(
+            rand_on_empty=rand_on_empty,
+            noise_generator=noise_generator,
+            noise_level=self.noise_level,
+            grad_sample_mode=grad_sample_mode,
+        )
+        plan = self._sampled(data_loader, poisson_sampling=poisson_sampling)
+        options = ClippingOptions(
+            clipping=clipping,
+            max_grad_norm=max_grad_norm,
+            target_unclipped_quantile=target_unclipped_quantile,
+            clipbound_learning_rate=clipbound_learning_rate,
+            max_clipbound=max_clipbound,
+            min_clipbound=min_clipbound,
+            unclipped_num_std=unclipped_num_std,
+        )
+        return self._assemble(
+            Request(
+                module=module,
+                optimizer=optimizer,
+                criterion=criterion,
+                plan=plan,
+                noise_multiplier=noise_multiplier,
+                clipping=options,
+                batch_first=batch_first,
+                loss_reduction=loss_reduction,
+                noise_generator=noise_generator,
+                grad_sample_mode=grad_sample_mode,
+                wrap_model=wrap_model,
+                probe=probe,
+            ),
+            budget,
+        )
+
+    def make_private_with_epsilon(  # noqa: PLR0913 - Opacus's arguments
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        criterion: Callable[..., torch.Tensor] | None = None,
+        data_loader: DataLoader[Any] | DeclaredSampling,
+        target_epsilon: float,
+        target_delta: float,
+        epochs: int,
+        max_grad_norm: float | Sequence[float] | None,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        poisson_sampling: bool = True,
+        clipping: str | ClipPolicy = "flat",
+        noise_generator: torch.Generator | None = None,
+        grad_sample_mode: str = "auto",
+        wrap_model: bool = True,
+        target_unclipped_quantile: float | None = None,
+        clipbound_learning_rate: float | None = None,
+        max_clipbound: float | None = None,
+        min_clipbound: float | None = None,
+        unclipped_num_std: float | None = None,
+        when_spent: str = "raise",
+        probe: bool = True,
+    ) -> Private | PrivateWithCriterion:
+        """Like `make_private`, with the least noise that keeps a privacy budget for a number of epochs.
+
+        Args:
+            module: The model, in training mode.
+            optimizer: Its optimizer, or several in a list, as for `make_private`.
+            criterion: The loss function, for the two-pass strategies "ghost" and "fast".
+            data_loader: The loader; its batch size over the number of records becomes the sampling rate. A
+                `ghostclip.DeclaredSampling` instead, if you sample batches yourself.
+            target_epsilon: ε that must not be exceeded after `epochs`.
+            target_delta: δ that ε is meant at.
+            epochs: Passes over the private loader that are planned.
+            max_grad_norm: C, as for `make_private`.
+            batch_first: Whether the leading axis of the model's inputs is the batch.
+            loss_reduction: "mean" or "sum", as the loss is reduced over the batch.
+            poisson_sampling: Whether batches are sampled as the accountant assumes.
+            clipping: As for `make_private`.
+            noise_generator: Makes the noise reproducible, and so not private against who knows it.
+            grad_sample_mode: The clipping strategy: "auto", "bookkeeping", "ghost", "fast" or "hooks".
+            wrap_model: False attaches to the model and returns only a handle with `cleanup()` in its place.
+            target_unclipped_quantile: As for `make_private`.
+            clipbound_learning_rate: As for `make_private`.
+            max_clipbound: As for `make_private`.
+            min_clipbound: As for `make_private`.
+            unclipped_num_std: As for `make_private`.
+            when_spent: What happens at the step that would exceed the budget: "raise" an error, or "stop" the training
+                (that step and later ones do nothing, the loader hands out no further batch).
+            probe: As for `make_private`.
+
+        Returns:
+            As `make_private`.
+
+        Raises:
+            BudgetError: If no noise keeps the budget.
+            InvalidOptionError: If an option is out of range, unknown or contradicts another.
+            UnsupportedModelError: If the model cannot be clipped per sample.
+            UncoveredParameterError: If the optimizer holds parameters that are not the model's.
+            DataError: If the loader cannot be sampled from as asked.
+        """
+        check_options(
+            rand_on_empty=False,
+            noise_generator=noise_generator,
+            noise_level=self.noise_level,
+            grad_sample_mode=grad_sample_mode,
+        )
+        plan = self._sampled(data_loader, poisson_sampling=poisson_sampling)
+        budget = Budget(target_epsilon, target_delta, when_spent=when_spent)
+        self._warn_of(target_delta, plan)
+        noise_multiplier = self._account.noise_for(
+            budget, plan, epochs=epochs, coordinates=coordinates_of(module, self.noise_level)
+        )
+        options = ClippingOptions(
+            clipping=clipping,
+            max_grad_norm=max_grad_norm,
+            target_unclipped_quantile=target_unclipped_quantile,
+            clipbound_learning_rate=clipbound_learning_rate,
+            max_clipbound=max_clipbound,
+            min_clipbound=min_clipbound,
+            unclipped_num_std=unclipped_num_std,
+        )
+        return self._assemble(
+            Request(
+                module=module,
+                optimizer=optimizer,
+                criterion=criterion,
+                plan=plan,
+                noise_multiplier=noise_multiplier,
+                clipping=options,
+                batch_first=batch_first,
+                loss_reduction=loss_reduction,
+                noise_generator=noise_generator,
+                grad_sample_mode=grad_sample_mode,
+                wrap_model=wrap_model,
+                probe=probe,
+            ),
+            budget,
+        )
+
+    def save_checkpoint(  # noqa: PLR0913 - Opacus's arguments
+        self,
+        *,
+        path: checkpoints.Place,
+        module: nn.Module,
+        optimizer: DPOptimizer | Sequence[MemberOptimizer] | None = None,
+        noise_scheduler: Any = None,
+        grad_clip_scheduler: Any = None,
+        checkpoint_dict: dict[str, Any] | None = None,
+        module_state_dict_kwargs: dict[str, Any] | None = None,
+        torch_save_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Save everything that a resumed training needs to be the same training.
+
+        Privacy:
+            The file holds the keys that noise and batches follow from: whoever has it can undo the protection. Publish
+            `module.state_dict()` instead.
+
+        Args:
+            path: A path or an open binary file; a file appears only when it is complete.
+            module: The model, private or not.
+            optimizer: The private optimizer; its state, mechanism and noise position are saved with it.
+            noise_scheduler: Scheduler of σ, if there is one.
+            grad_clip_scheduler: Scheduler of C, if there is one.
+            checkpoint_dict: Further entries to save.
+            module_state_dict_kwargs: Options of `module.state_dict`.
+            torch_save_kwargs: Options of `torch.save`.
+
+        Raises:
+            MissingGradientError: In the middle of a logical batch.
+        """
+        private: DPOptimizer | None = release_of(optimizer)
+        state = dict(checkpoint_dict or {})
+        state.update(checkpoints.training_state(self._account, private, self._plan))
+        state[checkpoints.MODULE] = module.state_dict(**(module_state_dict_kwargs or {}))
+        for name, scheduler in (("noise_multiplier", noise_scheduler), ("max_grad_norm", grad_clip_scheduler)):
+            if scheduler is not None:
+                state[checkpoints.SCHEDULERS[name]] = scheduler.state_dict()
+        checkpoints.save(state, path, torch_save_kwargs or {})
+
+    def load_checkpoint(  # noqa: PLR0913 - Opacus's arguments and one of ours
+        self,
+        *,
+        path: checkpoints.Place,
+        module: nn.Module,
+        optimizer: DPOptimizer | Sequence[MemberOptimizer] | None = None,
+        noise_scheduler: Any = None,
+        grad_clip_scheduler: Any = None,
+        module_load_dict_kwargs: dict[str, Any] | None = None,
+        torch_load_kwargs: dict[str, Any] | None = None,
+        allow_mechanism_change: bool = False,
+        fresh_randomness: bool = False,
+    ) -> dict[str, Any]:
+        """Continue a saved training: call `make_private` as before, then this.
+
+        On a CPU the resumed run is the uninterrupted one, bit for bit, for Poisson batches: parameters, optimizer,
+        noise, batches, dropout (torch's global generators are set) and account. If this raises, nothing is changed.
+        Learning-rate schedulers and what else
+        the loop keeps belong into `checkpoint_dict`.
+
+        Privacy:
+            The steps that the interrupted run made after it was saved are made again with the same noise, which is
+            harmless only if they come out the same. Whoever changes anything in between (data, learning rate, code)
+            passes `fresh_randomness=True`; with a ledger a step that comes out otherwise is refused. Whatever this
+            process has released stays counted: an earlier checkpoint of the same training is gone back to with the
+            account as it is, and without a ledger with noise from a fresh key and the batches that are next.
+
+        Args:
+            path: What `save_checkpoint` wrote.
+            module: The model, private or not.
+            optimizer: The private optimizer.
+            noise_scheduler: Scheduler of σ, if there is one.
+            grad_clip_scheduler: Scheduler of C, if there is one.
+            module_load_dict_kwargs: Options of `module.load_state_dict`.
+            torch_load_kwargs: Options of `torch.load`.
+            allow_mechanism_change: Whether σ, clipping, sampling or the expected batch size may differ from the saved
+                ones; then the steps to come are a new segment of the account, with fresh randomness.
+            fresh_randomness: Do not repeat what the interrupted run did after it was saved, but go on with noise and
+                batches that were never used. What the interrupted run released stays counted if there is a ledger.
+
+        Returns:
+            The loaded dictionary without the optimizer's and schedulers' entries, further entries included.
+
+        Raises:
+            ResumeError: If the checkpoint is damaged, incomplete, of another mechanism or of another training, or the
+                ledger is not the one that it was saved with.
+        """
+        private: DPOptimizer | None = release_of(optimizer)
+        checkpoint = checkpoints.load(path, torch_load_kwargs or {})
+        schedulers = {"noise_multiplier": noise_scheduler, "max_grad_norm": grad_clip_scheduler}
+        if private is not None:
+            checkpoint = checkpoints.reconciled(
+                checkpoint,
+                private,
+                self._plan,
+                scheduled={name for name, scheduler in schedulers.items() if scheduler is not None},
+                allow_change=allow_mechanism_change,
+                fresh=fresh_randomness,
+            )
+        goes_back = self._account.goes_back(checkpoint[checkpoints.RUNS])
+        if self._account.goes_on:
+            checkpoint = checkpoints.without_positions(checkpoint)
+        with all_or_nothing(
+            module=module,
+            optimizer=private,
+            plan=self._plan,
+            account=self._account,
+            schedulers=schedulers.values(),
+        ):
+            checkpoints.load_module(module, checkpoint, module_load_dict_kwargs or {})
+            checkpoints.restore(checkpoint, private, self._plan)
+            checkpoints.continue_schedules(checkpoint, private, schedulers)
+            # The last, for a line in the ledger is not taken back.
+            checkpoints.restore_account(checkpoint, self._account)
+        if private is not None:
+            private.discard_pending()
+            if goes_back:
+                checkpoints.branch_off(private)
+        return checkpoint
+
+    def close(self) -> None:
+        """Give the ledger's file back, so that another engine may write to it; without a ledger nothing happens.
+
+        The file is also given back when the engine and its optimizers are gone, and when the process ends, however it
+        ends. A later step of this engine takes it again, unless somebody else has written to it meanwhile.
+        """
+        if self._account.ledger is not None:
+            self._account.ledger.close()
+
+    def _sampled(self, data_loader: DataLoader[Any] | DeclaredSampling, *, poisson_sampling: bool) -> SamplingPlan:
+        """Settle how batches are sampled; the account takes over what neighbouring data sets are."""
+        plan = plan_for(data_loader, poisson_sampling=poisson_sampling, before=self._plan)
+        self._account.settle_ledger(shared=plan.replicas > 1)
+        self._account.require_relation(plan.event.relation)
+        return plan
+
+    def _assemble(self, request: Request, budget: Budget | None) -> Private | PrivateWithCriterion:
+        """Put the private objects together and let their steps be charged to this engine's account.
+
+        Args:
+            request: What the user asked for.
+            budget: What the account must not exceed.
+
+        Returns:
+            As `make_private`.
+        """
+        noise = make_noise_source(level=self.noise_level, generator=request.noise_generator)
+        private = assemble(request, noise)
+        if budget is not None:
+            self._account.add_budget(budget)
+        optimizer, plan = release_of(private[1]), request.plan
+        self._account.open(optimizer, plan, checkpoints.mechanism(optimizer, plan))
+        if plan.draws is not None:
+            plan.loader.stop_when = lambda: self._account.spent
+            optimizer.require_draws(plan.draws)
+        optimizer.account = OptimizerAccount(self._account, optimizer, plan)
+        self._plan = plan
+        return private

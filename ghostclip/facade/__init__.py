@@ -1,0 +1,10 @@
+"""What `PrivacyEngine` hands back in the place of a model and a criterion.
+
+The objects hold no hooks and compute nothing: all of that is the clipper's.
+"""
+
+from ghostclip.facade.criterion import PrivateCriterion, PrivateLoss
+from ghostclip.facade.modes import MODES, strategy_of
+from ghostclip.facade.module import GradSampleHooks, GradSampleModule
+
+__all__ = ["MODES", "GradSampleHooks", "GradSampleModule", "PrivateCriterion", "PrivateLoss", "strategy_of"]

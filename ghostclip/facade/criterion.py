@@ -1,0 +1,200 @@
+"""A criterion whose `loss.backward()` runs the two passes of the "ghost" and "fast" strategies.
+
+Shape legend: B samples, `...` positions of one sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ghostclip.errors import LossReductionError
+
+if TYPE_CHECKING:
+    from ghostclip.clipper import GhostClipper
+
+
+class PrivateLoss:
+    """The losses of one batch, kept apart by sample until `backward()` has clipped them.
+
+    Numbers may be added and multiplied, losses of the same batch added and subtracted.
+
+    Privacy:
+        `item()` and `detach()` show the exact loss, which is not a private quantity.
+
+    Args:
+        clipper: What runs the two passes.
+        per_sample: The losses, `[B]`.
+    """
+
+    def __init__(self, clipper: GhostClipper, per_sample: torch.Tensor) -> None:
+        self._clipper = clipper
+        self.per_sample = per_sample
+
+    def backward(self) -> None:
+        """Clip every sample's gradient and add their sum to `p.grad`."""
+        self._clipper.backward(self.per_sample)
+
+    def detach(self) -> torch.Tensor:
+        """Return the reduced loss, without a graph.
+
+        Returns:
+            Scalar tensor.
+        """
+        loss_B = self.per_sample.detach()
+        return loss_B.mean() if self._clipper.loss_reduction == "mean" else loss_B.sum()
+
+    def item(self) -> float:
+        """Return the reduced loss as a number.
+
+        Returns:
+            The number.
+        """
+        return self.detach().item()
+
+    def _with(self, per_sample: torch.Tensor) -> PrivateLoss:
+        """Return a loss of the same batch."""
+        return PrivateLoss(self._clipper, per_sample)
+
+    def __float__(self) -> float:
+        return self.item()
+
+    def __mul__(self, other: object) -> PrivateLoss:
+        return self._with(self.per_sample * other) if isinstance(other, (int, float)) else NotImplemented
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: object) -> PrivateLoss:
+        return self._with(self.per_sample / other) if isinstance(other, (int, float)) else NotImplemented
+
+    def __add__(self, other: object) -> PrivateLoss:
+        if isinstance(other, PrivateLoss) and other.per_sample.shape == self.per_sample.shape:
+            return self._with(self.per_sample + other.per_sample)
+        return self._with(self.per_sample + other) if isinstance(other, (int, float)) else NotImplemented
+
+    __radd__ = __add__
+
+    def __neg__(self) -> PrivateLoss:
+        return self._with(-self.per_sample)
+
+    def __sub__(self, other: object) -> PrivateLoss:
+        return self + -other if isinstance(other, (PrivateLoss, int, float)) else NotImplemented
+
+    def __rsub__(self, other: object) -> PrivateLoss:
+        return -self + other
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.item():.4f}, samples={self.per_sample.shape[0]})"
+
+
+class PrivateCriterion:
+    """Calls the user's criterion per sample.
+
+    A module with a `reduction` (all of torch's losses) is asked for unreduced values; what it gives for the positions
+    of one sample is averaged or summed as its own reduction says. Positions that equal its `ignore_index` count neither
+    in the sum nor in the number that is divided by, so a sample's loss never depends on another sample. For the same
+    reason class weights multiply, but the batch's total weight does not divide. Any other callable must return one loss
+    per sample itself.
+
+    Args:
+        clipper: What runs the two passes.
+        criterion: The user's criterion.
+
+    Raises:
+        LossReductionError: If the criterion's own reduction contradicts the declared one.
+    """
+
+    def __init__(self, clipper: GhostClipper, criterion: Callable[..., torch.Tensor]) -> None:
+        own = getattr(criterion, "reduction", None)
+        if own in ("mean", "sum") and own != clipper.loss_reduction:
+            raise LossReductionError(
+                f"criterion {type(criterion).__name__}(reduction={own!r}): the loss was declared with "
+                f"loss_reduction={clipper.loss_reduction!r}. Say the same in both."
+            )
+        self.clipper = clipper
+        self.criterion = criterion
+
+    def __call__(self, *args: Any, shape: Sequence[int] | None = None, **kwargs: Any) -> PrivateLoss:
+        """Compute the losses of a batch.
+
+        Args:
+            *args: The criterion's own arguments.
+            shape: Shape of the model's output `[B, T, ...]` before it was flattened to `[B·T, ...]` for the criterion.
+            **kwargs: The criterion's own keyword arguments.
+
+        Returns:
+            A loss with `backward()` and `item()`.
+
+        Raises:
+            LossReductionError: If the criterion does not give a value per sample.
+        """
+        values = self._unreduced(args, kwargs)
+        if not isinstance(values, torch.Tensor) or values.dim() == 0:
+            raise LossReductionError(
+                f"criterion {self._name()}: returned {values!r:.60}, not one loss per sample. Use a criterion with a "
+                "`reduction` attribute or one that returns a tensor whose first axis is the batch."
+            )
+        keep = self._counted(values, args, kwargs)
+        if shape is not None and values.shape[0] == shape[0] * shape[1]:
+            values = values.reshape(shape[0], shape[1], *values.shape[1:])
+            keep = None if keep is None else keep.reshape(values.shape)
+        return PrivateLoss(self.clipper, self._per_sample(values, keep))
+
+    def _unreduced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the criterion without its reduction, which is put back afterwards."""
+        if not hasattr(self.criterion, "reduction"):
+            return self.criterion(*args, **kwargs)
+        own = self.criterion.reduction
+        self.criterion.reduction = "none"
+        try:
+            return self.criterion(*args, **kwargs)
+        finally:
+            self.criterion.reduction = own
+
+    def _counted(self, values: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """Find the positions that count in a mean, where the criterion ignores some.
+
+        Args:
+            values: The unreduced losses.
+            args: The criterion's arguments; the second is the target.
+            kwargs: The criterion's keyword arguments.
+
+        Returns:
+            A mask of the shape of `values`, or None if all count.
+        """
+        ignored = getattr(self.criterion, "ignore_index", None)
+        target = kwargs.get("target", args[1] if len(args) > 1 else None)
+        if ignored is None or not isinstance(target, torch.Tensor) or target.shape != values.shape:
+            return None
+        return target != ignored
+
+    def _per_sample(self, values: torch.Tensor, keep: torch.Tensor | None) -> torch.Tensor:
+        """Reduce everything but the batch axis.
+
+        Args:
+            values: Unreduced losses, `[B, ...]`.
+            keep: Mask of the positions that count, `[B, ...]`, or None for all.
+
+        Returns:
+            The losses, `[B]`.
+        """
+        if values.dim() == 1:
+            return values
+        axes = tuple(range(1, values.dim()))
+        if self.clipper.loss_reduction == "sum":
+            return values.sum(dim=axes)
+        if keep is None:
+            return values.mean(dim=axes)
+        return values.sum(dim=axes) / keep.sum(dim=axes).clamp(min=1)
+
+    def _name(self) -> str:
+        """Return the criterion's name for messages."""
+        return getattr(self.criterion, "__name__", type(self.criterion).__name__)
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up what this wrapper does not have on the criterion (`reduction`, `weight`, `to`, ...)."""
+        if "criterion" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.criterion, name)

@@ -1,0 +1,47 @@
+"""Opacus's gradient sample modes, as strategies of the one clipper."""
+
+from __future__ import annotations
+
+from typing import Final, get_args
+
+from ghostclip.clipper import Strategy
+from ghostclip.errors import InvalidOptionError
+
+SHARDED: Final = (
+    "parameters that are sharded over devices (FSDP, tensor parallel) cannot be clipped yet. Train data-parallel, "
+    "where every rank holds the model, see ghostclip.distributed"
+)
+NO_OP: Final = (
+    "it trains without clipping while the account goes on. Use the plain model and optimizer to compare with "
+    "training without privacy"
+)
+REFUSED_MODES: Final = {"ghost_fsdp": SHARDED, "ghost_tp": SHARDED, "no_op": NO_OP}
+"""Values of `grad_sample_mode` that are refused by name."""
+
+_STRATEGY_OF: Final[dict[str, Strategy]] = {
+    **{name: name for name in get_args(Strategy)},
+    # Opacus's other ways to fill p.grad_sample; what is in it is the same.
+    "functorch": "hooks",
+    "ew": "hooks",
+}
+MODES: Final = tuple(_STRATEGY_OF)
+
+
+def strategy_of(grad_sample_mode: str) -> Strategy:
+    """Return the strategy that a mode stands for.
+
+    Args:
+        grad_sample_mode: One of `MODES`: a strategy, or Opacus's "functorch" and "ew", which stand for "hooks".
+
+    Returns:
+        The strategy.
+
+    Raises:
+        InvalidOptionError: If there is no such mode, or it is refused.
+    """
+    if grad_sample_mode in REFUSED_MODES:
+        raise InvalidOptionError(f"grad_sample_mode={grad_sample_mode!r}: {REFUSED_MODES[grad_sample_mode]}.")
+    if grad_sample_mode not in _STRATEGY_OF:
+        listed = ", ".join(map(repr, MODES))
+        raise InvalidOptionError(f"grad_sample_mode={grad_sample_mode!r}: must be one of {listed}.")
+    return _STRATEGY_OF[grad_sample_mode]

@@ -1,0 +1,227 @@
+"""`GradSampleModule`: stands for the user's model, and gives access to the clipper that is attached to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ghostclip.errors import UnsupportedModelError
+from ghostclip.facade.handle import ClipperHandle, attached_clipper
+
+if TYPE_CHECKING:
+    from ghostclip.clipper import GhostClipper
+
+_PREFIX = "_module."
+
+
+class GradSampleHooks(ClipperHandle):
+    """What `make_private(wrap_model=False)` returns instead of a model: the handle that ends the clipping.
+
+    Args:
+        m: The model, which stays as it is for the user.
+        batch_first: As for `GradSampleModule`.
+        loss_reduction: As for `GradSampleModule`.
+        strict: As for `GradSampleModule`.
+        force_functorch: As for `GradSampleModule`.
+        clipper: The clipper attached to it; by default one as `GradSampleModule` makes it.
+    """
+
+    def __init__(
+        self,
+        m: nn.Module,
+        *,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        strict: bool = True,
+        force_functorch: bool = False,
+        clipper: GhostClipper | None = None,
+    ) -> None:
+        del force_functorch
+        self._module = m
+        self.clipper = attached_clipper(
+            m, clipper, strict=strict, batch_first=batch_first, loss_reduction=loss_reduction
+        )
+
+
+class GradSampleModule(ClipperHandle, nn.Module):
+    """Stands for a model whose gradients are clipped per sample.
+
+    Every attribute is the model's own (`config`, `generate`, `save_pretrained`, a submodule by its name), assignments
+    reach the model, and `state_dict()` has the model's keys unchanged. States with Opacus's `_module.` prefix load too.
+    A copy (as an exponential moving average makes one) or a pickle carries the model alone: its `clipper` is None.
+
+    Without a clipper it makes one that leaves every sample's gradient in `p.grad_sample` and, until a private optimizer
+    takes them over, in `p.grad` what autograd computes.
+
+    Args:
+        m: The model.
+        batch_first: Whether the leading axis of the model's inputs is the batch.
+        loss_reduction: "mean" or "sum", as the loss is reduced over the batch.
+        strict: Whether modules that `ModuleValidator` finds are refused at once; what cannot be clipped exactly is
+            refused when it runs, whatever this says.
+        force_functorch: Of no effect: per-sample gradients are the same however they are formed.
+        clipper: The clipper attached to the model already; it says what the arguments above do.
+    """
+
+    def __init__(
+        self,
+        m: nn.Module,
+        *,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        strict: bool = True,
+        force_functorch: bool = False,
+        clipper: GhostClipper | None = None,
+    ) -> None:
+        del force_functorch
+        super().__init__()
+        attached = attached_clipper(m, clipper, strict=strict, batch_first=batch_first, loss_reduction=loss_reduction)
+        self.__dict__["clipper"] = attached
+        self.train(m.training)
+        self.add_module("_module", m)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model.
+
+        Args:
+            *args: The model's own arguments.
+            **kwargs: The model's own keyword arguments.
+
+        Returns:
+            What the model returns.
+        """
+        return self._module(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
+        """Discard what was accumulated since the last step, per-sample gradients included.
+
+        Args:
+            set_to_none: Whether gradients become None or zeros, as in torch.
+        """
+        self._module.zero_grad(set_to_none)
+        for p in self._module.parameters():
+            if getattr(p, "grad_sample", None) is not None:
+                p.grad_sample = None
+
+    @property
+    def compile(self) -> Any:
+        """The model's own `compile`: it runs as it is while the clipper is attached, and compiled without."""
+        return self._module.compile
+
+    def to_standard_module(self) -> nn.Module:
+        """Detach the clipper and return the model as it was.
+
+        Returns:
+            The model.
+        """
+        self.remove_hooks()
+        return self._module
+
+    def state_dict(  # type: ignore[override]
+        self,
+        *,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Any]:
+        """Return the model's state under the model's own keys.
+
+        Args:
+            destination: Where to add it, as torch takes it.
+            prefix: What every key begins with.
+            keep_vars: Whether tensors stay attached to the graph.
+
+        Returns:
+            The state.
+        """
+        return self._module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: FBT001, FBT002 - torch's signature
+        """Load a state with the model's own keys, or with Opacus's `_module.` prefix.
+
+        Args:
+            state_dict: The state.
+            strict: Whether missing or unexpected keys are an error.
+            assign: Whether tensors are taken over instead of copied into.
+
+        Returns:
+            Missing and unexpected keys, as torch returns them.
+        """
+        own = {key.removeprefix(_PREFIX): value for key, value in state_dict.items()}
+        return self._module.load_state_dict(own, strict=strict, assign=assign)
+
+    def _load_from_state_dict(  # noqa: PLR0913, PLR0917 - torch's signature
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,  # noqa: FBT001 - torch's signature
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Put our keys where torch looks for them when this module is part of another one.
+
+        Args:
+            state_dict: The whole state; changed in place, as torch's own pre-hooks do.
+            prefix: Where this module stands in it.
+            local_metadata: As torch takes it.
+            strict: As torch takes it.
+            missing_keys: As torch takes it.
+            unexpected_keys: As torch takes it.
+            error_msgs: As torch takes it.
+        """
+        inside = prefix + _PREFIX
+        for key in [k for k in state_dict if k.startswith(prefix) and not k.startswith(inside)]:
+            state_dict[inside + key[len(prefix) :]] = state_dict.pop(key)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up what the facade does not have on the model."""
+        module = self.__dict__.get("_modules", {}).get("_module")
+        if module is None:
+            raise AttributeError(name)
+        return module if name == "_module" else getattr(module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Assign to the model; a layer or parameter set here would neither be run nor clipped.
+
+        What wraps a method of the facade (a `forward` under autocast, a compiled call) stays with the facade: on the
+        model it would call itself.
+        """
+        if name == "__class__":
+            raise UnsupportedModelError(
+                f"{value.__name__} in place of a private model's class: what shards a model over ranks (fully_shard) "
+                "cannot be combined with clipping per sample. Every rank needs the whole model; ranks share each batch."
+            )
+        own = name in self.__dict__ or name == "training" or _is_method(type(self), name)
+        if own or getattr(value, "__self__", None) is self or "_module" not in self.__dict__.get("_modules", {}):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Delete from the model what is the model's."""
+        if name in self.__dict__:
+            super().__delattr__(name)
+        else:
+            delattr(self._module, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self._module)})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the clipper out of copies and pickles: a second model must not write into the first one's sums."""
+        return {**super().__getstate__(), "clipper": None}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._module!r})"
+
+
+def _is_method(kind: type, name: str) -> bool:
+    """Return whether a class defines a name itself, as anything but a property."""
+    return hasattr(kind, name) and not isinstance(getattr(kind, name), property)

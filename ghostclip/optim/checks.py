@@ -1,0 +1,228 @@
+"""What a private optimizer refuses or warns about before it releases anything."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ghostclip.errors import InvalidOptionError, UncoveredParameterError
+
+if TYPE_CHECKING:
+    from ghostclip.clipper import GhostClipper
+    from ghostclip.optim.dp_optimizer import DPOptimizer
+
+FORKED = (
+    "Two of them would each report an ε that knows nothing of the other's releases. Call make_private() in the process "
+    "that trains; to continue there, load optimizer.state_dict() into what it returns."
+)
+_NAMES_SHOWN = 5
+_PRIVATE_AGAIN = (
+    "Call remove_hooks() on the private model, then make_private again on the same engine, with the model as it is now "
+    "and an optimizer of its present parameters: the account goes on."
+)
+
+
+def refuse_repeated_evaluation(optimizer: Optimizer) -> None:
+    """Refuse optimizers that ask for more than one gradient per step.
+
+    Args:
+        optimizer: The optimizer to wrap.
+
+    Raises:
+        InvalidOptionError: If it is one of them.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InvalidOptionError(
+            "optimizer=LBFGS evaluates the loss several times in one step, and each evaluation would be a release of "
+            "its own. Use an optimizer that takes one gradient per step."
+        )
+
+
+def initialises_state(optimizer: Optimizer) -> bool:
+    """Say whether a step would only let an optimizer make its state, as torch's distributed checkpoints have it do.
+
+    Privacy:
+        Neither data nor a release take part: every gradient is zero, and so is every learning rate.
+
+    Args:
+        optimizer: The inner optimizer.
+
+    Returns:
+        True if it has no state yet, and zero gradients and learning rates.
+    """
+    if optimizer.state or any(float(group.get("lr", 1)) != 0 for group in optimizer.param_groups):
+        return False
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return all(grad is not None and not grad.any() for grad in grads)
+
+
+def refuse_uncovered(clipper: GhostClipper, parameters: Sequence[nn.Parameter]) -> None:
+    """Refuse trainable parameters that would be updated from gradients nobody clipped.
+
+    Args:
+        clipper: What clips.
+        parameters: Parameters of the optimizer, or about to join it.
+
+    Raises:
+        UncoveredParameterError: If one of them is trainable and not clipped.
+    """
+    trainable = [p for p in parameters if p.requires_grad]
+    covered = {id(p) for p in clipper.trainable_parameters()} if trainable else set()
+    stray = [p for p in trainable if id(p) not in covered]
+    if stray:
+        names = {id(p): name for name, p in clipper.model.named_parameters()}
+        listed = ", ".join(
+            names.get(id(p), f"one of shape {tuple(p.shape)} outside the model") for p in stray[:_NAMES_SHOWN]
+        )
+        raise UncoveredParameterError(
+            f"optimizer: {len(stray)} trainable parameter(s) are not clipped per sample ({listed}). Take them out of "
+            "the optimizer, freeze them, or make the model private again now that they are trainable."
+        )
+
+
+def refuse_changed_parameters(clipper: GhostClipper, parameters: Sequence[nn.Parameter], *, fixed: bool) -> None:
+    """Refuse a model whose parameters were added, exchanged, unfrozen or tied anew without the optimizer's knowing.
+
+    Args:
+        clipper: What clips.
+        parameters: The parameters of the optimizer.
+        fixed: Whether parameters that the model did not have before are refused although the optimizer holds them:
+            a release was made without them, or is accounted for by its number of coordinates.
+
+    Raises:
+        UncoveredParameterError: A new parameter would count and never be trained, or one that is gone would be noise.
+    """
+    changes = clipper.roster.compare(parameters)
+    if changes.gone:
+        raise UncoveredParameterError(
+            f"optimizer: {len(changes.gone)} of its parameter(s) are not in the model any longer "
+            f"({_listed(changes.gone)}): a module or parameter was exchanged, resized or tied anew. {_PRIVATE_AGAIN}"
+        )
+    if changes.missing:
+        raise UncoveredParameterError(
+            f"optimizer: {len(changes.missing)} trainable parameter(s) came into the model, or became trainable, after "
+            f"it was made private, and the optimizer does not hold them ({_listed(changes.missing)}): they would count "
+            f"in every sample's norm and never be trained. Freeze them, or {_add(fixed=fixed)}"
+        )
+    late = changes.added if fixed else []
+    if late:
+        raise UncoveredParameterError(
+            f"optimizer: {len(late)} parameter(s) came into the model after its first release ({_listed(late)}), which "
+            f"noise and account were set up without. {_PRIVATE_AGAIN}"
+        )
+    clipper.roster.accept()
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
+
+
+def _add(*, fixed: bool) -> str:
+    if fixed:
+        return _PRIVATE_AGAIN[0].lower() + _PRIVATE_AGAIN[1:]
+    return "add them with optimizer.add_param_group({'params': [...]}) before the first step."
+
+
+def refuse_changed_noise(optimizer: DPOptimizer, noise_multiplier: float, std: float) -> None:
+    """Refuse a step whose hooks have changed the noise after some of them were asked about it.
+
+    Args:
+        optimizer: Is about to release.
+        noise_multiplier: σ when the first hook ran.
+        std: Standard deviation of the noise then.
+
+    Raises:
+        InvalidOptionError: If either is another one now: the step would be charged with one and released with another.
+    """
+    if (optimizer.noise_multiplier, optimizer.noise_std) != (noise_multiplier, std):
+        raise InvalidOptionError(
+            f"noise_multiplier={optimizer.noise_multiplier:g}: a step hook changed the noise of the step that is being "
+            f"made (it was {noise_multiplier:g}). Set it between steps, or with a scheduler."
+        )
+
+
+def warn_about_parameters_left_out(clipper: GhostClipper, parameters: Sequence[nn.Parameter]) -> None:
+    """Say that some parameters count in every sample's norm and are never updated.
+
+    Args:
+        clipper: What clips.
+        parameters: The parameters of the optimizer.
+    """
+    own = {id(p) for p in parameters}
+    missing = sum(id(p) not in own for p in clipper.trainable_parameters())
+    if missing:
+        warnings.warn(
+            f"{missing} trainable parameter(s) of the model are not in the optimizer. Their gradients count in every "
+            "sample's norm but are never released. Freeze them (requires_grad_(False)), or add them.",
+            stacklevel=4,
+        )
+
+
+def refuse_adaptation_without_batch_size(clipper: GhostClipper, expected_batch_size: float | None) -> None:
+    """Refuse a clip bound that follows a quantile where there is no public number to divide its count by.
+
+    Args:
+        clipper: What clips.
+        expected_batch_size: The public constant, if there is one.
+
+    Raises:
+        InvalidOptionError: If there is none and the policy adapts its bound.
+    """
+    if clipper.policy.adaptation is not None and expected_batch_size is None:
+        raise InvalidOptionError(
+            "expected_batch_size=None: an adaptive clip bound divides its count by it, also with loss_reduction='sum'."
+        )
+
+
+def warn_about_mechanism(optimizer: DPOptimizer, said: set[str]) -> None:
+    """Say once what makes a step less private than it may look.
+
+    Args:
+        optimizer: Is about to release.
+        said: What was said before; grows.
+    """
+    messages = {}
+    if optimizer.noise_multiplier == 0:
+        messages["no noise"] = "noise_multiplier=0: this training is not differentially private."
+    if optimizer.accumulated_iterations > 1:
+        messages["accumulation"] = (
+            f"{optimizer.accumulated_iterations} backward passes were made before one step(). A record may be part of "
+            "each of them, so the step is accounted with a noise multiplier that many times smaller. To split one "
+            "batch, use BatchMemoryManager: it knows that its parts share no record."
+        )
+    for key in messages.keys() - said:
+        said.add(key)
+        warnings.warn(messages[key], stacklevel=5)
+
+
+def not_drawn(rows: Sequence[int], waiting: Sequence[int]) -> str:
+    """Say that a step's rows are not those that the private loader drew, and what to do.
+
+    Args:
+        rows: Rows of each backward pass since the last release.
+        waiting: Records of the draws that were handed out and not released.
+
+    Returns:
+        The text for a `DrawError`.
+    """
+    if not waiting:
+        return (
+            "step(): no batch of the private loader waits for a release. Iterate over the loader that make_private() "
+            "returned (not over another one, a list of its batches, or the same batch twice) and step once for each "
+            "batch. If you sample the batches yourself, say how: "
+            "make_private(data_loader=ghostclip.DeclaredSampling(...), ...)."
+        )
+    seen = " + ".join(map(str, rows)) if rows else "no"
+    return (
+        f"step(): the model saw {seen} rows since the last release, but the next batch of the private loader has "
+        f"{waiting[0]} records. One record must be one row, and every batch that is drawn must be stepped on, also an "
+        "empty one: no padding-free or packing collator, no batch skipped, cut, doubled or drawn by another loader, no "
+        "loader sharded again (leave it out of accelerator.prepare on several processes), no skip_first_batches after "
+        "a resume (the private loader resumes by itself). Rows on another axis: batch_first=False. If you sample the "
+        "batches yourself: make_private(data_loader=ghostclip.DeclaredSampling(...), ...)."
+    )

@@ -1,0 +1,553 @@
+"""`DPOptimizer`: turns the clipped sum into a private release and hands it to any torch optimizer.
+
+There is one class for every clipping strategy: what differs between strategies lives in the clipper, what is released
+does not.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ghostclip import _validate
+from ghostclip._owner import Owner
+from ghostclip.distributed.draws import Share
+from ghostclip.distributed.shared import SharedNoise
+from ghostclip.errors import DrawError, InvalidOptionError, MissingGradientError
+from ghostclip.noise import ExactRelease
+from ghostclip.optim import checks
+from ghostclip.optim.foreign import Releases, watch_other_optimizers
+from ghostclip.optim.parts import ReleaseHook, StepHook, StepParts, chosen_clipper, chosen_noise
+from ghostclip.optim.release import SkipStep, collector, next_bound, noisy_gradients
+from ghostclip.optim.virtual import BatchToken, LogicalBatch
+from ghostclip.optim.wrapped import WrappedOptimizer
+
+if TYPE_CHECKING:
+    from ghostclip.clipper import GhostClipper
+    from ghostclip.noise import NoiseSource
+    from ghostclip.optim.draws import DrawLog, Match
+
+_log = logging.getLogger(__name__)
+
+
+class DPOptimizer(StepParts, WrappedOptimizer):
+    """Wraps a torch optimizer so that each step releases a noisy sum of clipped gradients, and nothing else.
+
+    A step computes, for every trainable parameter of the wrapped optimizer,
+
+        grad = (Σ_b min(1, C/‖g_b‖)·g_b + N(0, (σ·sensitivity)²)) / expected_batch_size
+
+    or what another clip policy makes of the sum; the sum and its sensitivity are asked of the clipper (there is no
+    second copy of C), the noise is added in float32 at least, and `loss_reduction="sum"` leaves out the division. If k
+    mean losses were accumulated by k backwards, their mean is released: k divides as well. Parameters without a
+    gradient in this step get zero plus noise like all others.
+
+    Between backward and step `p.grad` holds nothing of this training: the sums stay with the clipper, where loggers,
+    gradient scalers and other optimizers neither see nor change them. `zero_grad()` of this optimizer or of the model
+    discards what was accumulated since the last step, as in torch.
+
+    Privacy:
+        One step is one Gaussian mechanism with noise multiplier σ on the logical batch, adjacent as the clipper's
+        relation says. Step and release hooks run before anything leaves this object: a ledger attached there
+        over-counts after a crash and never under-counts, and a hook that raises stops the release. Whatever raises in
+        a step, the logical batch is dropped: nothing of it is released later. Where the draws of a private loader are
+        known (`require_draws`, as `PrivacyEngine` does), a step whose rows they do not explain is refused. Not private:
+        whatever is read from the clipper.
+
+    Args:
+        optimizer: Any torch optimizer over parameters of the clipper's model that takes one gradient per step.
+        noise_multiplier: σ, the noise's standard deviation in units of the sensitivity; 0 trains without privacy.
+        max_grad_norm: C, handed on to the clipper; None leaves the clipper's.
+        expected_batch_size: The public constant that the sum is divided by; may be None for `loss_reduction="sum"`.
+        loss_reduction: "mean" or "sum", as the loss was declared to the clipper.
+        generator: Makes the noise reproducible, and so not private against who knows it.
+        secure_mode: Whether noise comes from a cryptographic keystream.
+        clipper: Where the clipped sums come from; by default that of the `GradSampleModule` that holds the parameters.
+        noise_source: Where the noise comes from, in place of `generator` and `secure_mode`.
+
+    Raises:
+        InvalidOptionError: If an option is out of range or contradicts the clipper, or if the optimizer is one that
+            evaluates its closure more than once per step.
+        UncoveredParameterError: If a trainable parameter of the optimizer is not clipped by the clipper.
+    """
+
+    def __init__(  # noqa: PLR0913 - the public constructor mirrors the mechanism, one argument per part
+        self,
+        optimizer: Optimizer,
+        *,
+        noise_multiplier: float,
+        max_grad_norm: float | None = None,
+        expected_batch_size: float | None,
+        loss_reduction: str = "mean",
+        generator: torch.Generator | None = None,
+        secure_mode: bool = False,
+        clipper: GhostClipper | None = None,
+        noise_source: NoiseSource | None = None,
+    ) -> None:
+        super().__init__(optimizer)
+        checks.refuse_repeated_evaluation(optimizer)
+        self.clipper = clipper = chosen_clipper(optimizer, clipper)
+        self.loss_reduction = _validate.choice(loss_reduction, "loss_reduction", ("mean", "sum"))
+        if loss_reduction != clipper.loss_reduction:
+            raise InvalidOptionError(
+                f"loss_reduction={loss_reduction!r}: the clipper was told {clipper.loss_reduction!r}; use one."
+            )
+        self.expected_batch_size = expected_batch_size
+        if loss_reduction == "mean" or expected_batch_size is not None:
+            self.expected_batch_size = _validate.positive(expected_batch_size, "expected_batch_size")
+        self._owner = Owner(self)
+        self._batch = LogicalBatch()
+        self._step_hooks: list[StepHook] = []
+        self._release_hooks: list[ReleaseHook] = []
+        self.releases = 0
+        self.noise_source = chosen_noise(noise_source, generator=generator, secure_mode=secure_mode)
+        self._collected = collector(clipper, self.noise_source)
+        self._rehearsing = False
+        self.rounds = 0
+        self.round_has_released = False
+        self._warned: set[str] = set()
+        self.noise_multiplier = noise_multiplier
+        checks.refuse_adaptation_without_batch_size(clipper, self.expected_batch_size)
+        clipper.own_gradients(
+            discard=weakref.WeakMethod(self.discard), samples=isinstance(self._collected, ExactRelease)
+        )
+        self._draws: DrawLog | None = None
+        self._released = Releases(self.params)
+        self.is_applying = False
+        self.scheduled: set[str] = set()
+        """Values of the mechanism that a schedule moves, which a saved state may therefore differ in."""
+        if max_grad_norm is not None:
+            self.max_grad_norm = max_grad_norm
+        checks.refuse_uncovered(clipper, self.params)
+        checks.warn_about_parameters_left_out(clipper, self.params)
+        watch_other_optimizers(self)
+
+    # What the mechanism is
+
+    @property
+    def noise_multiplier(self) -> float:
+        """σ; may be set between steps, as a schedule does."""
+        return self._noise_multiplier
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, value: float) -> None:
+        self._noise_multiplier = _validate.non_negative(value, "noise_multiplier")
+
+    @property
+    def max_grad_norm(self) -> float:
+        """C, which lives in the clipper; may be set between logical batches, as a schedule does."""
+        return self.clipper.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float) -> None:
+        if self._mid_logical_batch() and value != self.max_grad_norm:
+            raise InvalidOptionError(
+                f"max_grad_norm={value!r}: part of a logical batch was already clipped to {self.max_grad_norm}. "
+                "Change it after step() has released the batch."
+            )
+        self.clipper.max_grad_norm = _validate.positive(value, "max_grad_norm", allow_infinity=True)
+
+    @property
+    def noise_std(self) -> float:
+        """Standard deviation of the noise in one coordinate of the sum, before any division.
+
+        Raises:
+            InvalidOptionError: If the sum has no finite sensitivity and noise was asked for.
+        """
+        if self._noise_multiplier == 0:
+            return 0.0
+        std = self.clipper.policy.gradient_noise_multiplier(self._noise_multiplier) * self.clipper.sensitivity()
+        if not math.isfinite(std):
+            raise InvalidOptionError(
+                f"max_grad_norm={self.max_grad_norm}: no noise hides an unbounded gradient. Set a finite bound."
+            )
+        return std
+
+    @property
+    def accumulated_iterations(self) -> int:
+        """Backward passes that one record of the current logical batch may have contributed to (usually 1)."""
+        return self._batch.participations
+
+    @property
+    def last_step_was_virtual(self) -> bool:
+        """Whether the last step() only accumulated, so that the parameters did not change."""
+        return self._batch.open
+
+    # A step
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Release the logical batch and update the parameters, or keep accumulating if the step is virtual.
+
+        Args:
+            closure: Evaluates the model once, calls backward and returns the loss.
+
+        Returns:
+            What the closure returned, or None without one.
+
+        Raises:
+            MissingGradientError: If no clipped gradient was made since the last step.
+            UncoveredParameterError: If a trainable parameter of the optimizer is not clipped.
+            TamperedGradientError: If a gradient was put into `p.grad` since backward.
+            DrawError: If the rows that the model saw are not those of the next draws, where draws are known.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if (self.is_idle and checks.initialises_state(self.original_optimizer)) or self.pre_step():
+            try:
+                self.apply_to(self.original_optimizer)
+            except BaseException:
+                self.original_optimizer.zero_grad(set_to_none=True)
+                raise
+        return loss
+
+    def begin_round(self) -> None:
+        """Take a step up to the update, which each of several optimizers then makes by itself."""
+        self.round_has_released = self.pre_step()
+        self.rounds += 1
+
+    @property
+    def has_untaken_backward(self) -> bool:
+        """Whether a backward has completed that no step, virtual ones included, has taken up."""
+        return self.clipper.has_clipped_sum and not self._batch.holds_all(self.clipper.backward_passes)
+
+    def apply_to(self, optimizer: Optimizer) -> None:
+        """Let an optimizer update its parameters by the release in `p.grad`.
+
+        Args:
+            optimizer: The wrapped one, or one of several that are wrapped as one.
+        """
+        self.is_applying = True
+        try:
+            optimizer.step()
+        finally:
+            self.is_applying = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing was accumulated since the last release."""
+        return not self._mid_logical_batch()
+
+    @torch.no_grad()
+    def pre_step(self, closure: Callable[[], Any] | None = None) -> bool:
+        """Everything of a step but the inner optimizer's update.
+
+        Args:
+            closure: Evaluates the model once and calls backward.
+
+        Returns:
+            True if `p.grad` now holds a release for the inner optimizer, False after a virtual step or one that a
+            spent budget skipped.
+
+        Raises:
+            MissingGradientError: If no clipped gradient was made since the last step.
+            UncoveredParameterError: If a trainable parameter of the optimizer is not clipped.
+            TamperedGradientError: If a gradient was put into `p.grad` since backward.
+            DrawError: If the rows that the model saw are not those of the next draws, where draws are known.
+        """
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        try:
+            with self._agreeing():
+                self._require_gradient()
+            if self._batch.skip_next or self._rehearsing:
+                self._batch.close_virtual_step(self.clipper.generation)
+                return False
+            self._release()
+        except SkipStep:
+            self._drop()
+            return False
+        except BaseException:
+            self._drop()
+            raise
+        return True
+
+    def _require_gradient(self) -> None:
+        """Refuse a step that nothing was computed for.
+
+        Raises:
+            MissingGradientError: If no clipped gradient was made since the last step, virtual ones included, or an
+                earlier part of this logical batch was lost.
+        """
+        token = self._batch.token
+        empty = token.size == 0 if token is not None else self._draws is not None and self._draws.next_is_empty
+        if not self.clipper.has_clipped_sum and empty:
+            # A loop may well skip the model for a batch without rows; the noise-only step must happen all the same.
+            self.clipper.mark_empty_batch()
+        if not self.clipper.has_clipped_sum:
+            raise MissingGradientError(
+                "step() was called without a clipped gradient since the last step. Call loss.backward() (or "
+                "clipper.backward(loss) in the two-pass strategies) on the private model first; for a batch without "
+                "rows call clipper.mark_empty_batch()."
+            )
+        self._batch.count_passes(self.clipper.backward_passes, self.clipper.generation, empty=empty)
+        self._collected.collect()
+
+    def _release(self, *, divide: bool = True) -> None:
+        """Replace the clipped sums in `p.grad` by the noisy, scaled release.
+
+        Args:
+            divide: Whether the sum of a mean loss is divided already.
+
+        Privacy:
+            The order matters: first everything that can refuse, then noise, then the ledger; only then does anything
+            leave the clipper's care.
+        """
+        self._owner.require(self, remedy=checks.FORKED)
+        with self._agreeing():
+            drawn = self._require_drawn()
+            trainable, std = self._examined()
+        self._require_one_draw(drawn, std)
+        # The sums turn into the release, and what is left of the last one makes room.
+        sums = self.clipper.hand_over_sums(trainable)
+        self._take_gradients()
+        divisor = self.divisor if divide else 1.0
+        released = noisy_gradients(
+            trainable, sums, std=std, divisor=divisor, noise_source=self.noise_source, collected=self._collected
+        )
+        bound = next_bound(
+            self.clipper,
+            noise_multiplier=self._noise_multiplier,
+            expected_batch_size=self.expected_batch_size,
+            noise_source=self.noise_source,
+        )
+        try:
+            for release_hook in self._release_hooks:
+                release_hook(self, released)
+        finally:
+            # Also after a failure: its number may be in the ledger, and stands for these values only.
+            self.releases += 1
+        if self._draws is not None and drawn is not None:
+            self._draws.use(drawn)
+        self._drop()
+        if bound is not None:
+            self.clipper.max_grad_norm = bound
+        for p, gradient in zip(trainable, released, strict=True):
+            p.grad = gradient
+        self._released.note(list(zip(trainable, released, strict=True)))
+
+    def _examined(self) -> tuple[list[nn.Parameter], float]:
+        """Ask all that can refuse or skip a release.
+
+        Returns:
+            The trainable parameters and the standard deviation of the noise.
+        """
+        noise_multiplier, std = self._noise_multiplier, self.noise_std
+        if self.clipper.roster.changed:
+            fixed = self.releases > 0 or self.noise_source.level == "exact"
+            checks.refuse_changed_parameters(self.clipper, self.params, fixed=fixed)
+        trainable = [p for p in self.params if p.requires_grad]
+        # What has a clipped sum is clipped; for the rest the whole model is looked through.
+        checks.refuse_uncovered(self.clipper, [p for p in trainable if not self.clipper.has_sum_of(p)])
+        self._released.refuse_strangers(self)
+        checks.warn_about_mechanism(self, self._warned)
+        for step_hook in self._step_hooks:
+            step_hook(self)
+        checks.refuse_changed_noise(self, noise_multiplier, std)
+        return trainable, std
+
+    @contextmanager
+    def _agreeing(self) -> Iterator[None]:
+        """Tell the other ranks of a training when this one refuses a step, so that they do not wait for it."""
+        try:
+            yield
+        except Exception:
+            if isinstance(self.noise_source, SharedNoise):
+                # Where the others are gone already, the error that counts is this rank's own.
+                with suppress(RuntimeError):
+                    self.noise_source.require_one_draw(None)
+            raise
+
+    def _require_one_draw(self, drawn: Match | None, std: float) -> None:
+        """Refuse the step on all ranks of a training unless they hold one draw, bound and noise."""
+        if not isinstance(self.noise_source, SharedNoise):
+            return
+        share = Share(sum(self.clipper.rows_seen))
+        if drawn is not None:
+            # This rank's rows are those of its draws; where the last of several ends, ranks may tell differently.
+            first = drawn.draws[0]
+            share = Share(first.rows, first.number, first.records)
+        self.noise_source.require_one_draw(share._replace(std=std, sensitivity=self.clipper.sensitivity()))
+
+    def require_draws(self, draws: DrawLog) -> None:
+        """Refuse, from now on, releases whose rows are not those of the next draws.
+
+        Args:
+            draws: The log of the sampler that the account is of.
+        """
+        draws.claimed = True
+        self._draws = draws
+
+    def _require_drawn(self) -> Match | None:
+        """Find the draws that the rows of this release come from.
+
+        Returns:
+            The draws; None where the sampling is not known.
+
+        Raises:
+            DrawError: If the rows that the model saw are not those of the next draws.
+        """
+        if self._draws is None:
+            return None
+        rows = self._batch.rows_of_parts(self.clipper.rows_seen)
+        found = self._draws.match(rows)
+        if found is None:
+            raise DrawError(checks.not_drawn(rows, [draw.rows for draw in self._draws.waiting]))
+        self._batch.rounds = found.rounds
+        return found
+
+    def _drop(self) -> None:
+        """Forget the logical batch; no parameter keeps a clipped sum, also not one frozen since backward."""
+        self._hide_sums()
+        self.clipper.reset()
+        self._batch.clear()
+        self._take_gradients()
+
+    def _take_gradients(self) -> None:
+        """Set every `p.grad` to None, without the profiler's note that each `zero_grad` of torch makes."""
+        for p in self.params:
+            p.grad = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
+        """Discard what was accumulated since the last step, and the last release in `p.grad`.
+
+        What virtual steps have accumulated is kept for the next physical batch; discarding a physical batch before its
+        virtual step discards the logical batch, whose release is then refused.
+
+        Args:
+            set_to_none: Whether gradients become None or zeros, as in torch.
+        """
+        self.discard()
+        if set_to_none and getattr(self.original_optimizer.zero_grad, "__func__", None) is Optimizer.zero_grad:
+            self._take_gradients()
+        else:
+            self.original_optimizer.zero_grad(set_to_none=set_to_none)
+
+    def discard(self) -> None:
+        """Forget the sums of backwards that no step has taken up yet."""
+        if not self._batch.holds_all(self.clipper.backward_passes):
+            self._hide_sums()
+            self.clipper.reset()
+
+    # Virtual steps
+
+    def signal_skip_step(self, do_skip: bool = True) -> None:  # noqa: FBT001, FBT002 - Opacus's signature
+        """Say whether the next step() is virtual: it keeps the clipped sum and neither releases nor counts.
+
+        Args:
+            do_skip: True for every physical batch of a logical batch but the last.
+        """
+        self._batch.skip_next = bool(do_skip)
+
+    def begin_physical_batch(self, token: BatchToken) -> None:
+        """Take the token of the physical batch that is about to be processed.
+
+        Args:
+            token: Which logical batch it belongs to, and whether it is the last part.
+
+        Raises:
+            MissingGradientError: If the previous logical batch was computed and never released, or the parts of this
+                one do not follow each other.
+        """
+        if token.chunk == 0:
+            self.require_released()
+        self._batch.enter(token)
+
+    @property
+    def current_token(self) -> BatchToken | None:
+        """The token of the physical batch that is being processed, if batches come with tokens."""
+        return self._batch.token
+
+    def require_released(self) -> None:
+        """Check that no logical batch is half-way.
+
+        Raises:
+            MissingGradientError: If one was computed and not released.
+        """
+        if self._mid_logical_batch():
+            raise MissingGradientError(
+                f"the last logical batch ({self._batch.token}) was computed and not released: optimizer.step() must be "
+                "called after every physical batch."
+            )
+
+    def discard_pending(self, *, token: BatchToken | None = None) -> None:
+        """Drop a logical batch that was left half-way; nothing of it was released, so nothing is counted.
+
+        Args:
+            token: Drop it only if this is its latest physical batch (by identity); None drops it in any case.
+        """
+        if token is not None and token is not self._batch.token:
+            return
+        if self._mid_logical_batch():
+            _log.warning("a logical batch was left before it was released; its clipped sum is dropped")
+            self.clipper.reset()
+        self._batch.clear()
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Let steps run for the sake of measuring: nothing is released or counted, and their sums are dropped.
+
+        Yields:
+            Nothing.
+        """
+        self.discard_pending()
+        self._rehearsing = True
+        try:
+            yield
+        finally:
+            self._rehearsing = False
+            self._batch.clear()
+            self.zero_grad()
+
+    def owns(self, optimizer: Optimizer) -> bool:
+        """Say whether an optimizer is the one that this one wraps.
+
+        Args:
+            optimizer: Any optimizer.
+
+        Returns:
+            True if so.
+        """
+        return optimizer is self.original_optimizer or optimizer in getattr(self.original_optimizer, "members", ())
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """Return a parameter's name in the model.
+
+        Args:
+            parameter: One of this optimizer's.
+
+        Returns:
+            Its name, or its shape where the model does not hold it.
+        """
+        names = (name for name, p in self.clipper.model.named_parameters() if p is parameter)
+        return next(names, f"of shape {tuple(parameter.shape)}")
+
+    def _mid_logical_batch(self) -> bool:
+        """Whether clipped sums are waiting to be released."""
+        return self._batch.open or self.clipper.has_clipped_sum
+
+    # The rest of torch.optim.Optimizer that needs care
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, if the clipper covers its trainable parameters.
+
+        Args:
+            param_group: As torch takes it.
+
+        Raises:
+            UncoveredParameterError: If a trainable parameter of the group is not clipped.
+        """
+        given = param_group["params"]
+        parameters: list[nn.Parameter] = [given] if isinstance(given, nn.Parameter) else list(given)
+        checks.refuse_uncovered(self.clipper, parameters)
+        super().add_param_group({**param_group, "params": parameters})

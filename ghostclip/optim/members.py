@@ -1,0 +1,239 @@
+"""Several optimizers over one model, as for Muon on the matrices and AdamW on the rest: one release for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ghostclip.errors import InvalidOptionError
+from ghostclip.optim.checks import initialises_state, refuse_uncovered
+from ghostclip.optim.dp_optimizer import DPOptimizer
+from ghostclip.optim.wrapped import CarriedAccount, WrappedOptimizer
+
+
+class JoinedOptimizer(Optimizer):
+    """Several torch optimizers as one: all their parameter groups, one step.
+
+    Args:
+        optimizers: The optimizers, over disjoint parameters.
+
+    Raises:
+        InvalidOptionError: If there are none, one is no torch optimizer, or two share a parameter.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        # `Optimizer.__init__` is not called: groups and states live in the members.
+        if not optimizers:
+            raise InvalidOptionError("optimizer=[]: give at least one optimizer.")
+        for optimizer in optimizers:
+            if not isinstance(optimizer, Optimizer):
+                raise InvalidOptionError(
+                    f"optimizer: expected torch.optim.Optimizer objects, got {type(optimizer).__name__}."
+                )
+        self.members = list(optimizers)
+        held = [id(p) for group in self.param_groups for p in group["params"]]
+        if len(held) != len(set(held)):
+            raise InvalidOptionError("optimizer=[...]: two of them hold the same parameter. Give each its own.")
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all members, in order."""
+        return [group for member in self.members for group in member.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        del value
+        raise InvalidOptionError("param_groups: set them on one of the optimizers.")
+
+    @property
+    def state(self) -> Any:
+        """The states of all members, by parameter."""
+        return {p: state for member in self.members for p, state in member.state.items()}
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        del value
+        raise InvalidOptionError("state: load it into one of the optimizers.")
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The first member's default options."""
+        return self.members[0].defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        del value
+        raise InvalidOptionError("defaults: set them on one of the optimizers.")
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Let all members update their parameters.
+
+        Args:
+            closure: Evaluates the model and returns the loss.
+
+        Returns:
+            What the closure returned, or None without one.
+        """
+        loss = None if closure is None else closure()
+        for member in self.members:
+            member.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
+        """Empty the gradients of all members.
+
+        Args:
+            set_to_none: As torch takes it.
+        """
+        for member in self.members:
+            member.zero_grad(set_to_none=set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the members' states, with the groups of all of them.
+
+        Returns:
+            As torch's, with an entry `members`.
+        """
+        states = [member.state_dict() for member in self.members]
+        groups = [group for state in states for group in state["param_groups"]]
+        return {"state": {}, "param_groups": groups, "members": states}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the members' states.
+
+        Args:
+            state_dict: What `state_dict` returned.
+
+        Raises:
+            InvalidOptionError: If it is of another number of optimizers.
+        """
+        states = state_dict.get("members", [])
+        if len(states) != len(self.members):
+            raise InvalidOptionError(
+                f"state of {len(states)} optimizers: {len(self.members)} were made private together. Load a state "
+                "that they have saved."
+            )
+        for member, state in zip(self.members, states, strict=True):
+            member.load_state_dict(state)
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse hooks of the whole, whose members are stepped one by one."""
+        if name.startswith("_optimizer_"):
+            raise InvalidOptionError("hooks of several optimizers: register them on one of the optimizers.")
+        raise AttributeError(name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self.members))})"
+
+
+class MemberOptimizer(WrappedOptimizer):
+    """One of several optimizers of a private training; each is stepped, zeroed, scheduled and saved by itself.
+
+    The first `step()` after a backward releases the gradients of all members at once and is the one entry in the
+    account; it updates this member's parameters, and each other member's `step()` applies its part of that release.
+
+    Privacy:
+        One Gaussian mechanism for each draw, on the clipped sum over the parameters of all members together.
+
+    Attributes:
+        release: The private optimizer of all members, which draws noise and is accounted.
+
+    Args:
+        optimizer: The member's own optimizer.
+        release: The private optimizer around a `JoinedOptimizer` that holds it.
+    """
+
+    def __init__(self, optimizer: Optimizer, release: DPOptimizer) -> None:
+        super().__init__(optimizer)
+        self.release = release
+        self._rounds_applied = 0
+
+    @property
+    def account(self) -> CarriedAccount | None:
+        """What travels with each member's state."""
+        release: DPOptimizer | None = self.__dict__.get("release")
+        return None if release is None else release.account
+
+    @account.setter
+    def account(self, value: CarriedAccount | None) -> None:
+        # `WrappedOptimizer` starts with none; a member asks the private optimizer.
+        del value
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Release the logical batch if no member has, and update this member's parameters.
+
+        Args:
+            closure: Evaluates the model once, calls backward and returns the loss.
+
+        Returns:
+            What the closure returned, or None without one.
+
+        Raises:
+            MissingGradientError: If no clipped gradient was made since the last release, and this member has applied
+                that one already.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        release = self.release
+        if release.is_idle and initialises_state(self.original_optimizer):
+            release.apply_to(self.original_optimizer)
+            return loss
+        if self._rounds_applied == release.rounds or release.has_untaken_backward:
+            release.begin_round()
+        self._rounds_applied = release.rounds
+        if release.round_has_released:
+            release.apply_to(self.original_optimizer)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
+        """Discard what was accumulated since the last step, of all members, and this one's last release in `p.grad`.
+
+        Args:
+            set_to_none: Whether gradients become None or zeros, as in torch.
+        """
+        self.release.discard()
+        self.original_optimizer.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, if its trainable parameters are clipped and no member holds them.
+
+        Args:
+            param_group: As torch takes it.
+
+        Raises:
+            UncoveredParameterError: If a trainable parameter of the group is not clipped.
+            InvalidOptionError: If a member holds one of them.
+        """
+        given = param_group["params"]
+        parameters: list[nn.Parameter] = [given] if isinstance(given, nn.Parameter) else list(given)
+        refuse_uncovered(self.release.clipper, parameters)
+        held = {id(p) for p in self.release.params}
+        if any(id(p) in held for p in parameters):
+            raise InvalidOptionError("add_param_group: one of the optimizers holds one of these parameters already.")
+        super().add_param_group({**param_group, "params": parameters})
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up what a member does not have on its own optimizer, and then on the private one."""
+        if "release" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.original_optimizer if name in vars(self.original_optimizer) else self.release, name)
+
+
+def release_of(optimizer: Any) -> Any:
+    """Return what releases and is accounted for an optimizer that `make_private` returned.
+
+    Args:
+        optimizer: A private optimizer, one of several, or all of them in a list.
+
+    Returns:
+        The private optimizer; anything else as it is.
+    """
+    if isinstance(optimizer, (list, tuple)) and optimizer and isinstance(optimizer[0], MemberOptimizer):
+        return optimizer[0].release
+    return optimizer.release if isinstance(optimizer, MemberOptimizer) else optimizer

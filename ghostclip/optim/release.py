@@ -1,0 +1,140 @@
+"""What one step releases: the noisy sum, the noisy count of an adaptive bound, and the fingerprint a ledger keeps."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import nn
+
+from ghostclip.noise import ExactRelease, add_noise_
+
+if TYPE_CHECKING:
+    from ghostclip.clipper import GhostClipper
+    from ghostclip.noise import ExactNoise, NoiseSource
+
+
+class SkipStep(Exception):  # noqa: N818 - no error: a step hook raises it, and the step does nothing
+    """A step hook asks for a step that releases nothing, without an error."""
+
+
+class FloatSums:
+    """The sums are the clipper's own: nothing has to be collected beside them."""
+
+    def collect(self) -> None:
+        """Nothing to do after a backward."""
+
+
+def collector(clipper: GhostClipper, noise_source: NoiseSource) -> ExactRelease | FloatSums:
+    """Return what collects integers beside the floating-point sums, if the noise is discrete.
+
+    Args:
+        clipper: Where the clipped sums come from.
+        noise_source: Where the noise comes from.
+
+    Returns:
+        `ExactRelease` if the noise is of level "exact".
+
+    Raises:
+        InvalidOptionError: If the clipper cannot be combined with discrete noise.
+    """
+    # By level, not by type: a source that several ranks share adds up their integers as it does floats.
+    return ExactRelease(clipper, cast("ExactNoise", noise_source)) if noise_source.level == "exact" else FloatSums()
+
+
+def noisy_gradients(
+    parameters: Sequence[nn.Parameter],
+    sums: list[torch.Tensor | None],
+    *,
+    std: float,
+    divisor: float,
+    noise_source: NoiseSource,
+    collected: ExactRelease | FloatSums,
+) -> list[torch.Tensor]:
+    """Add noise to the clipped sums and scale them.
+
+    Args:
+        parameters: The trainable parameters.
+        sums: Their clipped sums in float32 at least, shapes of the parameters, None where nothing contributed; become
+            the release and are forgotten. Collected integers take their place.
+        std: Standard deviation of the noise in one coordinate of the sum.
+        divisor: Public constant that the noisy sum is divided by.
+        noise_source: Where the noise comes from.
+        collected: What was collected beside the sums.
+
+    Returns:
+        The release of each parameter, in its dtype.
+    """
+    if isinstance(collected, ExactRelease):
+        released = collected.release(parameters, std=std)
+        if divisor != 1 and released:
+            torch._foreach_div_(released, divisor)
+    else:
+        released = [_or_zeros(clipped, p) for p, clipped in zip(parameters, sums, strict=True)]
+        sums.clear()
+        # Also where it is 0: a source that several ranks share adds up their sums.
+        add_noise_(noise_source, released, std, divisor)
+    for index, p in enumerate(parameters):
+        # One by one: 16-bit parameters must not have all releases twice.
+        if released[index].dtype != p.dtype:
+            released[index] = released[index].to(p.dtype)
+    return released
+
+
+def _or_zeros(clipped: torch.Tensor | None, p: nn.Parameter) -> torch.Tensor:
+    """Return a clipped sum, or that of a parameter which nothing contributed to."""
+    if clipped is not None:
+        return clipped
+    return torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+
+
+def next_bound(
+    clipper: GhostClipper, *, noise_multiplier: float, expected_batch_size: float | None, noise_source: NoiseSource
+) -> float | None:
+    """Return C of the next step where the policy adapts it to what this step's samples did.
+
+    Args:
+        clipper: Its policy counted the samples that stayed unclipped.
+        noise_multiplier: σ of the step; with 0 the count stays exact, as the sum does.
+        expected_batch_size: Public constant that the count is divided by.
+        noise_source: Where the count's noise comes from.
+
+    Returns:
+        C, or None if it stays.
+
+    Privacy:
+        The count is part of the step's one release; its cost is in the step's σ (see `QuantileAdaptation`).
+    """
+    adaptation = clipper.policy.adaptation
+    if adaptation is None:
+        return None
+    assert expected_batch_size is not None, "checked when the optimizer was made"
+    count = adaptation.take_count().reshape(1)
+    if noise_multiplier > 0:
+        sensitivity_in_c = clipper.policy.sensitivity(clipper.relation) / clipper.policy.max_grad_norm
+        noise_source.add_(count, std=adaptation.count_std * sensitivity_in_c)
+    return adaptation.next_bound(clipper.max_grad_norm, count.item(), expected_batch_size)
+
+
+def fingerprint(released: Sequence[torch.Tensor]) -> str:
+    """Return a digest by which a step that is made again after a crash is recognised as the same release.
+
+    Args:
+        released: What the step releases, noise included.
+
+    Returns:
+        32 hexadecimal digits.
+
+    Privacy:
+        A function of the release alone.
+
+    Cost:
+        One pass over the values, on the CPU.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in released:
+        digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data if tensor.numel() else b"")
+    return digest.hexdigest()

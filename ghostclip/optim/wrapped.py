@@ -1,0 +1,155 @@
+"""What any wrapper of a torch optimizer needs so that schedulers, checkpoints and trainers take it for one."""
+
+from __future__ import annotations
+
+from typing import Any, Final, NoReturn, Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ghostclip.errors import InvalidOptionError
+
+ACCOUNT_KEY: Final = "ghostclip_account"
+"""Where a parameter group of a saved state holds the account of a private training."""
+
+
+class CarriedAccount(Protocol):
+    """What travels with an optimizer's state."""
+
+    def text(self) -> str:
+        """Return it."""
+
+    def load(self, text: str | None) -> None:
+        """Continue from what `text` returned.
+
+        Args:
+            text: The text; None where the state held none.
+        """
+
+
+class WrappedOptimizer(Optimizer):
+    """A torch optimizer whose parameters, state and hooks all live in another one.
+
+    `Optimizer.__init__` is not called on purpose: it would make second homes for them. What torch looks up on the
+    wrapper (its own hook tables included) is found on the wrapped optimizer through `__getattr__`, so that, for
+    instance, `register_step_pre_hook` runs right before the wrapped optimizer's update.
+
+    Args:
+        optimizer: The optimizer to wrap.
+
+    Raises:
+        InvalidOptionError: If it is not a torch optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise InvalidOptionError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+        self.original_optimizer = optimizer
+        self.account: CarriedAccount | None = None
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The parameters of all groups, in order."""
+        return [p for group in self.original_optimizer.param_groups for p in group["params"]]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's parameter groups."""
+        return self.original_optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.original_optimizer.param_groups = value
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's state."""
+        return self.original_optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.original_optimizer.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The wrapped optimizer's default options."""
+        return self.original_optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self.original_optimizer.defaults = value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state, which a plain optimizer of its kind can load too, with the account.
+
+        Privacy:
+            The account's entry in the first parameter group holds the keys that noise and batches follow from: keep the
+            state as secret as the data, or take them out with `ghostclip.privacy.optimizer_state.without_keys`.
+
+        Returns:
+            The state.
+        """
+        state = self.original_optimizer.state_dict()
+        if self.account is not None and state["param_groups"]:
+            state["param_groups"][0][ACCOUNT_KEY] = self.account.text()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a saved state; in a training of `PrivacyEngine` with the account and what noise and batches follow from.
+
+        Args:
+            state_dict: What `state_dict()` gave.
+
+        Raises:
+            ResumeError: If the state holds no account, or one of another mechanism or training; nothing is changed.
+        """
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        texts = [group.pop(ACCOUNT_KEY, None) for group in groups]
+        # Optimizers load by putting new objects in the place of their state and groups.
+        inner = self.original_optimizer
+        before = [(one, dict(vars(one))) for one in (inner, *getattr(inner, "members", ()))]
+        try:
+            inner.load_state_dict({**state_dict, "param_groups": groups})
+            if self.account is not None:
+                self.account.load(next((text for text in texts if text is not None), None))
+        except BaseException:
+            for one, attributes in before:
+                vars(one).update(attributes)
+            raise
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group to the wrapped optimizer.
+
+        Args:
+            param_group: As torch takes it.
+        """
+        self.original_optimizer.add_param_group(param_group)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by an enabled `torch.amp.GradScaler` before it steps; the only place to stop it.
+
+        Raises:
+            InvalidOptionError: Always.
+        """
+        raise InvalidOptionError(
+            "GradScaler multiplies the loss, so that gradients would be clipped at the wrong norm and unscaled outside "
+            "the private step. Use torch.autocast with bfloat16, which needs no scaler, or GradScaler(enabled=False)."
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up what the wrapper does not have on the wrapped optimizer."""
+        if "original_optimizer" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.original_optimizer, name)
+
+    def __getstate__(self) -> NoReturn:
+        """Refuse copies and pickles: a second one would release from the same clipped sums.
+
+        Raises:
+            InvalidOptionError: Always.
+        """
+        raise InvalidOptionError(f"{type(self).__name__} cannot be copied or pickled. Save its state_dict() instead.")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.original_optimizer!r})"

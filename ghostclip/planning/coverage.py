@@ -1,0 +1,272 @@
+"""How every trainable parameter is handled and what that costs, as a table."""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Final
+
+from torch import nn
+
+from ghostclip.capture.arrivals import AT_ONCE_FORM, GENERAL_FORM, Arrival
+from ghostclip.capture.usage import Site
+from ghostclip.planning.cost import Cost, cost_of, plan_of
+from ghostclip.rules import rule_for
+
+NOT_USED: Final = "not used yet"
+
+
+@dataclass(frozen=True)
+class CoverageRow:
+    """One parameter.
+
+    Attributes:
+        module: Path of the module that owns it (empty for the model itself).
+        module_type: That module's class name.
+        parameter: The parameter's own name.
+        shape: Its shape.
+        handled: Operations that consumed it and the form of its factors; ``"not used yet"`` before the first forward.
+        rung: How it was captured: ``"rule"``, ``"elementwise"``, ``"general"`` (one gradient a sample), each perhaps
+            ``"derived"`` as well; empty where it was not used.
+        plan: How norm and clipped sum are formed at the sizes of the last backward; empty before the first.
+        cost: What that costs.
+        axes: Which rows of its operations' data belong to which sample, where evidence has decided it.
+    """
+
+    module: str
+    module_type: str
+    parameter: str
+    shape: tuple[int, ...]
+    handled: str
+    rung: str = ""
+    plan: str = ""
+    cost: Cost = field(default_factory=Cost)
+    axes: str = ""
+
+    @property
+    def name(self) -> str:
+        """The parameter's full name."""
+        return f"{self.module}.{self.parameter}" if self.module else self.parameter
+
+    @property
+    def count(self) -> int:
+        """Its number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+class Coverage:
+    """A table with one row for every trainable parameter, and what clipping costs altogether.
+
+    Attributes:
+        rows: The rows, in the order of ``model.named_parameters()``.
+        strategy: What the plan and the costs are for.
+        base_bytes: What a non-private step holds: parameters, gradients and, at least, the inputs of the layers.
+        unchecked: The checks of the model that were switched off or could not run, and why; empty if all ran.
+    """
+
+    def __init__(
+        self, rows: Iterable[CoverageRow], *, strategy: str = "bookkeeping", base_bytes: int = 0, unchecked: str = ""
+    ) -> None:
+        """Keep the rows.
+
+        Args:
+            rows: One for each trainable parameter.
+            strategy: What they were priced for.
+            base_bytes: As in the class.
+            unchecked: As in the class.
+        """
+        self.rows = list(rows)
+        self.strategy = strategy
+        self.base_bytes = base_bytes
+        self.unchecked = unchecked
+
+    def __iter__(self) -> Iterator[CoverageRow]:
+        """Iterate over the rows."""
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        """Return the number of trainable parameters."""
+        return len(self.rows)
+
+    @property
+    def total(self) -> Cost:
+        """The cost of all parameters' layers."""
+        return sum((row.cost for row in self.rows), Cost())
+
+    @property
+    def flop_ratio(self) -> float:
+        """FLOPs of a private step over those of a non-private one, of the layers in the table; 1 where none counts.
+
+        What has no trainable parameter (attention's own products, frozen layers) costs the same in both, so that the
+        ratio of the whole step is nearer to 1.
+        """
+        total = self.total
+        return total.private / total.base if total.base else 1.0
+
+    @property
+    def memory_ratio(self) -> float:
+        """Bytes of a private step over those of a non-private one: at most this.
+
+        An ordinary backward holds other activations as well, and frees them while factors gather; either brings the
+        ratio nearer to 1.
+        """
+        return (self.base_bytes + self.total.held) / self.base_bytes if self.base_bytes else 1.0
+
+    @property
+    def unused(self) -> list[str]:
+        """Parameters that no forward has used so far."""
+        return [row.name for row in self.rows if row.handled == NOT_USED]
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the table as plain numbers and texts, for JSON."""
+        rows = [{"name": row.name, "count": row.count, **asdict(row)} for row in self.rows]
+        return {
+            "strategy": self.strategy,
+            "unchecked": self.unchecked,
+            "parameters": rows,
+            "total": {
+                **asdict(self.total),
+                "count": sum(row.count for row in self.rows),
+                "flop_ratio": self.flop_ratio,
+                "memory_ratio": self.memory_ratio,
+            },
+        }
+
+    def __str__(self) -> str:
+        """Return the table as text."""
+        header = ("module", "type", "parameter", "shape", "handled", "rung", "plan", "FLOPs", "holds")
+        lines = [
+            (
+                row.module or "(model)",
+                row.module_type,
+                row.parameter,
+                str(row.shape),
+                row.handled,
+                row.rung,
+                row.plan,
+                f"{row.cost.private / row.cost.base:.2f}x" if row.cost.base else "",
+                readable_bytes(row.cost.held) if row.plan else "",
+            )
+            for row in self.rows
+        ]
+        table = as_table(header, [*lines, *self._last_line()])
+        return f"{table}\n{self.unchecked}" if self.unchecked else table
+
+    def _last_line(self) -> list[tuple[str, ...]]:
+        if not any(row.plan for row in self.rows):
+            return []
+        count = f"{sum(row.count for row in self.rows):,}"
+        ratios = f"memory at most {self.memory_ratio:.2f}x"
+        held = readable_bytes(self.total.held)
+        return [("total", "", count, "", "", "", f"{self.strategy}, {ratios}", f"{self.flop_ratio:.2f}x", held)]
+
+
+def as_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Lay out a table of texts in columns.
+
+    Args:
+        header: The columns' names.
+        lines: The rows, as many cells each.
+
+    Returns:
+        Lines of text; a rule below the header.
+    """
+    widths = [max(len(row[column]) for row in [header, *lines]) for column in range(len(header))]
+    text = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in [header, *lines]
+    ]
+    return "\n".join([text[0], "  ".join("-" * width for width in widths), *text[1:]])
+
+
+def readable_bytes(count: int) -> str:
+    """Return a number of bytes for people, in KB, MB or GB of 1000."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
+
+
+def coverage_of(
+    model: nn.Module,
+    sites: Iterable[Site],
+    *,
+    strategy: str = "bookkeeping",
+    kept: Collection[str] = (),
+    unchecked: str = "",
+) -> Coverage:
+    """Build the table.
+
+    Args:
+        model: The model.
+        sites: Call sites seen so far.
+        strategy: What the plan and the costs are for.
+        kept: Parameters whose per-sample gradients the memory budget keeps, see `ghostclip.planning.plan`.
+        unchecked: As `Coverage` has it.
+
+    Returns:
+        The table, in the order of ``model.named_parameters()``.
+    """
+    by_name: dict[str, list[Site]] = {}
+    for site in sites:
+        for name in site.names:
+            by_name.setdefault(name, []).append(site)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    inputs: dict[int, int] = {}
+    rows = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        path, _, own = name.rpartition(".")
+        used = by_name.get(name, [])
+        arrivals = [item for site in used for item in site.arrivals.values() if _bears(item, name, sizes)]
+        bought = name in kept and strategy == "bookkeeping"
+        if bought:
+            arrivals = [_kept(item) for item in arrivals]
+        inputs.update({item.input_key: item.input_elements * item.itemsize for item in arrivals})
+        rows.append(
+            CoverageRow(
+                path,
+                type(model.get_submodule(path)).__name__,
+                own,
+                tuple(parameter.shape),
+                _joined(f"{site.operation}: {site.forms.get(name, '')}" for site in used) or NOT_USED,
+                _joined(_rung(site, name) for site in used),
+                _joined(plan_of(item, strategy=strategy) for item in arrivals) + " (budget)" * bought,
+                cost_of(arrivals, count=parameter.numel(), strategy=strategy),
+                _joined(_axes(site) for site in used if site.chosen is not None),
+            )
+        )
+    parameters = sum(p.numel() * p.element_size() * (2 if p.requires_grad else 1) for p in model.parameters())
+    base_bytes = parameters + sum(inputs.values())
+    return Coverage(rows, strategy=strategy, base_bytes=base_bytes, unchecked=unchecked)
+
+
+def _kept(arrived: Arrival) -> Arrival:
+    return replace(arrived, products=tuple(replace(item, kept=True) for item in arrived.products))
+
+
+def _joined(texts: Iterable[str]) -> str:
+    return "; ".join(dict.fromkeys(texts))
+
+
+def _bears(item: Arrival, name: str, sizes: dict[str, int]) -> bool:
+    """What is computed from several parameters is priced once, at the largest of them."""
+    return name == max(item.names, key=lambda other: sizes.get(other, 0))
+
+
+def _rung(site: Site, name: str) -> str:
+    if site.forms.get(name) in (GENERAL_FORM, AT_ONCE_FORM):
+        rung = "general"
+    else:
+        rung = "elementwise" if rule_for(site.operation) is None else "rule"
+    derived = any(item.derived for item in site.arrivals.values() if name in item.names)
+    return f"{rung}, derived" if derived else rung
+
+
+def _axes(site: Site) -> str:
+    assert site.chosen is not None
+    kind, axis = site.chosen
+    folded = {"major": "folded into axis {}, sample by sample", "minor": "folded into axis {}, samples alternating"}
+    return folded.get(kind, "axis {}").format(axis)

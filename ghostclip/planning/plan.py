@@ -1,0 +1,307 @@
+"""Which layers keep their per-sample gradients beyond those where that costs nothing: a knapsack under a memory budget.
+
+A layer with p·d <= T·(p+d) always keeps them. Elsewhere keeping saves the norm's Gram and the second contraction, for
+B·p·d elements in the place of the layer's input and output gradient. What is free for that at every moment of the
+backward follows from its footprint; what it saves from a cost model, or from timing both ways once for each shape.
+
+Shape letters: N samples, T positions, I inputs, O outputs.
+"""
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Final, Literal, NamedTuple, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ghostclip import kernels
+from ghostclip._validate import choice
+from ghostclip.capture.usage import Record, Use
+from ghostclip.errors import InvalidOptionError
+from ghostclip.factors import Dense, Outer, planner
+from ghostclip.factors.base import accumulation_dtype
+from ghostclip.planning.footprint import Footprint, footprint_from, footprint_of
+
+Planning = Literal["model", "measured"]
+
+_CACHED: Final = 256
+# Into how many parts of the budget sizes are rounded up.
+_UNITS: Final = 1024
+# What reading or writing one element costs, in FLOPs: products of layers run at this many for every element they move.
+_MOVED: Final = 64
+# A per-sample gradient is written into fresh memory, and read for its norm and its sum.
+_PASSES_KEPT: Final = 4
+# Input and output gradient are read by every level of the Gram, and by the contraction.
+_PASSES_FACTORED: Final = 5
+# What calling one torch function costs, in FLOPs, and how many there are: small layers are all calls.
+_CALL: Final = 250_000
+_CALLS_KEPT: Final = 4
+_CALLS_A_LEVEL: Final = 6
+_REPEATS: Final = 3
+
+
+class Shape(NamedTuple):
+    """What decides on a layer's costs.
+
+    Attributes:
+        samples: N.
+        positions: T.
+        inputs: I.
+        outputs: O.
+        dtype: Of its input and of its output's gradient.
+        device: Where they lie.
+    """
+
+    samples: int
+    positions: int
+    inputs: int
+    outputs: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Item:
+    """A layer that could keep its per-sample gradients.
+
+    Attributes:
+        name: The parameter.
+        shape: Its sizes.
+        moment: When its gradient arrives.
+        needed: Bytes of the per-sample gradients.
+        added: The same less what is dropped for them, 0 at least.
+    """
+
+    name: str
+    shape: Shape
+    moment: int
+    needed: int
+    added: int
+
+
+class Planner:
+    """Decides for every batch's sizes which layers keep per-sample gradients, and remembers it.
+
+    A plan follows from the sizes of the batch and the model alone (unless costs are measured), so that a resumed run
+    repeats it.
+
+    Attributes:
+        budget: The most that a private backward may hold, over what an ordinary one holds; infinite for no bound.
+        planning: ``"model"``: costs are estimated; ``"measured"``: both ways are timed once for each shape, and what
+            was faster is kept for the whole process (rounding then differs between runs).
+        latest: Names of the parameters that the latest plan keeps beyond the rule.
+    """
+
+    def __init__(self, budget: float = 1.05, planning: Planning = "model") -> None:
+        """Start without plans.
+
+        Args:
+            budget: See the class; at least 1.
+            planning: See the class.
+
+        Raises:
+            InvalidOptionError: An option has a value that is not allowed.
+        """
+        if not budget >= 1:
+            raise InvalidOptionError(f"memory_budget={budget}: expected 1 or more times an ordinary step's memory.")
+        self.budget = budget
+        choice(planning, "planning", get_args(Planning))
+        self.planning: Planning = planning
+        self.latest: frozenset[str] = frozenset()
+        self._plans: OrderedDict[Any, frozenset[str]] = OrderedDict()
+
+    def before(self, loss: Tensor, record: Record, parameters: Mapping[str, Tensor]) -> frozenset[str]:
+        """Return the parameters whose per-sample gradients a backward keeps although they are the larger form.
+
+        Args:
+            loss: Where the backward will start.
+            record: The forward.
+            parameters: The trainable parameters by name.
+
+        Returns:
+            Their names; none under activation checkpointing, where reading the graph would run it again.
+        """
+        return self._plan("before", record, lambda: footprint_of(loss, parameters.values()))
+
+    def during(self, use: Use, grad: Tensor, parameters: Mapping[str, Tensor]) -> frozenset[str]:
+        """Return the same for a backward that somebody else has begun.
+
+        Args:
+            use: The first use whose gradient arrives.
+            grad: That gradient.
+            parameters: The trainable parameters by name.
+
+        Returns:
+            Their names; what the loss itself held is not known, so that there may be fewer.
+        """
+        return self._plan("during", use.record, lambda: footprint_from(use, grad, parameters.values()))
+
+    def _plan(self, when: str, record: Record, footprint: Callable[[], Footprint]) -> frozenset[str]:
+        if record.runs_again:
+            self.latest = frozenset()
+            return self.latest
+        key = (when, record.batch_size, tuple(record.sizes), record.beside, self.budget, self.planning)
+        if key not in self._plans:
+            with torch.no_grad():
+                self._plans[key] = self._decide(footprint(), record)
+            if len(self._plans) > _CACHED:
+                self._plans.popitem(last=False)
+        self._plans.move_to_end(key)
+        self.latest = self._plans[key]
+        return self.latest
+
+    def _decide(self, footprint: Footprint, record: Record) -> frozenset[str]:
+        held, items = _held(footprint, record)
+        seen = sum(moment.use is not None for moment in footprint.moments)
+        if not items or seen < len(record.sizes):
+            # What another branch of the model will hold is not known.
+            return frozenset()
+        limit = self.budget * footprint.ordinary_peak() - 4 * record.beside
+        if math.isinf(limit):
+            return frozenset(item.name for item in items if self._saving(item.shape) > 0)
+        # What is added stays until the end, so that the tightest later moment counts.
+        free = np.minimum.accumulate((limit - np.array(held))[::-1])[::-1].clip(min=0)
+        return _knapsack([(item, self._saving(item.shape)) for item in items], free, limit)
+
+    def _saving(self, shape: Shape) -> float:
+        return _timed(shape) if self.planning == "measured" else _estimated(shape)
+
+
+def _held(footprint: Footprint, record: Record) -> tuple[list[int], list[Item]]:
+    """Return what is held at every moment when nothing is kept beyond the rule, and what could be."""
+    held, items, gathered = [], [], 0
+    for number, moment in enumerate(footprint.moments):
+        held.append(moment.live + moment.passing + gathered)
+        use = moment.use
+        if use is None:
+            continue
+        found = _shape_of(use, moment.arriving, record)
+        inputs = footprint.inputs.get(id(use), 0)
+        if found is None:
+            gathered += _dense_bytes(use, record) or moment.arriving + inputs
+            continue
+        name, shape = found
+        needed = shape.samples * shape.inputs * shape.outputs * accumulation_dtype(shape.dtype).itemsize
+        if planner.keeps_per_sample(shape.positions, shape.inputs, shape.outputs):
+            gathered += needed
+            continue
+        gathered += moment.arriving + inputs
+        if shape.positions > 1 and record.use_counts[name] == 1:
+            items.append(Item(name, shape, number, needed, max(0, needed - moment.arriving - inputs)))
+    return held, items
+
+
+def _dense_bytes(use: Use, record: Record) -> int:
+    """Return what per-sample gradients take where all factors of a use are such; 0 where they are not."""
+    if any(not form.startswith("dense") for form in use.site.forms.values()):
+        return 0
+    return sum(record.batch_size * tracked.origin.value.numel() * 4 for tracked in use.targets.values())
+
+
+def _shape_of(use: Use, arriving: int, record: Record) -> tuple[str, Shape] | None:
+    """Return the parameter and sizes of a use that is one product of a matrix with rows of samples."""
+    if use.node is None or not use.node.saved_tensors:
+        return None
+    rows = use.node.saved_tensors[0]
+    for tracked in use.targets.values():
+        weight = tracked.origin.value
+        if tracked.origin.func or weight.dim() != 2 or rows.dim() < 2 or not rows.numel():
+            continue
+        inputs = rows.shape[-1]
+        positions, rest = divmod(rows.numel() // inputs, max(1, record.batch_size))
+        outputs, other = divmod(weight.numel(), inputs)
+        same = arriving == record.batch_size * positions * outputs * rows.element_size()
+        if rest or other or not same or inputs not in weight.shape:
+            continue
+        shape = Shape(record.batch_size, positions, inputs, outputs, rows.dtype, rows.device)
+        return tracked.origin.names[0], shape
+    return None
+
+
+def _knapsack(items: Sequence[tuple[Item, float]], free: Any, limit: float) -> frozenset[str]:
+    """Choose the items that save most while, at every moment, what was added so far fits.
+
+    Dynamic programming over sizes in parts of the budget, rounded up, in the order in which items arrive: exact but for
+    the rounding.
+    """
+    unit = max(1.0, limit / _UNITS)
+    wanted = [(item, saving) for item, saving in items if saving > 0 and item.needed <= free[item.moment]]
+    best = np.full(_UNITS + 1, -np.inf)
+    best[0] = 0.0
+    taken = []
+    for item, saving in wanted:
+        best[int(free[item.moment] // unit) + 1 :] = -np.inf
+        size = math.ceil(item.added / unit)
+        with_it = np.full_like(best, -np.inf)
+        with_it[size:] = best[: len(best) - size] + saving
+        with_it[int(free[item.moment] // unit) + 1 :] = -np.inf
+        taken.append(with_it > best)
+        best = np.maximum(best, with_it)
+    place, chosen = int(np.argmax(best)), []
+    for (item, _), took in zip(reversed(wanted), reversed(taken), strict=True):
+        if took[place]:
+            chosen.append(item.name)
+            place -= math.ceil(item.added / unit)
+    return frozenset(chosen)
+
+
+def _estimated(shape: Shape) -> float:
+    """Return what keeping saves, in FLOPs, moved elements counted as such."""
+    positions, inputs, outputs = shape.positions, shape.inputs, shape.outputs
+    product = 2 * positions * inputs * outputs
+    norm = min(planner.gram_flops(positions, inputs, outputs), product)
+    factored = norm + product + _MOVED * _PASSES_FACTORED * positions * (inputs + outputs)
+    kept = product + _MOVED * _PASSES_KEPT * inputs * outputs
+    levels = kernels.gram_levels(positions, inputs + outputs)
+    calls = _CALLS_A_LEVEL * (levels + 1) - _CALLS_KEPT
+    return float(shape.samples * (factored - kept) + _CALL * calls)
+
+
+_measured: dict[Shape, float] = {}
+
+
+def _timed(shape: Shape) -> float:
+    """Return what keeping saves, in seconds, by timing both ways; once for each shape in a process."""
+    if shape not in _measured:
+        generator = torch.Generator().manual_seed(0)
+        a_NTI, g_NTO = (
+            torch.randn(shape.samples, shape.positions, size, generator=generator).to(shape.device, shape.dtype)
+            for size in (shape.inputs, shape.outputs)
+        )
+        wide = accumulation_dtype(shape.dtype)
+        out = torch.zeros(shape.outputs, shape.inputs, device=shape.device, dtype=wide)
+        coef_N = torch.ones(shape.samples, device=shape.device, dtype=wide)
+
+        def factored() -> None:
+            outer = Outer(a_NTI, g_NTO, shape=out.shape)
+            outer.sqnorm()
+            outer.add_clipped_sum_(coef_N, out)
+
+        def kept() -> None:
+            dense = Dense(Outer(a_NTI, g_NTO, shape=out.shape).materialize())
+            dense.sqnorm()
+            dense.add_clipped_sum_(coef_N, out)
+
+        _measured[shape] = _seconds(factored, shape.device) - _seconds(kept, shape.device)
+    return _measured[shape]
+
+
+def _seconds(run: Callable[[], None], device: torch.device) -> float:
+    taken = []
+    for _ in range(1 + _REPEATS):
+        _wait(device)
+        started = time.perf_counter()
+        run()
+        _wait(device)
+        taken.append(time.perf_counter() - started)
+    return median(taken[1:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,504 @@
+"""What an engine has released: the accountant, the ledger on disk and the budgets, kept in step."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from ghostclip import _validate
+from ghostclip._owner import Owner
+from ghostclip.accounting import Accountant, Bounds, IAccountant, bounding_accountant
+from ghostclip.accounting.calibration import smallest_noise_multiplier
+from ghostclip.accounting.ledger import Kind
+from ghostclip.capture.unchecked import Unchecked
+from ghostclip.distributed import refused_together, require_agreement, telling
+from ghostclip.errors import InvalidOptionError, ResumeError
+from ghostclip.optim import DPOptimizer
+from ghostclip.optim.release import SkipStep, fingerprint
+from ghostclip.privacy.budget import Budget
+from ghostclip.privacy.charges import (
+    Charge,
+    accountant_of,
+    add_charges,
+    charges_of,
+    cost_of,
+    counted,
+    joined,
+    lacking,
+    replace_charges,
+)
+from ghostclip.privacy.discretisation import released_bounds
+from ghostclip.privacy.ledger_file import Entry, LedgerFile, total
+from ghostclip.privacy.own_accountant import continue_own, refuse_untold, tell
+from ghostclip.privacy.sampling_plan import SamplingPlan
+
+_REMEDY = (
+    "What either releases would be missing in the other's ε. Make a PrivacyEngine, and call make_private(), in the "
+    "process that trains; to continue there, load a checkpoint into it."
+)
+_BEFORE = "before this ledger"
+# What a target may leave unused.
+_UNUSED, _UNUSED_SHARE = 0.01, 1e-3
+
+
+class Account:
+    """Charges every step of an engine's optimizers.
+
+    Privacy:
+        A step is checked against the budgets before noise is drawn. It is written, to the disk first, after its noise
+        is drawn and before anything can see the result: a crash over-counts and never under-counts. A step that a
+        resumed run makes again is the same release if noise, number and values are the same; it costs nothing a second
+        time. If only the values differ (other code, options, threads or device), one noise would hide two different
+        sums, which it cannot: such a step is refused.
+
+    Args:
+        accountant: Turns the account into ε.
+        ledger: The ledger on disk, if there is one; what it holds already is counted from the beginning.
+
+    Attributes:
+        budgets: What must not be exceeded.
+        charged: Whether this process has charged a release.
+        runs: Up to which number the account holds the releases of each run (see `run_of`): what tells which of two
+            accounts, saved or in memory, continues the other. A release that is made again has the number that it had.
+        coordinates: Most numbers of one release with discrete noise; 0 while there was none.
+        own: An accountant of the user's that is told of every release beside `accountant`, or None.
+        unchecked: Which checks of the models could not run.
+    """
+
+    def __init__(self, accountant: Accountant, ledger: LedgerFile | None) -> None:
+        self.accountant = accountant
+        self.ledger = ledger
+        self.own: IAccountant | None = None
+        self.budgets: list[Budget] = []
+        self.coordinates = 0
+        self.unchecked: list[Unchecked] = []
+        self._owner: Owner | None = None
+        self.charged = False
+        self.runs: dict[str, int] = {}
+        self._unkeyed: dict[int, str] = {}
+        self._released: dict[Kind, int] = {}
+        accountant.hold(self._released)
+        if ledger is not None and ledger.entries:
+            self._begin_with(ledger)
+        self._from_before = len(accountant)
+
+    def _begin_with(self, ledger: LedgerFile) -> None:
+        """Count what a ledger holds."""
+        self.accountant.relation = _relation(ledger.mechanisms, default=self.accountant.relation)
+        self._hold_only(total(ledger.entries))
+        self.discrete(max((int(m.get("coordinates", 0)) for m in ledger.mechanisms), default=0))
+        for entry in ledger.entries:
+            self._note(entry.run, entry.number + 1)
+
+    def settle_ledger(self, *, shared: bool) -> None:
+        """Settle whose the ledger is: this process's own, or that of all ranks, which then hold what rank 0 has read.
+
+        Args:
+            shared: Whether ranks share batches; then this is called on all of them.
+
+        Raises:
+            InvalidOptionError: If ranks were given different paths, or the ledger is of the other kind.
+            ResumeError: If a rank has accounted for what the ledger does not hold.
+        """
+        if not shared:
+            if self.ledger is not None:
+                self.ledger.require_alone()
+            return
+        require_agreement("ledger", None if self.ledger is None else self.ledger.given)
+        if self.ledger is not None and self.ledger.share(fresh=self.fresh):
+            self.runs.clear()
+            self.coordinates = 0
+            self._begin_with(self.ledger)
+            self._from_before = len(self.accountant)
+
+    @property
+    def fresh(self) -> bool:
+        """Whether this process has charged nothing yet."""
+        return len(self.accountant) == self._from_before
+
+    def replace(self, accountant: Accountant, *, fresh: bool) -> None:
+        """Keep the account with another accountant, which holds what is released already.
+
+        Args:
+            accountant: The accountant.
+            fresh: Whether this process has charged none of it.
+        """
+        self.accountant.hold({})
+        self.accountant = accountant
+        accountant.hold(self._released)
+        self._from_before = len(accountant) if fresh else -1
+        for budget in self.budgets:
+            budget.forget()
+
+    def open(self, optimizer: DPOptimizer, plan: SamplingPlan, mechanism: Mapping[str, Any]) -> None:
+        """Charge the steps of an optimizer from now on.
+
+        Args:
+            optimizer: The private optimizer.
+            plan: How its batches are sampled.
+            mechanism: What one of its steps releases, in plain values.
+
+        Raises:
+            ResumeError: If somebody else writes to the ledger.
+        """
+        if self.ledger is not None:
+            self.ledger.lock()
+        shared = self.ledger is not None and self.ledger.shared
+        segment: list[Mapping[str, Any]] = [mechanism]
+        self._claim()
+        self.unchecked.append(optimizer.clipper.unchecked)
+        self.discrete(int(mechanism.get("coordinates", 0)))
+
+        def charge(current: DPOptimizer, released: Sequence[torch.Tensor]) -> None:
+            with telling("release") if shared else nullcontext():
+                if self.ledger is not None and segment:
+                    self.ledger.begin_segment(segment[0])
+                    segment.clear()
+                self._charge(current, plan, released)
+
+        optimizer.attach_step_hook(lambda current: self._require(current, plan))
+        optimizer.attach_release_hook(charge)
+
+    def _claim(self) -> None:
+        """Let the account be of this object and process; a copy or a fork of one in use would not know the rest."""
+        if self._owner is None:
+            self._owner = Owner(self)
+        self._owner.require(self, remedy=_REMEDY)
+
+    def discrete(self, coordinates: int) -> None:
+        """Count all releases as ones with discrete noise, which costs a little of δ.
+
+        Args:
+            coordinates: Numbers of one release; 0 changes nothing.
+        """
+        self.coordinates = max(self.coordinates, coordinates)
+        for budget in self.budgets:
+            budget.coordinates = self.coordinates
+
+    def add_budget(self, budget: Budget) -> None:
+        """Keep a budget from now on.
+
+        Args:
+            budget: What must not be exceeded.
+        """
+        budget.coordinates = self.coordinates
+        self.budgets.append(budget)
+
+    def require_relation(self, relation: str) -> None:
+        """Take over what neighbouring data sets are; an account has one relation.
+
+        Args:
+            relation: Of the batches that are about to be charged.
+
+        Raises:
+            InvalidOptionError: If the account holds, or is open for, another.
+            CopyError: If this is a copy of an account that is in use, or in a fork of its process.
+        """
+        if self._owner is not None:
+            self._claim()
+        if relation == self.accountant.relation:
+            return
+        if self._owner is not None or len(self.accountant) > 0:
+            raise InvalidOptionError(
+                f"data_loader with relation={relation!r}: this engine accounts for {self.accountant.relation!r}, and "
+                "the two do not add up. Use a PrivacyEngine (and a ledger) of its own."
+            )
+        self.accountant.relation = relation
+
+    def epsilon_bounds(self, delta: float) -> Bounds:
+        """Return bounds on what was released so far, discrete noise included.
+
+        Args:
+            delta: δ that ε is meant at.
+
+        Returns:
+            The bounds.
+
+        Raises:
+            InvalidOptionError: If δ is below what discreteness alone costs.
+        """
+        if self.ledger is not None:
+            self.ledger.require_readable()
+        bounds = released_bounds(self.accountant, delta, coordinates=self.coordinates)
+        if math.isinf(bounds.upper) and math.isfinite(self.accountant.get_epsilon(delta)):
+            raise InvalidOptionError(
+                f"delta={delta:g}: noise on {self.coordinates} numbers of an integer grid costs more than that beside "
+                "ε. Use a larger delta, more noise, or accept the floating-point effects of noise_level='secure'."
+            )
+        return bounds
+
+    def noise_for(self, budget: Budget, plan: SamplingPlan, *, epochs: int, coordinates: int) -> float:
+        """Choose the noise for a budget, counted from here on.
+
+        Args:
+            budget: What must not be exceeded; is told how many steps the noise was chosen for.
+            plan: How batches are sampled.
+            epochs: Passes over the private loader.
+            coordinates: Numbers of one release with discrete noise; 0 for continuous noise.
+
+        Returns:
+            σ.
+
+        Raises:
+            BudgetError: If no noise keeps the budget.
+        """
+        steps = _validate.positive_int(epochs, "epochs") * plan.events_per_epoch
+        coordinates = max(coordinates, self.coordinates)
+
+        def epsilon_of(sigma: float) -> float:
+            planned = accountant_of(self.accountant, [cost_of(plan.event, noise_multiplier=sigma, count=steps)])
+            with warnings.catch_warnings():
+                # The search tries σ that nobody would use, where numbers overflow on the way to inf.
+                warnings.simplefilter("ignore", RuntimeWarning)
+                return released_bounds(planned, budget.delta, coordinates=coordinates).upper
+
+        unused = min(_UNUSED, _UNUSED_SHARE * budget.epsilon)
+        noise_multiplier = smallest_noise_multiplier(epsilon_of, target=budget.epsilon, tolerance=unused)
+        budget.plan(cost_of(plan.event, noise_multiplier=noise_multiplier, count=steps))
+        if not self.fresh:
+            budget.exclude(charges_of(self.accountant))
+            warnings.warn(
+                f"{len(self.accountant)} steps are accounted for already. The noise is chosen for target_epsilon="
+                f"{budget.epsilon:g} from here on, so that ε over all steps will be larger.",
+                stacklevel=3,
+            )
+        return noise_multiplier
+
+    @property
+    def spent(self) -> bool:
+        """Whether a step was refused because a budget that stops training was spent."""
+        return any(budget.spent and budget.when_spent == "stop" for budget in self.budgets)
+
+    def goes_back(self, runs: Mapping[str, int]) -> bool:
+        """Say whether a state is an earlier one of what this process has released, and no ledger tells it from another.
+
+        Args:
+            runs: The saved `runs`.
+
+        Returns:
+            True if so.
+        """
+        return self.goes_on and runs != self.runs
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether noise and batches must go on from where they are, whatever is loaded.
+
+        Privacy:
+            This process has released with them, and without a ledger a step that is made again cannot be told from
+            another one with the same noise.
+        """
+        return self.charged and self.ledger is None
+
+    def load(
+        self,
+        state: Mapping[str, Any],
+        place: Mapping[str, Any] | None,
+        *,
+        coordinates: int,
+        runs: Mapping[str, int],
+    ) -> None:
+        """Continue a saved account; what this process or the ledger holds beyond it stays counted.
+
+        Args:
+            state: The saved state of the accountant.
+            place: Where the ledger had got to when it was saved; None if there was no ledger.
+            coordinates: The saved `coordinates`.
+            runs: The saved `runs`.
+
+        Raises:
+            ResumeError: If the ledger has lost releases, or was not given, or this process has released something that
+                the saved account does not continue.
+            InvalidOptionError: If the accountant's state cannot be loaded.
+        """
+        relation = self.accountant.relation
+        if self._owner is None and len(self.accountant) == 0:
+            relation = state.get("relation", relation)
+        saved = _charges_in(state, relation)
+        before: Entry | None = None
+        if self.ledger is None:
+            if place is not None:
+                raise ResumeError(
+                    "checkpoint: it was saved with a ledger, which may hold later releases. Give the engine the same "
+                    "ledger=path."
+                )
+            charges = self._joined_with(saved, runs)
+        else:
+            charges, before = self._joined_with_ledger(self.ledger, saved, place, runs)
+        self.accountant.relation = relation
+        self.discrete(coordinates)
+        for budget in self.budgets:
+            budget.forget()
+        self._hold_only(joined(charges))
+        for run, number in runs.items():
+            self._note(run, number)
+        continue_own(self)
+        if self.ledger is not None and before is not None:
+            if self.coordinates:
+                self.ledger.begin_segment({"coordinates": self.coordinates, "relation": relation})
+            self.ledger.append(before)
+
+    def _joined_with(self, saved: Sequence[Charge], runs: Mapping[str, int]) -> list[Charge]:
+        """Return a saved account together with the one in memory, of which one continues the other."""
+        held = charges_of(self.accountant)
+        if _includes(self.runs, runs):
+            return [*held, *lacking(saved, held)]
+        if _includes(runs, self.runs):
+            return [*saved, *lacking(held, saved)]
+        raise ResumeError(
+            f"state of another training: this engine has accounted for {len(self.accountant)} releases that it does "
+            "not hold. Load it before the first step, into a PrivacyEngine of its own."
+        )
+
+    def _joined_with_ledger(
+        self, ledger: LedgerFile, saved: Sequence[Charge], place: Mapping[str, Any] | None, runs: Mapping[str, int]
+    ) -> tuple[list[Charge], Entry | None]:
+        """Return the ledger's account with what was saved or is held beside it, and a release to write for that."""
+        held, written = charges_of(self.accountant), total(ledger.entries)
+        if place is not None:
+            ledger.require(place)
+            beside = lacking(saved, total(ledger.releases_at(place)))
+            return [*written, *beside, *lacking(lacking(held, written), beside)], None
+        beside = lacking(held, written)
+        digest = hashlib.sha256(repr((saved, sorted(runs.items()))).encode()).hexdigest()[:32]
+        taken_over = any(entry.run == _BEFORE and entry.fingerprint == digest for entry in ledger.entries)
+        if taken_over or not saved:
+            return [*written, *beside], None
+        return [*written, *saved, *beside], Entry(_BEFORE, len(ledger.entries), tuple(saved), digest)
+
+    def _note(self, run: str, number: int) -> None:
+        """Note that the account holds so many releases of a run."""
+        self.runs[run] = max(number, self.runs.get(run, 0))
+
+    def _hold_only(self, charges: Sequence[Charge]) -> None:
+        """Let the account be these charges."""
+        replace_charges(self.accountant, charges)
+        self._released.clear()
+        self._released.update(counted(charges))
+
+    def place(self) -> dict[str, Any] | None:
+        """Return where the ledger has got to, or None without one."""
+        return None if self.ledger is None else self.ledger.place()
+
+    def _require(self, optimizer: DPOptimizer, plan: SamplingPlan) -> None:
+        """Refuse, or skip, a step that does not fit in a budget."""
+        self._claim()
+        if self._made_before(optimizer) is not None:
+            return
+        self.accountant.require_whole()
+        events = plan.events(optimizer)
+        refuse_untold(self.own, events)
+        for budget in self.budgets:
+            if budget.when_spent == "raise":
+                budget.require(self.accountant, events)
+            elif budget.spent or not budget.fits(self.accountant, events):
+                budget.spent = True
+                raise SkipStep
+
+    def _charge(self, optimizer: DPOptimizer, plan: SamplingPlan, released: Sequence[torch.Tensor]) -> None:
+        """Write a step whose values are formed and that nothing has seen yet."""
+        events = plan.events(optimizer)
+        self.charged = True
+        run = self._run_of(optimizer)
+        if self.ledger is not None:
+            made = self._made_before(optimizer)
+            digest = fingerprint(released)
+            if made is not None:
+                with refused_together("step made before") if self.ledger.shared else nullcontext():
+                    self._refuse_other_values(optimizer, made, digest)
+                plan.settle(events)
+                return
+            self.ledger.append(Entry(run, optimizer.releases, tuple(events), digest))
+        self._note(run, optimizer.releases + 1)
+        self._add(events)
+        plan.settle(events)
+
+    def _add(self, events: Sequence[Charge]) -> None:
+        add_charges(self.accountant, events)
+        for kind, count in counted(events).items():
+            self._released[kind] = self._released.get(kind, 0) + count
+        tell(self.own, events)
+        for budget in self.budgets:
+            budget.charge(self.accountant, events)
+
+    def _made_before(self, optimizer: DPOptimizer) -> str | None:
+        """Return the fingerprint that the next step had when it was made before, or None."""
+        return None if self.ledger is None else self.ledger.find(self._run_of(optimizer), optimizer.releases)
+
+    def _refuse_other_values(self, optimizer: DPOptimizer, made: str, digest: str) -> None:
+        if made == digest:
+            return
+        raise ResumeError(
+            f"step {optimizer.releases + 1} was made before the interruption with other values: this run does not "
+            "repeat the interrupted one bit for bit (other code, options, threads or device), and the same noise must "
+            "not hide two different sums. Resume with load_checkpoint(..., fresh_randomness=True); the steps that "
+            "were lost stay counted."
+        )
+
+    def _run_of(self, optimizer: DPOptimizer) -> str:
+        """Return whose noise an optimizer uses: a digest of the key, which does not tell the key."""
+        return run_of(optimizer.noise_source.state_dict()) or self._unkeyed.setdefault(
+            id(optimizer.noise_source), secrets.token_hex(8)
+        )
+
+
+def _relation(mechanisms: Sequence[Mapping[str, Any]], *, default: str) -> str:
+    """Return what neighbouring data sets are for a ledger on disk.
+
+    Args:
+        mechanisms: Its segments; a ledger has one relation.
+        default: What is meant where they do not say.
+
+    Returns:
+        The relation.
+    """
+    said = [str(m["relation"]) for m in mechanisms if "relation" in m]
+    return said[-1] if said else default
+
+
+def _charges_in(state: Mapping[str, Any], relation: str) -> list[Charge]:
+    """Return what a saved accountant holds.
+
+    Args:
+        state: What its `state_dict` returned.
+        relation: What it must be saved for.
+
+    Returns:
+        Its charges.
+    """
+    keeper = bounding_accountant(relation=relation)
+    keeper.load_state_dict(state)
+    return charges_of(keeper)
+
+
+def _includes(runs: Mapping[str, int], others: Mapping[str, int]) -> bool:
+    """Return whether an account holds every release that another holds.
+
+    Args:
+        runs: The account's.
+        others: The other's.
+
+    Returns:
+        True if so.
+    """
+    return all(runs.get(run, 0) >= number for run, number in others.items())
+
+
+def run_of(noise_state: Mapping[str, Any]) -> str | None:
+    """Return a digest of the key of a noise source, or None if it has none.
+
+    Args:
+        noise_state: The source's state.
+
+    Returns:
+        16 hexadecimal digits.
+    """
+    key = noise_state.get("key")
+    return None if key is None else hashlib.sha256(f"ghostclip run {key}".encode()).hexdigest()[:16]

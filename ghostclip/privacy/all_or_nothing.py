@@ -1,0 +1,143 @@
+"""Loading changes everything or nothing: what a failed load has touched is put back as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ghostclip.optim import DPOptimizer
+from ghostclip.privacy.account import Account
+from ghostclip.privacy.ledger_file import LedgerFile
+from ghostclip.privacy.sampling_plan import SamplingPlan
+
+Undo = Callable[[], None]
+# What is put back by itself, is not changed by loading, or belongs to the user.
+_APART = (nn.Module, Optimizer, LedgerFile, torch.utils.data.DataLoader)
+
+
+@contextmanager
+def all_or_nothing(
+    *,
+    module: nn.Module | None = None,
+    optimizer: DPOptimizer | None,
+    plan: SamplingPlan | None,
+    account: Account,
+    schedulers: Iterable[object] = (),
+) -> Iterator[None]:
+    """Put everything back that a training's state is loaded into, if the block raises.
+
+    Args:
+        module: The model.
+        optimizer: The private optimizer.
+        plan: How its batches are sampled.
+        account: What its steps are charged to. A line that was written into its ledger stays there.
+        schedulers: Schedulers, None among them.
+
+    Yields:
+        Nothing.
+
+    Cost:
+        A copy of the model in main memory while the block runs.
+    """
+    # Accountants and schedulers may be of the user's classes.
+    holders = [account, account.accountant, account.own, plan, *schedulers]
+    undo = [_kept_generators()]
+    if module is not None:
+        undo.append(_kept_module(module))
+    if optimizer is not None:
+        holders += [optimizer.noise_source, optimizer.clipper.policy]
+        inner = optimizer.original_optimizer
+        undo += [_kept_attributes(one) for one in (inner, *getattr(inner, "members", ()))]
+        undo.append(_kept_values(optimizer))
+    undo += [_kept_attributes(one) for one in _reached(holders)]
+    with ExitStack() as stack:
+        for put_back in undo:
+            stack.callback(put_back)
+        yield
+        stack.pop_all()
+
+
+def _kept_module(module: nn.Module) -> Undo:
+    """Keep the parameters and buffers of a model, and which tensors they are."""
+    tables = [table for part in module.modules() for table in (part._parameters, part._buffers)]
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = [(table, dict(table)) for table in tables]
+    tensors = {id(tensor): tensor for _, table in before for tensor in table.values() if tensor is not None}
+    copies = [(tensor, _copy_of(tensor)) for tensor in tensors.values() if not tensor.is_meta]
+
+    @torch.no_grad()
+    def put_back() -> None:
+        for table, entries in before:
+            table.clear()
+            table.update(entries)
+        for tensor, copy in copies:
+            tensor.copy_(copy)
+
+    return put_back
+
+
+def _copy_of(tensor: Tensor) -> Tensor:
+    """Copy a tensor to main memory, since a model may fill its device's; one of another kind to where it lies."""
+    plain = type(tensor) in (Tensor, nn.Parameter)
+    return tensor.detach().to("cpu", copy=True) if plain else tensor.detach().clone()
+
+
+def _kept_generators() -> Undo:
+    """Keep torch's global generators."""
+    cpu = torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+    def put_back() -> None:
+        torch.set_rng_state(cpu)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+
+    return put_back
+
+
+def _kept_values(optimizer: DPOptimizer) -> Undo:
+    """Keep what loading sets on a private optimizer."""
+    names = ("releases", "_noise_multiplier")
+    before = {name: vars(optimizer)[name] for name in names}
+    return lambda: vars(optimizer).update(before)
+
+
+def _kept_attributes(holder: object) -> Undo:
+    """Keep an object's attributes, and what its lists, dicts, sets and generators hold; others may hold them, too."""
+    before = dict(vars(holder))
+    contents = [(value, value.copy()) for value in before.values() if type(value) in (list, dict, set)]
+    generators = [(value, value.get_state()) for value in before.values() if isinstance(value, torch.Generator)]
+
+    def put_back() -> None:
+        vars(holder).clear()
+        vars(holder).update(before)
+        for container, content in contents:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(content)
+        for generator, state in generators:
+            generator.set_state(state)
+
+    return put_back
+
+
+def _is_part(value: object) -> bool:
+    return type(value).__module__.startswith("ghostclip.") and not isinstance(value, (type, *_APART))
+
+
+def _reached(holders: Iterable[object]) -> list[object]:
+    """Return objects and what objects of this package they hold, each once."""
+    found: dict[int, object] = {}
+    waiting = [holder for holder in holders if holder is not None]
+    while waiting:
+        holder = waiting.pop()
+        if id(holder) in found or not hasattr(holder, "__dict__"):
+            continue
+        found[id(holder)] = holder
+        for value in vars(holder).values():
+            inner = list(value.values()) if isinstance(value, dict) else value
+            waiting += filter(_is_part, inner if isinstance(inner, list) else [inner])
+    return list(found.values())

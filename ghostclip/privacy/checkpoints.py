@@ -1,0 +1,417 @@
+"""Checkpoints of a private training: what `PrivacyEngine.save_checkpoint` writes and `load_checkpoint` checks."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import nn
+
+from ghostclip.assembly.private import coordinates_of
+from ghostclip.errors import ResumeError
+from ghostclip.noise.keyed import KeyedNoise
+from ghostclip.optim import DPOptimizer
+from ghostclip.privacy.account import Account, run_of
+from ghostclip.privacy.digest import digest_of
+from ghostclip.privacy.sampling_plan import SamplingPlan
+
+MODULE, OPTIMIZER, ACCOUNTANT = "module_state_dict", "optimizer_state_dict", "privacy_accountant_state_dict"
+SCHEDULERS = {"noise_multiplier": "noise_scheduler_state_dict", "max_grad_norm": "grad_clip_scheduler_state_dict"}
+MECHANISM, NOISE, SAMPLER = "ghostclip_mechanism", "ghostclip_noise", "ghostclip_sampler"
+POLICY, RELEASES, LEDGER, GENERATORS = "ghostclip_policy", "ghostclip_releases", "ghostclip_ledger", "ghostclip_rng"
+PLAN, COORDINATES, RUNS, DIGEST = "ghostclip_plan", "ghostclip_coordinates", "ghostclip_runs", "ghostclip_digest"
+VERSION = "ghostclip_version"
+SECRETS = (NOISE, SAMPLER, PLAN)
+"""What the noise and the batches of a training follow from, or position in them."""
+_FORMAT = 4
+"""Version of what is written: 4 holds a digest of all that it holds, and which releases its account consists of."""
+
+Place = str | os.PathLike[str] | IO[bytes]
+
+
+def mechanism(optimizer: DPOptimizer, plan: SamplingPlan | None) -> dict[str, Any]:
+    """Describe what a step releases, as far as its privacy depends on it.
+
+    Args:
+        optimizer: The private optimizer.
+        plan: How its batches are sampled, if known.
+
+    Returns:
+        Plain values by name.
+    """
+    policy = optimizer.clipper.policy
+    described: dict[str, Any] = {
+        "noise_multiplier": optimizer.noise_multiplier,
+        "clipping": policy.describe(),
+        "relation": optimizer.clipper.relation,
+        "expected_batch_size": optimizer.expected_batch_size,
+        "loss_reduction": optimizer.loss_reduction,
+        "noise_level": optimizer.noise_source.level,
+    }
+    if policy.adaptation is None:
+        # A bound that moves by itself is part of the state, not of the mechanism.
+        described["max_grad_norm"] = optimizer.max_grad_norm
+    if optimizer.noise_source.level == "exact":
+        described["coordinates"] = coordinates_of(optimizer.clipper.model, "exact")
+    if plan is not None:
+        event = plan.event
+        described.update(sampling=event.kind, sample_rate=event.sample_rate)
+        unusual = {"truncation": event.truncation, "unit": event.unit, "records_per_unit": event.records_per_unit}
+        described.update({name: value for name, value in unusual.items() if value not in (None, "record", 1)})
+    return described
+
+
+def _sampler_of(plan: SamplingPlan | None) -> Any:
+    """Return what holds the position in the data, or None where it keeps no state."""
+    return None if plan is None else plan.sampler
+
+
+def training_state(account: Account, optimizer: DPOptimizer | None, plan: SamplingPlan | None) -> dict[str, Any]:
+    """Collect everything but the model that a resumed training needs to be the same training.
+
+    Args:
+        account: What was released.
+        optimizer: The private optimizer, if it is to be saved.
+        plan: How its batches are sampled, if known.
+
+    Returns:
+        Plain values and tensors.
+
+    Raises:
+        MissingGradientError: In the middle of a logical batch, whose sums no checkpoint holds.
+    """
+    state = account_state(account, optimizer, plan)
+    if optimizer is not None:
+        optimizer.require_released()
+        state[OPTIMIZER] = optimizer.original_optimizer.state_dict()
+        state[GENERATORS] = _generators()
+    return state
+
+
+def account_state(account: Account, optimizer: DPOptimizer | None, plan: SamplingPlan | None) -> dict[str, Any]:
+    """Collect what was released, and where sampling and noise have got to.
+
+    Args:
+        account: What was released.
+        optimizer: The private optimizer, if its noise is to be continued.
+        plan: How its batches are sampled, if known.
+
+    Returns:
+        Plain values.
+    """
+    state: dict[str, Any] = {VERSION: _FORMAT, ACCOUNTANT: dict(account.accountant.state_dict())}
+    account.accountant.require_whole()
+    state[LEDGER], state[COORDINATES], state[RUNS] = account.place(), account.coordinates, dict(account.runs)
+    if optimizer is not None:
+        state[NOISE] = optimizer.noise_source.state_dict()
+        state[MECHANISM] = mechanism(optimizer, plan)
+        state[POLICY] = optimizer.clipper.policy.state_dict()
+        state[RELEASES] = optimizer.releases
+    sampler = _sampler_of(plan)
+    if sampler is not None:
+        state[SAMPLER] = sampler.state_dict()
+    if plan is not None:
+        state[PLAN] = plan.state_dict()
+    return state
+
+
+def _generators() -> dict[str, Any]:
+    """Return the states of torch's global generators, which dropout draws from; nothing private follows from them."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+
+def _continue_generators(saved: Mapping[str, Any]) -> None:
+    """Set torch's global generators, as far as the devices are there.
+
+    Args:
+        saved: What `_generators` returned.
+    """
+    torch.set_rng_state(saved["cpu"])
+    if torch.cuda.is_available():
+        for index, state in enumerate(saved["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(state, index)
+
+
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any], *, scheduled: set[str]) -> list[str]:
+    """Return in what two mechanisms differ.
+
+    Args:
+        saved: What the checkpoint says.
+        current: What the optimizer does.
+        scheduled: Names that a scheduler will restore.
+
+    Returns:
+        One text for each difference.
+    """
+    names = sorted((saved.keys() & current.keys()) - scheduled)
+    plain = json.loads(json.dumps({name: [saved[name], current[name]] for name in names}))
+    return [f"{name}: saved {was!r}, now {now!r}" for name, (was, now) in plain.items() if was != now]
+
+
+def reconciled(
+    checkpoint: dict[str, Any],
+    optimizer: DPOptimizer,
+    plan: SamplingPlan | None,
+    *,
+    scheduled: set[str],
+    allow_change: bool,
+    fresh: bool,
+) -> dict[str, Any]:
+    """Return a checkpoint as a training may continue it: of the same mechanism, or with fresh randomness.
+
+    Args:
+        checkpoint: What was loaded.
+        optimizer: The private optimizer, made anew.
+        plan: How its batches are sampled, if known.
+        scheduled: Names of the mechanism's values that a scheduler will restore.
+        allow_change: Whether the mechanism may differ.
+        fresh: Whether the randomness is to be fresh in any case.
+
+    Returns:
+        The checkpoint, without what must not be continued.
+
+    Raises:
+        ResumeError: If the mechanism differs and must not.
+    """
+    different = differences(checkpoint.get(MECHANISM, {}), mechanism(optimizer, plan), scheduled=scheduled)
+    if different and not allow_change:
+        raise ResumeError(
+            f"checkpoint of another mechanism ({'; '.join(different)}). Make the training private with the saved "
+            "values, or pass allow_mechanism_change=True to add steps of the new mechanism to the same ledger."
+        )
+    return with_fresh_randomness(checkpoint, optimizer, plan) if different or fresh else checkpoint
+
+
+def restore(checkpoint: dict[str, Any], optimizer: DPOptimizer | None, plan: SamplingPlan | None) -> None:
+    """Put a saved optimizer and the positions of noise, batches and dropout back.
+
+    Args:
+        checkpoint: What was loaded.
+        optimizer: The private optimizer, or None to leave it out.
+        plan: How its batches are sampled, if known.
+
+    Raises:
+        ResumeError: If the state is incomplete or belongs to something else.
+    """
+    if optimizer is not None:
+        if OPTIMIZER not in checkpoint:
+            raise ResumeError("checkpoint: it was saved without its optimizer. Pass optimizer=None, or save it too.")
+        optimizer.original_optimizer.load_state_dict(checkpoint[OPTIMIZER])
+    restore_positions(checkpoint, optimizer, plan)
+    if optimizer is not None and GENERATORS in checkpoint:
+        _continue_generators(checkpoint[GENERATORS])
+
+
+def restore_positions(checkpoint: Mapping[str, Any], optimizer: DPOptimizer | None, plan: SamplingPlan | None) -> None:
+    """Put the positions of noise and batches back.
+
+    Args:
+        checkpoint: What was loaded.
+        optimizer: The private optimizer, or None to leave it out.
+        plan: How its batches are sampled, if known.
+
+    Raises:
+        ResumeError: If the state belongs to something else.
+    """
+    sampler = _sampler_of(plan)
+    if sampler is not None and SAMPLER in checkpoint:
+        sampler.load_state_dict(checkpoint[SAMPLER])
+    if plan is not None and PLAN in checkpoint:
+        plan.load_state_dict(checkpoint[PLAN])
+    if optimizer is None:
+        return
+    optimizer.releases = checkpoint.get(RELEASES, optimizer.releases)
+    if NOISE in checkpoint:
+        optimizer.noise_source.load_state_dict(checkpoint[NOISE])
+    if POLICY in checkpoint and optimizer.clipper.policy.adaptation is not None:
+        optimizer.clipper.policy.load_state_dict(checkpoint[POLICY])
+
+
+def with_fresh_randomness(
+    checkpoint: Mapping[str, Any], optimizer: DPOptimizer, plan: SamplingPlan | None
+) -> dict[str, Any]:
+    """Return a checkpoint that continues with noise and batches that nothing was released with before.
+
+    Args:
+        checkpoint: What was loaded.
+        optimizer: The private optimizer, made anew.
+        plan: How its batches are sampled, if known.
+
+    Returns:
+        The checkpoint without the noise's state and what was paid for of a pass, and with the key of the new sampler.
+
+    Raises:
+        ResumeError: If the new noise follows from the same seed as the old.
+    """
+    fresh = {name: value for name, value in checkpoint.items() if name not in (NOISE, GENERATORS, RELEASES)}
+    # The next step is charged as one of another pass.
+    fresh[PLAN] = {}
+    saved_run = run_of(checkpoint.get(NOISE, {}))
+    if saved_run is not None and run_of(optimizer.noise_source.state_dict()) == saved_run:
+        raise ResumeError(
+            "noise: this optimizer adds the same noise as the saved run (by the generator or seed that was given, or "
+            "because it is that run), which must not hide other sums. Make the training private anew, without a "
+            "generator or with another."
+        )
+    sampler = _sampler_of(plan)
+    if sampler is not None and SAMPLER in checkpoint:
+        fresh[SAMPLER] = {**checkpoint[SAMPLER], "key": sampler.state_dict()["key"]}
+    return fresh
+
+
+def without_positions(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint that leaves noise, batches and torch's generators where they are.
+
+    Args:
+        checkpoint: What was loaded.
+
+    Returns:
+        The checkpoint without their states.
+    """
+    positions = (NOISE, SAMPLER, PLAN, RELEASES, GENERATORS)
+    return {name: value for name, value in checkpoint.items() if name not in positions}
+
+
+def branch_off(optimizer: DPOptimizer) -> None:
+    """Add noise from a fresh key from here on, after a return to an earlier state.
+
+    Privacy:
+        Another process may continue that earlier state with the same key. Where the two differ from here on, equal
+        noise would tell the difference of their sums.
+
+    Args:
+        optimizer: The private optimizer; what ranks share, or a user's generator fixes, stays as it is.
+    """
+    source = optimizer.noise_source
+    if isinstance(source, KeyedNoise) and source.generator is None:
+        source.renew_key()
+
+
+def restore_account(checkpoint: Mapping[str, Any], account: Account) -> None:
+    """Continue a saved account.
+
+    Args:
+        checkpoint: What was loaded.
+        account: What is released from here on is charged to.
+
+    Raises:
+        ResumeError: If its ledger has lost releases, or was not given.
+        InvalidOptionError: If the accountant's state cannot be loaded.
+    """
+    account.load(
+        checkpoint[ACCOUNTANT],
+        checkpoint[LEDGER],
+        coordinates=checkpoint[COORDINATES],
+        runs=checkpoint[RUNS],
+    )
+
+
+def continue_schedules(
+    checkpoint: dict[str, Any], optimizer: DPOptimizer | None, schedulers: Mapping[str, Any]
+) -> None:
+    """Set schedulers, and what they had changed, to where the saved training had got; drop what is restored.
+
+    Args:
+        checkpoint: What was loaded; loses the entries of optimizer and schedulers.
+        optimizer: The private optimizer, if it is restored.
+        schedulers: The scheduler of `noise_multiplier` and of `max_grad_norm`, each or None.
+    """
+    checkpoint.pop(OPTIMIZER, None)
+    saved = checkpoint.get(MECHANISM, {})
+    for name, scheduler in schedulers.items():
+        state = checkpoint.pop(SCHEDULERS[name], None)
+        if scheduler is None or state is None:
+            continue
+        scheduler.load_state_dict(state)
+        if optimizer is not None and name in saved:
+            setattr(optimizer, name, saved[name])
+
+
+def save(state: dict[str, Any], place: Place, options: Mapping[str, Any]) -> None:
+    """Write a checkpoint; a file appears under its name only when it is complete.
+
+    Args:
+        state: What to write.
+        place: A path or an open binary file.
+        options: Further options of `torch.save`.
+    """
+    state[DIGEST] = digest_of(state)
+    if not isinstance(place, (str, os.PathLike)):
+        torch.save(state, place, **options)
+        return
+    path = Path(place)
+    unfinished = path.with_name(path.name + ".unfinished")
+    with unfinished.open("wb") as file:
+        torch.save(state, file, **options)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
+def load(place: Place, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Read a checkpoint, by default without running any code from it.
+
+    Args:
+        place: A path or an open binary file.
+        options: Further options of `torch.load`.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ResumeError: If it cannot be read, another version wrote it, it was changed since, or it holds no account.
+    """
+    try:
+        checkpoint = torch.load(place, **{"weights_only": True, **options})
+    except (FileNotFoundError, PermissionError, IsADirectoryError):
+        raise
+    except Exception as error:
+        # Whatever torch stumbles over: a bit may have changed anywhere.
+        raise ResumeError(f"checkpoint: it cannot be read ({type(error).__name__}: {error})") from error
+    missing = [name for name in (MODULE, ACCOUNTANT) if not isinstance(checkpoint, dict) or name not in checkpoint]
+    if missing:
+        raise ResumeError(f"checkpoint: no {', '.join(missing)}; it was not written by save_checkpoint().")
+    checked_version(checkpoint)
+    if checkpoint.pop(DIGEST, None) != digest_of(checkpoint):
+        raise ResumeError(
+            "checkpoint: it does not hold what save_checkpoint() wrote: it is damaged, or was changed by hand. Restore "
+            "it from a copy, or continue from an earlier one."
+        )
+    return checkpoint
+
+
+def checked_version(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a saved state if this version can read it.
+
+    Args:
+        state: What was saved.
+
+    Returns:
+        The same.
+
+    Raises:
+        ResumeError: If another version wrote it.
+    """
+    version = state.get(VERSION, 1)
+    if version != _FORMAT:
+        raise ResumeError(
+            f"checkpoint of format {version}: this version of ghostclip reads format {_FORMAT}. Continue with the "
+            "version that wrote it."
+        )
+    return state
+
+
+def load_module(module: nn.Module, checkpoint: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Load the model's part.
+
+    Args:
+        module: The model, private or not.
+        checkpoint: What was loaded.
+        options: Further options of `load_state_dict`.
+    """
+    module.load_state_dict(checkpoint[MODULE], **options)

@@ -1,0 +1,600 @@
+"""The ledger on disk: one line for every release, safe on the disk before the release leaves the optimizer."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import secrets
+import socket
+import stat
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from ghostclip.distributed import from_first, gathered, is_first, telling
+from ghostclip.errors import GhostClipError, InvalidOptionError, ResumeError
+from ghostclip.privacy.charges import Charge, checked_charge, joined
+from ghostclip.privacy.ledger_lines import FORMAT, VERSION, Place, decoded, encoded, is_whole
+
+if sys.platform != "win32":
+    import fcntl
+
+
+class Entry(NamedTuple):
+    """One release."""
+
+    run: str
+    """Whose noise it uses: a digest of the noise key."""
+    number: int
+    """How many releases that run made before it."""
+    events: tuple[Charge, ...]
+    """What it costs."""
+    fingerprint: str
+    """Digest of what was released."""
+
+
+class LedgerFile:
+    """An append-only file of releases and of the mechanisms they belong to.
+
+    Reading it is free; writing takes the file for this object (`lock`), until `close` or the end of the process. Each
+    line carries the ledger's identity, its number, and a hash over all lines before it (see `ledger_lines`). Half a
+    line at the end was never followed by its release, because a line is on the disk before that: it is not read, and
+    cut off before the next is written.
+
+    Ranks of one training have one ledger (`share`): rank 0 alone opens, locks and writes the file. `lock`,
+    `begin_segment` and `append` are then called on all ranks, which get the lines that rank 0 has written, or its
+    error. That is one exchange for each: no exchange of the step can carry a line, because it holds a digest of the
+    noisy sum over all ranks and must be on the disk before any of them goes on.
+
+    Privacy:
+        `append` returns only when the line is on the disk (fsync), on every rank. What is released afterwards is
+        therefore counted, whatever happens: a crash in between over-counts, nothing under-counts. The file alone cannot
+        tell that whole lines were cut off its end; whoever knew them can (`require`: checkpoints, and this object while
+        it is open).
+        The file holds no secrets.
+
+    Args:
+        path: The file; made, with its folder, when it is first locked. Symbolic links are followed once, here.
+        alone: Whether what is wrong with the file is raised here. False leaves that to `require_alone` and `share`,
+            where it is known who has to be told.
+
+    Attributes:
+        given: The path as the user wrote it.
+        shared: Whether it is the ledger of several ranks.
+        entries: All releases, in order.
+        mechanisms: What they belong to, in order.
+
+    Raises:
+        InvalidOptionError: If something other than a regular file lies there.
+        ResumeError: If the file is empty, damaged or of another version.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, alone: bool = True) -> None:
+        self.path = Path(os.path.realpath(path))
+        self.given = os.fspath(path)
+        self.shared = False
+        self._follows = False
+        self._file: IO[bytes] | None = None
+        self._owner = 0
+        self._pending = b""
+        self._told = 0
+        self._wrong: Exception | None = None
+        self._forget()
+        try:
+            _refuse_irregular(self.path, given=path)
+            if self.path.exists():
+                self._read(self.path.read_bytes())
+        except (GhostClipError, OSError) as error:
+            if alone:
+                raise
+            self._wrong = error
+
+    def require_readable(self) -> None:
+        """Raise what is wrong with the file, if that was left for later.
+
+        Raises:
+            GhostClipError: What the constructor would have raised.
+            OSError: What the constructor would have raised.
+        """
+        if self._wrong is not None:
+            # Another one each time: ranks mark an error that all of them were told of.
+            raise type(self._wrong)(*self._wrong.args) from self._wrong
+
+    def require_alone(self) -> None:
+        """Let the ledger be this process's own.
+
+        Raises:
+            InvalidOptionError: If ranks share it: what one of them released by itself would not be written.
+        """
+        self.require_readable()
+        if self.shared:
+            raise InvalidOptionError(
+                f"{self.path}: this is the ledger of a training on several ranks, and the loader that is given now is "
+                "this rank's own. Use a PrivacyEngine, and a ledger, of its own for what a rank trains by itself."
+            )
+
+    def share(self, *, fresh: bool) -> bool:
+        """Let rank 0's file be the ledger of all ranks, which hold what it holds; called on all of them.
+
+        Files of the other ranks are not used, also where the path leads to another one there.
+
+        Args:
+            fresh: Whether this rank has accounted for nothing but what it has read.
+
+        Returns:
+            Whether this rank has held something else before.
+
+        Raises:
+            ResumeError: On all ranks, if one has accounted for what rank 0's file does not hold.
+        """
+        if self.shared:
+            return False
+        self._follows = not is_first()
+        before = self._places[-1]
+        with telling("ledger"):
+            if not self._follows:
+                self.require_readable()
+        places = gathered("place in the ledger", (tuple(before), fresh))
+        others = [rank for rank, (place, _) in enumerate(places) if place != places[0][0]]
+        for rank in others:
+            if not places[rank][1]:
+                raise ResumeError(
+                    f"{self.path}: rank {rank} has accounted for releases that the ledger of rank 0 does not hold. "
+                    "Make a PrivacyEngine anew on every rank, call make_private, then load the checkpoint."
+                )
+        if others:
+            content = from_first("content of the ledger", lambda: self.path.read_bytes() if self._end else b"")
+            if self._follows:
+                with telling("ledger"):
+                    self._hold(content)
+        self.shared, self._told, self._wrong = True, self._end, None
+        return self._places[-1] != before
+
+    def _hold(self, content: bytes) -> None:
+        """Hold what another rank's file holds, and nothing else."""
+        self._forget()
+        if content:
+            self._read(content)
+
+    def _on_first_rank(self, work: Callable[[], None]) -> None:
+        """Do something with the file, on rank 0 alone where ranks share it; all of them hold what it holds then.
+
+        Args:
+            work: Leaves the file open.
+
+        Raises:
+            ResumeError: If another rank, or none, is rank 0 by now.
+        """
+        if not self.shared:
+            work()
+            return
+
+        def told() -> bytes:
+            work()
+            assert self._file is not None, "open"
+            return _all_of(self._file, start=self._told)[: self._end - self._told]
+
+        with telling("line of the ledger"):
+            if self._follows == is_first():
+                raise ResumeError(
+                    f"{self.path}: this ledger is written by rank 0 of a process group that is no more. Make a "
+                    "PrivacyEngine anew for what is trained without it."
+                )
+        *lines, _ = from_first("line of the ledger", told).split(b"\n")
+        if self._follows:
+            for line in lines:
+                self._take(*decoded(line, self._places[-1], name=str(self.path)), len(line) + 1)
+        self._told = self._end
+
+    def _forget(self) -> None:
+        self.entries: list[Entry] = []
+        self.mechanisms: list[dict[str, Any]] = []
+        self._known: dict[tuple[str, int], str] = {}
+        self._places = [Place()]
+        self._releases = [0]
+        self._holder: Mapping[str, Any] = {}
+        self._end = 0
+
+    def _read(self, content: bytes) -> None:
+        """Take in the whole lines of a file.
+
+        Args:
+            content: All that it holds.
+
+        Raises:
+            ResumeError: If they are not those of one ledger.
+        """
+        if not content:
+            raise ResumeError(
+                f"{self.path}: the ledger is empty, and none that was begun is: it was emptied, or is another "
+                "program's file. Restore it; if nothing was ever released with it, delete it."
+            )
+        *whole, torn = content.split(b"\n")
+        for line in whole:
+            values, place = decoded(line, self._places[-1], name=str(self.path))
+            self._take(values, place, len(line) + 1)
+        # Half a line is what a crash leaves. One that lacks nothing but its end may have been released: it counts.
+        complete = next(
+            (torn[:cut] for cut in (len(torn), -1) if torn and is_whole(torn[:cut], self._places[-1])), None
+        )
+        if complete is not None:
+            self._take(*decoded(complete, self._places[-1], name=str(self.path)), len(complete) + 1)
+        elif not whole:
+            decoded(torn, self._places[-1], name=str(self.path))
+
+    def _take(self, values: Mapping[str, Any], place: Place, size: int) -> None:
+        """Take note of a line that is in the file."""
+        if "mechanism" in values:
+            self.mechanisms.append(values["mechanism"])
+        elif "opened" in values:
+            self._holder = values["opened"]
+        elif "run" in values:
+            events = tuple(checked_charge(charge) for charge in values["events"])
+            entry = Entry(values["run"], int(values["number"]), events, values["fingerprint"])
+            self.entries.append(entry)
+            self._known[entry.run, entry.number] = entry.fingerprint
+        self._places.append(place)
+        self._releases.append(len(self.entries))
+        self._end += size
+
+    def find(self, run: str, number: int) -> str | None:
+        """Return the fingerprint of a release that was made before, or None.
+
+        Args:
+            run: Whose noise it uses.
+            number: Its number in that run.
+
+        Returns:
+            The fingerprint.
+        """
+        return self._known.get((run, number))
+
+    def place(self) -> dict[str, Any]:
+        """Return where the ledger has got to, for a checkpoint.
+
+        Returns:
+            What `require` takes, in plain values.
+        """
+        return {**self._places[-1]._asdict(), "releases": len(self.entries)}
+
+    def require(self, saved: Mapping[str, Any]) -> None:
+        """Refuse a ledger that does not hold what it held when something else was saved.
+
+        Args:
+            saved: What `place` returned then.
+
+        Raises:
+            ResumeError: If it is another ledger, or lacks lines that it had.
+        """
+        was, now = Place(saved["ledger"], saved["lines"], saved["chained"]), self._places[-1]
+        if len(self.entries) < saved["releases"] or (was.lines > now.lines and was.ledger == now.ledger):
+            raise ResumeError(
+                f"{self.path}: the ledger holds {len(self.entries)} releases in {now.lines} lines; what is loaded was "
+                f"saved after {saved['releases']} in {was.lines}: lines were cut off, or it is another training's. "
+                "Restore the ledger that belongs to it: without it ε is not known."
+            )
+        if was.lines and (was.lines > now.lines or self._places[was.lines] != was):
+            raise ResumeError(
+                f"{self.path}: this is the ledger {now.ledger}; what is loaded was saved with {was.ledger}, whose "
+                f"line {was.lines} is not here. Give the engine the ledger that belongs to it: without it ε is not "
+                "known."
+            )
+
+    def releases_at(self, saved: Mapping[str, Any]) -> list[Entry]:
+        """Return the releases that the ledger held when something else was saved.
+
+        Args:
+            saved: What `place` returned then; `require` has let it pass.
+
+        Returns:
+            The releases.
+        """
+        return self.entries[: self._releases[saved["lines"]]]
+
+    def begin_segment(self, mechanism: Mapping[str, Any]) -> None:
+        """Say which mechanism the following releases belong to; writes a line only if it is another one.
+
+        Args:
+            mechanism: Plain values by name.
+        """
+        plain = json.loads(json.dumps(dict(mechanism)))
+        if [plain] != self.mechanisms[-1:]:
+            self._write({"mechanism": plain})
+
+    def append(self, entry: Entry) -> None:
+        """Write a release that is about to be made.
+
+        Args:
+            entry: The release.
+        """
+        self._write(entry._asdict())
+
+    def lock(self) -> None:
+        """Take the file for this object, and begin it if there is none; nothing happens if it is taken already."""
+        self._on_first_rank(self._take_file)
+
+    def _take_file(self) -> None:
+        """Take the file for this object.
+
+        Raises:
+            ResumeError: If somebody else holds it, or it is not the file that was read.
+        """
+        if self._file is not None:
+            return
+        if self._owner not in (0, os.getpid()):
+            raise ResumeError(
+                f"{self.path}: this process was forked from process {self._owner}, whose ledger it is. Make a "
+                "PrivacyEngine with a ledger of its own in each process that trains."
+            )
+        begins = self._end == 0 and not self.path.exists()
+        file = self._begun() if begins else self._opened()
+        # Not by the object's destructor, which complains of files that are still open.
+        self._close = weakref.finalize(self, file.close)
+        self._file, self._owner = file, os.getpid()
+        try:
+            self._read(_all_of(file)) if begins else self._require_as_read()
+            # The end of a line that lacks nothing else; then what is left of half a line.
+            _write_all(file, b"\n", at=self._end - 1)
+            self._cut_off_rest()
+            self._write_line({"opened": {"process": os.getpid(), "host": socket.gethostname()}})
+        except BaseException:
+            self.close()
+            raise
+        _HELD.add(self)
+
+    def _require_as_read(self) -> None:
+        """Refuse a file that somebody has written to since this object has read it.
+
+        Raises:
+            ResumeError: If it is another one now.
+        """
+        known, now = self._places[-1], LedgerFile(self.path)._places[-1]
+        if known != now:
+            raise ResumeError(
+                f"{self.path}: the ledger had {known.lines} lines when it was read and has {now.lines}, or others, "
+                "now. Make the PrivacyEngine anew, which reads them."
+            )
+
+    def close(self) -> None:
+        """Give the file back; the next line that is written takes it again, if nobody else has written one."""
+        _HELD.discard(self)
+        if self._file is not None:
+            self._close()
+        self._file, self._owner, self._pending = None, 0, b""
+
+    def _begun(self) -> IO[bytes]:
+        """Make the file, with its first line: under its name it is never empty.
+
+        Returns:
+            The file, locked.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        line, _ = encoded({VERSION: FORMAT}, Place(ledger=secrets.token_hex(8)))
+        unfinished = self.path.with_name(f"{self.path.name}.{os.getpid()}.unfinished")
+        file = unfinished.open("w+b", buffering=0)
+        try:
+            _lock(file)
+            file.write(line)
+            _to_disk(file.fileno())
+            _place(unfinished, self.path)
+        except BaseException:
+            file.close()
+            raise
+        finally:
+            unfinished.unlink(missing_ok=True)
+        _folder_to_disk(self.path.parent)
+        return file
+
+    def _opened(self) -> IO[bytes]:
+        """Open the file that is there.
+
+        Returns:
+            The file, locked.
+
+        Raises:
+            ResumeError: If it is gone, or somebody holds it.
+        """
+        try:
+            file = self.path.open("r+b", buffering=0)
+        except FileNotFoundError as error:
+            raise self._lost("is gone: it was deleted or moved") from error
+        try:
+            _lock_unless_forgotten(file)
+        except OSError as error:
+            file.close()
+            holder = LedgerFile(self.path)._holder
+            who = f"process {holder.get('process', '?')} on {holder.get('host', '?')}"
+            here = " (this one)" if holder.get("process") == os.getpid() else ""
+            raise ResumeError(
+                f"{self.path}: {who}{here} is writing to this ledger, and two writers would each miss the other's "
+                "releases. Wait until it has ended, or close() its engine; give each training a ledger of its own. "
+                "The ranks of one training share one if make_private is called after init_process_group."
+            ) from error
+        return file
+
+    def _write(self, values: Mapping[str, Any]) -> None:
+        """Write one line; it is on the disk when this returns."""
+        self._on_first_rank(lambda: self._write_line(values))
+
+    def _write_line(self, values: Mapping[str, Any]) -> None:
+        """Write one line; nothing of it is read if this raises."""
+        self._take_file()
+        file = self._file
+        assert file is not None, "locked"
+        self._require_same_file(file)
+        self._cut_off_rest()
+        line, place = encoded(values, self._places[-1])
+        self._pending = line
+        try:
+            _write_all(file, line, at=self._end)
+            _to_disk(file.fileno())
+        except BaseException:
+            # What is left where this fails too is cut off before the next line is written.
+            _truncate(file, self._end)
+            raise
+        self._pending = b""
+        self._take(json.loads(line.rpartition(b"\t")[0]), place, len(line))
+
+    def _require_same_file(self, file: IO[bytes]) -> None:
+        """Refuse to write where the file is not, or not as, this object has left it.
+
+        Args:
+            file: The open file.
+
+        Raises:
+            ResumeError: If it was deleted, moved, replaced, shortened, or written to by somebody else.
+        """
+        try:
+            there = self.path.stat()
+        except OSError as error:
+            raise self._lost("is gone: it was deleted or moved") from error
+        opened = os.fstat(file.fileno())
+        if (there.st_dev, there.st_ino) != (opened.st_dev, opened.st_ino):
+            raise self._lost("was replaced by another file")
+        if opened.st_size < self._end:
+            raise self._lost(f"was shortened from {self._end} to {opened.st_size} bytes")
+        tail = (self._places[-1].chained + "\n").encode()
+        rest = _all_of(file, start=self._end - len(tail))
+        if not rest.startswith(tail):
+            raise self._lost("was changed")
+        if not self._pending.startswith(rest[len(tail) :]):
+            raise self._lost("was written to by somebody else")
+
+    def _lost(self, what: str) -> ResumeError:
+        return ResumeError(
+            f"{self.path}: the ledger {what} while this process was writing to it, after {len(self.entries)} releases "
+            "in it. Put it back as it was; the step that was about to be written is not released."
+        )
+
+    def _cut_off_rest(self) -> None:
+        """Cut off half a line, so that the next one cannot join it."""
+        assert self._file is not None, "locked"
+        if os.fstat(self._file.fileno()).st_size > self._end:
+            os.ftruncate(self._file.fileno(), self._end)
+            _to_disk(self._file.fileno())
+        self._pending = b""
+
+
+_HELD: weakref.WeakSet[LedgerFile] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    """Close the parent's ledgers in a forked process: a lock must end with the process that took it."""
+    for ledger in list(_HELD):
+        owner = ledger._owner
+        ledger.close()
+        ledger._owner = owner
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+def _refuse_irregular(path: Path, *, given: str | os.PathLike[str]) -> None:
+    """Refuse what no line can be kept in: folders, devices, pipes, sockets.
+
+    Args:
+        path: Where links have led to.
+        given: What the user has written.
+
+    Raises:
+        InvalidOptionError: If something other than a file lies there.
+    """
+    # A device that a shell has redirected to a file is one all the same.
+    root, *below = (*Path(given).absolute().parts[1:], "")
+    regular = root != "proc" and (root != "dev" or below[:1] == ["shm"])
+    try:
+        regular = regular and stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:
+        pass
+    except NotADirectoryError:
+        regular = False
+    if not regular:
+        raise InvalidOptionError(
+            f"ledger={os.fspath(given)!r}: a ledger must be a regular file, and this is a folder, a device, a pipe or "
+            "a socket, or lies below a file. Name a file."
+        )
+
+
+def _lock(file: IO[bytes]) -> None:
+    """Lock a file for as long as it is open, or raise OSError; a killed process holds no lock."""
+    if sys.platform != "win32":
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _lock_unless_forgotten(file: IO[bytes]) -> None:
+    """Lock a file, also where an engine holds it that nobody uses any more and that lives on in a cycle."""
+    try:
+        _lock(file)
+    except OSError:
+        gc.collect()
+        _lock(file)
+
+
+def _place(unfinished: Path, path: Path) -> None:
+    """Give a file its name, which no other may have taken meanwhile.
+
+    Args:
+        unfinished: The file.
+        path: The name.
+
+    Raises:
+        ResumeError: If there is a file of that name.
+    """
+    try:
+        path.hardlink_to(unfinished)
+    except FileExistsError as error:
+        raise ResumeError(f"{path}: another process has begun this ledger at the same moment. Name another.") from error
+    except OSError:
+        # A file system without links.
+        unfinished.rename(path)
+
+
+def _all_of(file: IO[bytes], *, start: int = 0) -> bytes:
+    file.seek(start)
+    return file.read()
+
+
+def _write_all(file: IO[bytes], line: bytes, *, at: int) -> None:
+    """Write a line at a place; an unbuffered file may take it in several parts."""
+    file.seek(at)
+    while line:
+        line = line[file.write(line) :]
+
+
+def _truncate(file: IO[bytes], size: int) -> None:
+    try:
+        os.ftruncate(file.fileno(), size)
+    except OSError:
+        return
+
+
+def _to_disk(descriptor: int) -> None:
+    os.fsync(descriptor)
+
+
+def _folder_to_disk(folder: Path) -> None:
+    """Make a new file's name survive a power cut, where folders can be opened."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def total(entries: Sequence[Entry]) -> list[Charge]:
+    """Return what releases cost together.
+
+    Args:
+        entries: Releases.
+
+    Returns:
+        Charges; consecutive equal ones are one.
+    """
+    return joined(charge for entry in entries for charge in entry.events)

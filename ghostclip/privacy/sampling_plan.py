@@ -1,0 +1,446 @@
+"""How records get into batches, and what a step therefore costs: the two belong together.
+
+Each plan owns its loader, the public constant that sums are divided by, and the accounting event of a step, so that no
+other place computes a rate.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, Protocol
+
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
+
+from ghostclip.accounting.events import SamplingEvent
+from ghostclip.data import DeclaredSampling, DPDataLoader, PrivateSampler, Shuffled
+from ghostclip.data.accepted import checked_batch_size, dataset_length, record_sampler, refuse_wrapped
+from ghostclip.data.physical_loader import splittable_batches
+from ghostclip.data.workers import worker_options
+from ghostclip.distributed import refused_together, world_size
+from ghostclip.errors import DataError, InvalidOptionError
+from ghostclip.optim import DPOptimizer
+from ghostclip.optim.draws import Draw, DrawLog
+from ghostclip.privacy.charges import Charge, cost_of
+
+
+class SamplingPlan(Protocol):
+    """Where batches come from and how a step on them is accounted."""
+
+    loader: Any
+    event: SamplingEvent
+    """What one accounted event is, for one backward pass in a step."""
+    events_per_epoch: int
+    """Accounted events in one pass over the loader."""
+    expected_batch_size: float
+    draws: DrawLog | None
+    """Draws that no release has used yet; None where the user samples."""
+    sampler: Any
+    """What holds the position in the data; None where nothing does."""
+    replicas: int
+    """Ranks that share each batch."""
+
+    def events(self, optimizer: DPOptimizer) -> list[Charge]:
+        """Return what the step that is about to be released adds to the account; changes nothing.
+
+        Args:
+            optimizer: Is about to release.
+
+        Returns:
+            Charges, none if the step is paid for already.
+        """
+
+    def settle(self, events: list[Charge]) -> None:
+        """Take note that the step was written into the account.
+
+        Args:
+            events: What `events` returned for it.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run must know of steps that are paid for already.
+
+        Returns:
+            Plain values by name.
+        """
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where a saved plan was; the sampler has continued already.
+
+        Args:
+            state: What `state_dict` returned; empty if nothing is paid for.
+        """
+
+
+class EventPlan:
+    """Each step is an event of its own, as the private loader's sampler says: Poisson, truncated, or a full batch.
+
+    Privacy:
+        A step is a Gaussian mechanism on a sample as `SamplingEvent` describes it; where a unit is a user with up to r
+        records in a batch, its noise multiplier is σ/r. If k undeclared backward passes went into the step, a unit
+        takes part with probability at most k·q and then moves the sum by at most k times as much; that is what is
+        charged, whatever the passes had in common. Truncated batches have no such bound (a unit may displace others
+        in each of them), so that several passes are refused there.
+
+    Args:
+        loader: The private loader, or how the user says that batches are sampled.
+    """
+
+    def __init__(self, loader: DPDataLoader | DeclaredSampling) -> None:
+        self.event = loader.event
+        self.expected_batch_size = float(loader.expected_batch_size)
+        self.loader: Any
+        self.draws: DrawLog | None
+        self.sampler: PrivateSampler | None
+        if isinstance(loader, DeclaredSampling):
+            self.loader, self.sampler, self.draws = loader.data_loader, None, None
+            self.events_per_epoch = loader.steps
+            # What is declared is the batch of all ranks together.
+            self.replicas = world_size()
+        else:
+            self.loader, self.sampler, self.draws = loader, loader.private_sampler, loader.private_sampler.draws
+            self.events_per_epoch = len(loader)
+            self.replicas = loader.private_sampler.num_replicas
+
+    def events(self, optimizer: DPOptimizer) -> list[Charge]:
+        """Return what the step that is about to be released adds to the account.
+
+        Args:
+            optimizer: Is about to release.
+
+        Returns:
+            One event.
+
+        Raises:
+            InvalidOptionError: If several undeclared backward passes went into a step on a truncated batch.
+        """
+        passes, event = optimizer.accumulated_iterations, self.event
+        if passes > 1 and event.kind == "truncated_poisson":
+            raise InvalidOptionError(
+                f"{passes} backward passes before one step() on truncated batches (max_batch_size={event.truncation}): "
+                "no account of that is known. Use one backward pass for each batch and BatchMemoryManager for batches "
+                "that do not fit, or leave max_batch_size out."
+            )
+        if passes > 1:
+            rate = min(1.0, passes * event.sample_rate)
+            event = replace(event, sample_rate=rate, records_per_unit=passes * event.records_per_unit)
+        return [cost_of(event, noise_multiplier=optimizer.noise_multiplier)]
+
+    def settle(self, events: list[Charge]) -> None:
+        """Nothing to remember: steps are independent.
+
+        Args:
+            events: What was written.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing to remember: steps are independent."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing to remember: steps are independent.
+
+        Args:
+            state: Empty.
+        """
+
+
+class ShuffledPlan:
+    """Every record is in exactly one batch of a pass, as ordinary loaders do it.
+
+    Privacy:
+        Sampling amplifies nothing here. A record affects one step of a pass, so a pass as a whole costs what one
+        Gaussian mechanism with q = 1 costs (adjacent by zeroing out a record); it is charged in full at its first step,
+        again if σ is lowered during the pass, and again if more steps are made than the pass has batches.
+
+    Args:
+        loader: What the training iterates over.
+        passes: Counts passes over it.
+        expected_batch_size: Records of a full batch.
+    """
+
+    events_per_epoch = 1
+
+    def __init__(
+        self, loader: _StoppableLoader | DPDataLoader, passes: _CountedPasses | _Epochs, expected_batch_size: float
+    ) -> None:
+        self.loader: Any = loader
+        sampler: Any = loader.batch_sampler
+        self.sampler = sampler if hasattr(sampler, "state_dict") else None
+        self.replicas = getattr(sampler, "num_replicas", 1)
+        self.event = SamplingEvent(
+            kind="shuffled", sample_rate=1.0, num_units=len(loader.dataset), steps_per_event=len(passes)  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.expected_batch_size = expected_batch_size
+        self.draws: DrawLog | None = passes.draws
+        self._passes = passes
+        self._passes_seen, self._steps_in_pass, self._charged_at = 0, 0, math.inf
+        self.load_state_dict({})
+
+    def events(self, optimizer: DPOptimizer) -> list[Charge]:
+        """Return what the step that is about to be released adds to the cost of its pass.
+
+        Args:
+            optimizer: Is about to release.
+
+        Returns:
+            An event for each pass that begins, or one for less noise than the pass has paid for, or none.
+        """
+        # k undeclared backward passes over one record add up to k times its bound.
+        event = replace(self.event, records_per_unit=optimizer.accumulated_iterations)
+        begun = self._passes.count - self._passes_seen
+        # More steps than batches come from another loader, whose batches may show every record again.
+        if begun > 0 or self._steps_in_pass + 1 > len(self._passes):
+            return [cost_of(event, noise_multiplier=optimizer.noise_multiplier, count=max(1, begun))]
+        charge = cost_of(event, noise_multiplier=optimizer.noise_multiplier)
+        return [charge] if _sigma_of(charge) < self._charged_at else []
+
+    def settle(self, events: list[Charge]) -> None:
+        """Take note of a step.
+
+        Args:
+            events: What was written for it.
+        """
+        begun = self._passes.count - self._passes_seen
+        self._passes_seen = self._passes.count
+        self._steps_in_pass += 1
+        if begun > 0 or self._steps_in_pass > len(self._passes):
+            self._steps_in_pass = 1
+        if events:
+            self._charged_at = _sigma_of(events[0])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is paid for, where a resumed run continues the pass that was interrupted.
+
+        Returns:
+            Empty for a user's own loader: whoever resumes begins another pass over it.
+        """
+        if not isinstance(self._passes, _Epochs):
+            return {}
+        return {
+            "passes_seen": self._passes_seen,
+            "steps_in_pass": self._steps_in_pass,
+            "charged_at": self._charged_at,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where a saved plan was.
+
+        Args:
+            state: What `state_dict` returned; if it is empty, the next step is charged as one of another pass.
+        """
+        # As if a pass had ended, so that the first step is charged whatever loader it comes from.
+        self._passes_seen, self._steps_in_pass, self._charged_at = (
+            int(state.get("passes_seen", self._passes.count)),
+            int(state.get("steps_in_pass", len(self._passes))),
+            float(state.get("charged_at", math.inf)),
+        )
+
+
+def _sigma_of(charge: Charge) -> float:
+    assert not isinstance(charge[0], str), "shuffled passes are entries with q = 1"
+    return charge[0]
+
+
+def plan_for(
+    loader: DataLoader[Any] | DeclaredSampling, *, poisson_sampling: bool, before: SamplingPlan | None
+) -> SamplingPlan:
+    """Decide how batches are sampled and accounted.
+
+    Args:
+        loader: The user's loader; a private one samples as its scheme says, a `DeclaredSampling` as it states.
+        poisson_sampling: Whether to sample as the accountant assumes.
+        before: The plan that the same account was used with before, if there is one.
+
+    Returns:
+        The plan, with the private loader.
+
+    Raises:
+        DataError: If the loader cannot be sampled from as asked.
+    """
+    if isinstance(loader, DeclaredSampling):
+        return EventPlan(loader)
+    # A private loader was agreed on when it was made; ranks that train apart bring one of their own.
+    with nullcontext() if isinstance(loader, DPDataLoader) else refused_together("loader"):
+        refuse_wrapped(loader)
+    if before is not None and getattr(before.loader, "dataset", None) is not loader.dataset:
+        warnings.warn(
+            "this engine has accounted for another data set object before. ε adds up as if both were the same "
+            "records; use a PrivacyEngine of its own for other records.",
+            stacklevel=4,
+        )
+    if isinstance(loader, DPDataLoader) and loader.event.kind == "shuffled":
+        return ShuffledPlan(loader, _Epochs(loader.private_sampler), loader.expected_batch_size)
+    if poisson_sampling:
+        return EventPlan(DPDataLoader.from_data_loader(loader))
+    together = world_size() > 1 or isinstance(record_sampler(loader), DistributedSampler)
+    plan = _shuffled_together(loader) if together else _shuffled(loader)
+    warnings.warn(
+        "poisson_sampling=False: shuffled batches have no amplification by sampling, so each pass over the data is "
+        "accounted as one full participation (q = 1). ε will be much larger than with Poisson sampling.",
+        stacklevel=4,
+    )
+    return plan
+
+
+def _shuffled_together(loader: DataLoader[Any]) -> ShuffledPlan:
+    """Return the plan of shuffled batches that all ranks share: each rank's own would be another training.
+
+    Args:
+        loader: The user's loader, whose order and `drop_last` are replaced.
+
+    Returns:
+        The plan.
+    """
+    with refused_together("loader without Poisson sampling"):
+        scheme = Shuffled(num_samples=dataset_length(loader.dataset), batch_size=checked_batch_size(loader))
+        private = DPDataLoader.from_data_loader(loader, scheme=scheme)
+    return ShuffledPlan(private, _Epochs(private.private_sampler), private.expected_batch_size)
+
+
+def _shuffled(loader: DataLoader[Any]) -> ShuffledPlan:
+    """Return the plan of a user's own loader without Poisson sampling.
+
+    Args:
+        loader: The user's loader.
+
+    Returns:
+        The plan.
+
+    Raises:
+        DataError: If its sampler may show a record twice in a pass.
+    """
+    passes = _CountedPasses(_without_repetition(loader))
+    stoppable = _StoppableLoader(
+        loader.dataset,
+        batch_sampler=passes,
+        collate_fn=loader.collate_fn,
+        generator=loader.generator,
+        **worker_options(loader),
+    )
+    return ShuffledPlan(stoppable, passes, float(passes.batch_size))
+
+
+class _StoppableLoader(DataLoader[Any]):
+    """A loader whose passes end when it is told so."""
+
+    stop_when: Callable[[], bool] | None = None
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        batches = super().__iter__()
+        draws = self.batch_sampler.draws  # type: ignore[union-attr]
+        draws.follow_deliveries()
+        for batch in batches:
+            if self.stop_when is not None and self.stop_when():
+                return
+            draws.deliver()
+            yield batch
+
+
+class _CountedPasses(Sampler[list[int]]):
+    """A batch sampler that counts how often it was started and logs what it hands out.
+
+    Privacy:
+        A record that comes a second time in a pass is refused when it comes: the user may have exchanged the sampler.
+
+    Attributes:
+        count: Passes that were started.
+        draws: The batches that no release has used yet.
+
+    Args:
+        batches: The batch sampler.
+    """
+
+    def __init__(self, batches: BatchSampler) -> None:
+        self._batches = batches
+        self.batch_size = batches.batch_size
+        self.count = 0
+        self.draws = DrawLog()
+        self._drawn = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # Not a generator: the pass counts from when it is started, not from its first batch.
+        self.count += 1
+        self.draws.begin_pass()
+        return self._logged()
+
+    def _logged(self) -> Iterator[list[int]]:
+        taken = bytearray()
+        for batch in self._batches:
+            _take_once(batch, taken)
+            self.draws.add(Draw(self._drawn, len(batch), len(batch)))
+            self._drawn += 1
+            yield batch
+        self.draws.end_pass()
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+def _take_once(batch: list[int], taken: bytearray) -> None:
+    """Mark the records of a batch as taken in a pass.
+
+    Args:
+        batch: Numbers of records.
+        taken: 1 at each number that was taken; grows.
+
+    Raises:
+        DataError: If one of them was taken before.
+    """
+    for index in batch:
+        if index >= len(taken):
+            taken.extend(bytes(index + 1 - len(taken) + len(taken) // 2))
+        if taken[index]:
+            raise DataError(
+                f"data_loader: record {index} comes twice in one pass, which the account of poisson_sampling=False has "
+                "no room for. Leave the loader's sampler as it was when make_private() checked it."
+            )
+        taken[index] = 1
+
+
+class _Epochs:
+    """Counts the epochs of a private sampler, which keeps its position over a resumption.
+
+    Args:
+        sampler: Draws shuffled batches.
+    """
+
+    def __init__(self, sampler: PrivateSampler) -> None:
+        self._sampler = sampler
+        self.draws = sampler.draws
+
+    @property
+    def count(self) -> int:
+        """Epochs of which a batch was delivered."""
+        return self._sampler.epoch + 1
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+
+def _without_repetition(loader: DataLoader[Any]) -> BatchSampler:
+    """Return the loader's batch sampler if no record can be in two batches of a pass.
+
+    Args:
+        loader: The user's loader.
+
+    Returns:
+        The batch sampler.
+
+    Raises:
+        DataError: If a record may be in several.
+    """
+    batches = splittable_batches(loader)
+    sampler = getattr(batches, "sampler", None)
+    once = isinstance(sampler, SequentialSampler) or (isinstance(sampler, RandomSampler) and not sampler.replacement)
+    if once and isinstance(sampler, RandomSampler):
+        once = sampler.num_samples <= len(loader.dataset)  # type: ignore[arg-type]
+    if not isinstance(batches, BatchSampler) or not once:
+        raise DataError(
+            f"data_loader with {type(sampler or batches).__name__}: a record may be in several batches of one pass, so "
+            "poisson_sampling=False has no valid account. Use shuffle=True, or poisson_sampling=True."
+        )
+    return batches

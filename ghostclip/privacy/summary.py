@@ -1,0 +1,79 @@
+"""What an (ε, δ) is worth, in one line: between which data sets, under which sampling, and what it does not cover."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from ghostclip.accounting import Bounds
+from ghostclip.privacy.sampling_plan import SamplingPlan
+
+_RELATIONS = {
+    "zero_out": "with one {unit} or with nothing in its place (the number of {unit}s, {count}, is public)",
+    "add_remove": "with one {unit} more or less",
+}
+_SAMPLING = {
+    "poisson": "Poisson sampling with q = {rate:.4g}",
+    "truncated_poisson": "Poisson sampling with q = {rate:.4g} of at most {truncation} in a batch",
+    "full": "full batches",
+    "shuffled": "shuffled batches, a pass counted as one full participation",
+}
+_NOISE = {
+    "fast": "fast noise (a statistical generator, floating-point numbers)",
+    "secure": "secure noise (a cryptographic keystream, floating-point numbers)",
+    "exact": "exact noise (discrete, on integers)",
+}
+_FLOATS = "attacks on the rounding of floating-point numbers or on timing"
+# What one record's gradient is, in a batch with others, is up to the kernels.
+_INTEGERS = "timing, and what a record changes in the rounding of others' gradients where a batch holds several"
+
+
+def summary_text(
+    bounds: Bounds,
+    delta: float,
+    *,
+    releases: int,
+    level: str,
+    plan: SamplingPlan | None,
+    unchecked: Iterable[str] = (),
+) -> str:
+    """Return what was released, what for, and what is not covered.
+
+    Args:
+        bounds: On ε.
+        delta: δ.
+        releases: How many releases are accounted for.
+        level: Of the noise.
+        plan: How batches are sampled; None before anything was made private.
+        unchecked: Of each model, the checks that were switched off or could not run; empty texts are left out.
+
+    Returns:
+        One line.
+    """
+    parts = [f"(ε ≤ {_up(bounds.upper)}, δ = {delta:g}) after {releases} accounted releases"]
+    if bounds.lower > 0:
+        parts.append(f"no accountant could report less than ε = {_down(bounds.lower)}")
+    if plan is not None:
+        event = plan.event
+        unit = f"{event.unit} (at most {event.records_per_unit} records in a batch)"
+        unit = unit if event.records_per_unit > 1 else event.unit
+        relation = _RELATIONS[event.relation].format(unit=event.unit, count=event.num_units)
+        parts.append(f"for each {unit}, between data sets {relation}")
+        sampling = _SAMPLING[event.kind].format(rate=event.sample_rate, truncation=event.truncation)
+        parts.append(f"{sampling}, as declared by the user, who answers for it" if plan.draws is None else sampling)
+    parts.append(_NOISE[level])
+    uncovered = _INTEGERS if level == "exact" else _FLOATS
+    parts.append(
+        f"not covered: losses, norms and batch sizes of the training, choices made by them, {uncovered}, and other "
+        "uses of the data"
+    )
+    parts += [text for text in dict.fromkeys(unchecked) if text]
+    return "; ".join(parts) + "."
+
+
+def _up(epsilon: float) -> str:
+    return f"{math.ceil(epsilon * 1e4) / 1e4:.4f}" if math.isfinite(epsilon) else "∞"
+
+
+def _down(epsilon: float) -> str:
+    return f"{math.floor(epsilon * 1e4) / 1e4:.4f}" if math.isfinite(epsilon) else "∞"

@@ -1,0 +1,269 @@
+"""``inspect_model``: what clipping a model's gradients would take, and what stands in its way."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from ghostclip.clipper import GhostClipper, Strategy
+from ghostclip.errors import DataError, GhostClipError, InvalidOptionError, UnsupportedModelError
+from ghostclip.planning.coverage import Coverage, CoverageRow, as_table, readable_bytes
+from ghostclip.validation.fixers import ModuleValidator
+from ghostclip.validation.inspection.measure import Plain, losses_of, plain_step, planned
+from ghostclip.validation.inspection.sources import Source
+from ghostclip.validation.report import Problem
+
+# Strategies of two backwards run everything without parameters backwards once more.
+_TWO_PASS: Final = ("ghost", "fast")
+# Whole layers that torch's counter passes over where they run as one kernel.
+_PASSED_OVER: Final = ("lstm:", "gru:", "rnn_tanh:", "rnn_relu:", "_grouped_mm:", "grouped_mm:")
+# Places that are named before the rest is only counted.
+_SHOWN: Final = 4
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What was found.
+
+    Attributes:
+        title: What was inspected.
+        batch_size: B.
+        coverage: How every trainable parameter is handled, with plan and cost where the engine came that far.
+        problems: What is refused, and how to mend it.
+        plain: A step without privacy; None where the model could not be run.
+        parameters: Elements of all parameters, and of the trainable ones.
+        parameter_bytes: Bytes of all parameters and of the trainable ones' gradients.
+        by_shapes: The plan was made on the meta device.
+    """
+
+    title: str
+    batch_size: int
+    coverage: Coverage
+    problems: list[Problem] = field(default_factory=list)
+    plain: Plain | None = None
+    parameters: tuple[int, int] = (0, 0)
+    parameter_bytes: int = 0
+    by_shapes: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is refused."""
+        return not self.problems
+
+    @property
+    def base_flops(self) -> int:
+        """FLOPs of a non-private step: the layers in the table, and whatever was counted besides."""
+        counted = sum(row.cost.base for row in self.coverage if not _is_passed_over(row, by_shapes=self.by_shapes))
+        rest = 0 if self.plain is None else max(0, self.plain.flops - counted)
+        return rest + self.coverage.total.base
+
+    @property
+    def flop_ratio(self) -> float | None:
+        """FLOPs of a private step over those of a non-private one, with everything that has no parameters."""
+        if self.plain is None or not self.ok or not self.base_flops:
+            return None
+        total = self.coverage.total
+        # What the table does not cover costs the same; its backward, two thirds of it, is run again in a second one.
+        rest = self.base_flops - total.base
+        again = rest * 2 // 3 if self.coverage.strategy in _TWO_PASS else 0
+        return (rest + total.private + again) / self.base_flops
+
+    @property
+    def memory_ratio(self) -> float | None:
+        """Bytes of a private step over those of a non-private one, at most."""
+        if self.plain is None or not self.ok:
+            return None
+        base = self.parameter_bytes + self.plain.saved
+        return (base + self.coverage.total.held) / base
+
+    def as_dict(self) -> dict[str, object]:
+        """Return everything as plain numbers and texts, for JSON."""
+        plain = self.plain
+        return {
+            "model": self.title,
+            "batch_size": self.batch_size,
+            "ok": self.ok,
+            "problems": [{"place": p.place, "found": p.found, "remedy": p.remedy} for p in self.problems],
+            "flop_ratio": self.flop_ratio,
+            "memory_ratio_at_most": self.memory_ratio,
+            "non_private": None if plain is None else {"flops": self.base_flops, "saved_bytes": plain.saved},
+            "parameters": {"all": self.parameters[0], "trainable": self.parameters[1]},
+            "coverage": self.coverage.as_dict(),
+        }
+
+    def __str__(self) -> str:
+        """Return a page of text, layers that differ by their number alone in one line."""
+        every, trainable = self.parameters
+        verdict = "nothing is refused" if self.ok else "refused as it is"
+        lines = [
+            f"{self.title}",
+            f"{self.batch_size} samples, {trainable:,} of {every:,} parameters trainable, strategy "
+            f"{self.coverage.strategy}: {verdict}.",
+        ]
+        for problem, places in _alike(self.problems):
+            more = f" and {len(places) - _SHOWN} more like it" if len(places) > _SHOWN else ""
+            lines += ["", f"REFUSED {', '.join(places[:_SHOWN])}{more}", f"  found:  {problem.found}"]
+            lines += [f"  remedy: {problem.remedy}"] if problem.remedy else []
+        if len(self.coverage.unused) < len(self.coverage):
+            lines += ["", _table(self.coverage, priced=self.ok)]
+        if self.plain is not None and self.flop_ratio is not None and self.memory_ratio is not None:
+            base = readable_bytes(self.parameter_bytes + self.plain.saved)
+            held = readable_bytes(self.coverage.total.held)
+            of = f"the {self.base_flops / 1e9:.4g} GFLOP of a non-private step"
+            beyond = f"{held} beyond {base} of parameters, gradients and activations"
+            lines += ["", f"expected FLOPs:  {self.flop_ratio:.3f} x {of}"]
+            lines += [f"expected memory: at most {self.memory_ratio:.2f} x ({beyond})"]
+        return "\n".join(lines)
+
+
+def inspect_model(
+    source: Source, *, strategy: Strategy = "auto", trainable: str = "", proof: Source | None = None
+) -> Inspection:
+    """Inspect a model on one batch.
+
+    Args:
+        source: The model and the batch; on the meta device only the plan is made.
+        strategy: How gradients would be clipped.
+        trainable: Regular expression; only parameters whose name it is found in are trained. Empty for all as they are.
+        proof: A small model of the same kind, on which the engine runs where ``source`` has no numbers.
+
+    Returns:
+        What was found.
+
+    A model that fails on the batch raises ``DataError``; one that runs on numbers only, and has none (a mixture of
+    experts on the meta device), ``UnsupportedModelError``.
+    """
+    model = source.model
+    for part in (source, proof):
+        if part is not None:
+            _train_only(part.model, trainable)
+    run = proof or source
+    problems = [Problem.from_error(error, place="model") for error in ModuleValidator.validate(run.model)]
+    coverage, refusal = _attempt(run, strategy)
+    if refusal is not None:
+        problem = Problem.from_error(refusal, place="model")
+        problems += [] if problem.place in {known.place for known in problems} else [problem]
+    plain = None
+    if not problems:
+        coverage, plain = _priced(source, coverage, by_shapes=proof is not None)
+    return Inspection(
+        source.title,
+        _batch_size(source),
+        coverage,
+        problems,
+        plain,
+        (sum(p.numel() for p in model.parameters()), sum(p.numel() for p in model.parameters() if p.requires_grad)),
+        sum(p.numel() * p.element_size() * (2 if p.requires_grad else 1) for p in model.parameters()),
+        proof is not None,
+    )
+
+
+def _priced(source: Source, coverage: Coverage, *, by_shapes: bool) -> tuple[Coverage, Plain]:
+    """Return the table, made from shapes alone if asked to, and a step without privacy."""
+    failure: Exception | None = None
+    for attempt in (source, _with_whole_mask(source)):
+        losses = _losses(attempt)
+        try:
+            if by_shapes:
+                coverage = planned(source.model, losses, strategy=coverage.strategy, axis=source.batch_axis)
+            return coverage, plain_step(source.model, losses)
+        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+            failure = error
+    text = " ".join(str(failure).split())[:160]
+    what = "planned from shapes alone: leave out --full" if by_shapes else "run without a clipper"
+    raise UnsupportedModelError(f"{source.title}: cannot be {what} ({text})") from failure
+
+
+def _with_whole_mask(source: Source) -> Source:
+    """Give a model of tokens a ready-made mask, so that it need not look into its inputs to make one."""
+    if not isinstance(source.batch, dict) or "input_ids" not in source.batch:
+        return source
+    ids_BT = source.batch["input_ids"]
+    mask = torch.ones(ids_BT.shape[0], 1, ids_BT.shape[1], ids_BT.shape[1], dtype=torch.bool, device=ids_BT.device)
+    return replace(source, batch={**source.batch, "attention_mask": mask})
+
+
+def _is_passed_over(row: CoverageRow, *, by_shapes: bool) -> bool:
+    return not by_shapes and row.handled.startswith(_PASSED_OVER)
+
+
+def _attempt(source: Source, strategy: Strategy) -> tuple[Coverage, GhostClipError | None]:
+    """Run the engine once, as it would in training."""
+    axis = source.batch_axis
+    with GhostClipper(source.model, max_grad_norm=1.0, strategy=strategy, batch_first=axis == 0) as clipper:
+        try:
+            clipper.backward(_losses(source)())
+        except GhostClipError as error:
+            return clipper.coverage(), error
+        except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
+            text = " ".join(str(error).split())
+            raise DataError(
+                f"{source.title}: the model fails on this batch ({type(error).__name__}: {text})"
+            ) from error
+        finally:
+            clipper.reset()
+        return clipper.coverage(), None
+
+
+def _batch_size(source: Source) -> int:
+    from ghostclip.capture.inputs import batch_size_of
+
+    batch = source.batch
+    if isinstance(batch, dict):
+        return batch_size_of((), batch, source.batch_axis)
+    return batch_size_of(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}, source.batch_axis)
+
+
+def _losses(source: Source) -> Callable[[], Tensor]:
+    size, axis = _batch_size(source), source.batch_axis
+    return lambda: losses_of(source.call(), batch_size=size, axis=axis)
+
+
+def _train_only(model: nn.Module, pattern: str) -> None:
+    if not pattern:
+        return
+    try:
+        wanted = re.compile(pattern)
+    except re.error as error:
+        raise InvalidOptionError(f"--trainable {pattern!r} is no regular expression: {error}") from None
+    names = [name for name, _ in model.named_parameters()]
+    if not any(wanted.search(name) for name in names):
+        shown = ", ".join(names[:3])
+        raise InvalidOptionError(f"--trainable {pattern!r} matches none of the {len(names)} parameters ({shown}, ...)")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(bool(wanted.search(name)))
+
+
+def _alike(problems: list[Problem]) -> list[tuple[Problem, list[str]]]:
+    """Gather problems of one kind: the first of them, with the places of all."""
+    groups: dict[tuple[str, str], tuple[Problem, list[str]]] = {}
+    for problem in problems:
+        key = re.sub(r"\d+", "*", problem.found), problem.remedy
+        groups.setdefault(key, (problem, []))[1].append(problem.place)
+    return list(groups.values())
+
+
+def _table(coverage: Coverage, *, priced: bool) -> str:
+    """Lay out the rows, those alike in everything but the numbers in their path as one."""
+    alike: dict[tuple[object, ...], list[CoverageRow]] = {}
+    for row in coverage:
+        key = (re.sub(r"\d+", "*", row.name), row.module_type, row.shape, row.handled, row.plan, row.cost)
+        alike.setdefault(key, []).append(row)
+    header = ("parameter", "times", "type", "shape", "rung", "handled", "plan", "FLOPs", "holds")
+    lines = []
+    for rows in alike.values():
+        row = rows[0]
+        cost = sum((other.cost for other in rows[1:]), row.cost)
+        name = row.name if len(rows) == 1 else re.sub(r"\d+", "*", row.name)
+        ratio = f"{cost.private / cost.base:.2f}x" if priced and cost.base else ""
+        held = readable_bytes(cost.held) if priced else ""
+        shape = "x".join(map(str, row.shape)) or "scalar"
+        lines.append((name, str(len(rows)), row.module_type, shape, row.rung, row.handled, row.plan, ratio, held))
+    if priced:
+        total = coverage.total
+        ratio = f"{coverage.flop_ratio:.2f}x"
+        lines.append(("total", str(len(coverage)), "", "", "", "", "", ratio, readable_bytes(total.held)))
+    return as_table(header, lines)

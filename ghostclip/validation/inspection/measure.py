@@ -1,0 +1,167 @@
+"""Measuring without training: call sites and sizes of one step, operations and memory of a step without privacy.
+
+All of it also works on the meta device, where tensors have shapes and no numbers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from ghostclip.capture.session import Session
+from ghostclip.capture.usage import Use
+from ghostclip.errors import UnsupportedModelError
+from ghostclip.planning.coverage import Coverage, coverage_of
+
+Shape = tuple[int, ...]
+
+
+def _attention(  # noqa: PLR0913 - the operator's own arguments, by their names
+    query: Shape,
+    key: Shape,
+    value: Shape,
+    *_rest: object,
+    attn_mask: object = None,
+    scale: object = None,
+    dropout_p: object = None,
+    is_causal: object = None,
+    out_shape: object = None,
+) -> int:
+    return int(sdpa_flop_count(query, key, value))
+
+
+def _attention_backward(  # noqa: PLR0913 - as above
+    grad: Shape,
+    query: Shape,
+    key: Shape,
+    value: Shape,
+    *_rest: object,
+    attn_mask: object = None,
+    scale: object = None,
+    out_shape: object = None,
+) -> int:
+    return int(sdpa_backward_flop_count(grad, query, key, value))
+
+
+_aten = torch.ops.aten
+# What torch's counter passes over on a CPU.
+_UNCOUNTED: Final[dict[Any, Callable[..., int]]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A step without privacy.
+
+    Attributes:
+        forward: FLOPs of the products of its forward.
+        backward: FLOPs of the products of its backward.
+        saved: Bytes that the forward keeps for the backward, parameters left out.
+    """
+
+    forward: int
+    backward: int
+    saved: int
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of both."""
+        return self.forward + self.backward
+
+
+def losses_of(output: Any, *, batch_size: int, axis: int) -> Tensor:
+    """Return a loss for every sample: the mean square of the first output that has a batch axis.
+
+    Args:
+        output: Whatever a model returned.
+        batch_size: B.
+        axis: The batch axis.
+
+    Returns:
+        Losses, shape ``(B,)``.
+
+    Raises:
+        UnsupportedModelError: No output has a batch axis and requires grad.
+    """
+    logits = getattr(output, "logits", None)
+    for leaf in [logits, *tree_leaves(output)]:
+        if not isinstance(leaf, Tensor) or not leaf.requires_grad or leaf.dim() == 0:
+            continue
+        place = axis if axis < leaf.dim() and leaf.shape[axis] == batch_size else 0
+        if leaf.shape[place] == batch_size:
+            return leaf.movedim(place, 0).reshape(batch_size, -1).float().square().mean(1)
+    raise UnsupportedModelError(
+        f"the model returned no tensor with {batch_size} samples that depends on a trainable parameter. Return outputs "
+        "with a batch axis."
+    )
+
+
+def plain_step(model: nn.Module, losses: Callable[[], Tensor]) -> Plain:
+    """Count a step without privacy.
+
+    Args:
+        model: The model; its gradients are None afterwards.
+        losses: Runs the forward.
+
+    Returns:
+        What it takes.
+    """
+    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with FlopCounterMode(display=False, custom_mapping=_UNCOUNTED) as forward:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = losses().sum()
+    with FlopCounterMode(display=False, custom_mapping=_UNCOUNTED) as backward:
+        loss.backward()
+    model.zero_grad(set_to_none=True)
+    return Plain(forward.get_total_flops(), backward.get_total_flops(), sum(saved.values()))
+
+
+class _Sizes:
+    """Listens to a backward and keeps nothing but what call sites note themselves."""
+
+    def receive(self, use: Use, grad: Tensor) -> None:
+        """Form the factors and drop them."""
+        with torch.no_grad():
+            use.parameter_factors(grad)
+
+
+def planned(model: nn.Module, losses: Callable[[], Tensor], *, strategy: str, axis: int) -> Coverage:
+    """Plan one step from shapes alone.
+
+    Args:
+        model: The model, on any device.
+        losses: Runs the forward.
+        strategy: What the plan is for.
+        axis: The batch axis.
+
+    Returns:
+        The table.
+    """
+    session = Session(model, batch_first=axis == 0, on_backward=_ignored, on_loss=_ignored)
+    session.probes = False
+    try:
+        loss = losses().sum()
+        session.listener = _Sizes()
+        session.run_backward([loss], [None])
+        return coverage_of(model, session.sites.table.values(), strategy=strategy)
+    finally:
+        session.listener = None
+        session.close()
+
+
+def _ignored(*args: Any) -> None:
+    return None
