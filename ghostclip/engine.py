@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,33 +12,46 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from ghostclip.accounting import DEFAULT_ACCOUNTANT, bounding_accountant, create_accountant
+from ghostclip.accounting import (
+    DEFAULT_ACCOUNTANT,
+    Bounds,
+    IAccountant,
+    bounding_accountant,
+    create_accountant,
+    delta_too_large,
+)
 from ghostclip.assembly.clipping_options import ClippingOptions
 from ghostclip.assembly.private import (
     Private,
     PrivateWithCriterion,
     Request,
     assemble,
+    check_objects,
     check_options,
-    coordinates_of,
     noise_level_of,
 )
 from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.data import DeclaredSampling
+from ghostclip.data.accepted import checked_batch_size, dataset_length
 from ghostclip.distributed import world_size
+from ghostclip.errors import GhostClipError
 from ghostclip.noise import make_noise_source
 from ghostclip.optim import DPOptimizer, MemberOptimizer, release_of
+from ghostclip.optim.checks import refuse_repeated_evaluation
 from ghostclip.privacy import checkpoints
 from ghostclip.privacy.account import Account
 from ghostclip.privacy.all_or_nothing import all_or_nothing
 from ghostclip.privacy.budget import Budget
+from ghostclip.privacy.discretisation import coordinates_of
 from ghostclip.privacy.ledger_file import LedgerFile
 from ghostclip.privacy.optimizer_state import OptimizerAccount
+from ghostclip.privacy.own_accountant import install
 from ghostclip.privacy.sampling_plan import SamplingPlan, plan_for
-from ghostclip.privacy.spending import Spending
+from ghostclip.privacy.summary import summary_text
+from ghostclip.validation.fixers import ModuleValidator
 
 
-class PrivacyEngine(Spending):
+class PrivacyEngine:
     """Makes a training private and keeps the account of what it has released.
 
     Privacy:
@@ -47,6 +61,9 @@ class PrivacyEngine(Spending):
         batch sizes that are read on the way, nor another model, optimizer or loader used in between. Levels "fast" and
         "secure" treat floating-point numbers as real ones; only "exact" holds in floating point, for physical batches
         of one record to the last bit (see `Grid.quantize`).
+
+    Attributes:
+        noise_level: "fast", "secure" or "exact".
 
     Args:
         accountant: Name of the accounting method, as `ghostclip.accounting.create_accountant` knows it; by default the
@@ -78,7 +95,10 @@ class PrivacyEngine(Spending):
     ) -> None:
         file = None if ledger is None else LedgerFile(ledger, alone=world_size() == 1)
         account = Account(bounding_accountant(), file)
-        super().__init__(account, noise_level=noise_level_of(noise_level, secure_mode=secure_mode))
+        self.noise_level = noise_level_of(noise_level, secure_mode=secure_mode)
+        self._account = account
+        self._plan: SamplingPlan | None = None
+        self._warned_of_delta = False
         self.accountant = create_accountant(mechanism=accountant)
 
     def make_private(  # noqa: PLR0913 - Opacus's arguments
@@ -286,6 +306,140 @@ class PrivacyEngine(Spending):
             budget,
         )
 
+    @property
+    def secure_mode(self) -> bool:
+        """Whether noise comes from a cryptographic keystream."""
+        return self.noise_level != "fast"
+
+    @property
+    def accountant(self) -> IAccountant:
+        """Turns what was released into ε; for noise_level="exact" `get_epsilon` adds what discreteness costs.
+
+        It may be set to another, also to one of the user's with Opacus's four methods (`IAccountant`), whose ε
+        `get_epsilon` then returns; `epsilon_bounds`, `summary` and budgets go by bounds that are proved.
+        """
+        return self._account.accountant if self._account.own is None else self._account.own
+
+    @accountant.setter
+    def accountant(self, accountant: IAccountant) -> None:
+        install(self._account, accountant)
+
+    @property
+    def budget_spent(self) -> bool:
+        """Whether a budget with `when_spent="stop"` has ended the training."""
+        return self._account.spent
+
+    def get_epsilon(self, delta: float) -> float:
+        """Return an upper bound on what was released so far.
+
+        Args:
+            delta: δ that ε is meant at; well below 1/N, else it warns.
+
+        Returns:
+            ε; of an accountant of the user's what it says.
+
+        Raises:
+            InvalidOptionError: If δ is not in (0, 1), or below what the discreteness of exact noise costs.
+        """
+        if self._account.own is not None:
+            self._warn_of(delta, self._plan)
+            return self._account.own.get_epsilon(delta)
+        return self.epsilon_bounds(delta).upper
+
+    def epsilon_bounds(self, delta: float) -> Bounds:
+        """Return bounds from both sides on what was released so far.
+
+        Args:
+            delta: δ that ε is meant at.
+
+        Returns:
+            The bounds; the upper one is the guarantee, no accountant can go below the lower one (for "exact" noise:
+            that of continuous noise).
+
+        Raises:
+            InvalidOptionError: If δ is not in (0, 1), or below what the discreteness of exact noise costs.
+        """
+        bounds = self._account.epsilon_bounds(delta)
+        self._warn_of(delta, self._plan)
+        return bounds
+
+    def summary(self, delta: float) -> str:
+        """Return what the guarantee says: ε, δ, neighbouring data sets, sampling, noise, and what is not covered.
+
+        Args:
+            delta: δ that ε is meant at.
+
+        Returns:
+            One line.
+        """
+        return summary_text(
+            self.epsilon_bounds(delta),
+            delta,
+            releases=len(self._account.accountant),
+            level=self.noise_level,
+            plan=self._plan,
+            unchecked=[str(unchecked) for unchecked in self._account.unchecked],
+        )
+
+    def validate(self, *, module: nn.Module, optimizer: Optimizer | None, data_loader: DataLoader[Any] | None) -> None:
+        """Check what `make_private` would refuse, as far as it can be seen without data.
+
+        `ghostclip.validate(model, batch)` also runs the model.
+
+        Args:
+            module: The model.
+            optimizer: Its optimizer, or None.
+            data_loader: Its loader, or None.
+
+        Raises:
+            UnsupportedModuleError: If modules mix samples.
+            GhostClipError: If the optimizer or the loader is refused.
+        """
+        if optimizer is None:
+            ModuleValidator.validate(module, strict=True)
+        else:
+            refuse_repeated_evaluation(optimizer)
+            check_objects(module, optimizer)
+        if data_loader is not None:
+            dataset_length(data_loader.dataset)
+            checked_batch_size(data_loader)
+
+    def is_compatible(
+        self, *, module: nn.Module, optimizer: Optimizer | None, data_loader: DataLoader[Any] | None
+    ) -> bool:
+        """Say whether `validate` finds nothing.
+
+        Args:
+            module: The model.
+            optimizer: Its optimizer, or None.
+            data_loader: Its loader, or None.
+
+        Returns:
+            Whether it does not.
+        """
+        try:
+            self.validate(module=module, optimizer=optimizer, data_loader=data_loader)
+        except GhostClipError:
+            return False
+        return True
+
+    @classmethod
+    def get_compatible_module(cls, module: nn.Module) -> nn.Module:
+        """Return a model without modules that mix samples; make the optimizer after this.
+
+        Args:
+            module: The model.
+
+        Returns:
+            A copy in which what can be replaced is replaced.
+
+        Raises:
+            UnsupportedModuleError: If something cannot be replaced.
+        """
+        fixed = ModuleValidator.fix(module)
+        ModuleValidator.validate(fixed, strict=True)
+        return fixed
+
     def save_checkpoint(  # noqa: PLR0913 - Opacus's arguments
         self,
         *,
@@ -444,3 +598,10 @@ class PrivacyEngine(Spending):
         optimizer.account = OptimizerAccount(self._account, optimizer, plan)
         self._plan = plan
         return private
+
+    def _warn_of(self, delta: float, plan: SamplingPlan | None) -> None:
+        """Warn once of a δ that promises nothing; how many units there are is public."""
+        text = None if plan is None or self._warned_of_delta else delta_too_large(delta, plan.event.num_units)
+        if text is not None:
+            self._warned_of_delta = True
+            warnings.warn(text, stacklevel=4)

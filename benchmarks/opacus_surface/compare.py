@@ -28,7 +28,7 @@ def ours(path: str) -> Any:
     parts = path.split(".")
     for split in range(len(parts), -1, -1):
         try:
-            found: Any = importlib.import_module(".".join(["ghostclip", *parts[:split]]))
+            found: Any = importlib.import_module(".".join(["ghostclip.compat.opacus", *parts[:split]]))
         except ImportError:
             continue
         try:

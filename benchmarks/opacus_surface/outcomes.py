@@ -55,7 +55,7 @@ def run(name: str, package: str) -> Outcome:
 
     Args:
         name: One of `SCRIPTS`.
-        package: "opacus" or "ghostclip".
+        package: "opacus" or "ghostclip.compat.opacus".
 
     Returns:
         What came of it.
@@ -85,7 +85,7 @@ def pairs(names: Sequence[str] = ()) -> list[Pair]:
     Returns:
         Their outcomes.
     """
-    return [Pair(name, run(name, "opacus"), run(name, "ghostclip")) for name in names or SCRIPTS]
+    return [Pair(name, run(name, "opacus"), run(name, "ghostclip.compat.opacus")) for name in names or SCRIPTS]
 
 
 def markdown(given: Sequence[Mapping[str, Any]]) -> str:

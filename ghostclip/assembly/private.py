@@ -116,19 +116,6 @@ def check_options(
         )
 
 
-def coordinates_of(module: nn.Module, noise_level: str) -> int:
-    """Return how many numbers a release with discrete noise holds.
-
-    Args:
-        module: The model, private or not.
-        noise_level: Of the engine's noise.
-
-    Returns:
-        Trainable elements; 0 for continuous noise.
-    """
-    return sum(p.numel() for p in module.parameters() if p.requires_grad) if noise_level == "exact" else 0
-
-
 def assemble(request: Request, noise: KeyedNoise) -> Private | PrivateWithCriterion:
     """Attach a clipper to the model and build the private objects around it; on all ranks that share batches.
 

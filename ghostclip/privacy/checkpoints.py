@@ -11,12 +11,12 @@ from typing import IO, Any
 import torch
 from torch import nn
 
-from ghostclip.assembly.private import coordinates_of
 from ghostclip.errors import ResumeError
 from ghostclip.noise.keyed import KeyedNoise
 from ghostclip.optim import DPOptimizer
 from ghostclip.privacy.account import Account, run_of
 from ghostclip.privacy.digest import digest_of
+from ghostclip.privacy.discretisation import coordinates_of
 from ghostclip.privacy.sampling_plan import SamplingPlan
 
 MODULE, OPTIMIZER, ACCOUNTANT = "module_state_dict", "optimizer_state_dict", "privacy_accountant_state_dict"

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import cast
 
+from torch import nn
+
 from ghostclip.accounting import Accountant, Bounds
 from ghostclip.accounting.discrete_gaussian import MIN_SCALE, discretisation_delta
 from ghostclip.noise import Grid
@@ -53,6 +55,19 @@ def released_bounds(accountant: Accountant, delta: float, *, coordinates: int) -
         if upper <= guess:
             return Bounds(min(bounds.lower, upper), upper)
     return Bounds(bounds.lower, math.inf)
+
+
+def coordinates_of(module: nn.Module, noise_level: str) -> int:
+    """Return how many numbers a release with discrete noise holds.
+
+    Args:
+        module: The model, private or not.
+        noise_level: Of the engine's noise.
+
+    Returns:
+        Trainable elements; 0 for continuous noise.
+    """
+    return sum(p.numel() for p in module.parameters() if p.requires_grad) if noise_level == "exact" else 0
 
 
 def _sigmas(accountant: Accountant) -> Iterator[tuple[float, int]]:

@@ -193,7 +193,7 @@ def test_many_distinct_steps(monkeypatch):
         composed.append(len(ledger.steps))
         return compose(ledger, *arguments)
 
-    monkeypatch.setattr("ghostclip.accounting.composing.compose", counted)
+    monkeypatch.setattr("ghostclip.accounting.pld.compose", counted)
     generator = np.random.default_rng(1)
     sigmas = generator.uniform(0.8, 1.2, 250)
     found = bounds([(float(sigma), 0.01, 3) for sigma in sigmas], 1e-5)

@@ -25,7 +25,7 @@ from tests.process_group import process_group
 BATCH, SIGMA, DELTA = 7, 1.0, 1e-3
 FAILURES = {
     "disk full": ("ghostclip.privacy.ledger_file._to_disk", 0, OSError("No space left on device")),
-    "release of rank 1": ("ghostclip.optim.release.fingerprint", 1, MemoryError("out of memory")),
+    "release of rank 1": ("ghostclip.privacy.account.fingerprint", 1, MemoryError("out of memory")),
 }
 """What fails in a release, on which rank, and how."""
 
@@ -224,7 +224,7 @@ def _refused(rank: int, place: Path) -> dict[str, Callable[[], Any]]:
         resumed = Run(place / "again")
         resumed.load(place / f"begun{rank}")
         with (
-            mock.patch("ghostclip.optim.release.fingerprint", return_value="other")
+            mock.patch("ghostclip.privacy.account.fingerprint", return_value="other")
             if changed
             else contextlib.nullcontext()
         ):

@@ -221,7 +221,7 @@ def test_delta_of_a_whole_record_warns_once():
 def test_probe_is_handed_to_the_clipper(probe, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "ghostclip.clipper.GhostClipper",
+        "ghostclip.assembly.private.GhostClipper",
         lambda model, **given: asked.append(given["probe"]) or GhostClipper(model, **given),
     )
     made(PrivacyEngine(), probe=probe)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.engine.training import declared
 
-PACKAGES = ("ghostclip", "opacus")
+PACKAGES = ("ghostclip.compat.opacus", "opacus")
 
 
 class Training(NamedTuple):
@@ -58,7 +58,9 @@ def make_private(
     """Make a training without noise private; both are handed the same batches, which ghostclip is told of."""
     model = small_model()
     data = TensorDataset(*batch(records))
-    loader = declared(data, batch_size) if name == "ghostclip" else DataLoader(data, batch_size=batch_size)
+    loader = (
+        declared(data, batch_size) if name == "ghostclip.compat.opacus" else DataLoader(data, batch_size=batch_size)
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made = (

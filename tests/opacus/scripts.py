@@ -61,7 +61,7 @@ model.eval()
 with torch.no_grad():
     accuracy = (model(images).argmax(1) == labels).float().mean()
 epsilon = privacy_engine.get_epsilon(1e-5)
-steps = len(privacy_engine.accountant) if "{package}" == "ghostclip" else privacy_engine.accountant.history[0][2]
+steps = len(privacy_engine.accountant) if "{package}" != "opacus" else privacy_engine.accountant.history[0][2]
 state = model.state_dict()
 """
 
@@ -119,7 +119,7 @@ for image, target in train_loader:
     loss.backward()
     optimizer.step()
 epsilon = privacy_engine.get_epsilon(1e-3)
-steps = len(privacy_engine.accountant) if "{package}" == "ghostclip" else privacy_engine.accountant.history[0][2]
+steps = len(privacy_engine.accountant) if "{package}" != "opacus" else privacy_engine.accountant.history[0][2]
 state = model.state_dict()
 """
 
@@ -170,7 +170,7 @@ with BatchMemoryManager(
         loss.backward()
         optimizer.step()
 epsilon = privacy_engine.get_epsilon(1e-3)
-steps = len(privacy_engine.accountant) if "{package}" == "ghostclip" else privacy_engine.accountant.history[0][2]
+steps = len(privacy_engine.accountant) if "{package}" != "opacus" else privacy_engine.accountant.history[0][2]
 state = model.state_dict()
 """
 
@@ -239,7 +239,7 @@ for x, y in train_loader:
     loss.backward()
     optimizer.step()
 epsilon = privacy_engine.get_epsilon(delta=1e-3)
-steps = len(privacy_engine.accountant) if "{package}" == "ghostclip" else privacy_engine.accountant.history[0][2]
+steps = len(privacy_engine.accountant) if "{package}" != "opacus" else privacy_engine.accountant.history[0][2]
 state = model.state_dict()
 """
 
@@ -289,7 +289,7 @@ for (real,) in dataloader:
     optimizerG.step()
 assert any(not torch.equal(p, q) for p, q in zip(generator.parameters(), before))
 epsilon = privacy_engine.get_epsilon(1e-3)
-steps = len(privacy_engine.accountant) if "{package}" == "ghostclip" else privacy_engine.accountant.history[0][2]
+steps = len(privacy_engine.accountant) if "{package}" != "opacus" else privacy_engine.accountant.history[0][2]
 state = model.state_dict()
 """
 

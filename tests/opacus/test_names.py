@@ -15,7 +15,12 @@ from ghostclip.compat.opacus.grad_sample import (
     GradSampleModuleFastGradientClipping,
 )
 from ghostclip.compat.opacus.grad_sample.functorch import make_functional
-from ghostclip.compat.opacus.optimizers import AdaClipDPOptimizer, DistributedDPOptimizer, DPPerLayerOptimizer
+from ghostclip.compat.opacus.optimizers import (
+    AdaClipDPOptimizer,
+    DistributedDPOptimizer,
+    DPOptimizerFastGradientClipping,
+    DPPerLayerOptimizer,
+)
 from ghostclip.compat.opacus.utils.adaptive_clipping import (
     DPLossFastGradientAdaptiveClipping,
     DPTensorFastGradientAdaptiveClipping,
@@ -27,7 +32,7 @@ from ghostclip.compat.opacus.utils.fast_gradient_clipping_utils import (
 from ghostclip.data.batch_splitting_sampler import BatchSplittingSampler
 from ghostclip.errors import InvalidOptionError, MissingGradientError, NotOfferedError
 from ghostclip.facade import GradSampleHooks, GradSampleModule
-from ghostclip.optim import DPOptimizer, DPOptimizerFastGradientClipping
+from ghostclip.optim import DPOptimizer
 from tests.opacus.pairs import batch, make_private, small_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:noise_multiplier=0")
@@ -41,12 +46,12 @@ def kinds(thing, *names):
 def test_instances_are_told_by_what_they_do():
     optimizers = (DPOptimizerFastGradientClipping, DPPerLayerOptimizer, AdaClipDPOptimizer, DistributedDPOptimizer)
     modules = (GradSampleModule, GradSampleModuleFastGradientClipping)
-    flat = make_private("ghostclip", "hooks")
+    flat = make_private("ghostclip.compat.opacus", "hooks")
     assert kinds(flat.optimizer, *optimizers) == ["DPOptimizer"]
     assert kinds(flat.module, *modules) == ["GradSampleModule"]
-    per_layer = make_private("ghostclip", "hooks", options={"clipping": "per_layer"})
+    per_layer = make_private("ghostclip.compat.opacus", "hooks", options={"clipping": "per_layer"})
     assert kinds(per_layer.optimizer, *optimizers) == ["DPOptimizer", "DPPerLayerOptimizer"]
-    ghost = make_private("ghostclip", "ghost", options={"clipping": "adaptive"})
+    ghost = make_private("ghostclip.compat.opacus", "ghost", options={"clipping": "adaptive"})
     assert kinds(ghost.optimizer, *optimizers) == ["DPOptimizer", "AdaClipDPOptimizer"]
     assert kinds(ghost.module, *modules) == ["GradSampleModule", "GradSampleModuleFastGradientClipping"]
     losses = (DPLossFastGradientClipping, DPTensorFastGradientClipping)
@@ -54,7 +59,7 @@ def test_instances_are_told_by_what_they_do():
     x, y = batch()
     loss = ghost.criterion(ghost.module(x), y)
     assert kinds(loss / 2, *losses) == ["DPTensorFastGradientClipping"]
-    hooks = make_private("ghostclip", "fast", options={"wrap_model": False}).module
+    hooks = make_private("ghostclip.compat.opacus", "fast", options={"wrap_model": False}).module
     assert kinds(hooks, GradSampleHooks, GradSampleHooksFastGradientClipping, *modules) == [
         "GradSampleHooks",
         "GradSampleHooksFastGradientClipping",
@@ -89,7 +94,7 @@ def test_what_is_not_private_is_named():
 
 @pytest.mark.filterwarnings("ignore:2 backward passes")
 def test_adaptive_loss_of_a_batch():
-    training = make_private("ghostclip", "ghost", bound=1.0)
+    training = make_private("ghostclip.compat.opacus", "ghost", bound=1.0)
     options = {"target_unclipped_quantile": 1.0, "min_clipbound": 0.5}
     for backwards in (1, 2):
         for _ in range(backwards):
@@ -124,7 +129,7 @@ def test_adaptive_loss_of_a_batch():
     ],
 )
 def test_refused_pattern_says_why(module, name, why):
-    home = importlib.import_module(f"ghostclip.{module}")
+    home = importlib.import_module(f"ghostclip.compat.opacus.{module}")
     with pytest.raises(NotOfferedError, match=why):
         getattr(home, name)
     with pytest.raises(AttributeError, match="nothing_like_it"):
@@ -180,7 +185,7 @@ def test_parts_make_up_logical_batches():
 
 
 def test_a_loop_left_early_leaves_nothing():
-    training = make_private("ghostclip", "hooks", batch_size=30)
+    training = make_private("ghostclip.compat.opacus", "hooks", batch_size=30)
     train(training, split(training), stop_after=1)
     assert training.optimizer.accumulated_iterations == 1
     train(training, split(training))
@@ -188,7 +193,7 @@ def test_a_loop_left_early_leaves_nothing():
 
 
 def test_workers_that_prefetch_are_refused():
-    training = make_private("ghostclip", "hooks", batch_size=30)
+    training = make_private("ghostclip.compat.opacus", "hooks", batch_size=30)
     loader = split(training)
     ahead = iter(loader.batch_sampler)
     for indices in (next(ahead),):
@@ -198,7 +203,7 @@ def test_workers_that_prefetch_are_refused():
 
 
 def test_length_over_any_sampler():
-    optimizer = make_private("ghostclip", "hooks").optimizer
+    optimizer = make_private("ghostclip.compat.opacus", "hooks").optimizer
     batches = BatchSampler(SequentialSampler(range(20)), batch_size=10, drop_last=False)
     assert len(BatchSplittingSampler(sampler=batches, max_batch_size=4, optimizer=optimizer)) == 5
     assert len(BatchSplittingSampler(sampler=[[1, 2], [3]], max_batch_size=4, optimizer=optimizer)) == 2

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from ghostclip import data as data_loader
-from ghostclip.assembly.compatibility import Compatibility
+from ghostclip import PrivacyEngine
+from ghostclip.compat.opacus import data_loader
 from ghostclip.compat.opacus.accountants.analysis import gdp, rdp
 from ghostclip.compat.opacus.scripts import compute_dp_sgd_privacy
 from ghostclip.compat.opacus.utils import fsdp_utils, module_utils, tensor_utils
@@ -90,7 +90,7 @@ def test_parallel_model_is_the_model_on_one_rank():
 
 @pytest.mark.filterwarnings("ignore:noise_multiplier=0")
 def test_physical_batches_without_a_with_block():
-    training = make_private("ghostclip", "hooks")
+    training = make_private("ghostclip.compat.opacus", "hooks")
     loader = wrap_data_loader(data_loader=training.loader, max_batch_size=2, optimizer=training.optimizer)
     for x, y in loader:
         assert len(x) <= 2
@@ -157,7 +157,7 @@ def test_program_prints_the_cost(capsys):
 
 
 def test_compatibility_is_judged():
-    engine, norm = Compatibility(), nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    engine, norm = PrivacyEngine(), nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
     loader = DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=2)
     optimizer = torch.optim.SGD(norm.parameters(), lr=1.0)
     assert not engine.is_compatible(module=norm, optimizer=optimizer, data_loader=loader)

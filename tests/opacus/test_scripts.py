@@ -45,7 +45,7 @@ def run(case: str, package: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, o
 def test_script_runs_with_the_import_changed(case, monkeypatch):
     if case == "bert":
         pytest.importorskip("transformers")
-    ours = run(case, "ghostclip", monkeypatch)
+    ours = run(case, "ghostclip.compat.opacus", monkeypatch)
     assert ours["steps"] == TYPICAL[case][1]
     assert all(bool(torch.isfinite(value).all()) for value in ours["state"].values())
     if case in OURS_ONLY or importlib.util.find_spec("opacus") is None:
@@ -61,7 +61,10 @@ def test_script_runs_with_the_import_changed(case, monkeypatch):
 @pytest.mark.filterwarnings("ignore:sample_rate")
 def test_script_of_the_first_generation_runs():
     names: dict[str, object] = {}
-    exec(compile(scripts.FIRST_GENERATION.replace("{package}", "ghostclip"), "<first generation>", "exec"), names)
+    exec(
+        compile(scripts.FIRST_GENERATION.replace("{package}", "ghostclip.compat.opacus"), "<first generation>", "exec"),
+        names,
+    )
     assert names["steps"] == 5
     assert names["best_alpha"] > 1
     assert list(names["state"]) == ["0.weight", "0.bias", "2.weight", "2.bias"]

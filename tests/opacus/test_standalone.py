@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from ghostclip.compat.opacus.adaptive_engine import PrivacyEngineAdaptiveClipping
 from ghostclip.compat.opacus.grad_sample import (
     GradSampleModuleFastGradientClipping,
     get_gsm_class,
@@ -17,6 +16,7 @@ from ghostclip.compat.opacus.grad_sample import (
 )
 from ghostclip.compat.opacus.optimizers import AdaClipDPOptimizer, DPPerLayerOptimizer, get_optimizer_class
 from ghostclip.compat.opacus.optimizers.utils import params
+from ghostclip.compat.opacus.utils.adaptive_clipping import PrivacyEngineAdaptiveClipping
 from ghostclip.compat.opacus.utils.fast_gradient_clipping_utils import (
     DPLossFastGradientClipping,
     DPTensorFastGradientClipping,
@@ -195,7 +195,7 @@ def test_adaptive_engine_adapts():
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("name", ["ghostclip", "opacus"])
+@pytest.mark.parametrize("name", ["ghostclip.compat.opacus", "opacus"])
 @pytest.mark.filterwarnings("ignore:Full backward hook")
 def test_facade_alone_leaves_the_gradient_of_autograd(name, reduction):
     pytest.importorskip(name)

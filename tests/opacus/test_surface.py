@@ -14,8 +14,9 @@ opacus = pytest.importorskip("opacus")
 from benchmarks.opacus_surface import differences, reasons, table  # noqa: E402
 from benchmarks.opacus_surface.compare import difference  # noqa: E402
 from benchmarks.opacus_surface.walk import Name  # noqa: E402
-from ghostclip.compat.opacus._refused import REFUSED, REFUSED_MODES  # noqa: E402
+from ghostclip.compat.opacus._refused import REFUSED  # noqa: E402
 from ghostclip.errors import InvalidOptionError, NotOfferedError  # noqa: E402
+from ghostclip.facade.modes import REFUSED_MODES  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "opacus-surface.json"
@@ -60,9 +61,9 @@ def test_every_difference_has_its_test():
 def test_refused_name_says_why_where_it_is_imported(name):
     module, _, attribute = name.rpartition(".")
     with pytest.raises(NotOfferedError, match="is not offered: "):
-        getattr(importlib.import_module(f"ghostclip.{module}"), attribute)
+        getattr(importlib.import_module(f"ghostclip.compat.opacus.{module}"), attribute)
     with pytest.raises(AttributeError):
-        _ = importlib.import_module(f"ghostclip.{module}").nothing_like_it
+        _ = importlib.import_module(f"ghostclip.compat.opacus.{module}").nothing_like_it
 
 
 @pytest.mark.parametrize("mode", [*sorted(REFUSED_MODES), "ghosts"])

@@ -76,8 +76,8 @@ def ledger_read_without_its_chain() -> Iterator[None]:
         return values, Place(values["ledger"], after.lines + 1, written.decode())
 
     with (
-        mock.patch("ghostclip.privacy.ledger_lines.decoded", decoded),
-        mock.patch("ghostclip.privacy.ledger_lines.is_whole", lambda line, after: line.endswith(b"\n") or bool(line)),
+        mock.patch("ghostclip.privacy.ledger_file.decoded", decoded),
+        mock.patch("ghostclip.privacy.ledger_file.is_whole", lambda line, after: line.endswith(b"\n") or bool(line)),
     ):
         yield
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import ghostclip
+from ghostclip.compat.opacus import validators
 from ghostclip.errors import (
     GhostClipError,
     IllegalModuleConfigurationError,
@@ -15,7 +16,6 @@ from ghostclip.errors import (
     UnsupportableModuleError,
     UnsupportedModuleError,
 )
-from ghostclip.validation import fixers as validators
 from ghostclip.validation.fixers import ModuleValidator, register_module_fixer, register_module_validator
 
 
