@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 Setting = tuple[tuple[tuple[float, float, int], ...], float]
-"""(ledger as (σ, q, steps), δ)."""
+"""(history as (σ, q, steps), δ)."""
 
 
 def usual() -> list[Setting]:
@@ -16,7 +16,7 @@ def usual() -> list[Setting]:
 
 
 def edges() -> list[Setting]:
-    """Return 50 settings of extreme values, and ledgers of several kinds of steps."""
+    """Return 50 settings of extreme values, and histories of several kinds of steps."""
     found: list[Setting] = []
     for sigma, rate in product((0.3, 1.0, 20.0), (1e-6, 0.5, 1.0)):
         found += [(((sigma, rate, steps),), delta) for steps, delta in ((1, 1e-5), (1, 1e-12), (10_000_000, 1e-12))]

@@ -1,4 +1,4 @@
-"""One accountant on one ledger, in a process of its own: `python -m benchmarks.accounting.peers NAME < request`.
+"""One accountant on one history, in a process of its own: `python -m benchmarks.accounting.peers NAME < request`.
 
 The parent limits time and memory; whatever dies, or answers NaN, inf or less than 0, has failed.
 """

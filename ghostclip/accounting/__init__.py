@@ -16,8 +16,8 @@ from ghostclip.accounting.conversion import delta_from_rdp, epsilon_from_rdp
 from ghostclip.accounting.curves import privacy_curve, trade_off
 from ghostclip.accounting.gdp import GaussianAccountant
 from ghostclip.accounting.google import DPAccountingAccountant
+from ghostclip.accounting.history import RELATIONS, steps_per_epoch
 from ghostclip.accounting.interface import IAccountant
-from ghostclip.accounting.ledger import RELATIONS, steps_per_epoch
 from ghostclip.accounting.pld import PLDAccountant, PRVAccountant
 from ghostclip.accounting.rdp import RDPAccountant
 from ghostclip.accounting.rdp_curve import DEFAULT_ORDERS, rdp_curve

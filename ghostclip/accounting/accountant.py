@@ -1,4 +1,4 @@
-"""The ledger that all accountants of this package share."""
+"""The history that all accountants of this package share."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any, cast
 
 from ghostclip._validate import positive_int
 from ghostclip.accounting.events import SamplingEvent
-from ghostclip.accounting.interface import IAccountant
-from ghostclip.accounting.ledger import (
+from ghostclip.accounting.history import (
+    History,
     Kind,
-    Ledger,
     OtherEntry,
     checked_history,
     checked_noise_multiplier,
@@ -22,12 +21,13 @@ from ghostclip.accounting.ledger import (
     totals,
     truncated_entry,
 )
+from ghostclip.accounting.interface import IAccountant
 from ghostclip.accounting.solve import Bounds
 from ghostclip.errors import InvalidOptionError
 
 
 class Accountant(IAccountant):
-    """Keeps the ledger of released steps and turns it into (ε, δ).
+    """Keeps the history of released steps and turns it into (ε, δ).
 
     Privacy:
         A step is one draw of N(0, (σC)²) added to a sum over a Poisson sample of rate q in which every record moves
@@ -36,12 +36,12 @@ class Accountant(IAccountant):
 
     Attributes:
         relation: What neighbouring data sets are.
-        history: Ledger as (σ, q, steps); equal consecutive steps share an entry.
-        others: Ledger of everything else as (kind, parameters, times).
+        history: Poisson steps as (σ, q, steps); equal consecutive steps share an entry.
+        others: Everything else as (kind, parameters, times).
     """
 
     def __init__(self, *, relation: str = "zero_out") -> None:
-        """Start with an empty ledger.
+        """Make an accountant with an empty history.
 
         Args:
             relation: What neighbouring data sets are: one record replaced by one without contribution ("zero_out"),
@@ -54,7 +54,7 @@ class Accountant(IAccountant):
         self._held: Mapping[Kind, int] = {}
 
     def hold(self, released: Mapping[Kind, int]) -> None:
-        """Never go below what an engine has released: an emptied or shortened ledger is refused when ε is asked for.
+        """Never go below what an engine has released: an emptied or shortened history is refused when ε is asked for.
 
         Args:
             released: Numbers by kind, (σ, q) or (kind, parameters); the engine keeps adding to this mapping.
@@ -62,7 +62,7 @@ class Accountant(IAccountant):
         self._held = released
 
     def lacking(self) -> dict[Kind, int]:
-        """Return what the engine has released and this ledger does not hold, as numbers by kind."""
+        """Return what the engine has released and this history does not hold, as numbers by kind."""
         there: dict[Kind, int] = {}
         for first, second, count in (*self.history, *self.others):
             kind = cast("Kind", (first, second))
@@ -71,7 +71,7 @@ class Accountant(IAccountant):
         return {kind: count for kind, count in missing.items() if count > 0}
 
     def require_whole(self) -> None:
-        """Refuse a ledger that lacks what the engine has released.
+        """Refuse a history that lacks what the engine has released.
 
         Raises:
             InvalidOptionError: If it was emptied, shortened or changed by hand.
@@ -129,11 +129,11 @@ class Accountant(IAccountant):
         """
         return self.delta_bounds(epsilon).upper
 
-    def ledger(self) -> Ledger:
-        """Return everything that was released, equal releases as one entry.
+    def whole_history(self) -> History:
+        """Return the checked history, equal releases as one entry.
 
         Returns:
-            The ledger.
+            Steps, truncated steps and guarantees with their numbers.
 
         Raises:
             InvalidOptionError: If an entry is out of range, which somebody has put there by hand, or it lacks what an
@@ -221,7 +221,7 @@ class Accountant(IAccountant):
         return True
 
     def state_dict(self, destination: MutableMapping[str, Any] | None = None) -> MutableMapping[str, Any]:
-        """Return the ledger as plain Python values.
+        """Return the history as plain Python values.
 
         Args:
             destination: Mapping to fill; a new dict by default.
@@ -242,10 +242,10 @@ class Accountant(IAccountant):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replace the ledger by a saved one; which accountant kept it does not matter, what it says was released does.
+        """Replace the history by a saved one; which accountant kept it does not matter, what it says was released does.
 
         Privacy:
-            What an engine has released and the saved ledger lacks stays counted: going back lowers nothing.
+            What an engine has released and the saved history lacks stays counted: going back lowers nothing.
 
         Args:
             state_dict: What `state_dict` returned, of this or another accountant.

@@ -7,7 +7,7 @@ import math
 from ghostclip._validate import non_negative, probability
 from ghostclip.accounting.accountant import Accountant
 from ghostclip.accounting.pld import pld_delta, pld_epsilon
-from ghostclip.accounting.rdp import ledger_delta, ledger_epsilon
+from ghostclip.accounting.rdp import rdp_delta, rdp_epsilon
 from ghostclip.accounting.solve import Bounds
 
 MATTERS = 1e-3
@@ -38,12 +38,12 @@ class BestAccountant(Accountant):
         Returns:
             The bounds.
         """
-        ledger = self.ledger()
-        bounds = pld_epsilon(ledger, probability(delta, "delta"))
-        enough = MATTERS if len(ledger.steps) <= FEW else 0.5
+        history = self.whole_history()
+        bounds = pld_epsilon(history, probability(delta, "delta"))
+        enough = MATTERS if len(history.steps) <= FEW else 0.5
         if math.isfinite(bounds.upper) and bounds.upper - bounds.lower <= enough * bounds.upper:
             return bounds
-        upper = min(bounds.upper, ledger_epsilon(ledger, delta)[0])
+        upper = min(bounds.upper, rdp_epsilon(history, delta)[0])
         return Bounds(min(bounds.lower, upper), upper)
 
     def delta_bounds(self, epsilon: float) -> Bounds:
@@ -55,7 +55,7 @@ class BestAccountant(Accountant):
         Returns:
             The bounds.
         """
-        ledger = self.ledger()
-        bounds = pld_delta(ledger, non_negative(epsilon, "epsilon"))
-        upper = min(bounds.upper, ledger_delta(ledger, epsilon))
+        history = self.whole_history()
+        bounds = pld_delta(history, non_negative(epsilon, "epsilon"))
+        upper = min(bounds.upper, rdp_delta(history, epsilon))
         return Bounds(min(bounds.lower, upper), upper)

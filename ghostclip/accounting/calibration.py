@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 
 from ghostclip._validate import fraction, positive, positive_int, probability
-from ghostclip.accounting.ledger import steps_per_epoch
+from ghostclip.accounting.history import steps_per_epoch
 from ghostclip.accounting.registry import DEFAULT_ACCOUNTANT, bounding_accountant
 from ghostclip.errors import BudgetError, InvalidOptionError
 
@@ -202,7 +202,7 @@ def _length(rate: float, *, epochs: float | None, steps: int | None) -> int:
         raise InvalidOptionError(f"epochs={epochs!r}, steps={steps!r}: give exactly one of the two.")
     if steps is not None:
         return positive_int(steps, "steps")
-    # A part of an epoch counts as the next whole step, so that the ledger is never shorter than the training.
+    # A part of an epoch counts as the next whole step, so that the history is never shorter than the training.
     return math.ceil(positive(epochs, "epochs") * steps_per_epoch(rate))
 
 

@@ -1,11 +1,11 @@
-"""From a ledger to the composed privacy loss, for one direction and one side at a time."""
+"""From a history to the composed privacy loss, for one direction and one side at a time."""
 
 from __future__ import annotations
 
 import math
 
 from ghostclip.accounting.contour import Composition
-from ghostclip.accounting.ledger import Ledger
+from ghostclip.accounting.history import History
 from ghostclip.accounting.pairs import Cells, DiscretePair, SampledGaussian, discretised, guaranteed
 
 MOST_GROUPS = 1000
@@ -21,7 +21,7 @@ def directions(relation: str) -> tuple[str, ...]:
     """Return the directions of a neighbouring relation; the guarantee is that of the worst.
 
     Args:
-        relation: As in `Ledger`.
+        relation: As in `History`.
 
     Returns:
         Names of directions as in `SampledGaussian`.
@@ -29,41 +29,41 @@ def directions(relation: str) -> tuple[str, ...]:
     return ("replace",) if relation == "replace_one" else ("remove", "add")
 
 
-def first_width(ledger: Ledger) -> float:
+def first_width(history: History) -> float:
     """Return the first width of cells in σ.
 
     Args:
-        ledger: What was released.
+        history: What was released.
 
     Returns:
         The width.
     """
-    return WIDE if _many(ledger) else NARROW
+    return WIDE if _many(history) else NARROW
 
 
-def tolerance(ledger: Ledger) -> float:
+def tolerance(history: History) -> float:
     """Return how far apart, relative to ε, its bounds may stay.
 
     Args:
-        ledger: What was released.
+        history: What was released.
 
     Returns:
         1e-4; 8e-4 for many distinct steps; 4e-3 for so many that they are counted in groups.
     """
-    if len(ledger.steps) > MOST_GROUPS:
+    if len(history.steps) > MOST_GROUPS:
         return 4e-3
-    return 8e-4 if _many(ledger) else 1e-4
+    return 8e-4 if _many(history) else 1e-4
 
 
-def _many(ledger: Ledger) -> bool:
-    return len(ledger.steps) + len(ledger.truncated) > 32
+def _many(history: History) -> bool:
+    return len(history.steps) + len(history.truncated) > 32
 
 
-def reach(ledger: Ledger, delta: float) -> float:
+def reach(history: History, delta: float) -> float:
     """Return where tails are cut off, in σ: what is lost is below a millionth of δ over all steps.
 
     Args:
-        ledger: What was released.
+        history: What was released.
         delta: δ.
 
     Returns:
@@ -71,14 +71,14 @@ def reach(ledger: Ledger, delta: float) -> float:
     """
     from scipy.special import ndtri
 
-    return math.ceil(2 * max(9.0, -float(ndtri(max(1e-6 * delta / max(1, ledger.count), 1e-300))))) / 2
+    return math.ceil(2 * max(9.0, -float(ndtri(max(1e-6 * delta / max(1, history.count), 1e-300))))) / 2
 
 
-def compose(ledger: Ledger, direction: str, side: str, cells: Cells) -> Composition:
+def compose(history: History, direction: str, side: str, cells: Cells) -> Composition:
     """Return the total privacy loss.
 
     Args:
-        ledger: What was released.
+        history: What was released.
         direction: One of `directions`.
         side: "upper" for losses that dominate, "lower" for ones that are dominated.
         cells: How finely steps are cut.
@@ -89,17 +89,17 @@ def compose(ledger: Ledger, direction: str, side: str, cells: Cells) -> Composit
     pairs: list[DiscretePair] = []
     counts: list[int] = []
     gaussian = 0.0
-    for (sigma, rate), count in _few(ledger.steps, side):
+    for (sigma, rate), count in _few(history.steps, side):
         if rate == 1 and sigma > 0:
             gaussian += count * (_sensitivity(direction) / sigma) ** 2
         else:
             pairs.append(discretised(SampledGaussian(sigma, rate, direction), cells, side))
             counts.append(count)
-    for (sigma, rate, records, largest), count in ledger.truncated:
+    for (sigma, rate, records, largest), count in history.truncated:
         step = SampledGaussian(sigma, rate, direction)
-        pairs.append(_truncated(step, (int(records), int(largest)), ledger.relation, cells, side))
+        pairs.append(_truncated(step, (int(records), int(largest)), history.relation, cells, side))
         counts.append(count)
-    for (epsilon, delta), count in ledger.guarantees:
+    for (epsilon, delta), count in history.guarantees:
         pairs.append(guaranteed(epsilon, delta))
         counts.append(count)
     return Composition(pairs, counts, gaussian)

@@ -7,7 +7,7 @@ With M(s) = E[e^{sL}] the moment generating function of the total privacy loss L
 and M is the product of the steps' own functions, each a finite sum (`pairs`). So nothing is convolved, no common grid
 of losses exists, and the cost does not depend on the number of steps. What is left to bound:
 
-- *Truncation.* A Gaussian mechanism of variance v is added to the ledger. Its losses ξ have E[e^-ξ] = 1, so δ can
+- *Truncation.* A Gaussian mechanism of variance v is added to the history. Its losses ξ have E[e^-ξ] = 1, so δ can
   only grow; and the integrand falls like e^{-vt²/2}, so what lies beyond the last node is bounded in closed form.
 - *What that added.* ∂δ/∂v = p/2 with p the density of L + ξ at ε, and at a variance w ≤ v that density is at most
   √(v/w)·e^{v/8} times the one at v. Integrated: δ_v(ε) - δ(ε) ≤ v·e^{v/8}·p_v(ε), and p is the same integral without

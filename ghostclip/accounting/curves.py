@@ -1,4 +1,4 @@
-"""The whole privacy profile of a ledger: (ε, δ) curves and the trade-off function of f-DP."""
+"""The whole privacy profile of a history: (ε, δ) curves and the trade-off function of f-DP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def privacy_curve(accountant: Accountant, deltas: Sequence[float] = USUAL_DELTAS
     """Return ε at several δ, between bounds.
 
     Args:
-        accountant: Keeps the ledger.
+        accountant: Keeps the history.
         deltas: δ, each in (0, 1).
 
     Returns:
@@ -36,7 +36,7 @@ def trade_off(accountant: Accountant, false_positive_rate: ArrayLike, *, points:
     guarantees: the result is one.
 
     Args:
-        accountant: Keeps the ledger.
+        accountant: Keeps the history.
         false_positive_rate: α in [0, 1], any shape.
         points: How many (ε, δ) are used.
 

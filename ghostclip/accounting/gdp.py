@@ -8,7 +8,7 @@ from functools import partial
 from ghostclip._validate import non_negative, probability
 from ghostclip.accounting.accountant import Accountant
 from ghostclip.accounting.composing import compose
-from ghostclip.accounting.ledger import Ledger
+from ghostclip.accounting.history import History
 from ghostclip.accounting.solve import Bounds, Build, delta_bounds, epsilon_bounds
 from ghostclip.errors import InvalidOptionError
 
@@ -40,12 +40,12 @@ class GaussianAccountant(Accountant):
 
     @property
     def mu(self) -> float:
-        """μ of the Gaussian mechanism that is taken for the ledger."""
+        """μ of the Gaussian mechanism that is taken for the history."""
         self._refuse_guarantees()
         return math.sqrt(
             sum(
                 count * (rate**2 * math.expm1(min(sigma**-2, 700.0)) if rate < 1 else sigma**-2)
-                for (sigma, rate), count in self.ledger().steps
+                for (sigma, rate), count in self.whole_history().steps
             )
         )
 
@@ -58,8 +58,8 @@ class GaussianAccountant(Accountant):
         Returns:
             (estimate, estimate): neither is a bound.
         """
-        delta, ledger = probability(delta, "delta"), self._stand_in()
-        found = epsilon_bounds(_compose(ledger), ("remove",), delta=delta, reach=9.0, width=0.02)
+        delta, history = probability(delta, "delta"), self._stand_in()
+        found = epsilon_bounds(_compose(history), ("remove",), delta=delta, reach=9.0, width=0.02)
         return Bounds(found.upper, found.upper)
 
     def delta_bounds(self, epsilon: float) -> Bounds:
@@ -71,13 +71,13 @@ class GaussianAccountant(Accountant):
         Returns:
             (estimate, estimate): neither is a bound.
         """
-        epsilon, ledger = non_negative(epsilon, "epsilon"), self._stand_in()
-        found = delta_bounds(_compose(ledger), ("remove",), epsilon=epsilon, reach=9.0, width=0.02)
+        epsilon, history = non_negative(epsilon, "epsilon"), self._stand_in()
+        found = delta_bounds(_compose(history), ("remove",), epsilon=epsilon, reach=9.0, width=0.02)
         return Bounds(found.upper, found.upper)
 
-    def _stand_in(self) -> Ledger:
+    def _stand_in(self) -> History:
         mu = self.mu
-        return Ledger(self.relation, steps=(((1 / mu, 1.0), 1),) if mu > 0 else ())
+        return History(self.relation, steps=(((1 / mu, 1.0), 1),) if mu > 0 else ())
 
     def _refuse_guarantees(self) -> None:
         if not self.estimate:
@@ -91,5 +91,5 @@ class GaussianAccountant(Accountant):
             )
 
 
-def _compose(ledger: Ledger) -> Build:
-    return partial(compose, ledger)
+def _compose(history: History) -> Build:
+    return partial(compose, history)

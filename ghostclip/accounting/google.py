@@ -34,10 +34,10 @@ class DPAccountingAccountant(Accountant):
             The bounds.
         """
         delta = probability(delta, "delta")
-        ledger = self.ledger()
-        known = ledger.participation <= delta
+        history = self.whole_history()
+        known = history.participation <= delta
         upper = 0.0 if known else _number(self._composed().get_epsilon(delta), worst=math.inf)
-        return Bounds(min(upper, pld_epsilon(ledger, delta).lower), upper)
+        return Bounds(min(upper, pld_epsilon(history, delta).lower), upper)
 
     def delta_bounds(self, epsilon: float) -> Bounds:
         """Return dp-accounting's δ, and our lower bound.
@@ -49,8 +49,8 @@ class DPAccountingAccountant(Accountant):
             The bounds.
         """
         epsilon = non_negative(epsilon, "epsilon")
-        upper = _number(self._composed().get_delta(epsilon), worst=1.0) if self.ledger().count else 0.0
-        return Bounds(min(upper, pld_delta(self.ledger(), epsilon).lower), upper)
+        upper = _number(self._composed().get_delta(epsilon), worst=1.0) if self.whole_history().count else 0.0
+        return Bounds(min(upper, pld_delta(self.whole_history(), epsilon).lower), upper)
 
     def _composed(self) -> Any:
         try:
@@ -60,14 +60,14 @@ class DPAccountingAccountant(Accountant):
             raise InvalidOptionError(
                 "accountant='dp_accounting' needs the package dp-accounting: pip install dp-accounting."
             ) from error
-        ledger = self.ledger()
-        if ledger.truncated or ledger.guarantees or ledger.relation == "replace_one":
+        history = self.whole_history()
+        if history.truncated or history.guarantees or history.relation == "replace_one":
             raise InvalidOptionError(
                 "accountant='dp_accounting': here it knows Poisson and full-batch steps, and zero_out or add_remove. "
                 "Use the default accountant."
             )
         accountant = PLDAccountant()
-        for (sigma, rate), count in ledger.steps:
+        for (sigma, rate), count in history.steps:
             event = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(sigma))
             accountant.compose(event, count)
         return accountant

@@ -6,7 +6,7 @@ import abc
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Protocol
 
-from ghostclip.accounting.ledger import Entry, checked_history, checked_sample_rate
+from ghostclip.accounting.history import Entry, checked_history, checked_sample_rate
 from ghostclip.errors import InvalidOptionError
 
 

@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from ghostclip._validate import non_negative, probability
 from ghostclip.accounting.accountant import Accountant
 from ghostclip.accounting.composing import compose, directions, first_width, reach, tolerance
-from ghostclip.accounting.ledger import Ledger
+from ghostclip.accounting.history import History
 from ghostclip.accounting.solve import Bounds, delta_bounds, epsilon_bounds
 
 
@@ -16,7 +16,7 @@ class PLDAccountant(Accountant):
     """Accountant by the distribution of the privacy loss, in both directions of the neighbouring relation.
 
     Privacy:
-        ε and δ are upper bounds for every ledger whose parameters do not depend on the private data. Discretisation,
+        ε and δ are upper bounds for every history whose parameters do not depend on the private data. Discretisation,
         truncation, smoothing and rounding are bounded and included (see `pairs` and `contour`). The lower bound
         holds for the worst data and gradients, so that no accountant can report less; for ε in [0.1, 50] the two
         usually meet within 0.01 %.
@@ -36,7 +36,7 @@ class PLDAccountant(Accountant):
         Returns:
             The bounds.
         """
-        return pld_epsilon(self.ledger(), probability(delta, "delta"))
+        return pld_epsilon(self.whole_history(), probability(delta, "delta"))
 
     def delta_bounds(self, epsilon: float) -> Bounds:
         """Return bounds from both sides on δ.
@@ -47,7 +47,7 @@ class PLDAccountant(Accountant):
         Returns:
             The bounds.
         """
-        return pld_delta(self.ledger(), non_negative(epsilon, "epsilon"))
+        return pld_delta(self.whole_history(), non_negative(epsilon, "epsilon"))
 
 
 class PRVAccountant(PLDAccountant):
@@ -60,48 +60,48 @@ class PRVAccountant(PLDAccountant):
 
 
 @lru_cache(maxsize=256)
-def pld_epsilon(ledger: Ledger, delta: float) -> Bounds:
+def pld_epsilon(history: History, delta: float) -> Bounds:
     """Return bounds on ε.
 
     Args:
-        ledger: What was released.
+        history: What was released.
         delta: δ.
 
     Returns:
         The bounds.
     """
-    if ledger.participation <= delta:
+    if history.participation <= delta:
         return Bounds(0.0, 0.0)
     return epsilon_bounds(
-        partial(compose, ledger),
-        directions(ledger.relation),
+        partial(compose, history),
+        directions(history.relation),
         delta=delta,
-        reach=reach(ledger, delta),
-        width=first_width(ledger),
-        tolerance=tolerance(ledger),
+        reach=reach(history, delta),
+        width=first_width(history),
+        tolerance=tolerance(history),
     )
 
 
 @lru_cache(maxsize=256)
-def pld_delta(ledger: Ledger, epsilon: float) -> Bounds:
+def pld_delta(history: History, epsilon: float) -> Bounds:
     """Return bounds on δ.
 
     Args:
-        ledger: What was released.
+        history: What was released.
         epsilon: ε.
 
     Returns:
         The bounds.
     """
-    if not ledger.count:
+    if not history.count:
         return Bounds(0.0, 0.0)
     # What is cut off counts as δ, and δ is not known yet: far enough for any δ that matters.
     found = delta_bounds(
-        partial(compose, ledger),
-        directions(ledger.relation),
+        partial(compose, history),
+        directions(history.relation),
         epsilon=epsilon,
-        reach=reach(ledger, 1e-24),
-        width=first_width(ledger),
+        reach=reach(history, 1e-24),
+        width=first_width(history),
     )
     upper = math.nextafter(found.upper, 1.0) if 0 < found.upper < 1 else found.upper
-    return Bounds(min(found.lower, ledger.participation), min(upper, ledger.participation))
+    return Bounds(min(found.lower, history.participation), min(upper, history.participation))

@@ -13,7 +13,7 @@ from ghostclip._validate import non_negative, probability
 from ghostclip.accounting.accountant import Accountant
 from ghostclip.accounting.composing import truncation_probability
 from ghostclip.accounting.conversion import Array, delta_from_rdp, epsilon_from_rdp
-from ghostclip.accounting.ledger import Ledger
+from ghostclip.accounting.history import History
 from ghostclip.accounting.pld import pld_delta, pld_epsilon
 from ghostclip.accounting.rdp_curve import DEFAULT_ORDERS, guaranteed_curve, mixed_curves, rdp_curve, revealed_curve
 from ghostclip.accounting.solve import Bounds
@@ -27,7 +27,7 @@ class RDPAccountant(Accountant):
     """Accountant for Poisson-subsampled Gaussian steps by Rényi divergence.
 
     Privacy:
-        The ε it returns is an upper bound for every ledger, also when σ and q change between steps, as long as
+        The ε it returns is an upper bound for every history, also when σ and q change between steps, as long as
         they do not depend on the private data. For "replace_one" it takes it as known who was sampled, which is much
         more than the other accountants need. It is not tight: a Rényi bound always lies above the best (ε, δ) curve,
         most of all for few steps with little noise and small δ.
@@ -66,19 +66,19 @@ class RDPAccountant(Accountant):
             alphas: Orders to search; the default range by default.
 
         Returns:
-            (ε, α); (0, 0) for an empty ledger.
+            (ε, α); (0, 0) for an empty history.
 
         Raises:
             InvalidOptionError: If δ or an order is out of range.
         """
         delta = probability(delta, "delta")
-        ledger = self.ledger()
-        if not ledger.count:
+        history = self.whole_history()
+        if not history.count:
             return 0.0, 0.0
         orders = np.asarray(DEFAULT_ORDERS if alphas is None else alphas, dtype=np.float64).ravel()
         if not orders.size or not np.all(np.isfinite(orders) & (orders > 1)):
             raise InvalidOptionError(f"alphas={alphas!r}: give finite orders greater than 1.")
-        epsilon, best = ledger_epsilon(ledger, delta, tuple(orders))
+        epsilon, best = rdp_epsilon(history, delta, tuple(orders))
         if best in {0, orders.size - 1} and 0 < epsilon < np.inf:
             warnings.warn(
                 f"The best Rényi order is {orders[best]:g}, the end of the range searched; ε = {epsilon:.4g} is valid, "
@@ -97,7 +97,7 @@ class RDPAccountant(Accountant):
             The bounds.
         """
         upper = self.get_epsilon(delta)
-        return Bounds(min(upper, pld_epsilon(self.ledger(), delta).lower), upper)
+        return Bounds(min(upper, pld_epsilon(self.whole_history(), delta).lower), upper)
 
     def delta_bounds(self, epsilon: float) -> Bounds:
         """Return this accountant's δ, and a lower bound that no accountant goes below.
@@ -108,92 +108,92 @@ class RDPAccountant(Accountant):
         Returns:
             The bounds.
         """
-        ledger = self.ledger()
-        upper = ledger_delta(ledger, non_negative(epsilon, "epsilon"))
-        return Bounds(min(upper, pld_delta(ledger, epsilon).lower), upper)
+        history = self.whole_history()
+        upper = rdp_delta(history, non_negative(epsilon, "epsilon"))
+        return Bounds(min(upper, pld_delta(history, epsilon).lower), upper)
 
 
-def ledger_epsilon(ledger: Ledger, delta: float, orders: tuple[float, ...] = DEFAULT_ORDERS) -> tuple[float, int]:
-    """Return ε of a ledger by Rényi divergence, and the index of the order that proves it.
+def rdp_epsilon(history: History, delta: float, orders: tuple[float, ...] = DEFAULT_ORDERS) -> tuple[float, int]:
+    """Return ε of a history by Rényi divergence, and the index of the order that proves it.
 
     Part of δ may go to "the record takes part in none of these steps", which happens with probability 1 - p by coins
     that nothing else depends on. By joint convexity of the hockey-stick divergence δ(ε) ≤ p + (1 - p)·δ'(ε), with δ' of
     the other steps. Tried for the steps of least noise, in whose place nothing else would do if they have none.
 
     Args:
-        ledger: What was released.
+        history: What was released.
         delta: δ.
         orders: Orders to search.
 
     Returns:
         (ε, index).
     """
-    if ledger.participation <= delta:
+    if history.participation <= delta:
         return 0.0, 0
-    best = _all_steps_epsilon(ledger, delta, orders)
-    for split in range(1, min(len(ledger.steps), MOST_SPLITS) + 1):
-        missed = Ledger(ledger.relation, ledger.steps[:split]).participation
+    best = _all_steps_epsilon(history, delta, orders)
+    for split in range(1, min(len(history.steps), MOST_SPLITS) + 1):
+        missed = History(history.relation, history.steps[:split]).participation
         if missed >= delta:
             break
-        rest = replace(ledger, steps=ledger.steps[split:])
+        rest = replace(history, steps=history.steps[split:])
         best = min(best, _all_steps_epsilon(rest, (delta - missed) * (1 - 1e-12), orders))
     return best
 
 
-def _all_steps_epsilon(ledger: Ledger, delta: float, orders: tuple[float, ...]) -> tuple[float, int]:
+def _all_steps_epsilon(history: History, delta: float, orders: tuple[float, ...]) -> tuple[float, int]:
     """Return ε with all of δ for the divergence, and the index of the order that proves it."""
-    left = delta - _failures(ledger)
+    left = delta - _failures(history)
     if left <= 0:
         return float("inf"), 0
-    if not ledger.count:
+    if not history.count:
         return 0.0, 0
-    return epsilon_from_rdp(np.array(orders), ledger_curve(ledger, orders), delta=left)
+    return epsilon_from_rdp(np.array(orders), rdp_of_history(history, orders), delta=left)
 
 
-def ledger_delta(ledger: Ledger, epsilon: float) -> float:
-    """Return δ of a ledger by Rényi divergence.
+def rdp_delta(history: History, epsilon: float) -> float:
+    """Return δ of a history by Rényi divergence.
 
     Args:
-        ledger: What was released.
+        history: What was released.
         epsilon: ε.
 
     Returns:
         δ in [0, 1].
     """
-    if not ledger.count:
+    if not history.count:
         return 0.0
-    curve = ledger_curve(ledger, DEFAULT_ORDERS)
+    curve = rdp_of_history(history, DEFAULT_ORDERS)
     return min(
-        ledger.participation, _failures(ledger) + delta_from_rdp(np.array(DEFAULT_ORDERS), curve, epsilon=epsilon)
+        history.participation, _failures(history) + delta_from_rdp(np.array(DEFAULT_ORDERS), curve, epsilon=epsilon)
     )
 
 
-def _failures(ledger: Ledger) -> float:
+def _failures(history: History) -> float:
     """Return a bound of the probability that a release which is only (ε, δ)-private fails to be ε-private."""
-    return float(sum(delta * count for (_, delta), count in ledger.guarantees))
+    return float(sum(delta * count for (_, delta), count in history.guarantees))
 
 
-def ledger_curve(ledger: Ledger, orders: tuple[float, ...]) -> Array:
+def rdp_of_history(history: History, orders: tuple[float, ...]) -> Array:
     """Return the sum of the Rényi divergences of all releases at each order.
 
     Args:
-        ledger: What was released.
+        history: What was released.
         orders: α > 1.
 
     Returns:
         Divergences, shape [A]; of (ε, δ)-private releases, that of the ε-private part.
     """
     total = np.zeros(len(orders))
-    for (sigma, rate), count in ledger.steps:
-        total += count * _step_curve(sigma, rate, orders, ledger.relation)
-    for (sigma, rate, records, largest), count in ledger.truncated:
+    for (sigma, rate), count in history.steps:
+        total += count * _step_curve(sigma, rate, orders, history.relation)
+    for (sigma, rate, records, largest), count in history.truncated:
         full = truncation_probability(int(records), rate, int(largest))
-        distance = 1.0 if ledger.relation == "zero_out" else 2.0
+        distance = 1.0 if history.relation == "zero_out" else 2.0
         displaced = revealed_curve(sigma / distance, rate, np.array(orders))
         total += count * mixed_curves(
-            _step_curve(sigma, rate, orders, ledger.relation), displaced, full, np.array(orders)
+            _step_curve(sigma, rate, orders, history.relation), displaced, full, np.array(orders)
         )
-    for (epsilon, _), count in ledger.guarantees:
+    for (epsilon, _), count in history.guarantees:
         total += count * guaranteed_curve(epsilon, np.array(orders))
     return total
 

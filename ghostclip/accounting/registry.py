@@ -45,7 +45,7 @@ def accountant_names() -> list[str]:
 
 
 def create_accountant(mechanism: str = DEFAULT_ACCOUNTANT, *, relation: str = "zero_out") -> IAccountant:
-    """Return a new accountant with an empty ledger.
+    """Return a new accountant with an empty history.
 
     Args:
         mechanism: Name, for example "best".
@@ -67,7 +67,7 @@ def create_accountant(mechanism: str = DEFAULT_ACCOUNTANT, *, relation: str = "z
 
 
 def bounding_accountant(mechanism: str = DEFAULT_ACCOUNTANT, *, relation: str = "zero_out") -> Accountant:
-    """Return a new accountant that bounds ε and δ of any ledger.
+    """Return a new accountant that bounds ε and δ of any history.
 
     Args:
         mechanism: As for `create_accountant`.

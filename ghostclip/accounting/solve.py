@@ -84,7 +84,7 @@ class _Fineness:
 
     def cells(self, spot: _Spot, reach: float) -> Cells:
         wanted = math.sqrt(12 * self.share * max(spot.scale, 1e-9) / spot.bend)
-        # Rounded to powers of √2, so that the same cells are made, and found again, while a ledger grows.
+        # Rounded to powers of √2, so that the same cells are made, and found again, while a history grows.
         width = 2.0 ** (math.floor(2 * math.log2(min(max(wanted, 1e-9), 0.5))) / 2)
         centre = 2.0 ** (round(4 * math.log2(spot.epsilon)) / 4) if spot.epsilon > 0 else 0.0
         return Cells(self.width, width, centre, reach)
@@ -111,7 +111,7 @@ class _Fineness:
 def epsilon_bounds(
     build: Build, directions: tuple[str, ...], *, delta: float, reach: float, width: float, tolerance: float = TOLERANCE
 ) -> Bounds:
-    """Return bounds of the ε that a ledger satisfies at δ.
+    """Return bounds of the ε that a history satisfies at δ.
 
     Args:
         build: Makes compositions.
@@ -395,7 +395,7 @@ def _certainly_below(build: Build, direction: str, epsilon: float, delta: float,
 
 
 def delta_bounds(build: Build, directions: tuple[str, ...], *, epsilon: float, reach: float, width: float) -> Bounds:
-    """Return bounds of the δ that a ledger satisfies at ε.
+    """Return bounds of the δ that a history satisfies at ε.
 
     Args:
         build: Makes compositions.

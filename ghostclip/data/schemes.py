@@ -13,7 +13,7 @@ import numpy as np
 
 from ghostclip._validate import choice, fraction, positive_int
 from ghostclip.accounting.events import RELATIONS, SamplingEvent
-from ghostclip.accounting.ledger import steps_per_epoch
+from ghostclip.accounting.history import steps_per_epoch
 from ghostclip.data.selection import Records, independent_coins, permutation, subset
 from ghostclip.errors import InvalidOptionError
 from ghostclip.noise.keys import RandomKey, WordStream

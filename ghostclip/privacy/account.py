@@ -16,7 +16,7 @@ from ghostclip import _validate
 from ghostclip._owner import Owner
 from ghostclip.accounting import Accountant, Bounds, IAccountant, bounding_accountant
 from ghostclip.accounting.calibration import smallest_noise_multiplier
-from ghostclip.accounting.ledger import Kind
+from ghostclip.accounting.history import Kind
 from ghostclip.capture.unchecked import Unchecked
 from ghostclip.distributed import refused_together, require_agreement, telling
 from ghostclip.errors import InvalidOptionError, ResumeError

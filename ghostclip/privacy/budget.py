@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ghostclip import _validate
 from ghostclip.accounting import Accountant
-from ghostclip.accounting.ledger import Kind
+from ghostclip.accounting.history import Kind
 from ghostclip.errors import BudgetExceededError
 from ghostclip.privacy.charges import Charge, accountant_of, charges_of, counted, kind_of, times
 from ghostclip.privacy.discretisation import released_bounds

@@ -1,4 +1,4 @@
-"""What releases cost, as ledgers, budgets and checkpoints carry it: entries of an accountant's ledger, of any kind."""
+"""What releases cost, as ledgers, budgets and checkpoints carry it: entries of an accountant's history, of any kind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from ghostclip.accounting import Accountant, bounding_accountant
 from ghostclip.accounting.events import SamplingEvent
-from ghostclip.accounting.ledger import Entry, Kind, OtherEntry, checked_others
+from ghostclip.accounting.history import Entry, Kind, OtherEntry, checked_others
 
 Charge = Entry | OtherEntry
 """(σ, q, number of equal events), or (kind, parameters, number) for what is not a Poisson sample."""

@@ -18,7 +18,7 @@ _METHODS = ("step", "get_epsilon", "__len__", "mechanism")
 def install(account: Account, accountant: IAccountant) -> None:
     """Let an account be kept by an accountant of the user's.
 
-    One that bounds any ledger keeps the account itself. One that only has Opacus's four methods is told of every
+    One that bounds any history keeps the account itself. One that only has Opacus's four methods is told of every
     release beside the engine's own, which stays what budgets and checkpoints go by.
 
     Privacy:
@@ -54,7 +54,7 @@ def install(account: Account, accountant: IAccountant) -> None:
 
 
 def _keep_with(account: Account, accountant: Accountant) -> None:
-    """Put an accountant that bounds ledgers in the place of the account's."""
+    """Put an accountant that bounds histories in the place of the account's."""
     before = account.accountant
     if accountant is before:
         return

@@ -14,9 +14,9 @@ import torch
 import ghostclip
 from ghostclip.accounting import GaussianAccountant, create_accountant, get_noise_multiplier
 from ghostclip.accounting.contour import Composition, Contour, Cut, Nodes
-from ghostclip.accounting.ledger import totals
+from ghostclip.accounting.history import totals
 from ghostclip.accounting.pairs import Cells, SampledGaussian, discretised
-from ghostclip.accounting.rdp import ledger_delta
+from ghostclip.accounting.rdp import rdp_delta
 from ghostclip.compat.opacus.accountants.analysis.rdp import compute_rdp
 from ghostclip.errors import InvalidOptionError
 from ghostclip.privacy.charges import charges_of
@@ -119,7 +119,7 @@ def test_who_hardly_ever_takes_part_is_private_without_noise(name, sigma):
             continue
         assert keeper((sigma, rate, steps), name=name).get_epsilon(delta) == 0
         if name == "rdp":
-            assert ledger_delta(keeper((sigma, rate, steps)).ledger(), 0.0) <= delta
+            assert rdp_delta(keeper((sigma, rate, steps)).whole_history(), 0.0) <= delta
 
 
 def test_the_probability_of_taking_part():

@@ -1,4 +1,4 @@
-"""The accountant: composition, conversion, ledger, state."""
+"""The accountant: composition, conversion, history, state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ghostclip.accounting import (
     register_accountant,
     steps_per_epoch,
 )
-from ghostclip.accounting.rdp import ledger_curve
+from ghostclip.accounting.rdp import rdp_of_history
 from ghostclip.accounting.registry import _ACCOUNTANTS
 from ghostclip.errors import InvalidOptionError
 
@@ -260,10 +260,10 @@ def test_accumulation_is_covered_by_what_the_hook_records():
     moment = sum(a * b * math.exp(i * j / sigma**2) for i, a in weights.items() for j, b in weights.items())
     accountant = RDPAccountant()
     accountant.get_optimizer_hook_fn(rate)(FakeOptimizer(sigma, accumulated_iterations=2))
-    (recorded,) = ledger_curve(accountant.ledger(), (2.0,))
+    (recorded,) = rdp_of_history(accountant.whole_history(), (2.0,))
     assert math.log(moment) <= recorded
     accountant.history = [(sigma, 2 * rate, 1)]
-    (often_reported,) = ledger_curve(accountant.ledger(), (2.0,))
+    (often_reported,) = rdp_of_history(accountant.whole_history(), (2.0,))
     assert often_reported < math.log(moment)
 
 

@@ -189,9 +189,9 @@ def test_many_distinct_steps(monkeypatch):
     """They take as few compositions as steps of one kind do, each of all steps together."""
     composed = []
 
-    def counted(ledger, *arguments):
-        composed.append(len(ledger.steps))
-        return compose(ledger, *arguments)
+    def counted(history, *arguments):
+        composed.append(len(history.steps))
+        return compose(history, *arguments)
 
     monkeypatch.setattr("ghostclip.accounting.pld.compose", counted)
     generator = np.random.default_rng(1)
@@ -210,7 +210,7 @@ def test_grouped_steps_stay_on_either_side(monkeypatch):
     history = [(0.8 + 0.01 * k, 0.01, 20) for k in range(30)]
     exact = bounds(history, 1e-5)
     monkeypatch.setattr("ghostclip.accounting.composing.MOST_GROUPS", 8)
-    grouped = keeper(history, "pld").ledger()
+    grouped = keeper(history, "pld").whole_history()
     from ghostclip.accounting.pld import pld_epsilon
 
     found = pld_epsilon.__wrapped__(grouped, 1e-5)

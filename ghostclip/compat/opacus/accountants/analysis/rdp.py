@@ -11,7 +11,7 @@ import numpy as np
 
 from ghostclip._validate import positive_int, probability
 from ghostclip.accounting import epsilon_from_rdp, rdp_curve
-from ghostclip.accounting.ledger import checked_noise_multiplier, checked_sample_rate
+from ghostclip.accounting.history import checked_noise_multiplier, checked_sample_rate
 from ghostclip.errors import InvalidOptionError
 
 

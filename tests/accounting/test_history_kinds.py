@@ -1,4 +1,4 @@
-"""What a ledger can hold besides Poisson steps, under each neighbouring relation, and what estimates are refused."""
+"""What a history can hold besides Poisson steps, under each neighbouring relation, and what estimates are refused."""
 
 from __future__ import annotations
 
@@ -122,12 +122,12 @@ def test_state_with_everything_survives():
     state = accountant.state_dict()
     again = create_accountant("rdp")
     again.load_state_dict(state)
-    assert again.ledger() == accountant.ledger()
+    assert again.whole_history() == accountant.whole_history()
     with pytest.raises(InvalidOptionError, match="relation='zero_out'"):
         create_accountant(relation="replace_one").load_state_dict(state)
     with pytest.raises(InvalidOptionError, match="others is"):
         again.load_state_dict({**state, "others": [("laplace", (1.0,), 1)]})
-    assert again.ledger() == accountant.ledger()
+    assert again.whole_history() == accountant.whole_history()
 
 
 @pytest.mark.parametrize("steps", [math.nan, math.inf, 1.5, -1, None])

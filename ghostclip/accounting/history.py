@@ -1,4 +1,4 @@
-"""What was released: checked values of one step, and the run-length ledger of steps."""
+"""History of releases: what an accountant composes, run-length counts of equal steps, and the checks of its entries."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Kind = tuple[float, float] | tuple[str, tuple[float, ...]]
 
 
 @dataclass(frozen=True)
-class Ledger:
-    """Everything that was released, order forgotten: no bound depends on it.
+class History:
+    """Releases counted by kind, order forgotten: no bound depends on it.
 
     Attributes:
         relation: What neighbouring data sets are.
@@ -73,8 +73,8 @@ def _float_above(value: Fraction | int) -> float:
     return nearest if Fraction(nearest) >= value else math.nextafter(nearest, math.inf)
 
 
-def totals(history: Sequence[Entry], others: Sequence[OtherEntry], relation: str) -> Ledger:
-    """Return a ledger in which equal releases are one entry; steps that release nothing are left out.
+def totals(history: Sequence[Entry], others: Sequence[OtherEntry], relation: str) -> History:
+    """Return a history in which equal releases are one entry; steps that release nothing are left out.
 
     Args:
         history: Entries (σ, q, steps).
@@ -82,7 +82,7 @@ def totals(history: Sequence[Entry], others: Sequence[OtherEntry], relation: str
         relation: One of `RELATIONS`.
 
     Returns:
-        The ledger.
+        The history.
     """
     steps: dict[tuple[float, float], int] = {}
     for sigma, rate, count in history:
@@ -91,7 +91,7 @@ def totals(history: Sequence[Entry], others: Sequence[OtherEntry], relation: str
     rest: dict[str, dict[tuple[float, ...], int]] = {"truncated_poisson": {}, "guarantee": {}}
     for kind, parameters, count in others:
         rest[kind][parameters] = rest[kind].get(parameters, 0) + count
-    return Ledger(
+    return History(
         relation,
         tuple(sorted(steps.items())),
         tuple(sorted(rest["truncated_poisson"].items())),
@@ -211,7 +211,7 @@ def checked_sample_rate(sample_rate: float) -> float:
 
 
 def checked_history(history: Sequence[Sequence[float]], *, where: str) -> list[Entry]:
-    """Return a ledger of checked entries.
+    """Return a history of checked entries.
 
     Args:
         history: Entries (σ, q, steps).
