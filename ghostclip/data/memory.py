@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,8 +13,15 @@ _SELF = Path("/proc/self")
 _SAMPLING_SECONDS = 0.002
 
 
-def _status_bytes(field: str) -> int | None:
-    """Read one of the memory fields of this process, in bytes; None where the system has no such file."""
+def status_bytes(field: str) -> int | None:
+    """Read one of the memory fields of this process.
+
+    Args:
+        field: As in Linux's `/proc/self/status`, such as "VmRSS".
+
+    Returns:
+        Bytes; None where the system has no such file.
+    """
     try:
         text = (_SELF / "status").read_text()
     except OSError:
@@ -91,6 +99,11 @@ class PeakMemory:
         self._device = device
         self._sampler: _ResidentSampler | None = None
 
+    @property
+    def starts_anew(self) -> bool:
+        """Whether `stop` tells a peak from an earlier, higher one."""
+        return self._device.type == "cuda" or status_bytes("VmRSS") is not None
+
     def in_use(self) -> int:
         """Return the memory in use now.
 
@@ -99,10 +112,13 @@ class PeakMemory:
         """
         if self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device)
-        return _status_bytes("VmRSS") or _high_water_since_start()
+        return status_bytes("VmRSS") or _high_water_since_start()
 
     def start(self) -> None:
-        """Begin to measure."""
+        """Begin to measure; a measurement that was begun before is dropped."""
+        if self._sampler is not None:
+            self._sampler.finish()
+            self._sampler = None
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -110,7 +126,7 @@ class PeakMemory:
         try:
             (_SELF / "clear_refs").write_text("5")
         except OSError:
-            if _status_bytes("VmRSS") is not None:
+            if status_bytes("VmRSS") is not None:
                 self._sampler = _ResidentSampler()
                 self._sampler.start()
 
@@ -126,7 +142,21 @@ class PeakMemory:
         if self._sampler is not None:
             sampler, self._sampler = self._sampler, None
             return sampler.finish()
-        return _status_bytes("VmHWM") or _high_water_since_start()
+        return status_bytes("VmHWM") or _high_water_since_start()
+
+    def above(self, work: Callable[[], object]) -> int:
+        """Run a piece of work and measure its peak above what is in use before it.
+
+        Args:
+            work: What to measure.
+
+        Returns:
+            Bytes, at least 0.
+        """
+        self.start()
+        before = self.in_use()
+        work()
+        return max(0, self.stop() - before)
 
 
 class _ResidentSampler(threading.Thread):
@@ -143,7 +173,7 @@ class _ResidentSampler(threading.Thread):
             self._look()
 
     def _look(self) -> None:
-        self._peak = max(self._peak, _status_bytes("VmRSS") or 0)
+        self._peak = max(self._peak, status_bytes("VmRSS") or 0)
 
     def finish(self) -> int:
         """Stop and return the largest resident set seen, in bytes."""

@@ -1,29 +1,25 @@
-"""Resume points: everything an interrupted run needs to go on, written atomically between two private steps.
+"""Resume points of a run: a checkpoint of the engine with the run's own entries, beside the engine's ledger.
 
 Privacy:
     The folder ``resume`` holds exact losses, a hash of the data, and the keys of noise and sampling, so it is as
     secret as the data. It is removed when the run is done. After a stop between two steps noise and sampling go on
-    where they were. After a crash, when the ledger is ahead of the resume point, they start with *fresh* keys:
-    replaying the noise of steps that were lost, on other batches, would let an observer of both subtract it.
+    where they were. After a crash, when the ledger is ahead of the checkpoint, they start with *fresh* keys: a step
+    that was lost need not come out the same again, and the same noise must not hide two different sums.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
-from dataclasses import asdict, dataclass, field, fields
-from functools import cached_property
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from ghostclip.errors import ResumeError
 from ghostclip.finetune.options import FinetuneOptions
-from ghostclip.finetune.output import RESUME_FOLDER, RESUME_STATE, atomic_path, write_text
-from ghostclip.privacy.digest import digest_of
+from ghostclip.finetune.output import RESUME_FOLDER, RESUME_STATE
+from ghostclip.privacy import checkpoints
 from ghostclip.privacy.ledger_file import LedgerFile
 
-_OPTIONS, _LEDGER, _DIGEST = "options.json", "ledger.txt", "digest"
+_OPTIONS, _STATE = "finetune_options", "finetune_state"
 
 
 @dataclass(kw_only=True)
@@ -47,123 +43,70 @@ class RunState:
 
 
 @dataclass(frozen=True)
-class TensorState:
-    """The parts of a resume point that torch fills: nested dictionaries of tensors and numbers.
+class Interrupted:
+    """An interrupted run: the options it was begun with, its state up to the ledger, and the steps that were lost."""
 
-    ``secrets`` are the keys and positions of noise and sampling.
+    options: dict[str, object]
+    state: RunState
+    lost: int
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The files that an interrupted run goes on from.
+
+    ``path`` is the engine's checkpoint, ``ledger`` the engine's ledger.
     """
 
-    model: dict[str, object]
-    optimizer: dict[str, object]
-    accountant: dict[str, object]
-    generators: dict[str, object]
-    secrets: dict[str, dict[str, object]]
+    path: Path
+    ledger: Path
 
+    @classmethod
+    def of(cls, output: Path) -> ResumePoint:
+        """Return the resume point of an output folder.
 
-class ResumePoint:
-    """The resume folder of one run: what was asked, the state between two steps, and the ledger of begun steps."""
+        Args:
+            output: The folder.
 
-    def __init__(self, output: Path) -> None:
-        self.folder = output / RESUME_FOLDER
+        Returns:
+            Its resume point, whether there is one or not.
+        """
+        folder = output / RESUME_FOLDER
+        return cls(folder / RESUME_STATE, folder / "ledger.txt")
 
-    @cached_property
-    def ledger(self) -> LedgerFile:
-        """The ledger on disk, with one release for each step that has begun."""
-        return LedgerFile(self.folder / _LEDGER)
-
-    def begin(self, options: FinetuneOptions) -> None:
-        """Make the folder and write down what was asked, as the last act before the first resume point.
+    def entries(self, options: FinetuneOptions, state: RunState) -> dict[str, Any]:
+        """Return the run's own entries of the checkpoint.
 
         Args:
             options: The run's options.
-        """
-        self.folder.mkdir(parents=True)
-        self.ledger.lock()
-        write_text(self.folder / _OPTIONS, json.dumps(options.recorded(), indent=2) + "\n")
-
-    def recorded_options(self) -> dict[str, object]:
-        """Read what was asked when the run began.
+            state: What happened so far.
 
         Returns:
-            Options by field name.
-
-        Raises:
-            ResumeError: There is no interrupted run here.
+            What ``save_checkpoint`` takes as ``checkpoint_dict``.
         """
-        if not (self.folder / RESUME_STATE).is_file():
-            raise ResumeError(f"{self.folder.parent}: holds no interrupted run (a finished run cannot be resumed)")
-        try:
-            recorded = json.loads((self.folder / _OPTIONS).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ResumeError(f"{self.folder / _OPTIONS}: cannot be read ({error})") from error
-        if not isinstance(recorded, dict):
-            raise ResumeError(f"{self.folder / _OPTIONS}: holds no options")
-        return recorded
+        return {_OPTIONS: options.recorded(), _STATE: asdict(state)}
 
-    def save(self, state: RunState, tensors: TensorState) -> None:
-        """Replace the resume point.
+    def load(self) -> Interrupted:
+        """Read the run's own entries, and count steps that were begun after they were saved.
 
-        Args:
-            state: What happened so far.
-            tensors: Model, optimizer, accountant and generators.
-        """
-        parts = {field_.name: getattr(tensors, field_.name) for field_ in fields(TensorState)}
-        content = {"run": asdict(state), "ledger": self.ledger.place(), **parts}
-        with atomic_path(self.folder / RESUME_STATE) as temporary:
-            torch.save({**content, _DIGEST: digest_of(content)}, temporary)
-
-    def load(self) -> tuple[RunState, TensorState]:
-        """Read the resume point, and count steps that were begun after it.
-
-        A step that the ledger holds and the resume point does not may have been released before the crash. It stays
+        A step that the ledger holds and the checkpoint does not may have been released before the crash. It stays
         spent: its place in ``losses`` is ``None``, and the run has that many steps less to go.
 
         Returns:
-            The state, brought up to the ledger, and the tensors as they were saved.
+            The interrupted run.
 
         Raises:
-            ResumeError: The file or the ledger is damaged or of another version, or the ledger is another run's.
+            ResumeError: There is none, a file is damaged or of another version, or the ledger is another run's.
         """
-        path = self.folder / RESUME_STATE
-        try:
-            content = torch.load(path, map_location="cpu", weights_only=True)
-            digest = content.pop(_DIGEST)
-            state = RunState(**content["run"])
-            tensors = TensorState(**{field_.name: content[field_.name] for field_ in fields(TensorState)})
-        except Exception as error:
-            # Whatever torch stumbles over: a bit may have changed anywhere.
-            raise ResumeError(f"{path}: cannot be read ({type(error).__name__}: {error})") from error
-        if digest != digest_of(content):
-            raise ResumeError(f"{path}: cannot be read (it is damaged, or was changed by hand)")
-        self.ledger.require(content["ledger"])
-        lost = max(0, len(self.ledger.entries) - state.step)
+        if not self.path.is_file():
+            raise ResumeError(f"{self.path.parent.parent}: holds no interrupted run (a finished run cannot be resumed)")
+        content = checkpoints.load(self.path, {"map_location": "cpu"})
+        if _OPTIONS not in content or _STATE not in content:
+            raise ResumeError(f"{self.path}: a checkpoint that ghostclip finetune did not write")
+        ledger, state = LedgerFile(self.ledger), RunState(**content[_STATE])
+        ledger.require(content[checkpoints.LEDGER])
+        lost = max(0, len(ledger.entries) - state.step)
         state.losses += [None] * lost
         state.samples += [None] * lost
         state.sessions += 1
-        return state, tensors
-
-    def remove(self) -> None:
-        """Delete the folder of a run that is done."""
-        shutil.rmtree(self.folder)
-
-
-def generator_states() -> dict[str, object]:
-    """Read torch's global generators, which drive dropout.
-
-    Returns:
-        States by device.
-    """
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {"cpu": torch.get_rng_state(), "cuda": cuda}
-
-
-def restore_generators(states: dict[str, object]) -> None:
-    """Put torch's global generators back, as far as the devices are the same.
-
-    Args:
-        states: What ``generator_states`` gave.
-    """
-    torch.set_rng_state(states["cpu"])  # type: ignore[arg-type]
-    cuda = states["cuda"]
-    if isinstance(cuda, list) and torch.cuda.is_available() and len(cuda) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(cuda)
+        return Interrupted(content[_OPTIONS], state, lost)

@@ -1,7 +1,7 @@
 """A few ordinary, non-private steps of the same model, measured beside the private ones.
 
 Privacy:
-    They run on a copy with fresh weights, on made-up tokens, and the copy is thrown away: nothing of them reaches the
+    They run on a copy with fresh weights, on dummy tokens, and the copy is thrown away: nothing of them reaches the
     trained weights, and no private passage is read.
 """
 
@@ -19,7 +19,7 @@ from torch import nn
 from ghostclip.finetune.losses import passage_losses, precision
 from ghostclip.finetune.memory import peak_bytes
 from ghostclip.finetune.options import FinetuneOptions
-from ghostclip.finetune.steps import StepMeasures, adamw, made_up_passages, vocabulary_of
+from ghostclip.finetune.steps import StepMeasures, adamw, dummy_passages, vocabulary_of
 
 
 class OrdinarySteps:
@@ -38,7 +38,7 @@ class OrdinarySteps:
         self._device = next(model.parameters()).device
         self._dtype = options.dtype
         self._optimizer = adamw(model, options.learning_rate)
-        ids_BT, _ = made_up_passages(options.batch_size, width, vocabulary_of(model), self._device)
+        ids_BT, _ = dummy_passages(options.batch_size, width, vocabulary_of(model), self._device)
         self._samples = len(ids_BT)
         self._parts = ids_BT.split(physical_batch)
 

@@ -9,7 +9,6 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +21,7 @@ from ghostclip.finetune.plot import Curves, draw, require_plotting
 from ghostclip.finetune.tokens import go_offline
 
 if TYPE_CHECKING:
-    from ghostclip.finetune.checkpoint import ResumePoint
+    from ghostclip.finetune.checkpoint import Interrupted
     from ghostclip.finetune.comparison import Comparison
     from ghostclip.finetune.prepare import Prepared
     from ghostclip.finetune.progress import ProgressBar
@@ -41,18 +40,18 @@ def run(given: dict[str, object]) -> int:
     Returns:
         The exit status: 0, or 130 when it was interrupted and can be resumed.
     """
-    options, resume = _options(given)
+    options, interrupted = _options(given)
     go_offline()
     _require_libraries()
     from ghostclip.finetune.prepare import prepare
     from ghostclip.finetune.report import plan_text, result_text
 
-    prepared = prepare(options, resume)
+    prepared = prepare(options, interrupted)
     print(plan_text(prepared.data, prepared.model_text, prepared.mechanism, state=prepared.state, options=options))
     for line in prepared.warnings:
         print(f"warning: {line}", file=sys.stderr)
     try:
-        training, comparison = _train(prepared, resume)
+        training, comparison = _train(prepared)
         if prepared.state.step < prepared.mechanism.steps:
             return _interrupted(prepared)
         outcome = _finish(prepared, training, comparison)
@@ -62,7 +61,7 @@ def run(given: dict[str, object]) -> int:
     return 0
 
 
-def _options(given: dict[str, object]) -> tuple[FinetuneOptions, ResumePoint | None]:
+def _options(given: dict[str, object]) -> tuple[FinetuneOptions, Interrupted | None]:
     from ghostclip.finetune.checkpoint import ResumePoint
 
     resuming = bool(given.get("resume"))
@@ -70,10 +69,10 @@ def _options(given: dict[str, object]) -> tuple[FinetuneOptions, ResumePoint | N
     asked = given.get("output")
     folder = files.choose_folder(asked if isinstance(asked, Path) else None, resume=resuming)
     if resuming:
-        point = ResumePoint(folder)
-        options = resumed_options(point.recorded_options(), {**given, "output": folder})
+        interrupted = ResumePoint.of(folder).load()
+        options = resumed_options(interrupted.options, {**given, "output": folder})
         options.validate()
-        return options, point
+        return options, interrupted
     options = FinetuneOptions(**{**given, "output": folder})  # type: ignore[arg-type]
     require_known_model(options.model)
     files.require_usable(folder, overwrite=options.overwrite)
@@ -94,7 +93,7 @@ def _require_libraries() -> None:
     del safetensors, tqdm
 
 
-def _train(prepared: Prepared, resume: ResumePoint | None) -> tuple[PrivateTraining, Comparison]:
+def _train(prepared: Prepared) -> tuple[PrivateTraining, Comparison]:
     """Train until the steps are spent or stopping is asked for; what happened is on disk afterwards."""
     import torch
 
@@ -105,21 +104,14 @@ def _train(prepared: Prepared, resume: ResumePoint | None) -> tuple[PrivateTrain
     from ghostclip.finetune.training import PrivateTraining
 
     state, steps, width = prepared.state, prepared.mechanism.steps, prepared.split.training.width
-    training = PrivateTraining(prepared.model, prepared.split.training, prepared.mechanism, prepared.options, state)
-    if prepared.tensors is not None:
-        training.restore(prepared.tensors)
-    point = resume if resume is not None else _begin(prepared, training)
-    copy = partial(fresh_copy, prepared.model)
-    comparison = Comparison(copy, prepared.options, width=width, device=prepared.device)
+    if prepared.lost is None:
+        files.start_anew(prepared.output)
+    training = PrivateTraining(prepared)
+    comparison = Comparison(partial(fresh_copy, prepared.model), prepared.options, width=width, device=prepared.device)
     try:
-        with (
-            StopRequest() as stop,
-            closing(point.ledger) as ledger,
-            ProgressBar(steps=steps, done=state.step, epsilon=training.epsilon) as bar,
-        ):
-            on_step = _on_step(prepared, training, point, comparison, bar)
-            training.run(ledger=ledger, stop=stop, on_step=on_step)
-            point.save(state, training.snapshot())
+        with StopRequest() as stop, ProgressBar(steps=steps, done=state.step, epsilon=training.epsilon) as bar:
+            training.run(stop=stop, on_step=_on_step(prepared, training, comparison, bar))
+            training.save()
     except torch.OutOfMemoryError as error:
         raise MemoryError(_memory_advice(prepared, str(error).splitlines()[0])) from error
     finally:
@@ -128,7 +120,7 @@ def _train(prepared: Prepared, resume: ResumePoint | None) -> tuple[PrivateTrain
 
 
 def _on_step(
-    prepared: Prepared, training: PrivateTraining, point: ResumePoint, comparison: Comparison, bar: ProgressBar
+    prepared: Prepared, training: PrivateTraining, comparison: Comparison, bar: ProgressBar
 ) -> Callable[[], None]:
     state = prepared.state
     saved = time.monotonic()
@@ -138,21 +130,10 @@ def _on_step(
         bar.step(state.losses[-1], state.samples[-1] or 0, training.measures.physical_batch)
         comparison.after_private_step(training.measures, left=prepared.mechanism.steps - state.step)
         if time.monotonic() - saved >= prepared.options.checkpoint_seconds:
-            point.save(state, training.snapshot())
+            training.save()
             saved = time.monotonic()
 
     return on_step
-
-
-def _begin(prepared: Prepared, training: PrivateTraining) -> ResumePoint:
-    """Make the output folder and the first resume point."""
-    from ghostclip.finetune.checkpoint import ResumePoint
-
-    files.start_anew(prepared.output)
-    point = ResumePoint(prepared.output)
-    point.begin(prepared.options)
-    point.save(prepared.state, training.snapshot())
-    return point
 
 
 def _interrupted(prepared: Prepared) -> int:
@@ -174,7 +155,6 @@ def _memory_advice(prepared: Prepared, reason: str) -> str:
 
 def _finish(prepared: Prepared, training: PrivateTraining, comparison: Comparison) -> Outcome:
     """Evaluate, write the checkpoint, compare, and write plot and record; then the run cannot be resumed any more."""
-    from ghostclip.finetune.checkpoint import ResumePoint
     from ghostclip.finetune.prepare import evaluate
     from ghostclip.finetune.record import write_record
 
@@ -185,7 +165,7 @@ def _finish(prepared: Prepared, training: PrivateTraining, comparison: Compariso
     outcome = _outcome(prepared, training, comparison, after)
     draw(_curves(outcome), prepared.output / files.PLOT)
     write_record(outcome, prepared.output / files.RECORD)
-    ResumePoint(prepared.output).remove()
+    files.forget_resume(prepared.output)
     return outcome
 
 
@@ -206,7 +186,7 @@ def _outcome(prepared: Prepared, training: PrivateTraining, comparison: Comparis
         assumptions=tuple(assumptions(mechanism, prepared.data.most_per_document, options)),
         warnings=prepared.warnings,
         state=prepared.state,
-        # The accountant's own ledger, not the plan: it counted what was released.
+        # The engine's own account, not the plan: it counted what was released.
         epsilon=bounds.upper,
         epsilon_lower=bounds.lower,
         summary=summary,

@@ -1,7 +1,8 @@
-"""Peak memory of a piece of work: tensor memory allocated above what existed when it began.
+"""Peak of tensor memory above what existed when a piece of work began.
 
-The same definition on every device, so that a private and an ordinary step can be set beside each other: weights and
-optimizer state exist before either step and are in neither figure.
+Weights and optimizer state exist before a private and before an ordinary step, and are in neither figure. On a CPU the
+allocator's own events are read, not the resident set as by ``PeakMemory``: within one process the C library hands out
+again what earlier steps have freed, so that the resident set hardly moves.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import sys
 from collections.abc import Callable, Iterator
 
 import torch
+
+from ghostclip.data.memory import PeakMemory
 
 
 def peak_bytes(work: Callable[[], None], device: torch.device) -> int | None:
@@ -24,21 +27,12 @@ def peak_bytes(work: Callable[[], None], device: torch.device) -> int | None:
     Returns:
         Bytes, or ``None`` where the device offers no measure.
     """
-    if device.type == "cuda":
-        return _peak_cuda(work, device)
     if device.type == "cpu":
         return _peak_cpu(work)
+    if device.type == "cuda":
+        return PeakMemory(device).above(work)
     work()
     return None
-
-
-def _peak_cuda(work: Callable[[], None], device: torch.device) -> int:
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    work()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
 
 
 def _peak_cpu(work: Callable[[], None]) -> int | None:

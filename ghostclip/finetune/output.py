@@ -90,6 +90,15 @@ def start_anew(folder: Path) -> None:
         folder: The output folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    forget_resume(folder)
+
+
+def forget_resume(folder: Path) -> None:
+    """Delete what a run is resumed from, if there is anything.
+
+    Args:
+        folder: The output folder.
+    """
     if (folder / RESUME_FOLDER).exists():
         shutil.rmtree(folder / RESUME_FOLDER)
 

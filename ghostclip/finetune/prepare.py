@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from ghostclip.errors import InvalidOptionError, ResumeError
-from ghostclip.finetune.checkpoint import ResumePoint, RunState, TensorState
+from ghostclip.finetune.checkpoint import Interrupted, RunState
 from ghostclip.finetune.losses import perplexity
 from ghostclip.finetune.models import context_length, describe_model, make_model, require_causal
 from ghostclip.finetune.options import FinetuneOptions
@@ -31,7 +31,10 @@ EVALUATION_BATCH = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A run that can begin: everything is loaded and checked, nothing is written. ``tensors`` is None for a new run."""
+    """A run that can begin: everything is loaded and checked, nothing is written.
+
+    ``lost`` counts the steps that the ledger holds and the checkpoint does not; it is None for a new run.
+    """
 
     options: FinetuneOptions
     output: Path
@@ -44,22 +47,25 @@ class Prepared:
     mechanism: Mechanism
     warnings: tuple[str, ...]
     state: RunState
-    tensors: TensorState | None
+    lost: int | None
 
 
-def prepare(options: FinetuneOptions, resume: ResumePoint | None) -> Prepared:
+def prepare(options: FinetuneOptions, interrupted: Interrupted | None) -> Prepared:
     """Load and check everything, and write nothing.
 
     Args:
         options: The run's options.
-        resume: The interrupted run's resume point, or ``None`` for a new run.
+        interrupted: The interrupted run, or ``None`` for a new one.
 
     Returns:
         The run, ready to begin.
+
+    Raises:
+        ResumeError: The data are not those of the interrupted run.
     """
     device = _device(options.device)
     documents = read_documents(options.data, text_column=options.text_column)
-    state, tensors = resume.load() if resume is not None else (None, None)
+    state = None if interrupted is None else interrupted.state
     seed = state.seed if state is not None else _seed(options)
     tokens = choose_tokens(options.tokenizer, options.model)
     model = make_model(options, tokens, seed=seed)
@@ -68,16 +74,17 @@ def prepare(options: FinetuneOptions, resume: ResumePoint | None) -> Prepared:
         most_per_document=options.max_passages_per_document, eval_fraction=options.eval_fraction, seed=seed,
     )  # fmt: skip
     mechanism = plan_mechanism(options, len(split.training))
-    if state is not None and tensors is not None:
-        _require_same_run(state, tensors, split, mechanism)
+    if state is not None and state.fingerprint != split.training.fingerprint():
+        raise ResumeError("the data (or its tokenizer) changed since the run was interrupted: start anew elsewhere")
     require_causal(model, length=split.training.width)
     model.to(device)
     _check_private(model, split, options)
     return Prepared(
         options=options, output=options.output, device=device, tokens=tokens, split=split,
         data=_facts(options, tokens, split), model=model, model_text=describe_model(model, options),
-        mechanism=mechanism, warnings=tuple(warnings_about(mechanism, options)), tensors=tensors,
+        mechanism=mechanism, warnings=tuple(warnings_about(mechanism, options)),
         state=state if state is not None else _first_state(model, split, options, seed),
+        lost=None if interrupted is None else interrupted.lost,
     )  # fmt: skip
 
 
@@ -108,18 +115,6 @@ def _facts(options: FinetuneOptions, tokens: Tokens, split: Split) -> DataFacts:
 
 def _check_private(model: PreTrainedModel, split: Split, options: FinetuneOptions) -> None:
     check_private(model, width=split.training.width, strategy=cast("Strategy", options.strategy), dtype=options.dtype)
-
-
-def _require_same_run(state: RunState, tensors: TensorState, split: Split, mechanism: Mechanism) -> None:
-    if state.fingerprint != split.training.fingerprint():
-        raise ResumeError("the data (or its tokenizer) changed since the run was interrupted: start anew elsewhere")
-    history = cast("list[tuple[float, float, int]]", tensors.accountant["history"])
-    spent = {(sigma, rate) for sigma, rate, _ in history}
-    if not spent <= {(mechanism.noise_multiplier, mechanism.sample_rate)}:
-        raise ResumeError(
-            f"this version plans noise σ = {mechanism.noise_multiplier} at rate {mechanism.sample_rate}, "
-            f"the interrupted run spent steps at {sorted(spent)}: continue with the version that began it"
-        )
 
 
 def _first_state(model: PreTrainedModel, split: Split, options: FinetuneOptions, seed: int) -> RunState:

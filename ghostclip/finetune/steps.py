@@ -30,7 +30,7 @@ class StepMeasures:
 
 
 def check_private(model: nn.Module, *, width: int, strategy: Strategy, dtype: str) -> None:
-    """Clip two made-up passages, so that a model that cannot be made private is refused before anything is written.
+    """Clip two dummy passages, so that a model that cannot be made private is refused before anything is written.
 
     Args:
         model: The model, on its device; left as it was.
@@ -42,7 +42,7 @@ def check_private(model: nn.Module, *, width: int, strategy: Strategy, dtype: st
         UnsupportedModelError: No parameter gets a gradient.
     """
     device = next(model.parameters()).device
-    ids_BT, lengths_B = made_up_passages(2, width, vocabulary_of(model), device)
+    ids_BT, lengths_B = dummy_passages(2, width, vocabulary_of(model), device)
     with ghostclip.GhostClipper(model, max_grad_norm=1.0, strategy=strategy) as clipper:
         with precision(device, dtype):
             losses_B = passage_losses(model, ids_BT, lengths_B)
@@ -53,7 +53,7 @@ def check_private(model: nn.Module, *, width: int, strategy: Strategy, dtype: st
         raise UnsupportedModelError(f"{type(model).__name__}: no trainable parameter receives a gradient")
 
 
-def made_up_passages(count: int, width: int, vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def dummy_passages(count: int, width: int, vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Make full-length passages of random tokens, for whatever must be tried without private data.
 
     Args:

@@ -1,4 +1,4 @@
-"""The private training loop: physical batches in, one release per logical batch, a ledger line before each.
+"""The private training loop on the engine's loader, optimizer, ledger and checkpoints.
 
 Shapes: B samples of a physical batch, T tokens.
 """
@@ -19,30 +19,24 @@ import ghostclip
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.data.physical_batch_size import find_max_physical_batch_size
 from ghostclip.errors import FixedSeedWarning
-from ghostclip.finetune.checkpoint import RunState, TensorState, generator_states, restore_generators
+from ghostclip.finetune.checkpoint import ResumePoint
 from ghostclip.finetune.interrupts import StopRequest
 from ghostclip.finetune.losses import passage_losses, precision
 from ghostclip.finetune.memory import peak_bytes
-from ghostclip.finetune.options import FinetuneOptions
-from ghostclip.finetune.passages import PassageDataset
-from ghostclip.finetune.privacy import ACCOUNTANT, Mechanism
+from ghostclip.finetune.prepare import Prepared
+from ghostclip.finetune.privacy import ACCOUNTANT
 from ghostclip.finetune.steps import (
     UNTIMED_STEPS,
     StepMeasures,
     adamw,
+    dummy_passages,
     learning_rate_at,
-    made_up_passages,
     vocabulary_of,
 )
-from ghostclip.privacy.account import run_of
-from ghostclip.privacy.ledger_file import Entry, LedgerFile
-from ghostclip.privacy.optimizer_state import without_keys
+from ghostclip.privacy.budget import Budget
 
 if TYPE_CHECKING:
-    from ghostclip.accounting import Bounds, IAccountant
-    from ghostclip.data import PoissonSampler
-    from ghostclip.noise import NoiseSource
-    from ghostclip.optim import DPOptimizer
+    from ghostclip.accounting import Bounds
 
 # Of a GPU's free memory; the rest is for fragmentation, noise, and libraries that allocate by themselves.
 CUDA_SHARE = 0.8
@@ -51,63 +45,54 @@ CPU_ENOUGH = 64
 
 
 class PrivateTraining:
-    """Model, optimizer and loader made private, and the loop over them.
+    """Model, optimizer and loader made private, and the loop over them; continues where an interrupted run stopped.
 
     Privacy:
-        The hook that writes the ledger runs inside ``DPOptimizer.step`` before noise is drawn and before the weights
-        change.
+        The engine writes each step into the ledger before anything can see its result, and keeps the budget.
 
     Args:
-        model: The model, on its device.
-        passages: The training part.
-        mechanism: Noise, clipping bound and number of steps.
-        options: The run's options.
-        state: What happened so far; extended by every step.
+        prepared: The run.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        passages: PassageDataset,
-        mechanism: Mechanism,
-        options: FinetuneOptions,
-        state: RunState,
-    ) -> None:
-        self.mechanism = mechanism
-        self.options = options
-        self.state = state
+    def __init__(self, prepared: Prepared) -> None:
+        self.mechanism = mechanism = prepared.mechanism
+        self.options = options = prepared.options
+        self.state = prepared.state
         self.measures = StepMeasures()
-        self._base_model = model
-        self._width, self._vocabulary = passages.width, vocabulary_of(model)
-        self.device = next(model.parameters()).device
-        engine = ghostclip.PrivacyEngine(accountant=ACCOUNTANT, secure_mode=options.secure_noise)
-        loader = DataLoader(
-            passages, batch_size=mechanism.batch_size, generator=_unsafe_generator(options, state, stream=0)
+        self.device = prepared.device
+        self._base_model, self._point = prepared.model, ResumePoint.of(prepared.output)
+        self._width, self._vocabulary = prepared.split.training.width, vocabulary_of(prepared.model)
+        self._engine = ghostclip.PrivacyEngine(
+            accountant=ACCOUNTANT, secure_mode=options.secure_noise, ledger=self._point.ledger
         )
+        budget = Budget(mechanism.target_epsilon, mechanism.delta)
+        budget.plan((mechanism.noise_multiplier, mechanism.sample_rate, mechanism.steps))
         with warnings.catch_warnings():
             # Said once, and louder, before the run.
             warnings.simplefilter("ignore", FixedSeedWarning)
-            private = engine.make_private(
-                module=model,
-                optimizer=adamw(model, options.learning_rate),
-                data_loader=loader,
+            private = self._engine.make_private(
+                module=prepared.model,
+                optimizer=adamw(prepared.model, options.learning_rate),
+                data_loader=DataLoader(
+                    prepared.split.training, batch_size=mechanism.batch_size, generator=self._unsafe_generator(stream=0)
+                ),
                 noise_multiplier=mechanism.noise_multiplier,
                 max_grad_norm=mechanism.max_grad_norm,
-                poisson_sampling=True,
                 grad_sample_mode=options.strategy,
-                noise_generator=_unsafe_generator(options, state, stream=1),
+                noise_generator=self._unsafe_generator(stream=1),
+                budget=budget,
             )
         # Between optimizer and loader some strategies return a criterion; the losses here are per passage already.
-        self.model = cast("nn.Module", private[0])
-        self.optimizer: DPOptimizer = private[1]
-        self._loader: DataLoader = private[-1]
-        self._engine = engine
-        self.accountant: IAccountant = engine.accountant
+        self.model, self.optimizer, self.loader = cast("nn.Module", private[0]), private[1], private[-1]
         self._session_steps = 0
         self._loss_sum = 0.0
         self._step_samples = 0
         self._step_began = 0.0
         self._peak = 0
+        if prepared.lost is None:
+            self.save()
+        else:
+            self._restore(prepared.lost)
 
     @property
     def strategy(self) -> str:
@@ -115,48 +100,30 @@ class PrivateTraining:
         asked, used = self.options.strategy, self.optimizer.clipper.resolve_strategy()
         return used if asked == used else f"{used} ({asked})"
 
-    @property
-    def _noise_source(self) -> NoiseSource:
-        return self.optimizer.noise_source
-
-    @property
-    def _sampler(self) -> PoissonSampler:
-        return self._loader.batch_sampler  # type: ignore[return-value]
-
-    def restore(self, tensors: TensorState) -> None:
-        """Continue from a resume point.
-
-        Args:
-            tensors: What ``snapshot`` gave, when the point was saved.
-        """
-        self._base_model.load_state_dict(tensors.model)
-        self.optimizer.load_state_dict(tensors.optimizer)
-        self.accountant.load_state_dict(tensors.accountant)
-        restore_generators(tensors.generators)
-        lost = self.state.step - len(self.accountant)
-        if lost == 0:
-            # Stopped between two steps: the resumed run is the run that would have been.
-            self._noise_source.load_state_dict(tensors.secrets["noise"])
-            self._sampler.load_state_dict(tensors.secrets["sampler"])
-        for _ in range(lost):
-            self.accountant.step(
-                noise_multiplier=self.mechanism.noise_multiplier, sample_rate=self.mechanism.sample_rate
-            )
-
-    def snapshot(self) -> TensorState:
-        """Collect what a resume point holds; only between two steps.
-
-        Returns:
-            References to the live tensors.
-        """
-        return TensorState(
-            model=dict(self._base_model.state_dict()),
-            # The keys are among the secrets: a run that goes on after a crash must not find them here.
-            optimizer=without_keys(self.optimizer.state_dict()),
-            accountant=dict(self.accountant.state_dict()),
-            generators=generator_states(),
-            secrets={"noise": self._noise_source.state_dict(), "sampler": self._sampler.state_dict()},
+    def save(self) -> None:
+        """Replace the resume point; only between two steps."""
+        self._engine.save_checkpoint(
+            path=self._point.path,
+            module=self._base_model,
+            optimizer=self.optimizer,
+            checkpoint_dict=self._point.entries(self.options, self.state),
         )
+
+    def _restore(self, lost: int) -> None:
+        """Continue from the resume point; without lost steps the resumed run is the run that would have been."""
+        self._engine.load_checkpoint(
+            path=self._point.path,
+            module=self._base_model,
+            optimizer=self.optimizer,
+            torch_load_kwargs={"map_location": "cpu"},
+            fresh_randomness=lost > 0,
+        )
+
+    def _unsafe_generator(self, *, stream: int) -> torch.Generator | None:
+        if self.options.unsafe_noise_seed is None:
+            return None
+        # A session after a crash must not draw the first one's noise again.
+        return torch.Generator().manual_seed(self.options.unsafe_noise_seed + 2 * (self.state.sessions - 1) + stream)
 
     def epsilon(self) -> float:
         """Bound what was spent so far.
@@ -164,7 +131,7 @@ class PrivateTraining:
         Returns:
             ε at the mechanism's δ.
         """
-        return self.accountant.get_epsilon(self.mechanism.delta) if self.state.step else 0.0
+        return self._engine.accountant.get_epsilon(self.mechanism.delta)
 
     def guarantee(self) -> tuple[Bounds, str]:
         """Give what was spent in the end, and what it means.
@@ -178,27 +145,25 @@ class PrivateTraining:
             return self._engine.epsilon_bounds(self.mechanism.delta), self._engine.summary(self.mechanism.delta)
 
     def close(self) -> None:
-        """Detach the clipper; the model is an ordinary one again."""
+        """Detach the clipper and give the ledger back; the model is an ordinary one again."""
+        self._engine.close()
         self.optimizer.clipper.remove()
         self._base_model.zero_grad(set_to_none=True)
 
-    def run(self, *, ledger: LedgerFile, stop: StopRequest, on_step: Callable[[], None]) -> None:
+    def run(self, *, stop: StopRequest, on_step: Callable[[], None]) -> None:
         """Take the steps that are left, or stop after the one in which stopping was asked for.
 
         Args:
-            ledger: Gets its line before every release; is taken for this run.
             stop: Asked after every step.
             on_step: Called after every step.
         """
-        ledger.lock()
-        self.optimizer.attach_step_hook(_ledger_hook(ledger, self.mechanism))
         self.model.train()
         if not self._unfinished(stop):
             return
         physical = self.options.physical_batch_size or self._find_physical_batch()
         self.measures.physical_batch = physical
         manager = BatchMemoryManager(
-            data_loader=self._loader, max_physical_batch_size=physical, optimizer=self.optimizer
+            data_loader=self.loader, max_physical_batch_size=physical, optimizer=self.optimizer
         )
         with manager as batches:
             self._step_began = time.perf_counter()
@@ -214,7 +179,7 @@ class PrivateTraining:
                         break
 
     def _find_physical_batch(self) -> int:
-        """Find the largest physical batch that fits, or on a CPU the largest that still pays, with made-up passages."""
+        """Find the largest physical batch that fits, or on a CPU the largest that still pays, with dummy passages."""
         expected = self.mechanism.batch_size
         # A Poisson batch exceeds its mean by six standard deviations about once in 10^9 draws.
         upper = math.ceil(expected + 6.0 * math.sqrt(expected))
@@ -227,7 +192,7 @@ class PrivateTraining:
             return find_max_physical_batch_size(self._trial_step, upper=upper, memory_budget=budget, device=self.device)
 
     def _trial_step(self, size: int) -> None:
-        ids_BT, lengths_B = made_up_passages(size, self._width, self._vocabulary, self.device)
+        ids_BT, lengths_B = dummy_passages(size, self._width, self._vocabulary, self.device)
         with precision(self.device, self.options.dtype):
             losses_B = passage_losses(self.model, ids_BT, lengths_B)
         self.optimizer.clipper.backward(losses_B)
@@ -265,20 +230,3 @@ class PrivateTraining:
         self.measures.peak_bytes = self._peak or None
         self._session_steps += 1
         self._loss_sum, self._step_samples = 0.0, 0
-
-
-def _ledger_hook(ledger: LedgerFile, mechanism: Mechanism) -> Callable[[DPOptimizer], None]:
-    cost = (mechanism.noise_multiplier, mechanism.sample_rate, 1)
-
-    def begin(optimizer: DPOptimizer) -> None:
-        run = run_of(optimizer.noise_source.state_dict()) or ""
-        ledger.append(Entry(run, len(ledger.entries), (cost,), ""))
-
-    return begin
-
-
-def _unsafe_generator(options: FinetuneOptions, state: RunState, *, stream: int) -> torch.Generator | None:
-    if options.unsafe_noise_seed is None:
-        return None
-    # A session after a crash must not draw the first one's noise again.
-    return torch.Generator().manual_seed(options.unsafe_noise_seed + 2 * (state.sessions - 1) + stream)

@@ -366,21 +366,22 @@ def load(place: Place, options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ResumeError: If it cannot be read, another version wrote it, it was changed since, or it holds no account.
     """
+    name = os.fspath(place) if isinstance(place, (str, os.PathLike)) else "checkpoint"
     try:
         checkpoint = torch.load(place, **{"weights_only": True, **options})
     except (FileNotFoundError, PermissionError, IsADirectoryError):
         raise
     except Exception as error:
         # Whatever torch stumbles over: a bit may have changed anywhere.
-        raise ResumeError(f"checkpoint: it cannot be read ({type(error).__name__}: {error})") from error
+        raise ResumeError(f"{name}: cannot be read ({type(error).__name__}: {error})") from error
     missing = [name for name in (MODULE, ACCOUNTANT) if not isinstance(checkpoint, dict) or name not in checkpoint]
     if missing:
-        raise ResumeError(f"checkpoint: no {', '.join(missing)}; it was not written by save_checkpoint().")
+        raise ResumeError(f"{name}: no {', '.join(missing)}; it was not written by save_checkpoint().")
     checked_version(checkpoint)
     if checkpoint.pop(DIGEST, None) != digest_of(checkpoint):
         raise ResumeError(
-            "checkpoint: it does not hold what save_checkpoint() wrote: it is damaged, or was changed by hand. Restore "
-            "it from a copy, or continue from an earlier one."
+            f"{name}: it does not hold what save_checkpoint() wrote: it is damaged, or was changed by hand. Restore it "
+            "from a copy, or continue from an earlier one."
         )
     return checkpoint
 
