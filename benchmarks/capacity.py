@@ -25,12 +25,9 @@ from benchmarks.engines import Engine
 from benchmarks.files import RESULTS, head, stem, write
 from benchmarks.memory import (
     Prepares,
-    forget_peak,
     give_way,
-    held,
     in_new_process,
     load_what_a_step_loads,
-    peak,
     short_of_memory,
 )
 from benchmarks.peers import every_engine
@@ -38,6 +35,7 @@ from benchmarks.report import MEGABYTE, heading, times, why_not
 from benchmarks.run import checked
 from benchmarks.search import largest
 from benchmarks.tasks import Batch, Task, find, tasks
+from ghostclip.data.memory import PeakMemory
 
 TASKS = ("gpt", "cnn")
 ENGINES = ("bookkeeping", "ghost", "hooks", "opacus-hooks", "opacus-ghost", "torch-func", "jax")
@@ -65,6 +63,7 @@ class Probe:
         self.engine, self.task, self.device = engine, task, device
         self.runner: Any = None
         self.loaded = 0
+        self._meter = PeakMemory(device)
 
     def __call__(self, samples: int) -> float:
         """Make steps on a batch.
@@ -76,7 +75,8 @@ class Probe:
             Peak bytes above the loaded model; infinite where an allocator refuses.
         """
         batch = self._prepared(samples)
-        forget_peak(self.device)
+        gc.collect()
+        self._meter.start()
         try:
             for _ in range(STEPS):
                 self._step(batch)
@@ -87,7 +87,7 @@ class Probe:
             self.runner = None
             return float("inf")
         finally:
-            highest = peak(self.device)
+            highest = self._meter.stop()
             del batch
             gc.collect()
             if self.device.type == "cuda":
@@ -111,10 +111,10 @@ class Probe:
         batch = replace(self.task, batch_size=samples).batch(self.device)
         if self.runner is None:
             self.runner = self.engine.attach(self.task.model(self.device), 1.0)
-            self.loaded = held(self.device)
+            self.loaded = self._meter.in_use()
         if isinstance(self.runner, Prepares):
             self.runner.prepare(batch)
-            self.loaded = held(self.device)
+            self.loaded = self._meter.in_use()
         return batch
 
     def _step(self, batch: Batch) -> float:

@@ -11,8 +11,6 @@ import argparse
 import gc
 import json
 import os
-import re
-import resource
 import signal
 import subprocess
 import sys
@@ -27,6 +25,7 @@ from benchmarks.engines import CannotDo, Engine, Runner
 from benchmarks.machine import exact_float32
 from benchmarks.peers import every_engine
 from benchmarks.tasks import Batch, Task, find
+from ghostclip.data.memory import PeakMemory
 
 # The fourth is proved as the first is.
 FIRST_STEPS = 4
@@ -38,7 +37,6 @@ SECONDS = 150.0
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 # What allocators say that raise an error of no class of its own: torch's on a CPU, oneDNN, CUDA, XLA.
 _SHORT_OF_MEMORY = ("allocate memory", "could not create a primitive", "out of memory", "RESOURCE_EXHAUSTED")
-_CLEAR = Path("/proc/self/clear_refs")
 _FIRST_TO_GO = Path("/proc/self/oom_score_adj")
 
 
@@ -52,68 +50,6 @@ class Prepares(Protocol):
         Args:
             batch: As given to `step`.
         """
-
-
-def resident(field: str) -> int:
-    """Read what this process holds; where Linux's table is missing, the C library's peak serves for every field.
-
-    Args:
-        field: "VmRSS" (resident now), "VmHWM" (the most so far) or another size of `/proc/self/status`.
-
-    Returns:
-        Bytes.
-    """
-    status = Path("/proc/self/status")
-    if status.exists():
-        match = re.search(rf"^{field}:\s*(\d+) kB$", status.read_text(), flags=re.MULTILINE)
-        if match:
-            return int(match.group(1)) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def held(device: torch.device) -> int:
-    """What is held now.
-
-    Args:
-        device: A GPU, whose allocator is asked, or the CPU.
-
-    Returns:
-        Bytes.
-    """
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident("VmRSS")
-
-
-def peak(device: torch.device) -> int:
-    """The most that was held since `forget_peak`.
-
-    Args:
-        device: A GPU, whose allocator is asked, or the CPU.
-
-    Returns:
-        Bytes.
-    """
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident("VmHWM")
-
-
-def forget_peak(device: torch.device) -> bool:
-    """Let the peak start anew from what is held now.
-
-    Args:
-        device: A GPU or the CPU.
-
-    Returns:
-        Whether this system can: not every one lets a process forget its own.
-    """
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return True
-    try:
-        _CLEAR.write_text("5", encoding="ascii")
-    except OSError:
-        return False
-    return True
 
 
 def short_of_memory(problem: BaseException) -> bool:
@@ -153,15 +89,19 @@ def peaks(runner: Runner, batch: Batch, device: torch.device) -> dict[str, int]:
     """
     if isinstance(runner, Prepares):
         runner.prepare(batch)
-    fresh = forget_peak(device)
-    loaded = held(device)
+    meter = PeakMemory(device)
+    gc.collect()
+    meter.start()
+    loaded = meter.in_use()
     for _ in range(FIRST_STEPS):
         runner.step(batch)
-    found = {"loaded_bytes": loaded, "peak_bytes": peak(device)}
-    if fresh and forget_peak(device):
+    found = {"loaded_bytes": loaded, "peak_bytes": meter.stop()}
+    if meter.starts_anew:
+        gc.collect()
+        meter.start()
         for _ in range(LATER_STEPS):
             runner.step(batch)
-        found["steady_bytes"] = peak(device)
+        found["steady_bytes"] = meter.stop()
     return found
 
 

@@ -24,7 +24,8 @@ import torch
 
 from benchmarks.engines import Engine
 from benchmarks.machine import exact_float32
-from benchmarks.memory import forget_peak, held, in_new_process, peak, short_of_memory
+from benchmarks.memory import in_new_process, short_of_memory
+from ghostclip.data.memory import PeakMemory
 from paper_repro.cases import Case, Size
 from paper_repro.limits import cap, reason
 from paper_repro.measure import MAX_GRAD_NORM, say
@@ -101,14 +102,16 @@ def _step(engine: Engine, case: Case, samples: int, device: torch.device, *, ste
 
 def _search(engine: Engine, case: Case, device: torch.device, limit: float, *, most: int) -> dict[str, Any]:
     seconds: dict[int, float] = {}
+    meter = PeakMemory(device)
 
     def fits(samples: int) -> int | None:
         try:
-            known = forget_peak(device)
-            before = held(device)
+            gc.collect()
+            meter.start()
+            before = meter.in_use()
             with cap(limit, device):
                 seconds[samples] = _step(engine, case, samples, device, steps=STEPS)
-            return peak(device) - (before if device.type == "cpu" else 0) if known else 0
+            return meter.stop() - (before if device.type == "cpu" else 0) if meter.starts_anew else 0
         except Exception as problem:
             if not short_of_memory(problem):
                 raise

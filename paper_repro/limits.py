@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.memory import resident, short_of_memory
+from benchmarks.memory import short_of_memory
+from ghostclip.data.memory import status_bytes
 
 # Of what the machine has free when a run starts.
 SHARE_OF_FREE = 0.85
@@ -49,7 +50,7 @@ def cap(limit: float, device: torch.device) -> Iterator[None]:
     import resource
 
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (resident("VmData") + int(limit), before[1]))
+    resource.setrlimit(resource.RLIMIT_DATA, ((status_bytes("VmData") or 0) + int(limit), before[1]))
     try:
         yield
     finally:

@@ -20,6 +20,7 @@ from benchmarks.correctness import ROUNDING, TOLERANCE, Reference, error_of, ref
 from benchmarks.engines import STRATEGIES, Engine, Runner
 from benchmarks.run import Row, add_times, checked
 from benchmarks.tasks import Batch, Task
+from ghostclip.data.memory import PeakMemory
 from paper_repro.cases import Case, Table
 from paper_repro.limits import SHARE_OF_FREE, cap, free_bytes, reason
 from paper_repro.opacus_layers import needs_opacus_layers, same_function, with_opacus_layers
@@ -154,18 +155,19 @@ def check(table: Table, case: Case, plan: Plan) -> list[Row]:
 def _trial(engine: Engine, case: Case, device: torch.device, kept: dict[str, Runner]) -> dict[str, Any]:
     """One step alone: does it fit, and on a GPU, what does it take; on a CPU the runner is kept for the timing."""
     found: dict[str, Any] = {}
+    meter = PeakMemory(device)
     try:
         batch = case.task.batch(device)
         runner = engine.attach(case.task.model(device), MAX_GRAD_NORM)
         if device.type == "cuda":
             runner.step(batch)
-            found["loaded_bytes"] = torch.cuda.memory_allocated(device)
-            torch.cuda.reset_peak_memory_stats(device)
+            found["loaded_bytes"] = meter.in_use()
+            meter.start()
         found["trial_seconds"] = timing.steps(runner, batch, device)[0]
         if found["trial_seconds"] < SHORT_STEP:
             found["trial_seconds"] = timing.steps(runner, batch, device)[0]
         if device.type == "cuda":
-            found["peak_bytes"] = torch.cuda.max_memory_allocated(device)
+            found["peak_bytes"] = meter.stop()
         else:
             # What its first steps planned and proved need not be done twice.
             kept[engine.name] = runner

@@ -8,41 +8,36 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.engines import Engine
 from benchmarks.machine import exact_float32
-from benchmarks.memory import forget_peak, in_new_process, resident
+from benchmarks.memory import in_new_process
+from ghostclip.data.memory import PeakMemory
 from paper_repro.cases import Case, Size
 from paper_repro.limits import SHARE_OF_FREE, cap, free_bytes, reason
 from paper_repro.measure import MAX_GRAD_NORM
 from paper_repro.tables import LETTERS, load
 
 STEPS = 2
-_CLEAR = Path("/proc/self/clear_refs")
-
-
-def can_forget_peak() -> bool:
-    """Whether this system lets a process start its peak anew."""
-    return _CLEAR.exists() and os.access(_CLEAR, os.W_OK)
 
 
 def _steps(engine: Engine, case: Case, device: torch.device) -> dict[str, Any]:
     try:
         batch = case.task.batch(device)
         runner = engine.attach(case.task.model(device), MAX_GRAD_NORM)
-        forget_peak(device)
-        loaded = resident("VmRSS")
+        meter = PeakMemory(device)
+        gc.collect()
+        meter.start()
+        loaded = meter.in_use()
         for _ in range(STEPS):
             runner.step(batch)
     except Exception as problem:  # noqa: BLE001 - whatever an engine raises is a result
         return {"memory_problem": reason(problem)}
-    return {"loaded_bytes": loaded, "peak_bytes": resident("VmHWM")}
+    return {"loaded_bytes": loaded, "peak_bytes": meter.stop()}
 
 
 def _in_this_process(letter: str, size: Size, name: str, wanted: list[str]) -> dict[str, Any]:
@@ -72,7 +67,7 @@ def add_memory(letter: str, size: Size, case: Case, found: dict[str, Any]) -> No
         found: Its part of the report; its engines' rows gain `loaded_bytes` and `peak_bytes`, or `memory_problem`.
     """
     wanted = [row["name"] for row in found["engines"] if row["status"] == "ok"]
-    if not wanted or not can_forget_peak():
+    if not wanted or not PeakMemory(torch.device("cpu")).starts_anew:
         return
     arguments = [letter, case.task.name, "--size", size, "--engines", *wanted]
     measured = in_new_process("paper_repro.memory", arguments)

@@ -6,6 +6,7 @@ Each figure is the peak during a stage above what was held when it began, in a p
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -18,12 +19,12 @@ from torch import nn
 
 from benchmarks.engines import Engine
 from benchmarks.machine import exact_float32
-from benchmarks.memory import forget_peak, in_new_process, resident
+from benchmarks.memory import in_new_process
 from benchmarks.tasks import Task
+from ghostclip.data.memory import PeakMemory
 from paper_repro.cases import Size
 from paper_repro.limits import SHARE_OF_FREE, cap, free_bytes, reason
 from paper_repro.measure import MAX_GRAD_NORM, say
-from paper_repro.memory import can_forget_peak
 from paper_repro.trainers import trainers
 
 STAGES = ("to device", "forward", "backward", "step")
@@ -55,15 +56,10 @@ def mlp_task(size: Size, batch_size: int) -> Task:
 
 def _peak_above(device: torch.device, work: Callable[[], Any]) -> tuple[Any, float]:
     """What the work gave, and MB of its peak above what was held before."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        given = work()
-        return given, (torch.cuda.max_memory_allocated(device) - before) / MB
-    forget_peak(device)
-    before = resident("VmRSS")
-    given = work()
-    return given, max(0, resident("VmHWM") - before) / MB
+    given: list[Any] = []
+    gc.collect()
+    peak = PeakMemory(device).above(lambda: given.append(work()))
+    return given[0], peak / MB
 
 
 def _measure(engine: Engine, task: Task, device: torch.device) -> dict[str, float]:
@@ -98,7 +94,7 @@ def measured(size: Size, device: torch.device, only: frozenset[str]) -> Iterator
     Yields:
         For each batch size its title and a row for each engine.
     """
-    if device.type == "cpu" and not can_forget_peak():
+    if not PeakMemory(device).starts_anew:
         say("memory by stage: this system does not let a process forget its peak; left out")
         return
     for batch_size in BATCH_SIZES[size]:

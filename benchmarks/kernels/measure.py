@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
 
 from benchmarks.kernels.cases import Case
+from ghostclip.data.memory import PeakMemory
 from ghostclip.kernels import Bounded
 from ghostclip.kernels.twins import difference, relative_difference
 
@@ -59,16 +61,6 @@ def seconds(work: Callable[..., Any], arguments: tuple[Any, ...], rounds: int) -
     return statistics.median(times)
 
 
-def _peak(work: Callable[..., Any], arguments: tuple[Any, ...], device: torch.device) -> int:
-    """Bytes that a call takes beyond its arguments."""
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    work(*arguments)
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
-
-
 def measure(case: Case, device: torch.device, *, rounds: int) -> dict[str, object]:
     """Check one case and, if it is right, time it.
 
@@ -95,6 +87,6 @@ def measure(case: Case, device: torch.device, *, rounds: int) -> dict[str, objec
     arguments = case.make(device)
     for name, work in (("kernel", case.kernel.fast), ("twin", case.kernel.naive)):
         row[f"{name}_seconds"] = seconds(work, arguments, rounds)
-        row[f"{name}_bytes"] = _peak(work, arguments, device)
+        row[f"{name}_bytes"] = PeakMemory(device).above(partial(work, *arguments))
     row["speed_up"] = float(str(row["twin_seconds"])) / float(str(row["kernel_seconds"]))
     return row

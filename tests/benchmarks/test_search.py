@@ -59,9 +59,8 @@ def test_a_search_whose_time_is_over_gives_what_fits():
 
 def test_an_engine_is_searched_by_what_its_steps_take(monkeypatch):
     taken, steps = {"peak": 0}, []
-    monkeypatch.setattr(capacity, "held", lambda device: 1000)
-    monkeypatch.setattr(capacity, "forget_peak", lambda device: True)
-    monkeypatch.setattr(capacity, "peak", lambda device: taken["peak"])
+    monkeypatch.setattr(capacity.PeakMemory, "in_use", lambda self: 1000)
+    monkeypatch.setattr(capacity.PeakMemory, "stop", lambda self: taken["peak"])
 
     class Runner:
         def __init__(self, model, max_grad_norm):
