@@ -31,7 +31,7 @@ from ghostclip.clipping.zero_grad import ZeroGrad
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
 from ghostclip.kernels.precision import full_precision
 from ghostclip.planning.coverage import Coverage, coverage_of
-from ghostclip.planning.plan import Planner, Planning
+from ghostclip.planning.plan import Planner
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +82,6 @@ class GhostClipper(Diagnostics):
         relation: str = "zero_out",
         probe: bool = True,
         memory_budget: float = 1.05,
-        planning: Planning = "model",
     ) -> None:
         """Attach to a model.
 
@@ -98,7 +97,6 @@ class GhostClipper(Diagnostics):
                 False only for a model that `ghostclip.validate` found sound in the same layout.
             memory_budget: The most that book-keeping may hold, over what an ordinary backward holds, in return for
                 fewer operations: see `ghostclip.planning.plan.Planner`.
-            planning: How that is planned: "model" (estimated costs) or "measured" (timed once for each shape).
 
         Raises:
             InvalidOptionError: An option has a value that is not listed.
@@ -124,7 +122,7 @@ class GhostClipper(Diagnostics):
         self._session.probes = probe
         self._store = GradientStore(self._session.parameters)
         self._zero_grad = ZeroGrad(model)
-        self.planner = Planner(memory_budget, planning)
+        self.planner = Planner(memory_budget)
         self._groups()
 
     # -- backward -------------------------------------------------------------------------------------------------

@@ -1,33 +1,28 @@
-"""Which layers keep their per-sample gradients beyond those where that costs nothing: a knapsack under a memory budget.
+"""Choice of layers that keep per-sample gradients beyond those where that costs nothing: a knapsack under a budget.
 
 A layer with p·d <= T·(p+d) always keeps them. Elsewhere keeping saves the norm's Gram and the second contraction, for
 B·p·d elements in the place of the layer's input and output gradient. What is free for that at every moment of the
-backward follows from its footprint; what it saves from a cost model, or from timing both ways once for each shape.
+backward follows from its footprint; what it saves from a cost model.
 
 Shape letters: N samples, T positions, I inputs, O outputs.
 """
 
 import math
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ghostclip import kernels
-from ghostclip._validate import choice
 from ghostclip.capture.usage import Record, Use
 from ghostclip.errors import InvalidOptionError
-from ghostclip.factors import Dense, Outer, planner
+from ghostclip.factors import planner
 from ghostclip.factors.base import accumulation_dtype
 from ghostclip.planning.footprint import Footprint, footprint_from, footprint_of
-
-Planning = Literal["model", "measured"]
 
 _CACHED: Final = 256
 # Into how many parts of the budget sizes are rounded up.
@@ -42,7 +37,6 @@ _PASSES_FACTORED: Final = 5
 _CALL: Final = 250_000
 _CALLS_KEPT: Final = 4
 _CALLS_A_LEVEL: Final = 6
-_REPEATS: Final = 3
 
 
 class Shape(NamedTuple):
@@ -87,22 +81,18 @@ class Item:
 class Planner:
     """Decides for every batch's sizes which layers keep per-sample gradients, and remembers it.
 
-    A plan follows from the sizes of the batch and the model alone (unless costs are measured), so that a resumed run
-    repeats it.
+    A plan follows from the sizes of the batch and the model alone, so that a resumed run repeats it.
 
     Attributes:
         budget: The most that a private backward may hold, over what an ordinary one holds; infinite for no bound.
-        planning: ``"model"``: costs are estimated; ``"measured"``: both ways are timed once for each shape, and what
-            was faster is kept for the whole process (rounding then differs between runs).
         latest: Names of the parameters that the latest plan keeps beyond the rule.
     """
 
-    def __init__(self, budget: float = 1.05, planning: Planning = "model") -> None:
-        """Start without plans.
+    def __init__(self, budget: float = 1.05) -> None:
+        """Make a planner without plans.
 
         Args:
             budget: See the class; at least 1.
-            planning: See the class.
 
         Raises:
             InvalidOptionError: An option has a value that is not allowed.
@@ -110,8 +100,6 @@ class Planner:
         if not budget >= 1:
             raise InvalidOptionError(f"memory_budget={budget}: expected 1 or more times an ordinary step's memory.")
         self.budget = budget
-        choice(planning, "planning", get_args(Planning))
-        self.planning: Planning = planning
         self.latest: frozenset[str] = frozenset()
         self._plans: OrderedDict[Any, frozenset[str]] = OrderedDict()
 
@@ -145,7 +133,7 @@ class Planner:
         if record.runs_again:
             self.latest = frozenset()
             return self.latest
-        key = (when, record.batch_size, tuple(record.sizes), record.beside, self.budget, self.planning)
+        key = (when, record.batch_size, tuple(record.sizes), record.beside, self.budget)
         if key not in self._plans:
             with torch.no_grad():
                 self._plans[key] = self._decide(footprint(), record)
@@ -163,13 +151,10 @@ class Planner:
             return frozenset()
         limit = self.budget * footprint.ordinary_peak() - 4 * record.beside
         if math.isinf(limit):
-            return frozenset(item.name for item in items if self._saving(item.shape) > 0)
+            return frozenset(item.name for item in items if _estimated(item.shape) > 0)
         # What is added stays until the end, so that the tightest later moment counts.
         free = np.minimum.accumulate((limit - np.array(held))[::-1])[::-1].clip(min=0)
-        return _knapsack([(item, self._saving(item.shape)) for item in items], free, limit)
-
-    def _saving(self, shape: Shape) -> float:
-        return _timed(shape) if self.planning == "measured" else _estimated(shape)
+        return _knapsack([(item, _estimated(item.shape)) for item in items], free, limit)
 
 
 def _held(footprint: Footprint, record: Record) -> tuple[list[int], list[Item]]:
@@ -260,48 +245,3 @@ def _estimated(shape: Shape) -> float:
     levels = kernels.gram_levels(positions, inputs + outputs)
     calls = _CALLS_A_LEVEL * (levels + 1) - _CALLS_KEPT
     return float(shape.samples * (factored - kept) + _CALL * calls)
-
-
-_measured: dict[Shape, float] = {}
-
-
-def _timed(shape: Shape) -> float:
-    """Return what keeping saves, in seconds, by timing both ways; once for each shape in a process."""
-    if shape not in _measured:
-        generator = torch.Generator().manual_seed(0)
-        a_NTI, g_NTO = (
-            torch.randn(shape.samples, shape.positions, size, generator=generator).to(shape.device, shape.dtype)
-            for size in (shape.inputs, shape.outputs)
-        )
-        wide = accumulation_dtype(shape.dtype)
-        out = torch.zeros(shape.outputs, shape.inputs, device=shape.device, dtype=wide)
-        coef_N = torch.ones(shape.samples, device=shape.device, dtype=wide)
-
-        def factored() -> None:
-            outer = Outer(a_NTI, g_NTO, shape=out.shape)
-            outer.sqnorm()
-            outer.add_clipped_sum_(coef_N, out)
-
-        def kept() -> None:
-            dense = Dense(Outer(a_NTI, g_NTO, shape=out.shape).materialize())
-            dense.sqnorm()
-            dense.add_clipped_sum_(coef_N, out)
-
-        _measured[shape] = _seconds(factored, shape.device) - _seconds(kept, shape.device)
-    return _measured[shape]
-
-
-def _seconds(run: Callable[[], None], device: torch.device) -> float:
-    taken = []
-    for _ in range(1 + _REPEATS):
-        _wait(device)
-        started = time.perf_counter()
-        run()
-        _wait(device)
-        taken.append(time.perf_counter() - started)
-    return median(taken[1:])
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
