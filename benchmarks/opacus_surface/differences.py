@@ -76,7 +76,7 @@ DIFFERENCES: Final[tuple[Difference, ...]] = (
     Difference(
         "secure_mode=True",
         "needs torchcsprng, which no longer exists for present versions of torch",
-        "noise from a ChaCha20 or SHAKE keystream, without a further package",
+        "noise from a ChaCha20 keystream; a further package only makes it fast",
         f"{_FILE}::test_secure_mode",
     ),
     Difference(

@@ -19,7 +19,7 @@ from ghostclip.noise.exact import ExactNoise
 from ghostclip.noise.gaussian import box_muller
 from ghostclip.noise.keyed import BLOCK, Block, KeyedNoise, cut
 from ghostclip.noise.keys import RandomKey
-from ghostclip.noise.streamed import StreamedNoise
+from ghostclip.noise.keystream import words_of
 
 GPU_BLOCK = 1 << 22
 """Elements drawn at once on a GPU: 32 MiB of float64, whatever the size of the parameter."""
@@ -182,18 +182,18 @@ def _gpu_normal(key: RandomKey, block: Block, device: torch.device) -> torch.Ten
     return torch.empty(block.size, dtype=torch.float64, device=device).normal_(generator=generator)
 
 
-class SecureNoise(StreamedNoise):
+class SecureNoise(KeyedNoise):
     """Noise from a cryptographic key stream with a key of the operating system, by float64 Box-Muller.
 
     The radius uses 63-bit uniforms, so that values up to 9.4 σ occur (2e-21 lies beyond). On a GPU the noise is drawn
-    on the CPU and copied. The key stream is ChaCha20 where `cryptography` is installed, SHAKE-128 otherwise.
+    on the CPU and copied.
 
     Privacy:
         As `FastNoise`, and noise that was released does not help to predict other noise. Floating-point effects are
         not covered.
 
     Cost:
-        With ChaCha20 about the time of `FastNoise`, with SHAKE-128 about twice as much.
+        About the time of `FastNoise`; many times that without the package `cryptography` (`ghostclip[secure]`).
     """
 
     level = "secure"
@@ -203,7 +203,7 @@ class SecureNoise(StreamedNoise):
 
     def _add(self, part_N: torch.Tensor, std: float, block: Block, within: slice) -> None:
         even = block.size + block.size % 2
-        words = self._words.words(block.position, block=block.number, part=0, count=even)
+        words = words_of(self._key, block, part=0, count=even)
         _add_in_double(part_N, box_muller(torch.from_numpy(words.view(np.int64)))[: block.size][within], std)
 
 

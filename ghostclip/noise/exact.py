@@ -6,12 +6,12 @@ import torch
 
 from ghostclip.errors import InvalidOptionError
 from ghostclip.noise.discrete import discrete_gaussian
-from ghostclip.noise.keyed import Block
+from ghostclip.noise.keyed import Block, KeyedNoise
 from ghostclip.noise.keys import RandomKey
-from ghostclip.noise.streamed import StreamedNoise
+from ghostclip.noise.keystream import words_of
 
 
-class ExactNoise(StreamedNoise):
+class ExactNoise(KeyedNoise):
     """Adds exact samples of the discrete Gaussian to int64 sums of rounded gradients (see `Grid`).
 
     Privacy:
@@ -40,8 +40,6 @@ class ExactNoise(StreamedNoise):
 
     def _add(self, part_N: torch.Tensor, std: float, block: Block, within: slice) -> None:
         noise = discrete_gaussian(
-            lambda part, count: self._words.words(block.position, block=block.number, part=part, count=count),
-            block.size,
-            std,
+            lambda part, count: words_of(self._key, block, part=part, count=count), block.size, std
         )
         part_N.add_(torch.from_numpy(noise)[within].to(part_N.device))

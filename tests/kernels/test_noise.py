@@ -41,7 +41,6 @@ def test_key_stream_of_the_standard():
 
 
 def test_twin_draws_the_noise_of_level_secure():
-    pytest.importorskip("cryptography", reason="without it level secure has another key stream")
     from ghostclip.noise import SecureNoise
 
     source = SecureNoise()

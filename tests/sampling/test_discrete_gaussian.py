@@ -11,7 +11,8 @@ from scipy import stats
 
 from ghostclip.errors import InvalidOptionError
 from ghostclip.noise import ExactNoise, RandomKey, discrete, discrete_gaussian
-from ghostclip.noise.keystream import Shake128
+from ghostclip.noise.keyed import Block
+from ghostclip.noise.keystream import words_of
 
 DRAWS = 60_000
 
@@ -20,8 +21,7 @@ def words(position=0):
     """Streams that are the same in every run of the tests."""
     key = RandomKey("test")
     key.load("00112233445566778899aabbccddeeff")
-    stream = Shake128(key)
-    return lambda part, count: stream.words(position, block=0, part=part, count=count)
+    return lambda part, count: words_of(key, Block(position, 0, count), part=part, count=count)
 
 
 def constant(value):
