@@ -5,7 +5,7 @@ Shape letters: B samples, G clip groups.
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,18 +15,6 @@ from ghostclip.errors import InvalidOptionError
 
 # exp() of more than this is a bound at one of its ends anyway.
 _LARGEST_EXPONENT = 100.0
-
-
-class Noise(Protocol):
-    """What the count is hidden with; see `ghostclip.noise.NoiseSource`."""
-
-    def add_(self, tensor: Tensor, std: float) -> None:
-        """Add N(0, std²) to every element, in place.
-
-        Args:
-            tensor: Real floating-point tensor.
-            std: Standard deviation.
-        """
 
 
 class QuantileAdaptation:

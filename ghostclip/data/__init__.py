@@ -9,7 +9,7 @@ from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.data.declared import DeclaredSampling
 from ghostclip.data.empty_batch import EmptyBatchCollate
 from ghostclip.data.loader import DPDataLoader
-from ghostclip.data.sampler import PoissonSampler, PrivateSampler, UniformWithReplacementSampler
+from ghostclip.data.sampler import PoissonSampler, PrivateSampler
 from ghostclip.data.schemes import FullBatch, Poisson, SamplingScheme, Shuffled
 from ghostclip.data.users import UserDataset, UserPoisson
 
@@ -24,7 +24,6 @@ __all__ = [
     "PrivateSampler",
     "SamplingScheme",
     "Shuffled",
-    "UniformWithReplacementSampler",
     "UserDataset",
     "UserPoisson",
 ]

@@ -211,18 +211,6 @@ class DPDataLoader(DataLoader):
                 sampler.mark_delivered()
                 yield batch
 
-    def empty_batch(self) -> Any:
-        """Return a batch without records.
-
-        Returns:
-            The structure of a collated batch, with zero rows.
-
-        Raises:
-            DataError: If the collate function returns something that has no empty form.
-        """
-        assert isinstance(self.collate_fn, EmptyBatchCollate)
-        return self.collate_fn([])
-
     def state_dict(self) -> dict[str, Any]:
         """Return the sampler's key and how many batches were delivered (not: prefetched).
 

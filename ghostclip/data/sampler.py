@@ -292,10 +292,6 @@ class PoissonSampler(PrivateSampler):
         super().__init__(scheme, generator=generator, seed=seed)
 
 
-UniformWithReplacementSampler = PoissonSampler
-"""The name that Opacus gives to Poisson sampling."""
-
-
 def share_sampler(sampler: PrivateSampler, group: Group = None) -> None:
     """Let all ranks draw the same batches and share the records of each among them.
 

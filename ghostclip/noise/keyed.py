@@ -73,7 +73,6 @@ class KeyedNoise:
     """
 
     level = ""
-    _accepts = "floating-point"
 
     def __init__(self, key: RandomKey, generator: torch.Generator | None = None) -> None:
         self._owner = Owner(self)

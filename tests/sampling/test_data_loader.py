@@ -164,7 +164,7 @@ def test_empty_batch_encoding():
     def collate(records):
         return BatchEncoding({"input_ids": torch.stack(records), "labels": torch.stack(records)})
 
-    batch = private(Listed([torch.arange(4)] * 9), 3, collate_fn=collate).empty_batch()
+    batch = private(Listed([torch.arange(4)] * 9), 3, collate_fn=collate).collate_fn([])
     assert type(batch) is BatchEncoding
     assert batch["input_ids"].shape == batch.labels.shape == (0, 4)
     assert batch.to("cpu")["labels"].dtype == torch.int64
@@ -172,9 +172,9 @@ def test_empty_batch_encoding():
 
 def test_an_empty_batch_shares_no_memory_with_the_next():
     loader = private(Listed([{"x": [torch.ones(2)]}] * 9), 3)
-    first = loader.empty_batch()
+    first = loader.collate_fn([])
     first["x"].append("mine")
-    assert len(loader.empty_batch()["x"]) == 1
+    assert len(loader.collate_fn([])["x"]) == 1
 
 
 def test_the_user_function_never_sees_an_empty_list():
@@ -195,7 +195,7 @@ def test_the_user_function_never_sees_an_empty_list():
 )
 def test_structures_without_an_empty_form_are_named(collate, match):
     with pytest.raises(DataError, match=match):
-        private(Listed([torch.ones(2)] * 9), 3, collate_fn=collate).empty_batch()
+        private(Listed([torch.ones(2)] * 9), 3, collate_fn=collate).collate_fn([])
 
 
 class Stream(IterableDataset):

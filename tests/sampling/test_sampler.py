@@ -13,7 +13,8 @@ import torch
 from scipy import stats
 from torch.utils.data import DataLoader
 
-from ghostclip.data import PoissonSampler, UniformWithReplacementSampler
+from ghostclip.compat.opacus.data_loader import UniformWithReplacementSampler
+from ghostclip.data import PoissonSampler
 from ghostclip.errors import FixedSeedWarning, InvalidOptionError, ResumeError
 from ghostclip.noise import RandomKey
 

@@ -9,7 +9,7 @@ import torch
 from torch import distributed
 from torch.utils.data import DataLoader
 
-from ghostclip.data import Poisson, PrivateSampler, UniformWithReplacementSampler
+from ghostclip.data import Poisson, PoissonSampler, PrivateSampler
 from ghostclip.data.empty_batch import EmptyBatchCollate, empty_like
 from ghostclip.data.loader import DPDataLoader, refuse_invented_records
 from ghostclip.data.sampler import share_sampler
@@ -27,6 +27,9 @@ __all__ = [
     "switch_generator",
     "wrap_collate_with_empty",
 ]
+
+UniformWithReplacementSampler = PoissonSampler
+"""The name that Opacus gives to Poisson sampling."""
 
 
 class CollateFnWithEmpty:
