@@ -46,7 +46,7 @@ from ghostclip.privacy.discretisation import coordinates_of
 from ghostclip.privacy.ledger_file import LedgerFile
 from ghostclip.privacy.optimizer_state import OptimizerAccount
 from ghostclip.privacy.own_accountant import install
-from ghostclip.privacy.sampling_plan import SamplingPlan, plan_for
+from ghostclip.privacy.sampling import Sampling, sampling_for
 from ghostclip.privacy.summary import summary_text
 from ghostclip.validation.fixers import ModuleValidator
 
@@ -97,7 +97,7 @@ class PrivacyEngine:
         account = Account(bounding_accountant(), file)
         self.noise_level = noise_level_of(noise_level, secure_mode=secure_mode)
         self._account = account
-        self._plan: SamplingPlan | None = None
+        self._sampling: Sampling | None = None
         self._warned_of_delta = False
         self.accountant = create_accountant(mechanism=accountant)
 
@@ -175,7 +175,7 @@ class PrivacyEngine:
             noise_level=self.noise_level,
             grad_sample_mode=grad_sample_mode,
         )
-        plan = self._sampled(data_loader, poisson_sampling=poisson_sampling)
+        sampling = self._sampled(data_loader, poisson_sampling=poisson_sampling)
         options = ClippingOptions(
             clipping=clipping,
             max_grad_norm=max_grad_norm,
@@ -190,7 +190,7 @@ class PrivacyEngine:
                 module=module,
                 optimizer=optimizer,
                 criterion=criterion,
-                plan=plan,
+                sampling=sampling,
                 noise_multiplier=noise_multiplier,
                 clipping=options,
                 batch_first=batch_first,
@@ -239,7 +239,7 @@ class PrivacyEngine:
                 `ghostclip.DeclaredSampling` instead, if you sample batches yourself.
             target_epsilon: ε that must not be exceeded after `epochs`.
             target_delta: δ that ε is meant at.
-            epochs: Passes over the private loader that are planned.
+            epochs: Passes over the private loader that are intended.
             max_grad_norm: C, as for `make_private`.
             batch_first: Whether the leading axis of the model's inputs is the batch.
             loss_reduction: "mean" or "sum", as the loss is reduced over the batch.
@@ -273,11 +273,11 @@ class PrivacyEngine:
             noise_level=self.noise_level,
             grad_sample_mode=grad_sample_mode,
         )
-        plan = self._sampled(data_loader, poisson_sampling=poisson_sampling)
+        sampling = self._sampled(data_loader, poisson_sampling=poisson_sampling)
         budget = Budget(target_epsilon, target_delta, when_spent=when_spent)
-        self._warn_of(target_delta, plan)
+        self._warn_of(target_delta, sampling)
         noise_multiplier = self._account.noise_for(
-            budget, plan, epochs=epochs, coordinates=coordinates_of(module, self.noise_level)
+            budget, sampling, epochs=epochs, coordinates=coordinates_of(module, self.noise_level)
         )
         options = ClippingOptions(
             clipping=clipping,
@@ -293,7 +293,7 @@ class PrivacyEngine:
                 module=module,
                 optimizer=optimizer,
                 criterion=criterion,
-                plan=plan,
+                sampling=sampling,
                 noise_multiplier=noise_multiplier,
                 clipping=options,
                 batch_first=batch_first,
@@ -342,7 +342,7 @@ class PrivacyEngine:
             InvalidOptionError: If δ is not in (0, 1), or below what the discreteness of exact noise costs.
         """
         if self._account.own is not None:
-            self._warn_of(delta, self._plan)
+            self._warn_of(delta, self._sampling)
             return self._account.own.get_epsilon(delta)
         return self.epsilon_bounds(delta).upper
 
@@ -360,7 +360,7 @@ class PrivacyEngine:
             InvalidOptionError: If δ is not in (0, 1), or below what the discreteness of exact noise costs.
         """
         bounds = self._account.epsilon_bounds(delta)
-        self._warn_of(delta, self._plan)
+        self._warn_of(delta, self._sampling)
         return bounds
 
     def summary(self, delta: float) -> str:
@@ -377,7 +377,7 @@ class PrivacyEngine:
             delta,
             releases=len(self._account.accountant),
             level=self.noise_level,
-            plan=self._plan,
+            sampling=self._sampling,
             unchecked=[str(unchecked) for unchecked in self._account.unchecked],
         )
 
@@ -473,7 +473,7 @@ class PrivacyEngine:
         """
         private: DPOptimizer | None = release_of(optimizer)
         state = dict(checkpoint_dict or {})
-        state.update(checkpoints.training_state(self._account, private, self._plan))
+        state.update(checkpoints.training_state(self._account, private, self._sampling))
         state[checkpoints.MODULE] = module.state_dict(**(module_state_dict_kwargs or {}))
         for name, scheduler in (("noise_multiplier", noise_scheduler), ("max_grad_norm", grad_clip_scheduler)):
             if scheduler is not None:
@@ -534,7 +534,7 @@ class PrivacyEngine:
             checkpoint = checkpoints.reconciled(
                 checkpoint,
                 private,
-                self._plan,
+                self._sampling,
                 scheduled={name for name, scheduler in schedulers.items() if scheduler is not None},
                 allow_change=allow_mechanism_change,
                 fresh=fresh_randomness,
@@ -545,12 +545,12 @@ class PrivacyEngine:
         with all_or_nothing(
             module=module,
             optimizer=private,
-            plan=self._plan,
+            sampling=self._sampling,
             account=self._account,
             schedulers=schedulers.values(),
         ):
             checkpoints.load_module(module, checkpoint, module_load_dict_kwargs or {})
-            checkpoints.restore(checkpoint, private, self._plan)
+            checkpoints.restore(checkpoint, private, self._sampling)
             checkpoints.continue_schedules(checkpoint, private, schedulers)
             # The last, for a line in the ledger is not taken back.
             checkpoints.restore_account(checkpoint, self._account)
@@ -569,12 +569,12 @@ class PrivacyEngine:
         if self._account.ledger is not None:
             self._account.ledger.close()
 
-    def _sampled(self, data_loader: DataLoader[Any] | DeclaredSampling, *, poisson_sampling: bool) -> SamplingPlan:
+    def _sampled(self, data_loader: DataLoader[Any] | DeclaredSampling, *, poisson_sampling: bool) -> Sampling:
         """Settle how batches are sampled; the account takes over what neighbouring data sets are."""
-        plan = plan_for(data_loader, poisson_sampling=poisson_sampling, before=self._plan)
-        self._account.settle_ledger(shared=plan.replicas > 1)
-        self._account.require_relation(plan.event.relation)
-        return plan
+        sampling = sampling_for(data_loader, poisson_sampling=poisson_sampling, before=self._sampling)
+        self._account.settle_ledger(shared=sampling.replicas > 1)
+        self._account.require_relation(sampling.event.relation)
+        return sampling
 
     def _assemble(self, request: Request, budget: Budget | None) -> Private | PrivateWithCriterion:
         """Put the private objects together and let their steps be charged to this engine's account.
@@ -590,18 +590,18 @@ class PrivacyEngine:
         private = assemble(request, noise)
         if budget is not None:
             self._account.add_budget(budget)
-        optimizer, plan = release_of(private[1]), request.plan
-        self._account.open(optimizer, plan, checkpoints.mechanism(optimizer, plan))
-        if plan.draws is not None:
-            plan.loader.stop_when = lambda: self._account.spent
-            optimizer.require_draws(plan.draws)
-        optimizer.account = OptimizerAccount(self._account, optimizer, plan)
-        self._plan = plan
+        optimizer, sampling = release_of(private[1]), request.sampling
+        self._account.open(optimizer, sampling, checkpoints.mechanism(optimizer, sampling))
+        if sampling.draws is not None:
+            sampling.loader.stop_when = lambda: self._account.spent
+            optimizer.require_draws(sampling.draws)
+        optimizer.account = OptimizerAccount(self._account, optimizer, sampling)
+        self._sampling = sampling
         return private
 
-    def _warn_of(self, delta: float, plan: SamplingPlan | None) -> None:
+    def _warn_of(self, delta: float, sampling: Sampling | None) -> None:
         """Warn once of a δ that promises nothing; how many units there are is public."""
-        text = None if plan is None or self._warned_of_delta else delta_too_large(delta, plan.event.num_units)
+        text = None if sampling is None or self._warned_of_delta else delta_too_large(delta, sampling.event.num_units)
         if text is not None:
             self._warned_of_delta = True
             warnings.warn(text, stacklevel=4)

@@ -1,4 +1,4 @@
-"""Privacy accounting: how much (ε, δ) a sequence of noisy releases has spent.
+"""Privacy accounting: the (ε, δ) of a sequence of noisy releases.
 
 Nothing here imports torch. Every accountant is an `Accountant`; `create_accountant` finds one by name.
 """

@@ -367,7 +367,7 @@ def _powers(base_J: Complex, count: int) -> Complex:
 
 @dataclass(frozen=True)
 class Cut:
-    """Which outcomes are bounded apart, and how.
+    """Outcomes that are bounded apart, and the exponent they are bounded with.
 
     Attributes:
         loss: Those of which every loss is at most this.
@@ -380,7 +380,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Nodes:
-    """Where the contour runs and how it is sampled.
+    """Contour of the integral, and its samples.
 
     Attributes:
         c: Real part of the contour.

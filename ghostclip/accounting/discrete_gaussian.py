@@ -1,4 +1,4 @@
-"""What it costs to account discrete Gaussian noise as if it were continuous: a δ, and next to nothing."""
+"""Cost of accounting discrete Gaussian noise as if it were continuous: a δ, and next to nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What sampling means for privacy, as plain values: a sampler makes the event, an accountant consumes it."""
+"""Accounting events, plain values: a sampler makes the event, an accountant consumes it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNITS = ("record", "user")
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingEvent:
-    """How one step (of shuffled batches: one epoch) selects the units that are protected.
+    """Selection of the protected units by one step (of shuffled batches: one epoch).
 
     Privacy:
         With a sum in which every record moves by at most C and noise of standard deviation σ·C, an event is a Gaussian

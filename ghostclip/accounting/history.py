@@ -13,7 +13,7 @@ from ghostclip._validate import choice, fraction, non_negative, positive_int
 from ghostclip.errors import InvalidOptionError
 
 RELATIONS = ("zero_out", "add_remove", "replace_one")
-"""What two neighbouring data sets are, for accountants."""
+"""Neighbouring relations that accountants know."""
 
 Entry = tuple[float, float, int]
 """(noise multiplier σ, sample rate q, number of consecutive steps with both)."""

@@ -11,7 +11,7 @@ from ghostclip.errors import InvalidOptionError
 
 
 class NoisyOptimizer(Protocol):
-    """What the step hook reads from an optimizer."""
+    """Optimizer as far as the step hook reads it."""
 
     noise_multiplier: float
 
@@ -24,7 +24,7 @@ class IAccountant(abc.ABC):
     """
 
     def __init__(self) -> None:
-        """Start without steps."""
+        """Make an accountant without steps."""
         self.history: list[Entry] = []
 
     @abc.abstractmethod

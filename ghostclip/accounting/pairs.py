@@ -68,7 +68,7 @@ class DiscretePair:
 
 @dataclass(frozen=True)
 class Cells:
-    """How finely a step is cut.
+    """Resolution that a step is cut with.
 
     Attributes:
         width: Largest cell in z, in units of σ, at most 0.1.

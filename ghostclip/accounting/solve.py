@@ -29,7 +29,7 @@ LEAST_C, LARGEST_C = 1e-12, 1e12
 
 @dataclass(frozen=True)
 class Bounds:
-    """What is known about a quantity.
+    """Lower and upper bound of a quantity.
 
     Attributes:
         lower: It is not smaller.
@@ -50,7 +50,7 @@ Build = Callable[[str, str, Cells], Composition]
 
 @dataclass(frozen=True)
 class _Spot:
-    """Where on the curve δ(ε) the work is done.
+    """Neighbourhood on the curve δ(ε) in which the work is done.
 
     Attributes:
         epsilon: ε there, roughly.
@@ -69,7 +69,7 @@ class _Spot:
 
 @dataclass(frozen=True)
 class _Fineness:
-    """How finely things are cut.
+    """Resolution of cells and smoothing.
 
     Attributes:
         width: Widest cell in z, in σ.

@@ -1,1 +1,1 @@
-"""What `make_private` puts together: model, clipper, optimizer and loader, once their options are checked."""
+"""Assembly of what `make_private` returns: model, clipper, optimizer and loader, once their options are checked."""

@@ -25,7 +25,7 @@ _COUNT_STD_SHARE = 1 / 20
 
 @dataclass(frozen=True, kw_only=True)
 class ClippingOptions:
-    """What the user said about clipping; None where nothing was said."""
+    """Clipping options of the user; None where nothing was said."""
 
     clipping: str | ClipPolicy
     max_grad_norm: float | Sequence[float] | None

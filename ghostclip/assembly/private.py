@@ -36,7 +36,7 @@ from ghostclip.optim import DPOptimizer, MemberOptimizer
 from ghostclip.optim.foreign import refuse_second_optimizer
 from ghostclip.optim.members import JoinedOptimizer
 from ghostclip.optim.wrapped import WrappedOptimizer
-from ghostclip.privacy.sampling_plan import SamplingPlan
+from ghostclip.privacy.sampling import Sampling
 from ghostclip.validation.fixers import ModuleValidator
 
 _TWO_PASS = ("ghost", "fast")
@@ -50,12 +50,12 @@ PrivateWithCriterion = tuple[PrivateModule, Any, PrivateCriterion, DataLoader[An
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the user asked of `make_private`, once the noise multiplier and the sampling are known."""
+    """Arguments of `make_private`, once the noise multiplier and the sampling are known."""
 
     module: nn.Module
     optimizer: Optimizer | Sequence[Optimizer]
     criterion: Callable[..., torch.Tensor] | None
-    plan: SamplingPlan
+    sampling: Sampling
     noise_multiplier: float
     clipping: ClippingOptions
     batch_first: bool
@@ -102,7 +102,7 @@ def check_options(
     """
     if rand_on_empty:
         raise InvalidOptionError(
-            "rand_on_empty=True would train on made-up records. Leave it out: a batch without records has tensors "
+            "rand_on_empty=True would train on dummy records. Leave it out: a batch without records has tensors "
             "of length 0 and becomes a step of pure noise."
         )
     if noise_generator is not None and noise_level != "fast":
@@ -132,13 +132,13 @@ def assemble(request: Request, noise: KeyedNoise) -> Private | PrivateWithCriter
             ranks or not the same on all.
         UncoveredParameterError: If the optimizer holds parameters that are not the model's.
     """
-    shared = request.plan.replicas > 1
+    shared = request.sampling.replicas > 1
     with ExitStack() as undo:
         with refused_together("private objects") if shared else nullcontext():
             optimizer = _bare_optimizer(request.optimizer)
             module = copy_inside(_bare(request.module, optimizer))
             check_objects(module, optimizer)
-            noise_source = noise_for(request.plan.replicas, request.module, noise)
+            noise_source = noise_for(request.sampling.replicas, request.module, noise)
             clipper = _attached(_inside(module), request)
             undo.callback(clipper.remove)
             sums_meet_elsewhere(clipper.model, shared=shared)
@@ -163,13 +163,13 @@ def _attached(module: nn.Module, request: Request) -> GhostClipper:
     return GhostClipper(
         module,
         policy=request.clipping.policy(
-            expected_batch_size=request.plan.expected_batch_size,
+            expected_batch_size=request.sampling.expected_batch_size,
             noise_multiplier=_validate.non_negative(request.noise_multiplier, "noise_multiplier"),
         ),
         strategy=strategy_of(request.grad_sample_mode),
         loss_reduction=cast(Reduction, _validate.choice(request.loss_reduction, "loss_reduction", ("mean", "sum"))),
         batch_first=request.batch_first,
-        relation=request.plan.event.relation,
+        relation=request.sampling.event.relation,
         probe=request.probe,
     )
 
@@ -188,11 +188,11 @@ def _around(
     Returns:
         As `assemble`.
     """
-    loader = request.plan.loader
+    loader = request.sampling.loader
     private_optimizer = DPOptimizer(
         optimizer,
         noise_multiplier=request.noise_multiplier,
-        expected_batch_size=request.plan.expected_batch_size,
+        expected_batch_size=request.sampling.expected_batch_size,
         loss_reduction=request.loss_reduction,
         clipper=clipper,
         noise_source=noise_source,

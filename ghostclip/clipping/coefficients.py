@@ -40,7 +40,7 @@ class ClipRule(Protocol):
 
     @property
     def name(self) -> str:
-        """What the rule is called in a checkpoint."""
+        """Name of the rule in a checkpoint."""
 
     @property
     def bounded(self) -> bool:

@@ -35,7 +35,7 @@ class Decisions:
     """
 
     def __init__(self, policy: ClipPolicy, relation: str) -> None:
-        """Start with nothing decided.
+        """Make decisions of a policy, none of which is taken yet.
 
         Args:
             policy: What is done to every sample's gradient.

@@ -1,4 +1,4 @@
-"""What may be asked about the samples of the last backward: exact values, for whoever debugs a training.
+"""Exact values of the samples of the last backward, for whoever debugs a training.
 
 Shape letters: B samples, G clip groups.
 """

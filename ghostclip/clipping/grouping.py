@@ -1,4 +1,4 @@
-"""Which parameters share a norm and a bound: the whole model, each parameter alone, or groups that a user names."""
+"""Groups of parameters that share a norm and a bound: the whole model, each parameter alone, or named by the user."""
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -14,7 +14,7 @@ class Grouping(Protocol):
 
     @property
     def name(self) -> str:
-        """What the grouping is called in a checkpoint."""
+        """Name of the grouping in a checkpoint."""
 
     def assign(self, names: Sequence[str]) -> tuple[dict[str, int], tuple[str, ...]]:
         """Return the group of every parameter.

@@ -1,4 +1,4 @@
-"""What a loss must look like, and its backward."""
+"""Checks of a loss's shape, and its backward."""
 
 from typing import Any, Final
 

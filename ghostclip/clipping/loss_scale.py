@@ -237,11 +237,11 @@ def _take_divisor(
             return frozenset({form}) if batch_size > 1 else _ANY
     if batch_size == 1:
         return _ANY
-    doubtful = [number for number in numbers if number.factor < 1 or not number.plain]
-    doubtful.sort(key=lambda number: (number.plain, not number.divides))
-    if doubtful:
+    unclear = [number for number in numbers if number.factor < 1 or not number.plain]
+    unclear.sort(key=lambda number: (number.plain, not number.divides))
+    if unclear:
         message = (
-            f"the loss is a sum over samples {doubtful[0].describe()}, which is neither the batch size {batch_size} "
+            f"the loss is a sum over samples {unclear[0].describe()}, which is neither the batch size {batch_size} "
             "nor a number of values that every sample has alike. Each sample's gradient would depend on the others, on "
             f"their lengths for instance. {remedy(reduction)}"
         )

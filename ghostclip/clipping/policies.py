@@ -62,7 +62,7 @@ class Layout:
 
 
 class ClipPolicy:
-    """What is done to every sample's gradient; see the module.
+    """Grouping, bounds and rule of the clipping of every sample's gradient; see the module.
 
     Privacy:
         `sensitivity()` bounds the L2 distance of the clipped sums of any two neighbouring batches, in floating point.

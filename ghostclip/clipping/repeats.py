@@ -1,4 +1,4 @@
-"""Whether the second backward brings what the first one brought, whose norms decide on how much of it is released.
+"""Check that the second backward brings what the first one brought, whose norms decide on how much is released.
 
 It does not where a backward draws random numbers (a quantised function, checkpointing with
 ``preserve_rng_state=False`` around dropout) or changes what the next one does: the coefficients of the first would then

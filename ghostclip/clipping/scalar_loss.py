@@ -33,7 +33,7 @@ _Key = tuple[Any, ...]
 
 @dataclass
 class _Seen:
-    """What is remembered of one way through a loss.
+    """Record of one way through a loss.
 
     Attributes:
         row_map: How the rows of its values map to samples.
@@ -50,7 +50,7 @@ class LossExaminer:
     """Examines the scalar losses of one session."""
 
     def __init__(self, reduction: str) -> None:
-        """Start with nothing seen.
+        """Make an examiner that has seen no loss.
 
         Args:
             reduction: How they are declared to be reduced, ``"mean"`` or ``"sum"``.

@@ -1,4 +1,4 @@
-"""How much each sample takes part in a mean: where samples differ, each one's gradient depends on the others' lengths.
+"""Share of each sample in a mean: where samples differ, each one's gradient depends on the others' lengths.
 
 Shape letters: B samples, N rows.
 """

@@ -1,4 +1,4 @@
-"""Where clipped sums are kept: in ``p.grad``, or, once a private optimizer owns them, where no optimizer sees them."""
+"""Store of clipped sums: in ``p.grad``, or, once a private optimizer owns them, where no optimizer sees them."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -30,7 +30,7 @@ class GradientStore:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Start empty.
+        """Make an empty store.
 
         Args:
             parameters: Parameters by name; read when a sum is asked for.

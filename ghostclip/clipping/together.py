@@ -47,7 +47,7 @@ class Together:
     """
 
     def __init__(self, total: GroupNorms) -> None:
-        """Start with nothing.
+        """Make a collector that holds nothing.
 
         Args:
             total: Where norms are added; with several clip groups nothing is put together.

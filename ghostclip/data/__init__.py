@@ -1,4 +1,4 @@
-"""Which records take part in a step, what that means to an accountant, and how they reach the model.
+"""Sampling of records, its meaning to an accountant, and the way of the records to the model.
 
 `PrivateSampler` draws what a scheme (`Poisson`, `FullBatch`, `Shuffled`, `UserPoisson`) says and carries its event;
 `DPDataLoader` hands the draws out, empty ones included; `BatchMemoryManager` cuts them into physical batches that fit

@@ -1,4 +1,4 @@
-"""Which loaders a private loader can stand for: everything else is refused with what to do instead."""
+"""Checks of the loaders that a private loader can take the place of; others are refused with a remedy."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class BatchSplittingSampler(Sampler[list[int]]):
         return math.ceil(len(logical) * max(1.0, size / self.max_batch_size))
 
     def _progress(self) -> tuple[int, int]:
-        """What every step changes: how often sums were forgotten, and how many backwards are in them."""
+        """Numbers that every step changes: of the times sums were dropped, and of the backwards in them."""
         return self.optimizer.clipper.generation, self.optimizer.clipper.backward_passes
 
     def _parts(self) -> Iterator[tuple[BatchToken, list[int]]]:

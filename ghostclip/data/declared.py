@@ -58,7 +58,7 @@ class DeclaredSampling:
 
     @property
     def event(self) -> SamplingEvent:
-        """What an accountant has to know about a step."""
+        """The accounting event of a step."""
         return SamplingEvent(
             kind=self.kind,
             sample_rate=self.sample_rate,

@@ -1,4 +1,4 @@
-"""How much memory a piece of work takes, on the CPU (resident set) and on CUDA (allocator), and how much is left."""
+"""Peak memory of a piece of work, on the CPU (resident set) and on CUDA (allocator), and the memory that is left."""
 
 from __future__ import annotations
 

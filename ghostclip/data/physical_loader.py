@@ -72,14 +72,14 @@ class FixedSize:
 
 
 class Chunk(NamedTuple):
-    """What the sampler sends to a worker."""
+    """Message of the sampler to a worker: the indices of one physical batch."""
 
     token: BatchToken
     indices: list[int]
 
 
 class _Samples(NamedTuple):
-    """What the data set hands to the collate function."""
+    """Message of the data set to the collate function: the samples of one physical batch."""
 
     token: BatchToken
     samples: Any

@@ -1,4 +1,4 @@
-"""Starting a pass over a loader, also in the middle of an epoch that another process began."""
+"""Start of a pass over a loader, also in the middle of an epoch that another process began."""
 
 from __future__ import annotations
 

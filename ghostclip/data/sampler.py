@@ -61,7 +61,7 @@ class PrivateSampler(Sampler[list[int]]):
 
     @property
     def scheme(self) -> SamplingScheme:
-        """What is drawn; fixed, as the account goes by it."""
+        """The scheme that is drawn from; fixed, as the account goes by it."""
         return self._scheme
 
     @property
@@ -86,7 +86,7 @@ class PrivateSampler(Sampler[list[int]]):
 
     @property
     def event(self) -> SamplingEvent:
-        """What an accountant has to know about a step (of shuffled batches: an epoch)."""
+        """The accounting event of a step (of shuffled batches: an epoch)."""
         return self.scheme.event
 
     @property

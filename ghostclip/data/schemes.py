@@ -20,7 +20,7 @@ from ghostclip.noise.keys import RandomKey, WordStream
 
 
 class SamplingScheme(Protocol):
-    """What is drawn at each position of a training."""
+    """Rule by which the batch of each position of a training is drawn."""
 
     @property
     def num_samples(self) -> int:
@@ -36,7 +36,7 @@ class SamplingScheme(Protocol):
 
     @property
     def event(self) -> SamplingEvent:
-        """What an accountant has to know."""
+        """The accounting event of a step."""
 
     def draw(self, key: RandomKey, position: int) -> Records:
         """Return the batch at a position, always the same one.

@@ -1,4 +1,4 @@
-"""How a loader fetches its records, as options for another loader that takes its place."""
+"""Options by which a loader fetches its records, for another loader that takes its place."""
 
 from typing import Any
 

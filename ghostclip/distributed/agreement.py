@@ -1,4 +1,4 @@
-"""What all ranks must have in common: the key that batches are drawn from, and the key of the noise.
+"""Agreement of all ranks on the key that batches are drawn from and on the key of the noise.
 
 A key goes from rank 0 to all others once. Equal seeds would not do: every rank would draw the same records.
 
@@ -172,7 +172,7 @@ def telling(what: str, group: Group = None) -> Iterator[None]:
 
 
 class _Refusal(NamedTuple):
-    """What a rank that cannot go on sends in place of its value."""
+    """Refusal that a rank that cannot go on sends in place of its value."""
 
     kind: str
     message: str

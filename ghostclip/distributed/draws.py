@@ -17,7 +17,7 @@ _REFUSES, _GOES_ON = 0, 1
 
 
 class Share(NamedTuple):
-    """What a rank brings to a step.
+    """Contribution of one rank to a step.
 
     Attributes:
         rows: Samples that the model saw on this rank since the last release.

@@ -19,7 +19,7 @@ _PLACE, _MIX, _SPREAD = -7046029254386353131, -4658895280553007687, -77235922931
 
 
 class _Entry(NamedTuple):
-    """What ranks compare of one parameter or buffer."""
+    """Properties of one parameter or buffer that ranks compare."""
 
     name: str
     layout: str

@@ -1,4 +1,4 @@
-"""What `PrivacyEngine` hands back in the place of a model and a criterion.
+"""Facades that `PrivacyEngine` hands back in the place of a model and a criterion.
 
 The objects hold no hooks and compute nothing: all of that is the clipper's.
 """

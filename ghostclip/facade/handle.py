@@ -1,4 +1,4 @@
-"""What a facade knows of its clipper, under Opacus's names.
+"""Base of the facades: their clipper under Opacus's names.
 
 Shape legend: B samples.
 """

@@ -17,7 +17,7 @@ _PREFIX = "_module."
 
 
 class GradSampleHooks(ClipperHandle):
-    """What `make_private(wrap_model=False)` returns instead of a model: the handle that ends the clipping.
+    """Handle that `make_private(wrap_model=False)` returns instead of a model, and that ends the clipping.
 
     Args:
         m: The model, which stays as it is for the user.

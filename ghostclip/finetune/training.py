@@ -66,7 +66,7 @@ class PrivateTraining:
             accountant=ACCOUNTANT, secure_mode=options.secure_noise, ledger=self._point.ledger
         )
         budget = Budget(mechanism.target_epsilon, mechanism.delta)
-        budget.plan((mechanism.noise_multiplier, mechanism.sample_rate, mechanism.steps))
+        budget.known_to_fit((mechanism.noise_multiplier, mechanism.sample_rate, mechanism.steps))
         with warnings.catch_warnings():
             # Said once, and louder, before the run.
             warnings.simplefilter("ignore", FixedSeedWarning)

@@ -1,4 +1,4 @@
-"""Where noise comes from: `NoiseSource`, one object for each level of protection, handed to an optimizer.
+"""Noise sources, one object for each level of protection, handed to an optimizer.
 
 Levels "fast" and "secure" draw continuous Gaussian noise in float64 (`continuous`); "exact" draws discrete Gaussian
 noise (`discrete`, `exact`) for sums of gradients on an integer grid (`grid`, `sums`, `exact_release`).

@@ -29,7 +29,7 @@ AHEAD = 32
 the processor's cache, and takes thirty times as long as one after another."""
 
 SEED_BYTES = 24
-"""What a generator's first state is made of."""
+"""Bytes that a generator's first state is made of."""
 
 LEVELS = ("fast", "secure", "exact")
 
@@ -107,7 +107,7 @@ class FastNoise(KeyedNoise):
 
 
 class SeedsAhead:
-    """How the streams of blocks begin; those of first blocks are found for several calls together and kept.
+    """First bytes of the streams of blocks; those of first blocks are found for several calls together and kept.
 
     Args:
         key: What they follow from; may be replaced by another at any time.

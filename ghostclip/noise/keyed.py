@@ -1,4 +1,4 @@
-"""What all levels of noise share: a key, a position, and noise that is addressed block by block."""
+"""Base of all noise levels: a key, a position, and noise that is addressed block by block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a private optimizer refuses or warns about before it releases anything."""
+"""Checks of a private optimizer before it releases anything: refusals and warnings."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ class MemberOptimizer(WrappedOptimizer):
 
     @property
     def account(self) -> CarriedAccount | None:
-        """What travels with each member's state."""
+        """The account that travels with each member's state."""
         release: DPOptimizer | None = self.__dict__.get("release")
         return None if release is None else release.account
 

@@ -1,4 +1,4 @@
-"""What one step releases: the noisy sum, the noisy count of an adaptive bound, and the fingerprint a ledger keeps."""
+"""Release of one step: the noisy sum, the noisy count of an adaptive bound, and the fingerprint a ledger keeps."""
 
 from __future__ import annotations
 

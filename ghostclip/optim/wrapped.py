@@ -1,4 +1,4 @@
-"""What any wrapper of a torch optimizer needs so that schedulers, checkpoints and trainers take it for one."""
+"""Base of wrappers of a torch optimizer that schedulers, checkpoints and trainers take for one."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.optim import Optimizer
 from ghostclip.errors import InvalidOptionError
 
 ACCOUNT_KEY: Final = "ghostclip_account"
-"""Where a parameter group of a saved state holds the account of a private training."""
+"""Key under which a parameter group of a saved state holds the account of a private training."""
 
 
 class CarriedAccount(Protocol):
-    """What travels with an optimizer's state."""
+    """Account that travels with an optimizer's state."""
 
     def text(self) -> str:
         """Return it."""

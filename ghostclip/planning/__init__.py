@@ -1,1 +1,1 @@
-"""What is kept and what is computed again under a memory budget, what clipping costs, and the report of both."""
+"""Choice of what is kept and what is computed again under a memory budget, cost of clipping, and the report of both."""

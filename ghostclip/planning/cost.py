@@ -1,4 +1,4 @@
-"""What clipping a parameter costs, priced as the passes and the factor planner run it.
+"""Cost of clipping a parameter, priced as the passes and the factor planner run it.
 
 FLOPs are those of products of matrices, a multiplication and an addition as two: what torch's counter and
 ``benchmarks.flops`` count. Elementwise work and sums are left out on both sides.

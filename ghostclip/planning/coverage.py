@@ -1,4 +1,4 @@
-"""How every trainable parameter is handled and what that costs, as a table."""
+"""Coverage report: the handling of every trainable parameter and its cost, as a table."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -252,7 +252,7 @@ def _joined(texts: Iterable[str]) -> str:
 
 
 def _bears(item: Arrival, name: str, sizes: dict[str, int]) -> bool:
-    """What is computed from several parameters is priced once, at the largest of them."""
+    """Whether a parameter bears the cost of a computation from several: the largest of them does."""
     return name == max(item.names, key=lambda other: sizes.get(other, 0))
 
 

@@ -1,4 +1,4 @@
-"""How much memory a backward holds at every moment: read off its graph before it runs, without a measurement.
+"""Memory that a backward holds at every moment: read off its graph before it runs, without a measurement.
 
 A measurement of the allocator would differ from run to run, and a plan made of it with it; the graph is the same each
 time. Saved tensors are counted once for each storage, until the last operation that saved them has run.

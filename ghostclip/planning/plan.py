@@ -40,7 +40,7 @@ _CALLS_A_LEVEL: Final = 6
 
 
 class Shape(NamedTuple):
-    """What decides on a layer's costs.
+    """Sizes that decide on a layer's costs.
 
     Attributes:
         samples: N.

@@ -1,1 +1,1 @@
-"""What ε rests on: the account, its budget, the ledger on disk, checkpoints, and what the guarantee means."""
+"""Everything that ε rests on: account, budget, ledger on disk, checkpoints, and the guarantee in words."""

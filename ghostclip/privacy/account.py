@@ -1,4 +1,4 @@
-"""What an engine has released: the accountant, the ledger on disk and the budgets, kept in step."""
+"""Account of what an engine has released: accountant, ledger on disk and budgets, kept in step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from ghostclip.privacy.charges import (
 from ghostclip.privacy.discretisation import released_bounds
 from ghostclip.privacy.ledger_file import Entry, LedgerFile, total
 from ghostclip.privacy.own_accountant import continue_own, refuse_untold, tell
-from ghostclip.privacy.sampling_plan import SamplingPlan
+from ghostclip.privacy.sampling import Sampling
 
 _REMEDY = (
     "What either releases would be missing in the other's ε. Make a PrivacyEngine, and call make_private(), in the "
@@ -137,12 +137,12 @@ class Account:
         for budget in self.budgets:
             budget.forget()
 
-    def open(self, optimizer: DPOptimizer, plan: SamplingPlan, mechanism: Mapping[str, Any]) -> None:
+    def open(self, optimizer: DPOptimizer, sampling: Sampling, mechanism: Mapping[str, Any]) -> None:
         """Charge the steps of an optimizer from now on.
 
         Args:
             optimizer: The private optimizer.
-            plan: How its batches are sampled.
+            sampling: How its batches are sampled.
             mechanism: What one of its steps releases, in plain values.
 
         Raises:
@@ -161,9 +161,9 @@ class Account:
                 if self.ledger is not None and segment:
                     self.ledger.begin_segment(segment[0])
                     segment.clear()
-                self._charge(current, plan, released)
+                self._charge(current, sampling, released)
 
-        optimizer.attach_step_hook(lambda current: self._require(current, plan))
+        optimizer.attach_step_hook(lambda current: self._require(current, sampling))
         optimizer.attach_release_hook(charge)
 
     def _claim(self) -> None:
@@ -234,12 +234,12 @@ class Account:
             )
         return bounds
 
-    def noise_for(self, budget: Budget, plan: SamplingPlan, *, epochs: int, coordinates: int) -> float:
+    def noise_for(self, budget: Budget, sampling: Sampling, *, epochs: int, coordinates: int) -> float:
         """Choose the noise for a budget, counted from here on.
 
         Args:
             budget: What must not be exceeded; is told how many steps the noise was chosen for.
-            plan: How batches are sampled.
+            sampling: How batches are sampled.
             epochs: Passes over the private loader.
             coordinates: Numbers of one release with discrete noise; 0 for continuous noise.
 
@@ -249,11 +249,11 @@ class Account:
         Raises:
             BudgetError: If no noise keeps the budget.
         """
-        steps = _validate.positive_int(epochs, "epochs") * plan.events_per_epoch
+        steps = _validate.positive_int(epochs, "epochs") * sampling.events_per_epoch
         coordinates = max(coordinates, self.coordinates)
 
         def epsilon_of(sigma: float) -> float:
-            planned = accountant_of(self.accountant, [cost_of(plan.event, noise_multiplier=sigma, count=steps)])
+            planned = accountant_of(self.accountant, [cost_of(sampling.event, noise_multiplier=sigma, count=steps)])
             with warnings.catch_warnings():
                 # The search tries σ that nobody would use, where numbers overflow on the way to inf.
                 warnings.simplefilter("ignore", RuntimeWarning)
@@ -261,7 +261,7 @@ class Account:
 
         unused = min(_UNUSED, _UNUSED_SHARE * budget.epsilon)
         noise_multiplier = smallest_noise_multiplier(epsilon_of, target=budget.epsilon, tolerance=unused)
-        budget.plan(cost_of(plan.event, noise_multiplier=noise_multiplier, count=steps))
+        budget.known_to_fit(cost_of(sampling.event, noise_multiplier=noise_multiplier, count=steps))
         if not self.fresh:
             budget.exclude(charges_of(self.accountant))
             warnings.warn(
@@ -387,13 +387,13 @@ class Account:
         """Return where the ledger has got to, or None without one."""
         return None if self.ledger is None else self.ledger.place()
 
-    def _require(self, optimizer: DPOptimizer, plan: SamplingPlan) -> None:
+    def _require(self, optimizer: DPOptimizer, sampling: Sampling) -> None:
         """Refuse, or skip, a step that does not fit in a budget."""
         self._claim()
         if self._made_before(optimizer) is not None:
             return
         self.accountant.require_whole()
-        events = plan.events(optimizer)
+        events = sampling.events(optimizer)
         refuse_untold(self.own, events)
         for budget in self.budgets:
             if budget.when_spent == "raise":
@@ -402,9 +402,9 @@ class Account:
                 budget.spent = True
                 raise SkipStep
 
-    def _charge(self, optimizer: DPOptimizer, plan: SamplingPlan, released: Sequence[torch.Tensor]) -> None:
+    def _charge(self, optimizer: DPOptimizer, sampling: Sampling, released: Sequence[torch.Tensor]) -> None:
         """Write a step whose values are formed and that nothing has seen yet."""
-        events = plan.events(optimizer)
+        events = sampling.events(optimizer)
         self.charged = True
         run = self._run_of(optimizer)
         if self.ledger is not None:
@@ -413,12 +413,12 @@ class Account:
             if made is not None:
                 with refused_together("step made before") if self.ledger.shared else nullcontext():
                     self._refuse_other_values(optimizer, made, digest)
-                plan.settle(events)
+                sampling.settle(events)
                 return
             self.ledger.append(Entry(run, optimizer.releases, tuple(events), digest))
         self._note(run, optimizer.releases + 1)
         self._add(events)
-        plan.settle(events)
+        sampling.settle(events)
 
     def _add(self, events: Sequence[Charge]) -> None:
         add_charges(self.accountant, events)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ghostclip.optim import DPOptimizer
 from ghostclip.privacy.account import Account
 from ghostclip.privacy.ledger_file import LedgerFile
-from ghostclip.privacy.sampling_plan import SamplingPlan
+from ghostclip.privacy.sampling import Sampling
 
 Undo = Callable[[], None]
 # What is put back by itself, is not changed by loading, or belongs to the user.
@@ -25,7 +25,7 @@ def all_or_nothing(
     *,
     module: nn.Module | None = None,
     optimizer: DPOptimizer | None,
-    plan: SamplingPlan | None,
+    sampling: Sampling | None,
     account: Account,
     schedulers: Iterable[object] = (),
 ) -> Iterator[None]:
@@ -34,7 +34,7 @@ def all_or_nothing(
     Args:
         module: The model.
         optimizer: The private optimizer.
-        plan: How its batches are sampled.
+        sampling: How its batches are sampled.
         account: What its steps are charged to. A line that was written into its ledger stays there.
         schedulers: Schedulers, None among them.
 
@@ -45,7 +45,7 @@ def all_or_nothing(
         A copy of the model in main memory while the block runs.
     """
     # Accountants and schedulers may be of the user's classes.
-    holders = [account, account.accountant, account.own, plan, *schedulers]
+    holders = [account, account.accountant, account.own, sampling, *schedulers]
     undo = [_kept_generators()]
     if module is not None:
         undo.append(_kept_module(module))

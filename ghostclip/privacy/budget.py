@@ -47,7 +47,7 @@ class Budget:
         self._left: int | None = None
         self._seen = 0
         self._kind: Kind | None = None
-        self._planned: Charge | None = None
+        self._known: Charge | None = None
         self._excluded: dict[Kind, int] = {}
 
     def exclude(self, charges: Sequence[Charge]) -> None:
@@ -58,13 +58,13 @@ class Budget:
         """
         self._excluded = counted(charges)
 
-    def plan(self, charge: Charge) -> None:
+    def known_to_fit(self, charge: Charge) -> None:
         """Say what is known to fit, because the noise was chosen for it; saves working it out.
 
         Args:
             charge: Fits in the whole budget.
         """
-        self._planned = charge
+        self._known = charge
 
     def forget(self) -> None:
         """Work out anew how many steps fit, of all that is in the account: it was replaced."""
@@ -92,21 +92,21 @@ class Budget:
             return self._within(accountant, charges)
         ((kind, steps),) = more.items()
         if kind != self._kind:
-            self._kind, self._left = kind, self._left_of_plan(accountant, kind)
+            self._kind, self._left = kind, self._left_of_known(accountant, kind)
             if self._left is None:
                 # Once for every σ of a schedule; counted out only when the same comes a second time.
                 return self._within(accountant, charges)
-        if self._left is None or (steps > self._left and self._planned is not None):
-            self._planned = None
+        if self._left is None or (steps > self._left and self._known is not None):
+            self._known = None
             self._left = self._count(accountant, kind)
         return steps <= self._left
 
-    def _left_of_plan(self, accountant: Accountant, kind: Kind) -> int | None:
-        """Return how many steps of the plan are left, or None if the account holds anything else."""
-        if self._planned is None or kind_of(self._planned) != kind:
+    def _left_of_known(self, accountant: Accountant, kind: Kind) -> int | None:
+        """Return how many of the steps that are known to fit are left, or None if the account holds anything else."""
+        if self._known is None or kind_of(self._known) != kind:
             return None
         held = self._counted(accountant)
-        return None if held.keys() - {kind} else self._planned[2] - held.get(kind, 0)
+        return None if held.keys() - {kind} else self._known[2] - held.get(kind, 0)
 
     def _counted(self, accountant: Accountant) -> dict[Kind, int]:
         """Return what the account holds, without what is left out."""

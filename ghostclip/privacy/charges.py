@@ -1,4 +1,4 @@
-"""What releases cost, as ledgers, budgets and checkpoints carry it: entries of an accountant's history, of any kind."""
+"""Costs of releases as ledgers, budgets and checkpoints carry them: entries of an accountant's history, of any kind."""
 
 from __future__ import annotations
 

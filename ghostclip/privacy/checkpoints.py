@@ -17,28 +17,28 @@ from ghostclip.optim import DPOptimizer
 from ghostclip.privacy.account import Account, run_of
 from ghostclip.privacy.digest import digest_of
 from ghostclip.privacy.discretisation import coordinates_of
-from ghostclip.privacy.sampling_plan import SamplingPlan
+from ghostclip.privacy.sampling import Sampling
 
 MODULE, OPTIMIZER, ACCOUNTANT = "module_state_dict", "optimizer_state_dict", "privacy_accountant_state_dict"
 SCHEDULERS = {"noise_multiplier": "noise_scheduler_state_dict", "max_grad_norm": "grad_clip_scheduler_state_dict"}
 MECHANISM, NOISE, SAMPLER = "ghostclip_mechanism", "ghostclip_noise", "ghostclip_sampler"
 POLICY, RELEASES, LEDGER, GENERATORS = "ghostclip_policy", "ghostclip_releases", "ghostclip_ledger", "ghostclip_rng"
-PLAN, COORDINATES, RUNS, DIGEST = "ghostclip_plan", "ghostclip_coordinates", "ghostclip_runs", "ghostclip_digest"
-VERSION = "ghostclip_version"
-SECRETS = (NOISE, SAMPLER, PLAN)
-"""What the noise and the batches of a training follow from, or position in them."""
-_FORMAT = 4
-"""Version of what is written: 4 holds a digest of all that it holds, and which releases its account consists of."""
+COORDINATES, RUNS, SAMPLING = "ghostclip_coordinates", "ghostclip_runs", "ghostclip_sampling"
+DIGEST, VERSION = "ghostclip_digest", "ghostclip_version"
+SECRETS = (NOISE, SAMPLER, SAMPLING)
+"""Entries that noise and batches follow from, or that hold a position in them."""
+_FORMAT = 5
+"""Version of what is written: 5 holds a digest of all that it holds, and noise of one key stream."""
 
 Place = str | os.PathLike[str] | IO[bytes]
 
 
-def mechanism(optimizer: DPOptimizer, plan: SamplingPlan | None) -> dict[str, Any]:
+def mechanism(optimizer: DPOptimizer, sampling: Sampling | None) -> dict[str, Any]:
     """Describe what a step releases, as far as its privacy depends on it.
 
     Args:
         optimizer: The private optimizer.
-        plan: How its batches are sampled, if known.
+        sampling: How its batches are sampled, if known.
 
     Returns:
         Plain values by name.
@@ -57,26 +57,26 @@ def mechanism(optimizer: DPOptimizer, plan: SamplingPlan | None) -> dict[str, An
         described["max_grad_norm"] = optimizer.max_grad_norm
     if optimizer.noise_source.level == "exact":
         described["coordinates"] = coordinates_of(optimizer.clipper.model, "exact")
-    if plan is not None:
-        event = plan.event
+    if sampling is not None:
+        event = sampling.event
         described.update(sampling=event.kind, sample_rate=event.sample_rate)
         unusual = {"truncation": event.truncation, "unit": event.unit, "records_per_unit": event.records_per_unit}
         described.update({name: value for name, value in unusual.items() if value not in (None, "record", 1)})
     return described
 
 
-def _sampler_of(plan: SamplingPlan | None) -> Any:
+def _sampler_of(sampling: Sampling | None) -> Any:
     """Return what holds the position in the data, or None where it keeps no state."""
-    return None if plan is None else plan.sampler
+    return None if sampling is None else sampling.sampler
 
 
-def training_state(account: Account, optimizer: DPOptimizer | None, plan: SamplingPlan | None) -> dict[str, Any]:
+def training_state(account: Account, optimizer: DPOptimizer | None, sampling: Sampling | None) -> dict[str, Any]:
     """Collect everything but the model that a resumed training needs to be the same training.
 
     Args:
         account: What was released.
         optimizer: The private optimizer, if it is to be saved.
-        plan: How its batches are sampled, if known.
+        sampling: How its batches are sampled, if known.
 
     Returns:
         Plain values and tensors.
@@ -84,7 +84,7 @@ def training_state(account: Account, optimizer: DPOptimizer | None, plan: Sampli
     Raises:
         MissingGradientError: In the middle of a logical batch, whose sums no checkpoint holds.
     """
-    state = account_state(account, optimizer, plan)
+    state = account_state(account, optimizer, sampling)
     if optimizer is not None:
         optimizer.require_released()
         state[OPTIMIZER] = optimizer.original_optimizer.state_dict()
@@ -92,13 +92,13 @@ def training_state(account: Account, optimizer: DPOptimizer | None, plan: Sampli
     return state
 
 
-def account_state(account: Account, optimizer: DPOptimizer | None, plan: SamplingPlan | None) -> dict[str, Any]:
+def account_state(account: Account, optimizer: DPOptimizer | None, sampling: Sampling | None) -> dict[str, Any]:
     """Collect what was released, and where sampling and noise have got to.
 
     Args:
         account: What was released.
         optimizer: The private optimizer, if its noise is to be continued.
-        plan: How its batches are sampled, if known.
+        sampling: How its batches are sampled, if known.
 
     Returns:
         Plain values.
@@ -108,14 +108,14 @@ def account_state(account: Account, optimizer: DPOptimizer | None, plan: Samplin
     state[LEDGER], state[COORDINATES], state[RUNS] = account.place(), account.coordinates, dict(account.runs)
     if optimizer is not None:
         state[NOISE] = optimizer.noise_source.state_dict()
-        state[MECHANISM] = mechanism(optimizer, plan)
+        state[MECHANISM] = mechanism(optimizer, sampling)
         state[POLICY] = optimizer.clipper.policy.state_dict()
         state[RELEASES] = optimizer.releases
-    sampler = _sampler_of(plan)
+    sampler = _sampler_of(sampling)
     if sampler is not None:
         state[SAMPLER] = sampler.state_dict()
-    if plan is not None:
-        state[PLAN] = plan.state_dict()
+    if sampling is not None:
+        state[SAMPLING] = sampling.state_dict()
     return state
 
 
@@ -156,7 +156,7 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any], *, schedul
 def reconciled(
     checkpoint: dict[str, Any],
     optimizer: DPOptimizer,
-    plan: SamplingPlan | None,
+    sampling: Sampling | None,
     *,
     scheduled: set[str],
     allow_change: bool,
@@ -167,7 +167,7 @@ def reconciled(
     Args:
         checkpoint: What was loaded.
         optimizer: The private optimizer, made anew.
-        plan: How its batches are sampled, if known.
+        sampling: How its batches are sampled, if known.
         scheduled: Names of the mechanism's values that a scheduler will restore.
         allow_change: Whether the mechanism may differ.
         fresh: Whether the randomness is to be fresh in any case.
@@ -178,22 +178,22 @@ def reconciled(
     Raises:
         ResumeError: If the mechanism differs and must not.
     """
-    different = differences(checkpoint.get(MECHANISM, {}), mechanism(optimizer, plan), scheduled=scheduled)
+    different = differences(checkpoint.get(MECHANISM, {}), mechanism(optimizer, sampling), scheduled=scheduled)
     if different and not allow_change:
         raise ResumeError(
             f"checkpoint of another mechanism ({'; '.join(different)}). Make the training private with the saved "
             "values, or pass allow_mechanism_change=True to add steps of the new mechanism to the same ledger."
         )
-    return with_fresh_randomness(checkpoint, optimizer, plan) if different or fresh else checkpoint
+    return with_fresh_randomness(checkpoint, optimizer, sampling) if different or fresh else checkpoint
 
 
-def restore(checkpoint: dict[str, Any], optimizer: DPOptimizer | None, plan: SamplingPlan | None) -> None:
+def restore(checkpoint: dict[str, Any], optimizer: DPOptimizer | None, sampling: Sampling | None) -> None:
     """Put a saved optimizer and the positions of noise, batches and dropout back.
 
     Args:
         checkpoint: What was loaded.
         optimizer: The private optimizer, or None to leave it out.
-        plan: How its batches are sampled, if known.
+        sampling: How its batches are sampled, if known.
 
     Raises:
         ResumeError: If the state is incomplete or belongs to something else.
@@ -202,27 +202,27 @@ def restore(checkpoint: dict[str, Any], optimizer: DPOptimizer | None, plan: Sam
         if OPTIMIZER not in checkpoint:
             raise ResumeError("checkpoint: it was saved without its optimizer. Pass optimizer=None, or save it too.")
         optimizer.original_optimizer.load_state_dict(checkpoint[OPTIMIZER])
-    restore_positions(checkpoint, optimizer, plan)
+    restore_positions(checkpoint, optimizer, sampling)
     if optimizer is not None and GENERATORS in checkpoint:
         _continue_generators(checkpoint[GENERATORS])
 
 
-def restore_positions(checkpoint: Mapping[str, Any], optimizer: DPOptimizer | None, plan: SamplingPlan | None) -> None:
+def restore_positions(checkpoint: Mapping[str, Any], optimizer: DPOptimizer | None, sampling: Sampling | None) -> None:
     """Put the positions of noise and batches back.
 
     Args:
         checkpoint: What was loaded.
         optimizer: The private optimizer, or None to leave it out.
-        plan: How its batches are sampled, if known.
+        sampling: How its batches are sampled, if known.
 
     Raises:
         ResumeError: If the state belongs to something else.
     """
-    sampler = _sampler_of(plan)
+    sampler = _sampler_of(sampling)
     if sampler is not None and SAMPLER in checkpoint:
         sampler.load_state_dict(checkpoint[SAMPLER])
-    if plan is not None and PLAN in checkpoint:
-        plan.load_state_dict(checkpoint[PLAN])
+    if sampling is not None and SAMPLING in checkpoint:
+        sampling.load_state_dict(checkpoint[SAMPLING])
     if optimizer is None:
         return
     optimizer.releases = checkpoint.get(RELEASES, optimizer.releases)
@@ -233,14 +233,14 @@ def restore_positions(checkpoint: Mapping[str, Any], optimizer: DPOptimizer | No
 
 
 def with_fresh_randomness(
-    checkpoint: Mapping[str, Any], optimizer: DPOptimizer, plan: SamplingPlan | None
+    checkpoint: Mapping[str, Any], optimizer: DPOptimizer, sampling: Sampling | None
 ) -> dict[str, Any]:
     """Return a checkpoint that continues with noise and batches that nothing was released with before.
 
     Args:
         checkpoint: What was loaded.
         optimizer: The private optimizer, made anew.
-        plan: How its batches are sampled, if known.
+        sampling: How its batches are sampled, if known.
 
     Returns:
         The checkpoint without the noise's state and what was paid for of a pass, and with the key of the new sampler.
@@ -250,7 +250,7 @@ def with_fresh_randomness(
     """
     fresh = {name: value for name, value in checkpoint.items() if name not in (NOISE, GENERATORS, RELEASES)}
     # The next step is charged as one of another pass.
-    fresh[PLAN] = {}
+    fresh[SAMPLING] = {}
     saved_run = run_of(checkpoint.get(NOISE, {}))
     if saved_run is not None and run_of(optimizer.noise_source.state_dict()) == saved_run:
         raise ResumeError(
@@ -258,7 +258,7 @@ def with_fresh_randomness(
             "because it is that run), which must not hide other sums. Make the training private anew, without a "
             "generator or with another."
         )
-    sampler = _sampler_of(plan)
+    sampler = _sampler_of(sampling)
     if sampler is not None and SAMPLER in checkpoint:
         fresh[SAMPLER] = {**checkpoint[SAMPLER], "key": sampler.state_dict()["key"]}
     return fresh
@@ -273,7 +273,7 @@ def without_positions(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     Returns:
         The checkpoint without their states.
     """
-    positions = (NOISE, SAMPLER, PLAN, RELEASES, GENERATORS)
+    positions = (NOISE, SAMPLER, SAMPLING, RELEASES, GENERATORS)
     return {name: value for name, value in checkpoint.items() if name not in positions}
 
 

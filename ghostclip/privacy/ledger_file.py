@@ -27,11 +27,11 @@ class Entry(NamedTuple):
     """One release."""
 
     run: str
-    """Whose noise it uses: a digest of the noise key."""
+    """Run that the noise is of: a digest of the noise key."""
     number: int
-    """How many releases that run made before it."""
+    """Number of releases that the run made before it."""
     events: tuple[Charge, ...]
-    """What it costs."""
+    """Its cost."""
     fingerprint: str
     """Digest of what was released."""
 

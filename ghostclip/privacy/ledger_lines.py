@@ -26,12 +26,12 @@ _RESTORE = "Restore the file, from a copy if there is one: without it ε is not 
 
 
 class Place(NamedTuple):
-    """Where a ledger has got to."""
+    """Position in a ledger: its identity, its number of lines, and their hash."""
 
     ledger: str = ""
     """Its identity; empty before its first line."""
     lines: int = 0
-    """How many lines it has."""
+    """Number of lines."""
     chained: str = ""
     """Hash of the last one."""
 

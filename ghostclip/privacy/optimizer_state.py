@@ -18,7 +18,7 @@ from ghostclip.privacy import checkpoints
 from ghostclip.privacy.account import Account
 from ghostclip.privacy.all_or_nothing import all_or_nothing
 from ghostclip.privacy.digest import digest_of
-from ghostclip.privacy.sampling_plan import SamplingPlan
+from ghostclip.privacy.sampling import Sampling
 
 _NEEDED = (checkpoints.ACCOUNTANT, checkpoints.MECHANISM, checkpoints.RELEASES)
 
@@ -33,13 +33,13 @@ class OptimizerAccount:
     Args:
         account: What the optimizer's steps are charged to.
         optimizer: The private optimizer.
-        plan: How its batches are sampled.
+        sampling: How its batches are sampled.
     """
 
-    def __init__(self, account: Account, optimizer: DPOptimizer, plan: SamplingPlan) -> None:
+    def __init__(self, account: Account, optimizer: DPOptimizer, sampling: Sampling) -> None:
         self._account = account
         self._optimizer = optimizer
-        self._plan = plan
+        self._sampling = sampling
         self._loaded: tuple[str, int] | None = None
 
     def text(self) -> str:
@@ -48,7 +48,7 @@ class OptimizerAccount:
         Returns:
             What `load` takes.
         """
-        return _sealed(checkpoints.account_state(self._account, self._optimizer, self._plan))
+        return _sealed(checkpoints.account_state(self._account, self._optimizer, self._sampling))
 
     def load(self, text: str | None) -> None:
         """Continue a saved account.
@@ -70,19 +70,19 @@ class OptimizerAccount:
             # Several optimizers of one release carry the same account.
             return
         saved = _read(text)
-        optimizer, plan = self._optimizer, self._plan
+        optimizer, sampling = self._optimizer, self._sampling
         goes_back = self._account.goes_back(saved[checkpoints.RUNS])
-        with all_or_nothing(optimizer=optimizer, plan=plan, account=self._account):
+        with all_or_nothing(optimizer=optimizer, sampling=sampling, account=self._account):
             if not self._account.charged:
                 saved = checkpoints.reconciled(
                     saved,
                     optimizer,
-                    plan,
+                    sampling,
                     scheduled=optimizer.scheduled,
                     allow_change=False,
                     fresh=checkpoints.NOISE not in saved,
                 )
-                checkpoints.restore_positions(saved, optimizer, plan)
+                checkpoints.restore_positions(saved, optimizer, sampling)
                 for name in optimizer.scheduled & saved[checkpoints.MECHANISM].keys():
                     setattr(optimizer, name, saved[checkpoints.MECHANISM][name])
             # Else this goes back to an earlier state of this training: account and draws go on from where they are.

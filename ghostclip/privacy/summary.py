@@ -1,4 +1,4 @@
-"""What an (ε, δ) is worth, in one line: between which data sets, under which sampling, and what it does not cover."""
+"""Summary of a guarantee in one line: ε, δ, neighbouring data sets, sampling, noise, and what is not covered."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 from ghostclip.accounting import Bounds
-from ghostclip.privacy.sampling_plan import SamplingPlan
+from ghostclip.privacy.sampling import Sampling
 
 _RELATIONS = {
     "zero_out": "with one {unit} or with nothing in its place (the number of {unit}s, {count}, is public)",
@@ -34,7 +34,7 @@ def summary_text(
     *,
     releases: int,
     level: str,
-    plan: SamplingPlan | None,
+    sampling: Sampling | None,
     unchecked: Iterable[str] = (),
 ) -> str:
     """Return what was released, what for, and what is not covered.
@@ -44,7 +44,7 @@ def summary_text(
         delta: δ.
         releases: How many releases are accounted for.
         level: Of the noise.
-        plan: How batches are sampled; None before anything was made private.
+        sampling: How batches are sampled; None before anything was made private.
         unchecked: Of each model, the checks that were switched off or could not run; empty texts are left out.
 
     Returns:
@@ -53,14 +53,14 @@ def summary_text(
     parts = [f"(ε ≤ {_up(bounds.upper)}, δ = {delta:g}) after {releases} accounted releases"]
     if bounds.lower > 0:
         parts.append(f"no accountant could report less than ε = {_down(bounds.lower)}")
-    if plan is not None:
-        event = plan.event
+    if sampling is not None:
+        event = sampling.event
         unit = f"{event.unit} (at most {event.records_per_unit} records in a batch)"
         unit = unit if event.records_per_unit > 1 else event.unit
         relation = _RELATIONS[event.relation].format(unit=event.unit, count=event.num_units)
         parts.append(f"for each {unit}, between data sets {relation}")
-        sampling = _SAMPLING[event.kind].format(rate=event.sample_rate, truncation=event.truncation)
-        parts.append(f"{sampling}, as declared by the user, who answers for it" if plan.draws is None else sampling)
+        said = _SAMPLING[event.kind].format(rate=event.sample_rate, truncation=event.truncation)
+        parts.append(f"{said}, as declared by the user, who answers for it" if sampling.draws is None else said)
     parts.append(_NOISE[level])
     uncovered = _INTEGERS if level == "exact" else _FLOATS
     parts.append(

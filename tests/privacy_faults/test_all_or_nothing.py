@@ -109,7 +109,7 @@ class Run:
             "noise": self.optimizer.noise_source.state_dict(),
             "batches": self.loader.state_dict(),
             "draws": [str(vars(self.loader.private_sampler.draws))],
-            "plan": self.engine._plan.state_dict(),
+            "sampling": self.engine._sampling.state_dict(),
             "values": [self.optimizer.releases, self.optimizer.noise_multiplier, self.optimizer.max_grad_norm],
             "schedules": [schedule.state_dict() for schedule in self.schedules.values()],
             "generator": [torch.get_rng_state()],
@@ -134,7 +134,7 @@ STAGES = {
     "module": lambda run: (run.model, "load_state_dict"),
     "optimizer": lambda run: (run.optimizer.original_optimizer, "load_state_dict"),
     "sampler": lambda run: (run.loader.private_sampler, "load_state_dict"),
-    "plan": lambda run: (run.engine._plan, "load_state_dict"),
+    "sampling": lambda run: (run.engine._sampling, "load_state_dict"),
     "noise": lambda run: (run.optimizer.noise_source, "load_state_dict"),
     "policy": lambda run: (run.optimizer.clipper.policy, "load_state_dict"),
     "generator": lambda _: (checkpoints, "_continue_generators"),
@@ -147,7 +147,7 @@ STAGES = {
 SETTINGS = {
     "policy": {"clipping": "adaptive"},
     "accountant": {"own": True},
-    "plan": {},
+    "sampling": {},
 }
 
 
@@ -172,7 +172,7 @@ def test_checkpoint_that_fails_at_any_stage_changes_nothing(stage, steps, tmp_pa
     next(batches, None)
     run.train(steps) if steps else None
     before = run.state()
-    skipped = run is saving and stage in ("sampler", "plan", "noise", "generator")
+    skipped = run is saving and stage in ("sampler", "sampling", "noise", "generator")
     with monkeypatch.context() as patch:
         owner, name = STAGES[stage](run)
         _inject(patch, owner, name, works=not with_ledger)
@@ -184,7 +184,7 @@ def test_checkpoint_that_fails_at_any_stage_changes_nothing(stage, steps, tmp_pa
     assert run.state() == before
 
 
-@pytest.mark.parametrize("stage", ["sampler", "plan", "noise", "account"])
+@pytest.mark.parametrize("stage", ["sampler", "sampling", "noise", "account"])
 def test_optimizers_state_that_fails_at_any_stage_changes_nothing(stage, tmp_path, monkeypatch):
     state = Run().train(4).optimizer.state_dict()
     run = Run()

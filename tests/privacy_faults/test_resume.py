@@ -110,7 +110,7 @@ def test_checkpoint_holds_the_whole_mechanism_in_plain_values(tmp_path):
         "sampling": "poisson",
         "sample_rate": 0.2,
     }
-    assert state["ghostclip_version"] == 4
+    assert state["ghostclip_version"] == 5
     assert state["ghostclip_ledger"]["releases"] == state["ghostclip_releases"] == 2
     assert list(state["ghostclip_runs"].values()) == [2]
     assert {"key", "position"} <= state["ghostclip_noise"].keys() & state["ghostclip_sampler"].keys()

@@ -1,7 +1,7 @@
-"""How records get into batches, and what a step therefore costs: the two belong together.
+"""Sampling of batches together with the cost of a step on them: the two belong together.
 
-Each plan owns its loader, the public constant that sums are divided by, and the accounting event of a step, so that no
-other place computes a rate.
+Each sampling owns its loader, the public constant that sums are divided by, and the accounting event of a step, so
+that no other place computes a rate.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from ghostclip.optim.draws import Draw, DrawLog
 from ghostclip.privacy.charges import Charge, cost_of
 
 
-class SamplingPlan(Protocol):
-    """Where batches come from and how a step on them is accounted."""
+class Sampling(Protocol):
+    """Source of batches, and the cost of a step on them."""
 
     loader: Any
     event: SamplingEvent
-    """What one accounted event is, for one backward pass in a step."""
+    """The accounted event, for one backward pass in a step."""
     events_per_epoch: int
     """Accounted events in one pass over the loader."""
     expected_batch_size: float
     draws: DrawLog | None
     """Draws that no release has used yet; None where the user samples."""
     sampler: Any
-    """What holds the position in the data; None where nothing does."""
+    """The object that holds the position in the data; None where nothing does."""
     replicas: int
     """Ranks that share each batch."""
 
@@ -68,14 +68,14 @@ class SamplingPlan(Protocol):
         """
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where a saved plan was; the sampler has continued already.
+        """Continue from a saved state; the sampler has continued already.
 
         Args:
             state: What `state_dict` returned; empty if nothing is paid for.
         """
 
 
-class EventPlan:
+class EventSampling:
     """Each step is an event of its own, as the private loader's sampler says: Poisson, truncated, or a full batch.
 
     Privacy:
@@ -148,7 +148,7 @@ class EventPlan:
         """
 
 
-class ShuffledPlan:
+class ShuffledSampling:
     """Every record is in exactly one batch of a pass, as ordinary loaders do it.
 
     Privacy:
@@ -227,7 +227,7 @@ class ShuffledPlan:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where a saved plan was.
+        """Continue from a saved state.
 
         Args:
             state: What `state_dict` returned; if it is empty, the next step is charged as one of another pass.
@@ -245,24 +245,24 @@ def _sigma_of(charge: Charge) -> float:
     return charge[0]
 
 
-def plan_for(
-    loader: DataLoader[Any] | DeclaredSampling, *, poisson_sampling: bool, before: SamplingPlan | None
-) -> SamplingPlan:
+def sampling_for(
+    loader: DataLoader[Any] | DeclaredSampling, *, poisson_sampling: bool, before: Sampling | None
+) -> Sampling:
     """Decide how batches are sampled and accounted.
 
     Args:
         loader: The user's loader; a private one samples as its scheme says, a `DeclaredSampling` as it states.
         poisson_sampling: Whether to sample as the accountant assumes.
-        before: The plan that the same account was used with before, if there is one.
+        before: The sampling that the same account was used with before, if there is one.
 
     Returns:
-        The plan, with the private loader.
+        The sampling, with the private loader.
 
     Raises:
         DataError: If the loader cannot be sampled from as asked.
     """
     if isinstance(loader, DeclaredSampling):
-        return EventPlan(loader)
+        return EventSampling(loader)
     # A private loader was agreed on when it was made; ranks that train apart bring one of their own.
     with nullcontext() if isinstance(loader, DPDataLoader) else refused_together("loader"):
         refuse_wrapped(loader)
@@ -273,42 +273,42 @@ def plan_for(
             stacklevel=4,
         )
     if isinstance(loader, DPDataLoader) and loader.event.kind == "shuffled":
-        return ShuffledPlan(loader, _Epochs(loader.private_sampler), loader.expected_batch_size)
+        return ShuffledSampling(loader, _Epochs(loader.private_sampler), loader.expected_batch_size)
     if poisson_sampling:
-        return EventPlan(DPDataLoader.from_data_loader(loader))
+        return EventSampling(DPDataLoader.from_data_loader(loader))
     together = world_size() > 1 or isinstance(record_sampler(loader), DistributedSampler)
-    plan = _shuffled_together(loader) if together else _shuffled(loader)
+    sampling = _shuffled_together(loader) if together else _shuffled(loader)
     warnings.warn(
         "poisson_sampling=False: shuffled batches have no amplification by sampling, so each pass over the data is "
         "accounted as one full participation (q = 1). ε will be much larger than with Poisson sampling.",
         stacklevel=4,
     )
-    return plan
+    return sampling
 
 
-def _shuffled_together(loader: DataLoader[Any]) -> ShuffledPlan:
-    """Return the plan of shuffled batches that all ranks share: each rank's own would be another training.
+def _shuffled_together(loader: DataLoader[Any]) -> ShuffledSampling:
+    """Return the sampling of shuffled batches that all ranks share: each rank's own would be another training.
 
     Args:
         loader: The user's loader, whose order and `drop_last` are replaced.
 
     Returns:
-        The plan.
+        The sampling.
     """
     with refused_together("loader without Poisson sampling"):
         scheme = Shuffled(num_samples=dataset_length(loader.dataset), batch_size=checked_batch_size(loader))
         private = DPDataLoader.from_data_loader(loader, scheme=scheme)
-    return ShuffledPlan(private, _Epochs(private.private_sampler), private.expected_batch_size)
+    return ShuffledSampling(private, _Epochs(private.private_sampler), private.expected_batch_size)
 
 
-def _shuffled(loader: DataLoader[Any]) -> ShuffledPlan:
-    """Return the plan of a user's own loader without Poisson sampling.
+def _shuffled(loader: DataLoader[Any]) -> ShuffledSampling:
+    """Return the sampling of a user's own loader without Poisson sampling.
 
     Args:
         loader: The user's loader.
 
     Returns:
-        The plan.
+        The sampling.
 
     Raises:
         DataError: If its sampler may show a record twice in a pass.
@@ -321,7 +321,7 @@ def _shuffled(loader: DataLoader[Any]) -> ShuffledPlan:
         generator=loader.generator,
         **worker_options(loader),
     )
-    return ShuffledPlan(stoppable, passes, float(passes.batch_size))
+    return ShuffledSampling(stoppable, passes, float(passes.batch_size))
 
 
 class _StoppableLoader(DataLoader[Any]):
