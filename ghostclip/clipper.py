@@ -190,9 +190,9 @@ class GhostClipper(Diagnostics):
             if doubtful_B is None:
                 break
             index_D = doubtful_B.nonzero().squeeze(1)
-        release = self._decisions.release(total, self._record_of(norms), scale, ill_conditioned_B)
+        weights = self._decisions.weights(total, self._record_of(norms), scale, ill_conditioned_B)
         expected = norms.seen if same_uses else None
-        sums = SumPass(self._store, release, repeats=repeats, expected=expected, several=norms.several)
+        sums = SumPass(self._store, weights, repeats=repeats, expected=expected, several=norms.several)
 
         def add() -> None:
             self._listen(sums, loss.backward)
@@ -219,9 +219,11 @@ class GhostClipper(Diagnostics):
         if strategy != "hooks":
             parameters = self._session.parameters
             if loss is None:
-                return BookKeeping(self._groups(), plan=lambda use, grad: self.planner.during(use, grad, parameters))
+                return BookKeeping(
+                    self._groups(), kept_layers=lambda use, grad: self.planner.during(use, grad, parameters)
+                )
             keep = self.planner.before(loss, self._session.record, parameters)
-            return BookKeeping(self._groups(), plan=lambda use, grad: keep)
+            return BookKeeping(self._groups(), kept_layers=lambda use, grad: keep)
         self._store.drop_stale_samples()
         return Hooks(self._groups())
 
@@ -252,8 +254,8 @@ class GhostClipper(Diagnostics):
         with torch.no_grad(), full_precision():
             scale = self._scale(per_sample=per_sample)
             total = listener.norms()
-            release = self._decisions.release(total, self._record_of(listener), scale, listener.ill_conditioned_B)
-            self._all_or_nothing(lambda: listener.add_sums(self._store, release, scale))
+            weights = self._decisions.weights(total, self._record_of(listener), scale, listener.ill_conditioned_B)
+            self._all_or_nothing(lambda: listener.add_sums(self._store, weights, scale))
         self._close(listener)
 
     def _all_or_nothing(self, add: Callable[[], object]) -> None:

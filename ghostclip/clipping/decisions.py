@@ -12,7 +12,7 @@ from torch import Tensor
 from ghostclip.capture.usage import Record
 from ghostclip.clipping.grouping import Grouping
 from ghostclip.clipping.norms import GroupNorms
-from ghostclip.clipping.passes import Release
+from ghostclip.clipping.passes import ClipWeights
 from ghostclip.clipping.policies import ClipPolicy, Layout, finite_samples, relation_factor
 
 
@@ -72,17 +72,17 @@ class Decisions:
             self._opened = key
         return self.layout
 
-    def release(self, total: GroupNorms, record: Record, scale: float, ill_conditioned_B: Tensor | None) -> Release:
-        """Decide how much of each sample goes into the sum.
+    def weights(self, total: GroupNorms, record: Record, scale: float, ill_conditioned_B: Tensor | None) -> ClipWeights:
+        """Decide on the weights of the samples in the clipped sum.
 
         Args:
             total: The norms, of gradients that are `scale` times too small.
             record: The forward they come from.
             scale: What turns the gradients that arrived into those of each sample's own loss.
-            ill_conditioned_B: Samples whose gradients nearly cancel, see `Release`.
+            ill_conditioned_B: Samples whose gradients nearly cancel, see `ClipWeights`.
 
         Returns:
-            The coefficients, for the gradients as they arrived.
+            The weights, for the gradients as they arrived.
         """
         norm_GB = _scaled(total.norm_GB(record.batch_size), scale)
         layout = self.layout
@@ -93,11 +93,11 @@ class Decisions:
             self.coef_GB = [coef_B[:0] for coef_B in coef_GB]
             self.non_finite = 0
             nothing = [torch.zeros_like(coef_B) for coef_B in coef_GB]
-            return Release(nothing, layout.group_of, torch.zeros_like(norm_GB[0], dtype=torch.bool))
+            return ClipWeights(nothing, layout.group_of, torch.zeros_like(norm_GB[0], dtype=torch.bool))
         self.norm_GB, self.coef_GB = norm_GB, coef_GB
         keep_B = self._finite_B(total)
         shown = 1.0 if self.plain and all(map(math.isinf, layout.bounds)) else scale
-        return Release(_scaled(coef_GB, shown), layout.group_of, keep_B, ill_conditioned_B)
+        return ClipWeights(_scaled(coef_GB, shown), layout.group_of, keep_B, ill_conditioned_B)
 
     def _finite_B(self, total: GroupNorms) -> Tensor | None:
         """Count the samples that are not finite and return which are; None when all are."""

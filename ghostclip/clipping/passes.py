@@ -1,4 +1,4 @@
-"""What happens to a factor when it arrives: the strategies are different answers to that.
+"""Passes over one backward: the strategies differ in what they do with a factor when it arrives.
 
 Every pass listens to one backward. Book-keeping and hooks need one; ghost and fast clipping listen to two: norms
 first, then the clipped sums, contracted layer by layer as the same gradients arrive again.
@@ -22,11 +22,11 @@ from ghostclip.errors import BatchAxisError, GhostClipError, TamperedGradientErr
 from ghostclip.factors import Dense, Factor, Outer, Permuted, Placed, SquaredNorm, joined
 from ghostclip.kernels.precision import full_precision
 
-Plan: TypeAlias = Callable[[Use, Tensor], frozenset[str]]
+KeptLayers: TypeAlias = Callable[[Use, Tensor], frozenset[str]]
 
 
 class Sums(Protocol):
-    """Where clipped sums go."""
+    """Accumulators of clipped sums."""
 
     def buffer(self, name: str) -> tuple[Tensor, bool]:
         """Return the accumulator of a parameter, and whether it is new.
@@ -58,7 +58,7 @@ class Pass(ABC):
     final = True
 
     def __init__(self) -> None:
-        """Start with nothing heard."""
+        """Make a pass that has heard of no use."""
         self.records: list[Record] = []
 
     def receive(self, use: Use, grad: Tensor) -> None:
@@ -123,16 +123,16 @@ class Pass(ABC):
 class BookKeeping(Pass):
     """One backward: keep every factor (or the per-sample gradient where that is smaller), then contract once."""
 
-    def __init__(self, group_of: Mapping[str, int], *, plan: Plan = lambda use, grad: frozenset()) -> None:
-        """Start with nothing kept.
+    def __init__(self, group_of: Mapping[str, int], *, kept_layers: KeptLayers = lambda use, grad: frozenset()) -> None:
+        """Make a pass that keeps no factor yet.
 
         Args:
             group_of: The parameters' clip groups, see `GroupNorms`.
-            plan: Says, when the first gradient arrives, of which parameters per-sample gradients are kept although
-                their factors are smaller; see `Planner`.
+            kept_layers: Says, when the first gradient arrives, of which parameters per-sample gradients are kept
+                although their factors are smaller; see `Planner`.
         """
         super().__init__()
-        self._plan = plan
+        self._kept_layers = kept_layers
         self._keep: frozenset[str] | None = None
         self.factors: defaultdict[str, list[Factor]] = defaultdict(list)
         self.total = GroupNorms(group_of)
@@ -148,7 +148,7 @@ class BookKeeping(Pass):
             grad: Shape and dtype of the output.
         """
         if self._keep is None:
-            self._keep = self._plan(use, grad)
+            self._keep = self._kept_layers(use, grad)
         super().receive(use, grad)
 
     def consume(self, use: Use, name: str, factor: Factor) -> None:
@@ -185,12 +185,12 @@ class BookKeeping(Pass):
             self.ill_conditioned_B = self.total.refine(exact, index_D)
         return self.total
 
-    def add_sums(self, sums: Sums, release: "Release", scale: float) -> None:
+    def add_sums(self, sums: Sums, weights: "ClipWeights", scale: float) -> None:
         """Contract every factor into its parameter's sum, dropping it at once.
 
         Args:
             sums: Where sums go.
-            release: How much of each sample is released.
+            weights: The weights of the samples.
             scale: What the arrived gradients must be multiplied by to be those of each sample's own loss.
 
         Raises:
@@ -202,7 +202,7 @@ class BookKeeping(Pass):
                 factor = factors.pop(0)
                 if self._versions.get(id(factor)) not in (None, versions(factor)):
                     raise TamperedGradientError(changed_in_place(name))
-                release.into(sums, factor, name, more=bool(factors))
+                weights.into(sums, factor, name, more=bool(factors))
 
 
 class Hooks(BookKeeping):
@@ -225,11 +225,11 @@ class Hooks(BookKeeping):
             self.total.add_norm_of(name, factor)
         return self.total
 
-    def add_sums(self, sums: Sums, release: "Release", scale: float) -> None:
+    def add_sums(self, sums: Sums, weights: "ClipWeights", scale: float) -> None:
         """Leave the per-sample gradients to the user and add the clipped sums."""
         for name, (factor,) in self.factors.items():
             sums.keep_sample_gradients(name, factor.materialize() if scale == 1 else factor.materialize() * scale)
-        super().add_sums(sums, release, scale)
+        super().add_sums(sums, weights, scale)
 
 
 class NormPass(Pass):
@@ -246,7 +246,7 @@ class NormPass(Pass):
         instantiate: bool = False,
         index_D: Tensor | None = None,
     ) -> None:
-        """Start with nothing heard.
+        """Make a pass that has heard of no use.
 
         Args:
             group_of: The parameters' clip groups, see `GroupNorms`.
@@ -317,19 +317,19 @@ class SumPass(Pass):
     """The second backward: every layer's clipped sum is contracted as its gradient arrives, and dropped at once."""
 
     def __init__(
-        self, sums: Sums, release: "Release", *, repeats: Repeats, expected: set[int] | None, several: set[str]
+        self, sums: Sums, weights: "ClipWeights", *, repeats: Repeats, expected: set[int] | None, several: set[str]
     ) -> None:
-        """Start.
+        """Make the second pass of a batch whose clip weights are known.
 
         Args:
             sums: Where sums go.
-            release: How much of each sample is released.
+            weights: The weights of the samples.
             repeats: Compares the factors with those that the norms are of.
             expected: The uses that the norm pass heard of; None where recomputation makes new ones.
             several: Parameters that it heard of more than once.
         """
         super().__init__()
-        self._sums, self._release, self._repeats = sums, release, repeats
+        self._sums, self._weights, self._repeats = sums, weights, repeats
         self._expected, self._several = expected, several
 
     def consume(self, use: Use, name: str, factor: Factor) -> None:
@@ -338,21 +338,21 @@ class SumPass(Pass):
             message = f"{use.site.describe()}: its gradient arrived in the second backward only, so it has no norm."
             raise GhostClipError(message)
         self._repeats.note(name, factor)
-        self._release.into(self._sums, factor, name, more=name in self._several)
+        self._weights.into(self._sums, factor, name, more=name in self._several)
 
     def finish(self) -> None:
         """Add what waited for all uses of a parameter."""
-        self._release.finish(self._sums)
+        self._weights.finish(self._sums)
 
 
 @dataclass(frozen=True)
-class Release:
-    """How much of each sample goes into the clipped sum.
+class ClipWeights:
+    """Weights of the samples in the clipped sum.
 
     Attributes:
         coef_GB: Coefficients of every clip group, including the scale of the loss.
         group_of: The parameters' clip groups, see `GroupNorms`.
-        keep_B: Which samples are finite; None when all are. The others are masked out (0·NaN is NaN).
+        keep_B: True for finite samples; None when all are. The others are masked out (0·NaN is NaN).
         ill_conditioned_B: Samples whose gradients nearly cancel; None when there are none. Their contributions are
             formed in float64, over all uses of a parameter, before they are added, so that what is added has the norm
             that was computed for it, and what is huge and cancels meets no other sample's contribution.

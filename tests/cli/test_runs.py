@@ -183,9 +183,9 @@ def test_stop_and_resume_is_the_same_run(finetune, text_file, tmp_path, record_o
     whole, parts = record_of(tmp_path / "whole"), record_of(tmp_path / "parts")
     assert parts["sessions"] == 2
     assert parts["privacy"]["epsilon"] == whole["privacy"]["epsilon"]
-    assert parts["not_private"]["losses"] == pytest.approx(whole["not_private"]["losses"])
+    assert parts["not_private"]["losses"] == whole["not_private"]["losses"]
     for one, two in zip(weights(tmp_path / "whole").values(), weights(tmp_path / "parts").values(), strict=True):
-        torch.testing.assert_close(one, two)
+        assert torch.equal(one, two)
     again = finetune("--resume", "--output", tmp_path / "parts")
     assert again.status == 2
     assert "holds no interrupted run" in again.err

@@ -105,7 +105,7 @@ def test_a_second_backward_through_the_same_forward_is_refused(strategy):
 
 
 def test_exception_half_way_leaves_no_half_batch(strategy, monkeypatch):
-    from ghostclip.clipping.passes import Release
+    from ghostclip.clipping.passes import ClipWeights
 
     model, ids = _Tied(), torch.randint(9, (4, 5))
     with ghostclip.GhostClipper(model, max_grad_norm=1.0, strategy=strategy) as clipper:
@@ -120,7 +120,7 @@ def test_exception_half_way_leaves_no_half_batch(strategy, monkeypatch):
             sums.buffer(name)[0].fill_(1.0)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Release, "into", fails)
+            patch.setattr(ClipWeights, "into", fails)
             with pytest.raises(MemoryError):
                 clipper.backward(_losses(model, ids))
         assert not clipper.has_clipped_sum

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine
-from ghostclip.clipping.passes import Release
+from ghostclip.clipping.passes import ClipWeights
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.data.out_of_memory import is_out_of_memory, rows_of
 from ghostclip.errors import DataError, MissingGradientError
@@ -65,7 +65,7 @@ class Memory:
             self._fail()
 
     def _in_the_second_contraction(self, patch):
-        into = Release.into
+        into = ClipWeights.into
         self.contractions = 0
 
         def fails(release, sums, factor, name, **more):
@@ -75,7 +75,7 @@ class Memory:
                 self._fail()
             into(release, sums, factor, name, **more)
 
-        patch.setattr(Release, "into", fails)
+        patch.setattr(ClipWeights, "into", fails)
 
     def _fail(self):
         self.failures += 1

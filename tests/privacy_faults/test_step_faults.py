@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ghostclip import PrivacyEngine
-from ghostclip.clipping.passes import Release
+from ghostclip.clipping.passes import ClipWeights
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.errors import MissingGradientError
 from ghostclip.privacy.ledger_file import LedgerFile
@@ -61,8 +61,8 @@ def _inject(patch, run, phase):
     """Make one phase fail until the patch is undone."""
     places = {
         "forward": (nn.ReLU, "forward"),
-        "backward": (Release, "__init__"),
-        "contraction": (Release, "into"),
+        "backward": (ClipWeights, "__init__"),
+        "contraction": (ClipWeights, "into"),
         "noise": (run.optimizer.noise_source, "add_"),
         "ledger": (LedgerFile, "append"),
         "inner optimizer": (run.optimizer.original_optimizer, "step"),
