@@ -18,6 +18,7 @@ from ghostclip.data_loader.workers import worker_options
 from ghostclip.errors import DataError, MissingGradientError
 from ghostclip.optimizers import BatchToken, DPOptimizer
 from ghostclip.sampling import PrivateSampler
+from ghostclip.sampling.draws import DrawLog
 from ghostclip.utils.out_of_memory import run_in_parts
 
 
@@ -231,14 +232,16 @@ class PhysicalBatchLoader(DataLoader[Any]):
 
     def _delivered(self, physical: Iterator[tuple[BatchToken, Any]]) -> Iterator[tuple[BatchToken, Any]]:
         """Tell a private sampler which logical batches were handed out, so that a checkpoint knows where to resume."""
-        sampler = self._logical_batches
-        if not isinstance(sampler, PrivateSampler):
+        sampler: Any = self._logical_batches
+        draws: DrawLog | None = getattr(sampler, "draws", None)
+        if draws is None:
             yield from physical
             return
         with sampler.tracking():
             for token, batch in physical:
                 if token.chunk == 0:
                     sampler.mark_delivered()
+                draws.show(batch, rows=token.size)
                 yield token, batch
 
     def __len__(self) -> int:
