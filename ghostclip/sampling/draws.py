@@ -9,7 +9,7 @@ explain were not drawn. Where the batches can be seen as they are handed out, re
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,10 +19,11 @@ from torch import Tensor
 
 from ghostclip.sampling.records import (
     Kind,
+    Leaf,
     Memory,
     Prints,
     Replay,
-    Rows,
+    are_same,
     counted,
     prints_of,
     read,
@@ -31,8 +32,8 @@ from ghostclip.sampling.records import (
     tensors_in,
 )
 
-# Draws whose fingerprints wait for their device, at most.
-_UNREAD = 64
+# Parts of draws whose fingerprints are kept as they came: noting them takes time, and honest loops never need it.
+_KEPT = 4096
 
 
 @dataclass(frozen=True)
@@ -44,19 +45,19 @@ class Draw:
         rows: Records of it that are this rank's.
         records: Records of it on all ranks together.
         members: Numbers of this rank's records.
-        parts: Fingerprints of the rows that were handed out, part by part where it was split.
+        parts: Fingerprints of the rows that were handed out, those of all its tensors part by part.
     """
 
     number: int
     rows: int
     records: int
     members: Sequence[int] = ()
-    parts: list[Rows] = field(default_factory=list, compare=False)
+    parts: list[list[Prints]] = field(default_factory=list, compare=False)
 
     @property
     def is_shown(self) -> bool:
         """Whether all of it was seen when it was handed out."""
-        return self.rows == sum(max(map(len, part), default=0) for part in self.parts)
+        return self.rows == sum(_rows_of(part) for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,15 @@ class Match:
         draws: Distinct draws, in order, as many as it may have been; several where they were accumulated into the step.
         spans: Places in the log that the step may have begun at and got to.
         rounds: How often it may have gone through a whole draw, the same one again included.
-        seen: How often each row went through the model that tells which record it is of.
+        compared: Whether the records were compared with those of the draws.
+        inputs: Fingerprints of what went through the model, if so.
     """
 
     draws: tuple[Draw, ...]
     spans: frozenset[tuple[int, int]]
     rounds: int
-    seen: Counter[int] = field(default_factory=Counter)
+    compared: bool = False
+    inputs: Sequence[Prints] = ()
 
     @property
     def ends(self) -> frozenset[int]:
@@ -109,7 +112,8 @@ class DrawLog:
         self._once_a_pass = once_a_pass
         self._pass = 0
         self._kinds: set[Kind] = set()
-        self._unread: list[tuple[Draw, list[Prints]]] = []
+        self._unnoted: deque[tuple[Draw, int, list[Prints]]] = deque(maxlen=_KEPT)
+        self._released: list[tuple[Sequence[Prints], int]] = []
         self._memory: Memory | None = None
         self._draws: list[Draw] = []
         self._places: frozenset[int] = frozenset([0])
@@ -122,6 +126,7 @@ class DrawLog:
         # A prefetcher may still hold the last batches of a pass that was drawn to its end.
         self._drop(self._pass_begun if self._complete else len(self._draws))
         self._pass += 1
+        self._released.clear()
         self._pass_begun = len(self._draws)
         self._places |= {self._pass_begun}
         self._complete = False
@@ -161,9 +166,8 @@ class DrawLog:
         draw = self._draws[self._delivered - 1]
         found = prints_of(tensors_in(batch), draw.rows if rows is None else rows, self.axis)
         self._kinds.update(kind for kind, _ in found)
-        self._unread.append((draw, found))
-        if len(self._unread) > _UNREAD:
-            self._read()
+        self._unnoted.append((draw, sum(_rows_of(part) for part in draw.parts), found))
+        draw.parts.append(found)
 
     def prints_of_inputs(self, tensors: Sequence[Tensor], rows: int) -> list[Prints]:
         """Return the fingerprints of a forward's inputs that may be tensors of a batch handed out.
@@ -241,26 +245,26 @@ class DrawLog:
         Returns:
             The match, without the draws that the records tell against; or what is wrong if none is left.
         """
-        self._read()
-        if self._memory is None:
+        if not self._kinds:
             return match
-        drawn = {
-            span: counted([part for draw in self._draws[slice(*span)] for part in draw.parts]) for span in match.spans
-        }
+        inputs = [prints for one in passes for forward in one for prints in forward]
+        if len(match.spans) == 1 and are_same(passes, [part for draw in match.draws for part in draw.parts]):
+            return replace(match, compared=True, inputs=inputs)
+        memory = self._note()
+        drawn = {span: self._drawn_in(span) for span in match.spans}
         widest = max(drawn.values(), key=len)
-        forwards = [[telling(read(forward), widest, self._memory) for forward in one] for one in passes]
-        seen = counted(forwards)
-        released_in = self._pass if self._once_a_pass else None
-        found: dict[tuple[int, int], Replay | None] = {}
-        for span, rows in drawn.items():
-            shown = all(draw.is_shown for draw in self._draws[slice(*span)])
-            found[span] = (
-                replay_of(seen, rows, self._memory, times=times, released_in=released_in) if shown and seen else None
-            )
+        seen = counted([own for forward in one for own in telling(read(forward), widest, memory)] for one in passes)
+        if not seen:
+            return match
+        last = self._pass if self._once_a_pass else None
+        found = {
+            span: replay_of(seen, rows, memory, times=times, released_in=last) if self._is_shown(span) else None
+            for span, rows in drawn.items()
+        }
         spans = frozenset(span for span, replay in found.items() if replay is None)
         if not spans:
             return min((replay for replay in found.values() if replay is not None), key=lambda replay: replay.repeated)
-        return replace(match, draws=self._widest(spans), spans=spans, seen=seen)
+        return replace(match, draws=self._widest(spans), spans=spans, compared=True, inputs=inputs)
 
     def use(self, match: Match) -> None:
         """Mark draws as used by a release.
@@ -268,9 +272,12 @@ class DrawLog:
         Args:
             match: What `match` or `trace` returned.
         """
-        if match.seen and self._memory is not None:
+        if match.compared:
             self.compared += 1
-            self._memory.release(list(match.seen), self._pass)
+            if self._once_a_pass:
+                self._released.append((match.inputs, self._pass))
+            if len(self._released) > _KEPT:
+                self._note()
         elif any(draw.rows for draw in match.draws):
             self.counted += 1
         self._places = match.ends
@@ -286,19 +293,28 @@ class DrawLog:
         """Return the draws of the span that has most of them."""
         return tuple(self._draws[slice(*max(spans, key=lambda span: span[1] - span[0]))])
 
-    def _read(self) -> None:
-        """Read the fingerprints of what was handed out, and remember them."""
-        for draw, found in self._unread:
-            tensors = read(found)
-            begun = sum(max(map(len, part), default=0) for part in draw.parts)
-            draw.parts.append(tensors)
-            if tensors and self._memory is None:
-                self._memory = Memory()
-            for prints in tensors:
-                members = np.asarray(draw.members[begun : begun + len(prints)], np.int64)
-                if self._memory is not None and len(members) == len(prints):
-                    self._memory.note(prints, members, draw.number)
-        self._unread.clear()
+    def _drawn_in(self, span: tuple[int, int]) -> Counter[int]:
+        return counted(read(part) for draw in self._draws[slice(*span)] for part in draw.parts)
+
+    def _is_shown(self, span: tuple[int, int]) -> bool:
+        return all(draw.is_shown for draw in self._draws[slice(*span)])
+
+    def _note(self) -> Memory:
+        """Note what was handed out and released since the last time; waits for the device of the batches."""
+        memory = self._memory = self._memory or Memory()
+        of_leaf: dict[Leaf, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
+        for draw, begun, found in self._unnoted:
+            records = np.asarray(draw.members[begun : begun + _rows_of(found)], np.int64)
+            for leaf, own in read(found):
+                of_leaf.setdefault(leaf, []).append((own, records, np.full(len(own), draw.number)))
+        for leaf, noted in of_leaf.items():
+            memory.note(leaf, *map(np.concatenate, zip(*noted, strict=True)))
+        for inputs, number in self._released:
+            for _, own in read(inputs):
+                memory.release(own, number)
+        self._unnoted.clear()
+        self._released.clear()
+        return memory
 
     def _drop(self, count: int) -> None:
         """Forget the first draws, and places among them."""
@@ -341,3 +357,7 @@ class DrawLog:
             for state, times in ways:
                 found[state] = max(times, found.get(state, 0))
         return found
+
+
+def _rows_of(part: Sequence[Prints]) -> int:
+    return part[0][1].shape[1] if part else 0

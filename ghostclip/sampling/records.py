@@ -27,14 +27,19 @@ Kind: TypeAlias = tuple[torch.dtype, torch.Size]
 """A tensor's dtype and the shape of a row."""
 Prints: TypeAlias = tuple[Kind, Tensor]
 """The fingerprints of the rows of K tensors of a kind, shape ``(K, B)``."""
-Rows: TypeAlias = list[list[int]]
-"""The same of tensors of all kinds, told apart by kind."""
+Leaf: TypeAlias = tuple[torch.dtype, int, int]
+"""Which tensor of a batch: its dtype, how many axes a row has, and its number among those of its kind."""
+Rows: TypeAlias = list[tuple[Leaf, np.ndarray]]
+"""The same of each tensor, shape ``(B,)``, told apart by kind."""
 
+_NO_KIND: Final[Kind] = (torch.bool, torch.Size())
 _SLOT_BITS: Final = 17
 _SEVERAL: Final = -1
 # Shares of a step's rows, as divisors: fewer that are one content, or several, may be chance (a row that a loop puts
 # in the place of others, a combination of few features).
 _SHARE_OF_ONE, _SHARE_OF_SEVERAL = 4, 8
+# Contents that several records have had, of a tensor that tells records apart: as above.
+_SHARE_OF_COMMON = 50
 
 
 class Replay(NamedTuple):
@@ -54,7 +59,7 @@ class Replay(NamedTuple):
 class Memory:
     """Contents that were handed out lately: which record's each is, in which draw it came and when it was released.
 
-    A content is noted where its fingerprint says, in the place of what was there: 131,072 places of 28 bytes.
+    A content is noted where its fingerprint says, in the place of what was there: 131,072 places of 30 bytes.
     """
 
     def __init__(self) -> None:
@@ -63,18 +68,25 @@ class Memory:
         self._records = np.zeros(count, np.int64)
         self._draws = np.zeros(count, np.int64)
         self._released_in = np.full(count, -1, np.int32)
+        self._leaf_of = np.zeros(count, np.int16)
+        self._leaves: dict[Leaf, int] = {}
+        # Of each leaf: contents, and how many of them several records have had.
+        self._contents: list[list[int]] = []
 
-    def note(self, prints: Sequence[int], records: np.ndarray, draw: int) -> None:
+    def note(self, leaf: Leaf, prints: np.ndarray, records: np.ndarray, draw: np.ndarray) -> None:
         """Note rows that were handed out.
 
         Args:
+            leaf: The tensor of the batches that they are of.
             prints: Their fingerprints; 0 says nothing.
             records: Numbers of the records that they are of.
-            draw: Number of the draw.
+            draw: Numbers of the draws that they came in.
         """
         told, places = _places(prints)
         says = told != 0
-        told, places, records = told[says], places[says], records[says]
+        told, places, records, draw = told[says], places[says], records[says], draw[says]
+        contents, at = _places(np.unique(told))
+        before = self._state(contents, at)
         known = self._prints[places] == told
         several = known & (self._records[places] != records)
         self._released_in[places[~known]] = -1
@@ -83,8 +95,34 @@ class Memory:
         # Another record of the same batch may have written over it.
         several = (self._records[places] != records) & (self._prints[places] == told)
         self._records[places[several]] = _SEVERAL
+        code = self._leaves.setdefault(leaf, len(self._leaves))
+        if code == len(self._contents):
+            self._contents.append([0, 0])
+        self._leaf_of[places] = code
+        for number, (was, now) in enumerate(zip(before, self._state(contents, at), strict=True)):
+            self._contents[code][number] += int((now & ~was).sum())
 
-    def known(self, prints: Sequence[int]) -> np.ndarray:
+    def _state(self, told: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return which contents are noted, and which of them as those of several records."""
+        known = self._prints[places] == told
+        return known, known & (self._records[places] == _SEVERAL)
+
+    def tells(self, prints: np.ndarray) -> bool:
+        """Return whether the tensor that most of some rows were handed out in tells records apart.
+
+        Args:
+            prints: Fingerprints of the rows.
+
+        Returns:
+            False where more than one content in fifty has been that of several records: others will follow.
+        """
+        codes = self._leaf_of[_places(prints)[1][self.known(prints)]]
+        if not len(codes):
+            return True
+        contents, several = self._contents[int(np.bincount(codes).argmax())]
+        return _SHARE_OF_COMMON * several <= contents
+
+    def known(self, prints: np.ndarray | Sequence[int]) -> np.ndarray:
         """Return which rows were handed out.
 
         Args:
@@ -96,7 +134,7 @@ class Memory:
         told, places = _places(prints)
         return (told != 0) & (self._prints[places] == told)
 
-    def foreign(self, prints: Sequence[int], *, released_in: int | None) -> np.ndarray:
+    def foreign(self, prints: np.ndarray | Sequence[int], *, released_in: int | None) -> np.ndarray:
         """Return which rows must be a record's that was handed out before.
 
         Args:
@@ -110,7 +148,7 @@ class Memory:
         found = self.known(prints) & (self._records[places] != _SEVERAL)
         return found if released_in is None else found & (self._released_in[places] == released_in)
 
-    def draws_of(self, prints: Sequence[int]) -> list[int]:
+    def draws_of(self, prints: np.ndarray | Sequence[int]) -> list[int]:
         """Return in which draw each row was handed out last.
 
         Args:
@@ -121,7 +159,7 @@ class Memory:
         """
         return self._draws[_places(prints)[1]].tolist()
 
-    def release(self, prints: Sequence[int], number: int) -> None:
+    def release(self, prints: np.ndarray | Sequence[int], number: int) -> None:
         """Note that rows were released.
 
         Args:
@@ -132,7 +170,7 @@ class Memory:
         self._released_in[places[self._prints[places] == told]] = number
 
 
-def _places(prints: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def _places(prints: np.ndarray | Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Return fingerprints and their places: the highest bits, as the lowest ones of round numbers are equal."""
     told = np.asarray(prints, np.int64)
     return told, (told.view(np.uint64) >> np.uint64(64 - _SLOT_BITS)).astype(np.int64)
@@ -168,13 +206,62 @@ def read(found: Sequence[Prints]) -> Rows:
         found: What `prints_of` returned.
 
     Returns:
-        Those of each tensor, with the kind mixed in; 0 stays 0.
+        Those of each tensor, int64, with the kind mixed in; 0 stays 0.
     """
     rows: Rows = []
     for kind, prints_KB in found:
-        mixed = np.where((told_KB := prints_KB.cpu().numpy()) == 0, 0, told_KB ^ np.int64(hash(kind)))
-        rows += mixed.tolist()
+        told_KB = prints_KB.cpu().numpy()
+        mixed_KB = np.where(told_KB == 0, 0, told_KB ^ np.int64(hash(kind)))
+        rows += [((kind[0], len(kind[1]), number), mixed_B) for number, mixed_B in enumerate(mixed_KB)]
     return rows
+
+
+def are_same(forwards: Sequence[Sequence[Sequence[Prints]]], parts: Sequence[Sequence[Prints]]) -> bool:
+    """Return whether a step's inputs are certainly those handed out: the rows in order, or else their checksums.
+
+    Args:
+        forwards: Of each backward pass, and each forward behind it, the fingerprints of its inputs.
+        parts: Those of each part of the draws.
+
+    Returns:
+        False where a closer look has to tell.
+    """
+    if not parts or len({len(one) for one in forwards}) != 1:
+        return False
+    if len(forwards) == len(forwards[0]) == len(parts) == 1 and _are_equal(forwards[0][0], parts[0]):
+        return True
+    drawn, told = _checksums(parts), False
+    for of_passes in zip(*forwards, strict=True):
+        for kind, sums in (_checksums(of_passes) or {_NO_KIND: {1}}).items():
+            if not sums <= drawn.get(kind, set()):
+                return False
+            told = told or sums != {0}
+    return told
+
+
+def _are_equal(found: Sequence[Prints], others: Sequence[Prints]) -> bool:
+    """Return whether all are among others, in the same order of rows and tensors, and say something."""
+    same = dict(others)
+    return any(bool(prints_KB.any()) for _, prints_KB in found) and all(
+        kind in same and same[kind].device == prints_KB.device and torch.equal(same[kind], prints_KB)
+        for kind, prints_KB in found
+    )
+
+
+def _checksums(parts: Sequence[Sequence[Prints]]) -> dict[Kind, set[int]]:
+    """Return checksums of the rows of all parts together, by kind; nothing where parts have different tensors."""
+    total: dict[tuple[Kind, int], Tensor] = {}
+    for number, part in enumerate(parts):
+        if number and total.keys() != {(kind, len(prints_KB)) for kind, prints_KB in part}:
+            return {}
+        for kind, prints_KB in part:
+            # Squared, so that no exchange of features between rows goes unnoticed.
+            sums_K = (prints_KB * prints_KB).sum(1).cpu()
+            total[kind, len(prints_KB)] = total.get((kind, len(prints_KB)), 0) + sums_K
+    found: dict[Kind, set[int]] = {}
+    for (kind, _), sums_K in total.items():
+        found.setdefault(kind, set()).update(sums_K.tolist())
+    return found
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
@@ -199,7 +286,7 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(batch, field.name, None))
 
 
-def counted(parts: Sequence[Rows]) -> Counter[int]:
+def counted(parts: Iterable[Rows]) -> Counter[int]:
     """Count how often each row is in parts of a draw.
 
     Args:
@@ -211,8 +298,8 @@ def counted(parts: Sequence[Rows]) -> Counter[int]:
     total: Counter[int] = Counter()
     for tensors in parts:
         part: Counter[int] = Counter()
-        for prints in tensors:
-            own = Counter(prints)
+        for _, prints in tensors:
+            own = Counter(prints.tolist())
             if part.keys().isdisjoint(own):
                 part.update(own)
             else:
@@ -222,7 +309,7 @@ def counted(parts: Sequence[Rows]) -> Counter[int]:
     return total
 
 
-def telling(forward: Rows, drawn: Mapping[int, int], memory: Memory) -> list[int]:
+def telling(forward: Rows, drawn: Mapping[int, int], memory: Memory) -> Rows:
     """Return the rows of the input that tells most of which records a forward is of.
 
     Args:
@@ -231,15 +318,14 @@ def telling(forward: Rows, drawn: Mapping[int, int], memory: Memory) -> list[int
         memory: What was handed out.
 
     Returns:
-        Fingerprints of the rows that differ most among those inputs half of whose rows were handed out; empty if there
-        is none.
+        The input whose rows differ most, of those half of whose rows say something and half of these were handed out
+        in a tensor that tells records apart; empty if there is none.
     """
-    for prints in sorted(forward, key=lambda prints: len(set(prints)), reverse=True):
-        own = [told for told in prints if told != 0]
-        if not own:
-            continue
-        if 2 * sum(told in drawn for told in own) >= len(own) or 2 * memory.known(own).sum() >= len(own):
-            return own
+    for leaf, prints in sorted(forward, key=lambda row: len(np.unique(row[1])), reverse=True):
+        own = prints[prints != 0]
+        handed_out = max(int(memory.known(own).sum()), sum(told in drawn for told in own.tolist()))
+        if 2 * handed_out >= len(own) >= len(prints) / 2 and memory.tells(own):
+            return [(leaf, own)]
     return []
 
 
