@@ -32,8 +32,9 @@ from ghostclip.sampling.records import (
     tensors_in,
 )
 
-# Parts of draws whose fingerprints are kept as they came: noting them takes time, and honest loops never need it.
-_KEPT = 4096
+# Parts of draws, and rows in them, whose fingerprints are kept as they came: noting them takes time, and honest loops
+# never need it.
+_KEPT, _KEPT_ROWS = 4096, 1 << 17
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ class DrawLog:
         self._once_a_pass = once_a_pass
         self._pass = 0
         self._kinds: set[Kind] = set()
-        self._unnoted: deque[tuple[Draw, int, list[Prints]]] = deque(maxlen=_KEPT)
+        self._unnoted: deque[tuple[int, np.ndarray, list[Prints]]] = deque()
+        self._unnoted_rows = 0
         self._released: list[tuple[Sequence[Prints], int]] = []
         self._memory: Memory | None = None
         self._draws: list[Draw] = []
@@ -166,8 +168,14 @@ class DrawLog:
         draw = self._draws[self._delivered - 1]
         found = prints_of(tensors_in(batch), draw.rows if rows is None else rows, self.axis)
         self._kinds.update(kind for kind, _ in found)
-        self._unnoted.append((draw, sum(_rows_of(part) for part in draw.parts), found))
+        begun, count = sum(_rows_of(part) for part in draw.parts), _rows_of(found)
         draw.parts.append(found)
+        if count == 0 or begun + count > len(draw.members):
+            return
+        self._unnoted.append((draw.number, np.asarray(draw.members[begun : begun + count], np.int64), found))
+        self._unnoted_rows += count
+        while len(self._unnoted) > _KEPT or self._unnoted_rows > max(count, _KEPT_ROWS):
+            self._unnoted_rows -= len(self._unnoted.popleft()[1])
 
     def prints_of_inputs(self, tensors: Sequence[Tensor], rows: int) -> list[Prints]:
         """Return the fingerprints of a forward's inputs that may be tensors of a batch handed out.
@@ -245,9 +253,9 @@ class DrawLog:
         Returns:
             The match, without the draws that the records tell against; or what is wrong if none is left.
         """
-        if not self._kinds:
-            return match
         inputs = [prints for one in passes for forward in one for prints in forward]
+        if not inputs:
+            return match
         if len(match.spans) == 1 and are_same(passes, [part for draw in match.draws for part in draw.parts]):
             return replace(match, compared=True, inputs=inputs)
         memory = self._note()
@@ -303,16 +311,16 @@ class DrawLog:
         """Note what was handed out and released since the last time; waits for the device of the batches."""
         memory = self._memory = self._memory or Memory()
         of_leaf: dict[Leaf, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
-        for draw, begun, found in self._unnoted:
-            records = np.asarray(draw.members[begun : begun + _rows_of(found)], np.int64)
+        for number, records, found in self._unnoted:
             for leaf, own in read(found):
-                of_leaf.setdefault(leaf, []).append((own, records, np.full(len(own), draw.number)))
+                of_leaf.setdefault(leaf, []).append((own, records, np.full(len(own), number)))
         for leaf, noted in of_leaf.items():
             memory.note(leaf, *map(np.concatenate, zip(*noted, strict=True)))
         for inputs, number in self._released:
             for _, own in read(inputs):
                 memory.release(own, number)
         self._unnoted.clear()
+        self._unnoted_rows = 0
         self._released.clear()
         return memory
 

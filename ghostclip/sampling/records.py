@@ -2,12 +2,20 @@
 
 An input of the model is *evidence* where its rows are ones that were handed out. Rows of one value repeated are none
 (their fingerprint is 0), nor are contents that several records have had: attention masks, one-hot classes, duplicates.
+Fingerprints of the last 131,072 rows, in at most 4,096 batches, are remembered, and those only; none is ever saved.
 
-What is beyond it: loops that change every record before the model sees it (tokenise, normalise, cast, pad, augment),
-whose steps are compared by their number of rows; batches that are handed out by a foreign loader over a batch sampler
-of ours; records of a single number; replaying batches that were kept in a file by another process, before this one
-loaded a checkpoint; replacing less than an eighth of a step's records; and contents that were forgotten, as the memory
-is bounded.
+What is beyond it, and is noticed by numbers of rows alone, if at all:
+
+- loops that change every record before the model sees it (tokenise, normalise, cast, pad, augment);
+- batches from a foreign loader over a batch sampler of ours, or of other than tensors, containers and dataclasses;
+- records of a single number, or whose rows differ only where no fingerprint reads them;
+- collate functions that reorder records: every content then seems to be that of several;
+- data of which more than one content in fifty is that of several records, in loops that change its order or a part;
+- less than an eighth of a step's records, or than a quarter where it is one record several times;
+- batches that were kept by another process, before this one loaded a checkpoint.
+
+Beside it, a loop that makes up few-valued inputs with several numbers a row (one-hot classes of generated data) may be
+refused by chance while less than about 50 of their contents have been handed out.
 """
 
 from __future__ import annotations
