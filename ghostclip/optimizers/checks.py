@@ -243,7 +243,7 @@ def replayed(replay: Replay, due: int) -> str:
     place = f"this draw ({due}, from 0), more often than they were drawn" if replay.earlier == due else place
     return (
         f"step(): the model saw {replay.repeated} of {replay.rows} records that were handed out in {place}. A record "
-        "counts for the draw that it came with: step on each batch of the private loader once, in order, and on all of "
-        "it; keep no batch, or part of one, for a later step. If you sample the batches yourself: "
+        "counts for the draw that it came with: every batch that is drawn must be stepped on, once, in order, and with "
+        "all of its records; keep no batch, or part of one, for a later step. If you sample the batches yourself: "
         "make_private(data_loader=ghostclip.DeclaredSampling(...), ...)."
     )
