@@ -236,7 +236,9 @@ def are_same(forwards: Sequence[Sequence[Sequence[Prints]]], parts: Sequence[Seq
     """
     if not parts or len({len(one) for one in forwards}) != 1:
         return False
-    if len(forwards) == len(forwards[0]) == len(parts) == 1 and _are_equal(forwards[0][0], parts[0]):
+    if len(forwards) == len(parts) and all(
+        len(one) == 1 and _are_equal(one[0], part) for one, part in zip(forwards, parts, strict=True)
+    ):
         return True
     drawn, told = _checksums(parts), False
     for of_passes in zip(*forwards, strict=True):
