@@ -44,6 +44,7 @@ class Session:
         parameters: Every parameter lent so far, by name.
         probes: Whether forwards are asked for evidence.
         unchecked: What could not be asked.
+        note_inputs: Called with the tensors and the number of samples that a forward takes in; None to call nobody.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Session:
         self.parameters: dict[str, nn.Parameter] = {}
         self.probes = True
         self.unchecked = Unchecked()
+        self.note_inputs: Callable[[Sequence[Tensor], int], Any] | None = None
         self.watch = Watch()
         self.settled = Settled(self)
         self.loan = loan.Loan(model, self)
@@ -131,6 +133,9 @@ class Session:
                 args, kwargs = tree_map(lambda item: padded(item, self.axis), (args, dict(kwargs)))
                 size = 1
                 self.record.padded = True
+            elif self.note_inputs is not None:
+                tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
+                self.record.noted = self.note_inputs(tensors, size)
             self.record.batch_size = size
             self.record.unproven = self.unchecked.begin(size, probes=self.probes)
             self.record.buffers = Buffers(self.model) if is_to_prove(self) else None
@@ -219,7 +224,8 @@ class Session:
         """
         self.settled.forget()
         module, args, kwargs = as_flat(module, args, kwargs)
-        self.record = Record(batch_size=self.record.batch_size, axis=self.record.axis, padded=self.record.padded)
+        before = self.record
+        self.record = Record(before.batch_size, before.axis, padded=before.padded, noted=before.noted)
         self.loan.begin()
         try:
             self._start(args, kwargs)

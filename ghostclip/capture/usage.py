@@ -73,6 +73,7 @@ class Record:
         unproven: A use came from a call site on which there is no evidence yet.
         silent: Parameters were used with gradients switched off.
         inputs: Numbers (``id``) of the tensors that the model was called with, whose batch axis is declared.
+        noted: What `Session.note_inputs` returned for its inputs.
         buffers: The model's buffers as they were before, in a forward that is proved.
         reordered: Data was put into another order before a parameter met it.
         routed: Rows that reached a parameter had been selected on the way.
@@ -93,6 +94,7 @@ class Record:
     unproven: bool = False
     silent: bool = False
     inputs: frozenset[int] = frozenset()
+    noted: Any = None
     buffers: Buffers | None = None
     reordered: bool = False
     routed: bool = False

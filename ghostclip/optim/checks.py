@@ -15,6 +15,7 @@ from ghostclip.errors import InvalidOptionError, UncoveredParameterError
 if TYPE_CHECKING:
     from ghostclip.clipper import GhostClipper
     from ghostclip.optim.dp_optimizer import DPOptimizer
+    from ghostclip.optim.records import Replay
 
 FORKED = (
     "Two of them would each report an ε that knows nothing of the other's releases. Call make_private() in the process "
@@ -225,4 +226,24 @@ def not_drawn(rows: Sequence[int], waiting: Sequence[int]) -> str:
         "loader sharded again (leave it out of accelerator.prepare on several processes), no skip_first_batches after "
         "a resume (the private loader resumes by itself). Rows on another axis: batch_first=False. If you sample the "
         "batches yourself: make_private(data_loader=ghostclip.DeclaredSampling(...), ...)."
+    )
+
+
+def replayed(replay: Replay, due: int) -> str:
+    """Say that a step's records are not those that the private loader drew for it, and what to do.
+
+    Args:
+        replay: What was found.
+        due: Number of the draw that is to be released.
+
+    Returns:
+        The text for a `DrawError`.
+    """
+    place = f"draw {replay.earlier}, while draw {due} is to be released (both counted from 0)"
+    place = f"this draw ({due}, from 0), more often than they were drawn" if replay.earlier == due else place
+    return (
+        f"step(): the model saw {replay.repeated} of {replay.rows} records that were handed out in {place}. A record "
+        "counts for the draw that it came with: every batch that is drawn must be stepped on, once, in order, and with "
+        "all of its records; keep no batch, or part of one, for a later step. If you sample the batches yourself: "
+        "make_private(data_loader=ghostclip.DeclaredSampling(...), ...)."
     )

@@ -26,6 +26,7 @@ from ghostclip.noise import ExactRelease
 from ghostclip.optim import checks
 from ghostclip.optim.foreign import Releases, watch_other_optimizers
 from ghostclip.optim.parts import ReleaseHook, StepHook, StepParts, chosen_clipper, chosen_noise
+from ghostclip.optim.records import Replay
 from ghostclip.optim.release import SkipStep, collector, next_bound, noisy_gradients
 from ghostclip.optim.virtual import BatchToken, LogicalBatch
 from ghostclip.optim.wrapped import WrappedOptimizer
@@ -380,12 +381,13 @@ class DPOptimizer(StepParts, WrappedOptimizer):
         self.noise_source.require_one_draw(share._replace(std=std, sensitivity=self.clipper.sensitivity()))
 
     def require_draws(self, draws: DrawLog) -> None:
-        """Refuse, from now on, releases whose rows are not those of the next draws.
+        """Refuse, from now on, releases whose rows are not those of the next draws, or of records drawn for others.
 
         Args:
             draws: The log of the sampler that the account is of.
         """
-        draws.claimed = True
+        draws.claimed, draws.axis = True, self.clipper.axis
+        self.clipper.note_inputs(draws.prints_of_inputs)
         self._draws = draws
 
     def _require_drawn(self) -> Match | None:
@@ -395,7 +397,7 @@ class DPOptimizer(StepParts, WrappedOptimizer):
             The draws; None where the sampling is not known.
 
         Raises:
-            DrawError: If the rows that the model saw are not those of the next draws.
+            DrawError: If the rows that the model saw are not those of the next draws, or of records of other draws.
         """
         if self._draws is None:
             return None
@@ -404,7 +406,10 @@ class DPOptimizer(StepParts, WrappedOptimizer):
         if found is None:
             raise DrawError(checks.not_drawn(rows, [draw.rows for draw in self._draws.waiting]))
         self._batch.rounds = found.rounds
-        return found
+        traced = self._draws.trace(found, self.clipper.inputs_noted, times=self.accumulated_iterations)
+        if isinstance(traced, Replay):
+            raise DrawError(checks.replayed(traced, found.draws[0].number))
+        return traced
 
     def _drop(self) -> None:
         """Forget the logical batch; no parameter keeps a clipped sum, also not one frozen since backward."""

@@ -61,6 +61,8 @@ def summary_text(
         parts.append(f"for each {unit}, between data sets {relation}")
         sampling = _SAMPLING[event.kind].format(rate=event.sample_rate, truncation=event.truncation)
         parts.append(f"{sampling}, as declared by the user, who answers for it" if plan.draws is None else sampling)
+        if plan.draws is not None and plan.draws.comparison:
+            parts.append(plan.draws.comparison)
     parts.append(_NOISE[level])
     uncovered = _INTEGERS if level == "exact" else _FLOATS
     parts.append(
