@@ -94,27 +94,27 @@ def gram_error(absolute_N: Tensor, drift_N: Tensor | float, found: Masses, width
         A bound on the error of the squared norm, same shape.
     """
     unit = unit_roundoff(absolute_N.dtype)
-    walk = unit * (4 + sqrt(width) / 4)
-    return (
-        absolute_N * (drift_N * DRIFT_MARGIN + PRODUCT_ROUNDINGS * unit) + walk * found.scale_N + found.lost_N.square()
-    )
+    share_N = drift_N * DRIFT_MARGIN + PRODUCT_ROUNDINGS * unit
+    error_N = (absolute_N * share_N).add_(found.scale_N, alpha=unit * (4 + sqrt(width) / 4))
+    return error_N.addcmul_(found.lost_N, found.lost_N)
 
 
-def drift(formed_NT: Tensor, norm_NT: Tensor, weight_NT: Tensor) -> Tensor:
-    """Return the relative error of squared norms that a matrix product formed, over a sample's positions.
+def drift(formed_KNT: Tensor, norm_KNT: Tensor) -> Tensor:
+    """Return the relative error of squared norms that matrix products formed, over a sample's positions.
 
     Args:
-        formed_NT: ``a_t·a_t`` as products left it, shape ``(N, T)``.
-        norm_NT: ``|a_t|``, formed in short sums, same shape.
-        weight_NT: What each position weighs, same shape.
+        formed_KNT: ``x_t·x_t`` of each factor as products left it, shape ``(2, N, T)``.
+        norm_KNT: ``|x_t|``, formed in short sums, same shape.
 
     Returns:
-        Root of the weighted mean square, shape ``(N,)``; zero where nothing weighs.
+        Root of the mean square over positions, each weighed by the norm of its outer product, added up over both
+        factors, shape ``(N,)``; zero where nothing weighs.
     """
-    square_NT = norm_NT.square()
-    off_NT = (formed_NT - square_NT).mul_(weight_NT)
-    whole_N = torch.linalg.vector_norm(square_NT.mul_(weight_NT), dim=1)
-    return torch.linalg.vector_norm(off_NT, dim=1) / whole_N.clamp_(min=torch.finfo(whole_N.dtype).tiny)
+    weight_NT = norm_KNT[0] * norm_KNT[1]
+    square_KNT = norm_KNT.square()
+    off_KN = torch.linalg.vector_norm((formed_KNT - square_KNT).mul_(weight_NT), dim=2)
+    whole_KN = torch.linalg.vector_norm(square_KNT.mul_(weight_NT), dim=2)
+    return off_KN.div_(whole_KN.clamp_(min=torch.finfo(whole_KN.dtype).tiny)).sum(0)
 
 
 def sum_rounding(mass: Tensor, scale: Tensor, unit: float) -> Tensor:
@@ -183,7 +183,8 @@ def vanished(a: Tensor, g: Tensor, inputs: int, outputs: int) -> Tensor:
         ``√(O·tiny)·|a| + √(I·tiny)·|g|``; exactly zero below `LEAST`.
     """
     tiny = torch.finfo(a.dtype).tiny
-    return torch.nn.functional.threshold(a * sqrt(outputs * tiny) + g * sqrt(inputs * tiny), LEAST, 0.0)
+    lost = torch.add(a * sqrt(outputs * tiny), g, alpha=sqrt(inputs * tiny))
+    return torch.nn.functional.threshold(lost, LEAST, 0.0)
 
 
 class Masses(NamedTuple):
@@ -214,7 +215,7 @@ def masses(a_NT: Tensor, g_NT: Tensor, inputs: int, outputs: int) -> Masses:
     """
     product_NT = a_NT * g_NT
     lost_N = vanished(a_NT.sum(1), g_NT.sum(1), inputs, outputs)
-    return Masses(product_NT.sum(1) + lost_N, product_NT.square_().sum(1), lost_N)
+    return Masses(product_NT.sum(1).add_(lost_N), product_NT.square_().sum(1), lost_N)
 
 
 def block_norms(flat_BP: Tensor) -> list[Tensor]:

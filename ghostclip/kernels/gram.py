@@ -123,6 +123,22 @@ class _Sums(NamedTuple):
     g_squares: Tensor | None = None
 
 
+class _Formed(NamedTuple):
+    """What the Gram matrices of some samples left, and what their diagonals are held against.
+
+    Attributes:
+        value_N: Sums of ``(a·a)(g·g)``.
+        absolute_N: Sums of their absolute values.
+        norm_KNT: ``|a_t|`` and ``|g_t|``, shape ``(2, N, T)``.
+        square_KNT: ``a_t·a_t`` and ``g_t·g_t`` as products left them; None where no diagonal was formed.
+    """
+
+    value_N: Tensor
+    absolute_N: Tensor
+    norm_KNT: Tensor
+    square_KNT: Tensor | None
+
+
 def _naive(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Bounded:
     samples, positions, inputs = a_NTI.shape
     outputs = g_NTO.shape[2]
@@ -133,27 +149,43 @@ def _naive(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Bounded:
     elif is_half(a_NTI, g_NTO):
         at_once = max(1, workspace // max(1, positions * (inputs + outputs)))
     found = [
-        _bounded(widened(a_NTI[start : start + at_once]), widened(g_NTO[start : start + at_once]), workspace)
+        _formed(widened(a_NTI[start : start + at_once]), widened(g_NTO[start : start + at_once]), workspace)
         for start in range(0, max(1, samples), at_once)
     ]
-    return Bounded(*(torch.cat(parts) for parts in zip(*found, strict=True))) if len(found) > 1 else found[0]
+    return _bounded(found[0] if len(found) == 1 else _end_to_end(found), inputs, outputs)
 
 
-def _bounded(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Bounded:
+def _end_to_end(parts: Sequence[_Formed]) -> _Formed:
+    """Return what was formed of all samples from what was formed of a few at a time."""
+    value, absolute, norms, squares = zip(*parts, strict=True)
+    square_KNT = None if squares[0] is None else torch.cat(squares, 1)
+    return _Formed(torch.cat(value), torch.cat(absolute), torch.cat(norms, 1), square_KNT)
+
+
+def _bounded(formed: _Formed, inputs: int, outputs: int) -> Bounded:
     """Return squared norms, their errors measured on the diagonals of both Gram matrices."""
+    norm_KNT, square_KNT = formed.norm_KNT, formed.square_KNT
+    drift_N: Tensor | float = UNSEEN_DRIFT * unit_roundoff(norm_KNT.dtype)
+    if square_KNT is not None and norm_KNT.dtype == torch.float32:
+        drift_N = drift(square_KNT, norm_KNT)
+    found = masses(norm_KNT[0], norm_KNT[1], inputs, outputs)
+    error_N = gram_error(formed.absolute_N, drift_N, found, inputs + outputs)
+    return Bounded(formed.value_N, error_N, found.mass_N, found.scale_N)
+
+
+def _formed(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> _Formed:
+    """Return sums over the Gram matrices of samples that are read at a time."""
+    if a_NTI.numel() + g_NTO.numel() <= workspace:
+        a_NTI, g_NTO = a_NTI.contiguous(), g_NTO.contiguous()
     a_NT, g_NT = position_norms(a_NTI), position_norms(g_NTO)
-    weight_NT = a_NT * g_NT
-    sums = _halved(a_NTI, g_NTO, workspace, weight_NT)
-    drift_N: Tensor | float = UNSEEN_DRIFT * unit_roundoff(weight_NT.dtype)
-    if sums.a_squares is not None and sums.g_squares is not None and weight_NT.dtype == torch.float32:
-        drift_N = drift(sums.a_squares, a_NT, weight_NT) + drift(sums.g_squares, g_NT, weight_NT)
-    inputs, outputs = a_NTI.shape[2], g_NTO.shape[2]
-    found = masses(a_NT, g_NT, inputs, outputs)
-    error_N = gram_error(sums.absolute, drift_N, found, inputs + outputs)
-    return Bounded(sums.value, error_N, found.mass_N, found.scale_N)
+    sums = _halved(a_NTI, g_NTO, workspace, a_NT, g_NT)
+    squares = None
+    if sums.a_squares is not None and sums.g_squares is not None:
+        squares = torch.stack([sums.a_squares, sums.g_squares])
+    return _Formed(sums.value, sums.absolute, torch.stack([a_NT, g_NT]), squares)
 
 
-def _halved(a_NTI: Tensor, g_NTO: Tensor, workspace: int, weight_NT: Tensor) -> _Sums:
+def _halved(a_NTI: Tensor, g_NTO: Tensor, workspace: int, a_NT: Tensor, g_NT: Tensor) -> _Sums:
     """Return sums over the Gram matrices, ``(N,)``, and their diagonals, ``(N, T)``.
 
     Where blocks on the diagonal are single entries, no product forms these: they are ``|a_t|²·|g_t|²``.
@@ -170,7 +202,7 @@ def _halved(a_NTI: Tensor, g_NTO: Tensor, workspace: int, weight_NT: Tensor) -> 
             upper, lower = (a_MLI[:, :half], g_MLO[:, :half]), (a_MLI[:, half:], g_MLO[:, half:])
             above.append(_products(upper, lower, workspace, unseen=leaf == 1))
     if leaf == 1:
-        square_NT = weight_NT[:, :whole].square()
+        square_NT = (a_NT * g_NT)[:, :whole].square()
         on.append(_Sums(square_NT.flatten(), square_NT.flatten()))
     else:
         on += [_products(block, block, workspace, diagonal=True) for block in _pieces(*first, leaf)]
