@@ -8,6 +8,7 @@ Shape letters: N samples (times slots), T positions, I inputs, O outputs, F feat
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import sqrt
 from typing import Final, NamedTuple
 
@@ -161,6 +162,7 @@ def position_norms(x_NTF: Tensor) -> Tensor:
     Returns:
         Shape ``(N, T)``, float64 for float64, float32 otherwise.
     """
+    x_NTF = _along_memory(x_NTF)
     if x_NTF.shape[2] <= (_BLOCK_IN_THREADS if x_NTF.is_cuda else _BLOCK):
         # Widened as they are read: no copy in float32 is made.
         return torch.linalg.vector_norm(x_NTF, dim=2, dtype=torch.promote_types(x_NTF.dtype, torch.float32))
@@ -230,18 +232,34 @@ def block_norms(flat_BP: Tensor) -> list[Tensor]:
     Returns:
         Norms, each of shape ``(B, K)``, same dtype (real for complex values).
     """
+    flat_BP = _along_memory(flat_BP)
     size, values = _BLOCK_IN_THREADS if flat_BP.is_cuda else _BLOCK, flat_BP.shape[1]
     if values <= size:
         return [torch.linalg.vector_norm(flat_BP, dim=1, keepdim=True)]
-    fewest = -(-values // size)
     # Blocks of one size where they come out even, and one operation does.
-    even = next((count for count in range(fewest, fewest + _MORE_BLOCKS) if values % count == 0), 0)
+    even = _even_blocks(values, size)
     if even:
-        return [torch.linalg.vector_norm(flat_BP.unflatten(1, (even, values // even)), dim=2)]
+        return [torch.linalg.vector_norm(flat_BP.view(len(flat_BP), even, values // even), dim=2)]
     blocks, rest = divmod(values, size)
     whole_BKP = flat_BP[:, : blocks * size].unflatten(1, (blocks, size))
     last_BP = flat_BP[:, -rest:]
     return [torch.linalg.vector_norm(whole_BKP, dim=2), torch.linalg.vector_norm(last_BP, dim=1, keepdim=True)]
+
+
+def _along_memory(x: Tensor) -> Tensor:
+    """Return a tensor whose last axis lies side by side in memory.
+
+    Lanes share the squares of a norm only then; along another axis each norm is one sum, and 256 equal values come out
+    33 roundings too small.
+    """
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@lru_cache(maxsize=4096)
+def _even_blocks(values: int, size: int) -> int:
+    """Return into how many blocks of at most ``size`` values can be divided evenly; 0 if not into few."""
+    fewest = -(-values // size)
+    return next((count for count in range(fewest, fewest + _MORE_BLOCKS) if values % count == 0), 0)
 
 
 def sum_of_squares(norms: Sequence[Tensor]) -> Tensor:
