@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ghostclip import _torch
 from ghostclip.capture.usage import Record
 from ghostclip.clipping.grouping import Grouping
 from ghostclip.clipping.norms import GroupNorms
@@ -178,7 +179,7 @@ class Decisions:
 
 
 def _scaled(parts_GB: list[Tensor], scale: float) -> list[Tensor]:
-    return parts_GB if scale == 1 else list(torch._foreach_mul(parts_GB, scale))
+    return parts_GB if scale == 1 else _torch.scaled_all(parts_GB, scale)
 
 
 def columns(parts_GB: list[Tensor]) -> Tensor:

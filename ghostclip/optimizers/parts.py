@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ghostclip import _torch
 from ghostclip.errors import InvalidOptionError, MissingGradientError
 from ghostclip.grad_sample.handle import clipper_of
 from ghostclip.noise import make_noise_source
@@ -137,7 +138,7 @@ class StepParts:
         self._unscaled = False
         gradients = [p.grad for p in self.params if p.requires_grad and p.grad is not None]
         if gradients:
-            torch._foreach_div_(gradients, self._undivided)
+            _torch.divide_all_(gradients, self._undivided)
 
     def _show_sums(self) -> None:
         """Let `p.summed_grad` be a copy of the clipped sum, where per-sample gradients are shown too."""

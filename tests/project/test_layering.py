@@ -13,6 +13,7 @@ LAYERS = (
     "errors",
     "_refused",
     "_types",
+    "_torch",
     "_validate",
     "_owner",
     "losses",
