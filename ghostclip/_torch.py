@@ -468,6 +468,13 @@ def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     return list(module._forward_hooks.values())
 
 
+# The hooks that a call runs, and what they are called with.
+_HOOKS: Final = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+
+
 def copy_hooks(old: nn.Module, new: nn.Module) -> None:
     """Let a module have the hooks of another one as well: ``Module._forward_hooks`` and its like.
 
@@ -475,8 +482,10 @@ def copy_hooks(old: nn.Module, new: nn.Module) -> None:
         old: The other one.
         new: The module.
     """
-    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
-        getattr(new, hooks).update(getattr(old, hooks))
+    for name in _HOOKS:
+        getattr(new, name).update(getattr(old, name))
+    if old._is_full_backward_hook is not None:
+        new._is_full_backward_hook = old._is_full_backward_hook
 
 
 def flat_weights(module: nn.RNNBase) -> list[Any]:
