@@ -2,7 +2,7 @@
 
 No other module of the package names them, so that this file is the list of what a new version of torch may change, and
 tests/test_torch.py says of each function what must stay true. Every docstring ends with the names that its function
-relies on. All of them exist, and mean the same, from torch 2.6 to the newest version in
+relies on. All of them exist, and mean the same, from torch 2.8 to the newest version in
 benchmarks/results/torch-versions.md.
 """
 
@@ -54,14 +54,15 @@ def memory_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-# A tensor, and torch's own handle on its memory.
-_OWN_REFERENCES: Final = 2
+_use_count: Any = torch._C._storage_Use_Count
+_alone: Final = torch.empty(1, device="cpu")
+# Those of a tensor that is alone on its memory: one or two, depending on the version.
+_OWN_REFERENCES: Final = _use_count(memory_key(_alone))
 
 
 def shares_memory(tensor: Tensor) -> bool:
     """Return whether another tensor that lives has the same memory: ``torch._C._storage_Use_Count``."""
-    use_count: Any = torch._C._storage_Use_Count
-    return bool(use_count(memory_key(tensor)) > _OWN_REFERENCES)
+    return bool(_use_count(memory_key(tensor)) > _OWN_REFERENCES)
 
 
 def alias_as(kind: type[_T], tensor: Tensor) -> _T:

@@ -12,6 +12,7 @@ import types
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -299,7 +300,8 @@ def test_saved_tensors_of_torchs_nodes_and_of_functions():
     x, y = _leaf(3), _leaf(3)
     product = x * y
     assert {t.data_ptr() for t in _torch.saved_tensors(product.grad_fn)} == {x.data_ptr(), y.data_ptr()}
-    assert [t.data_ptr() for t in _torch.saved_tensors(Double.apply(x).grad_fn)] == [x.data_ptr()]
+    doubled = Double.apply(x)
+    assert [t.data_ptr() for t in _torch.saved_tensors(doubled.grad_fn)] == [x.data_ptr()]
     product.sum().backward()
     assert _torch.saved_tensors(product.grad_fn) == []
 

@@ -2,7 +2,6 @@
 
 Prints one line a kernel: its name, the architecture, the type of its first argument and its bytes of shared memory.
 """
-# ruff: noqa: T201
 
 from __future__ import annotations
 
