@@ -147,6 +147,23 @@ class Kept:
         return self._tensors
 
 
+class _Saved:
+    """Tensors that autograd saved for a side node.
+
+    It holds the node's output: until torch 2.13, what a node of a Python function saved is freed with its last tensor.
+    """
+
+    __slots__ = ("_output",)
+
+    def __init__(self, output: Tensor) -> None:
+        self._output = output
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor, ...]:
+        node: Any = self._output.grad_fn
+        return node.saved_tensors
+
+
 def keep(tensors: Sequence[Tensor]) -> Any:
     """Save tensors, through autograd where hooks on saved tensors are active.
 
@@ -160,7 +177,7 @@ def keep(tensors: Sequence[Tensor]) -> Any:
         return Kept(tensors)
     with _torch.subclasses_off():
         anchor = torch.zeros((), requires_grad=True)
-        return _Keep.apply(anchor, *tensors).grad_fn
+        return _Saved(_Keep.apply(anchor, *tensors))
 
 
 def enter_graph(tensor: Tensor, anchor: Tensor) -> Tensor:
