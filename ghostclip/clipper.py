@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from ghostclip import _validate
+from ghostclip import _torch, _validate
 from ghostclip.capture import backward_entry
 from ghostclip.capture.evidence import probe_losses
 from ghostclip.capture.roster import Roster
@@ -248,7 +248,7 @@ class GhostClipper(Diagnostics):
             close()
             self._complete(listener, per_sample=False)
 
-        torch.autograd.Variable._execution_engine.queue_callback(complete)
+        _torch.at_the_end(complete)
 
     def _complete(self, listener: BookKeeping, *, per_sample: bool) -> None:
         with torch.no_grad(), full_precision():

@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 
 from torch import Tensor
 
+from ghostclip import _torch
 from ghostclip.capture.arrivals import Arrival, Circumstances, arrival
 from ghostclip.capture.batch_axis import RowMap
 from ghostclip.capture.buffers import Buffers
@@ -205,7 +206,7 @@ class Use:
         """Note how often each target that was computed from parameters had been changed in place by now."""
         for key, target in self.targets.items():
             if target.origin.func:
-                self.versions[key] = target.origin.graph._version
+                self.versions[key] = _torch.version(target.origin.graph)
 
     @property
     def row_map(self) -> RowMap:
@@ -272,7 +273,7 @@ class Use:
             ((name, leaf),) = origin.leaves.items()
             return [(name, factor)] if leaf.parameter.requires_grad else []
         # A parameter itself may be: an embedding with max_norm renormalises the rows it looks up.
-        if origin.graph._version != self.versions[key]:
+        if _torch.version(origin.graph) != self.versions[key]:
             raise UnsupportedModelError(_changed_since(self.site))
         pulled = pull_back(self.targets[key], factor)
         return [(name, part) for name, part in pulled if origin.leaves[name].parameter.requires_grad]

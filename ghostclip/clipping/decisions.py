@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ghostclip import _torch
 from ghostclip.capture.usage import Record
 from ghostclip.clipping.grouping import Grouping
 from ghostclip.clipping.norms import GroupNorms
@@ -189,7 +190,7 @@ class Decisions:
 
 
 def _scaled(parts_GB: list[Tensor], scale: float) -> list[Tensor]:
-    return parts_GB if scale == 1 else list(torch._foreach_mul(parts_GB, scale))
+    return parts_GB if scale == 1 else _torch.scaled_all(parts_GB, scale)
 
 
 def columns(parts_GB: list[Tensor]) -> Tensor:

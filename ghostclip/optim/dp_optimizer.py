@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ghostclip import _validate
+from ghostclip import _torch, _validate
 from ghostclip._owner import Owner
 from ghostclip.distributed.draws import Share
 from ghostclip.distributed.shared import SharedNoise
@@ -539,7 +539,7 @@ class DPOptimizer(WrappedOptimizer):
         self._unscaled = False
         gradients = [p.grad for p in self.params if p.requires_grad and p.grad is not None]
         if gradients:
-            torch._foreach_div_(gradients, self._undivided)
+            _torch.divide_all_(gradients, self._undivided)
 
     def _show_sums(self) -> None:
         """Let `p.summed_grad` be a copy of the clipped sum, where per-sample gradients are shown too."""

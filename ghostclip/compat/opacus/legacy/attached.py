@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ghostclip import _torch
 from ghostclip.optim import DPOptimizer
 
 if TYPE_CHECKING:
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
 
 _REPLACED = ("step", "zero_grad", "virtual_step", "privacy_engine")
 _ABSENT = object()
-# torch's mark on a `step` whose calls a learning-rate scheduler counts; without it the scheduler warns.
-_SCHEDULED = "_wrapped_by_lr_sched"
 
 
 class Attachment:
@@ -55,9 +54,9 @@ class Attachment:
         def virtual_step(_: Optimizer) -> None:
             self.virtual_step()
 
-        if hasattr(self._own_step, _SCHEDULED):
+        if _torch.is_counted(self._own_step):
             # A scheduler that was made before counts the steps of the wrapped method, which is called all the same.
-            setattr(step, _SCHEDULED, True)
+            _torch.mark_counted(step)
         for function in (step, zero_grad, virtual_step):
             setattr(self._optimizer, function.__name__, types.MethodType(function, self._optimizer))
         self._optimizer.privacy_engine = self.engine  # type: ignore[attr-defined]
