@@ -11,12 +11,14 @@
 #                               which are a tenth of the size of the default ones)
 #   DEMO_ARGS="--epsilon 3"     options handed to `ghostclip finetune`
 #   TEST_ARGS="-k embedding"    options handed to pytest
+#   TORCH="2.8.0 2.15.0"        versions of torch that `make test-torch` runs the core tests on
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
 DEMO_ARGS ?=
 TEST_ARGS ?=
+TORCH ?=
 BENCH_ARGS ?=
 PAPER_ARGS ?=
 # More workers than this only take memory: every one of them loads torch.
@@ -32,7 +34,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 CHECKED := ghostclip tests benchmarks paper_repro
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-kernels test-all lint format typecheck check bench bench-micro bench-peers paper examples clean distclean
+.PHONY: help demo test test-slow test-kernels test-torch test-all lint format typecheck check bench bench-micro bench-peers paper examples clean distclean
 
 help:  ## list what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -71,6 +73,10 @@ test-kernels: $(DEV_STAMP)  ## run the Triton kernels in Triton's interpreter (i
 	@$(INSTALL) "triton"
 	@echo "==> pytest, kernels"
 	@$(BIN)/python -m pytest -q tests/kernels $(TEST_ARGS)
+
+test-torch:  ## run the core tests on other versions of torch: make test-torch TORCH="2.8.0 2.15.0"
+	@test -n "$(TORCH)" || { echo 'name versions: make test-torch TORCH="2.8.0 2.15.0"' >&2; exit 1; }
+	@TORCH_INDEX=$(TORCH_INDEX) $(PYTHON) .ci/torch_versions.py $(TORCH) --jobs $(JOBS)
 
 test-all: $(DEV_STAMP)  ## run every test
 	@echo "==> pytest, all tests, $(JOBS) processes"

@@ -3,12 +3,12 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from ghostclip import _validate
+from ghostclip import _torch, _validate
 from ghostclip.capture import backward_entry
 from ghostclip.capture.evidence import probe_losses
 from ghostclip.capture.roster import Roster
@@ -248,7 +248,7 @@ class GhostClipper(Diagnostics):
             close()
             self._complete(listener, per_sample=False)
 
-        torch.autograd.Variable._execution_engine.queue_callback(complete)
+        _torch.at_the_end(complete)
 
     def _complete(self, listener: BookKeeping, *, per_sample: bool) -> None:
         with torch.no_grad(), full_precision():
@@ -271,7 +271,8 @@ class GhostClipper(Diagnostics):
             record.spent = True
             backward_entry.forget(record)
         record = self._record_of(listener)
-        self._decisions.close(0 if record.padded else record.batch_size)
+        noted = [record.noted for record in listener.records if record.noted is not None]
+        self._decisions.close(0 if record.padded else record.batch_size, noted)
         self._store.finish()
 
     def _scale(self, *, per_sample: bool) -> float:
@@ -336,6 +337,25 @@ class GhostClipper(Diagnostics):
     def rows_seen(self) -> tuple[int, ...]:
         """Samples of each backward that has completed since the last :meth:`reset`, in order."""
         return self._decisions.rows
+
+    @property
+    def inputs_noted(self) -> tuple[list[Any], ...]:
+        """What was noted of the inputs of each forward behind each of these backwards: see :meth:`note_inputs`."""
+        return self._decisions.noted
+
+    def note_inputs(self, note: Callable[[Sequence[Tensor], int], Any]) -> None:
+        """Let every forward be noted that takes in samples.
+
+        Args:
+            note: Called with the tensors and the number of samples before the model runs; what it returns is kept until
+                the sums are forgotten.
+        """
+        self._session.note_inputs = note
+
+    @property
+    def axis(self) -> int:
+        """Where samples lie in the model's inputs."""
+        return self._session.axis
 
     def coverage(self) -> Coverage:
         """Return how every trainable parameter is handled, and its cost at the last batch's sizes; print with str()."""

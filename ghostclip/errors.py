@@ -41,7 +41,7 @@ class TamperedGradientError(GhostClipError, RuntimeError):
 
 
 class DrawError(GhostClipError, RuntimeError):
-    """A private step's rows are not those that the private loader drew, so that its account would be of another one."""
+    """A private step's rows or records are not those that the private loader drew: its account would be of another."""
 
 
 class CopyError(GhostClipError, RuntimeError):

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from ghostclip import _torch
 from ghostclip.capture.inputs import batch_size_of
 from ghostclip.errors import BatchAxisError
 
@@ -41,7 +41,7 @@ class Bags:
         Raises:
             BatchAxisError: Offsets have one entry more than there are bags.
         """
-        found = self._find(tree_flatten((args, dict(kwargs)))[0]) if self._any else None
+        found = self._find(_torch.tree_flatten((args, dict(kwargs)))[0]) if self._any else None
         if found is None:
             return batch_size_of(args, kwargs, axis)
         if self._closed:
@@ -67,7 +67,7 @@ class Bags:
         """
         if not self._any:
             return module, args, kwargs
-        leaves, tree = tree_flatten((args, dict(kwargs)))
+        leaves, tree = _torch.tree_flatten((args, dict(kwargs)))
         found = self._find(leaves)
         if found is None:
             return module, args, kwargs
@@ -78,7 +78,7 @@ class Bags:
         place_BK = offsets.unsqueeze(1) + torch.arange(longest, device=offsets.device)
         rows = list(leaves)
         rows[first] = place_BK.masked_fill(place_BK >= ends.unsqueeze(1), -1)
-        given = tree_unflatten(rows, tree)
+        given = _torch.tree_unflatten(rows, tree)
         return flat, given[0], given[1]
 
     def _find(self, leaves: list[Any]) -> tuple[int, Tensor] | None:
@@ -132,7 +132,7 @@ def batch_as_rows(
 class _OnRows(nn.Module):
     """Runs a module that takes flat ids on a matrix of places among them, `[B, K]` with -1 where there is none."""
 
-    def __init__(self, module: nn.Module, leaves: list[Any], tree: TreeSpec, offsets: Tensor) -> None:
+    def __init__(self, module: nn.Module, leaves: list[Any], tree: _torch.TreeSpec, offsets: Tensor) -> None:
         super().__init__()
         # In a tuple: not a part of this one.
         self.inner = (module,)
@@ -170,7 +170,7 @@ class _OnRows(nn.Module):
         Returns:
             Positional and keyword inputs.
         """
-        leaves = tree_flatten((args, dict(kwargs)))[0]
+        leaves = _torch.tree_flatten((args, dict(kwargs)))[0]
         place_BK = leaves[self._first]
         real_BK = place_BK >= 0
         chosen_N = place_BK[real_BK]
@@ -178,7 +178,7 @@ class _OnRows(nn.Module):
             leaves[place] = leaf[chosen_N]
         counts_B = real_BK.sum(1)
         leaves[self._offsets] = (counts_B.cumsum(0) - counts_B).to(leaves[self._offsets].dtype)
-        return tree_unflatten(leaves, self._tree)
+        return _torch.tree_unflatten(leaves, self._tree)
 
 
 def _is_flat(leaf: Any) -> bool:

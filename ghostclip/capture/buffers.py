@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ghostclip import _torch
 from ghostclip.capture.mixing import replaced, same_randomness
 from ghostclip.errors import SampleMixingError
 
@@ -25,7 +26,7 @@ class Buffers:
         """
         self._model = model
         self._before = {
-            name: (buffer, buffer.detach().clone(), buffer._version)
+            name: (buffer, buffer.detach().clone(), _torch.version(buffer))
             for name, buffer in model.named_buffers()
             if buffer.is_floating_point() and not buffer.is_inference()
         }
@@ -41,7 +42,7 @@ class Buffers:
 
     @staticmethod
     def _differs(now: Tensor, buffer: Tensor, copy: Tensor, version: int) -> bool:
-        if now is buffer and now._version == version:
+        if now is buffer and _torch.version(now) == version:
             return False
         return not torch.equal(now.nan_to_num(), copy.nan_to_num())
 

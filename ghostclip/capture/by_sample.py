@@ -8,14 +8,14 @@ operation's output and adds up to the whole batch's gradient, which costs one mo
 Shape letters: B samples.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
+from ghostclip import _torch
 from ghostclip.capture.batch_axis import RowMap
 
 _FOLDED: Final = ("axis", "major", "minor")
@@ -42,7 +42,7 @@ class Rerun:
     def remember(self, plain: Sequence[Tensor]) -> None:
         """Note the values on which it runs in the forward."""
         self.plain[:] = plain
-        self.versions[:] = [tensor._version for tensor in plain]
+        self.versions[:] = _torch.versions(plain)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,11 +75,11 @@ def gradients(region: Rerun, arrived: Sequence[Arrived], *, batch_size: int) -> 
     """
     if batch_size < 2 or any(item.row_map.kind not in _FOLDED for item in arrived):
         return None
-    if any(tensor._version != version for tensor, version in zip(region.plain, region.versions, strict=True)):
+    if _torch.versions(region.plain) != region.versions:
         return None
     maps = [_map_of(tensor, arrived, batch_size) for tensor in region.plain]
     try:
-        with _no_slow_vmap():
+        with _torch.no_slow_vmap():
             outputs, found = _vmapped(region, arrived, maps, batch_size)
     except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
         return None
@@ -147,15 +147,3 @@ def _adds_up(region: Rerun, arrived: Sequence[Arrived], found: Sequence[Tensor])
     outputs, grads = [item.output for item in arrived], [item.grad for item in arrived]
     whole = torch.autograd.grad(outputs, list(region.inputs), grads, retain_graph=True, materialize_grads=True)
     return all(_close(mine.sum(0), total) for mine, total in zip(found, whole, strict=True))
-
-
-@contextmanager
-def _no_slow_vmap() -> Iterator[None]:
-    """Make an operation that vmap would run in a loop an error."""
-    functorch: Any = torch._C._functorch
-    before = functorch._is_vmap_fallback_enabled()
-    functorch._set_vmap_fallback_enabled(False)
-    try:
-        yield
-    finally:
-        functorch._set_vmap_fallback_enabled(before)

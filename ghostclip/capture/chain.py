@@ -14,6 +14,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ghostclip import _torch
+
 Edge = tuple[Any, int]
 
 # Linear in each of its inputs, with factor 1 (or -1), whatever constants take part.
@@ -184,7 +186,7 @@ def _reached_by(path: Path, way: Any) -> Path:
 
 def _ended(edge: Edge, name: str, path: Path) -> Path:
     node, key = edge[0], (*path.key, name)
-    kind = _KINDS.get(getattr(node, "_saved_reduction", 0))
+    kind = _KINDS.get(_torch.saved_or(node, "reduction", 0))
     if kind is None:
         return Path((edge,), name, path.numbers, path.reduced, path.picked, None, key, path.way)
     ends = tuple(following for following in node.next_functions if following[0] is not None)
@@ -224,7 +226,7 @@ def _through(edge: Edge, name: str, path: Path) -> list[tuple[Edge, Path]]:
         if following[0] is None:
             continue
         onward = _spread(edge, following, path) if name in _SPREAD else path
-        alpha = getattr(node, "_saved_alpha", 1) if number else 1
+        alpha = _torch.saved_or(node, "alpha", 1) if number else 1
         if alpha != 1:
             onward = _and(onward, name, numbers=(Number(abs(float(alpha)), alpha, divides=False, plain=True),))
         found.append((following, onward))
@@ -253,8 +255,8 @@ def _picked(node: Any, name: str) -> Reduced:
     if name == "MaskedSelectBackward0":
         return Reduced("picked", sizes)
     if name != "IndexBackward0":
-        return Reduced("picked", sizes, (_axis(node._saved_dim, len(sizes)),))
-    indices = node._saved_indices
+        return Reduced("picked", sizes, (_axis(_torch.saved(node, "dim"), len(sizes)),))
+    indices = _torch.saved(node, "indices")
     # A mask stands for as many axes as it has.
     whole = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
     return Reduced("picked", sizes, () if whole else tuple(i for i, index in enumerate(indices) if index is not None))
@@ -262,14 +264,14 @@ def _picked(node: Any, name: str) -> Reduced:
 
 def _axis(kept: int, count: int) -> int:
     """Return an axis as a node keeps it: a negative one modulo 2^64."""
-    return (kept - (1 << 64 if kept >> 63 else 0)) % max(1, count)
+    return _torch.signed(kept) % max(1, count)
 
 
 def _reduction(node: Any, name: str) -> Reduced:
-    sizes = tuple(node._saved_self_sym_sizes)
+    sizes = tuple(_torch.saved(node, "self_sym_sizes"))
     axes = list(range(len(sizes)))
-    if name.endswith("1") and len(node._saved_dim):
-        axes = sorted({_axis(axis, len(sizes)) for axis in node._saved_dim if sizes})
+    if name.endswith("1") and len(_torch.saved(node, "dim")):
+        axes = sorted({_axis(axis, len(sizes)) for axis in _torch.saved(node, "dim") if sizes})
     return Reduced("mean" if _REDUCING[name] else "sum", sizes, tuple(axes))
 
 
@@ -292,19 +294,21 @@ def shape_at(edge: Edge) -> tuple[int, ...] | None:
     Returns:
         The shape; None where the graph does not know it.
     """
-    known = getattr(edge[0], "_input_metadata", ())
+    known = _torch.outputs_of(edge[0])
     return tuple(known[edge[1]].shape) if edge[1] < len(known) else None
 
 
 def _scaled(edge: Edge, name: str, path: Path) -> list[tuple[Edge, Path]] | None:
     node = edge[0]
     if name.endswith("1"):
-        inner, constant = node.next_functions[0], node._saved_other
+        inner, constant = node.next_functions[0], _torch.saved(node, "other")
     else:
         first, second = node.next_functions
         if (first[0] is None) == (second[0] is None) or (first[0] is None and name == "DivBackward0"):
             return None
-        inner, constant = (first, node._saved_other) if second[0] is None else (second, node._saved_self)
+        inner, constant = (
+            (first, _torch.saved(node, "other")) if second[0] is None else (second, _torch.saved(node, "self"))
+        )
     number = _number(constant, divides=name.startswith("Div"), axes=len(shape_at(edge) or ()))
     onward = _spread(edge, inner, path) if name in _SPREAD else path
     return [(inner, onward if number is None else _and(onward, name, numbers=(number,)))]

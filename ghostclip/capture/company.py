@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from ghostclip import _torch
 from ghostclip.capture.dropout import WithoutDropout
 from ghostclip.capture.mixing import batch_axis_of, restored_buffers
 from ghostclip.capture.randomness import Draws, Randomness, unnoticed
@@ -84,7 +84,7 @@ class Batch:
             taken = leaf.detach().index_select(place, torch.tensor(samples, device=leaf.device))
             return taken.requires_grad_(leaf.requires_grad)
 
-        return tree_map(take, self.inputs)
+        return _torch.tree_map(take, self.inputs)
 
 
 def refuse_company(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked) -> None:
@@ -100,7 +100,7 @@ def refuse_company(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecke
         SampleMixingError: They do.
     """
     tensors = [*model.parameters(), *model.buffers()]
-    used = [*tensors, *(leaf for leaf in tree_leaves(batch.inputs) if isinstance(leaf, Tensor))]
+    used = [*tensors, *(leaf for leaf in _torch.tree_leaves(batch.inputs) if isinstance(leaf, Tensor))]
     changed, raised = "", ""
     # With gradients where it raises without: it may differentiate within its forward.
     for gradients in (False, True):

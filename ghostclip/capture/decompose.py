@@ -8,8 +8,7 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
-
+from ghostclip import _torch
 from ghostclip.rules import rule_for
 from ghostclip.rules.recurrent import LAYERS, WRITTEN_OUT, is_packed
 
@@ -84,7 +83,7 @@ def _reentered(func: Callable[..., Any]) -> Callable[..., Any]:
     """Run a function with interception switched on again (it is off inside ``__torch_function__``)."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._EnableTorchFunction():
+        with _torch.overrides_on():
             return func(*args, **kwargs)
 
     return run

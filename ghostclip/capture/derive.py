@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ghostclip import _torch
 from ghostclip.capture.operation import Operation
 from ghostclip.capture.tracked import Origin, TrackedTensor, replace_tracked, tracked_leaves, wrap
 from ghostclip.factors import Dense, Diagonal, Factor, Outer, Permuted, Placed, Rows, Stacked
@@ -54,7 +55,7 @@ def derive(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: d
         if name == "embedding":
             single, arguments = _embedding_parent(args, kwargs)
         origin = Origin(first.interceptor, tensor, tensor.detach(), leaves, single, name, arguments, kwargs)
-        origin.parent_version = 0 if single is None else single.origin.graph._version
+        origin.parent_version = 0 if single is None else _torch.version(single.origin.graph)
         origin.spread = name in _SPREADS or any(parent.origin.spread for parent in parents)
         return wrap(origin)
 
@@ -134,7 +135,7 @@ def batched_grad(output: Tensor, inputs: Sequence[Tensor], grads_B: Tensor) -> l
 def _shortcut(origin: Origin, factor: Factor) -> Factor | None:
     """Return the parent's factor in factored form, or None where only the general way serves."""
     assert origin.parent is not None
-    if origin.parent.origin.graph._version != origin.parent_version:
+    if _torch.version(origin.parent.origin.graph) != origin.parent_version:
         return None
     parent = origin.parent.origin.value
     name = origin.func

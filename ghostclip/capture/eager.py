@@ -5,13 +5,12 @@ keeping inputs) happens as it runs. A compiled model therefore runs eagerly whil
 otherwise: in evaluation, without gradients, or once the clipper is removed.
 """
 
-import sys
-from functools import lru_cache
+from types import CodeType
 from typing import Any
 
-import torch
+from ghostclip import _torch
 
-_UNTRACED: list[Any] = []
+_UNTRACED: list[CodeType] = []
 
 
 def suspend() -> Any:
@@ -20,20 +19,7 @@ def suspend() -> Any:
     Returns:
         What ``resume`` wants back; None where the compiler was never loaded.
     """
-    dynamo: Any = sys.modules.get("torch._dynamo")
-    if dynamo is None:
-        return None
-    while _UNTRACED:
-        dynamo.eval_frame.skip_code(_UNTRACED.pop())
-    callback = torch._C._dynamo.eval_frame.set_eval_frame(None)
-    # Compiled parts of the model set a callback of their own; the stance tells them not to. What
-    # torch.compiler.set_stance does, at a fifth of its cost, which every forward would pay.
-    return callback, dynamo.eval_frame._set_stance(_forced(dynamo))
-
-
-@lru_cache(maxsize=1)
-def _forced(dynamo: Any) -> Any:
-    return dynamo.eval_frame.DynamoStance("force_eager")
+    return _torch.stop_compiler(_UNTRACED)
 
 
 def resume(suspended: Any) -> None:
@@ -42,11 +28,7 @@ def resume(suspended: Any) -> None:
     Args:
         suspended: What ``suspend`` returned.
     """
-    if suspended is not None:
-        callback, stance = suspended
-        torch._C._dynamo.eval_frame.set_eval_frame(None)
-        torch._dynamo.eval_frame._set_stance(stance)
-        torch._C._dynamo.eval_frame.set_eval_frame(callback)
+    _torch.restart_compiler(suspended)
 
 
 def untraced(function: Any) -> Any:
@@ -58,8 +40,6 @@ def untraced(function: Any) -> Any:
     Returns:
         The same function.
     """
-    # The mark that torch.compiler.disable leaves; setting it here does not load the compiler (a second of imports).
     _UNTRACED.append(function.__code__)
-    function._torchdynamo_disable = True
-    function._torchdynamo_disable_msg = "it lends parameters to a forward, which cannot be compiled"
+    _torch.mark_untraced(function, reason="it lends parameters to a forward, which cannot be compiled")
     return function

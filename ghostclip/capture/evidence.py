@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
+from ghostclip import _torch
 from ghostclip.capture.backward_entry import is_output
 from ghostclip.capture.batch_axis import RowMap, candidates, samples_axis
 from ghostclip.capture.chain import PICKED, Edge, shape_at
@@ -262,12 +263,10 @@ def _picks_among_samples(ends: Ends, record: Record) -> str:
         if node is None or node in seen or len(seen) > _MAX_NODES:
             continue
         seen.add(node)
-        axis = getattr(node, "_saved_dim", None)
+        axis = _torch.saved_or(node, "dim", None)
         if node.name() in _PICKING and isinstance(axis, int):
             sizes = shape_at(node.next_functions[0]) or ()
-            if sizes and (axis - (1 << 64 if axis >> 63 else 0)) % len(sizes) == samples_axis(
-                sizes, record.batch_size, record.axis
-            ):
+            if sizes and _torch.signed(axis) % len(sizes) == samples_axis(sizes, record.batch_size, record.axis):
                 return str(node.name())
         if METADATA_KEY not in node.metadata:
             pending += [following for following, _ in node.next_functions]

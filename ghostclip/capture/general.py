@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ghostclip import _torch
 from ghostclip.capture import broadcast, by_sample
 from ghostclip.capture.arrivals import AT_ONCE_FORM, GENERAL_FORM
 from ghostclip.capture.batch_axis import RowMap, candidates
@@ -37,12 +37,12 @@ class _Local:
 
     def run(self, local: Sequence[Tensor], items: list[Any]) -> Any:
         """Run it on local copies of its plain tensors; leaves what it returned in ``items``, returns its structure."""
-        leaves, structure = tree_flatten((self.operation.args, self.operation.kwargs))
+        leaves, structure = _torch.tree_flatten((self.operation.args, self.operation.kwargs))
         given = iter(local)
         own = [self.entered.get(id(leaf), leaf) for leaf in leaves]
         own = [next(given) if _is_plain(leaf) else mine for leaf, mine in zip(leaves, own, strict=True)]
-        args, kwargs = tree_unflatten(own, structure)
-        found, spec = tree_flatten(self.operation.func(*args, **kwargs))
+        args, kwargs = _torch.tree_unflatten(own, structure)
+        found, spec = _torch.tree_flatten(self.operation.func(*args, **kwargs))
         items[:] = found
         return spec
 
@@ -89,7 +89,7 @@ def in_general(session: "Session", operation: Operation) -> Any:
     output_maps += [_output_maps(output, operation, session, site) for output in results]
     session.register(use)
     fresh = iter(results)
-    return tree_unflatten([next(fresh) if _in_graph(item) else item for item in items], specs[-1])
+    return _torch.tree_unflatten([next(fresh) if _in_graph(item) else item for item in items], specs[-1])
 
 
 def _rerun_of(operation: Operation, keys: list[int], inputs: list[Tensor]) -> by_sample.Rerun:

@@ -5,6 +5,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ghostclip import _torch
 from ghostclip.capture.leaves import leaves_of
 from ghostclip.capture.packed import is_packed
 from ghostclip.errors import BatchAxisError
@@ -123,10 +124,10 @@ def same_tensors(first: Any, second: Any) -> bool:
 
 def under_checkpoint() -> bool:
     """Return whether activation checkpointing of the non-reentrant kind is active right now."""
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks: Any = _torch.saving_hooks()
     return hooks is not None and "checkpoint" in getattr(hooks[0], "__module__", "")
 
 
 def in_backward() -> bool:
     """Return whether a backward is running on this thread."""
-    return torch._C._current_graph_task_id() != -1
+    return _torch.in_backward()

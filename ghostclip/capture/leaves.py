@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from ghostclip import _torch
 
 _PLAIN: Final = frozenset({type(None), bool, int, float, str})
 
@@ -20,7 +21,7 @@ def leaves_of(tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> lis
         The leaves, those that are no tensors included.
     """
     found: list[Any] = []
-    return found if _gather(tree, found) else tree_leaves(tree, is_leaf=is_leaf)
+    return found if _gather(tree, found) else _torch.tree_leaves(tree, is_leaf=is_leaf)
 
 
 def _gather(item: Any, found: list[Any]) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ghostclip import _torch
 from ghostclip.capture.backward_entry import edge_of
 from ghostclip.capture.eager import untraced
 from ghostclip.capture.nodes import nodes_behind
@@ -59,7 +60,7 @@ class Loan:
         for parameters, key, parameter in self._lent:
             parameters[key] = parameter
         for module, weights in self._flat:
-            module._flat_weights = weights
+            _torch.set_flat_weights(module, weights)
         self._lent.clear()
         self._flat.clear()
         return True
@@ -86,18 +87,18 @@ class Loan:
             UnsupportedModelError: A parameter is complex.
         """
         for prefix, module in _with_prefix(self._model):
-            parameters: dict[str, Any] = module._parameters
+            parameters: dict[str, Any] = _torch.parameter_table(module)
             for key, parameter in parameters.items():
                 if parameter is None or isinstance(parameter, TrackedTensor) or not parameter.requires_grad:
                     continue
                 self._lent.append((parameters, key, parameter))
                 parameters[key] = self._stand_in(prefix + key, parameter)
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            if isinstance(module, _torch.AnyBatchNorm) and module.training:
                 raise SampleMixingError(_batch_norm(prefix[:-1], module))
             if isinstance(module, nn.RNNBase) and not _is_lent(module):
-                self._flat.append((module, module._flat_weights))
-                own = [parameters.get(name) for name in module._flat_weights_names]
-                module._flat_weights = own
+                self._flat.append((module, _torch.flat_weights(module)))
+                own = [parameters.get(name) for name in _torch.flat_weight_names(module)]
+                _torch.set_flat_weights(module, own)
         if self.roster.meet([id(parameter) for _, _, parameter in self._lent]):
             self._adopt()
 
@@ -163,7 +164,7 @@ def _with_prefix(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
     def visit(prefix: str, module: nn.Module) -> None:
         found[module] = prefix
-        for name, child in module._modules.items():
+        for name, child in _torch.child_table(module).items():
             if child is not None and child not in found:
                 visit(f"{prefix}{name}.", child)
 
@@ -172,7 +173,7 @@ def _with_prefix(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _is_lent(module: nn.RNNBase) -> bool:
-    return any(isinstance(weight, TrackedTensor) for weight in module._flat_weights)
+    return any(isinstance(weight, TrackedTensor) for weight in _torch.flat_weights(module))
 
 
 def _batch_norm(path: str, module: nn.Module) -> str:
@@ -261,7 +262,7 @@ def attach(model: nn.Module, session: "Session", *, attached: bool) -> list[Remo
 
 
 def _is_watched(module: nn.Module) -> bool:
-    return any(isinstance(hook, _Hook) and hook.active for hook in module._forward_hooks.values())
+    return any(isinstance(hook, _Hook) and hook.active for hook in _torch.forward_hooks(module))
 
 
 @contextmanager
@@ -287,4 +288,4 @@ def untouched_grads(outputs: Sequence[Tensor]) -> Iterator[None]:
 def _leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
     with torch.no_grad():
         nodes = nodes_behind(edge_of(output)[0] for output in outputs)
-        return [node.variable for node in nodes if hasattr(node, "variable")]
+        return [leaf for leaf in map(_torch.leaf_of, nodes) if leaf is not None]

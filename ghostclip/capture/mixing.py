@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from ghostclip import _torch
 from ghostclip.capture.batch_axis import candidates
 from ghostclip.capture.tracked import TrackedTensor
 
@@ -59,7 +59,7 @@ class MixingStart:
     def remedy(self) -> str:
         """Return what can be done about it, by what kind of module it is."""
         kind = type(self.module).__name__
-        if isinstance(self.module, nn.modules.batchnorm._BatchNorm) or "BatchNorm" in kind:
+        if isinstance(self.module, _torch.AnyBatchNorm) or "BatchNorm" in kind:
             return "Replace it by GroupNorm (ModuleValidator.fix does), or put it in eval mode."
         if hasattr(self.module, "batch_first") or "ttention" in kind:
             return (
@@ -145,7 +145,7 @@ def replaced(batch: Any, sample: int, *, batch_size: int, axis: int) -> Any:
         copy.select(place, sample).copy_(leaf.detach().select(place, (sample + 1) % batch_size))
         return copy.requires_grad_(leaf.requires_grad)
 
-    return tree_map(replace, batch)
+    return _torch.tree_map(replace, batch)
 
 
 def batch_axis_of(leaf: Any, *, batch_size: int, axis: int) -> int | None:
@@ -200,8 +200,9 @@ def restored_buffers(model: nn.Module) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    before = [(buffer, buffer.detach().clone(), buffer._version) for buffer in model.buffers()]
-    held = [(module._buffers, dict(module._buffers)) for module in model.modules() if module._buffers]
+    before = [(buffer, buffer.detach().clone(), _torch.version(buffer)) for buffer in model.buffers()]
+    tables = [_torch.buffer_table(module) for module in model.modules()]
+    held = [(table, dict(table)) for table in tables if table]
     try:
         yield
     finally:
@@ -211,7 +212,7 @@ def restored_buffers(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value, version in before:
                 # A backward refuses what was written to since the forward, be it the same value.
-                if buffer._version != version:
+                if _torch.version(buffer) != version:
                     buffer.copy_(value)
 
 
@@ -229,7 +230,7 @@ def _trace(model: nn.Module, run: Callable[[Any], object], batch: Any) -> _Event
     def note(path: str, module: nn.Module, tree: Any, *, is_output: bool) -> None:
         calls[path, is_output] += 1
         # Cloned, since later operations may change them in place.
-        tensors = [leaf.detach().clone() for leaf in tree_leaves(tree) if _is_plain(leaf)]
+        tensors = [leaf.detach().clone() for leaf in _torch.tree_leaves(tree) if _is_plain(leaf)]
         events[path, is_output, calls[path, is_output]] = _Event(path, module, is_output, tensors)
 
     handles = []

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ghostclip import _torch
 from ghostclip.capture.tracked import TrackedTensor
 
 
@@ -125,7 +126,7 @@ class Kept:
             tensors: Tensors; their aliases outside the graph are held, lest a graph that holds this hold itself.
         """
         self._tensors = tuple([tensor.detach() for tensor in tensors])
-        self._versions = [tensor._version for tensor in tensors]
+        self._versions = _torch.versions(tensors)
 
     @property
     def address(self) -> int:
@@ -137,13 +138,30 @@ class Kept:
     @property
     def saved_tensors(self) -> tuple[Tensor, ...]:
         """The tensors; as autograd does, a RuntimeError where one was changed in place since."""
-        if [tensor._version for tensor in self._tensors] != self._versions:
+        if _torch.versions(self._tensors) != self._versions:
             message = (
                 "one of the variables needed for gradient computation has been modified by an inplace operation: the "
                 "input of a layer whose parameters are clipped. Change a copy of it."
             )
             raise RuntimeError(message)
         return self._tensors
+
+
+class _Saved:
+    """Tensors that autograd saved for a side node.
+
+    It holds the node's output: until torch 2.13, what a node of a Python function saved is freed with its last tensor.
+    """
+
+    __slots__ = ("_output",)
+
+    def __init__(self, output: Tensor) -> None:
+        self._output = output
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor, ...]:
+        node: Any = self._output.grad_fn
+        return node.saved_tensors
 
 
 def keep(tensors: Sequence[Tensor]) -> Any:
@@ -155,12 +173,11 @@ def keep(tensors: Sequence[Tensor]) -> Any:
     Returns:
         Its ``saved_tensors`` gives them back (recomputed under activation checkpointing).
     """
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None and not any(tensor.is_inference() for tensor in tensors):
+    if _torch.saving_hooks() is None and not any(tensor.is_inference() for tensor in tensors):
         return Kept(tensors)
-    with torch._C.DisableTorchFunctionSubclass():
+    with _torch.subclasses_off():
         anchor = torch.zeros((), requires_grad=True)
-        return _Keep.apply(anchor, *tensors).grad_fn
+        return _Saved(_Keep.apply(anchor, *tensors))
 
 
 def enter_graph(tensor: Tensor, anchor: Tensor) -> Tensor:
@@ -175,7 +192,7 @@ def enter_graph(tensor: Tensor, anchor: Tensor) -> Tensor:
         A tensor on which a gradient hook can be set and which may be changed in place afterwards.
     """
     # A view would drag its base into the graph; detaching makes it a tensor of its own on the same storage.
-    own = tensor.detach() if tensor._is_view() else tensor
+    own = tensor.detach() if _torch.is_view(tensor) else tensor
     return _Enter.apply(anchor, own)
 
 
@@ -238,7 +255,7 @@ def own(tensor: Tensor, anchor: Tensor, *, anchored: bool) -> Tensor:
     Returns:
         ``tensor`` itself where nothing is to be done, else an alias.
     """
-    return _Own.apply(tensor, anchor) if tensor._is_view() or not anchored else tensor
+    return _Own.apply(tensor, anchor) if _torch.is_view(tensor) or not anchored else tensor
 
 
 def is_to_tie(model: nn.Module, inputs: Iterable[Any]) -> bool:

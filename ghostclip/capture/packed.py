@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from ghostclip import _torch
 from ghostclip.capture.leaves import leaves_of
 
-_VF: Any = torch._VF
-PACK, PAD = _VF._pack_padded_sequence, _VF._pad_packed_sequence
+PACK, PAD = _torch.PACK, _torch.PAD
 
 
 def positions(batch_sizes: Tensor) -> Tensor:

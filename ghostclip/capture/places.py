@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from ghostclip import _torch
+
 _MAX_NODES = 256
 
 
@@ -50,7 +52,7 @@ def reduced_places(scalars: Sequence[Tensor], has_rows: Callable[[Place], bool])
     seen: set[tuple[Any, int]] = set()
     while pending:
         node, number = pending.pop()
-        if node is None or (node, number) in seen or not hasattr(node, "_input_metadata"):
+        if node is None or (node, number) in seen or not _torch.outputs_of(node):
             continue
         if len(seen) >= _MAX_NODES:
             return []
@@ -73,9 +75,9 @@ def place_at(node: Any, number: int) -> Place | None:
     Returns:
         The place; None for a leaf, or where it holds no floating values.
     """
-    if number >= len(node._input_metadata) or node.name().endswith("AccumulateGrad"):
+    if number >= len(_torch.outputs_of(node)) or node.name().endswith("AccumulateGrad"):
         return None
-    about = node._input_metadata[number]
+    about = _torch.outputs_of(node)[number]
     if not about.dtype.is_floating_point:
         return None
     return Place(GradientEdge(node, number), torch.Size(about.shape), about.dtype, about.device)

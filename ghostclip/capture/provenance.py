@@ -11,6 +11,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ghostclip import _torch
+
 _MAX_NODES = 256
 METADATA_KEY = "ghostclip_use"
 # On a node whose output's rows are known: (axis, sample of every row along it).
@@ -74,7 +76,7 @@ def _samples(node: Any, output_nr: int, rows: int, batch_size: int, expected_axi
                 index, parent_rows = selection
                 parent = _parent_samples(node, parent_rows, batch_size, expected_axis)
                 return None if parent is None else parent.to(index.device)[index]
-        if _name_is(node, _VIEWS) and tuple(node._saved_self_sym_sizes[:2]) == (1, rows):
+        if _name_is(node, _VIEWS) and tuple(_torch.saved(node, "self_sym_sizes")[:2]) == (1, rows):
             return _of_one_block(node.next_functions[0][0], rows, batch_size, expected_axis)
         following = _same_rows(node, rows)
         if following is None:
@@ -99,8 +101,12 @@ def columns_of(x: Tensor, axis: int, batch_size: int, expected_axis: int) -> Ten
     if axis == 0:
         listed = routed_samples(x, 0, batch_size, expected_axis)
     else:
-        sorted_here = node is not None and node.name() == "IndexSelectBackward0" and node._saved_dim == axis
-        listed = node._saved_index if sorted_here and node._saved_self_sym_sizes[axis] == batch_size else None
+        sorted_here = node is not None and node.name() == "IndexSelectBackward0" and _torch.saved(node, "dim") == axis
+        listed = (
+            _torch.saved(node, "index")
+            if sorted_here and _torch.saved(node, "self_sym_sizes")[axis] == batch_size
+            else None
+        )
     if listed is None and x.shape[axis] == batch_size:
         return torch.arange(batch_size)
     return listed
@@ -115,7 +121,7 @@ def _of_first_step(node: Any, rows: int, batch_size: int, expected_axis: int) ->
     gates, number = node.next_functions[0]
     if gates is None:
         return None
-    total = gates._input_metadata[number].shape[0]
+    total = _torch.outputs_of(gates)[number].shape[0]
     listed = _samples(gates, number, total, batch_size, expected_axis)
     return None if listed is None else listed[:rows]
 
@@ -170,13 +176,13 @@ def _picked(node: Any, output_nr: int, batch_size: int) -> int | None:
     if not _name_is(node, _SELECTING):
         return None
     name = node.name()
-    sizes = () if name == "UnbindBackward0" else getattr(node, "_saved_self_sym_sizes", ())
+    sizes = () if name == "UnbindBackward0" else _torch.saved_or(node, "self_sym_sizes", ())
     if name == "UnbindBackward0":
-        return output_nr if len(node._input_metadata) == batch_size else None
+        return output_nr if len(_torch.outputs_of(node)) == batch_size else None
     if name == "SelectBackward0":
-        index = node._saved_index - (1 << 64 if node._saved_index >> 63 else 0)
-        return index % batch_size if sizes[node._saved_dim] == batch_size else None
-    rows = node._input_metadata[output_nr].shape
+        index = _torch.signed(_torch.saved(node, "index"))
+        return index % batch_size if sizes[_torch.saved(node, "dim")] == batch_size else None
+    rows = _torch.outputs_of(node)[output_nr].shape
     if not sizes or not rows or sizes[0] != batch_size or rows[0] != 1:
         return None
     selection = _selection(node, output_nr, 1)
@@ -198,7 +204,7 @@ def leads_to(tensor: Tensor, anchor: Tensor) -> bool:
         node: Any = pending.pop()
         if node is None:
             continue
-        if getattr(node, "variable", None) is anchor or node.metadata.get(METADATA_KEY) is not None:
+        if _torch.leaf_of(node) is anchor or node.metadata.get(METADATA_KEY) is not None:
             return True
         seen += 1
         pending += [following for following, _ in reversed(node.next_functions)]
@@ -219,7 +225,7 @@ def _parent_samples(node: Any, rows: int, batch_size: int, expected_axis: int) -
 
 def _joined(node: Any, rows: int, batch_size: int, expected_axis: int) -> Tensor | None:
     """Return the samples of parts that were selected from the batch and put one after the other."""
-    if node.name() not in ("CatBackward0", "StackBackward0") or node._saved_dim != 0:
+    if node.name() not in ("CatBackward0", "StackBackward0") or _torch.saved(node, "dim") != 0:
         return None
     found: list[Tensor] = []
     for part, number in node.next_functions:
@@ -233,17 +239,13 @@ def _joined(node: Any, rows: int, batch_size: int, expected_axis: int) -> Tensor
 
 def _part(part: Any, number: int, joiner: str, batch_size: int, expected_axis: int) -> Tensor | None:
     if joiner == "CatBackward0":
-        shape = part._input_metadata[number].shape
+        shape = _torch.outputs_of(part)[number].shape
         return _samples(part, number, shape[0], batch_size, expected_axis) if len(shape) else None
-    if part.name() != "SelectBackward0" or part._saved_dim != 0:
+    if part.name() != "SelectBackward0" or _torch.saved(part, "dim") != 0:
         return None
-    size = part._saved_self_sym_sizes[0]
+    size = _torch.saved(part, "self_sym_sizes")[0]
     parent = _parent_samples(part, size, batch_size, expected_axis)
-    return (
-        None
-        if parent is None
-        else parent[(part._saved_index - (1 << 64 if part._saved_index >> 63 else 0)) % size :][:1]
-    )
+    return None if parent is None else parent[_torch.signed(_torch.saved(part, "index")) % size :][:1]
 
 
 def _selection(node: Any, output_nr: int, rows: int) -> tuple[Tensor, int] | None:
@@ -251,24 +253,24 @@ def _selection(node: Any, output_nr: int, rows: int) -> tuple[Tensor, int] | Non
     name = node.name()
     if name == "IndexBackward0":
         return _advanced_index(node, rows)
-    if name == "IndexSelectBackward0" and node._saved_dim == 0:
-        return node._saved_index, node._saved_self_sym_sizes[0]
-    if name == "GatherBackward0" and node._saved_dim == 0:
+    if name == "IndexSelectBackward0" and _torch.saved(node, "dim") == 0:
+        return _torch.saved(node, "index"), _torch.saved(node, "self_sym_sizes")[0]
+    if name == "GatherBackward0" and _torch.saved(node, "dim") == 0:
         return _gathered(node)
-    if name in ("SliceBackward0", "SplitBackward0", "SplitWithSizesBackward0") and node._saved_dim == 0:
-        size = node._saved_self_sym_sizes[0]
+    if name in ("SliceBackward0", "SplitBackward0", "SplitWithSizesBackward0") and _torch.saved(node, "dim") == 0:
+        size = _torch.saved(node, "self_sym_sizes")[0]
         start = _start(node, name, output_nr)
-        step = node._saved_step if name == "SliceBackward0" else 1
+        step = _torch.saved(node, "step") if name == "SliceBackward0" else 1
         index = torch.arange(size)[start::step][:rows]
         return None if rows == size else (index, size)
     return None
 
 
 def _advanced_index(node: Any, rows: int) -> tuple[Tensor, int] | None:
-    index = node._saved_indices[0]
+    index = _torch.saved(node, "indices")[0]
     if index is None:
         return None
-    sizes = node._saved_self_sym_sizes
+    sizes = _torch.saved(node, "self_sym_sizes")
     if index.dtype in (torch.bool, torch.uint8):
         index = index.nonzero()[:, 0]
     if index.dim() != 1 or index.numel() != rows:
@@ -280,10 +282,18 @@ def _of_one_block(node: Any, rows: int, batch_size: int, expected_axis: int) -> 
     """Return the samples of rows that were selected behind a leading axis of size 1: ``h[None, index]``."""
     if node is None or node.name() != "IndexBackward0" or node.metadata:
         return None
-    (leading, index, *others), sizes = (*node._saved_indices, None, None)[:3], node._saved_self_sym_sizes
+    (leading, index, *others), sizes = (
+        (*_torch.saved(node, "indices"), None, None)[:3],
+        _torch.saved(node, "self_sym_sizes"),
+    )
     unsqueezed = node.next_functions[0][0]
     only_rows = leading is None and index is not None and others == [None] and index.dim() == 1
-    if not only_rows or unsqueezed is None or unsqueezed.name() != "UnsqueezeBackward0" or unsqueezed._saved_dim != 0:
+    if (
+        not only_rows
+        or unsqueezed is None
+        or unsqueezed.name() != "UnsqueezeBackward0"
+        or _torch.saved(unsqueezed, "dim") != 0
+    ):
         return None
     if index.dtype in (torch.bool, torch.uint8):
         index = index.nonzero()[:, 0]
@@ -292,35 +302,34 @@ def _of_one_block(node: Any, rows: int, batch_size: int, expected_axis: int) -> 
 
 
 def _gathered(node: Any) -> tuple[Tensor, int] | None:
-    index = node._saved_index
+    index = _torch.saved(node, "index")
     parent, number = node.next_functions[0]
     first = index.flatten(1)[:, :1] if index.dim() > 1 else index[:, None]
     if parent is None or not bool((index.reshape(len(index), -1) == first).all()):
         return None
-    return first[:, 0], parent._input_metadata[number].shape[0]
+    return first[:, 0], _torch.outputs_of(parent)[number].shape[0]
 
 
 def _start(node: Any, name: str, output_nr: int) -> int:
     if name == "SliceBackward0":
-        return int(node._saved_start)
+        return int(_torch.saved(node, "start"))
     if name == "SplitBackward0":
-        return int(node._saved_split_size) * output_nr
-    return int(sum(node._saved_split_sizes[:output_nr]))
+        return int(_torch.saved(node, "split_size")) * output_nr
+    return int(sum(_torch.saved(node, "split_sizes")[:output_nr]))
 
 
 def _same_rows(node: Any, rows: int) -> tuple[Any, int] | None:
-    if _name_is(node, _SELECT) and node._saved_dim == 0:
+    if _name_is(node, _SELECT) and _torch.saved(node, "dim") == 0:
         # The rows lay on the second axis; of a stack, they are those of one part.
         stack, _ = node.next_functions[0]
-        stacked = stack is not None and stack.name() == "StackBackward0" and stack._saved_dim == 0
-        # A negative number is kept modulo 2^64.
-        place = node._saved_index - (1 << 64 if node._saved_index >> 63 else 0)
+        stacked = stack is not None and stack.name() == "StackBackward0" and _torch.saved(stack, "dim") == 0
+        place = _torch.signed(_torch.saved(node, "index"))
         part = stack.next_functions[place] if stacked else (None, 0)
         return None if part[0] is None else part
     for following, number in node.next_functions:
         if following is None or _name_is(following, _LEAVES):
             continue
-        shape = following._input_metadata[number].shape
+        shape = _torch.outputs_of(following)[number].shape
         if len(shape) > 0 and shape[0] == rows:
             return following, number
     return None

@@ -9,7 +9,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ghostclip import _torch
 
 # They have no generator of their own.
 _WITHOUT: Final = frozenset({"cpu", "meta"})
@@ -83,7 +84,7 @@ def unnoticed(tensors: Iterable[Tensor]) -> Iterator[Randomness]:
         torch.clear_autocast_cache()
 
 
-class Draws(TorchDispatchMode):
+class Draws(_torch.DispatchMode):
     """Notes which random tensors are drawn, in order.
 
     Attributes:

@@ -7,8 +7,8 @@ running the forward again mends that, with what was learnt.
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from ghostclip import _torch
 from ghostclip.capture.company import Batch, refuse_company
 from ghostclip.capture.evidence import is_to_prove, probe_outputs
 from ghostclip.capture.inputs import rolled, same_tensors
@@ -149,7 +149,7 @@ def _constants(
 ) -> set[Any]:
     """Return the call sites whose data does not follow the samples: the same although the batch was rolled."""
     axis, size, sites = session.record.axis, session.record.batch_size, session.sites
-    moved = tree_map(lambda item: rolled(item, axis, size), (args, kwargs), is_leaf=is_packed)
+    moved = _torch.tree_map(lambda item: rolled(item, axis, size), (args, kwargs), is_leaf=is_packed)
     if same_tensors(moved, (args, kwargs)):
         return set()
     before = dict(sites.witnesses)

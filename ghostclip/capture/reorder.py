@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.overrides import TorchFunctionMode
 
+from ghostclip import _torch
 from ghostclip.capture.packed import PACK, PAD, positions, rows_of, with_a_step
 from ghostclip.capture.provenance import ROWS_KEY, columns_of, routed_samples
 from ghostclip.capture.tracked import TrackedTensor
@@ -57,7 +57,7 @@ class _RowsOf:
 
     def __setitem__(self, tensor: Tensor, rows: Tensor) -> None:
         if not self.told:
-            self.told, self._known = True, WeakTensorKeyDictionary()
+            self.told, self._known = True, _torch.weak_table()
         self._known[tensor] = rows
 
     def get(self, tensor: Tensor) -> Tensor | None:
@@ -72,7 +72,7 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self._rows = _RowsOf()
         # Of padded batches with their sequences on axis 1, about to be packed: the sample of each.
-        self._columns: Any = WeakTensorKeyDictionary()
+        self._columns: Any = _torch.weak_table()
         self._made_up = False
         self._inputs: Sequence[Tensor] = ()
         self._batch_size = 0
@@ -90,15 +90,14 @@ class Watch(TorchFunctionMode):
         if self._rows.told:
             self._rows = _RowsOf()
         if len(self._columns):
-            self._columns = WeakTensorKeyDictionary()
+            self._columns = _torch.weak_table()
         self._batch_size, self._axis, self._inputs, self._made_up = batch_size, axis, inputs, made_up
-        torch.overrides._push_mode(self)
+        _torch.begin_mode(self)
 
     def end(self) -> None:
         """Stop watching; what is known of tensors that still live stays known until the next forward."""
         self._inputs = ()
-        if _get_current_function_mode() is self:
-            torch.overrides._pop_mode()
+        _torch.end_mode(self)
 
     def rows_of(self, tensor: Tensor) -> Tensor | None:
         """Return the sample of each row of a tensor.
@@ -125,7 +124,7 @@ class Watch(TorchFunctionMode):
         """Run any torch function and note what it does to the order of rows."""
         kwargs = kwargs or {}
         if func not in _SEEN and not self._rows.told:
-            if TrackedTensor in types and _OURS.issuperset(types) and not torch._C._len_torch_function_stack():
+            if TrackedTensor in types and _OURS.issuperset(types) and not _torch.active_modes():
                 # Whom torch would ask next.
                 return TrackedTensor.__torch_function__(func, types, args, kwargs)
             return func(*args, **kwargs)
@@ -133,7 +132,7 @@ class Watch(TorchFunctionMode):
             args = (args[0], *with_a_step(*args[1:]))
         result = func(*args, **kwargs)
         if self._batch_size > 1:
-            with torch._C.DisableTorchFunction():
+            with _torch.overrides_off():
                 if func in _PACKING:
                     (self._packed if func == PACK else self._unpacked)(args, result)
                 else:
@@ -228,7 +227,9 @@ class Watch(TorchFunctionMode):
         """Return the sample of each row of ``x.reshape(-1, d)``; None where the memory is not that of ``(B, T, d)``."""
         if self._axis or base.shape[0] % self._batch_size or not base.is_contiguous():
             return None
-        wholes = [whole for whole in (base._base, *self._inputs) if whole is not None and whole.is_contiguous()]
+        wholes = [
+            whole for whole in (_torch.base_of(base), *self._inputs) if whole is not None and whole.is_contiguous()
+        ]
         for whole in wholes:
             same = whole.data_ptr() == base.data_ptr() and whole.numel() == base.numel()
             if same and self._arranged(whole) is not None:

@@ -4,8 +4,8 @@ import weakref
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
+from ghostclip import _torch
 from ghostclip.errors import UnsupportedModelError
 
 # Models whose clipped sums meet elsewhere, so that the wrapper has nothing to add up.
@@ -31,7 +31,7 @@ def quieten_wrapper(model: nn.Module) -> None:
     Raises:
         UnsupportedModelError: If nobody else adds up the ranks' clipped sums, or the wrapper cannot be told not to.
     """
-    wrapper = DistributedDataParallel._get_active_ddp_module()
+    wrapper = _torch.running_wrapper()
     if wrapper is None or not torch.is_grad_enabled():
         return
     if wrapper.static_graph:

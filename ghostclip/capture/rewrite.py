@@ -7,6 +7,7 @@ import torch
 from opt_einsum import contract_path
 from torch import Tensor
 
+from ghostclip import _torch
 from ghostclip.capture.operation import Operation
 from ghostclip.capture.tracked import TrackedTensor
 
@@ -27,7 +28,7 @@ def rewritten(operation: Operation) -> Callable[[], Any] | None:
 
     def again() -> Any:
         # Interception is off inside ``__torch_function__``.
-        with torch._C._EnableTorchFunction():
+        with _torch.overrides_on():
             return run()
 
     return again

@@ -11,6 +11,8 @@ from types import FrameType
 from typing import Any
 from weakref import ref
 
+from ghostclip import _torch
+
 
 class Token(dict[str, Any]):
     """The keyword arguments of the outermost call: they live as long as its frames do."""
@@ -82,6 +84,6 @@ def _frames() -> Iterator[FrameType]:
 def _call_of(module: Any) -> int:
     """Return the number of the frame of ``module.__call__`` nearest on the stack; 0 where there is none."""
     for frame in _frames():
-        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
+        if _torch.is_call_of(frame, module):
             return id(frame)
     return 0

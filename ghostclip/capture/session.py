@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
+from ghostclip import _torch
 from ghostclip.capture import backward_entry, eager, loan, readings
 from ghostclip.capture.bags import Bags, as_flat
 from ghostclip.capture.buffers import Buffers
@@ -44,6 +44,7 @@ class Session:
         parameters: Every parameter lent so far, by name.
         probes: Whether forwards are asked for evidence.
         unchecked: What could not be asked.
+        note_inputs: Called with the tensors and the number of samples that a forward takes in; None to call nobody.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Session:
         self.parameters: dict[str, nn.Parameter] = {}
         self.probes = True
         self.unchecked = Unchecked()
+        self.note_inputs: Callable[[Sequence[Tensor], int], Any] | None = None
         self.watch = Watch()
         self.settled = Settled(self)
         self.loan = loan.Loan(model, self)
@@ -128,14 +130,17 @@ class Session:
             self.record = Record(batch_size=0, axis=self.axis)
             size = self._bags.batch_size(args, kwargs, self.axis)
             if size == 0:
-                args, kwargs = tree_map(lambda item: padded(item, self.axis), (args, dict(kwargs)))
+                args, kwargs = _torch.tree_map(lambda item: padded(item, self.axis), (args, dict(kwargs)))
                 size = 1
                 self.record.padded = True
+            elif self.note_inputs is not None:
+                tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
+                self.record.noted = self.note_inputs(tensors, size)
             self.record.batch_size = size
             self.record.unproven = self.unchecked.begin(size, probes=self.probes)
             self.record.buffers = Buffers(self.model) if is_to_prove(self) else None
             if is_to_tie(self.model, leaves_of((args, kwargs))):
-                args, kwargs = tree_map(lambda item: tied(item, self.anchor), (args, dict(kwargs)))
+                args, kwargs = _torch.tree_map(lambda item: tied(item, self.anchor), (args, dict(kwargs)))
             self._running = Running(module, kwargs, self._break_off)
             changed = args, self._running.hand_over()
         self._start(args, kwargs)
@@ -203,7 +208,7 @@ class Session:
             if leaf.requires_grad:
                 backward_entry.announce(self, leaf)
         if self.record.padded:
-            return tree_map(lambda item: emptied(item, self.axis), result)
+            return _torch.tree_map(lambda item: emptied(item, self.axis), result)
         return None if result is output else result
 
     def again(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -219,7 +224,8 @@ class Session:
         """
         self.settled.forget()
         module, args, kwargs = as_flat(module, args, kwargs)
-        self.record = Record(batch_size=self.record.batch_size, axis=self.record.axis, padded=self.record.padded)
+        before = self.record
+        self.record = Record(before.batch_size, before.axis, padded=before.padded, noted=before.noted)
         self.loan.begin()
         try:
             self._start(args, kwargs)
@@ -350,7 +356,7 @@ class Session:
     def trains(self) -> bool:
         """Return whether the backward that runs is for the parameters, not for inputs alone."""
         # Reentrant checkpointing hides the anchor from the outer graph, and accepts no backward for inputs alone.
-        return self.record.silent or bool(torch._C._will_engine_execute_node(accumulation_node(self.anchor)))
+        return self.record.silent or _torch.will_run(accumulation_node(self.anchor))
 
     def run_backward(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool | None:
         """Run a backward through captured operations only, keeping the graph and every ``.grad`` outside.

@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from ghostclip import _torch
 from ghostclip.errors import UncoveredParameterError, UnsupportedModelError
 
 _NO_TENSORS: Final = frozenset({type(None), bool, int, float, str, slice, torch.Size, torch.dtype, torch.device})
@@ -93,9 +94,9 @@ class TrackedTensor(torch.Tensor):
         kwargs = kwargs or {}
         near = [item for item in args if isinstance(item, TrackedTensor)]
         first = near[0] if near else next(tracked_leaves((args, kwargs)))
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if _torch.in_transform():
             raise UnsupportedModelError(_in_transform(first.origin.names, func.__name__))
-        with torch._C.DisableTorchFunctionSubclass():
+        with _torch.subclasses_off():
             return first.origin.interceptor.intercept(func, args, kwargs)
 
 
@@ -111,7 +112,7 @@ def wrap(origin: Origin) -> TrackedTensor:
     Returns:
         A tensor on the memory of ``origin.value``.
     """
-    tracked = torch.Tensor._make_subclass(TrackedTensor, origin.value, True)
+    tracked = _torch.alias_as(TrackedTensor, origin.value)
     return _trapped(tracked, origin)
 
 
@@ -142,7 +143,7 @@ def _trapped(tracked: TrackedTensor, origin: Origin) -> TrackedTensor:
         )
         raise UncoveredParameterError(message)
 
-    with torch._C.DisableTorchFunctionSubclass():
+    with _torch.subclasses_off():
         tracked.register_hook(refuse)
     return tracked
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ghostclip import _torch
 from ghostclip.capture.attach import attached
 from ghostclip.capture.derive import batched_grad
 from ghostclip.capture.nodes import keep
@@ -86,7 +86,7 @@ class Units:
         lent = {} if samplers is None else _lent(module)
         if samplers is None or not lent or not torch.is_grad_enabled():
             return
-        given, structure = tree_flatten((args, dict(kwargs)))
+        given, structure = _torch.tree_flatten((args, dict(kwargs)))
         place = f"{self._session.describe_module(next(iter(lent.values())).origin.names[0])} with a registered sampler"
         if any(isinstance(leaf, TrackedTensor) for leaf in given):
             message = f"{place} is called on a parameter of another module. Give it data."
@@ -115,13 +115,13 @@ class Units:
         _put(module, call.lent)
         if output is None:
             return None
-        leaves, structure = tree_flatten(output)
+        leaves, structure = _torch.tree_flatten(output)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         if len(places) != 1:
             message = f"{call.place} returned {len(places)} tensors; a sampler takes the gradient of one. Return one."
             raise UnsupportedModelError(message)
         leaves[places[0]] = self._captured(call, leaves[places[0]])
-        return tree_unflatten(leaves, structure)
+        return _torch.tree_unflatten(leaves, structure)
 
     def clear(self) -> None:
         """Forget calls that were interrupted."""
@@ -221,12 +221,12 @@ class _Rows:
         own = {name: tracked.origin.value.detach().requires_grad_() for name, tracked in self.call.lent.items()}
         given = iter(self.inputs)
         leaves = [next(given).detach() if is_tensor else leaf for leaf, is_tensor in self.call.leaves]
-        args, kwargs = tree_unflatten(leaves, self.call.structure)
+        args, kwargs = _torch.tree_unflatten(leaves, self.call.structure)
         # As deep inside another module, its children's hooks lend nothing.
         self.loan.begin()
         try:
             with torch.enable_grad(), _standing_in(self.call.module, own):
-                items = tree_flatten(self.call.module.forward(*args, **kwargs))[0]
+                items = _torch.tree_flatten(self.call.module.forward(*args, **kwargs))[0]
                 (output,) = (item for item in items if isinstance(item, Tensor) and item.is_floating_point())
                 return output.movedim(self.call.axis, 0), own
         finally:
@@ -302,7 +302,7 @@ def _lent(module: nn.Module) -> dict[str, TrackedTensor]:
     """Return the tracked tensors that stand for a module's parameters, by their names in it."""
     found = {}
     for path, part in module.named_modules():
-        for key, parameter in part._parameters.items():
+        for key, parameter in _torch.parameter_table(part).items():
             if isinstance(parameter, TrackedTensor):
                 found[f"{path}.{key}" if path else key] = parameter
     return found
@@ -311,14 +311,14 @@ def _lent(module: nn.Module) -> dict[str, TrackedTensor]:
 def _put(module: nn.Module, values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         path, _, key = name.rpartition(".")
-        module.get_submodule(path)._parameters[key] = value
+        _torch.parameter_table(module.get_submodule(path))[key] = value
 
 
 @contextmanager
 def _standing_in(module: nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
     """Put other tensors in the place of a module's parameters for a while."""
     parts = {name: module.get_submodule(name.rpartition(".")[0]) for name in values}
-    before = {name: part._parameters[name.rpartition(".")[2]] for name, part in parts.items()}
+    before = {name: _torch.parameter_table(part)[name.rpartition(".")[2]] for name, part in parts.items()}
     _put(module, values)
     try:
         yield

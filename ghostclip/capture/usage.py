@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 
 from torch import Tensor
 
+from ghostclip import _torch
 from ghostclip.capture.arrivals import Arrival, Circumstances, arrival
 from ghostclip.capture.batch_axis import RowMap
 from ghostclip.capture.buffers import Buffers
@@ -73,6 +74,7 @@ class Record:
         unproven: A use came from a call site on which there is no evidence yet.
         silent: Parameters were used with gradients switched off.
         inputs: Numbers (``id``) of the tensors that the model was called with, whose batch axis is declared.
+        noted: What `Session.note_inputs` returned for its inputs.
         buffers: The model's buffers as they were before, in a forward that is proved.
         reordered: Data was put into another order before a parameter met it.
         routed: Rows that reached a parameter had been selected on the way.
@@ -93,6 +95,7 @@ class Record:
     unproven: bool = False
     silent: bool = False
     inputs: frozenset[int] = frozenset()
+    noted: Any = None
     buffers: Buffers | None = None
     reordered: bool = False
     routed: bool = False
@@ -203,7 +206,7 @@ class Use:
         """Note how often each target that was computed from parameters had been changed in place by now."""
         for key, target in self.targets.items():
             if target.origin.func:
-                self.versions[key] = target.origin.graph._version
+                self.versions[key] = _torch.version(target.origin.graph)
 
     @property
     def row_map(self) -> RowMap:
@@ -270,7 +273,7 @@ class Use:
             ((name, leaf),) = origin.leaves.items()
             return [(name, factor)] if leaf.parameter.requires_grad else []
         # A parameter itself may be: an embedding with max_norm renormalises the rows it looks up.
-        if origin.graph._version != self.versions[key]:
+        if _torch.version(origin.graph) != self.versions[key]:
             raise UnsupportedModelError(_changed_since(self.site))
         pulled = pull_back(self.targets[key], factor)
         return [(name, part) for name, part in pulled if origin.leaves[name].parameter.requires_grad]

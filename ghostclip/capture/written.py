@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ghostclip import _torch
 from ghostclip.capture.operation import Operation
 from ghostclip.capture.tracked import Origin, TrackedTensor, become, replace_tracked
 from ghostclip.errors import UnsupportedModelError
 
 # They change the form of the tensor object itself.
 _RESHAPING = {"unsqueeze_", "squeeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "resize_", "resize_as_", "set_"}
-# A tensor, and torch's own handle on its memory.
-_OWN_REFERENCES = 2
 
 
 def write(operation: Operation, buffers: Iterable[Tensor]) -> Any:
@@ -42,7 +41,7 @@ def write(operation: Operation, buffers: Iterable[Tensor]) -> Any:
             raise UnsupportedModelError(_refusal(operation))
     else:
         outlives = any(changed is buffer for buffer in buffers)
-        if outlives or changed.requires_grad or changed._is_view() or _is_shared(changed):
+        if outlives or changed.requires_grad or _torch.is_view(changed) or _torch.shares_memory(changed):
             raise UnsupportedModelError(_refusal(operation))
         graph = changed.detach().clone()
     arguments = replace_tracked(operation.args[1:], lambda tracked: tracked.origin.graph)
@@ -58,12 +57,6 @@ def write(operation: Operation, buffers: Iterable[Tensor]) -> Any:
     else:
         become(changed, Origin(interceptor, graph, graph.detach(), leaves, None, operation.name))
     return None if result is None else changed
-
-
-def _is_shared(tensor: Tensor) -> bool:
-    """Return whether another tensor (a view taken before) has the same memory."""
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    return count is not None and count(tensor.untyped_storage()._cdata) > _OWN_REFERENCES
 
 
 def _refusal(operation: Operation) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from ghostclip import _torch
 from ghostclip.factors import Dense, Factor
 
 
@@ -17,8 +18,8 @@ def versions(factor: Factor) -> list[int]:
         Counts in the order in which the factor holds the tensors.
     """
     if type(factor) is Dense:
-        return [factor.grad_BP._version]
-    return [tensor._version for tensor in tensors_of(factor)]
+        return [_torch.version(factor.grad_BP)]
+    return _torch.versions(tensors_of(factor))
 
 
 def tensors_of(factor: Factor) -> Iterator[Tensor]:

@@ -5,10 +5,12 @@ Shape letters: B samples, G clip groups.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ghostclip import _torch
 from ghostclip.capture.usage import Record
 from ghostclip.clipping.grouping import Grouping
 from ghostclip.clipping.norms import GroupNorms
@@ -55,6 +57,7 @@ class Decisions:
         self.plain = False
         self._sensitivities: list[float] = []
         self._rows: list[int] = []
+        self._noted: list[list[Any]] = []
         self._opened: tuple[list[str], ClipPolicy, Grouping, float] | None = None
 
     def open(self, names: list[str]) -> Layout:
@@ -114,14 +117,16 @@ class Decisions:
             self.non_finite_total += self.non_finite
         return finite_B if self.non_finite else None
 
-    def close(self, rows: int) -> None:
+    def close(self, rows: int, noted: list[Any]) -> None:
         """Note that the sums of a backward are complete, clipped to the bounds that were in force.
 
         Args:
             rows: Samples that the model saw in it.
+            noted: What was noted of the inputs of each forward behind it.
         """
         self._sensitivities.append(self.policy.sensitivity(self.relation))
         self._rows.append(rows)
+        self._noted.append(noted)
 
     def sensitivity(self) -> float:
         """Return the largest sensitivity of any backward since `forget`; before the first, the one in force."""
@@ -137,6 +142,11 @@ class Decisions:
         """Samples of each backward completed since `forget`, in order."""
         return tuple(self._rows)
 
+    @property
+    def noted(self) -> tuple[list[Any], ...]:
+        """What was noted of the inputs of each backward completed since `forget`, in order, parts of one apart."""
+        return tuple(self._noted)
+
     def merge_passes(self, since: int) -> None:
         """Count several backwards over disjoint parts of one batch as one.
 
@@ -151,11 +161,12 @@ class Decisions:
     def snapshot(self) -> Callable[[], None]:
         """Return a function that puts back what is remembered now."""
         sensitivities, rows, total = list(self._sensitivities), list(self._rows), self.non_finite_total
+        noted = list(self._noted)
         adaptation = self.policy.adaptation
         count = None if adaptation is None else adaptation.peek()
 
         def restore() -> None:
-            self._sensitivities, self._rows = list(sensitivities), list(rows)
+            self._sensitivities, self._rows, self._noted = list(sensitivities), list(rows), list(noted)
             self.non_finite_total = total
             if adaptation is not None:
                 adaptation.put(count)
@@ -166,6 +177,7 @@ class Decisions:
         """The sums were released or dropped."""
         self._sensitivities.clear()
         self._rows.clear()
+        self._noted.clear()
         if self.policy.adaptation is not None:
             self.policy.adaptation.forget()
 
@@ -178,7 +190,7 @@ class Decisions:
 
 
 def _scaled(parts_GB: list[Tensor], scale: float) -> list[Tensor]:
-    return parts_GB if scale == 1 else list(torch._foreach_mul(parts_GB, scale))
+    return parts_GB if scale == 1 else _torch.scaled_all(parts_GB, scale)
 
 
 def columns(parts_GB: list[Tensor]) -> Tensor:

@@ -1,14 +1,10 @@
 """Checks of a loss's shape, and its backward."""
 
-from typing import Any, Final
-
 import torch
 from torch import Tensor
 
+from ghostclip import _torch
 from ghostclip.errors import LossReductionError
-
-# What torch.autograd.backward hands over to; absent from some versions.
-_RUN: Final[Any] = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 
 def back_propagate(loss: Tensor) -> None:
@@ -21,10 +17,10 @@ def back_propagate(loss: Tensor) -> None:
         loss: Per-sample losses, shape ``(B,)``, or a scalar.
     """
     ones = torch.ones_like(loss)
-    if _RUN is None or type(loss) is not Tensor or not loss.requires_grad:
+    if type(loss) is not Tensor or not loss.requires_grad:
         loss.backward(ones)
     else:
-        _RUN((loss,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        _torch.run_backward((loss,), (ones,))
 
 
 def check_shape(loss: Tensor, *, batch_size: int) -> None:

@@ -13,8 +13,8 @@ from math import prod
 from typing import Final
 
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ghostclip import _torch
 from ghostclip.capture.backward_entry import is_output
 from ghostclip.capture.batch_axis import RowMap, samples_axis
 from ghostclip.capture.chain import Number, Path, Reduced, looks_plain, paths
@@ -99,7 +99,7 @@ def refuse_common_factor(losses_B: Tensor) -> None:
     numbers: list[Number] = []
     # Of a loss of very many terms the first ones are looked at: a factor of all is met on the way to each.
     # Reading a number is no operation of the training, which somebody may count.
-    with suppress(RecursionError), _disable_current_modes():
+    with suppress(RecursionError), _torch.dispatch_modes_off():
         for path in paths([((losses_B.grad_fn, losses_B.output_nr), Path())], is_output):
             numbers += [number for number in path.numbers if not (number.plain or number.per_feature)]
     if numbers:

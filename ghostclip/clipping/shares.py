@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from ghostclip import _torch
 from ghostclip.capture.batch_axis import RowMap
 from ghostclip.capture.chain import Path
 from ghostclip.errors import LossReductionError
@@ -26,7 +27,7 @@ def counted_positions(path: Path, row_map: RowMap, batch_size: int) -> int:
     Returns:
         Their number; 0 where there is no such loss, where classes have weights, or where samples differ.
     """
-    if path.loss is None or not hasattr(path.loss, "_saved_ignore_index") or path.loss._saved_weight is not None:
+    if not _torch.has_saved(path.loss, "ignore_index") or _torch.saved(path.loss, "weight") is not None:
         return 0
     share_B = _shares(path.loss, row_map, batch_size)
     total = int(share_B.sum())
@@ -54,7 +55,7 @@ def check_shares(path: Path, row_map: RowMap, *, batch_size: int, picked: bool, 
     share_B = None
     if picked:
         share_B = _weights(path, row_map, batch_size, roots, grads)
-    elif path.loss is not None and hasattr(path.loss, "_saved_total_weight"):
+    elif _torch.has_saved(path.loss, "total_weight"):
         share_B = None if _all_count(path.loss, batch_size, row_map) else _shares(path.loss, row_map, batch_size)
     elif row_map.kind == "listed" and row_map.samples is not None:
         share_B = torch.bincount(row_map.samples, minlength=batch_size).double()
@@ -92,17 +93,15 @@ def not_over_samples(count: int, batch_size: int) -> str:
 
 
 def _all_count(loss: Any, batch_size: int, row_map: RowMap) -> bool:
-    count = loss._saved_target.numel()
+    count = _torch.saved(loss, "target").numel()
     even = row_map.kind != "listed" and count % batch_size == 0
-    return even and loss._saved_weight is None and loss._saved_total_weight.item() == count
+    return even and _torch.saved(loss, "weight") is None and _torch.saved(loss, "total_weight").item() == count
 
 
 def _shares(loss: Any, row_map: RowMap, batch_size: int) -> Tensor:
     """Return each sample's part of the divisor of a loss over classes, float64."""
-    target, weight = loss._saved_target, loss._saved_weight
-    ignored = loss._saved_ignore_index
-    # Kept modulo 2^64.
-    ignored -= 1 << 64 if ignored >> 63 else 0
+    target, weight = _torch.saved(loss, "target"), _torch.saved(loss, "weight")
+    ignored = _torch.signed(_torch.saved(loss, "ignore_index"))
     share = torch.ones_like(target, dtype=torch.float64) if weight is None else weight.double()[target.clamp(min=0)]
     return _by_sample(share.masked_fill(target == ignored, 0.0), row_map, max(0, row_map.axis - 1), batch_size)
 

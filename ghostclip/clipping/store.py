@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from ghostclip import _torch
 from ghostclip.errors import TamperedGradientError
 
 _FULL_PRECISION = (torch.float32, torch.float64)
@@ -88,7 +89,7 @@ class GradientStore:
         if parameter.dtype in _FULL_PRECISION and grad.is_contiguous():
             return grad
         kept = self._sums.get(parameter)
-        if kept is None or self._versions.get(parameter) != grad._version:
+        if kept is None or self._versions.get(parameter) != _torch.version(grad):
             kept = grad.to(torch.promote_types(parameter.dtype, torch.float32)).contiguous().clone()
             self._sums[parameter] = kept
         return kept
@@ -167,7 +168,7 @@ class GradientStore:
                     grad = parameter.grad = kept.to(parameter.dtype)
                 else:
                     grad.copy_(kept)
-            self._versions[parameter] = grad._version
+            self._versions[parameter] = _torch.version(grad)
         shown = [parameter for parameter in self._sums if parameter.dtype in _FULL_PRECISION]
         self._shown.update(shown)
         if len(shown) == len(self._sums):
@@ -209,7 +210,7 @@ class GradientStore:
         if kept is None or grad is None:
             return
         stranger = parameter.dtype in _FULL_PRECISION and grad is not kept
-        if stranger or grad._version != self._versions.get(parameter, grad._version):
+        if stranger or _torch.version(grad) != self._versions.get(parameter, _torch.version(grad)):
             name = next((key for key, value in self._parameters.items() if value is parameter), "?")
             message = (
                 f"the gradient of parameter '{name}' was changed between backward and step. What is released must "

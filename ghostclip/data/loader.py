@@ -209,6 +209,7 @@ class DPDataLoader(DataLoader):
                 if self.stop_when is not None and self.stop_when():
                     return
                 sampler.mark_delivered()
+                sampler.draws.show(batch)
                 yield batch
 
     def state_dict(self) -> dict[str, Any]:

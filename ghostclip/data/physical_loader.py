@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
@@ -19,6 +20,7 @@ from ghostclip.data.sampler import PrivateSampler
 from ghostclip.data.workers import worker_options
 from ghostclip.errors import DataError, MissingGradientError
 from ghostclip.optim import BatchToken, DPOptimizer
+from ghostclip.optim.draws import DrawLog
 
 
 class SizePolicy(Protocol):
@@ -196,7 +198,9 @@ class PhysicalBatchLoader(DataLoader[Any]):
         try:
             sampler = self._logical_batches
             resuming = isinstance(sampler, PrivateSampler) and sampler.resuming
-            for token, batch in self._delivered(started(super().__iter__, resuming=resuming)):
+            # Workers fetch as soon as they are started.
+            start = partial(started, super().__iter__, resuming=resuming)
+            for token, batch in self._delivered(start):
                 if token.chunk == 0 and self._stop_when is not None and self._stop_when():
                     return
                 self._optimizer.begin_physical_batch(token)
@@ -229,16 +233,18 @@ class PhysicalBatchLoader(DataLoader[Any]):
             raise MissingGradientError("run(): no batch of this loader is being processed; call it inside the loop.")
         return run_in_parts(self._optimizer, batch, token.size, work, self._policy.failed)
 
-    def _delivered(self, physical: Iterator[tuple[BatchToken, Any]]) -> Iterator[tuple[BatchToken, Any]]:
+    def _delivered(self, start: Callable[[], Iterator[tuple[BatchToken, Any]]]) -> Iterator[tuple[BatchToken, Any]]:
         """Tell a private sampler which logical batches were handed out, so that a checkpoint knows where to resume."""
-        sampler = self._logical_batches
-        if not isinstance(sampler, PrivateSampler):
-            yield from physical
+        sampler: Any = self._logical_batches
+        draws: DrawLog | None = getattr(sampler, "draws", None)
+        if draws is None:
+            yield from start()
             return
         with sampler.tracking():
-            for token, batch in physical:
+            for token, batch in start():
                 if token.chunk == 0:
                     sampler.mark_delivered()
+                draws.show(batch, rows=token.size)
                 yield token, batch
 
     def __len__(self) -> int:

@@ -49,7 +49,7 @@ class PrivateSampler(Sampler[list[int]]):
     ) -> None:
         self._scheme = scheme
         self.rank, self.num_replicas = 0, 1
-        self.draws = DrawLog()
+        self.draws = DrawLog(once_a_pass=scheme.event.kind == "shuffled")
         self._owner = Owner(self)
         self._key = RandomKey("sampling", seed=seed, generator=generator)
         self._drawn = 0
@@ -136,7 +136,7 @@ class PrivateSampler(Sampler[list[int]]):
                 self._delivered = self._drawn
             mine = self.draw(position)
             whole = mine if self.num_replicas == 1 else self.scheme.draw(self._key, position)
-            self.draws.add(Draw(position, len(mine), len(whole)))
+            self.draws.add(Draw(position, len(mine), len(whole), mine))
             yield mine
             if self._loop is not loop:
                 raise InvalidOptionError("a newer loop over this private loader has started; use one at a time.")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ghostclip import _torch
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.facade.handle import ClipperHandle, attached_clipper
 
@@ -81,6 +82,7 @@ class GradSampleModule(ClipperHandle, nn.Module):
         self.__dict__["clipper"] = attached
         self.train(m.training)
         self.add_module("_module", m)
+        self.register_load_state_dict_pre_hook(_with_prefix)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model.
@@ -152,37 +154,9 @@ class GradSampleModule(ClipperHandle, nn.Module):
         own = {key.removeprefix(_PREFIX): value for key, value in state_dict.items()}
         return self._module.load_state_dict(own, strict=strict, assign=assign)
 
-    def _load_from_state_dict(  # noqa: PLR0913, PLR0917 - torch's signature
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,  # noqa: FBT001 - torch's signature
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Put our keys where torch looks for them when this module is part of another one.
-
-        Args:
-            state_dict: The whole state; changed in place, as torch's own pre-hooks do.
-            prefix: Where this module stands in it.
-            local_metadata: As torch takes it.
-            strict: As torch takes it.
-            missing_keys: As torch takes it.
-            unexpected_keys: As torch takes it.
-            error_msgs: As torch takes it.
-        """
-        inside = prefix + _PREFIX
-        for key in [k for k in state_dict if k.startswith(prefix) and not k.startswith(inside)]:
-            state_dict[inside + key[len(prefix) :]] = state_dict.pop(key)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-
     def __getattr__(self, name: str) -> Any:
         """Look up what the facade does not have on the model."""
-        module = self.__dict__.get("_modules", {}).get("_module")
+        module = _torch.child_of(self, "_module")
         if module is None:
             raise AttributeError(name)
         return module if name == "_module" else getattr(module, name)
@@ -199,7 +173,7 @@ class GradSampleModule(ClipperHandle, nn.Module):
                 "cannot be combined with clipping per sample. Every rank needs the whole model; ranks share each batch."
             )
         own = name in self.__dict__ or name == "training" or _is_method(type(self), name)
-        if own or getattr(value, "__self__", None) is self or "_module" not in self.__dict__.get("_modules", {}):
+        if own or getattr(value, "__self__", None) is self or _torch.child_of(self, "_module") is None:
             super().__setattr__(name, value)
         else:
             setattr(self._module, name, value)
@@ -225,3 +199,10 @@ class GradSampleModule(ClipperHandle, nn.Module):
 def _is_method(kind: type, name: str) -> bool:
     """Return whether a class defines a name itself, as anything but a property."""
     return hasattr(kind, name) and not isinstance(getattr(kind, name), property)
+
+
+def _with_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Put our keys where torch looks for them when the module is part of another one."""
+    inside = prefix + _PREFIX
+    for key in [k for k in state_dict if k.startswith(prefix) and not k.startswith(inside)]:
+        state_dict[inside + key[len(prefix) :]] = state_dict.pop(key)

@@ -143,9 +143,8 @@ class Windows(Outer):
         g_NOT = self.geometry.by_group(to_accumulation(self.g_BKO))
         g_NTT = torch.bmm(g_NOT.mT, g_NOT)
         a_NT, g_NT = self._position_norms()
-        weight_NT = a_NT * g_NT
-        drift_N = drift(a_NTT.diagonal(dim1=1, dim2=2), a_NT, weight_NT)
-        drift_N += drift(g_NTT.diagonal(dim1=1, dim2=2), g_NT, weight_NT)
+        formed_KNT = torch.stack([gram_NTT.diagonal(dim1=1, dim2=2) for gram_NTT in (a_NTT, g_NTT)])
+        drift_N = drift(formed_KNT, torch.stack([a_NT, g_NT]))
         measured = masses(a_NT, g_NT, inputs, outputs)
         value_N = g_NTT.mul_(a_NTT).sum((1, 2))
         error_N = gram_error(g_NTT.abs_().sum((1, 2)), drift_N, measured, inputs + outputs)

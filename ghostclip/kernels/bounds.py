@@ -8,6 +8,7 @@ Shape letters: N samples (times slots), T positions, I inputs, O outputs, F feat
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import sqrt
 from typing import Final, NamedTuple
 
@@ -94,27 +95,27 @@ def gram_error(absolute_N: Tensor, drift_N: Tensor | float, found: Masses, width
         A bound on the error of the squared norm, same shape.
     """
     unit = unit_roundoff(absolute_N.dtype)
-    walk = unit * (4 + sqrt(width) / 4)
-    return (
-        absolute_N * (drift_N * DRIFT_MARGIN + PRODUCT_ROUNDINGS * unit) + walk * found.scale_N + found.lost_N.square()
-    )
+    share_N = drift_N * DRIFT_MARGIN + PRODUCT_ROUNDINGS * unit
+    error_N = (absolute_N * share_N).add_(found.scale_N, alpha=unit * (4 + sqrt(width) / 4))
+    return error_N.addcmul_(found.lost_N, found.lost_N)
 
 
-def drift(formed_NT: Tensor, norm_NT: Tensor, weight_NT: Tensor) -> Tensor:
-    """Return the relative error of squared norms that a matrix product formed, over a sample's positions.
+def drift(formed_KNT: Tensor, norm_KNT: Tensor) -> Tensor:
+    """Return the relative error of squared norms that matrix products formed, over a sample's positions.
 
     Args:
-        formed_NT: ``a_t·a_t`` as products left it, shape ``(N, T)``.
-        norm_NT: ``|a_t|``, formed in short sums, same shape.
-        weight_NT: What each position weighs, same shape.
+        formed_KNT: ``x_t·x_t`` of each factor as products left it, shape ``(2, N, T)``.
+        norm_KNT: ``|x_t|``, formed in short sums, same shape.
 
     Returns:
-        Root of the weighted mean square, shape ``(N,)``; zero where nothing weighs.
+        Root of the mean square over positions, each weighed by the norm of its outer product, added up over both
+        factors, shape ``(N,)``; zero where nothing weighs.
     """
-    square_NT = norm_NT.square()
-    off_NT = (formed_NT - square_NT).mul_(weight_NT)
-    whole_N = torch.linalg.vector_norm(square_NT.mul_(weight_NT), dim=1)
-    return torch.linalg.vector_norm(off_NT, dim=1) / whole_N.clamp_(min=torch.finfo(whole_N.dtype).tiny)
+    weight_NT = norm_KNT[0] * norm_KNT[1]
+    square_KNT = norm_KNT.square()
+    off_KN = torch.linalg.vector_norm((formed_KNT - square_KNT).mul_(weight_NT), dim=2)
+    whole_KN = torch.linalg.vector_norm(square_KNT.mul_(weight_NT), dim=2)
+    return off_KN.div_(whole_KN.clamp_(min=torch.finfo(whole_KN.dtype).tiny)).sum(0)
 
 
 def sum_rounding(mass: Tensor, scale: Tensor, unit: float) -> Tensor:
@@ -161,6 +162,7 @@ def position_norms(x_NTF: Tensor) -> Tensor:
     Returns:
         Shape ``(N, T)``, float64 for float64, float32 otherwise.
     """
+    x_NTF = _along_memory(x_NTF)
     if x_NTF.shape[2] <= (_BLOCK_IN_THREADS if x_NTF.is_cuda else _BLOCK):
         # Widened as they are read: no copy in float32 is made.
         return torch.linalg.vector_norm(x_NTF, dim=2, dtype=torch.promote_types(x_NTF.dtype, torch.float32))
@@ -183,7 +185,8 @@ def vanished(a: Tensor, g: Tensor, inputs: int, outputs: int) -> Tensor:
         ``√(O·tiny)·|a| + √(I·tiny)·|g|``; exactly zero below `LEAST`.
     """
     tiny = torch.finfo(a.dtype).tiny
-    return torch.nn.functional.threshold(a * sqrt(outputs * tiny) + g * sqrt(inputs * tiny), LEAST, 0.0)
+    lost = torch.add(a * sqrt(outputs * tiny), g, alpha=sqrt(inputs * tiny))
+    return torch.nn.functional.threshold(lost, LEAST, 0.0)
 
 
 class Masses(NamedTuple):
@@ -214,7 +217,7 @@ def masses(a_NT: Tensor, g_NT: Tensor, inputs: int, outputs: int) -> Masses:
     """
     product_NT = a_NT * g_NT
     lost_N = vanished(a_NT.sum(1), g_NT.sum(1), inputs, outputs)
-    return Masses(product_NT.sum(1) + lost_N, product_NT.square_().sum(1), lost_N)
+    return Masses(product_NT.sum(1).add_(lost_N), product_NT.square_().sum(1), lost_N)
 
 
 def block_norms(flat_BP: Tensor) -> list[Tensor]:
@@ -229,18 +232,34 @@ def block_norms(flat_BP: Tensor) -> list[Tensor]:
     Returns:
         Norms, each of shape ``(B, K)``, same dtype (real for complex values).
     """
+    flat_BP = _along_memory(flat_BP)
     size, values = _BLOCK_IN_THREADS if flat_BP.is_cuda else _BLOCK, flat_BP.shape[1]
     if values <= size:
         return [torch.linalg.vector_norm(flat_BP, dim=1, keepdim=True)]
-    fewest = -(-values // size)
     # Blocks of one size where they come out even, and one operation does.
-    even = next((count for count in range(fewest, fewest + _MORE_BLOCKS) if values % count == 0), 0)
+    even = _even_blocks(values, size)
     if even:
-        return [torch.linalg.vector_norm(flat_BP.unflatten(1, (even, values // even)), dim=2)]
+        return [torch.linalg.vector_norm(flat_BP.view(len(flat_BP), even, values // even), dim=2)]
     blocks, rest = divmod(values, size)
     whole_BKP = flat_BP[:, : blocks * size].unflatten(1, (blocks, size))
     last_BP = flat_BP[:, -rest:]
     return [torch.linalg.vector_norm(whole_BKP, dim=2), torch.linalg.vector_norm(last_BP, dim=1, keepdim=True)]
+
+
+def _along_memory(x: Tensor) -> Tensor:
+    """Return a tensor whose last axis lies side by side in memory.
+
+    Lanes share the squares of a norm only then; along another axis each norm is one sum, and 256 equal values come out
+    33 roundings too small.
+    """
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@lru_cache(maxsize=4096)
+def _even_blocks(values: int, size: int) -> int:
+    """Return into how many blocks of at most ``size`` values can be divided evenly; 0 if not into few."""
+    fewest = -(-values // size)
+    return next((count for count in range(fewest, fewest + _MORE_BLOCKS) if values % count == 0), 0)
 
 
 def sum_of_squares(norms: Sequence[Tensor]) -> Tensor:

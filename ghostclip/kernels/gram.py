@@ -113,14 +113,28 @@ class _Sums(NamedTuple):
     Attributes:
         value: Sums of ``(a·a)(g·g)``.
         absolute: Sums of their absolute values.
-        a_squares: ``a_t·a_t``; None off the diagonal.
-        g_squares: ``g_t·g_t``; None off the diagonal.
+        squares: ``a_t·a_t`` and ``g_t·g_t``, its first axis; None off the diagonal.
     """
 
     value: Tensor
     absolute: Tensor
-    a_squares: Tensor | None = None
-    g_squares: Tensor | None = None
+    squares: Tensor | None = None
+
+
+class _Formed(NamedTuple):
+    """What the Gram matrices of some samples left, and what their diagonals are held against.
+
+    Attributes:
+        value_N: Sums of ``(a·a)(g·g)``.
+        absolute_N: Sums of their absolute values.
+        norm_KNT: ``|a_t|`` and ``|g_t|``, shape ``(2, N, T)``.
+        square_KNT: ``a_t·a_t`` and ``g_t·g_t`` as products left them; None where no diagonal was formed.
+    """
+
+    value_N: Tensor
+    absolute_N: Tensor
+    norm_KNT: Tensor
+    square_KNT: Tensor | None
 
 
 def _naive(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Bounded:
@@ -133,28 +147,41 @@ def _naive(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Bounded:
     elif is_half(a_NTI, g_NTO):
         at_once = max(1, workspace // max(1, positions * (inputs + outputs)))
     found = [
-        _bounded(widened(a_NTI[start : start + at_once]), widened(g_NTO[start : start + at_once]), workspace)
+        _formed(widened(a_NTI[start : start + at_once]), widened(g_NTO[start : start + at_once]), workspace)
         for start in range(0, max(1, samples), at_once)
     ]
-    return Bounded(*(torch.cat(parts) for parts in zip(*found, strict=True))) if len(found) > 1 else found[0]
+    return _bounded(found[0] if len(found) == 1 else _end_to_end(found), inputs, outputs)
 
 
-def _bounded(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Bounded:
+def _end_to_end(parts: Sequence[_Formed]) -> _Formed:
+    """Return what was formed of all samples from what was formed of a few at a time."""
+    value, absolute, norms, squares = zip(*parts, strict=True)
+    square_KNT = None if squares[0] is None else torch.cat(squares, 1)
+    return _Formed(torch.cat(value), torch.cat(absolute), torch.cat(norms, 1), square_KNT)
+
+
+def _bounded(formed: _Formed, inputs: int, outputs: int) -> Bounded:
     """Return squared norms, their errors measured on the diagonals of both Gram matrices."""
+    norm_KNT, square_KNT = formed.norm_KNT, formed.square_KNT
+    drift_N: Tensor | float = UNSEEN_DRIFT * unit_roundoff(norm_KNT.dtype)
+    if square_KNT is not None and norm_KNT.dtype == torch.float32:
+        drift_N = drift(square_KNT, norm_KNT)
+    found = masses(norm_KNT[0], norm_KNT[1], inputs, outputs)
+    error_N = gram_error(formed.absolute_N, drift_N, found, inputs + outputs)
+    return Bounded(formed.value_N, error_N, found.mass_N, found.scale_N)
+
+
+def _formed(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> _Formed:
+    """Return sums over the Gram matrices of samples that are read at a time."""
+    if a_NTI.numel() + g_NTO.numel() <= workspace:
+        a_NTI, g_NTO = a_NTI.contiguous(), g_NTO.contiguous()
     a_NT, g_NT = position_norms(a_NTI), position_norms(g_NTO)
-    weight_NT = a_NT * g_NT
-    sums = _halved(a_NTI, g_NTO, workspace, weight_NT)
-    drift_N: Tensor | float = UNSEEN_DRIFT * unit_roundoff(weight_NT.dtype)
-    if sums.a_squares is not None and sums.g_squares is not None and weight_NT.dtype == torch.float32:
-        drift_N = drift(sums.a_squares, a_NT, weight_NT) + drift(sums.g_squares, g_NT, weight_NT)
-    inputs, outputs = a_NTI.shape[2], g_NTO.shape[2]
-    found = masses(a_NT, g_NT, inputs, outputs)
-    error_N = gram_error(sums.absolute, drift_N, found, inputs + outputs)
-    return Bounded(sums.value, error_N, found.mass_N, found.scale_N)
+    sums = _halved(a_NTI, g_NTO, workspace, a_NT, g_NT)
+    return _Formed(sums.value, sums.absolute, torch.stack([a_NT, g_NT]), sums.squares)
 
 
-def _halved(a_NTI: Tensor, g_NTO: Tensor, workspace: int, weight_NT: Tensor) -> _Sums:
-    """Return sums over the Gram matrices, ``(N,)``, and their diagonals, ``(N, T)``.
+def _halved(a_NTI: Tensor, g_NTO: Tensor, workspace: int, a_NT: Tensor, g_NT: Tensor) -> _Sums:
+    """Return sums over the Gram matrices, ``(N,)``, and their diagonals, ``(2, N, T)``.
 
     Where blocks on the diagonal are single entries, no product forms these: they are ``|a_t|²·|g_t|²``.
     """
@@ -170,7 +197,7 @@ def _halved(a_NTI: Tensor, g_NTO: Tensor, workspace: int, weight_NT: Tensor) -> 
             upper, lower = (a_MLI[:, :half], g_MLO[:, :half]), (a_MLI[:, half:], g_MLO[:, half:])
             above.append(_products(upper, lower, workspace, unseen=leaf == 1))
     if leaf == 1:
-        square_NT = weight_NT[:, :whole].square()
+        square_NT = (a_NT * g_NT)[:, :whole].square()
         on.append(_Sums(square_NT.flatten(), square_NT.flatten()))
     else:
         on += [_products(block, block, workspace, diagonal=True) for block in _pieces(*first, leaf)]
@@ -178,23 +205,22 @@ def _halved(a_NTI: Tensor, g_NTO: Tensor, workspace: int, weight_NT: Tensor) -> 
         last = a_NTI[:, whole:], g_NTO[:, whole:]
         above.append(_products(last, first, workspace, unseen=leaf == 1))
         on.append(_products(last, last, workspace, diagonal=leaf > 1, unseen=leaf == 1))
-    value, absolute, a_squares, g_squares = zip(*on, strict=True)
+    value, absolute, squares = zip(*on, strict=True)
     value_N, absolute_N = _total(value, samples), _total(absolute, samples)
     if above:
         value_N.add_(_total([part.value for part in above], samples), alpha=2)
         absolute_N.add_(_total([part.absolute for part in above], samples), alpha=2)
-    diagonals = [None if leaf == 1 else _along(part, samples) for part in (a_squares, g_squares)]
-    return _Sums(value_N, absolute_N, *diagonals)
+    if leaf == 1:
+        return _Sums(value_N, absolute_N)
+    square_KNT = [part.reshape(2, samples, -1) for part in squares]
+    return _Sums(value_N, absolute_N, square_KNT[0] if len(square_KNT) == 1 else torch.cat(square_KNT, 2))
 
 
 def _total(parts: Sequence[Tensor], samples: int) -> Tensor:
     """Return sums over all parts, each of shape ``(N·m,)``, sample-major."""
-    return _along(parts, samples).sum(1)
-
-
-def _along(parts: Sequence[Tensor], samples: int) -> Tensor:
-    """Return parts of so many elements a sample side by side, shape ``(N, sum of them)``."""
-    return parts[0].reshape(samples, -1) if len(parts) == 1 else torch.cat([p.reshape(samples, -1) for p in parts], 1)
+    if len(parts) == 1:
+        return parts[0].view(samples, -1).sum(1)
+    return torch.cat([part.view(samples, -1) for part in parts], 1).sum(1)
 
 
 def _front(a_NTI: Tensor, g_NTO: Tensor, whole: int, workspace: int) -> Factors:
@@ -217,7 +243,7 @@ def _pieces(a_NTI: Tensor, g_NTO: Tensor, size: int) -> Iterator[Factors]:
 def _products(
     rows: Factors, columns: Factors, workspace: int, *, diagonal: bool = False, unseen: bool = False
 ) -> _Sums:
-    """Return sums of ``(a·a)(g·g)`` over all pairs of a row and a column, each ``(M,)``, and diagonals, ``(M, L)``."""
+    """Return sums of ``(a·a)(g·g)`` over all pairs of a row and a column, ``(M,)``, and diagonals, ``(2, M, L)``."""
     count, height = rows[0].shape[:2]
     width = columns[0].shape[1]
     at_once = max(1, workspace // (height * width))
@@ -233,7 +259,8 @@ def _products(
             for start in range(0, height, lines)
         ]
         found.append(left[0] if len(left) == 1 else _beside(left))
-    return _Sums(*(None if part[0] is None else torch.cat(part) for part in zip(*found, strict=True)))  # type: ignore[arg-type]
+    value, absolute, squares = zip(*found, strict=True)
+    return _Sums(torch.cat(value), torch.cat(absolute), None if squares[0] is None else torch.cat(squares, 1))
 
 
 def _lines(rows: Factors, piece: slice, start: int, lines: int) -> Factors:
@@ -243,9 +270,9 @@ def _lines(rows: Factors, piece: slice, start: int, lines: int) -> Factors:
 
 def _beside(parts: Sequence[_Sums]) -> _Sums:
     """Return sums over blocks of rows of the same matrices."""
-    value, absolute, a_squares, g_squares = zip(*parts, strict=True)
-    squares = [None if part[0] is None else torch.cat(part, 1) for part in (a_squares, g_squares)]
-    return _Sums(torch.stack(value).sum(0), torch.stack(absolute).sum(0), *squares)
+    value, absolute, squares = zip(*parts, strict=True)
+    square_KML = None if squares[0] is None else torch.cat(squares, 2)
+    return _Sums(torch.stack(value).sum(0), torch.stack(absolute).sum(0), square_KML)
 
 
 def _dots(left_NTF: Tensor, right_NUF: Tensor) -> Tensor:
@@ -256,12 +283,12 @@ def _product(rows: Factors, columns: Factors, *, offset: int, diagonal: bool, un
     # Where no diagonal is formed on which rounding is seen, sums are short.
     form = dots if unseen else _dots
     product, other = form(rows[0], columns[0]), form(rows[1], columns[1])
-    squares: list[Tensor | None] = [None, None]
+    square_KML = None
     if diagonal:
-        squares = [part.diagonal(offset, dim1=1, dim2=2).clone() for part in (product, other)]
-    product *= other
-    value_M = product.flatten(1).sum(1)
-    return _Sums(value_M, product.abs_().flatten(1).sum(1), *squares)
+        square_KML = torch.stack([part.diagonal(offset, dim1=1, dim2=2) for part in (product, other)])
+    entry_ME = product.mul_(other).flatten(1)
+    value_M = entry_ME.sum(1)
+    return _Sums(value_M, entry_ME.abs_().sum(1), square_KML)
 
 
 def _fast(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Bounded:

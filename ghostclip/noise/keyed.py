@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ghostclip import _torch
 from ghostclip._owner import Owner
 from ghostclip._validate import non_negative, positive
 from ghostclip.errors import FixedSeedWarning, InvalidOptionError, ResumeError
@@ -185,7 +186,7 @@ class KeyedNoise:
         if std > 0:
             run(self._jobs(tensors, std, divisor), workers=self._workers(tensors))
         elif divisor != 1 and tensors:
-            torch._foreach_div_(list(tensors), divisor)
+            _torch.divide_all_(tensors, divisor)
 
     def _jobs(self, tensors: Sequence[torch.Tensor], std: float, divisor: float) -> Iterator[Callable[[], None]]:
         """Yield what is to be done, each independent of the others; positions are taken in the order of the tensors."""
@@ -211,7 +212,7 @@ class KeyedNoise:
         self._add(part_N, std, block, slice(0, block.size))
         if divisor != 1:
             # Of a list: `div_` itself multiplies by the reciprocal on a GPU, which is another number.
-            torch._foreach_div_([part_N], divisor)
+            _torch.divide_all_([part_N], divisor)
 
     def _next_position(self) -> int:
         self._owner.require(self, remedy=_REMEDY)

@@ -10,7 +10,8 @@ from typing import Protocol, cast
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from ghostclip import _torch
 
 
 class Source(Protocol):
@@ -68,7 +69,7 @@ def add_noise_(source: Source, tensors: Sequence[Tensor], std: float, divisor: f
         for tensor in tensors:
             source.add_(tensor, std=std)
     if divisor != 1 and tensors:
-        torch._foreach_div_(list(tensors), divisor)
+        _torch.divide_all_(tensors, divisor)
 
 
 def draws_at_once(source: Source) -> bool:
@@ -136,7 +137,7 @@ def flattened(pack: Sequence[Tensor]) -> Tensor:
     Returns:
         Shape ``(N,)``.
     """
-    return _flatten_dense_tensors(pack)
+    return _torch.flattened(pack)
 
 
 def copy_back_(flat_N: Tensor, pack: Sequence[Tensor]) -> None:
@@ -146,4 +147,4 @@ def copy_back_(flat_N: Tensor, pack: Sequence[Tensor]) -> None:
         flat_N: As `flattened` returned it, changed since.
         pack: The same tensors.
     """
-    torch._foreach_copy_(list(pack), list(_unflatten_dense_tensors(flat_N, pack)))
+    _torch.copy_all_(pack, _torch.unflattened(flat_N, pack))

@@ -14,7 +14,7 @@ from ghostclip.errors import InvalidOptionError, UncoveredParameterError
 
 if TYPE_CHECKING:
     from ghostclip.clipper import GhostClipper
-    from ghostclip.optim.dp_optimizer import DPOptimizer
+    from ghostclip.optim.records import Replay
 
 FORKED = (
     "Two of them would each report an ε that knows nothing of the other's releases. Call make_private() in the process "
@@ -128,21 +128,20 @@ def _add(*, fixed: bool) -> str:
     return "add them with optimizer.add_param_group({'params': [...]}) before the first step."
 
 
-def refuse_changed_noise(optimizer: DPOptimizer, noise_multiplier: float, std: float) -> None:
+def refuse_changed_noise(before: tuple[float, float], now: tuple[float, float]) -> None:
     """Refuse a step whose hooks have changed the noise after some of them were asked about it.
 
     Args:
-        optimizer: Is about to release.
-        noise_multiplier: σ when the first hook ran.
-        std: Standard deviation of the noise then.
+        before: σ and the standard deviation of the noise when the first hook ran.
+        now: The same when all have run.
 
     Raises:
-        InvalidOptionError: If either is another one now: the step would be charged with one and released with another.
+        InvalidOptionError: If they differ: the step would be charged with one and released with another.
     """
-    if (optimizer.noise_multiplier, optimizer.noise_std) != (noise_multiplier, std):
+    if now != before:
         raise InvalidOptionError(
-            f"noise_multiplier={optimizer.noise_multiplier:g}: a step hook changed the noise of the step that is being "
-            f"made (it was {noise_multiplier:g}). Set it between steps, or with a scheduler."
+            f"noise_multiplier={now[0]:g}: a step hook changed the noise of the step that is being made (it was "
+            f"{before[0]:g}). Set it between steps, or with a scheduler."
         )
 
 
@@ -179,19 +178,20 @@ def refuse_adaptation_without_batch_size(clipper: GhostClipper, expected_batch_s
         )
 
 
-def warn_about_mechanism(optimizer: DPOptimizer, said: set[str]) -> None:
+def warn_about_mechanism(noise_multiplier: float, accumulated: int, said: set[str]) -> None:
     """Say once what makes a step less private than it may look.
 
     Args:
-        optimizer: Is about to release.
+        noise_multiplier: σ of the step.
+        accumulated: Backward passes that were accumulated into it and may share records.
         said: What was said before; grows.
     """
     messages = {}
-    if optimizer.noise_multiplier == 0:
+    if noise_multiplier == 0:
         messages["no noise"] = "noise_multiplier=0: this training is not differentially private."
-    if optimizer.accumulated_iterations > 1:
+    if accumulated > 1:
         messages["accumulation"] = (
-            f"{optimizer.accumulated_iterations} backward passes were made before one step(). A record may be part of "
+            f"{accumulated} backward passes were made before one step(). A record may be part of "
             "each of them, so the step is accounted with a noise multiplier that many times smaller. To split one "
             "batch, use BatchMemoryManager: it knows that its parts share no record."
         )
@@ -225,4 +225,24 @@ def not_drawn(rows: Sequence[int], waiting: Sequence[int]) -> str:
         "loader sharded again (leave it out of accelerator.prepare on several processes), no skip_first_batches after "
         "a resume (the private loader resumes by itself). Rows on another axis: batch_first=False. If you sample the "
         "batches yourself: make_private(data_loader=ghostclip.DeclaredSampling(...), ...)."
+    )
+
+
+def replayed(replay: Replay, due: int) -> str:
+    """Say that a step's records are not those that the private loader drew for it, and what to do.
+
+    Args:
+        replay: What was found.
+        due: Number of the draw that is to be released.
+
+    Returns:
+        The text for a `DrawError`.
+    """
+    place = f"draw {replay.earlier}, while draw {due} is to be released (both counted from 0)"
+    place = f"this draw ({due}, from 0), more often than they were drawn" if replay.earlier == due else place
+    return (
+        f"step(): the model saw {replay.repeated} of {replay.rows} records that were handed out in {place}. A record "
+        "counts for the draw that it came with: every batch that is drawn must be stepped on, once, in order, and with "
+        "all of its records; keep no batch, or part of one, for a later step. If you sample the batches yourself: "
+        "make_private(data_loader=ghostclip.DeclaredSampling(...), ...)."
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +17,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ghostclip import _validate
+from ghostclip import _torch, _validate
 from ghostclip._owner import Owner
 from ghostclip.distributed.draws import Share
 from ghostclip.distributed.shared import SharedNoise
 from ghostclip.errors import DrawError, InvalidOptionError, MissingGradientError
-from ghostclip.noise import ExactRelease
+from ghostclip.facade.handle import clipper_of
+from ghostclip.noise import ExactRelease, make_noise_source
 from ghostclip.optim import checks
 from ghostclip.optim.foreign import Releases, watch_other_optimizers
-from ghostclip.optim.parts import ReleaseHook, StepHook, StepParts, chosen_clipper, chosen_noise
+from ghostclip.optim.records import Replay
 from ghostclip.optim.release import SkipStep, collector, next_bound, noisy_gradients
 from ghostclip.optim.virtual import BatchToken, LogicalBatch
 from ghostclip.optim.wrapped import WrappedOptimizer
@@ -37,8 +38,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+StepHook = Callable[["DPOptimizer"], None]
+ReleaseHook = Callable[["DPOptimizer", Sequence[torch.Tensor]], None]
 
-class DPOptimizer(StepParts, WrappedOptimizer):
+
+class DPOptimizer(WrappedOptimizer):
     """Wraps a torch optimizer so that each step releases a noisy sum of clipped gradients, and nothing else.
 
     A step computes, for every trainable parameter of the wrapped optimizer,
@@ -94,7 +98,7 @@ class DPOptimizer(StepParts, WrappedOptimizer):
     ) -> None:
         super().__init__(optimizer)
         checks.refuse_repeated_evaluation(optimizer)
-        self.clipper = clipper = chosen_clipper(optimizer, clipper)
+        self.clipper = clipper = clipper or clipper_of(_parameters_of(optimizer))
         self.loss_reduction = _validate.choice(loss_reduction, "loss_reduction", ("mean", "sum"))
         if loss_reduction != clipper.loss_reduction:
             raise InvalidOptionError(
@@ -104,11 +108,12 @@ class DPOptimizer(StepParts, WrappedOptimizer):
         if loss_reduction == "mean" or expected_batch_size is not None:
             self.expected_batch_size = _validate.positive(expected_batch_size, "expected_batch_size")
         self._owner = Owner(self)
+        self._unscaled, self._undivided, self._shows_sums = False, 1.0, False
         self._batch = LogicalBatch()
         self._step_hooks: list[StepHook] = []
         self._release_hooks: list[ReleaseHook] = []
         self.releases = 0
-        self.noise_source = chosen_noise(noise_source, generator=generator, secure_mode=secure_mode)
+        self.noise_source = _chosen_noise(noise_source, generator=generator, secure_mode=secure_mode)
         self._collected = collector(clipper, self.noise_source)
         self._rehearsing = False
         self.rounds = 0
@@ -180,6 +185,47 @@ class DPOptimizer(StepParts, WrappedOptimizer):
     def last_step_was_virtual(self) -> bool:
         """Whether the last step() only accumulated, so that the parameters did not change."""
         return self._batch.open
+
+    @property
+    def divisor(self) -> float:
+        """The public constant that a noisy sum is divided by: of k accumulated mean losses the mean is released."""
+        if self.loss_reduction != "mean" or not self.expected_batch_size:
+            return 1.0
+        return float(self.expected_batch_size) * max(1, self._batch.uses)
+
+    @property
+    def grad_samples(self) -> list[torch.Tensor]:
+        """Per-sample gradients of the parameters in the last backward, each `[B, ...]`. Not private.
+
+        Raises:
+            MissingGradientError: Without `grad_sample_mode="hooks"`, or before a backward.
+        """
+        found = [getattr(p, "grad_sample", None) for p in self.params if p.requires_grad]
+        if any(kept is None for kept in found):
+            raise MissingGradientError(
+                'grad_samples: there are none. They are formed with grad_sample_mode="hooks" only, by a backward.'
+            )
+        return [torch.cat(kept) if isinstance(kept, list) else kept for kept in found]  # type: ignore[misc]
+
+    def attach_step_hook(self, fn: StepHook) -> None:
+        """Run a function in every releasing step, after all checks and before noise is drawn.
+
+        Hooks add up and run in the order they were attached; the budget's is the first. (To see the noisy gradient,
+        use torch's `register_step_pre_hook`.)
+
+        Args:
+            fn: Called with this optimizer; an exception it raises stops the step with nothing released.
+        """
+        self._step_hooks.append(fn)
+
+    def attach_release_hook(self, fn: ReleaseHook) -> None:
+        """Run a function in every releasing step on what is about to be released, before anything can see it.
+
+        Args:
+            fn: Called with this optimizer and the noisy gradients, which it must not change; the ledger's is the first.
+                An exception it raises stops the step with nothing released.
+        """
+        self._release_hooks.append(fn)
 
     # A step
 
@@ -350,10 +396,10 @@ class DPOptimizer(StepParts, WrappedOptimizer):
         # What has a clipped sum is clipped; for the rest the whole model is looked through.
         checks.refuse_uncovered(self.clipper, [p for p in trainable if not self.clipper.has_sum_of(p)])
         self._released.refuse_strangers(self)
-        checks.warn_about_mechanism(self, self._warned)
+        checks.warn_about_mechanism(self.noise_multiplier, self.accumulated_iterations, self._warned)
         for step_hook in self._step_hooks:
             step_hook(self)
-        checks.refuse_changed_noise(self, noise_multiplier, std)
+        checks.refuse_changed_noise((noise_multiplier, std), (self.noise_multiplier, self.noise_std))
         return trainable, std
 
     @contextmanager
@@ -380,12 +426,13 @@ class DPOptimizer(StepParts, WrappedOptimizer):
         self.noise_source.require_one_draw(share._replace(std=std, sensitivity=self.clipper.sensitivity()))
 
     def require_draws(self, draws: DrawLog) -> None:
-        """Refuse, from now on, releases whose rows are not those of the next draws.
+        """Refuse, from now on, releases whose rows are not those of the next draws, or of records drawn for others.
 
         Args:
             draws: The log of the sampler that the account is of.
         """
-        draws.claimed = True
+        draws.claimed, draws.axis = True, self.clipper.axis
+        self.clipper.note_inputs(draws.prints_of_inputs)
         self._draws = draws
 
     def _require_drawn(self) -> Match | None:
@@ -395,7 +442,7 @@ class DPOptimizer(StepParts, WrappedOptimizer):
             The draws; None where the sampling is not known.
 
         Raises:
-            DrawError: If the rows that the model saw are not those of the next draws.
+            DrawError: If the rows that the model saw are not those of the next draws, or of records of other draws.
         """
         if self._draws is None:
             return None
@@ -404,7 +451,10 @@ class DPOptimizer(StepParts, WrappedOptimizer):
         if found is None:
             raise DrawError(checks.not_drawn(rows, [draw.rows for draw in self._draws.waiting]))
         self._batch.rounds = found.rounds
-        return found
+        traced = self._draws.trace(found, self.clipper.inputs_noted, times=self.accumulated_iterations)
+        if isinstance(traced, Replay):
+            raise DrawError(checks.replayed(traced, found.draws[0].number))
+        return traced
 
     def _drop(self) -> None:
         """Forget the logical batch; no parameter keeps a clipped sum, also not one frozen since backward."""
@@ -438,6 +488,73 @@ class DPOptimizer(StepParts, WrappedOptimizer):
         if not self._batch.holds_all(self.clipper.backward_passes):
             self._hide_sums()
             self.clipper.reset()
+
+    # A step, part by part: what comes before `add_noise`, which is the release, is exact and not private.
+
+    @torch.no_grad()
+    def clip_and_accumulate(self) -> None:
+        """First part of a step: take note of a backward, which has clipped and added up already.
+
+        Raises:
+            MissingGradientError: If no clipped gradient was made since the last step.
+            UncoveredParameterError: If the model's parameters are no longer those of this optimizer.
+        """
+        self._require_gradient()
+        if self.clipper.strategy == "hooks":
+            self._show_sums()
+
+    def accumulate(self) -> None:
+        """The same under the name of Opacus's two-pass optimizer."""
+        self.clip_and_accumulate()
+
+    @torch.no_grad()
+    def add_noise(self) -> None:
+        """Second part of a step: release the noisy sum, undivided, to `p.grad`.
+
+        Raises:
+            MissingGradientError: If there is no clipped sum to release.
+        """
+        if not self.clipper.has_clipped_sum:
+            raise MissingGradientError("add_noise(): no clipped sum. Call backward and clip_and_accumulate() first.")
+        try:
+            # The logical batch, and with it the number of its passes, ends with the release.
+            self._undivided = self.divisor
+            self._release(divide=False)
+            self._unscaled = True
+        except SkipStep:
+            self._drop()
+        except BaseException:
+            self._drop()
+            raise
+
+    @torch.no_grad()
+    def scale_grad(self) -> None:
+        """Third part of a step: divide the release by the expected batch size if the loss is a mean.
+
+        Raises:
+            MissingGradientError: If nothing was released since it was last called.
+        """
+        if not self._unscaled:
+            raise MissingGradientError("scale_grad(): nothing undivided was released. Call add_noise() first.")
+        self._unscaled = False
+        gradients = [p.grad for p in self.params if p.requires_grad and p.grad is not None]
+        if gradients:
+            _torch.divide_all_(gradients, self._undivided)
+
+    def _show_sums(self) -> None:
+        """Let `p.summed_grad` be a copy of the clipped sum, where per-sample gradients are shown too."""
+        self._shows_sums = True
+        for p in self.params:
+            if p.requires_grad:
+                total = self.clipper.summed_gradient(p)
+                p.summed_grad = None if total is None else total.clone()  # type: ignore[attr-defined]
+
+    def _hide_sums(self) -> None:
+        if self._shows_sums:
+            self._shows_sums = False
+            for p in self.params:
+                if getattr(p, "summed_grad", None) is not None:
+                    p.summed_grad = None  # type: ignore[attr-defined]
 
     # Virtual steps
 
@@ -551,3 +668,30 @@ class DPOptimizer(StepParts, WrappedOptimizer):
         parameters: list[nn.Parameter] = [given] if isinstance(given, nn.Parameter) else list(given)
         checks.refuse_uncovered(self.clipper, parameters)
         super().add_param_group({**param_group, "params": parameters})
+
+
+def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _chosen_noise(
+    noise_source: NoiseSource | None, *, generator: torch.Generator | None, secure_mode: bool
+) -> NoiseSource:
+    """Return the noise source that was given, or a fresh one.
+
+    Args:
+        noise_source: The source, or None.
+        generator: Makes a fresh one reproducible, and so not private against who knows it.
+        secure_mode: Whether a fresh one is a cryptographic keystream.
+
+    Returns:
+        The source.
+
+    Raises:
+        InvalidOptionError: If a source comes with options for another one, or secure noise is to be reproducible.
+    """
+    if noise_source is None:
+        return make_noise_source(level="secure" if secure_mode else "fast", generator=generator)
+    if generator is not None or secure_mode:
+        raise InvalidOptionError("noise_source with generator or secure_mode: these make a source of their own.")
+    return noise_source

@@ -3,13 +3,38 @@
 A release is accounted as one draw. Batches reach the model through loaders, prefetchers and device movers that know
 nothing of draws, and copy tensors on the way; but they keep the order. So the draws wait here in the order in which
 they were made, and a step states how many rows its backward passes went through: rows that the next draws do not
-explain were not drawn.
+explain were not drawn. Where the batches can be seen as they are handed out, records are compared as well as rows: see
+`ghostclip.optim.records`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ghostclip.optim.records import (
+    Kind,
+    Leaf,
+    Memory,
+    Prints,
+    Replay,
+    are_same,
+    counted,
+    prints_of,
+    read,
+    replay_of,
+    telling,
+    tensors_in,
+)
+
+# Parts of draws, and rows in them, whose fingerprints are kept as they came: noting them takes time, and honest loops
+# never need it.
+_KEPT, _KEPT_ROWS = 4096, 1 << 17
 
 
 @dataclass(frozen=True)
@@ -20,11 +45,20 @@ class Draw:
         number: Its position in the whole training, from 0; the same on all ranks.
         rows: Records of it that are this rank's.
         records: Records of it on all ranks together.
+        members: Numbers of this rank's records.
+        parts: Fingerprints of the rows that were handed out, those of all its tensors part by part.
     """
 
     number: int
     rows: int
     records: int
+    members: Sequence[int] = ()
+    parts: list[list[Prints]] = field(default_factory=list, compare=False)
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether all of it was seen when it was handed out."""
+        return self.rows == sum(_rows_of(part) for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -33,31 +67,56 @@ class Match:
 
     Attributes:
         draws: Distinct draws, in order, as many as it may have been; several where they were accumulated into the step.
-        ends: Places in the log that the step may have got to.
+        spans: Places in the log that the step may have begun at and got to.
         rounds: How often it may have gone through a whole draw, the same one again included.
+        compared: Whether the records were compared with those of the draws.
+        inputs: Fingerprints of what went through the model, if so.
     """
 
     draws: tuple[Draw, ...]
-    ends: frozenset[int]
+    spans: frozenset[tuple[int, int]]
     rounds: int
+    compared: bool = False
+    inputs: Sequence[Prints] = ()
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Places in the log that the step may have got to."""
+        return frozenset(end for _, end in self.spans)
 
 
 class DrawLog:
     """Draws in the order in which they were made, and how far releases have used them.
 
-    Rows are compared, not records: a loop that hands the model other records of the same number is not noticed. The
-    place is a set: where several backwards of one step fit one draw as well as two, both stay possible until later rows
-    tell.
+    The place is a set: where several backwards of one step fit one draw as well as two, both stay possible until later
+    rows tell.
 
     Privacy:
         Each draw is used by at most one release. Draws that no release used when a pass was abandoned are forgotten.
+        Where an input of the model is a tensor of the loader's batch, a step's records are those of its draws.
 
     Attributes:
         claimed: Whether a private optimizer uses the draws, so that what is unused is what is left to train on.
+        axis: Where the rows of a batch's tensors lie.
+        compared: Releases whose records were compared with those handed out.
+        counted: Releases whose rows were only counted.
+
+    Args:
+        once_a_pass: Whether the account has room for any record once in each pass, in whichever release of it: then
+            only what was released in the same pass before is a replay.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, once_a_pass: bool = False) -> None:
         self.claimed = False
+        self.axis = 0
+        self.compared = self.counted = 0
+        self._once_a_pass = once_a_pass
+        self._pass = 0
+        self._kinds: set[Kind] = set()
+        self._unnoted: deque[tuple[int, np.ndarray, list[Prints]]] = deque()
+        self._unnoted_rows = 0
+        self._released: list[tuple[Sequence[Prints], int]] = []
+        self._memory: Memory | None = None
         self._draws: list[Draw] = []
         self._places: frozenset[int] = frozenset([0])
         self._delivered: int | None = None
@@ -68,6 +127,8 @@ class DrawLog:
         """Note that a pass over the data begins; what an abandoned one left unused is forgotten."""
         # A prefetcher may still hold the last batches of a pass that was drawn to its end.
         self._drop(self._pass_begun if self._complete else len(self._draws))
+        self._pass += 1
+        self._released.clear()
         self._pass_begun = len(self._draws)
         self._places |= {self._pass_begun}
         self._complete = False
@@ -86,13 +147,59 @@ class DrawLog:
         self._draws.append(draw)
 
     def follow_deliveries(self) -> None:
-        """Let draws count from when `deliver` says that they were handed out, not from when workers fetched them."""
-        self._delivered = len(self._draws)
+        """Let the pass's draws count from when `deliver` says that they are handed out, not from when workers fetch."""
+        if self._delivered is None:
+            self._delivered = self._pass_begun
 
     def deliver(self) -> None:
         """Note that the next draw was handed out."""
         if self._delivered is not None:
             self._delivered += 1
+
+    def show(self, batch: Any, *, rows: int | None = None) -> None:
+        """Take the fingerprints of a batch that is handed out, or of the next part of it.
+
+        Args:
+            batch: What the loader made of the draw that was delivered last.
+            rows: Records in this part; None for all of the draw.
+        """
+        if not self.claimed or not self._delivered or self._delivered > len(self._draws):
+            return
+        draw = self._draws[self._delivered - 1]
+        found = prints_of(tensors_in(batch), draw.rows if rows is None else rows, self.axis)
+        self._kinds.update(kind for kind, _ in found)
+        begun, count = sum(_rows_of(part) for part in draw.parts), _rows_of(found)
+        draw.parts.append(found)
+        if count == 0 or begun + count > len(draw.members):
+            return
+        self._unnoted.append((draw.number, np.asarray(draw.members[begun : begun + count], np.int64), found))
+        self._unnoted_rows += count
+        while len(self._unnoted) > _KEPT or self._unnoted_rows > max(count, _KEPT_ROWS):
+            self._unnoted_rows -= len(self._unnoted.popleft()[1])
+
+    def prints_of_inputs(self, tensors: Sequence[Tensor], rows: int) -> list[Prints]:
+        """Return the fingerprints of a forward's inputs that may be tensors of a batch handed out.
+
+        Args:
+            tensors: The inputs.
+            rows: Samples in them.
+
+        Returns:
+            One entry for each kind; nothing waits for a device.
+        """
+        return prints_of(tensors, rows, self.axis, kinds=self._kinds) if self._kinds else []
+
+    @property
+    def comparison(self) -> str:
+        """What releases were compared with the draws by, as one clause; empty before the first.
+
+        Privacy:
+            No numbers: those of batches without rows are not public.
+        """
+        if not self.compared:
+            reason = "no input of the model is a tensor of the loader's batch"
+            return f"records: only their number is compared with what was drawn, because {reason}" * bool(self.counted)
+        return "records: compared with those drawn" + ", in some releases only their number" * bool(self.counted)
 
     @property
     def waiting(self) -> tuple[Draw, ...]:
@@ -133,16 +240,54 @@ class DrawLog:
         }
         if not complete:
             return None
-        start, end = max(complete, key=lambda reached: reached[1] - reached[0])
-        ends = frozenset(end for _, end in complete)
-        return Match(tuple(self._draws[start:end]), ends, max(complete.values()))
+        return Match(self._widest(complete), frozenset(complete), max(complete.values()))
+
+    def trace(self, match: Match, passes: Sequence[Sequence[Sequence[Prints]]], *, times: int) -> Match | Replay:
+        """Compare the records that a step's backward passes went through with those of the draws matched.
+
+        Args:
+            match: What `match` returned.
+            passes: Of each backward pass, and each forward behind it, the fingerprints of the inputs.
+            times: How often the account has a record take part.
+
+        Returns:
+            The match, without the draws that the records tell against; or what is wrong if none is left.
+        """
+        inputs = [prints for one in passes for forward in one for prints in forward]
+        if not inputs:
+            return match
+        if len(match.spans) == 1 and are_same(passes, [part for draw in match.draws for part in draw.parts]):
+            return replace(match, compared=True, inputs=inputs)
+        memory = self._note()
+        drawn = {span: self._drawn_in(span) for span in match.spans}
+        widest = max(drawn.values(), key=len)
+        seen = counted([own for forward in one for own in telling(read(forward), widest, memory)] for one in passes)
+        if not seen:
+            return match
+        last = self._pass if self._once_a_pass else None
+        found = {
+            span: replay_of(seen, rows, memory, times=times, released_in=last) if self._is_shown(span) else None
+            for span, rows in drawn.items()
+        }
+        spans = frozenset(span for span, replay in found.items() if replay is None)
+        if not spans:
+            return min((replay for replay in found.values() if replay is not None), key=lambda replay: replay.repeated)
+        return replace(match, draws=self._widest(spans), spans=spans, compared=True, inputs=inputs)
 
     def use(self, match: Match) -> None:
         """Mark draws as used by a release.
 
         Args:
-            match: What `match` returned.
+            match: What `match` or `trace` returned.
         """
+        if match.compared:
+            self.compared += 1
+            if self._once_a_pass:
+                self._released.append((match.inputs, self._pass))
+            if len(self._released) > _KEPT:
+                self._note()
+        elif any(draw.rows for draw in match.draws):
+            self.counted += 1
         self._places = match.ends
         self._drop(min(match.ends))
 
@@ -151,6 +296,33 @@ class DrawLog:
         self._drop(len(self._draws))
         self._places = frozenset([0])
         self._delivered = None
+
+    def _widest(self, spans: Iterable[tuple[int, int]]) -> tuple[Draw, ...]:
+        """Return the draws of the span that has most of them."""
+        return tuple(self._draws[slice(*max(spans, key=lambda span: span[1] - span[0]))])
+
+    def _drawn_in(self, span: tuple[int, int]) -> Counter[int]:
+        return counted(read(part) for draw in self._draws[slice(*span)] for part in draw.parts)
+
+    def _is_shown(self, span: tuple[int, int]) -> bool:
+        return all(draw.is_shown for draw in self._draws[slice(*span)])
+
+    def _note(self) -> Memory:
+        """Note what was handed out and released since the last time; waits for the device of the batches."""
+        memory = self._memory = self._memory or Memory()
+        of_leaf: dict[Leaf, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
+        for number, records, found in self._unnoted:
+            for leaf, own in read(found):
+                of_leaf.setdefault(leaf, []).append((own, records, np.full(len(own), number)))
+        for leaf, noted in of_leaf.items():
+            memory.note(leaf, *map(np.concatenate, zip(*noted, strict=True)))
+        for inputs, number in self._released:
+            for _, own in read(inputs):
+                memory.release(own, number)
+        self._unnoted.clear()
+        self._unnoted_rows = 0
+        self._released.clear()
+        return memory
 
     def _drop(self, count: int) -> None:
         """Forget the first draws, and places among them."""
@@ -193,3 +365,7 @@ class DrawLog:
             for state, times in ways:
                 found[state] = max(times, found.get(state, 0))
         return found
+
+
+def _rows_of(part: Sequence[Prints]) -> int:
+    return part[0][1].shape[1] if part else 0

@@ -7,7 +7,7 @@ would never train, and a private optimizer that is never stepped would never rel
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -22,14 +22,45 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from ghostclip.clipper import GhostClipper
-    from ghostclip.optim.dp_optimizer import DPOptimizer
+
 
 # Who releases the sums of a clipper.
-_RELEASED_BY: weakref.WeakKeyDictionary[GhostClipper, weakref.ref[DPOptimizer]] = weakref.WeakKeyDictionary()
+class Private(Protocol):
+    """What a private optimizer says of itself."""
+
+    clipper: GhostClipper
+    is_applying: bool
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """All its parameters."""
+
+    def owns(self, optimizer: Optimizer) -> bool:
+        """Say whether an optimizer is the wrapped one, or one of several that are.
+
+        Args:
+            optimizer: Any.
+
+        Returns:
+            Whether it is.
+        """
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """Return a parameter's name in the model.
+
+        Args:
+            parameter: One of the private optimizer's.
+
+        Returns:
+            Its name.
+        """
+
+
+_RELEASED_BY: weakref.WeakKeyDictionary[GhostClipper, weakref.ref[Private]] = weakref.WeakKeyDictionary()
 _HOOK: list[RemovableHandle] = []
 
 
-def watch_other_optimizers(private: DPOptimizer) -> None:
+def watch_other_optimizers(private: Private) -> None:
     """Refuse, from now on, steps of other optimizers over the parameters that a private optimizer's clipper clips.
 
     Args:
@@ -81,7 +112,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             )
 
 
-def _refuse_strange_step(clipper: GhostClipper, private: DPOptimizer | None, optimizer: Optimizer) -> None:
+def _refuse_strange_step(clipper: GhostClipper, private: Private | None, optimizer: Optimizer) -> None:
     """Refuse the step of an optimizer whose parameters get their gradients from a private one, or none at all."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     clipped = {id(p) for p in clipper.trainable_parameters()} & held
@@ -129,7 +160,7 @@ class Releases:
         """
         self._ours = {p: weakref.ref(gradient) for p, gradient in released}
 
-    def refuse_strangers(self, private: DPOptimizer) -> None:
+    def refuse_strangers(self, private: Private) -> None:
         """Refuse gradients that somebody else has put into `p.grad`, which the release would overwrite.
 
         Args:

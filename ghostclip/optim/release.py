@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
+from ghostclip import _torch
 from ghostclip.noise import ExactRelease, add_noise_
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def noisy_gradients(
     if isinstance(collected, ExactRelease):
         released = collected.release(parameters, std=std)
         if divisor != 1 and released:
-            torch._foreach_div_(released, divisor)
+            _torch.divide_all_(released, divisor)
     else:
         released = [_or_zeros(clipped, p) for p, clipped in zip(parameters, sums, strict=True)]
         sums.clear()

@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ghostclip import _torch
 from ghostclip.capture.nodes import nodes_behind
 from ghostclip.capture.provenance import METADATA_KEY
 from ghostclip.capture.usage import Use
@@ -22,7 +23,6 @@ _VIEWS: Final = (
     "View", "UnsafeView", "Transpose", "T", "Permute", "Unsqueeze", "Squeeze", "Add", "Alias", "Reshape", "Expand",
     "Select", "Slice", "Unbind", "_Own", "_Enter", "_Source", "_Tie", "Clone",
 )  # fmt: skip
-_saved_names: dict[type, list[str]] = {}
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _read(nodes: Sequence[Any], parameters: Iterable[Tensor]) -> Footprint:
     constant = _addresses(parameters)
     uses = [node.metadata.get(METADATA_KEY) for node in nodes]
     kept = [_storages(_inputs_of(use), constant) for use in uses]
-    saved = [_storages(_saved(node), constant) | own for node, own in zip(nodes, kept, strict=True)]
+    saved = [_storages(_torch.saved_tensors(node), constant) | own for node, own in zip(nodes, kept, strict=True)]
     last = {key: number for number, storages in enumerate(saved) for key in storages}
     freed = [0] * len(nodes)
     sizes = {key: size for storages in saved for key, size in storages.items()}
@@ -112,7 +112,7 @@ def _read(nodes: Sequence[Any], parameters: Iterable[Tensor]) -> Footprint:
     live = sum(sizes.values())
     moments = []
     for node, use, gone in zip(nodes, uses, freed, strict=True):
-        arriving = _bytes_of(node._input_metadata)
+        arriving = _bytes_of(_torch.outputs_of(node))
         made = 0 if node.name().removesuffix("Backward0").removesuffix("Backward") in _VIEWS else _made(node)
         moments.append(Moment(use, live, arriving + made, arriving))
         live -= gone
@@ -127,30 +127,12 @@ def _read(nodes: Sequence[Any], parameters: Iterable[Tensor]) -> Footprint:
 
 def _nodes_behind(start: Any) -> list[Any]:
     """Return a node and those behind it as the engine runs them: the latest operation first."""
-    nodes = [node for node in nodes_behind([start]) if not hasattr(node, "variable")]
-    return sorted(nodes, key=lambda node: -node._sequence_nr())
+    nodes = [node for node in nodes_behind([start]) if _torch.leaf_of(node) is None]
+    return sorted(nodes, key=lambda node: -_torch.order_of(node))
 
 
 def _addresses(tensors: Iterable[Tensor]) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
-
-
-def _saved(node: Any) -> list[Tensor]:
-    kind = type(node)
-    if kind not in _saved_names:
-        # Numbers and sizes stand beside the tensors: what is a tensor shows only in the value.
-        found = [name for name in dir(kind) if name.startswith("_saved_")]
-        _saved_names[kind] = found or (["saved_tensors"] if hasattr(kind, "saved_tensors") else [])
-    tensors: list[Tensor] = []
-    for name in _saved_names[kind]:
-        try:
-            value = getattr(node, name)
-        except RuntimeError:
-            # Freed by an earlier backward.
-            continue
-        items = value if isinstance(value, (tuple, list)) else (value,)
-        tensors += [item for item in items if isinstance(item, Tensor)]
-    return tensors
 
 
 def _inputs_of(use: Use | None) -> Sequence[Tensor]:
@@ -169,7 +151,7 @@ def _storages(tensors: Iterable[Tensor], constant: set[int]) -> dict[int, int]:
 
 def _made(node: Any) -> int:
     return sum(
-        _bytes_of([following._input_metadata[number]])
+        _bytes_of([_torch.outputs_of(following)[number]])
         for following, number in node.next_functions
         if following is not None
     )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ghostclip import _torch
 from ghostclip.optim import DPOptimizer
 from ghostclip.privacy.account import Account
 from ghostclip.privacy.ledger_file import LedgerFile
@@ -64,7 +65,7 @@ def all_or_nothing(
 
 def _kept_module(module: nn.Module) -> Undo:
     """Keep the parameters and buffers of a model, and which tensors they are."""
-    tables = [table for part in module.modules() for table in (part._parameters, part._buffers)]
+    tables = [table for part in module.modules() for table in (_torch.parameter_table(part), _torch.buffer_table(part))]
     before: list[tuple[dict[str, Any], dict[str, Any]]] = [(table, dict(table)) for table in tables]
     tensors = {id(tensor): tensor for _, table in before for tensor in table.values() if tensor is not None}
     copies = [(tensor, _copy_of(tensor)) for tensor in tensors.values() if not tensor.is_meta]

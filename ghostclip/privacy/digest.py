@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ghostclip import _torch
+
 
 def digest_of(state: Mapping[str, Any]) -> str:
     """Return a digest of plain values and tensors, however deep in mappings and sequences.
@@ -39,7 +41,7 @@ def _add(digest: Any, value: object) -> None:
             _add(digest, key)
             _add(digest, entry)
         # Where torch keeps the versions of a model's parts.
-        _add(digest, getattr(value, "_metadata", None))
+        _add(digest, _torch.state_metadata(value))
     elif isinstance(value, (list, tuple)):
         digest.update(f"sequence {len(value)};".encode())
         for entry in value:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -330,14 +330,14 @@ class _StoppableLoader(DataLoader[Any]):
     stop_when: Callable[[], bool] | None = None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        batches = super().__iter__()
-        draws = self.batch_sampler.draws  # type: ignore[union-attr]
-        draws.follow_deliveries()
-        for batch in batches:
-            if self.stop_when is not None and self.stop_when():
-                return
-            draws.deliver()
-            yield batch
+        passes: Any = self.batch_sampler
+        with passes.tracking():
+            for batch in super().__iter__():
+                if self.stop_when is not None and self.stop_when():
+                    return
+                passes.mark_delivered()
+                passes.draws.show(batch)
+                yield batch
 
 
 class _CountedPasses(Sampler[list[int]]):
@@ -358,8 +358,17 @@ class _CountedPasses(Sampler[list[int]]):
         self._batches = batches
         self.batch_size = batches.batch_size
         self.count = 0
-        self.draws = DrawLog()
+        self.draws = DrawLog(once_a_pass=True)
         self._drawn = 0
+
+    def tracking(self) -> AbstractContextManager[None]:
+        """Let a loader say by `mark_delivered` which batches its user has received, as a `PrivateSampler` does."""
+        return nullcontext()
+
+    def mark_delivered(self) -> None:
+        """Count one batch as received by the user."""
+        self.draws.follow_deliveries()
+        self.draws.deliver()
 
     def __iter__(self) -> Iterator[list[int]]:
         # Not a generator: the pass counts from when it is started, not from its first batch.
@@ -371,7 +380,7 @@ class _CountedPasses(Sampler[list[int]]):
         taken = bytearray()
         for batch in self._batches:
             _take_once(batch, taken)
-            self.draws.add(Draw(self._drawn, len(batch), len(batch)))
+            self.draws.add(Draw(self._drawn, len(batch), len(batch), batch))
             self._drawn += 1
             yield batch
         self.draws.end_pass()

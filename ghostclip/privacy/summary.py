@@ -61,6 +61,8 @@ def summary_text(
         parts.append(f"for each {unit}, between data sets {relation}")
         said = _SAMPLING[event.kind].format(rate=event.sample_rate, truncation=event.truncation)
         parts.append(f"{said}, as declared by the user, who answers for it" if sampling.draws is None else said)
+        if sampling.draws is not None and sampling.draws.comparison:
+            parts.append(sampling.draws.comparison)
     parts.append(_NOISE[level])
     uncovered = _INTEGERS if level == "exact" else _FLOATS
     parts.append(

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ghostclip import _torch
 from ghostclip.factors import Factor, Outer, Stacked
 from ghostclip.rules.registry import Call, Captured, Split, register_op
 
 
-@register_op("grouped_mm", "_grouped_mm", "grouped_mm_fallback", arguments="input weight offs bias out_dtype")
+@register_op("grouped_mm", _torch.GROUPED_MM, "grouped_mm_fallback", arguments="input weight offs bias out_dtype")
 def grouped_mm(call: Call) -> Captured | None:
     """Rule for ``y[rows of e] = x[rows of e] W[e]``: one ``Outer`` for every expert's slice.
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
+from ghostclip import _torch
 from ghostclip.errors import InvalidOptionError
 from ghostclip.factors import Factor
 
@@ -155,10 +155,8 @@ def operation_name(func: Callable[..., Any]) -> str:
     Returns:
         Its own name; of operators other than torch's own, ``"library::operator"``, lest they pass for one of torch's.
     """
-    qualified = getattr(func, "_qualname", None) or getattr(func, "_qualified_op_name", None)
-    if qualified is None and isinstance(func, torch._ops.OpOverload):
-        qualified = func.overloadpacket._qualified_op_name
-    if isinstance(qualified, str) and "::" in qualified:
+    qualified = _torch.qualified_name(func)
+    if qualified is not None:
         return qualified.removeprefix("aten::")
     name = getattr(func, "__name__", "") or str(func)
     if name == "__get__":

@@ -16,8 +16,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
-from torch.utils._pytree import tree_leaves
 
+from ghostclip import _torch
 from ghostclip.clipper import GhostClipper
 from ghostclip.errors import DataError, GhostClipError, InvalidOptionError, UnsupportedModelError
 from ghostclip.facade.modes import strategy_of
@@ -96,7 +96,7 @@ def get_grad_sample_modes(use_ew: bool = False) -> list[str]:  # noqa: FBT001, F
 
 def is_batch_empty(batch: Inputs) -> bool:
     """Return whether a batch holds no sample."""
-    first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), None)
+    first = next((leaf for leaf in _torch.tree_leaves(batch) if isinstance(leaf, Tensor)), None)
     return first is None or first.numel() == 0
 
 
@@ -380,7 +380,9 @@ def _losses(output: Any, *, batch_first: bool) -> Tensor:
         return _smooth(padded_BT * real.to(padded_BT).view(*real.shape, *[1] * (padded_BT.dim() - 2)))
     if isinstance(output, tuple) and output and isinstance(output[0], PackedSequence):
         return _losses(output[0], batch_first=batch_first)
-    items = [item for item in tree_leaves(output) if isinstance(item, Tensor) and item.requires_grad and item.dim()]
+    items = [
+        item for item in _torch.tree_leaves(output) if isinstance(item, Tensor) and item.requires_grad and item.dim()
+    ]
     parts = [_smooth(item.movedim(_axis(item, batch_first=batch_first) or 0, 0)) for item in items]
     if not parts:
         message = "the module returns no floating tensor that its parameters take part in."

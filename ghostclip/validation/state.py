@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
+
+from ghostclip import _torch
 
 
 @contextmanager
@@ -61,7 +62,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
     changed: list[tuple[nn.Module, str, Any]] = []
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            rate = "drop" in name.lower() or (name == "p" and isinstance(module, _DropoutNd))
+            rate = "drop" in name.lower() or (name == "p" and isinstance(module, _torch.AnyDropout))
             if rate and isinstance(value, float) and 0 < value <= 1:
                 changed.append((module, name, value))
                 setattr(module, name, 0.0)

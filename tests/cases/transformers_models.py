@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -129,7 +130,7 @@ _T5 = {
 
 
 def _make(config_name: str, model_name: str, options: Mapping[str, object]) -> nn.Module:
-    import transformers
+    transformers = pytest.importorskip("transformers")
 
     implementation = {"attn_implementation": options.get("attn_implementation", "sdpa")}
     if "experts_implementation" in options:

@@ -28,6 +28,19 @@ def test_constant_inputs_are_not_underestimated(positions, sizes, value):
     assert released.double().norm().item() <= bound
 
 
+@pytest.mark.parametrize("width", [48, 128, 200])
+@pytest.mark.parametrize("value", [1.1, 0.9, 1 / 3])
+def test_rounding_of_a_gram_is_seen_however_its_factors_lie_in_memory(width, value):
+    """Norms along another axis than memory's would round as the products do that they are held against."""
+    x_NTI = torch.full((2, 16, width), value)
+    across_NTI = x_NTI.mT.contiguous().mT
+    wanted, got = (Outer(x, x, shape=(width, width)).gram_sqnorm() for x in (x_NTI, across_NTI))
+    assert torch.equal(got.value_B, wanted.value_B)
+    assert torch.equal(got.error_B, wanted.error_B)
+    across = Outer(across_NTI, across_NTI, shape=(width, width)).terms()
+    torch.testing.assert_close(across.mass_B, wanted.terms.mass_B, rtol=1e-6, atol=0)
+
+
 def _rounded_away(size, lanes):
     """Return a vector whose terms after the first, squared, are each just under half a last place of the sum."""
     block = torch.full((256,), (0.49 * 2.0**-23) ** 0.5)
@@ -55,9 +68,11 @@ def test_terms_that_are_rounded_away_do_not_pass_the_bound(positions, size, lane
 
 @pytest.mark.parametrize("size", [0, 1, 2, 255, 256, 257, 400, 514, 8192, 65_537, 1_000_000])
 @pytest.mark.parametrize("value", [1.1, 1 / 3])
-def test_norms_of_equal_values_are_not_underestimated(size, value):
+@pytest.mark.parametrize("layout", ["rows", "columns", "one value"])
+def test_norms_of_equal_values_are_not_underestimated(size, value, layout):
     """Blocks come out even for some sizes and leave a rest for others; both within what a norm is rounded up by."""
-    dense = Dense(torch.full((2, size), value))
+    rows = torch.full((2, size), value)
+    dense = Dense({"rows": rows, "columns": rows.T.contiguous().T, "one value": rows[:, :1].expand(2, size)}[layout])
     norms = NormSum()
     norms.add_blocks(dense.block_norms())
     exact = size**0.5 * torch.tensor(value).double().item()

@@ -12,6 +12,7 @@ from tests.project.source import PACKAGE, imported_modules, module_name, python_
 LAYERS = (
     "errors",
     "_types",
+    "_torch",
     "_validate",
     "_owner",
     "losses",

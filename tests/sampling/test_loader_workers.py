@@ -19,7 +19,8 @@ def fork(**options):
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("leave", ["break", "exception"])
 def test_a_loop_left_early_repeats_no_draw_and_reorders_none(persistent, leave):
-    loader = DPDataLoader(RECORDS, batch_size=6, **fork(persistent_workers=persistent))
+    # So many records that no two draws are alike.
+    loader = DPDataLoader(TensorDataset(torch.arange(600)), batch_size=60, **fork(persistent_workers=persistent))
     position_of = {tuple(loader.private_sampler.draw(i)): i for i in range(80)}
     delivered = []
     for length in (3, 10, 1, 4):

@@ -10,8 +10,8 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
+from ghostclip import _torch
 from ghostclip.errors import (
     InvalidOptionError,
     ShouldReplaceModuleError,
@@ -31,7 +31,7 @@ _INSTANCE_NORMS: Final = (
 
 
 # By name too, since scripts look the entry of a class up.
-_KINDS: Final = (_BatchNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_KINDS: Final = (_torch.AnyBatchNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _POSITIONS: Final = ((3, 3), (3,), (3, 3, 3), ())
 """Shapes of positions that one of the batch norms takes."""
 
@@ -52,7 +52,7 @@ class GroupNormThen(nn.GroupNorm):
 
 
 @register_module_validator(_KINDS)
-def validate(module: _BatchNorm) -> list[UnsupportedModuleError]:
+def validate(module: _torch.AnyBatchNorm) -> list[UnsupportedModuleError]:
     """Refuse a batch norm in training mode.
 
     Args:
@@ -81,7 +81,7 @@ def validate(module: _BatchNorm) -> list[UnsupportedModuleError]:
 
 
 @register_module_fixer(_KINDS, any_forward=True)
-def fix(module: _BatchNorm, *, replace_bn_with_in: bool = False, num_groups: int | None = None) -> nn.Module:
+def fix(module: _torch.AnyBatchNorm, *, replace_bn_with_in: bool = False, num_groups: int | None = None) -> nn.Module:
     """Replace a batch norm that is in training mode.
 
     Reference: group norm, Wu and He 2018 (arXiv 1803.08494).
@@ -136,17 +136,17 @@ def _then(module: nn.Module, x: Tensor) -> Tensor:
     return x
 
 
-def _without_channels(module: _BatchNorm) -> bool:
+def _without_channels(module: _torch.AnyBatchNorm) -> bool:
     """Return whether a lazy batch norm has seen no input yet."""
-    return isinstance(module, _LazyNormBase) and module.num_features == 0
+    return isinstance(module, _torch.AnyLazyNorm) and module.num_features == 0
 
 
-def _is_plain(module: _BatchNorm) -> bool:
+def _is_plain(module: _torch.AnyBatchNorm) -> bool:
     """Return whether a batch norm's forward is torch's."""
-    return type(module).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+    return type(module).forward in (_torch.AnyBatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
-def _is_norm_then_children(module: _BatchNorm) -> bool:
+def _is_norm_then_children(module: _torch.AnyBatchNorm) -> bool:
     """Return whether a batch norm with a forward of its own computes a batch norm, then what its children make of it.
 
     A copy is tried on random numbers with fixed statistics, its children in training mode, so that dropout counts.
@@ -162,7 +162,7 @@ def _is_norm_then_children(module: _BatchNorm) -> bool:
         return any(_agree(trial, torch.randn(4, module.num_features, *shape).double()) for shape in _POSITIONS)
 
 
-def _agree(trial: _BatchNorm, x: Tensor) -> bool:
+def _agree(trial: _torch.AnyBatchNorm, x: Tensor) -> bool:
     """Return whether a forward gives what the norm and the children give; False where it does not take the shape."""
     norm = functional.batch_norm(
         x,

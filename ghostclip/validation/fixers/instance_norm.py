@@ -3,16 +3,16 @@
 from typing import Final
 
 from torch import nn
-from torch.nn.modules.instancenorm import _InstanceNorm
 
+from ghostclip import _torch
 from ghostclip.errors import IllegalModuleConfigurationError, UnsupportedModuleError
 from ghostclip.validation.fixers.utils import register_module_fixer, register_module_validator
 
-_KINDS: Final = (_InstanceNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_KINDS: Final = (_torch.AnyInstanceNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 @register_module_validator(_KINDS)
-def validate(module: _InstanceNorm) -> list[UnsupportedModuleError]:
+def validate(module: _torch.AnyInstanceNorm) -> list[UnsupportedModuleError]:
     """Refuse an instance norm that updates running statistics.
 
     Args:
@@ -31,7 +31,7 @@ def validate(module: _InstanceNorm) -> list[UnsupportedModuleError]:
 
 
 @register_module_fixer(_KINDS)
-def fix(module: _InstanceNorm) -> nn.Module:
+def fix(module: _torch.AnyInstanceNorm) -> nn.Module:
     """Replace an instance norm by one without running statistics.
 
     Args:

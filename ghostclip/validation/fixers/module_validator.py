@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ghostclip import _torch
 from ghostclip.errors import InvalidOptionError, UnsupportedError, UnsupportedModuleError
 
 _log = logging.getLogger(__name__)
@@ -98,9 +99,9 @@ class ModuleValidator:
         for path, part in list(fixed.named_modules()):
             replaced[part] = cls._fix_one(path, part, options)
         for parent in list(fixed.modules()):
-            for name, child in parent._modules.items():
+            for name, child in _torch.child_table(parent).items():
                 if child is not None and replaced.get(child, child) is not child:
-                    parent._modules[name] = replaced[child]
+                    _torch.child_table(parent)[name] = replaced[child]
         return replaced[fixed]
 
     @classmethod
@@ -161,5 +162,4 @@ def _carry_over(old: nn.Module, new: nn.Module) -> None:
                 if parameter.shape == own[name].shape:
                     parameter.copy_(own[name])
     new.train(old.training)
-    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
-        getattr(new, hooks).update(getattr(old, hooks))
+    _torch.copy_hooks(old, new)

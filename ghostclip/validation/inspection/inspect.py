@@ -8,6 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from ghostclip import _torch
 from ghostclip.clipper import GhostClipper, Strategy
 from ghostclip.errors import DataError, GhostClipError, InvalidOptionError, UnsupportedModelError
 from ghostclip.planning.coverage import Coverage, CoverageRow, as_table, readable_bytes
@@ -19,7 +20,7 @@ from ghostclip.validation.report import Problem
 # Strategies of two backwards run everything without parameters backwards once more.
 _TWO_PASS: Final = ("ghost", "fast")
 # Whole layers that torch's counter passes over where they run as one kernel.
-_PASSED_OVER: Final = ("lstm:", "gru:", "rnn_tanh:", "rnn_relu:", "_grouped_mm:", "grouped_mm:")
+_PASSED_OVER: Final = ("lstm:", "gru:", "rnn_tanh:", "rnn_relu:", f"{_torch.GROUPED_MM}:", "grouped_mm:")
 # Places that are named before the rest is only counted.
 _SHOWN: Final = 4
 

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from ghostclip import _torch
 from ghostclip.capture.session import Session
 from ghostclip.capture.usage import Use
 from ghostclip.errors import UnsupportedModelError
@@ -47,11 +47,11 @@ def _attention_backward(  # noqa: PLR0913 - as above
     return int(sdpa_backward_flop_count(grad, query, key, value))
 
 
-_aten = torch.ops.aten
+_FORWARD, _BACKWARD = _torch.cpu_attention()
 # What torch's counter passes over on a CPU.
 _UNCOUNTED: Final[dict[Any, Callable[..., int]]] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    _FORWARD: _attention,
+    _BACKWARD: _attention_backward,
 }
 
 
@@ -90,7 +90,7 @@ def losses_of(output: Any, *, batch_size: int, axis: int) -> Tensor:
         UnsupportedModelError: No output has a batch axis and requires grad.
     """
     logits = getattr(output, "logits", None)
-    for leaf in [logits, *tree_leaves(output)]:
+    for leaf in [logits, *_torch.tree_leaves(output)]:
         if not isinstance(leaf, Tensor) or not leaf.requires_grad or leaf.dim() == 0:
             continue
         place = axis if axis < leaf.dim() and leaf.shape[axis] == batch_size else 0
@@ -112,13 +112,13 @@ def plain_step(model: nn.Module, losses: Callable[[], Tensor]) -> Plain:
     Returns:
         What it takes.
     """
-    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    own = {_torch.memory_key(parameter) for parameter in model.parameters()}
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            saved[storage._cdata] = storage.nbytes()
+        key = _torch.memory_key(tensor)
+        if key not in own:
+            saved[key] = tensor.untyped_storage().nbytes()
         return tensor
 
     with FlopCounterMode(display=False, custom_mapping=_UNCOUNTED) as forward:

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from ghostclip import _torch
 from ghostclip.compat.opacus._refused import refusing
 
 __getattr__ = refusing(__name__)
@@ -44,14 +45,15 @@ class RenameParamsMixin:
         for old, new in self.old_to_new.items():
             owner, _, key = old.rpartition(".")
             try:
-                found = module.get_submodule(owner)._parameters.get(key)
+                found = _torch.parameter_table(module.get_submodule(owner)).get(key)
             except AttributeError:
                 continue
-            if found is not None and module._parameters.get(new) is not found:
+            if found is not None and _torch.parameter_table(module).get(new) is not found:
                 module.register_parameter(new, found)
                 if not owner:
                     # Listed before its old name, of which it takes the place.
-                    module._parameters[key] = module._parameters.pop(key)
+                    own = _torch.parameter_table(module)
+                    own[key] = own.pop(key)
 
 
 def _module(mixed: Any) -> nn.Module:

@@ -8,31 +8,32 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ghostclip import _torch
 from ghostclip.optim import DPOptimizer
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from ghostclip.compat.opacus.legacy.engine import PrivacyEngine
-
 _REPLACED = ("step", "zero_grad", "virtual_step", "privacy_engine")
 _ABSENT = object()
-# torch's mark on a `step` whose calls a learning-rate scheduler counts; without it the scheduler warns.
-_SCHEDULED = "_wrapped_by_lr_sched"
 
 
 class Attachment:
     """The methods that replace an optimizer's own, and the private optimizer that they ask.
 
     Args:
-        engine: The engine.
+        engine: Becomes the optimizer's `privacy_engine`.
         private: Wraps the optimizer.
+        noise_multiplier: Returns σ of the next step.
         size_known: Whether the expected size of a batch is known; else it is taken from the first logical batch.
     """
 
-    def __init__(self, engine: PrivacyEngine, private: DPOptimizer, *, size_known: bool) -> None:
+    def __init__(
+        self, engine: object, private: DPOptimizer, *, noise_multiplier: Callable[[], float], size_known: bool
+    ) -> None:
         self.engine = engine
         self.private = private
+        self._noise_multiplier = noise_multiplier
         self._optimizer = private.original_optimizer
         self._before = {name: self._optimizer.__dict__.get(name, _ABSENT) for name in _REPLACED}
         self._own_step = self._optimizer.step
@@ -53,9 +54,9 @@ class Attachment:
         def virtual_step(_: Optimizer) -> None:
             self.virtual_step()
 
-        if hasattr(self._own_step, _SCHEDULED):
+        if _torch.is_counted(self._own_step):
             # A scheduler that was made before counts the steps of the wrapped method, which is called all the same.
-            setattr(step, _SCHEDULED, True)
+            _torch.mark_counted(step)
         for function in (step, zero_grad, virtual_step):
             setattr(self._optimizer, function.__name__, types.MethodType(function, self._optimizer))
         self._optimizer.privacy_engine = self.engine  # type: ignore[attr-defined]
@@ -81,7 +82,7 @@ class Attachment:
             self.private.expected_batch_size = float(self._samples)
             self._size_known = True
         self._samples = 0
-        self.private.noise_multiplier = self.engine.noise_multiplier
+        self.private.noise_multiplier = self._noise_multiplier()
         if self._guarded(self.private.pre_step):
             self._own_step()
         return loss

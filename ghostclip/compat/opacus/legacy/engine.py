@@ -122,7 +122,9 @@ class PrivacyEngine:
             noise_source=make_noise_source(level="secure" if self._secure_rng else "fast"),
         )
         private.attach_step_hook(self.accountant.get_optimizer_hook_fn(self.sample_rate))
-        self._attachment = Attachment(self, private, size_known=self._expected is not None)
+        self._attachment = Attachment(
+            self, private, noise_multiplier=lambda: self.noise_multiplier, size_known=self._expected is not None
+        )
         self._attachment.install()
 
     def detach(self) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from ghostclip import _torch
 from ghostclip.validation.fixers import ModuleValidator
 
 
@@ -22,7 +22,7 @@ def convert_batchnorm_modules(model: nn.Module, converter: Callable[[nn.Module],
     """
     if converter is None:
         return ModuleValidator.fix(model)
-    if isinstance(model, _BatchNorm):
+    if isinstance(model, _torch.AnyBatchNorm):
         return converter(model)
     for name, child in model.named_children():
         setattr(model, name, convert_batchnorm_modules(child, converter))

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ghostclip._validate import choice
 from ghostclip.capture.replicas import sums_meet_elsewhere
+from ghostclip.clipper import GhostClipper
 from ghostclip.clipping import policies
 from ghostclip.clipping.adaptation import QuantileAdaptation
 from ghostclip.clipping.grouping import PerParameter
@@ -20,10 +21,10 @@ from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.compat.opacus.described import Described
 from ghostclip.distributed import SharedNoise
 from ghostclip.errors import InvalidOptionError
+from ghostclip.facade.handle import clipper_of
 from ghostclip.facade.modes import strategy_of
 from ghostclip.noise import make_noise_source
 from ghostclip.optim.dp_optimizer import DPOptimizer
-from ghostclip.optim.parts import chosen_clipper
 
 
 class DPPerLayerOptimizer(DPOptimizer, metaclass=Described):
@@ -171,7 +172,7 @@ class DistributedDPOptimizer(DPOptimizer, metaclass=Described):
         source = make_noise_source(level="secure" if secure_mode else "fast", generator=generator)
         several = isinstance(max_grad_norm, Sequence)
         _clip_with(optimizer, policies.per_layer(max_grad_norm) if several else ClipPolicy(max_grad_norm))
-        sums_meet_elsewhere(chosen_clipper(optimizer, None).model, shared=True)
+        sums_meet_elsewhere(_clipper(optimizer).model, shared=True)
         super().__init__(
             optimizer,
             noise_multiplier=noise_multiplier,
@@ -232,4 +233,8 @@ def get_optimizer_class(
 
 
 def _clip_with(optimizer: Any, policy: ClipPolicy) -> None:
-    chosen_clipper(optimizer, None).policy = policy
+    _clipper(optimizer).policy = policy
+
+
+def _clipper(optimizer: Optimizer) -> GhostClipper:
+    return clipper_of([p for group in optimizer.param_groups for p in group["params"]])

@@ -1,0 +1,600 @@
+"""What ghostclip takes from torch that torch does not promise: private names, and undocumented ones.
+
+No other module of the package names them, so that this file is the list of what a new version of torch may change, and
+tests/test_torch.py says of each function what must stay true. Every docstring ends with the names that its function
+relies on. All of them exist, and mean the same, from torch 2.8 to the newest version in
+benchmarks/results/torch-versions.md.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache
+from types import CodeType, FrameType
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.nn.modules import batchnorm, dropout, instancenorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils import _python_dispatch, _pytree
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_T = TypeVar("_T", bound=Tensor)
+
+# ---------------------------------------------------------------- tensors and their memory
+
+
+def version(tensor: Tensor) -> int:
+    """Return how often a tensor, or another one on its memory, was changed in place: ``Tensor._version``."""
+    return tensor._version
+
+
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """Return the `version` of every tensor: ``Tensor._version``."""
+    return [tensor._version for tensor in tensors]
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Return whether autograd takes a tensor for a view of another: ``Tensor._is_view``."""
+    return tensor._is_view()
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """Return the tensor of which another is a view, None where it is none: ``Tensor._base``."""
+    return tensor._base
+
+
+def memory_key(tensor: Tensor) -> int:
+    """Return a number that tensors on the same memory share while it lives: ``UntypedStorage._cdata``."""
+    return tensor.untyped_storage()._cdata
+
+
+_use_count: Any = torch._C._storage_Use_Count
+_alone: Final = torch.empty(1, device="cpu")
+# Those of a tensor that is alone on its memory: one or two, depending on the version.
+_OWN_REFERENCES: Final = _use_count(memory_key(_alone))
+
+
+def shares_memory(tensor: Tensor) -> bool:
+    """Return whether another tensor that lives has the same memory: ``torch._C._storage_Use_Count``."""
+    return bool(_use_count(memory_key(tensor)) > _OWN_REFERENCES)
+
+
+def alias_as(kind: type[_T], tensor: Tensor) -> _T:
+    """Return a leaf of a subclass that requires grad, on a tensor's memory: ``Tensor._make_subclass``.
+
+    Args:
+        kind: The subclass.
+        tensor: A tensor outside the graph.
+
+    Returns:
+        The leaf; its constructor was not called.
+    """
+    made: Any = Tensor._make_subclass(kind, tensor, True)
+    return made
+
+
+def flattened(tensors: Sequence[Tensor]) -> Tensor:
+    """Return a copy of all elements of tensors of one dtype and device: ``torch._utils._flatten_dense_tensors``."""
+    flat: Tensor = _flatten_dense_tensors(tensors)
+    return flat
+
+
+def unflattened(flat_N: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parts of what `flattened` returned, as views: ``torch._utils._unflatten_dense_tensors``.
+
+    Args:
+        flat_N: All elements, shape ``(N,)``.
+        tensors: As `flattened` took them.
+
+    Returns:
+        A tensor of the shape of each.
+    """
+    return list(_unflatten_dense_tensors(flat_N, tensors))
+
+
+def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy every source into its target: ``torch._foreach_copy_``.
+
+    Args:
+        targets: Tensors that are changed.
+        sources: As many, of the same shapes.
+    """
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def divide_all_(tensors: Sequence[Tensor], divisor: float) -> None:
+    """Divide every tensor by a number, in place: ``torch._foreach_div_``.
+
+    The quotient is the correctly rounded one on every device; ``Tensor.div_`` multiplies by the reciprocal on a GPU.
+
+    Args:
+        tensors: At least one tensor.
+        divisor: The number.
+    """
+    torch._foreach_div_(list(tensors), divisor)
+
+
+def scaled_all(tensors: Sequence[Tensor], scale: float) -> list[Tensor]:
+    """Return every tensor times a number: ``torch._foreach_mul``.
+
+    Args:
+        tensors: At least one tensor.
+        scale: The number.
+
+    Returns:
+        New tensors.
+    """
+    return list(torch._foreach_mul(list(tensors), scale))
+
+
+def weak_table() -> Any:
+    """Return a dict from tensors, by identity, that holds none of them: ``torch.utils.weak``."""
+    return WeakTensorKeyDictionary()
+
+
+# ---------------------------------------------------------------- nodes of autograd's graph
+
+
+def saved(node: Any, name: str) -> Any:
+    """Return what a node keeps for its backward: ``_saved_*`` of ``torch.autograd.graph.Node``.
+
+    Args:
+        node: A node of torch's own; the names are those of the arguments in torch's derivatives.yaml.
+        name: Which of them.
+
+    Returns:
+        The value; a number as `signed` takes it.
+    """
+    return getattr(node, f"_saved_{name}")
+
+
+def saved_or(node: Any, name: str, otherwise: Any) -> Any:
+    """Return what `saved` does, or something else where the node keeps nothing of that name: ``_saved_*``.
+
+    Args:
+        node: A node.
+        name: As for `saved`.
+        otherwise: What to return instead.
+
+    Returns:
+        The one or the other.
+    """
+    return getattr(node, f"_saved_{name}", otherwise)
+
+
+def has_saved(node: Any, name: str) -> bool:
+    """Return whether a node keeps something of a name: ``_saved_*``.
+
+    Args:
+        node: A node, or None.
+        name: As for `saved`.
+
+    Returns:
+        Whether `saved` has an answer.
+    """
+    return hasattr(node, f"_saved_{name}")
+
+
+def signed(kept: int) -> int:
+    """Return a whole number that a node keeps; a negative one is kept modulo 2^64: ``_saved_*``."""
+    return kept - (1 << 64) if kept >> 63 > 0 else kept
+
+
+_saved_names: dict[type, list[str]] = {}
+
+
+def saved_tensors(node: Any) -> list[Tensor]:
+    """Return all tensors that a node keeps for its backward, as far as they are not freed: ``_saved_*``.
+
+    Args:
+        node: A node of torch's own or of a ``torch.autograd.Function``. Hooks on saved tensors are run.
+
+    Returns:
+        The tensors.
+    """
+    kind = type(node)
+    if kind not in _saved_names:
+        # Numbers and sizes stand beside the tensors: what is a tensor shows only in the value.
+        found = [name for name in dir(kind) if name.startswith("_saved_")]
+        _saved_names[kind] = found or (["saved_tensors"] if hasattr(kind, "saved_tensors") else [])
+    tensors: list[Tensor] = []
+    for name in _saved_names[kind]:
+        try:
+            value = getattr(node, name)
+        except RuntimeError:
+            # Freed by an earlier backward.
+            continue
+        items = value if isinstance(value, (tuple, list)) else (value,)
+        tensors += [item for item in items if isinstance(item, Tensor)]
+    return tensors
+
+
+def outputs_of(node: Any) -> Sequence[Any]:
+    """Return shape, dtype and device of each output of a node, () where unknown: ``Node._input_metadata``."""
+    return getattr(node, "_input_metadata", ())
+
+
+def leaf_of(node: Any) -> Tensor | None:
+    """Return the leaf whose gradient a node accumulates, None for other nodes: ``AccumulateGrad.variable``."""
+    return getattr(node, "variable", None)
+
+
+def order_of(node: Any) -> int:
+    """Return a number that grows with every node made on a thread; the highest runs first: ``Node._sequence_nr``."""
+    return int(node._sequence_nr())
+
+
+# ---------------------------------------------------------------- the backward
+
+
+def run_backward(outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Run what ``torch.autograd.backward`` runs, without its checks: ``torch.autograd.graph._engine_run_backward``.
+
+    Args:
+        outputs: Plain tensors in the graph.
+        grads: Their gradients, of the same shapes.
+    """
+    torch.autograd.graph._engine_run_backward(
+        tuple(outputs), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def in_backward() -> bool:
+    """Return whether a backward is running on this thread: ``torch._C._current_graph_task_id``."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def will_run(node: Any) -> bool:
+    """Return whether the backward that is running will come to a node: ``torch._C._will_engine_execute_node``."""
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+def at_the_end(call: Callable[[], None]) -> None:
+    """Call a function once the backward that is running has ended: ``Variable._execution_engine.queue_callback``.
+
+    Args:
+        call: What to call.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def saving_hooks() -> Any:
+    """Return (pack, unpack) of the innermost hooks on saved tensors: ``_autograd._top_saved_tensors_default_hooks``.
+
+    Returns:
+        The hooks that ``torch.autograd.graph.saved_tensors_hooks`` set, or None; also while a function is traced.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+# ---------------------------------------------------------------- overriding torch's functions
+
+
+def subclasses_off() -> AbstractContextManager[None]:
+    """Return a context in which no subclass's override is called, modes are: ``DisableTorchFunctionSubclass``."""
+    context: Any = torch._C.DisableTorchFunctionSubclass()
+    return context
+
+
+def overrides_off() -> AbstractContextManager[None]:
+    """Return a context in which no override of a torch function is called: ``torch._C.DisableTorchFunction``."""
+    context: Any = torch._C.DisableTorchFunction()
+    return context
+
+
+def overrides_on() -> AbstractContextManager[None]:
+    """Return a context in which overrides are called even inside an override: ``torch._C._EnableTorchFunction``."""
+    context: Any = torch._C._EnableTorchFunction()
+    return context
+
+
+def begin_mode(mode: TorchFunctionMode) -> None:
+    """Let a mode see all torch functions, as ``with`` does, from now on: ``torch.overrides._push_mode``."""
+    torch.overrides._push_mode(mode)
+
+
+def end_mode(mode: TorchFunctionMode) -> None:
+    """End a mode if it is the innermost: ``torch.overrides._get_current_function_mode`` and ``_pop_mode``."""
+    if _get_current_function_mode() is mode:
+        torch.overrides._pop_mode()
+
+
+def active_modes() -> int:
+    """Return how many modes see torch functions; one that is being asked does not: ``_len_torch_function_stack``."""
+    return torch._C._len_torch_function_stack()
+
+
+# A mode that sees the operations of ATen; the class itself, to derive from.
+DispatchMode = _python_dispatch.TorchDispatchMode
+
+
+def dispatch_modes_off() -> AbstractContextManager[Any]:
+    """Return a context in which no `DispatchMode` sees an operation: ``_python_dispatch._disable_current_modes``."""
+    context: AbstractContextManager[Any] = _python_dispatch._disable_current_modes()
+    return context
+
+
+def in_transform() -> bool:
+    """Return whether a transform of ``torch.func`` is running: ``torch._C._functorch.peek_interpreter_stack``."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@contextmanager
+def no_slow_vmap() -> Iterator[None]:
+    """Make an operation that vmap would run in a loop an error: ``_functorch._set_vmap_fallback_enabled``.
+
+    Yields:
+        Nothing.
+    """
+    functorch: Any = torch._C._functorch
+    before = functorch._is_vmap_fallback_enabled()
+    functorch._set_vmap_fallback_enabled(False)
+    try:
+        yield
+    finally:
+        functorch._set_vmap_fallback_enabled(before)
+
+
+# ---------------------------------------------------------------- torch's own functions
+
+
+# What packs and pads sequences, on tensors: torch._VF.
+PACK, PAD = torch._VF._pack_padded_sequence, torch._VF._pad_packed_sequence
+# torch's name for products of groups of rows, as rules know it: torch._grouped_mm.
+GROUPED_MM: Final = "_grouped_mm"
+
+
+def cpu_attention() -> tuple[Any, Any]:
+    """Return attention's operator on a CPU, and its backward: ``aten._scaled_dot_product_flash_attention_for_cpu``."""
+    aten = torch.ops.aten
+    return (
+        aten._scaled_dot_product_flash_attention_for_cpu,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    )
+
+
+def qualified_name(func: Any) -> str | None:
+    """Return the name of an operator with its library's: ``_qualname``, ``_qualified_op_name``, ``torch._ops``.
+
+    Args:
+        func: Any function.
+
+    Returns:
+        ``"library::operator"``; None for what is no operator of ``torch.library``.
+    """
+    name = getattr(func, "_qualname", None) or getattr(func, "_qualified_op_name", None)
+    if name is None and isinstance(func, torch._ops.OpOverload):
+        name = func.overloadpacket._qualified_op_name
+    return name if isinstance(name, str) and "::" in name else None
+
+
+# ---------------------------------------------------------------- containers
+
+
+# How the leaves of a tree hang together.
+TreeSpec = _pytree.TreeSpec
+
+
+def tree_leaves(tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+    """Return the leaves of nested containers, in order: ``torch.utils._pytree``.
+
+    Args:
+        tree: Tuples, lists, dicts and what else was registered, as model outputs are.
+        is_leaf: Tells of a container that it counts as a leaf.
+
+    Returns:
+        The leaves.
+    """
+    return _pytree.tree_leaves(tree, is_leaf=is_leaf)
+
+
+def tree_map(call: Callable[[Any], Any], tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """Return the same containers around other leaves: ``torch.utils._pytree``.
+
+    Args:
+        call: Makes a leaf from each.
+        tree: As for `tree_leaves`.
+        is_leaf: As for `tree_leaves`.
+
+    Returns:
+        A new tree.
+    """
+    return _pytree.tree_map(call, tree, is_leaf=is_leaf)
+
+
+def tree_flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
+    """Return the leaves of nested containers and what is around them: ``torch.utils._pytree``."""
+    return _pytree.tree_flatten(tree)
+
+
+def tree_unflatten(leaves: Iterable[Any], structure: TreeSpec) -> Any:
+    """Return containers around leaves: ``torch.utils._pytree``.
+
+    Args:
+        leaves: As many as `tree_flatten` found.
+        structure: What it found around them.
+
+    Returns:
+        A new tree.
+    """
+    return _pytree.tree_unflatten(leaves, structure)
+
+
+# ---------------------------------------------------------------- modules
+
+
+# Base classes, each of all dimensions and of the lazy and synchronised kinds.
+AnyBatchNorm = batchnorm._BatchNorm
+AnyInstanceNorm = instancenorm._InstanceNorm
+AnyLazyNorm = batchnorm._LazyNormBase
+AnyDropout = dropout._DropoutNd
+
+
+def parameter_table(module: nn.Module) -> dict[str, Any]:
+    """Return a module's own parameters by name, the table itself: ``Module._parameters``."""
+    return module._parameters
+
+
+def buffer_table(module: nn.Module) -> dict[str, Any]:
+    """Return a module's own buffers by name, the table itself: ``Module._buffers``."""
+    return module._buffers
+
+
+def child_table(module: nn.Module) -> dict[str, Any]:
+    """Return a module's own submodules by name, the table itself: ``Module._modules``."""
+    return module._modules
+
+
+def child_of(module: nn.Module, name: str) -> Any:
+    """Return a submodule without asking ``__getattr__``, also of a module that is being made: ``Module._modules``.
+
+    Args:
+        module: The module.
+        name: The submodule's name.
+
+    Returns:
+        The submodule; None where there is none of that name yet.
+    """
+    return module.__dict__.get("_modules", {}).get(name)
+
+
+def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return the hooks that run after a module's forward: ``Module._forward_hooks``."""
+    return list(module._forward_hooks.values())
+
+
+# The hooks that a call runs, and what they are called with.
+_HOOKS: Final = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+
+
+def copy_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Let a module have the hooks of another one as well: ``Module._forward_hooks`` and its like.
+
+    Args:
+        old: The other one.
+        new: The module.
+    """
+    for name in _HOOKS:
+        getattr(new, name).update(getattr(old, name))
+    if old._is_full_backward_hook is not None:
+        new._is_full_backward_hook = old._is_full_backward_hook
+
+
+def flat_weights(module: nn.RNNBase) -> list[Any]:
+    """Return the tensors that a recurrent layer computes with: ``RNNBase._flat_weights``."""
+    return module._flat_weights
+
+
+def set_flat_weights(module: nn.RNNBase, weights: list[Any]) -> None:
+    """Let a recurrent layer compute with other tensors: ``RNNBase._flat_weights``.
+
+    Args:
+        module: The layer.
+        weights: In the order of `flat_weight_names`.
+    """
+    module._flat_weights = weights
+
+
+def flat_weight_names(module: nn.RNNBase) -> Sequence[str]:
+    """Return the names of the parameters behind `flat_weights`: ``RNNBase._flat_weights_names``."""
+    return module._flat_weights_names
+
+
+def is_call_of(frame: FrameType, module: Any) -> bool:
+    """Return whether a frame runs a module's hooks and forward: ``Module._call_impl``.
+
+    Args:
+        frame: A frame of the stack.
+        module: The module.
+
+    Returns:
+        True for the one frame between ``module(...)`` and its hooks.
+    """
+    return frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
+
+
+def state_metadata(state: Mapping[str, Any]) -> Any:
+    """Return the versions of a model's parts, None where a mapping has none: ``_metadata`` of ``state_dict()``."""
+    return getattr(state, "_metadata", None)
+
+
+def running_wrapper() -> Any:
+    """Return the wrapper whose forward is running, or None: ``DistributedDataParallel._get_active_ddp_module``."""
+    return DistributedDataParallel._get_active_ddp_module()
+
+
+# ---------------------------------------------------------------- schedulers of learning rates
+
+# On a `step` whose calls a scheduler counts; without it the scheduler warns.
+_COUNTED: Final = "_wrapped_by_lr_sched"
+
+
+def is_counted(step: Callable[..., Any]) -> bool:
+    """Return whether a scheduler counts the calls of an optimizer's method: ``_wrapped_by_lr_sched``."""
+    return hasattr(step, _COUNTED)
+
+
+def mark_counted(step: Callable[..., Any]) -> None:
+    """Tell schedulers that the calls of a function are counted: ``_wrapped_by_lr_sched``."""
+    setattr(step, _COUNTED, True)
+
+
+# ---------------------------------------------------------------- the compiler
+
+
+def stop_compiler(untraced: list[CodeType]) -> Any:
+    """Stop the compiler from taking further frames: ``torch._dynamo.eval_frame`` and ``torch._C._dynamo.eval_frame``.
+
+    Args:
+        untraced: Functions that it must never look into; emptied once it knows of them.
+
+    Returns:
+        What `restart_compiler` wants back; None where the compiler was never loaded.
+    """
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        return None
+    while untraced:
+        dynamo.eval_frame.skip_code(untraced.pop())
+    callback = torch._C._dynamo.eval_frame.set_eval_frame(None)
+    # Compiled parts of the model set a callback of their own; the stance tells them not to. What
+    # torch.compiler.set_stance does, at a fifth of its cost, which every forward would pay.
+    return callback, dynamo.eval_frame._set_stance(_eager(dynamo))
+
+
+@lru_cache(maxsize=1)
+def _eager(dynamo: Any) -> Any:
+    return dynamo.eval_frame.DynamoStance("force_eager")
+
+
+def restart_compiler(stopped: Any) -> None:
+    """Let the compiler go on as before: the same names.
+
+    Args:
+        stopped: What `stop_compiler` returned.
+    """
+    if stopped is not None:
+        callback, stance = stopped
+        torch._C._dynamo.eval_frame.set_eval_frame(None)
+        torch._dynamo.eval_frame._set_stance(stance)
+        torch._C._dynamo.eval_frame.set_eval_frame(callback)
+
+
+def mark_untraced(function: Any, *, reason: str) -> None:
+    """Set the mark that ``torch.compiler.disable`` leaves, without loading the compiler: ``_torchdynamo_disable``.
+
+    Args:
+        function: A plain Python function.
+        reason: What the compiler says of it.
+    """
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = reason

@@ -1,0 +1,373 @@
+"""Which records a step's rows are: fingerprints of what the loader handed out and of what the model took in.
+
+An input of the model is *evidence* where its rows are ones that were handed out. Rows of one value repeated are none
+(their fingerprint is 0), nor are contents that several records have had: attention masks, one-hot classes, duplicates.
+Fingerprints of the last 131,072 rows, in at most 4,096 batches, are remembered, and those only; none is ever saved.
+
+What is beyond it, and is noticed by numbers of rows alone, if at all:
+
+- loops that change every record before the model sees it (tokenise, normalise, cast, pad, augment);
+- batches from a foreign loader over a batch sampler of ours, or of other than tensors, containers and dataclasses;
+- records of a single number, or whose rows differ only where no fingerprint reads them;
+- collate functions that reorder records: every content then seems to be that of several;
+- data of which more than one content in fifty is that of several records, in loops that change its order or a part;
+- less than an eighth of a step's records, or than a quarter where it is one record several times;
+- batches that were kept by another process, before this one loaded a checkpoint.
+
+Beside it, a loop that makes up few-valued inputs with several numbers a row (one-hot classes of generated data) may be
+refused by chance while less than about 50 of their contents have been handed out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ghostclip.kernels.fingerprints import is_readable, row_fingerprints
+
+Kind: TypeAlias = tuple[torch.dtype, torch.Size]
+"""A tensor's dtype and the shape of a row."""
+Prints: TypeAlias = tuple[Kind, Tensor]
+"""The fingerprints of the rows of K tensors of a kind, shape ``(K, B)``."""
+Leaf: TypeAlias = tuple[torch.dtype, int, int]
+"""Which tensor of a batch: its dtype, how many axes a row has, and its number among those of its kind."""
+Rows: TypeAlias = list[tuple[Leaf, np.ndarray]]
+"""The same of each tensor, shape ``(B,)``, told apart by kind."""
+
+_NO_KIND: Final[Kind] = (torch.bool, torch.Size())
+_SLOT_BITS: Final = 17
+_SEVERAL: Final = -1
+# Shares of a step's rows, as divisors: fewer that are one content, or several, may be chance (a row that a loop puts
+# in the place of others, a combination of few features).
+_SHARE_OF_ONE, _SHARE_OF_SEVERAL = 4, 8
+# Contents that several records have had, of a tensor that tells records apart: as above.
+_SHARE_OF_COMMON = 50
+
+
+class Replay(NamedTuple):
+    """Records of a step that its draws do not explain.
+
+    Attributes:
+        repeated: How many of its rows are such.
+        rows: How many of its rows were compared.
+        earlier: Number of the draw that most of them were last handed out in.
+    """
+
+    repeated: int
+    rows: int
+    earlier: int
+
+
+class Memory:
+    """Contents that were handed out lately: which record's each is, in which draw it came and when it was released.
+
+    A content is noted where its fingerprint says, in the place of what was there: 131,072 places of 30 bytes.
+    """
+
+    def __init__(self) -> None:
+        count = 1 << _SLOT_BITS
+        self._prints = np.zeros(count, np.int64)
+        self._records = np.zeros(count, np.int64)
+        self._draws = np.zeros(count, np.int64)
+        self._released_in = np.full(count, -1, np.int32)
+        self._leaf_of = np.zeros(count, np.int16)
+        self._leaves: dict[Leaf, int] = {}
+        # Of each leaf: contents, and how many of them several records have had.
+        self._contents: list[list[int]] = []
+
+    def note(self, leaf: Leaf, prints: np.ndarray, records: np.ndarray, draw: np.ndarray) -> None:
+        """Note rows that were handed out.
+
+        Args:
+            leaf: The tensor of the batches that they are of.
+            prints: Their fingerprints; 0 says nothing.
+            records: Numbers of the records that they are of.
+            draw: Numbers of the draws that they came in.
+        """
+        told, places = _places(prints)
+        says = told != 0
+        told, places, records, draw = told[says], places[says], records[says], draw[says]
+        contents, at = _places(np.unique(told))
+        before = self._state(contents, at)
+        known = self._prints[places] == told
+        several = known & (self._records[places] != records)
+        self._released_in[places[~known]] = -1
+        self._prints[places], self._draws[places] = told, draw
+        self._records[places] = np.where(several, _SEVERAL, records)
+        # Another record of the same batch may have written over it.
+        several = (self._records[places] != records) & (self._prints[places] == told)
+        self._records[places[several]] = _SEVERAL
+        code = self._leaves.setdefault(leaf, len(self._leaves))
+        if code == len(self._contents):
+            self._contents.append([0, 0])
+        self._leaf_of[places] = code
+        for number, (was, now) in enumerate(zip(before, self._state(contents, at), strict=True)):
+            self._contents[code][number] += int((now & ~was).sum())
+
+    def _state(self, told: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return which contents are noted, and which of them as those of several records."""
+        known = self._prints[places] == told
+        return known, known & (self._records[places] == _SEVERAL)
+
+    def tells(self, prints: np.ndarray) -> bool:
+        """Return whether the tensor that most of some rows were handed out in tells records apart.
+
+        Args:
+            prints: Fingerprints of the rows.
+
+        Returns:
+            False where more than one content in fifty has been that of several records: others will follow.
+        """
+        codes = self._leaf_of[_places(prints)[1][self.known(prints)]]
+        if not len(codes):
+            return True
+        contents, several = self._contents[int(np.bincount(codes).argmax())]
+        return _SHARE_OF_COMMON * several <= contents
+
+    def known(self, prints: np.ndarray | Sequence[int]) -> np.ndarray:
+        """Return which rows were handed out.
+
+        Args:
+            prints: Their fingerprints.
+
+        Returns:
+            Truth values.
+        """
+        told, places = _places(prints)
+        return (told != 0) & (self._prints[places] == told)
+
+    def foreign(self, prints: np.ndarray | Sequence[int], *, released_in: int | None) -> np.ndarray:
+        """Return which rows must be a record's that was handed out before.
+
+        Args:
+            prints: Their fingerprints.
+            released_in: Only those that were released in this pass; None for all.
+
+        Returns:
+            Truth values.
+        """
+        _, places = _places(prints)
+        found = self.known(prints) & (self._records[places] != _SEVERAL)
+        return found if released_in is None else found & (self._released_in[places] == released_in)
+
+    def draws_of(self, prints: np.ndarray | Sequence[int]) -> list[int]:
+        """Return in which draw each row was handed out last.
+
+        Args:
+            prints: Fingerprints of rows that are known.
+
+        Returns:
+            Numbers of draws.
+        """
+        return self._draws[_places(prints)[1]].tolist()
+
+    def release(self, prints: np.ndarray | Sequence[int], number: int) -> None:
+        """Note that rows were released.
+
+        Args:
+            prints: Their fingerprints.
+            number: Of the pass.
+        """
+        told, places = _places(prints)
+        self._released_in[places[self._prints[places] == told]] = number
+
+
+def _places(prints: np.ndarray | Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return fingerprints and their places: the highest bits, as the lowest ones of round numbers are equal."""
+    told = np.asarray(prints, np.int64)
+    return told, (told.view(np.uint64) >> np.uint64(64 - _SLOT_BITS)).astype(np.int64)
+
+
+def prints_of(tensors: Iterable[Tensor], rows: int, axis: int, *, kinds: Container[Kind] | None = None) -> list[Prints]:
+    """Return the fingerprints of the rows of all tensors that have so many.
+
+    Args:
+        tensors: Any tensors.
+        rows: How many rows.
+        axis: Where they lie; axis 0 serves where that one has another size.
+        kinds: Those that are wanted; None for all.
+
+    Returns:
+        One entry for each kind.
+    """
+    of_kind: dict[tuple[Any, ...], list[Tensor]] = {}
+    for tensor in tensors:
+        place = axis if axis < tensor.dim() and tensor.shape[axis] == rows else 0
+        moved = tensor.movedim(place, 0) if place else tensor
+        if not is_readable(moved) or moved.shape[0] != rows:
+            continue
+        if kinds is None or (moved.dtype, moved.shape[1:]) in kinds:
+            of_kind.setdefault((moved.dtype, moved.shape[1:], moved.device), []).append(moved)
+    return [(kind[:2], row_fingerprints(alike)) for kind, alike in of_kind.items()]
+
+
+def read(found: Sequence[Prints]) -> Rows:
+    """Read fingerprints; waits for their device.
+
+    Args:
+        found: What `prints_of` returned.
+
+    Returns:
+        Those of each tensor, int64, with the kind mixed in; 0 stays 0.
+    """
+    rows: Rows = []
+    for kind, prints_KB in found:
+        told_KB = prints_KB.cpu().numpy()
+        mixed_KB = np.where(told_KB == 0, 0, told_KB ^ np.int64(hash(kind)))
+        rows += [((kind[0], len(kind[1]), number), mixed_B) for number, mixed_B in enumerate(mixed_KB)]
+    return rows
+
+
+def are_same(forwards: Sequence[Sequence[Sequence[Prints]]], parts: Sequence[Sequence[Prints]]) -> bool:
+    """Return whether a step's inputs are certainly those handed out: the rows in order, or else their checksums.
+
+    Args:
+        forwards: Of each backward pass, and each forward behind it, the fingerprints of its inputs.
+        parts: Those of each part of the draws.
+
+    Returns:
+        False where a closer look has to tell.
+    """
+    if not parts or len({len(one) for one in forwards}) != 1:
+        return False
+    if len(forwards) == len(parts) and all(
+        len(one) == 1 and _are_equal(one[0], part) for one, part in zip(forwards, parts, strict=True)
+    ):
+        return True
+    drawn, told = _checksums(parts), False
+    for of_passes in zip(*forwards, strict=True):
+        for kind, sums in (_checksums(of_passes) or {_NO_KIND: {1}}).items():
+            if not sums <= drawn.get(kind, set()):
+                return False
+            told = told or sums != {0}
+    return told
+
+
+def _are_equal(found: Sequence[Prints], others: Sequence[Prints]) -> bool:
+    """Return whether all are among others, in the same order of rows and tensors, and say something."""
+    same = dict(others)
+    return any(bool(prints_KB.any()) for _, prints_KB in found) and all(
+        kind in same and same[kind].device == prints_KB.device and torch.equal(same[kind], prints_KB)
+        for kind, prints_KB in found
+    )
+
+
+def _checksums(parts: Sequence[Sequence[Prints]]) -> dict[Kind, set[int]]:
+    """Return checksums of the rows of all parts together, by kind; nothing where parts have different tensors."""
+    total: dict[tuple[Kind, int], Tensor] = {}
+    for number, part in enumerate(parts):
+        if number and total.keys() != {(kind, len(prints_KB)) for kind, prints_KB in part}:
+            return {}
+        for kind, prints_KB in part:
+            # Squared, so that no exchange of features between rows goes unnoticed.
+            sums_K = (prints_KB * prints_KB).sum(1).cpu()
+            total[kind, len(prints_KB)] = total.get((kind, len(prints_KB)), 0) + sums_K
+    found: dict[Kind, set[int]] = {}
+    for (kind, _), sums_K in total.items():
+        found.setdefault(kind, set()).update(sums_K.tolist())
+    return found
+
+
+def tensors_in(batch: Any) -> Iterator[Tensor]:
+    """Find the tensors of a batch.
+
+    Args:
+        batch: Nested containers, dataclasses and whatever else a collate function makes.
+
+    Yields:
+        Tensors in containers and dataclasses.
+    """
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for part in batch.values():
+            yield from tensors_in(part)
+    elif isinstance(batch, (tuple, list)):
+        for part in batch:
+            yield from tensors_in(part)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        for field in dataclasses.fields(batch):
+            yield from tensors_in(getattr(batch, field.name, None))
+
+
+def counted(parts: Iterable[Rows]) -> Counter[int]:
+    """Count how often each row is in parts of a draw.
+
+    Args:
+        parts: Fingerprints of the tensors of each part.
+
+    Returns:
+        By fingerprint; of several tensors with the same rows (ids and labels) one counts.
+    """
+    total: Counter[int] = Counter()
+    for tensors in parts:
+        part: Counter[int] = Counter()
+        for _, prints in tensors:
+            own = Counter(prints.tolist())
+            if part.keys().isdisjoint(own):
+                part.update(own)
+            else:
+                part |= own
+        total.update(part)
+    del total[0]
+    return total
+
+
+def telling(forward: Rows, drawn: Mapping[int, int], memory: Memory) -> Rows:
+    """Return the rows of the input that tells most of which records a forward is of.
+
+    Args:
+        forward: Fingerprints of its inputs' rows.
+        drawn: Rows of the draws that it may be of.
+        memory: What was handed out.
+
+    Returns:
+        The input whose rows differ most, of those half of whose rows say something and half of these were handed out
+        in a tensor that tells records apart; empty if there is none.
+    """
+    for leaf, prints in sorted(forward, key=lambda row: len(np.unique(row[1])), reverse=True):
+        own = prints[prints != 0]
+        handed_out = max(int(memory.known(own).sum()), sum(told in drawn for told in own.tolist()))
+        if 2 * handed_out >= len(own) >= len(prints) / 2 and memory.tells(own):
+            return [(leaf, own)]
+    return []
+
+
+def replay_of(
+    seen: Counter[int], drawn: Mapping[int, int], memory: Memory, *, times: int, released_in: int | None
+) -> Replay | None:
+    """Look for records of a step that its draws do not explain.
+
+    Args:
+        seen: How often each row went through the model.
+        drawn: How often each row was handed out with the draws.
+        memory: What was handed out.
+        times: How often a record may take part.
+        released_in: Where a record may stand for another of its pass: number of the pass; else None.
+
+    Returns:
+        What was found, if it is enough not to be chance.
+    """
+    beyond = {told: count - times * drawn.get(told, 0) for told, count in seen.items()}
+    candidates = [told for told, count in beyond.items() if count > 0]
+    if not candidates:
+        return None
+    certain = memory.foreign(candidates, released_in=None)
+    again = memory.foreign(candidates, released_in=released_in)
+    found: dict[int, int] = {}
+    for told, is_certain, is_again in zip(candidates, certain.tolist(), again.tolist(), strict=True):
+        # What was not released in its pass may be released once, in place of the draw's.
+        count = beyond[told] if is_again else seen[told] - times * max(1, drawn.get(told, 0))
+        if is_certain and count > 0:
+            found[told] = count
+    repeated, rows = sum(found.values()), seen.total()
+    if not found or repeated * (_SHARE_OF_ONE if len(found) == 1 else _SHARE_OF_SEVERAL) < rows:
+        return None
+    ((earlier, _),) = Counter(memory.draws_of(list(found))).most_common(1)
+    return Replay(repeated, rows, earlier)

@@ -1,0 +1,818 @@
+"""What torch does not promise and ghostclip relies on, one test for each function of `ghostclip._torch`.
+
+Each test states the behaviour itself, not that a name exists: a version of torch that keeps the name and changes what
+it means fails here, not in somebody's training.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+
+from ghostclip import _torch
+from ghostclip.capture import chain, provenance
+
+
+def _leaf(*shape: int) -> Tensor:
+    return torch.arange(1.0, 1 + torch.Size(shape).numel()).reshape(shape).requires_grad_()
+
+
+# ---------------------------------------------------------------- tensors and their memory
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda x: x.add_(1), id="method"),
+        pytest.param(lambda x: x.__setitem__(0, 5.0), id="assignment"),
+        pytest.param(lambda x: x.view(-1).mul_(2), id="through a view"),
+        pytest.param(lambda x: x.detach().mul_(2), id="through an alias outside the graph"),
+        pytest.param(lambda x: torch.add(x, 1, out=x), id="out="),
+        pytest.param(lambda x: torch._foreach_add_([x], 1.0), id="several at once"),
+        pytest.param(lambda x: torch.no_grad()(x.copy_)(torch.ones(2, 2)), id="without gradients"),
+    ],
+)
+def test_version_counts_changes_in_place(change):
+    x = torch.ones(2, 2)
+    before = _torch.version(x)
+    x.sum(), x.view(-1), x.detach(), x.clone().add_(1)
+    assert _torch.version(x) == before
+    change(x)
+    assert _torch.version(x) > before
+
+
+def test_versions_are_those_of_each_tensor():
+    x, y = torch.ones(2), torch.ones(2)
+    y.add_(1)
+    assert _torch.versions([x, y]) == [_torch.version(x), _torch.version(y)]
+
+
+def test_a_view_is_told_from_a_tensor_of_its_own():
+    x = _leaf(2, 3) * 1
+    assert not _torch.is_view(x)
+    assert not _torch.is_view(x.detach().clone())
+    assert _torch.is_view(x[0])
+    assert _torch.is_view(x.T)
+
+
+def test_base_of_a_view_is_the_tensor_itself():
+    x = torch.ones(2, 3)
+    assert _torch.base_of(x.view(6).view(3, 2)) is x
+    assert _torch.base_of(x) is None
+
+
+def test_memory_key_is_that_of_the_storage():
+    x, y = torch.ones(4), torch.ones(4)
+    assert _torch.memory_key(x) == _torch.memory_key(x[2:]) == _torch.memory_key(x.detach())
+    assert _torch.memory_key(x) != _torch.memory_key(y)
+
+
+def test_shared_memory_is_told_as_long_as_another_tensor_lives():
+    x = torch.ones(4)
+    assert not _torch.shares_memory(x)
+    view = x[1:]
+    assert _torch.shares_memory(x)
+    assert _torch.shares_memory(view)
+    del view
+    assert not _torch.shares_memory(x)
+
+
+def test_alias_as_is_a_leaf_on_the_same_memory():
+    class Kind(Tensor):
+        """A subclass."""
+
+    x = torch.ones(3)
+    made = _torch.alias_as(Kind, x)
+    assert type(made) is Kind
+    assert made.is_leaf
+    assert made.requires_grad
+    assert not x.requires_grad
+    assert made.data_ptr() == x.data_ptr()
+
+
+def test_flattened_copies_and_unflattened_returns_views():
+    parts = [torch.ones(2, 3), torch.zeros(4)]
+    flat = _torch.flattened(parts)
+    assert flat.tolist() == [1.0] * 6 + [0.0] * 4
+    flat[0] = 7
+    assert parts[0][0, 0] == 1
+    back = _torch.unflattened(flat, parts)
+    assert [item.shape for item in back] == [item.shape for item in parts]
+    assert back[0].data_ptr() == flat.data_ptr()
+
+
+def test_copy_all_gives_each_target_its_source():
+    targets, sources = [torch.zeros(2), torch.zeros(3, 1)], [torch.ones(2), torch.full((3, 1), 2.0)]
+    before = _torch.versions(targets)
+    _torch.copy_all_(targets, sources)
+    assert all(torch.equal(one, other) for one, other in zip(targets, sources, strict=True))
+    assert all(now > then for now, then in zip(_torch.versions(targets), before, strict=True))
+
+
+def test_divide_all_rounds_the_quotient_itself(device):
+    x = torch.linspace(-3, 3, 1001, device=device)
+    y = x.clone()
+    _torch.divide_all_([y], 7.0)
+    assert torch.equal(y.cpu(), (x.cpu().double() / 7.0).float())
+
+
+def test_scaled_all_leaves_the_tensors_alone():
+    x = torch.ones(3)
+    assert _torch.scaled_all([x], 2.5)[0].tolist() == [2.5] * 3
+    assert x.tolist() == [1.0] * 3
+
+
+def test_weak_table_goes_by_identity_and_holds_nothing():
+    table = _torch.weak_table()
+    x, y = torch.ones(2), torch.ones(2)
+    table[x] = 1
+    assert table.get(x) == 1
+    assert table.get(y) is None
+    del x
+    assert len(table) == 0
+
+
+# ---------------------------------------------------------------- nodes of autograd's graph
+
+# What makes a node, its name, and what it keeps that is read. Names that are not recognised are not refused
+# everywhere: an operation that picks rows under another name would pass for one that leaves their order alone.
+X, Y, ROWS, MASK = (4, 6), (4, 6), torch.tensor([2, 0, 3]), torch.tensor([True, False, True, True])
+NODES = [
+    ("AddBackward0", lambda x, y: x + y, {"alpha": 1}),
+    ("AddBackward0", lambda x, y: torch.add(x, y, alpha=3), {"alpha": 3}),
+    ("AddBackward0", lambda x, _: x + 2, {"alpha": 1}),
+    ("SubBackward0", lambda x, y: torch.sub(x, y, alpha=3), {"alpha": 3}),
+    ("RsubBackward1", lambda x, _: 2 - x, {}),
+    ("NegBackward0", lambda x, _: -x, {}),
+    ("WhereBackward0", lambda x, y: torch.where(x > 2, x, y), {}),
+    ("MaskedFillBackward0", lambda x, _: x.masked_fill(x > 2, 0.0), {}),
+    ("ExpandBackward0", lambda x, _: x.expand(2, 4, 6), {}),
+    ("ViewBackward0", lambda x, _: x.view(24), {"self_sym_sizes": (4, 6)}),
+    ("UnsafeViewBackward0", lambda x, _: torch.ops.aten._unsafe_view(x, [24]), {"self_sym_sizes": (4, 6)}),
+    ("AliasBackward0", lambda x, _: torch.ops.aten.alias(x), {}),
+    ("CloneBackward0", lambda x, _: x.clone(), {}),
+    ("ToCopyBackward0", lambda x, _: x.double(), {}),
+    ("UnsqueezeBackward0", lambda x, _: x.unsqueeze(0), {"dim": 0}),
+    ("SqueezeBackward0", lambda x, _: x[:1].squeeze(), {}),
+    ("SqueezeBackward1", lambda x, _: x[:1].squeeze(0), {}),
+    ("SqueezeBackward2", lambda x, _: x[:1].squeeze((0,)), {}),
+    ("PermuteBackward0", lambda x, _: x.permute(1, 0), {}),
+    ("TransposeBackward0", lambda x, _: x.transpose(0, 1), {}),
+    ("TBackward0", lambda x, _: x.t(), {}),
+    ("FlipBackward0", lambda x, _: x.flip(0), {}),
+    ("RollBackward0", lambda x, _: x.roll(1, 0), {}),
+    ("ConstantPadNdBackward0", lambda x, _: functional.pad(x, (0, 1)), {}),
+    ("DiagonalBackward0", lambda x, _: x.diagonal(), {}),
+    ("SelectBackward0", lambda x, _: x[-1], {"dim": 0, "index": -1, "self_sym_sizes": (4, 6)}),
+    ("SelectBackward0", lambda x, _: x.select(1, 2), {"dim": 1, "index": 2, "self_sym_sizes": (4, 6)}),
+    ("SliceBackward0", lambda x, _: x[1:3], {"dim": 0, "start": 1, "step": 1, "self_sym_sizes": (4, 6)}),
+    ("SliceBackward0", lambda x, _: x[::2], {"dim": 0, "start": 0, "step": 2, "self_sym_sizes": (4, 6)}),
+    ("UnbindBackward0", lambda x, _: x.unbind(0)[1], {}),
+    ("SplitBackward0", lambda x, _: x.split(2)[1], {"dim": 0, "split_size": 2, "self_sym_sizes": (4, 6)}),
+    (
+        "SplitWithSizesBackward0",
+        lambda x, _: x.split([1, 3])[1],
+        {"dim": 0, "split_sizes": (1, 3), "self_sym_sizes": (4, 6)},
+    ),
+    ("IndexBackward0", lambda x, _: x[ROWS], {"indices": (ROWS,), "self_sym_sizes": (4, 6)}),
+    ("IndexBackward0", lambda x, _: x[None, ROWS], {"indices": (None, ROWS), "self_sym_sizes": (1, 4, 6)}),
+    ("IndexSelectBackward0", lambda x, _: x.index_select(0, ROWS), {"dim": 0, "index": ROWS, "self_sym_sizes": (4, 6)}),
+    ("GatherBackward0", lambda x, _: x.gather(0, ROWS[:, None]), {"dim": 0, "index": ROWS[:, None]}),
+    ("MaskedSelectBackward0", lambda x, _: x.masked_select(x > 2), {}),
+    ("CatBackward0", lambda x, y: torch.cat([x, y]), {"dim": 0}),
+    ("CatBackward0", lambda x, y: torch.cat([x, y], dim=-1), {"dim": -1}),
+    ("StackBackward0", lambda x, y: torch.stack([x, y]), {"dim": 0}),
+    ("MeanBackward0", lambda x, _: x.mean(), {"self_sym_sizes": (4, 6)}),
+    ("MeanBackward1", lambda x, _: x.mean(1), {"dim": (1,), "self_sym_sizes": (4, 6)}),
+    ("MeanBackward1", lambda x, _: x.mean(-1), {"dim": (-1,), "self_sym_sizes": (4, 6)}),
+    ("SumBackward0", lambda x, _: x.sum(), {"self_sym_sizes": (4, 6)}),
+    ("SumBackward1", lambda x, _: x.sum((0, 1)), {"dim": (0, 1), "self_sym_sizes": (4, 6)}),
+    ("MulBackward0", lambda x, _: x * 2, {"other": 2}),
+    ("MulBackward0", lambda x, _: x * torch.tensor(2.5), {"other": 2.5}),
+    ("DivBackward0", lambda x, _: x / 4, {"other": 4}),
+]
+LOSSES = {
+    "NllLossBackward0": lambda x, t, how: functional.nll_loss(x, t, reduction=how),
+    "NllLoss2DBackward0": lambda x, t, how: functional.nll_loss(
+        x[:, :, None, None], t[:, None, None], ignore_index=-7, reduction=how
+    ),
+    "MultiMarginLossBackward0": lambda x, t, how: functional.multi_margin_loss(x, t, reduction=how),
+    "MultilabelMarginLossBackward0": lambda x, t, how: functional.multilabel_margin_loss(
+        x, t[:, None].expand_as(x), reduction=how
+    ),
+    "MseLossBackward0": lambda x, _, how: functional.mse_loss(x, x.detach() + 1, reduction=how),
+    "SmoothL1LossBackward0": lambda x, _, how: functional.smooth_l1_loss(x, x.detach() + 1, reduction=how),
+    "HuberLossBackward0": lambda x, _, how: functional.huber_loss(x, x.detach() + 1, reduction=how),
+    "BinaryCrossEntropyBackward0": lambda x, _, how: functional.binary_cross_entropy(
+        x.sigmoid(), x.detach().sigmoid(), reduction=how
+    ),
+    "BinaryCrossEntropyWithLogitsBackward0": lambda x, _, how: functional.binary_cross_entropy_with_logits(
+        x, x.detach().sigmoid(), reduction=how
+    ),
+    "SoftMarginLossBackward0": lambda x, _, how: functional.soft_margin_loss(x, x.detach().sign(), reduction=how),
+}
+
+
+def _same(found: object, expected: object) -> bool:
+    """Whether what a node keeps is what went in; whole numbers as `signed` takes them."""
+    if isinstance(expected, Tensor):
+        return isinstance(found, Tensor) and torch.equal(found, expected)
+    if isinstance(expected, tuple):
+        return len(found) == len(expected) and all(map(_same, found, expected))
+    if expected is None:
+        return found is None
+    if isinstance(found, int) and isinstance(expected, int):
+        return _torch.signed(found) == expected
+    return float(found) == expected
+
+
+@pytest.mark.parametrize(("name", "operation", "kept"), NODES, ids=[name for name, *_ in NODES])
+def test_nodes_are_called_and_keep_what_they_did(name, operation, kept):
+    node = operation(_leaf(*X), _leaf(*Y)).grad_fn
+    assert node.name() == name
+    for key, expected in kept.items():
+        assert _same(_torch.saved(node, key), expected), f"{key}: {_torch.saved(node, key)}"
+
+
+@pytest.mark.parametrize("how", ["mean", "sum"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_keep_their_reduction(name, how):
+    node = LOSSES[name](_leaf(*X), torch.tensor([0, 1, 2, 0]), how).grad_fn
+    assert node.name() == name
+    assert chain._KINDS[_torch.saved(node, "reduction")] == how
+
+
+def test_every_name_that_is_looked_for_is_made_by_some_operation():
+    """A name that is in no test is one that torch may have given up."""
+    made = {name for name, *_ in NODES} | set(LOSSES)
+    looked_for = provenance._SELECTING | provenance._VIEWS | chain._LINEAR | chain._SCALED | set(chain._REDUCING)
+    looked_for |= chain.CLASSES | chain._ROWS
+    # A class of ghostclip's own, and operations on numbers that only the compiler's traces and old scripts have.
+    known = {"_RecurrenceBackward", "AddBackward1", "SubBackward1", "RsubBackward0", "MulBackward1", "DivBackward1"}
+    assert looked_for - made - known == {"ReshapeAliasBackward0"}
+
+
+def test_saved_raises_where_nothing_is_kept():
+    node = (_leaf(2) * 2).grad_fn
+    with pytest.raises(AttributeError):
+        _torch.saved(node, "reduction")
+    assert _torch.saved_or(node, "reduction", 0) == 0
+    assert _torch.has_saved(node, "self")
+    assert not _torch.has_saved(node, "reduction")
+    assert not _torch.has_saved(None, "self")
+
+
+def test_a_loss_over_classes_keeps_targets_and_weights():
+    weight = torch.tensor([1.0, 2.0, 3.0])
+    target = torch.tensor([0, 2, -100])
+    node = functional.nll_loss(_leaf(3, 3), target, weight=weight).grad_fn
+    assert torch.equal(_torch.saved(node, "target"), target)
+    assert torch.equal(_torch.saved(node, "weight"), weight)
+    assert _torch.saved(node, "total_weight").item() == 4
+    assert _torch.signed(_torch.saved(node, "ignore_index")) == -100
+    assert _torch.saved(functional.nll_loss(_leaf(3, 3), target).grad_fn, "weight") is None
+
+
+def test_signed_takes_numbers_modulo_2_to_64_and_signed_ones():
+    assert [_torch.signed(n) for n in (0, 5, 2**64 - 1, 2**64 - 100, -1)] == [0, 5, -1, -100, -1]
+
+
+def test_saved_tensors_of_torchs_nodes_and_of_functions():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad
+
+    x, y = _leaf(3), _leaf(3)
+    product = x * y
+    assert {t.data_ptr() for t in _torch.saved_tensors(product.grad_fn)} == {x.data_ptr(), y.data_ptr()}
+    doubled = Double.apply(x)
+    assert [t.data_ptr() for t in _torch.saved_tensors(doubled.grad_fn)] == [x.data_ptr()]
+    product.sum().backward()
+    assert _torch.saved_tensors(product.grad_fn) == []
+
+
+def test_outputs_of_a_node():
+    x = _leaf(4, 3)
+    (about,) = _torch.outputs_of(x.sum(1).grad_fn)
+    assert (tuple(about.shape), about.dtype, about.device) == ((4,), torch.float32, torch.device("cpu"))
+    assert len(_torch.outputs_of(x.unbind(0)[0].grad_fn)) == 4
+    assert _torch.outputs_of(object()) == ()
+
+
+def test_leaf_of_the_node_that_accumulates():
+    x = _leaf(3)
+    node = (x * 2).grad_fn
+    assert _torch.leaf_of(node) is None
+    assert _torch.leaf_of(node.next_functions[0][0]) is x
+
+
+def test_the_highest_order_runs_first():
+    x = _leaf(3)
+    first = x * 2
+    second = first.sin()
+    other = x.cos()
+    ran = []
+    for name, tensor in {"first": first, "second": second, "other": other}.items():
+        tensor.register_hook(lambda _, name=name: ran.append(name))
+    (second.sum() + other.sum()).backward()
+    orders = {"first": first.grad_fn, "second": second.grad_fn, "other": other.grad_fn}
+    assert ran == sorted(orders, key=lambda name: -_torch.order_of(orders[name]))
+
+
+# ---------------------------------------------------------------- the backward
+
+
+def test_run_backward_accumulates_as_backward_does():
+    x, unused = _leaf(3), _leaf(2)
+    for _ in range(2):
+        _torch.run_backward(((x * x),), (torch.ones(3),))
+    assert torch.equal(x.grad, 4 * x.detach())
+    assert unused.grad is None
+    freed = x * x
+    _torch.run_backward((freed,), (torch.ones(3),))
+    with pytest.raises(RuntimeError, match="second time"):
+        _torch.run_backward((freed,), (torch.ones(3),))
+
+
+def test_in_backward_is_true_in_hooks_alone():
+    x, seen = _leaf(3), []
+    y = x * 2
+    y.register_hook(lambda _: seen.append(_torch.in_backward()))
+    assert not _torch.in_backward()
+    y.sum().backward()
+    assert seen == [True]
+    assert not _torch.in_backward()
+
+
+def test_in_backward_is_false_after_one_that_failed():
+    y = _leaf(3) * 2
+    y.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        y.sum().backward()
+    assert not _torch.in_backward()
+
+
+@pytest.mark.parametrize("inputs", ["all", "first", "second"])
+def test_will_run_tells_what_a_restricted_backward_leaves_out(inputs):
+    first, second, seen = _leaf(3), _leaf(3), []
+    nodes = [leaf.view_as(leaf).grad_fn.next_functions[0][0] for leaf in (first, second)]
+    y = first * second
+    y.register_hook(lambda _: seen.append([_torch.will_run(node) for node in nodes]))
+    y.sum().backward(inputs={"all": None, "first": [first], "second": [second]}[inputs])
+    assert seen == [[inputs in ("all", "first"), inputs in ("all", "second")]]
+
+
+def test_will_run_is_not_told_where_nothing_is_accumulated():
+    x = _leaf(3)
+    y, node = x * 2, x.view_as(x).grad_fn.next_functions[0][0]
+    y.register_hook(lambda _: _torch.will_run(node))
+    with pytest.raises(RuntimeError, match=r"autograd\.grad"):
+        torch.autograd.grad(y.sum(), [x])
+
+
+def test_at_the_end_runs_after_all_gradients_are_there():
+    x, seen = _leaf(3), []
+    y = x * 2
+    y.register_hook(lambda _: _torch.at_the_end(lambda: seen.append((x.grad is not None, _torch.in_backward()))))
+    y.sum().backward()
+    assert [there for there, _ in seen] == [True]
+
+
+def test_at_the_end_may_raise():
+    def refuse() -> None:
+        raise ZeroDivisionError
+
+    y = _leaf(3) * 2
+    y.register_hook(lambda _: _torch.at_the_end(refuse))
+    with pytest.raises(ZeroDivisionError):
+        y.sum().backward()
+
+
+def test_saving_hooks_are_the_innermost():
+    def pack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    assert _torch.saving_hooks() is None
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(pack, pack):
+            assert _torch.saving_hooks()[0] is pack
+    assert _torch.saving_hooks() is None
+
+
+def test_saving_hooks_tell_checkpointing():
+    seen = []
+
+    def forward(x: Tensor) -> Tensor:
+        seen.append(_torch.saving_hooks())
+        return x.sin()
+
+    torch.utils.checkpoint.checkpoint(forward, _leaf(3), use_reentrant=False)
+    assert "checkpoint" in seen[0][0].__module__
+
+
+# ---------------------------------------------------------------- overriding torch's functions
+
+
+class Seen(Tensor):
+    """Counts the functions that it is given to."""
+
+    count = 0
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.count += 1
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Mode(TorchFunctionMode):
+    """Notes the functions that it sees, and how many modes are active meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(_torch.active_modes())
+        return func(*args, **(kwargs or {}))
+
+
+def _calls(x: Tensor, mode: Mode | None = None) -> tuple[int, int]:
+    Seen.count, before = 0, len(mode.seen) if mode else 0
+    torch.sin(x)
+    return Seen.count, (len(mode.seen) if mode else 0) - before
+
+
+def test_subclasses_off_leaves_modes_on():
+    x = torch.ones(3).as_subclass(Seen)
+    assert _calls(x)[0] == 1
+    with Mode() as mode, _torch.subclasses_off():
+        assert _calls(x, mode) == (0, 1)
+    assert _calls(x)[0] == 1
+
+
+def test_overrides_off_turns_modes_off_too():
+    x = torch.ones(3).as_subclass(Seen)
+    with Mode() as mode, _torch.overrides_off():
+        assert _calls(x, mode) == (0, 0)
+
+
+def test_overrides_on_inside_where_they_are_off():
+    x = torch.ones(3).as_subclass(Seen)
+    with _torch.subclasses_off():
+        with _torch.overrides_on():
+            assert _calls(x)[0] == 1
+        assert _calls(x)[0] == 0
+
+
+def test_a_mode_begins_and_ends_without_a_block():
+    mode, x = Mode(), torch.ones(3)
+    _torch.begin_mode(mode)
+    assert _torch.active_modes() == 1
+    torch.sin(x)
+    _torch.end_mode(mode)
+    torch.sin(x)
+    # It is not active while it is asked.
+    assert mode.seen == [0]
+    assert _torch.active_modes() == 0
+
+
+def test_a_mode_ends_only_where_it_is_the_innermost():
+    outer, x = Mode(), torch.ones(1)
+    _torch.begin_mode(outer)
+    with Mode() as inner:
+        _torch.end_mode(outer)
+        assert _torch.active_modes() == 2
+        torch.sin(x)
+        assert len(inner.seen) == len(outer.seen) == 1
+    _torch.end_mode(outer)
+    assert _torch.active_modes() == 0
+
+
+class Operations(_torch.DispatchMode):
+    """Notes ATen's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[object] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_sees_operations_inside_others_unless_they_are_off():
+    x = torch.ones(3, 3)
+    with Operations() as mode:
+        functional.dropout(x, training=True)
+        seen = len(mode.seen)
+        with _torch.dispatch_modes_off():
+            x.sin()
+        assert len(mode.seen) == seen
+        x.sin()
+    assert len(mode.seen) == seen + 1
+    assert any(torch.Tag.nondeterministic_seeded in func.tags for func in mode.seen)
+
+
+def test_in_transform_is_true_inside_each_of_torch_func():
+    seen = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(_torch.in_transform())
+        return x.sin().sum()
+
+    torch.func.vmap(look)(torch.ones(2, 3))
+    torch.func.grad(look)(torch.ones(3))
+    torch.func.vjp(look, torch.ones(3))
+    assert seen == [True] * 3
+    look(torch.ones(3))
+    assert seen[-1] is False
+
+
+def test_no_slow_vmap_refuses_what_it_would_run_in_a_loop():
+    # Without a batching rule; the loop is announced by a warning.
+    def slow(x: Tensor) -> Tensor:
+        return torch.histc(x)
+
+    with pytest.warns(UserWarning, match="performance drop"):
+        torch.func.vmap(slow)(torch.ones(2, 3))
+    with _torch.no_slow_vmap(), pytest.raises(RuntimeError):
+        torch.func.vmap(slow)(torch.ones(2, 3))
+
+
+# ---------------------------------------------------------------- torch's own functions
+
+
+class Named(TorchFunctionMode):
+    """Notes the functions themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[object] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_packing_goes_through_functions_that_a_mode_sees():
+    with Named() as mode:
+        packed = nn.utils.rnn.pack_padded_sequence(torch.ones(3, 2, 4), torch.tensor([3, 1]))
+        nn.utils.rnn.pad_packed_sequence(packed)
+    assert _torch.PACK in mode.seen
+    assert _torch.PAD in mode.seen
+
+
+def test_cpu_attention_is_what_attention_runs_on_a_cpu():
+    forward, backward = _torch.cpu_attention()
+    q = torch.ones(2, 2, 8, 4, requires_grad=True)
+    with Operations() as mode:
+        functional.scaled_dot_product_attention(q, q, q).sum().backward()
+    packets = [func.overloadpacket for func in mode.seen]
+    assert forward in packets
+    assert backward in packets
+
+
+def test_grouped_products_have_their_name():
+    function = getattr(torch, _torch.GROUPED_MM, None)
+    if function is None:
+        pytest.skip("this torch has no grouped product")
+    assert function.__name__ == _torch.GROUPED_MM
+
+
+def test_qualified_names_of_operators():
+    with torch.library._scoped_library("ghostclip_probe", "FRAGMENT") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        packet = torch.ops.ghostclip_probe.twice
+        assert _torch.qualified_name(packet) == "ghostclip_probe::twice"
+        assert _torch.qualified_name(packet.default) == "ghostclip_probe::twice"
+    custom = torch.library.custom_op("ghostclip_probe::thrice", mutates_args=())(_thrice)
+    assert _torch.qualified_name(custom) == "ghostclip_probe::thrice"
+    assert _torch.qualified_name(torch.ops.aten.sin) == "aten::sin"
+    assert _torch.qualified_name(torch.sin) is None
+    assert _torch.qualified_name(_thrice) is None
+
+
+def _thrice(x: Tensor) -> Tensor:
+    return 3 * x
+
+
+# ---------------------------------------------------------------- containers
+
+
+def test_trees_come_apart_and_together_in_order():
+    tree = {"a": (1, [2, 3]), "b": None}
+    assert [leaf for leaf in _torch.tree_leaves(tree) if leaf is not None] == [1, 2, 3]
+    assert _torch.tree_leaves((1, [2, 3]), is_leaf=lambda item: isinstance(item, list)) == [1, [2, 3]]
+    assert _torch.tree_map(lambda item: item and item + 1, tree) == {"a": (2, [3, 4]), "b": None}
+    assert _torch.tree_map(len, ([1, 2], [3]), is_leaf=lambda item: isinstance(item, list)) == (2, 1)
+    leaves, structure = _torch.tree_flatten(tree)
+    assert isinstance(structure, _torch.TreeSpec)
+    assert _torch.tree_unflatten(leaves, structure) == tree
+    named = types.SimpleNamespace(x=1)
+    assert _torch.tree_leaves(named) == [named]
+
+
+# ---------------------------------------------------------------- modules
+
+
+@pytest.mark.parametrize(
+    ("base", "kinds"),
+    [
+        (_torch.AnyBatchNorm, [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm2d]),
+        (_torch.AnyInstanceNorm, [nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.LazyInstanceNorm1d]),
+        (_torch.AnyLazyNorm, [nn.LazyBatchNorm1d, nn.LazyInstanceNorm2d]),
+        (_torch.AnyDropout, [nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.AlphaDropout, nn.FeatureAlphaDropout]),
+    ],
+)
+def test_base_classes_cover_every_kind(base, kinds):
+    assert all(issubclass(kind, base) for kind in kinds)
+    assert not issubclass(nn.GroupNorm, base)
+    assert not issubclass(nn.LayerNorm, base)
+
+
+def test_tables_are_what_a_forward_reads():
+    module = nn.BatchNorm1d(2)
+    stand_in = torch.full((2,), 3.0)
+    table = _torch.parameter_table(module)
+    assert list(table) == ["weight", "bias"]
+    own, table["weight"] = table["weight"], stand_in
+    assert module.weight is stand_in
+    table["weight"] = own
+    assert dict(module.named_parameters())["weight"] is own
+    buffers = _torch.buffer_table(module)
+    buffers["running_mean"] = stand_in
+    assert module.running_mean is stand_in
+
+
+def test_child_table_is_what_attributes_read():
+    outer, inner = nn.Sequential(nn.Linear(1, 1)), nn.Identity()
+    _torch.child_table(outer)["0"] = inner
+    assert outer[0] is inner
+    assert _torch.child_of(outer, "0") is inner
+    assert _torch.child_of(outer, "1") is None
+    assert _torch.child_of(nn.Module.__new__(nn.Module), "0") is None
+
+
+def test_hooks_are_listed_and_copied():
+    old, new = nn.Linear(1, 1), nn.Linear(1, 1)
+    ran: list[str] = []
+    old.register_forward_pre_hook(lambda *_: ran.append("before"))
+    old.register_forward_hook(lambda *_: ran.append("after"))
+    old.register_forward_hook(lambda *given: ran.append(f"after, of {len(given)}"), with_kwargs=True)
+    old.register_full_backward_pre_hook(lambda *_: ran.append("before backward"))
+    old.register_full_backward_hook(lambda *_: ran.append("backward"))
+    assert len(_torch.forward_hooks(old)) == 2
+    assert _torch.forward_hooks(new) == []
+    _torch.copy_hooks(old, new)
+    new(torch.ones(1, 1, requires_grad=True)).sum().backward()
+    assert ran == ["before", "after", "after, of 4", "before backward", "backward"]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_flat_weights_are_what_a_recurrent_layer_computes_with(kind):
+    module, x = kind(2, 3, num_layers=2), torch.ones(4, 1, 2)
+    own = _torch.flat_weights(module)
+    named = dict(module.named_parameters())
+    assert [named[name] for name in _torch.flat_weight_names(module)] == own
+    before = module(x)[0]
+    _torch.set_flat_weights(module, [torch.zeros_like(weight) for weight in own])
+    assert torch.equal(module(x)[0], torch.zeros_like(before))
+    _torch.set_flat_weights(module, own)
+    assert torch.equal(module(x)[0], before)
+
+
+def test_the_frame_of_a_call_is_on_the_stack_of_its_hooks():
+    module, found = nn.Linear(1, 1), []
+
+    def look(*_: object) -> None:
+        frame = sys._getframe()
+        while frame is not None:
+            found.append(_torch.is_call_of(frame, module))
+            frame = frame.f_back
+
+    module.register_forward_pre_hook(look)
+    module.register_forward_hook(look)
+    module(torch.ones(1, 1))
+    assert sum(found) == 2
+
+
+def test_a_state_dict_tells_the_versions_of_its_parts():
+    metadata = _torch.state_metadata(nn.Sequential(nn.BatchNorm1d(2)).state_dict())
+    assert metadata["0"]["version"] == 2
+    assert _torch.state_metadata({}) is None
+
+
+def test_the_wrapper_is_known_while_its_forward_runs():
+    seen = []
+
+    class Look(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(_torch.running_wrapper())
+            return super().forward(x)
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        wrapper = DistributedDataParallel(Look(1, 1))
+        wrapper(torch.ones(1, 1))
+        wrapper.module(torch.ones(1, 1))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert seen == [wrapper, None]
+    assert (wrapper.static_graph, wrapper.require_backward_grad_sync) == (False, True)
+
+
+# ---------------------------------------------------------------- schedulers of learning rates
+
+
+def test_schedulers_mark_the_step_that_they_count(recwarn):
+    first, second = (torch.optim.SGD([_leaf(1)], lr=1.0) for _ in range(2))
+    assert not _torch.is_counted(first.step)
+    schedule = torch.optim.lr_scheduler.StepLR(first, 1)
+    assert _torch.is_counted(first.step)
+    # A step in its place that carries the mark is no reason for a warning.
+    counted = first.step
+
+    def step() -> None:
+        counted()
+
+    _torch.mark_counted(step)
+    first.step = step
+    first.step()
+    schedule.step()
+    assert not recwarn.list
+    assert not _torch.is_counted(second.step)
+
+
+# ---------------------------------------------------------------- the compiler
+
+
+def test_a_stopped_compiler_runs_compiled_functions_as_they_are():
+    torch._dynamo.reset()
+    compiled: list[object] = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    function = torch.compile(lambda x: x.sin() + 1, backend=backend)
+    stopped = _torch.stop_compiler([])
+    function(torch.ones(3))
+    assert not compiled
+    inner = _torch.stop_compiler([])
+    _torch.restart_compiler(inner)
+    function(torch.ones(3))
+    assert not compiled
+    _torch.restart_compiler(stopped)
+    function(torch.ones(3))
+    assert len(compiled) == 1
+    torch._dynamo.reset()
+
+
+def test_a_marked_function_is_not_traced_into():
+    torch._dynamo.reset()
+    ran: list[bool] = []
+
+    def inner(x: Tensor) -> Tensor:
+        ran.append(torch.compiler.is_compiling())
+        return x + 1
+
+    _torch.mark_untraced(inner, reason="a test")
+    untraced = [inner.__code__]
+    _torch.restart_compiler(_torch.stop_compiler(untraced))
+    assert not untraced
+    graphs: list[object] = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    function = torch.compile(lambda x: inner(x.sin()).cos(), backend=backend)
+    for _ in range(2):
+        function(torch.ones(3))
+    # The graph breaks there, and the function runs as Python, each time.
+    assert ran == [False, False]
+    assert len(graphs) == 2
+    torch._dynamo.reset()
+
+
+def test_a_compiler_that_was_never_loaded_is_not_loaded():
+    code = (
+        "import sys; import ghostclip._torch as t; assert t.stop_compiler([]) is None; t.restart_compiler(None); "
+        "t.mark_untraced(lambda: None, reason=''); assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
