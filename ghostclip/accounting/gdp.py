@@ -58,7 +58,7 @@ class GaussianAccountant(Accountant):
         Returns:
             (estimate, estimate): neither is a bound.
         """
-        delta, history = probability(delta, "delta"), self._stand_in()
+        delta, history = probability(delta, "delta"), self._one_step()
         found = epsilon_bounds(_compose(history), ("remove",), delta=delta, reach=9.0, width=0.02)
         return Bounds(found.upper, found.upper)
 
@@ -71,11 +71,11 @@ class GaussianAccountant(Accountant):
         Returns:
             (estimate, estimate): neither is a bound.
         """
-        epsilon, history = non_negative(epsilon, "epsilon"), self._stand_in()
+        epsilon, history = non_negative(epsilon, "epsilon"), self._one_step()
         found = delta_bounds(_compose(history), ("remove",), epsilon=epsilon, reach=9.0, width=0.02)
         return Bounds(found.upper, found.upper)
 
-    def _stand_in(self) -> History:
+    def _one_step(self) -> History:
         mu = self.mu
         return History(self.relation, steps=(((1 / mu, 1.0), 1),) if mu > 0 else ())
 

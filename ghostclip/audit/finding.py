@@ -1,4 +1,4 @@
-"""What an audit found, in numbers and in a sentence."""
+"""Finding of an audit, in numbers and in a sentence."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class Decisions:
 
     @property
     def noted(self) -> tuple[list[Any], ...]:
-        """What was noted of the inputs of each backward completed since `forget`, in order, parts of one apart."""
+        """Notes on the inputs of each backward completed since `forget`, in order, parts of one apart."""
         return tuple(self._noted)
 
     def merge_passes(self, since: int) -> None:

@@ -42,7 +42,7 @@ class Diagnostics:
 
     @property
     def non_finite_samples(self) -> int:
-        """How many samples of the last backward had a NaN or infinite gradient and contributed nothing. Not private."""
+        """Number of samples of the last backward with a NaN or infinite gradient, which added nothing. Not private."""
         return self._decisions.non_finite
 
     @property

@@ -1,4 +1,4 @@
-"""What `ghostclip epsilon` and `ghostclip calibrate` have in common: their options, and what they rest on."""
+"""Options that `ghostclip epsilon` and `ghostclip calibrate` have in common, and the assumptions they state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Segment = tuple[float, float, int]
 
 @dataclass(frozen=True)
 class Setting:
-    """What the options say, None where they say nothing.
+    """Values of the options, None where they were left out.
 
     Attributes:
         sigma: σ.

@@ -137,7 +137,7 @@ class DPDataLoader(DataLoader):
 
     @property
     def event(self) -> SamplingEvent:
-        """What an accountant has to know about the sampling of a step."""
+        """The accounting event of a step."""
         return self.private_sampler.event
 
     @classmethod

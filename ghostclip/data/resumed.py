@@ -9,7 +9,7 @@ import torch
 
 
 def started(start: Callable[[], Iterator[Any]], *, resuming: bool) -> Iterator[Any]:
-    """Start a pass; one that continues an interrupted epoch leaves torch's global generator as it is.
+    """Begin a pass; one that continues an interrupted epoch leaves torch's global generator as it is.
 
     torch draws a seed for workers from that generator whenever a pass starts. The interrupted run drew it before it was
     saved, so that drawing it again would change every dropout mask that follows.

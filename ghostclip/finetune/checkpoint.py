@@ -24,7 +24,7 @@ _OPTIONS, _STATE = "finetune_options", "finetune_state"
 
 @dataclass(kw_only=True)
 class RunState:
-    """What happened so far.
+    """State of a run between two steps.
 
     ``losses`` and ``samples`` have one entry per step of the ledger; ``None`` where none is known.
     """

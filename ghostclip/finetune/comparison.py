@@ -103,7 +103,7 @@ class Comparison:
 
     @property
     def measures(self) -> StepMeasures | None:
-        """What was measured, if anything was."""
+        """Measures of the ordinary steps, if any were taken."""
         return None if self._steps is None or self.missing else self._steps.measures
 
     def private_steps(self, measures: StepMeasures) -> StepMeasures:

@@ -20,7 +20,7 @@ _LOSS, _SMOOTH, _EPSILON, _HELD_OUT = "#9ecae1", "#08519c", "#d94801", "#238b45"
 
 @dataclass(frozen=True)
 class Curves:
-    """What is drawn: loss per step (``None`` for an empty batch), (step, ε), held-out losses before and after."""
+    """Values to draw: loss per step (``None`` for an empty batch), (step, ε), held-out losses before and after."""
 
     losses: Sequence[float | None]
     epsilons: Sequence[tuple[int, float]]

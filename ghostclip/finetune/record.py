@@ -24,7 +24,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class DataFacts:
-    """Where the samples came from; counts of passages, and of the longest document's."""
+    """Source of the samples; counts of passages, and of the longest document's."""
 
     source: str
     tokens: str

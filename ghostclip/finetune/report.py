@@ -1,4 +1,4 @@
-"""What a person reads: the plan before the run, and the results after it."""
+"""Texts for a person: the mechanism before the run, and the results after it."""
 
 from __future__ import annotations
 

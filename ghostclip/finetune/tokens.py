@@ -33,7 +33,7 @@ TOKENIZER_FILES = (
 
 
 class Tokens(Protocol):
-    """What the job needs of a tokenizer."""
+    """Tokenizer as far as the job needs it."""
 
     description: str
     vocab_size: int

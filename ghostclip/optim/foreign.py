@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # Who releases the sums of a clipper.
 class Private(Protocol):
-    """What a private optimizer says of itself."""
+    """Private optimizer as far as its releases are told from others."""
 
     clipper: GhostClipper
     is_applying: bool

@@ -1,4 +1,4 @@
-"""What the checks found, for programs and for people."""
+"""Report of the checks, for programs and for people."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""Which modules cannot be trained privately as they are, and what replaces them.
+"""Modules that cannot be trained privately as they are, and their replacements.
 
 Recurrent layers and attention need no replacement: they are captured as they are.
 """

@@ -1,4 +1,4 @@
-"""What `ghostclip inspect` says about a model that nobody has trained yet: who is covered, how, and at what price."""
+"""Report of `ghostclip inspect` on a model before training: which parameters are covered, how, and at what cost."""
 
 from ghostclip.validation.inspection.inspect import Inspection, inspect_model
 from ghostclip.validation.inspection.sources import Source, load_source

@@ -27,7 +27,7 @@ _SHOWN: Final = 4
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was found.
+    """Result of an inspection.
 
     Attributes:
         title: What was inspected.

@@ -19,7 +19,7 @@ from ghostclip.validation.inspection import architectures
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for.
+    """Model and batch that an inspection was asked for.
 
     Attributes:
         model: An architecture, a folder, ``file.py:factory`` or ``module:factory``.
