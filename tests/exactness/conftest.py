@@ -1,6 +1,7 @@
 """Fixtures of the exactness tests: strategies, no network, and torch's own warnings about its slow paths."""
 
 import os
+import zlib
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,22 @@ _TORCH_SAYS = (
 
 
 def pytest_collection_modifyitems(items):
-    """Let torch's remarks on its slow paths pass, in this folder only: the hook is shown every test."""
+    """Let torch's remarks on its slow paths pass, and mark what is thorough; the hook is shown the tests of all folders.
+
+    Of the tests that hold one case of the table in every strategy one is quick: another one for each case and test, so
+    that the quick ones meet all strategies.
+    """
     for item in items:
-        for rule in _TORCH_SAYS if HERE in item.path.parents else ():
+        if HERE not in item.path.parents:
+            continue
+        for rule in _TORCH_SAYS:
             item.add_marker(pytest.mark.filterwarnings(rule))
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        case = getattr(given.get("case"), "name", given.get("case"))
+        if given.get("strategy") in STRATEGIES and isinstance(case, str):
+            quick = STRATEGIES[zlib.crc32(f"{item.originalname} {case}".encode()) % len(STRATEGIES)]
+            if given["strategy"] != quick:
+                item.add_marker(pytest.mark.thorough)
 
 
 @pytest.fixture(params=STRATEGIES)
