@@ -45,7 +45,6 @@ from ghostclip.privacy.budget import Budget
 from ghostclip.privacy.discretisation import coordinates_of
 from ghostclip.privacy.ledger_file import LedgerFile
 from ghostclip.privacy.optimizer_state import OptimizerAccount
-from ghostclip.privacy.own_accountant import install
 from ghostclip.privacy.sampling import Sampling, sampling_for
 from ghostclip.privacy.summary import summary_text
 from ghostclip.validation.fixers import ModuleValidator
@@ -322,7 +321,7 @@ class PrivacyEngine:
 
     @accountant.setter
     def accountant(self, accountant: IAccountant) -> None:
-        install(self._account, accountant)
+        self._account.keep_with(accountant)
 
     @property
     def budget_spent(self) -> bool:

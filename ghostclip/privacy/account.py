@@ -36,7 +36,7 @@ from ghostclip.privacy.charges import (
 )
 from ghostclip.privacy.discretisation import released_bounds
 from ghostclip.privacy.ledger_file import Entry, LedgerFile, total
-from ghostclip.privacy.own_accountant import continue_own, refuse_untold, tell
+from ghostclip.privacy.own_accountant import continue_own, refuse_unfit, refuse_untold, tell
 from ghostclip.privacy.sampling import Sampling
 
 _REMEDY = (
@@ -136,6 +136,56 @@ class Account:
         self._from_before = len(accountant) if fresh else -1
         for budget in self.budgets:
             budget.forget()
+
+    def keep_with(self, accountant: IAccountant) -> None:
+        """Let the account be kept by an accountant of the user's.
+
+        One that bounds any history keeps the account itself. One that only has Opacus's four methods is told of every
+        release beside the engine's own, which stays what budgets and checkpoints go by.
+
+        Privacy:
+            Nothing that was released is forgotten: what the account holds is carried over, what the accountant holds
+            counts too. What an accountant with four methods says is the user's claim; `engine.epsilon_bounds` is proved.
+
+        Args:
+            accountant: The accountant.
+
+        Raises:
+            InvalidOptionError: If it is no accountant, gives no guarantee, or holds what the account cannot add.
+        """
+        if isinstance(accountant, Accountant):
+            self._keep_with(accountant)
+            self.own = None
+            return
+        refuse_unfit(accountant)
+        held = charges_of(self.accountant)
+        refuse_untold(accountant, held)
+        tell(accountant, held)
+        self.own = accountant
+
+    def _keep_with(self, accountant: Accountant) -> None:
+        """Put an accountant that bounds histories in the place of the account's."""
+        before = self.accountant
+        if accountant is before:
+            return
+        bounding_accountant(accountant.mechanism())
+        held, brought, was_fresh = charges_of(before), charges_of(accountant), self.fresh
+        if brought and self.ledger is not None:
+            raise InvalidOptionError(
+                f"accountant with {len(accountant)} steps: the engine's ledger does not hold them. Set one without "
+                "steps."
+            )
+        if accountant.relation != before.relation:
+            if held and brought:
+                raise InvalidOptionError(
+                    f"accountant with relation={accountant.relation!r}: the account holds steps under "
+                    f"{before.relation!r}, and the two do not add up."
+                )
+            if brought:
+                self.require_relation(accountant.relation)
+            accountant.relation = before.relation
+        replace_charges(accountant, [*brought, *held])
+        self.replace(accountant, fresh=was_fresh)
 
     def open(self, optimizer: DPOptimizer, sampling: Sampling, mechanism: Mapping[str, Any]) -> None:
         """Charge the steps of an optimizer from now on.
@@ -339,7 +389,7 @@ class Account:
         self._hold_only(joined(charges))
         for run, number in runs.items():
             self._note(run, number)
-        continue_own(self)
+        continue_own(self.own, self.accountant)
         if self.ledger is not None and before is not None:
             if self.coordinates:
                 self.ledger.begin_segment({"coordinates": self.coordinates, "relation": relation})
