@@ -145,7 +145,7 @@ class Account:
 
         Privacy:
             Nothing that was released is forgotten: what the account holds is carried over, what the accountant holds
-            counts too. What an accountant with four methods says is the user's claim; `engine.epsilon_bounds` is proved.
+            counts too. What one with four methods says is the user's claim; `engine.epsilon_bounds` is proved.
 
         Args:
             accountant: The accountant.
