@@ -36,11 +36,11 @@ CORE = (
     "tests/exactness/test_refusals.py",
     "tests/exactness/test_shared_divisor.py",
     "tests/engine/test_privacy_engine.py",
-    "tests/engine/test_dp_optimizer.py",
-    "tests/engine/test_account_in_state.py",
-    "tests/privacy/test_sensitivity.py",
+    "tests/optim/test_dp_optimizer.py",
+    "tests/privacy/test_account_in_state.py",
+    "tests/audit/test_sensitivity.py",
     "tests/accounting/test_rdp_curve.py",
-    "tests/privacy_faults/test_resume.py",
+    "tests/privacy/test_resume.py",
 )
 # One strategy of one pass and one of two, in float64: the others differ in what is kept, not in what torch is asked.
 CHOSEN = "not ((test_matches_one_sample_autograd or test_one_sample_moves) and (float32 or hooks or fast))"

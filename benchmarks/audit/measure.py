@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from ghostclip.audit import Scores, audit_scores, flip_coins, gaussian_epsilon
-from tests.privacy.checks import CHECKS, audit_of_a_step
-from tests.privacy.mutations import MUTATIONS
-from tests.privacy.subject import CLAIMED_EPSILON, DELTA, SIGMA
-from tests.privacy.surrounding_mutations import SURROUNDING_MUTATIONS
-from tests.privacy.surroundings import SURROUNDINGS
+from tests.audit.checks import CHECKS, audit_of_a_step
+from tests.audit.mutations import MUTATIONS
+from tests.audit.subject import CLAIMED_EPSILON, DELTA, SIGMA
+from tests.audit.surrounding_mutations import SURROUNDING_MUTATIONS
+from tests.audit.surroundings import SURROUNDINGS
 
 CHEAP = {name: check for name, check in CHECKS.items() if name != "audit_stays_below_the_claim"} | SURROUNDINGS
 MANY_RUNS = (("gaussian", "union"), ("gaussian", "split"), ("clopper-pearson", "union"), ("clopper-pearson", "split"))

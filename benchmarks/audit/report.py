@@ -41,10 +41,10 @@ def markdown(report: Mapping[str, Any]) -> str:
         )
     lines += [
         "",
-        "What the broken engines are: [tests/privacy/mutations.py](../../tests/privacy/mutations.py) and "
-        "[surrounding_mutations.py](../../tests/privacy/surrounding_mutations.py); the checks: "
-        "[tests/privacy/checks.py](../../tests/privacy/checks.py) and "
-        "[surroundings.py](../../tests/privacy/surroundings.py).",
+        "What the broken engines are: [tests/audit/mutations.py](../../tests/audit/mutations.py) and "
+        "[surrounding_mutations.py](../../tests/audit/surrounding_mutations.py); the checks: "
+        "[tests/audit/checks.py](../../tests/audit/checks.py) and "
+        "[surroundings.py](../../tests/audit/surroundings.py).",
         "",
         f"The audit itself, on simulated Gaussian mechanisms with μ = 1 (ε = {report['statistics'][0]['truth']:.3f}), "
         "95 % confidence: how often the bound exceeds the truth, and how near it comes.",

@@ -15,7 +15,7 @@ class Difference(NamedTuple):
     """Where it is shown, as `file::function`."""
 
 
-_FILE = "tests/opacus/test_differences.py"
+_FILE = "tests/compat/test_differences.py"
 
 DIFFERENCES: Final[tuple[Difference, ...]] = (
     Difference(

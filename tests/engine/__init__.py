@@ -1,1 +1,1 @@
-"""Tests of what surrounds the clipper: optimizer, virtual steps, loaders, accounting, checkpoints."""
+"""The engine as a whole."""

@@ -1,0 +1,1 @@
+"""Clip policies and what they promise."""

@@ -1,0 +1,225 @@
+"""What `isinstance` says, what is refused where it is imported, and the sampler that splits batches."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+from ghostclip import PrivacyEngine
+from ghostclip.compat.opacus.grad_sample import (
+    GradSampleHooksFastGradientClipping,
+    GradSampleModuleFastGradientClipping,
+)
+from ghostclip.compat.opacus.grad_sample.functorch import make_functional
+from ghostclip.compat.opacus.optimizers import (
+    AdaClipDPOptimizer,
+    DistributedDPOptimizer,
+    DPOptimizerFastGradientClipping,
+    DPPerLayerOptimizer,
+)
+from ghostclip.compat.opacus.utils.adaptive_clipping import (
+    DPLossFastGradientAdaptiveClipping,
+    DPTensorFastGradientAdaptiveClipping,
+)
+from ghostclip.compat.opacus.utils.batch_splitting_sampler import BatchSplittingSampler
+from ghostclip.compat.opacus.utils.fast_gradient_clipping_utils import (
+    DPLossFastGradientClipping,
+    DPTensorFastGradientClipping,
+)
+from ghostclip.errors import InvalidOptionError, MissingGradientError, NotOfferedError
+from ghostclip.facade import GradSampleHooks, GradSampleModule
+from ghostclip.optim import DPOptimizer
+from tests.compat.pairs import batch, make_private, small_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:noise_multiplier=0")
+
+
+def kinds(thing, *names):
+    """The names that a thing is an instance of."""
+    return [name.__name__ for name in names if isinstance(thing, name)]
+
+
+def test_instances_are_told_by_what_they_do():
+    optimizers = (DPOptimizerFastGradientClipping, DPPerLayerOptimizer, AdaClipDPOptimizer, DistributedDPOptimizer)
+    modules = (GradSampleModule, GradSampleModuleFastGradientClipping)
+    flat = make_private("ghostclip.compat.opacus", "hooks")
+    assert kinds(flat.optimizer, *optimizers) == ["DPOptimizer"]
+    assert kinds(flat.module, *modules) == ["GradSampleModule"]
+    per_layer = make_private("ghostclip.compat.opacus", "hooks", options={"clipping": "per_layer"})
+    assert kinds(per_layer.optimizer, *optimizers) == ["DPOptimizer", "DPPerLayerOptimizer"]
+    ghost = make_private("ghostclip.compat.opacus", "ghost", options={"clipping": "adaptive"})
+    assert kinds(ghost.optimizer, *optimizers) == ["DPOptimizer", "AdaClipDPOptimizer"]
+    assert kinds(ghost.module, *modules) == ["GradSampleModule", "GradSampleModuleFastGradientClipping"]
+    losses = (DPLossFastGradientClipping, DPTensorFastGradientClipping)
+    assert kinds(ghost.criterion, *losses) == ["DPLossFastGradientClipping"]
+    x, y = batch()
+    loss = ghost.criterion(ghost.module(x), y)
+    assert kinds(loss / 2, *losses) == ["DPTensorFastGradientClipping"]
+    hooks = make_private("ghostclip.compat.opacus", "fast", options={"wrap_model": False}).module
+    assert kinds(hooks, GradSampleHooks, GradSampleHooksFastGradientClipping, *modules) == [
+        "GradSampleHooks",
+        "GradSampleHooksFastGradientClipping",
+    ]
+    assert kinds(nn.Linear(1, 1), *modules, *optimizers, *losses) == []
+
+
+def test_a_class_derived_from_a_name_is_a_class():
+    class Own(GradSampleModuleFastGradientClipping):
+        """A user's."""
+
+    assert isinstance(Own(small_model()), Own)
+    assert not isinstance(GradSampleModuleFastGradientClipping(small_model()), Own)
+    assert issubclass(DPPerLayerOptimizer, DPOptimizer)
+
+
+def test_what_is_not_private_is_named():
+    model = small_model()
+    plain = torch.optim.SGD(model.parameters(), lr=1.0)
+    facade = GradSampleModuleFastGradientClipping(model)
+    with pytest.raises(InvalidOptionError, match="optimizer SGD: not private"):
+        DPLossFastGradientClipping(facade, plain, nn.CrossEntropyLoss())
+    with pytest.raises(InvalidOptionError, match="module Sequential: not wrapped"):
+        DPTensorFastGradientClipping(model, plain, torch.ones(3))
+    with pytest.raises(InvalidOptionError, match="optimizer SGD: not private"):
+        DPLossFastGradientAdaptiveClipping(facade, plain, nn.CrossEntropyLoss())
+    with pytest.raises(InvalidOptionError, match="make_private"):
+        BatchSplittingSampler(sampler=[[1]], max_batch_size=2, optimizer=plain)
+    with pytest.raises(InvalidOptionError, match="attached once"):
+        facade.add_hooks()
+
+
+@pytest.mark.filterwarnings("ignore:2 backward passes")
+def test_adaptive_loss_of_a_batch():
+    training = make_private("ghostclip.compat.opacus", "ghost", bound=1.0)
+    options = {"target_unclipped_quantile": 1.0, "min_clipbound": 0.5}
+    for backwards in (1, 2):
+        for _ in range(backwards):
+            x, y = batch()
+            losses = nn.functional.cross_entropy(training.module(x), y, reduction="none")
+            DPTensorFastGradientAdaptiveClipping(training.module, training.optimizer, losses, **options).backward()
+        training.optimizer.step()
+    assert training.optimizer.max_grad_norm > 1.0
+    summed = DPOptimizer(
+        torch.optim.SGD(training.model.parameters(), lr=1.0),
+        noise_multiplier=1.0,
+        expected_batch_size=6,
+        clipper=training.optimizer.clipper,
+    )
+    summed.expected_batch_size = None
+    with pytest.raises(InvalidOptionError, match="divides its count"):
+        DPTensorFastGradientAdaptiveClipping(training.module, summed, torch.ones(2), min_clipbound=2.0)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "why"),
+    [
+        ("grad_sample", "compute_conv_grad_sample", "register_grad_sampler"),
+        ("grad_sample", "linear", "register_grad_sampler"),
+        ("grad_sample.functorch", "ft_compute_per_sample_gradient", "register_grad_sampler"),
+        ("grad_sample.grad_sample_module", "create_or_accumulate_grad_sample", "inside"),
+        ("layers.dp_rnn", "DPRNNBase", "DPLSTM"),
+        ("utils.tensor_utils", "unfold2d", r"functional\.unfold"),
+        ("utils.per_sample_gradients_utils", "ModelWithLoss", "check_per_sample_gradients"),
+        ("validators", "lstm", "nothing to replace"),
+        ("accountants.analysis", "prv", "PLDAccountant"),
+    ],
+)
+def test_refused_pattern_says_why(module, name, why):
+    home = importlib.import_module(f"ghostclip.compat.opacus.{module}")
+    with pytest.raises(NotOfferedError, match=why):
+        getattr(home, name)
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        _ = home.nothing_like_it
+
+
+def split(training, size=2):
+    sampler = BatchSplittingSampler(
+        sampler=training.loader.batch_sampler, max_batch_size=size, optimizer=training.optimizer
+    )
+    return DataLoader(training.loader.dataset, batch_sampler=sampler, collate_fn=training.loader.collate_fn)
+
+
+def train(training, loader, *, stop_after=None):
+    for number, (x, y) in enumerate(loader):
+        training.optimizer.zero_grad()
+        nn.CrossEntropyLoss()(training.module(x), y).backward()
+        if number == stop_after:
+            return
+        training.optimizer.step()
+
+
+def test_parts_make_up_logical_batches():
+    engine = PrivacyEngine(accountant="rdp")
+    model = small_model()
+    x, y = batch(60)
+    with pytest.warns(UserWarning, match="seed|generator"):
+        module, optimizer, loader = engine.make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+            data_loader=DataLoader(
+                torch.utils.data.TensorDataset(x, y), batch_size=12, generator=torch.Generator().manual_seed(2)
+            ),
+            noise_multiplier=0.0,
+            max_grad_norm=0.5,
+        )
+    from tests.compat.pairs import Training
+
+    training = Training(model, module, optimizer, None, loader)
+    parts = split(training)
+    assert len(parts) == 30
+    state = loader.batch_sampler.state_dict()
+    train(training, parts)
+    assert len(engine.accountant) == 5
+    assert loader.batch_sampler.state_dict() != state
+    moved = torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    # The same batches whole, from the same place, move the parameters by the same.
+    model.load_state_dict(small_model().state_dict())
+    loader.load_state_dict(state)
+    train(training, loader)
+    torch.testing.assert_close(torch.cat([p.detach().flatten() for p in model.parameters()]), moved)
+
+
+def test_a_loop_left_early_leaves_nothing():
+    training = make_private("ghostclip.compat.opacus", "hooks", batch_size=30)
+    train(training, split(training), stop_after=1)
+    assert training.optimizer.accumulated_iterations == 1
+    train(training, split(training))
+    assert not training.optimizer.last_step_was_virtual
+
+
+def test_workers_that_prefetch_are_refused():
+    training = make_private("ghostclip.compat.opacus", "hooks", batch_size=30)
+    loader = split(training)
+    ahead = iter(loader.batch_sampler)
+    for indices in (next(ahead),):
+        assert len(indices) <= 2
+    with pytest.raises(MissingGradientError, match="num_workers=0"):
+        next(ahead)
+
+
+def test_length_over_any_sampler():
+    optimizer = make_private("ghostclip.compat.opacus", "hooks").optimizer
+    batches = BatchSampler(SequentialSampler(range(20)), batch_size=10, drop_last=False)
+    assert len(BatchSplittingSampler(sampler=batches, max_batch_size=4, optimizer=optimizer)) == 5
+    assert len(BatchSplittingSampler(sampler=[[1, 2], [3]], max_batch_size=4, optimizer=optimizer)) == 2
+
+
+def test_functional_form_gives_gradients_of_ones_own():
+    model = small_model()
+    x, y = batch()
+    facade = GradSampleModule(model)
+    function, parameters = make_functional(facade, disable_autograd_tracking=True)
+
+    def loss(parameters, inputs, target):
+        return nn.functional.cross_entropy(function(parameters, inputs[None]), target[None])
+
+    own = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(parameters, x, y)
+    nn.CrossEntropyLoss()(facade(x), y).backward()
+    for gradient, p in zip(own, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, p.grad_sample)
+    assert [id(p) for p in make_functional(model)[1]] == [id(p) for p in model.parameters()]

@@ -1,0 +1,256 @@
+"""Facade, optimizer and criterion put together by hand, as scripts that do not use an engine do."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from ghostclip.compat.opacus.grad_sample import (
+    GradSampleModuleFastGradientClipping,
+    get_gsm_class,
+    get_hooks_class,
+    wrap_model,
+)
+from ghostclip.compat.opacus.optimizers import AdaClipDPOptimizer, DPPerLayerOptimizer, get_optimizer_class
+from ghostclip.compat.opacus.optimizers.utils import params
+from ghostclip.compat.opacus.utils.adaptive_clipping import PrivacyEngineAdaptiveClipping
+from ghostclip.compat.opacus.utils.fast_gradient_clipping_utils import (
+    DPLossFastGradientClipping,
+    DPTensorFastGradientClipping,
+)
+from ghostclip.errors import InvalidOptionError
+from ghostclip.facade import GradSampleModule
+from ghostclip.optim import DPOptimizer
+from tests.compat.pairs import batch, clipped_sum, package, small_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:noise_multiplier=0")
+BOUND = 0.5
+
+
+def flat(tensors) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def options(**more):
+    return {"noise_multiplier": 0.0, "expected_batch_size": 6, **more}
+
+
+def released(model: nn.Module) -> torch.Tensor:
+    """What a step of plain SGD with a step length of 1 was given, times the batch size."""
+    return 6 * (flat(small_model().parameters()) - flat(model.parameters())).detach()
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])
+@pytest.mark.parametrize("wrap", [True, False])
+def test_facade_and_optimizer_find_each_other(mode, wrap):
+    model = small_model()
+    facade = wrap_model(model, mode, wrap)
+    optimizer = DPOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), max_grad_norm=BOUND, **options())
+    assert optimizer.clipper is facade.clipper
+    assert params(optimizer) == optimizer.params
+    x, y = batch()
+    nn.CrossEntropyLoss()(model(x), y).backward()
+    assert facade.get_norm_sample().shape == facade.get_clipping_coef().shape == (6,)
+    facade.del_grad_sample()
+    assert not hasattr(model[0].weight, "grad_sample")
+    optimizer.step()
+    torch.testing.assert_close(released(model), clipped_sum(BOUND))
+
+
+def test_facade_alone_keeps_samples_and_clips_nothing():
+    facade = GradSampleModule(small_model(), loss_reduction="sum")
+    x, y = batch()
+    nn.CrossEntropyLoss(reduction="sum")(facade(x), y).backward()
+    for p in facade.parameters():
+        torch.testing.assert_close(p.grad_sample.sum(dim=0), p.grad)
+    facade.set_grad_sample_to_none()
+    assert all(p.grad_sample is None for p in facade.parameters())
+
+
+def test_optimizer_without_a_facade_is_refused():
+    model = small_model()
+    with pytest.raises(InvalidOptionError, match="nobody clips"):
+        DPOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), max_grad_norm=1.0, **options())
+    facade = GradSampleModule(model)
+    facade.remove_hooks()
+    with pytest.raises(InvalidOptionError, match="nobody clips"):
+        DPOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), max_grad_norm=1.0, **options())
+
+
+@pytest.mark.parametrize("ghost", [True, False])
+@pytest.mark.parametrize("as_tensor", [True, False])
+def test_two_passes_by_hand(ghost, as_tensor):
+    model = small_model()
+    facade = GradSampleModuleFastGradientClipping(model, max_grad_norm=BOUND, use_ghost_clipping=ghost)
+    assert facade.clipper.strategy == ("ghost" if ghost else "fast")
+    optimizer = get_optimizer_class("flat", False, "ghost")(
+        torch.optim.SGD(model.parameters(), lr=1.0), max_grad_norm=BOUND, **options()
+    )
+    x, y = batch()
+    if as_tensor:
+        losses = nn.functional.cross_entropy(facade(x), y, reduction="none")
+        DPTensorFastGradientClipping(facade, optimizer, losses).backward()
+    else:
+        DPLossFastGradientClipping(facade, optimizer, nn.CrossEntropyLoss())(facade(x), y).backward()
+    optimizer.step()
+    torch.testing.assert_close(released(model), clipped_sum(BOUND))
+    with pytest.raises(InvalidOptionError, match="use one"):
+        DPLossFastGradientClipping(facade, optimizer, nn.CrossEntropyLoss(), "sum")
+    with pytest.raises(InvalidOptionError, match="not the private optimizer of this module"):
+        DPLossFastGradientClipping(GradSampleModule(small_model()), optimizer, nn.CrossEntropyLoss())
+
+
+def test_per_layer_by_hand():
+    model = small_model()
+    GradSampleModule(model)
+    bounds = [0.1, 0.2, 0.3, 0.4]
+    optimizer = DPPerLayerOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), max_grad_norm=bounds, **options())
+    assert optimizer.max_grad_norm == pytest.approx(math.sqrt(sum(b * b for b in bounds)))
+    x, y = batch()
+    nn.CrossEntropyLoss()(model(x), y).backward()
+    for p, bound in zip(model.parameters(), bounds, strict=True):
+        norms = p.grad_sample.flatten(1).norm(dim=1)
+        factors = (bound / norms).clamp(max=1)
+        total = optimizer.clipper.summed_gradient(p)
+        torch.testing.assert_close(total, torch.einsum("b,b...->...", factors, p.grad_sample))
+    assert any(
+        (p.grad_sample.flatten(1).norm(dim=1) > b).any() for p, b in zip(model.parameters(), bounds, strict=True)
+    )
+
+
+def test_adaptive_by_hand():
+    model = small_model()
+    GradSampleModule(model)
+    optimizer = AdaClipDPOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        **options(),
+        target_unclipped_quantile=1.0,
+        clipbound_learning_rate=1.0,
+        max_clipbound=10.0,
+        min_clipbound=0.01,
+        unclipped_num_std=2.0,
+        max_grad_norm=1e-2,
+    )
+    x, y = batch()
+    nn.CrossEntropyLoss()(model(x), y).backward()
+    optimizer.step()
+    # All six were clipped, so the bound grows by e.
+    assert optimizer.max_grad_norm == pytest.approx(1e-2 * math.e)
+
+
+def test_policy_is_not_replaced_within_a_batch():
+    model = small_model()
+    facade = GradSampleModule(model)
+    x, y = batch()
+    nn.CrossEntropyLoss()(facade(x), y).backward()
+    with pytest.raises(InvalidOptionError, match="Replace it after the step"):
+        DPPerLayerOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), max_grad_norm=[1.0] * 4, **options())
+
+
+def test_classes_of_modes():
+    assert get_gsm_class("hooks") is GradSampleModule
+    assert get_gsm_class("ghost") is GradSampleModuleFastGradientClipping
+    assert get_hooks_class("functorch")(small_model()).clipper.strategy == "hooks"
+    with pytest.raises(InvalidOptionError, match="prepare_module"):
+        get_gsm_class("bookkeeping")
+    with pytest.raises(InvalidOptionError, match="sharded"):
+        get_gsm_class("ghost_fsdp")
+    with pytest.raises(InvalidOptionError, match="make_private"):
+        get_optimizer_class("adaptive", True)
+
+
+def test_noise_is_made_as_asked():
+    model = small_model()
+    GradSampleModule(model)
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    assert DPOptimizer(inner, max_grad_norm=1.0, secure_mode=True, **options()).noise_source.level == "secure"
+    with pytest.warns(UserWarning, match="seed|generator"):
+        seeded = DPOptimizer(inner, max_grad_norm=1.0, generator=torch.Generator().manual_seed(1), **options())
+    with pytest.raises(InvalidOptionError, match="source of their own"):
+        DPOptimizer(inner, max_grad_norm=1.0, secure_mode=True, noise_source=seeded.noise_source, **options())
+
+
+def test_adaptive_engine_adapts():
+    model = small_model()
+    x, y = batch(12)
+    engine = PrivacyEngineAdaptiveClipping()
+    _, optimizer, criterion, _ = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=6),
+        criterion=nn.CrossEntropyLoss(),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        grad_sample_mode="ghost",
+        target_unclipped_quantile=0.5,
+        min_clipbound=0.1,
+        max_clipbound=10.0,
+        clipbound_learning_rate=0.2,
+    )
+    assert optimizer.clipper.policy.adaptation is not None
+    assert criterion is not None
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", ["ghostclip.compat.opacus", "opacus"])
+@pytest.mark.filterwarnings("ignore:Full backward hook")
+def test_facade_alone_leaves_the_gradient_of_autograd(name, reduction):
+    pytest.importorskip(name)
+    x, y = batch()
+    plain, criterion = small_model(), nn.CrossEntropyLoss(reduction=reduction)
+    facade = package(name).GradSampleModule(small_model(), loss_reduction=reduction)
+    for _ in range(2):
+        criterion(plain(x), y).backward()
+        facade.set_grad_sample_to_none()
+        criterion(facade(x), y).backward()
+        for p, q in zip(facade.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+    once = small_model()
+    criterion(once(x), y).backward()
+    for p, q in zip(facade.parameters(), once.parameters(), strict=True):
+        torch.testing.assert_close(p.grad_sample.sum(0) / (len(x) if reduction == "mean" else 1), q.grad)
+
+
+def test_a_bound_or_an_optimizer_ends_the_gradient_of_autograd():
+    x, y = batch()
+    for make in (_bounded, _owned):
+        model = small_model()
+        clipper = make(model)
+        nn.CrossEntropyLoss()(model(x), y).backward()
+        found = torch.cat([clipper.summed_gradient(p).flatten() for p in model.parameters()])
+        torch.testing.assert_close(found, clipped_sum(0.5))
+
+
+def _bounded(model):
+    clipper = GradSampleModule(model).clipper
+    clipper.max_grad_norm = 0.5
+    return clipper
+
+
+def _owned(model):
+    module = GradSampleModule(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    DPOptimizer(optimizer, noise_multiplier=1.0, max_grad_norm=0.5, expected_batch_size=6)
+    return module.clipper
+
+
+def test_what_a_facade_says_of_its_hooks_and_parameters():
+    module = GradSampleModuleFastGradientClipping(small_model())
+    module.get_parameter("0.bias").requires_grad_(False)
+    assert [id(p) for p in module.trainable_parameters] == [id(p) for p in module.parameters() if p.requires_grad]
+    assert module.hooks_enabled
+    module.remove_hooks()
+    assert not module.hooks_enabled
+
+
+def test_zero_grad_of_a_facade_drops_per_sample_gradients():
+    x, y = batch()
+    module = GradSampleModule(small_model())
+    for _ in range(2):
+        nn.CrossEntropyLoss()(module(x), y).backward()
+        assert all(isinstance(p.grad_sample, torch.Tensor) for p in module.parameters())
+        module.zero_grad()
+        assert all(p.grad is None and p.grad_sample is None for p in module.parameters())

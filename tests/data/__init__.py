@@ -1,0 +1,1 @@
+"""Samplers, loaders and physical batches: what is delivered is what was drawn."""

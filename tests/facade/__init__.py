@@ -1,0 +1,1 @@
+"""What stands for the user's model and criterion."""

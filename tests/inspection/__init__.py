@@ -1,1 +1,0 @@
-"""Tests of what is said about a model before it is trained: coverage, plans and costs."""

@@ -1,1 +1,0 @@
-"""Layers under the names that Opacus gives them."""

@@ -1,0 +1,1 @@
+"""The private optimizer: draws, releases, virtual steps, several optimizers, schedules."""

@@ -1,1 +1,0 @@
-"""What is left behind when something fails: nothing that is released uncounted, nothing that the next step sees."""

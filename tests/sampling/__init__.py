@@ -1,1 +1,0 @@
-"""Tests of sampling, noise and the private loader."""
