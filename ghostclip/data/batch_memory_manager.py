@@ -12,7 +12,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from ghostclip import _validate
-from ghostclip.data.batch_splitting_sampler import BatchSplittingSampler
 from ghostclip.data.memory import PeakMemory, available_bytes
 from ghostclip.data.physical_batch_size import (
     DEFAULT_SHARE,
@@ -23,8 +22,6 @@ from ghostclip.data.physical_batch_size import (
 from ghostclip.data.physical_loader import FixedSize, PhysicalBatchLoader, SizePolicy
 from ghostclip.errors import InvalidOptionError
 from ghostclip.optim import DPOptimizer, release_of
-
-__all__ = ["BatchMemoryManager", "BatchSplittingSampler", "wrap_data_loader"]
 
 _log = logging.getLogger(__name__)
 
@@ -212,22 +209,3 @@ class BatchMemoryManager:
             )
         del room
         return size
-
-
-def wrap_data_loader(
-    *, data_loader: DataLoader[Any], max_batch_size: int | str, optimizer: DPOptimizer
-) -> PhysicalBatchLoader:
-    """Return the loader of physical batches that a `BatchMemoryManager` hands out.
-
-    A loop over it that is left early is cleaned up at the next one only; `with BatchMemoryManager(...)` does at once.
-
-    Args:
-        data_loader: The loader of logical batches.
-        max_batch_size: The largest physical batch, or "auto".
-        optimizer: The private optimizer.
-
-    Returns:
-        The loader.
-    """
-    manager = BatchMemoryManager(data_loader=data_loader, max_physical_batch_size=max_batch_size, optimizer=optimizer)
-    return manager.__enter__()

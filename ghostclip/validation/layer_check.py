@@ -81,19 +81,6 @@ class Report:
         return "\n".join([f"{wrong} of {len(lines)} comparisons with one sample at a time are wrong:", *lines])
 
 
-def get_grad_sample_modes(use_ew: bool = False) -> list[str]:  # noqa: FBT001, FBT002 - Opacus's signature
-    """Return the strategies that a check goes through.
-
-    Args:
-        use_ew: Of no effect: Opacus's "ew" is the strategy "hooks".
-
-    Returns:
-        Their names.
-    """
-    del use_ew
-    return list(STRATEGIES)
-
-
 def is_batch_empty(batch: Inputs) -> bool:
     """Return whether a batch holds no sample."""
     first = next((leaf for leaf in _torch.tree_leaves(batch) if isinstance(leaf, Tensor)), None)
@@ -259,10 +246,6 @@ def compute_grad_sample(
     run = _Run(module, batch_first=batch_first, strategy="hooks", loss_reduction=reduction)
     run.backward(x, 1.0).remove()
     return run.grad_samples
-
-
-# The name under which scripts written for Opacus ask for the engine's own result.
-compute_opacus_grad_sample = compute_grad_sample
 
 
 @dataclass(frozen=True)

@@ -322,7 +322,7 @@ def test_adaptive_criterion_moves_the_bound_in_the_step():
 
 def test_splitting_sampler_refuses_to_run_ahead():
     training = make_private("ghostclip.compat.opacus", "hooks")
-    parts = package("ghostclip.data.batch_memory_manager").BatchSplittingSampler(
+    parts = package("ghostclip.compat.opacus.utils.batch_memory_manager").BatchSplittingSampler(
         sampler=training.loader.batch_sampler, max_batch_size=2, optimizer=training.optimizer
     )
     ahead = iter(parts)

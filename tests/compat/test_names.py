@@ -25,11 +25,11 @@ from ghostclip.compat.opacus.utils.adaptive_clipping import (
     DPLossFastGradientAdaptiveClipping,
     DPTensorFastGradientAdaptiveClipping,
 )
+from ghostclip.compat.opacus.utils.batch_splitting_sampler import BatchSplittingSampler
 from ghostclip.compat.opacus.utils.fast_gradient_clipping_utils import (
     DPLossFastGradientClipping,
     DPTensorFastGradientClipping,
 )
-from ghostclip.data.batch_splitting_sampler import BatchSplittingSampler
 from ghostclip.errors import InvalidOptionError, MissingGradientError, NotOfferedError
 from ghostclip.facade import GradSampleHooks, GradSampleModule
 from ghostclip.optim import DPOptimizer

@@ -13,8 +13,8 @@ from ghostclip.compat.opacus import data_loader
 from ghostclip.compat.opacus.accountants.analysis import gdp, rdp
 from ghostclip.compat.opacus.scripts import compute_dp_sgd_privacy
 from ghostclip.compat.opacus.utils import fsdp_utils, module_utils, tensor_utils
+from ghostclip.compat.opacus.utils.batch_memory_manager import wrap_data_loader
 from ghostclip.compat.opacus.utils.packed_sequences import compute_seq_lengths
-from ghostclip.data.batch_memory_manager import wrap_data_loader
 from ghostclip.distributed import DifferentiallyPrivateDistributedDataParallel
 from ghostclip.errors import DataError, InvalidOptionError, UnsupportedModuleError
 from tests.compat.pairs import make_private, package, small_model

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
+from ghostclip.compat.opacus.utils.per_sample_gradients_utils import compute_opacus_grad_sample, get_grad_sample_modes
 from ghostclip.errors import DataError, InvalidOptionError, UnsupportedModelError
 from ghostclip.rules import modules
 from ghostclip.rules.modules import register_grad_sampler
@@ -12,8 +13,6 @@ from ghostclip.validation.layer_check import (
     check_per_sample_gradients_are_correct,
     compute_grad_sample,
     compute_microbatch_grad_sample,
-    compute_opacus_grad_sample,
-    get_grad_sample_modes,
     is_batch_empty,
     per_sample_gradient_report,
 )
