@@ -19,7 +19,7 @@ _TORCH_SAYS = (
 
 
 def pytest_collection_modifyitems(items):
-    """Let torch's remarks on its slow paths pass, and mark what is thorough; the hook is shown the tests of all folders.
+    """Let torch's remarks on its slow paths pass, and mark what is thorough; the hook is shown every test.
 
     Of the tests that hold one case of the table in every strategy one is quick: another one for each case and test, so
     that the quick ones meet all strategies.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
 
-from tests.project.source import PACKAGE, imported_modules, module_name, python_files, shown
+from tests.project.source import PACKAGE, imported_modules, module_name, python_files, shown, tree_of
 
 # Lowest first. A module imports from earlier entries, or from its own; a name is a package, a part of one or a file.
 LAYERS = (
@@ -131,3 +132,30 @@ def _top_level_lines(path: Path) -> set[int]:
     """Lines of the statements that run when the module is loaded: those that are not indented."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return {number for number, line in enumerate(lines, start=1) if line and not line[0].isspace()}
+
+
+def _known_when_read(path: Path) -> set[str]:
+    """Modules that a file imports outside functions, for types alone included."""
+    modules = {module_name(other) for other in FILES}
+    found: set[str] = set()
+    waiting: list[ast.AST] = [tree_of(path)]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            inside = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if name in modules else node.module for name in inside}
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            waiting += ast.iter_child_nodes(node)
+    return (found & modules) - {module_name(path)}
+
+
+def test_no_modules_import_each_other_also_not_for_types():
+    """Inside a room, too, a file knows only of those below it; `capture` is the one room where that is not so yet."""
+    graph = {module_name(path): _known_when_read(path) for path in FILES if _layer(module_name(path)) != "capture"}
+    while True:
+        # What knows of nobody that is left is below all others.
+        lowest = {name for name, others in graph.items() if not others & graph.keys()}
+        if not lowest:
+            break
+        graph = {name: others for name, others in graph.items() if name not in lowest}
+    assert not graph
