@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,6 +24,9 @@ from benchmarks import machine
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
 _NAME = "ghostclip"
+# Words of this project's own where the field has one, or of several meanings: names that hold them are counted.
+_OWN_WORDS = ("loan", "lend", "session", "settled", "ways", "company", "mixing", "listed", "readings", "arrivals")
+_OWN_WORDS += ("witness", "made_up", "doubtful", "beside", "standin", "spread", "silent", "roster", "ledger", "plan")
 
 _STEPS = """
 import json, sys, warnings
@@ -73,6 +77,7 @@ class Structure:
         imports: Rooms that each room imports from when it is loaded.
         cycles: Modules that import each other: when loaded, and where imports for types alone count too.
         steps: Files that the first step and a later one call into, by "first" and "steady".
+        words: How many different names hold each of some words.
         import_seconds: Time of ``from ghostclip import PrivacyEngine`` less that of torch, the least of five.
     """
 
@@ -81,6 +86,7 @@ class Structure:
     imports: Mapping[str, Sequence[str]]
     cycles: Mapping[str, Sequence[Sequence[str]]]
     steps: Mapping[str, Sequence[str]]
+    words: Mapping[str, int]
     import_seconds: float
 
 
@@ -108,8 +114,21 @@ def structure(root: Path) -> Structure:
         imports={room: sorted(others - {room, ""}) for room, others in sorted(between.items())},
         cycles={"loaded": _cycles(loaded), "types": _cycles(typed)},
         steps=json.loads(_output([sys.executable, "-W", "ignore", "-c", _STEPS], cwd=root)),
+        words=_words(modules.values()),
         import_seconds=_import_seconds(root),
     )
+
+
+def _words(paths: Collection[Path]) -> dict[str, int]:
+    """Count the different names of files, functions, classes, arguments and attributes that hold each word."""
+    names = {path.stem for path in paths}
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for field in ("name", "attr", "arg", "id"):
+                value = getattr(node, field, None)
+                names |= {value} if isinstance(value, str) else set()
+    split = [set(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().strip("_").split("_")) for name in names]
+    return {word: sum(set(word.split("_")) <= parts for parts in split) for word in _OWN_WORDS}
 
 
 def _module(path: Path, root: Path) -> str:
@@ -198,6 +217,8 @@ def markdown(found: Sequence[Structure]) -> str:
     for room in names:
         sizes = (f"{one.rooms[room][0]}, {one.rooms[room][1]}" if room in one.rooms else "" for one in found)
         lines.append(f"| {room or '(top)'} | {' | '.join(sizes)} |")
+    lines += ["", "## Names that hold a word of the project's own", "", f"| | {heads} |", f"|{rule}|"]
+    lines += [f"| {word} | {' | '.join(str(one.words[word]) for one in found)} |" for word in _OWN_WORDS]
     for one in found:
         lines += ["", f"## {one.commit}: imports between rooms, when loaded", ""]
         lines += [f"- {room or '(top)'} → {', '.join(others)}" for room, others in one.imports.items() if others]
