@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+
+HERE = Path(__file__).parent
+# One in so many tests of a folder is quick: there each is one more example of the same. 0: none.
+QUICK_SHARE = {"architectures": 3, "loops": 3, "benchmarks": 0, "paper_repro": 0}
 
 settings.register_profile("ghostclip", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("ghostclip")
@@ -26,12 +32,17 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `gpu` where there is none."""
-    if torch.cuda.is_available():
-        return
+    """Skip what is marked `gpu` where there is none, and mark what is `thorough` by its folder."""
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        folder = item.path.relative_to(HERE).parts[0] if HERE in item.path.parents else ""
+        if folder in QUICK_SHARE and not _is_quick(item.name, QUICK_SHARE[folder]):
+            item.add_marker(pytest.mark.thorough)
+
+
+def _is_quick(name: str, share: int) -> bool:
+    return share > 0 and zlib.crc32(name.encode()) % share == 0
 
 
 @pytest.fixture(params=_devices())
