@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from ghostclip.capture.growth import UNKNOWN
+
 _MAX_NODES = 256
 
 
@@ -21,6 +23,7 @@ class Place:
         dtype: Its dtype.
         device: Its device.
         tensor: The value itself, where it is at hand.
+        axis: The axis that holds samples, `CONSTANT` or `UNKNOWN`.
     """
 
     source: Any
@@ -28,11 +31,17 @@ class Place:
     dtype: torch.dtype
     device: torch.device
     tensor: Tensor | None = None
+    axis: int = UNKNOWN
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "Place":
-        """Return the place of a tensor in the graph."""
-        return cls(tensor, tensor.shape, tensor.dtype, tensor.device, tensor)
+    def of(cls, tensor: Tensor, axis: int = UNKNOWN) -> "Place":
+        """Return the place of a tensor in the graph.
+
+        Args:
+            tensor: The tensor.
+            axis: The axis that holds samples, if it is known.
+        """
+        return cls(tensor, tensor.shape, tensor.dtype, tensor.device, tensor, axis)
 
 
 def reduced_places(scalars: Sequence[Tensor], has_rows: Callable[[Place], bool]) -> list[Place]:
