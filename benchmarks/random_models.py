@@ -383,7 +383,7 @@ def _expected(model: Model, x: Tensor) -> list[Tensor]:
         grads = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
         norm = torch.stack([grad.norm() for grad in grads]).norm()
         for into, grad in zip(total, grads, strict=True):
-            into += grad * min(1.0, float(BOUND / norm))
+            into.add_(grad, alpha=min(1.0, float(BOUND / norm)))
     return total
 
 
@@ -456,6 +456,9 @@ def summary(rows: list[dict[str, object]]) -> str:
 
     Args:
         rows: What `measure` returned.
+
+    Returns:
+        A paragraph, and a row for every model that was refused or clipped wrongly.
     """
     right = [row for row in rows if not row["mixes"]]
     mixing = [row for row in rows if row["mixes"]]

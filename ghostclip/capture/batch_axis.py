@@ -39,7 +39,7 @@ class RowMap:
 
     @property
     def routed(self) -> str:
-        """Whether rows were selected, and whether that has changed the order of the batch: each is proved for itself."""
+        """How rows were selected: not at all, in the batch's order, or in another; each is proved for itself."""
         if self.samples is None or self.kind != "listed":
             return ""
         in_order = torch.equal(self.samples, self.samples.sort().values)

@@ -82,13 +82,25 @@ class Spread:
             self.tensor = aligned.expand(sizes)
 
     def factor(self, grad: Tensor, row_map: RowMap) -> Factor:
-        """Return the per-sample gradient of the tracked tensor from that of the spread one."""
+        """Return the per-sample gradient of the tracked tensor from that of the spread one.
+
+        Args:
+            grad: The gradient of the spread tensor.
+            row_map: How its rows map to samples.
+
+        Returns:
+            The factor of the tracked tensor.
+        """
         batch_size = self.rows.batch_size
         if row_map.kind == "whole":
             return Dense(grad.reshape(1, *self.shape))
         moved = to_accumulation(grad).movedim(self.row_axis, 0)
         if not self.own_rows:
-            rows_BT = moved.unsqueeze(1) if row_map.kind == "axis" else RowMap(row_map.kind, 0, row_map.samples).split(moved, 1, batch_size)
+            rows_BT = (
+                moved.unsqueeze(1)
+                if row_map.kind == "axis"
+                else RowMap(row_map.kind, 0, row_map.samples).split(moved, 1, batch_size)
+            )
             return Dense(rows_BT.sum(1).reshape(batch_size, *self.shape))
         if row_map.kind == "axis":
             return Diagonal(moved, axis=self.row_axis)

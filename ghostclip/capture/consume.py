@@ -151,8 +151,7 @@ def _axis_of_rows(session: "Session", operation: Operation, captured: Captured, 
         return UNKNOWN
     if more is None:
         return UNKNOWN
-    shapes = [(tuple(rows.shape),) for rows in (captured.rows, more[1].rows)]
-    axes = compared(*shapes, session.record.batch_size)
+    axes = compared((tuple(captured.rows.shape),), (tuple(more[1].rows.shape),), session.record.batch_size)
     return UNKNOWN if axes is None else axes[0]
 
 
@@ -187,7 +186,7 @@ def _wants_gradient(session: "Session", rows: Sequence[Tensor]) -> bool:
 def _by_spreading(session: "Session", operation: Operation, reading: Reading) -> Any:
     """Spread every tracked argument over the batch axis of the data; ``NotImplemented`` where none is found."""
     record = session.record
-    data = [tensor for tensor in operation.plain if session.sites.is_data(tensor, reading)]
+    data = [tensor for tensor in operation.plain if session.sites.is_data(tensor, reading, operation.name)]
     shapes = [t.shape for t in operation.plain] + [t.origin.value.shape for t in operation.tracked]
     dims = len(torch.broadcast_shapes(*shapes))
     found = _grown_axis(data, dims, reading) or broadcast.row_axis_of(data, dims, record.batch_size, record.axis)
@@ -205,7 +204,7 @@ def _by_spreading(session: "Session", operation: Operation, reading: Reading) ->
 
     def enter(tracked: TrackedTensor) -> Tensor:
         spread = broadcast.Spread(tracked.origin.value, dims, rows)
-        return _enter_spread(session, operation.name, tracked, spread, wants_gradient)
+        return _enter_spread(session, operation.name, tracked, spread, wants_gradient=wants_gradient)
 
     return operation.run(enter)
 
@@ -227,13 +226,15 @@ def _with_own_rows(session: "Session", operation: Operation, own: Mapping[int, i
         value, axis = tracked.origin.value, own[id(tracked)]
         maps = broadcast.map_of_rows(value.shape[axis], record.batch_size, record.axis, None)
         rows = broadcast.RowAxis(axis, value.shape[axis], maps, record.batch_size)
-        return _enter_spread(session, operation.name, tracked, broadcast.Spread(value, value.dim(), rows), True)
+        return _enter_spread(
+            session, operation.name, tracked, broadcast.Spread(value, value.dim(), rows), wants_gradient=True
+        )
 
     return operation.run(enter)
 
 
 def _enter_spread(
-    session: "Session", name: str, tracked: TrackedTensor, spread: broadcast.Spread, wants_gradient: bool
+    session: "Session", name: str, tracked: TrackedTensor, spread: broadcast.Spread, *, wants_gradient: bool
 ) -> Tensor:
     maps = [RowMap(row_map.kind, spread.row_axis, row_map.samples) for row_map in spread.rows.maps]
     site = session.sites.at([tracked], name, "dense", routed=maps[0].routed)

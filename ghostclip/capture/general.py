@@ -179,9 +179,7 @@ def _unset(saved: Sequence[Tensor], grad: Tensor, split: Any) -> Mapping[str, Fa
     raise AssertionError("set when the gradient arrives")
 
 
-def _output_maps(
-    output: Tensor, operation: Operation, session: "Session", site: Site, known: int
-) -> list[RowMap]:
+def _output_maps(output: Tensor, operation: Operation, session: "Session", site: Site, known: int) -> list[RowMap]:
     record = session.record
     maps = candidates(output.shape, record.batch_size, axis=record.axis) if output.dim() else []
     if record.batch_size > 1 and known >= 0:

@@ -126,7 +126,15 @@ class Grown:
         return None if axes is None or found is None else Layout(axes, (), found[0])
 
     def of_results(self, key: Key, shapes: Shapes) -> tuple[int, ...]:
-        """Return where samples lie in what a call returned; empty where that cannot be told."""
+        """Compare what a call of the forward itself returned.
+
+        Args:
+            key: The call.
+            shapes: Shapes of the tensors that it returned, in order.
+
+        Returns:
+            Where samples lie in them; empty where that cannot be told.
+        """
         found = self.calls.get(key)
         return (None if found is None else compared(shapes, found[1], self.batch_size)) or ()
 
@@ -206,7 +214,7 @@ def grown(
                 with WithoutDropout(), recorder:
                     outputs = run(more)
             return Grown(recorder.found, shapes_of(list(outputs)), batch_size)
-        except Exception:  # noqa: BLE001, S112 - what it does on another batch is no reason to refuse this one
+        except Exception:  # noqa: BLE001 - what it does on another batch is no reason to refuse this one
             continue
     return None
 

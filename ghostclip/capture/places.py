@@ -40,6 +40,9 @@ class Place:
         Args:
             tensor: The tensor.
             axis: The axis that holds samples, if it is known.
+
+        Returns:
+            Its place.
         """
         return cls(tensor, tensor.shape, tensor.dtype, tensor.device, tensor, axis)
 

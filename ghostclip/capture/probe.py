@@ -197,10 +197,10 @@ def starts(outputs: Sequence[Tensor], *, record: Record, known: Sequence[int] = 
     if places and not (exact or folded[0]):
         shapes = ", ".join(str(tuple(place.shape)) for place in places)
         message = (
-            f"the batch has the {record.batch_size} samples that the model's first input holds, but the outputs, of shape "
-            f"{shapes}, have no axis for them. Hand the tensor whose axis {record.axis} is the batch to the model "
-            "first (masks and tables after it), and return outputs with one row, or the same number of rows, for each "
-            "sample."
+            f"the batch has the {record.batch_size} samples that the model's first input holds, but the outputs, of "
+            f"shape {shapes}, have no axis for them. Hand the tensor whose axis {record.axis} is the batch to the "
+            "model first (masks and tables after it), and return outputs with one row, or the same number of rows, for "
+            "each sample."
         )
         raise BatchAxisError(message)
     if not places:

@@ -115,6 +115,9 @@ class Watch(TorchFunctionMode):
 
         Args:
             tree: Its arguments.
+
+        Returns:
+            One axis a tensor; None where nothing is told.
         """
         return None if self._grown is None else self._grown.layout(self._key, shapes_of(tree))
 
@@ -124,7 +127,15 @@ class Watch(TorchFunctionMode):
         return self._key
 
     def of_results(self, key: Key, result: Any) -> tuple[int, ...]:
-        """Return where samples lie in what a call returned; empty where that cannot be told."""
+        """Return where samples lie in what a call returned, as far as a grown forward tells.
+
+        Args:
+            key: The call.
+            result: What it returned.
+
+        Returns:
+            One axis a tensor; empty where nothing is told.
+        """
         return () if self._grown is None else self._grown.of_results(key, shapes_of(result))
 
     @contextmanager

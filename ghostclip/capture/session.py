@@ -333,7 +333,7 @@ class Session:
         if name == "backward":
             raise UncoveredParameterError(without_samples(args))
         reading = self.sites.read(operation) if operation.plain else Reading(None)
-        data = [tensor for tensor in operation.plain if self.sites.is_data(tensor, reading)]
+        data = [tensor for tensor in operation.plain if self.sites.is_data(tensor, reading, name)]
         if not data or reorders_copies(operation, self.record.batch_size):
             in_place = operation.is_in_place
             return write(operation, self.model.buffers()) if in_place else derive(func, name, args, kwargs)

@@ -144,7 +144,12 @@ class Settled:
         """
         record, rows = use.record, captured.rows
         # With one sample every axis may hold it: what is met then says nothing about more.
-        if record.batch_size < 2 or in_backward() or not follows_from_form(operation.name) or use.maps[0].kind == "listed":
+        if (
+            record.batch_size < 2
+            or in_backward()
+            or not follows_from_form(operation.name)
+            or use.maps[0].kind == "listed"
+        ):
             return
         # Rows that a rule has turned (products, tracked inputs) are another object; what it captures follows sizes.
         if len(operation.plain) != 1 or operation.plain[0] is not rows:

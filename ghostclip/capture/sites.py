@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ghostclip.capture.broadcast import is_elementwise
 from ghostclip.capture.derive import spread_over
 from ghostclip.capture.growth import CONSTANT, UNKNOWN, Key, Layout, Shapes, tensors_in
 from ghostclip.capture.inputs import in_backward
@@ -26,7 +27,7 @@ class Reading:
     """Where samples lie in the arguments of an operation.
 
     Attributes:
-        place: The operation's parameters, the number of axes of its data, and the number of the call.
+        place: The operation's parameters, the number of axes of its tensors, and the number of the call.
         axes: An axis, `CONSTANT` or `UNKNOWN`, by the number (``id``) of the tensor; empty where nothing is known.
         grown: Shapes of its tensors for one sample more, where they are known.
         call: The call, as a grown forward tells calls apart.
@@ -75,17 +76,22 @@ class Sites:
         """Tell where samples lie in the arguments of an operation, as far as shapes have shown it.
 
         Args:
-            operation: The operation; what it is told is that it was met.
+            operation: The operation.
+
+        Returns:
+            What is known of them.
         """
         session = self._session
         record, key = session.record, key_of(operation.tracked, operation.name)
-        dims = tuple([tensor.dim() for tensor in operation.plain])
+        tree = operation.args, operation.kwargs
+        tensors = tensors_in(tree)
+        dims = tuple([tensor.dim() for tensor in tensors])
         # What checkpointing runs again must run as it did, and its calls come in another order.
         visit = 1
         if not in_backward():
             record.visits["call", key] += 1
             visit = record.visits["call", key]
-        place, tree = (key, dims, visit), (operation.args, operation.kwargs)
+        place = key, dims, visit
         if record.batch_size < 2:
             return Reading(place)
         layout = session.watch.layout(tree)
@@ -96,15 +102,16 @@ class Sites:
             record.guessed = record.guessed or place not in self.layouts
         if layout is None:
             return Reading(place, call=session.watch.key)
-        axes = {id(tensor): axis for tensor, axis in zip(tensors_in(tree), layout.inputs, strict=True)}
+        axes = {id(tensor): axis for tensor, axis in zip(tensors, layout.inputs, strict=True)}
         return Reading(place, axes, layout.grown, session.watch.key)
 
-    def is_data(self, tensor: Tensor, reading: Reading) -> bool:
+    def is_data(self, tensor: Tensor, reading: Reading, name: str) -> bool:
         """Tell data from constants.
 
         Args:
             tensor: A tensor among an operation's arguments.
             reading: What is known of them.
+            name: The operation.
 
         Returns:
             Whether it carries rows of samples (as against a mask or a table).
@@ -123,7 +130,10 @@ class Sites:
             return known != CONSTANT
         if tensor.dim() == 0 or size == 0:
             return False
-        return size == 1 or tensor.shape[0] == size or (axis < tensor.dim() and tensor.shape[axis] == size)
+        if size == 1 or tensor.shape[0] == size or (axis < tensor.dim() and tensor.shape[axis] == size):
+            return True
+        # Where no shapes were asked for (probe=False), or the model runs with no other number of samples.
+        return not self.layouts and tensor.dim() > 1 and tensor.shape[0] % size == 0 and not is_elementwise(name)
 
     def own_axis(self, tracked: TrackedTensor, reading: Reading) -> int:
         """Return the axis along which a tracked tensor has copies of a parameter for each sample.
@@ -149,6 +159,9 @@ class Sites:
         Args:
             reading: Its arguments.
             result: What it returned.
+
+        Returns:
+            One axis a tensor.
         """
         axes = self._session.watch.of_results(reading.call, result)
         layout = self.layouts.get(reading.place)
@@ -204,5 +217,13 @@ class Sites:
 
 
 def key_of(tracked: Iterable[TrackedTensor], name: str) -> tuple[Any, ...]:
-    """Return what tells an operation on parameters from others: their names, and its own."""
+    """Return what tells an operation on parameters from others.
+
+    Args:
+        tracked: Its tracked arguments.
+        name: Its name.
+
+    Returns:
+        The names of the parameters, and its own.
+    """
     return tuple(t.origin.names for t in tracked), name
