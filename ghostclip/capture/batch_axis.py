@@ -37,6 +37,14 @@ class RowMap:
         """What a call site remembers of the map."""
         return self.kind, self.axis
 
+    @property
+    def routed(self) -> str:
+        """How rows were selected: not at all, in the batch's order, or in another; each is proved for itself."""
+        if self.samples is None or self.kind != "listed":
+            return ""
+        in_order = torch.equal(self.samples, self.samples.sort().values)
+        return "in order" if in_order else "in another order"
+
     def split(self, tensor: Tensor, lead: int, batch_size: int) -> Tensor:
         """Bring a tensor into the canonical layout.
 

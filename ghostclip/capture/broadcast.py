@@ -38,14 +38,19 @@ class RowAxis:
     Attributes:
         axis: Where it lies.
         size: How many rows there are.
-        row_map: How rows map to samples.
+        maps: How rows may map to samples, the likeliest first.
         batch_size: B.
     """
 
     axis: int
     size: int
-    row_map: RowMap
+    maps: list[RowMap]
     batch_size: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether one sample owns everything."""
+        return self.maps[0].kind == "whole"
 
 
 class Spread:
@@ -67,8 +72,8 @@ class Spread:
         """
         self.shape, self.rows, self.row_axis = value.shape, rows, rows.axis
         aligned = value.reshape([1] * (dims - value.dim()) + list(value.shape))
-        self.own_rows = rows.row_map.kind != "whole" and aligned.shape[rows.axis] != 1
-        if self.own_rows or rows.row_map.kind == "whole":
+        self.own_rows = not rows.whole and aligned.shape[rows.axis] != 1
+        if self.own_rows or rows.whole:
             self.row_axis -= dims - value.dim()
             self.tensor = value
         else:
@@ -76,14 +81,26 @@ class Spread:
             sizes[rows.axis] = rows.size
             self.tensor = aligned.expand(sizes)
 
-    def factor(self, grad: Tensor) -> Factor:
-        """Return the per-sample gradient of the tracked tensor from that of the spread one."""
-        row_map, batch_size = self.rows.row_map, self.rows.batch_size
+    def factor(self, grad: Tensor, row_map: RowMap) -> Factor:
+        """Return the per-sample gradient of the tracked tensor from that of the spread one.
+
+        Args:
+            grad: The gradient of the spread tensor.
+            row_map: How its rows map to samples.
+
+        Returns:
+            The factor of the tracked tensor.
+        """
+        batch_size = self.rows.batch_size
         if row_map.kind == "whole":
             return Dense(grad.reshape(1, *self.shape))
         moved = to_accumulation(grad).movedim(self.row_axis, 0)
         if not self.own_rows:
-            rows_BT = moved.unsqueeze(1) if row_map.kind == "axis" else row_map.split(moved, 1, batch_size)
+            rows_BT = (
+                moved.unsqueeze(1)
+                if row_map.kind == "axis"
+                else RowMap(row_map.kind, 0, row_map.samples).split(moved, 1, batch_size)
+            )
             return Dense(rows_BT.sum(1).reshape(batch_size, *self.shape))
         if row_map.kind == "axis":
             return Diagonal(moved, axis=self.row_axis)

@@ -8,7 +8,7 @@ samples receive must stay the same. All runs draw the same random numbers; half 
 is left to models that draw none.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip import _torch
+from ghostclip.capture.batch_axis import RowMap
 from ghostclip.capture.dropout import WithoutDropout
 from ghostclip.capture.mixing import batch_axis_of, restored_buffers
 from ghostclip.capture.randomness import Draws, Randomness, unnoticed
@@ -42,6 +43,7 @@ class Batch:
         axis: The expected batch axis.
         routed: Whether rows were selected in it, so that data decides which random number a row meets.
         reordered: Whether they were put into another order: outputs may come in an order that follows the data.
+        maps: How the rows of each output map to samples, None where that is not known; empty where nothing is.
     """
 
     inputs: Any
@@ -49,6 +51,7 @@ class Batch:
     axis: int
     routed: bool = False
     reordered: bool = False
+    maps: Sequence[RowMap | None] = ()
 
     @property
     def halves(self) -> tuple[slice, slice]:
@@ -213,21 +216,27 @@ class _Outputs:
         """Return whether rows differ beyond rounding; None where none can be compared."""
         if len(base) != len(outputs):
             return None
-        pairs = [pair for pair in map(self._rows, base, outputs) if pair is not None]
+        maps = self.batch.maps if len(self.batch.maps) == len(base) else [None] * len(base)
+        pairs = [pair for pair in map(self._rows, base, outputs, maps) if pair is not None]
         return any(self._is_apart(*pair) for pair in pairs) if pairs else None
 
-    def _rows(self, one: Tensor, two: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _rows(self, one: Tensor, two: Tensor, row_map: RowMap | None) -> tuple[Tensor, Tensor] | None:
         """Return two outputs with their samples first."""
         size, axis = self.batch.size, self.batch.axis
-        place = batch_axis_of(one, batch_size=size, axis=axis)
-        if place is None or one.dtype not in self.tolerances:
+        if row_map is None:
+            place = batch_axis_of(one, batch_size=size, axis=axis)
+            # Of states ``(layers, B, ...)`` with as many layers as samples nothing can be said.
+            if place is None or tuple(one.shape[:2]) == (size, size):
+                return None
+            row_map = RowMap("axis", place)
+        place = row_map.axis
+        if one.dtype not in self.tolerances or row_map.kind == "listed" or one.dim() != two.dim() or not one.numel():
             return None
-        # Of states ``(layers, B, ...)`` with as many layers as samples nothing can be said.
-        ambiguous = tuple(one.shape[:2]) == (size, size)
-        if ambiguous or one.dim() != two.dim() or two.shape[place] != self.size:
+        if [*one.shape[:place], *one.shape[place + 1 :]] != [*two.shape[:place], *two.shape[place + 1 :]]:
             return None
-        first, second = one.movedim(place, 0), two.movedim(place, 0)
-        return (first, second) if first.shape[1:] == second.shape[1:] and first.numel() else None
+        if two.shape[place] * size != one.shape[place] * self.size:
+            return None
+        return row_map.split(one, one.dim(), size), row_map.split(two, two.dim(), self.size)
 
     def _is_apart(self, first: Tensor, second: Tensor) -> bool:
         tolerance = max(self.tolerances[first.dtype], self.tolerances[self.coarsest])

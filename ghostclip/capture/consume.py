@@ -10,18 +10,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ghostclip import _torch
 from ghostclip.capture import broadcast
 from ghostclip.capture.attach import carry_out, delivery
 from ghostclip.capture.batch_axis import RowMap
-from ghostclip.capture.derive import derive, spread_over
+from ghostclip.capture.derive import derive
 from ghostclip.capture.general import in_general
+from ghostclip.capture.growth import CONSTANT, UNKNOWN, compared, tensors_in
 from ghostclip.capture.nodes import source
 from ghostclip.capture.operation import Operation
 from ghostclip.capture.rewrite import rewritten
 from ghostclip.capture.rows import listed_rows, row_maps
+from ghostclip.capture.sites import Reading
 from ghostclip.capture.tracked import TrackedTensor, plain
 from ghostclip.capture.usage import Use
-from ghostclip.capture.ways import GENERAL, OWN_ROWS, RULE, RULE_ON_COPIES, SPREAD, SPREAD_ROUTED
 from ghostclip.errors import BatchAxisError, GhostClipError
 from ghostclip.factors import Factor
 from ghostclip.rules import Call, Captured, rule_for
@@ -33,12 +35,13 @@ if TYPE_CHECKING:
 _LIKE = {"to", "type_as", "view_as", "reshape_as", "expand_as"}
 
 
-def consume(session: "Session", operation: Operation) -> Any:
+def consume(session: "Session", operation: Operation, reading: Reading) -> Any:
     """Run the operation with detached parameters and register its use.
 
     Args:
         session: Who lent the tracked tensors.
         operation: The operation; some of its arguments are tracked, some are data.
+        reading: Where samples lie in them.
 
     Returns:
         What the function returns, in the graph.
@@ -48,39 +51,30 @@ def consume(session: "Session", operation: Operation) -> Any:
     """
     again = rewritten(operation)
     if again is not None:
-        return again()
+        with session.watch.inside():
+            return again()
     if operation.name in _LIKE:
         return _like(operation)
     bound = _bound(session, operation)
-    session.sites.arrive(operation)
-    own_rows = _own_rows(session, operation)
-    stacked = all(tracked.origin.value.dim() > 2 for tracked in operation.tracked)
-    if own_rows and stacked and _takes(session, OWN_ROWS):
+    own = _own_axes(session, operation, reading)
+    if own and all(tracked.origin.value.dim() > 2 for tracked in operation.tracked):
         # One matrix for every sample is no product over letters that all samples share.
-        return _with_own_rows(session, operation)
+        return _with_own_rows(session, operation, own)
     if bound is not None:
-        maps = _maps(session, bound[1])
-        copied = stacked and any(tracked.origin.spread for tracked in operation.tracked)
-        if maps and _takes(session, RULE_ON_COPIES if copied else RULE):
-            return _by_rule(session, operation, bound, maps)
-        if not maps and not _in_graph(operation):
+        captured = bound[1]
+        sizes = tuple(captured.rows.shape[: captured.lead])
+        known = _axis_of_rows(session, operation, captured, reading)
+        maps = row_maps(session, captured.rows, sizes, known)
+        if maps:
+            return _by_rule(session, operation, bound, maps, known)
+        if known < 0 and not _in_graph(operation):
             # The samples' number stands on an axis that cannot hold samples: a constant.
             return _derived(operation)
-    return _without_rule(session, operation, own_rows=own_rows)
-
-
-def _without_rule(session: "Session", operation: Operation, *, own_rows: bool) -> Any:
     if broadcast.is_elementwise(operation.name):
-        spread = _by_spreading(session, operation)
+        spread = _by_spreading(session, operation, reading)
         if spread is not NotImplemented:
             return spread
-    if own_rows and _takes(session, OWN_ROWS):
-        return _with_own_rows(session, operation)
-    return _otherwise(session, operation)
-
-
-def _takes(session: "Session", way: str) -> bool:
-    return session.sites.ways.take(way, session.record)
+    return _with_own_rows(session, operation, own) if own else _otherwise(session, operation, reading)
 
 
 def _like(operation: Operation) -> Any:
@@ -95,18 +89,17 @@ def _in_graph(operation: Operation) -> bool:
     return any(tensor.requires_grad for tensor in operation.plain)
 
 
-def _own_rows(session: "Session", operation: Operation) -> bool:
-    """Return whether the tracked tensors have one copy a sample already."""
-    record = session.record
-    if record.batch_size < 2 or operation.is_in_place:
-        return False
-    return all(spread_over(t, record.batch_size, record.axis) for t in operation.tracked)
+def _own_axes(session: "Session", operation: Operation, reading: Reading) -> dict[int, int]:
+    """Return the axis along which each tracked tensor has one copy a sample; empty where one has not."""
+    if session.record.batch_size < 2 or operation.is_in_place:
+        return {}
+    axes = {id(tracked): session.sites.own_axis(tracked, reading) for tracked in operation.tracked}
+    return {} if CONSTANT in axes.values() else axes
 
 
-def _otherwise(session: "Session", operation: Operation) -> Any:
-    _takes(session, GENERAL)
+def _otherwise(session: "Session", operation: Operation, reading: Reading) -> Any:
     try:
-        return in_general(session, operation)
+        return in_general(session, operation, reading)
     except BatchAxisError:
         if _in_graph(operation) or operation.is_in_place:
             raise
@@ -122,7 +115,10 @@ def _bound(session: "Session", operation: Operation) -> tuple[dict[str, TrackedT
         raise type(error)(f"{place}: {error}") from None
 
 
-def _bind(operation: Operation) -> tuple[dict[str, TrackedTensor], Captured] | None:
+def _bind(
+    operation: Operation, in_place_of: Mapping[int, Tensor] | None = None
+) -> tuple[dict[str, TrackedTensor], Captured] | None:
+    """Ask the rule of an operation, of other tensors in the place of its own where some are given."""
     entry = rule_for(operation.name)
     if entry is None or any(tracked.origin.value.is_complex() for tracked in operation.tracked):
         # Rules multiply without conjugating.
@@ -132,97 +128,122 @@ def _bind(operation: Operation) -> tuple[dict[str, TrackedTensor], Captured] | N
     targets = {key: value for key, value in given.items() if isinstance(value, TrackedTensor)}
     if len(targets) != len(operation.tracked):
         return None
-    captured = rule(Call(operation.name, plain(given), frozenset(targets)))
+    values = plain(given)
+    if in_place_of is not None:
+        values = _torch.tree_map(lambda item: in_place_of.get(id(item), item), given)
+    captured = rule(Call(operation.name, values, frozenset(targets)))
     return None if captured is None else (targets, captured)
 
 
-def _maps(session: "Session", captured: Captured) -> list[RowMap]:
-    """Return the ways in which an axis that a rule takes for rows can hold the samples."""
-    return row_maps(session, captured.rows, tuple(captured.rows.shape[: captured.lead]))
+def _axis_of_rows(session: "Session", operation: Operation, captured: Captured, reading: Reading) -> int:
+    """Return the axis of a rule's rows that holds samples, `CONSTANT` or `UNKNOWN`.
+
+    Rows that the rule has turned are asked for once more, of tensors with the shapes for one sample more.
+    """
+    known = reading.axis(captured.rows)
+    if known != UNKNOWN or not reading.grown or any(tensor is captured.rows for tensor in operation.plain):
+        return known
+    pairs = zip(tensors_in((operation.args, operation.kwargs)), reading.grown, strict=True)
+    dummies = {id(tensor): _dummy(tensor, shape) for tensor, shape in pairs}
+    try:
+        more = _bind(operation, dummies)
+    except (RuntimeError, ValueError, IndexError, GhostClipError):
+        return UNKNOWN
+    if more is None:
+        return UNKNOWN
+    axes = compared((tuple(captured.rows.shape),), (tuple(more[1].rows.shape),), session.record.batch_size)
+    return UNKNOWN if axes is None else axes[0]
+
+
+def _dummy(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    with _torch.subclasses_off():
+        value = tensor.origin.value if isinstance(tensor, TrackedTensor) else tensor.detach()
+        return value.new_zeros(()).expand(shape)
 
 
 def _by_rule(
-    session: "Session", operation: Operation, bound: tuple[dict[str, TrackedTensor], Captured], maps: list[RowMap]
+    session: "Session",
+    operation: Operation,
+    bound: tuple[dict[str, TrackedTensor], Captured],
+    maps: list[RowMap],
+    known: int,
 ) -> Tensor:
-    captured = bound[1]
-    use = _use_of(session, operation, bound, maps)
-    session.settled.learn(operation, use, captured)
+    (targets, captured), record = bound, session.record
+    sizes = tuple(captured.rows.shape[: captured.lead])
+    site = session.sites.at(targets.values(), operation.name, captured.form, routed=maps[0].routed)
+    use = Use(site, record, targets, captured.factors, captured.lead, maps, lead_sizes=sizes)
+    use.behind = captured.rows.grad_fn
+    use.wants_input_gradient = _wants_gradient(session, [captured.rows])
+    session.settled.learn(operation, use, captured, known)
     rows, saved = captured.rows, captured.saved
     return carry_out(session, use, operation.run_plain, rows=rows, saved=saved, order=captured.order)
 
 
-def _use_of(
-    session: "Session", operation: Operation, bound: tuple[dict[str, TrackedTensor], Captured], maps: list[RowMap]
-) -> Use:
-    (targets, captured), record = bound, session.record
-    sizes = tuple(captured.rows.shape[: captured.lead])
-    routed = maps[0].kind == "listed"
-    way = session.sites.ways.taken
-    site = session.sites.at(targets.values(), operation.name, captured.form, way=way, routed=routed)
-    use = Use(site, record, targets, captured.factors, captured.lead, maps, lead_sizes=sizes)
-    use.behind = captured.rows.grad_fn
-    if not captured.rows.requires_grad:
-        session.sites.doubt(use, operation, [captured.rows])
-    return use
+def _wants_gradient(session: "Session", rows: Sequence[Tensor]) -> bool:
+    return any(tensor.requires_grad or session.watch.rows_of(tensor) is not None for tensor in rows)
 
 
-def _by_spreading(session: "Session", operation: Operation) -> Any:
+def _by_spreading(session: "Session", operation: Operation, reading: Reading) -> Any:
     """Spread every tracked argument over the batch axis of the data; ``NotImplemented`` where none is found."""
     record = session.record
-    data = [tensor for tensor in operation.plain if session.sites.is_data(tensor, operation.name)]
+    data = [tensor for tensor in operation.plain if session.sites.is_data(tensor, reading, operation.name)]
     shapes = [t.shape for t in operation.plain] + [t.origin.value.shape for t in operation.tracked]
     dims = len(torch.broadcast_shapes(*shapes))
-    found = broadcast.row_axis_of(data, dims, record.batch_size, record.axis)
+    found = _grown_axis(data, dims, reading) or broadcast.row_axis_of(data, dims, record.batch_size, record.axis)
     if found is None:
         return NotImplemented
     axis, size, witness = found
     listed = None
     if record.batch_size > 1:
         listed = listed_rows(session, witness, axis - dims + witness.dim())
-    if listed is not None and not _takes(session, SPREAD_ROUTED):
-        listed = None
     maps = broadcast.map_of_rows(size, record.batch_size, record.axis, listed)
-    if not maps or (listed is None and not _takes(session, SPREAD)):
+    if not maps:
         return NotImplemented
-    rows = broadcast.RowAxis(axis, size, maps[0], record.batch_size)
-    doubtful = None if witness.requires_grad else (operation, witness)
+    rows = broadcast.RowAxis(axis, size, maps, record.batch_size)
+    wants_gradient = _wants_gradient(session, [witness])
 
     def enter(tracked: TrackedTensor) -> Tensor:
         spread = broadcast.Spread(tracked.origin.value, dims, rows)
-        return _enter_spread(session, operation.name, tracked, spread, doubtful)
+        return _enter_spread(session, operation.name, tracked, spread, wants_gradient=wants_gradient)
 
     return operation.run(enter)
 
 
-def _with_own_rows(session: "Session", operation: Operation) -> Any:
+def _grown_axis(data: Sequence[Tensor], dims: int, reading: Reading) -> tuple[int, int, Tensor] | None:
+    """Return the axis of a broadcast result that holds samples, its size, and the tensor that shows it."""
+    for tensor in sorted(data, key=lambda tensor: not tensor.requires_grad):
+        axis = reading.axis(tensor)
+        if axis >= 0:
+            return dims - tensor.dim() + axis, tensor.shape[axis], tensor
+    return None
+
+
+def _with_own_rows(session: "Session", operation: Operation, own: Mapping[int, int]) -> Any:
     """Let tensors that were spread over the batch already enter any operation as they are."""
     record = session.record
-    rows = broadcast.RowAxis(record.axis, record.batch_size, RowMap("axis"), record.batch_size)
 
     def enter(tracked: TrackedTensor) -> Tensor:
-        value = tracked.origin.value
-        return _enter_spread(session, operation.name, tracked, broadcast.Spread(value, value.dim(), rows))
+        value, axis = tracked.origin.value, own[id(tracked)]
+        maps = broadcast.map_of_rows(value.shape[axis], record.batch_size, record.axis, None)
+        rows = broadcast.RowAxis(axis, value.shape[axis], maps, record.batch_size)
+        return _enter_spread(
+            session, operation.name, tracked, broadcast.Spread(value, value.dim(), rows), wants_gradient=True
+        )
 
     return operation.run(enter)
 
 
 def _enter_spread(
-    session: "Session",
-    name: str,
-    tracked: TrackedTensor,
-    spread: broadcast.Spread,
-    doubtful: tuple[Operation, Tensor] | None = None,
+    session: "Session", name: str, tracked: TrackedTensor, spread: broadcast.Spread, *, wants_gradient: bool
 ) -> Tensor:
-    way, routed = session.sites.ways.taken, spread.rows.row_map.kind == "listed"
-    site = session.sites.at([tracked], name, "dense", way=way, routed=routed)
+    maps = [RowMap(row_map.kind, spread.row_axis, row_map.samples) for row_map in spread.rows.maps]
+    site = session.sites.at([tracked], name, "dense", routed=maps[0].routed)
 
     def factors(saved: Sequence[Tensor], grad: Tensor, split: Any) -> Mapping[str, Factor]:
-        return {"value": spread.factor(grad)}
+        return {"value": spread.factor(grad, use.row_map)}
 
-    row_map = RowMap(spread.rows.row_map.kind, spread.row_axis, spread.rows.row_map.samples)
-    use = Use(site, session.record, {"value": tracked}, factors, spread.row_axis + 1, [row_map])
-    if doubtful is not None:
-        session.sites.doubt(use, doubtful[0], [doubtful[1]])
+    use = Use(site, session.record, {"value": tracked}, factors, spread.row_axis + 1, maps)
+    use.wants_input_gradient = wants_gradient
     entered = source(spread.tensor, session.anchor)
     session.register(use)
     entered.register_hook(delivery(session, use))

@@ -30,39 +30,42 @@ def decompose(func: Callable[..., Any], name: str, session: "Session") -> Callab
     Returns:
         A callable with the same signature; its inner operations are intercepted as usual.
     """
-    if name in WRITTEN_OUT:
-        return _recurrent(name, session)
-    if not isinstance(func, FunctionType) or rule_for(name) is not None:
+    inside = inside_of(func, name)
+    if inside is None:
         return None
-    if not any(check in func.__code__.co_names for check in _CHECKS):
-        return None
-    inside = _reentered(_without_dispatch(func))
-    # Attention works on (T, B, E) whatever the module's batch_first says.
-    return _batch_second(inside, session) if name == "multi_head_attention_forward" else inside
-
-
-def _recurrent(name: str, session: "Session") -> Callable[..., Any]:
-    inside = _reentered(WRITTEN_OUT[name])
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        padded = name in LAYERS and not is_packed(args, kwargs)
-        return (_batch_second(inside, session) if padded else inside)(*args, **kwargs)
-
-    return run
-
-
-def _batch_second(func: Callable[..., Any], session: "Session") -> Callable[..., Any]:
-    """Return a function inside which the batch is expected on axis 1."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         record = session.record
-        axis, record.axis = record.axis, 1
+        axis = record.axis
+        # Attention and recurrent layers work on (T, B, E) whatever the module's batch_first says.
+        if name == "multi_head_attention_forward" or (name in LAYERS and not is_packed(args, kwargs)):
+            record.axis = 1
         try:
-            return func(*args, **kwargs)
+            with session.watch.inside():
+                return inside(*args, **kwargs)
         finally:
             record.axis = axis
 
     return run
+
+
+def inside_of(func: Callable[..., Any], name: str) -> Callable[..., Any] | None:
+    """Return a function written as its own operations, which are seen one by one.
+
+    Args:
+        func: A torch function.
+        name: Its name.
+
+    Returns:
+        A callable with the same signature; None where it is one operation.
+    """
+    if name in WRITTEN_OUT:
+        return _reentered(WRITTEN_OUT[name])
+    if not isinstance(func, FunctionType) or rule_for(name) is not None:
+        return None
+    if not any(check in func.__code__.co_names for check in _CHECKS):
+        return None
+    return _reentered(_without_dispatch(func))
 
 
 def _without_dispatch(func: FunctionType) -> Callable[..., Any]:

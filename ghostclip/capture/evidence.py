@@ -149,8 +149,8 @@ def probe_outputs(session: "Session", outputs: list[Tensor]) -> Probe | None:
         return None
     first: Probe | None = None
     states = [(site, site.chosen, site.attempts) for site in session.sites.table.values()]
-    for begun in starts(outputs, record=record):
-        probe = Probe(set(), session.describe_module)
+    for begun in starts(outputs, record=record, known=session.sites.outputs):
+        probe = Probe(set(), session.describe_module, begun=begun)
         if first is not None:
             _restore(states)
         with _listening(session, probe):

@@ -16,9 +16,11 @@ from ghostclip.capture import broadcast, by_sample
 from ghostclip.capture.arrivals import AT_ONCE_FORM, GENERAL_FORM
 from ghostclip.capture.batch_axis import RowMap, candidates
 from ghostclip.capture.derive import batched_grad
+from ghostclip.capture.growth import tensors_in
 from ghostclip.capture.nodes import Region
 from ghostclip.capture.operation import Operation
 from ghostclip.capture.rows import listed_rows
+from ghostclip.capture.sites import Reading
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.capture.usage import Site, Use, no_axis
 from ghostclip.errors import BatchAxisError
@@ -47,12 +49,13 @@ class _Local:
         return spec
 
 
-def in_general(session: "Session", operation: Operation) -> Any:
+def in_general(session: "Session", operation: Operation, reading: Reading) -> Any:
     """Run an operation and register its use.
 
     Args:
         session: Who lent the tracked tensors.
         operation: The operation.
+        reading: Where samples lie in its arguments.
 
     Returns:
         What the function returns, in the graph.
@@ -61,20 +64,20 @@ def in_general(session: "Session", operation: Operation) -> Any:
         BatchAxisError: No axis of its output can hold the samples.
     """
     if operation.is_in_place:
-        return _in_place(session, operation)
+        return _in_place(session, operation, reading)
     tracked = operation.tracked
     entered = {id(t): t.origin.value.detach().requires_grad_() for t in tracked}
     rerun = _rerun_of(operation, list(entered), list(entered.values()))
     local = _Local(operation, entered)
     routed = any(tensor.dim() and listed_rows(session, tensor, 0) is not None for tensor in operation.plain)
-    way = session.sites.ways.taken
-    site = session.sites.at(tracked, operation.name, GENERAL_FORM, way=way, routed=routed)
+    site = session.sites.at(tracked, operation.name, GENERAL_FORM, routed="selected" if routed else "")
     if site.at_once:
         site.forms.update(dict.fromkeys(site.names, AT_ONCE_FORM))
     targets = {str(number): t for number, t in enumerate(tracked)}
     use = Use(site, session.record, targets, _unset, 1, [])
-    if not any(tensor.requires_grad for tensor in operation.plain):
-        session.sites.doubt(use, operation, operation.plain)
+    use.wants_input_gradient = any(
+        tensor.requires_grad or session.watch.rows_of(tensor) is not None for tensor in operation.plain
+    )
     output_maps: list[list[RowMap]] = []
     items: list[Any] = []
     specs: list[Any] = []
@@ -86,10 +89,15 @@ def in_general(session: "Session", operation: Operation) -> Any:
 
     deliver = _delivery(session, use, rerun, output_maps)
     results = list(Region.apply(run, deliver, session.anchor, *operation.plain))
-    output_maps += [_output_maps(output, operation, session, site) for output in results]
     session.register(use)
     fresh = iter(results)
-    return _torch.tree_unflatten([next(fresh) if _in_graph(item) else item for item in items], specs[-1])
+    leaves = [next(fresh) if _in_graph(item) else item for item in items]
+    returned = _torch.tree_unflatten(leaves, specs[-1])
+    axes = dict(zip(map(id, tensors_in(returned)), session.sites.results(reading, returned), strict=False))
+    output_maps += [
+        _output_maps(output, operation, session, site, axes.get(id(output), reading.result)) for output in results
+    ]
+    return returned
 
 
 def _rerun_of(operation: Operation, keys: list[int], inputs: list[Tensor]) -> by_sample.Rerun:
@@ -144,7 +152,7 @@ def _at_once(use: Use, rerun: by_sample.Rerun, arrived: Sequence[by_sample.Arriv
     return {str(number): Dense(grad) for number, grad in enumerate(found)}
 
 
-def _in_place(session: "Session", operation: Operation) -> Any:
+def _in_place(session: "Session", operation: Operation, reading: Reading) -> Any:
     """Run an in-place operation on a copy of its first argument, then write the result back."""
     changed = operation.args[0]
 
@@ -153,7 +161,9 @@ def _in_place(session: "Session", operation: Operation) -> Any:
         operation.func(copy, *rest, **named)
         return copy
 
-    changed.copy_(in_general(session, replace(operation, func=on_copy, name=f"copied {operation.name.strip('_')}")))
+    on_copies = replace(operation, func=on_copy, name=f"copied {operation.name.strip('_')}")
+    # It has the form of what is changed.
+    changed.copy_(in_general(session, on_copies, replace(reading, result=reading.axis(changed))))
     return None if operation.name == "__setitem__" else changed
 
 
@@ -169,10 +179,12 @@ def _unset(saved: Sequence[Tensor], grad: Tensor, split: Any) -> Mapping[str, Fa
     raise AssertionError("set when the gradient arrives")
 
 
-def _output_maps(output: Tensor, operation: Operation, session: "Session", site: Site) -> list[RowMap]:
+def _output_maps(output: Tensor, operation: Operation, session: "Session", site: Site, known: int) -> list[RowMap]:
     record = session.record
     maps = candidates(output.shape, record.batch_size, axis=record.axis) if output.dim() else []
-    if record.batch_size > 1 and output.dim():
+    if record.batch_size > 1 and known >= 0:
+        maps = [row_map for row_map in maps if row_map.axis == known]
+    if record.batch_size > 1 and output.dim() and known <= 0:
         for tensor in operation.plain:
             if tensor.dim() and tensor.shape[0] == output.shape[0]:
                 listed = listed_rows(session, tensor, 0)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ghostclip import _torch
+from ghostclip.capture.growth import UNKNOWN
 
 _MAX_NODES = 256
 
@@ -23,6 +24,7 @@ class Place:
         dtype: Its dtype.
         device: Its device.
         tensor: The value itself, where it is at hand.
+        axis: The axis that holds samples, `CONSTANT` or `UNKNOWN`.
     """
 
     source: Any
@@ -30,11 +32,20 @@ class Place:
     dtype: torch.dtype
     device: torch.device
     tensor: Tensor | None = None
+    axis: int = UNKNOWN
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "Place":
-        """Return the place of a tensor in the graph."""
-        return cls(tensor, tensor.shape, tensor.dtype, tensor.device, tensor)
+    def of(cls, tensor: Tensor, axis: int = UNKNOWN) -> "Place":
+        """Return the place of a tensor in the graph.
+
+        Args:
+            tensor: The tensor.
+            axis: The axis that holds samples, if it is known.
+
+        Returns:
+            Its place.
+        """
+        return cls(tensor, tensor.shape, tensor.dtype, tensor.device, tensor, axis)
 
 
 def reduced_places(scalars: Sequence[Tensor], has_rows: Callable[[Place], bool]) -> list[Place]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.capture.batch_axis import RowMap
+from ghostclip.capture.growth import CONSTANT, UNKNOWN
 from ghostclip.capture.places import Place, reduced_places
 from ghostclip.capture.provenance import routed_samples
 from ghostclip.capture.usage import MAX_ATTEMPTS, Record, Site, Use
@@ -46,11 +47,13 @@ class Probe:
         samples: The samples of the backward that runs.
         describe_module: Names the module that owns a parameter.
         failures: What is wrong, in the order in which gradients arrived (nearest to the output first).
+        begun: Where its backwards begin.
     """
 
     samples: set[int]
     describe_module: Callable[[str], str]
     failures: list[tuple[Use, str]] = field(default_factory=list)
+    begun: Sequence[Start] = ()
     _rejected: set[tuple[Site, tuple[str, int]]] = field(default_factory=set)
     _known: dict[Site, tuple[str, int] | None] = field(default_factory=dict)
 
@@ -82,10 +85,6 @@ class Probe:
         use.site.attempts = 0
         self.failures.append((use, _shapes(grad, use)))
 
-    def constants(self) -> set[Any]:
-        """Return the call sites whose data turned out not to be rows of samples (positions where T equals B)."""
-        return {use.constant_key for use, _ in self.failures if use.constant_key is not None}
-
     def verdict(self, where: Callable[[], str]) -> None:
         """Raise if a use could not be explained.
 
@@ -110,7 +109,7 @@ class Probe:
             )
             raise BatchAxisError(message)
         coincidence = [size for size in use.lead_sizes[1:] if size == record.batch_size] if use.lead_sizes else []
-        if coincidence or use.maps[0].kind in ("major", "minor"):
+        if coincidence or record.stays_small or use.maps[0].kind in ("major", "minor"):
             message = (
                 f"{place}: {use.site.describe()} has rows {shapes} that cannot be assigned to the "
                 f"{record.batch_size} samples that the model's first input holds: another axis has that size, rows are "
@@ -173,7 +172,7 @@ def sample_sets(batch_size: int) -> list[set[int]]:
     return [alone, *(chosen for chosen in digits if chosen and chosen != alone)]
 
 
-def starts(outputs: Sequence[Tensor], *, record: Record) -> list[list[Start]]:
+def starts(outputs: Sequence[Tensor], *, record: Record, known: Sequence[int] = ()) -> list[list[Start]]:
     """List the ways in which a model's outputs may belong to the samples.
 
     Where the model returns scalars only (its own loss), what they were reduced from takes the outputs' place.
@@ -181,6 +180,7 @@ def starts(outputs: Sequence[Tensor], *, record: Record) -> list[list[Start]]:
     Args:
         outputs: The model's output tensors.
         record: The forward.
+        known: The axis of each that holds samples, `CONSTANT` or `UNKNOWN`; empty where nothing is known.
 
     Returns:
         Ways in order of preference, each with all outputs that have rows of samples; several only where all outputs are
@@ -189,19 +189,18 @@ def starts(outputs: Sequence[Tensor], *, record: Record) -> list[list[Start]]:
     Raises:
         BatchAxisError: There are outputs, and none has an axis that could hold the samples.
     """
-    usable = [output for output in outputs if output.requires_grad and output.is_floating_point()]
-    places = [Place.of(output) for output in usable if output.dim()]
+    axes = list(known) if len(known) == len(outputs) else [UNKNOWN] * len(outputs)
+    pairs = [pair for pair in zip(outputs, axes, strict=True) if pair[0].requires_grad and pair[0].is_floating_point()]
+    usable = [output for output, _ in pairs]
+    places = [Place.of(output, axis) for output, axis in pairs if output.dim()]
     exact, folded = _sorted_out(places, record)
-    if not (exact or folded[0]):
-        # States ``(layers, B, ...)`` and nothing else.
-        exact = _by_second_axis(places, record)
     if places and not (exact or folded[0]):
         shapes = ", ".join(str(tuple(place.shape)) for place in places)
         message = (
-            f"the model's first input says that the batch has {record.batch_size} samples, but its outputs, of shape "
-            f"{shapes}, have no axis for them. Hand the tensor whose axis {record.axis} is the batch to the model "
-            "first (masks and tables after it), and return outputs with one row, or the same number of rows, for each "
-            "sample."
+            f"the batch has the {record.batch_size} samples that the model's first input holds, but the outputs, of "
+            f"shape {shapes}, have no axis for them. Hand the tensor whose axis {record.axis} is the batch to the "
+            "model first (masks and tables after it), and return outputs with one row, or the same number of rows, for "
+            "each sample."
         )
         raise BatchAxisError(message)
     if not places:
@@ -209,11 +208,10 @@ def starts(outputs: Sequence[Tensor], *, record: Record) -> list[list[Start]]:
         found = reduced_places(usable, lambda place: _certain_map(place, record) is not None)
         exact, folded = _sorted_out(found or reduced_places(usable, lambda place: _is_folded(place, record)), record)
     if exact or not folded[0]:
-        return _with_other_axes(exact, record) if exact else []
+        return [exact] if exact else []
     # With as many rows a sample as there are samples, a model that mixes samples looks like one that mixes positions.
-    certain = any(start.place.shape[0] == record.batch_size**2 for start in folded[0])
-    time_first = _by_second_axis(places, record)
-    return ([time_first] if time_first else []) + (folded[:1] if certain else folded)
+    certain = any(start.place.shape[start.row_map.axis] == record.batch_size**2 for start in folded[0])
+    return folded[:1] if certain else folded
 
 
 def _sorted_out(places: Sequence[Place], record: Record) -> tuple[list[Start], list[list[Start]]]:
@@ -227,29 +225,13 @@ def _sorted_out(places: Sequence[Place], record: Record) -> tuple[list[Start], l
             exact.append(Start(place, row_map))
         elif _is_folded(place, record):
             for way, kind in zip(folded, kinds, strict=True):
-                way.append(Start(place, RowMap(kind, 0)))
+                way.append(Start(place, RowMap(kind, max(0, place.axis))))
     return exact, folded
 
 
-def _by_second_axis(places: Sequence[Place], record: Record) -> list[Start]:
-    """Return the starts that have one row a sample on axis 1, as outputs ``(T, B, ...)`` do."""
-    maps = [(place, _certain_map(place, record, last=True)) for place in places]
-    return [Start(place, row_map) for place, row_map in maps if row_map is not None]
-
-
-def _with_other_axes(exact: list[Start], record: Record) -> list[list[Start]]:
-    """Return the reading of outputs at face value, and one where states ``(layers, B, ...)`` have B layers."""
-    others = [
-        Start(start.place, RowMap("axis", 1))
-        if number and start.row_map.key == ("axis", 0) and tuple(start.place.shape[:2]) == (record.batch_size,) * 2
-        else start
-        for number, start in enumerate(exact)
-    ]
-    return [exact] if others == exact else [exact, others]
-
-
-def _certain_map(place: Place, record: Record, *, last: bool = False) -> RowMap | None:
-    for axis in (1,) if last else dict.fromkeys((record.axis, 0)):
+def _certain_map(place: Place, record: Record) -> RowMap | None:
+    expected = (place.axis,) if place.axis >= 0 else dict.fromkeys((record.axis, 0))
+    for axis in () if place.axis == CONSTANT else expected:
         if axis < len(place.shape) and place.shape[axis] == record.batch_size:
             return RowMap("axis", axis)
     if place.tensor is None:
@@ -259,7 +241,8 @@ def _certain_map(place: Place, record: Record, *, last: bool = False) -> RowMap 
 
 
 def _is_folded(place: Place, record: Record) -> bool:
-    return bool(place.shape) and place.shape[0] > record.batch_size and place.shape[0] % record.batch_size == 0
+    size = place.shape[max(0, place.axis)] if place.shape and place.axis != CONSTANT else 0
+    return size > record.batch_size and size % record.batch_size == 0
 
 
 def cotangents(begun: Sequence[Start], *, batch_size: int, samples: set[int]) -> list[Tensor]:

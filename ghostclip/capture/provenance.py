@@ -220,7 +220,69 @@ def _parent_samples(node: Any, rows: int, batch_size: int, expected_axis: int) -
     if batch_size <= 0 or rows % batch_size:
         return None
     index = torch.arange(rows)
-    return index % batch_size if expected_axis == 1 and rows > batch_size else index // (rows // batch_size)
+    if rows > batch_size and _alternate(node.next_functions[0], rows, batch_size, expected_axis):
+        return index % batch_size
+    return index // (rows // batch_size)
+
+
+def _alternate(edge: tuple[Any, int], rows: int, batch_size: int, expected_axis: int) -> bool:
+    """Return whether samples alternate in folded rows: the view that folded them says which axis came first."""
+    alternate = expected_axis == 1
+    for _ in range(_MAX_NODES):
+        node = edge[0]
+        if node is None:
+            break
+        use = node.metadata.get(METADATA_KEY)
+        if use is not None:
+            if use.site.chosen is not None and use.site.chosen[0] in ("major", "minor"):
+                return bool(use.site.chosen[0] == "minor")
+            edge = use.behind, 0
+            continue
+        sizes = tuple(_torch.saved(node, "self_sym_sizes")) if _name_is(node, _VIEWS) else ()
+        if sizes and sizes[0] != rows:
+            if len(sizes) < 2 or sizes[0] * sizes[1] != rows or batch_size not in sizes[:2]:
+                break
+            if sizes[0] != sizes[1]:
+                return sizes[1] == batch_size
+            axis = _axis_of_samples(node.next_functions[0])
+            return alternate if axis is None else axis == 1
+        following = _same_rows(node, rows)
+        if following is None:
+            break
+        edge = following
+    return alternate
+
+
+def _axis_of_samples(edge: tuple[Any, int]) -> int | None:
+    """Return which of a value's first two axes holds samples, by the nearest layer behind it that knows."""
+    axes = [0, 1]
+    for _ in range(_MAX_NODES):
+        node = edge[0]
+        if node is None or edge[1] >= len(_torch.outputs_of(node)):
+            break
+        use, name = node.metadata.get(METADATA_KEY), node.name()
+        if use is not None:
+            known = {row_map.axis for row_map in use.maps} if use.site.chosen is None else {use.site.chosen[1]}
+            return axes.index(known.pop()) if len(known) == 1 and known <= set(axes) else None
+        shape = _torch.outputs_of(node)[edge[1]].shape
+        if name in ("TransposeBackward0", "PermuteBackward0"):
+            order = list(range(len(shape)))
+            if name == "PermuteBackward0":
+                order = [_torch.signed(axis) % len(shape) for axis in _torch.saved(node, "dims")]
+            else:
+                one, two = (
+                    _torch.signed(axis) % len(shape)
+                    for axis in (_torch.saved(node, "dim0"), _torch.saved(node, "dim1"))
+                )
+                order[one], order[two] = order[two], order[one]
+            axes, edge = [order[axis] for axis in axes], node.next_functions[0]
+            continue
+        behind = [e for e in node.next_functions if e[0] is not None and not _name_is(e[0], _LEAVES)]
+        alike = [e for e in behind if _torch.outputs_of(e[0])[e[1]].shape == shape]
+        if not alike:
+            break
+        edge = alike[0]
+    return None
 
 
 def _joined(node: Any, rows: int, batch_size: int, expected_axis: int) -> Tensor | None:

@@ -8,6 +8,7 @@ that is proved by evidence.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from ghostclip import _torch
+from ghostclip.capture.growth import Calls, Grown, Key, Layout, shapes_of
 from ghostclip.capture.packed import PACK, PAD, positions, rows_of, with_a_step
 from ghostclip.capture.provenance import ROWS_KEY, columns_of, routed_samples
 from ghostclip.capture.tracked import TrackedTensor
@@ -77,8 +79,20 @@ class Watch(TorchFunctionMode):
         self._inputs: Sequence[Tensor] = ()
         self._batch_size = 0
         self._axis = 0
+        self._grown: Grown | None = None
+        self._calls = Calls()
+        self._key: Key = ()
+        self._depth = 0
 
-    def begin(self, batch_size: int, axis: int, inputs: Sequence[Tensor] = (), *, made_up: bool = False) -> None:
+    def begin(
+        self,
+        batch_size: int,
+        axis: int,
+        inputs: Sequence[Tensor] = (),
+        *,
+        made_up: bool = False,
+        grown: Grown | None = None,
+    ) -> None:
         """Watch a new forward.
 
         Args:
@@ -86,13 +100,56 @@ class Watch(TorchFunctionMode):
             axis: The model's batch axis.
             inputs: The tensors that the model was called with.
             made_up: The batch was empty, and its one sample is made up.
+            grown: The same forward with one sample more, where there is one.
         """
+        self._grown, self._calls, self._key, self._depth = grown, Calls(), (), 0
         if self._rows.told:
             self._rows = _RowsOf()
         if len(self._columns):
             self._columns = _torch.weak_table()
         self._batch_size, self._axis, self._inputs, self._made_up = batch_size, axis, inputs, made_up
         _torch.begin_mode(self)
+
+    def layout(self, tree: Any) -> Layout | None:
+        """Return where samples lie in the arguments of the call that runs, as far as a grown forward tells.
+
+        Args:
+            tree: Its arguments.
+
+        Returns:
+            One axis a tensor; None where nothing is told.
+        """
+        return None if self._grown is None else self._grown.layout(self._key, shapes_of(tree))
+
+    @property
+    def key(self) -> Key:
+        """The call that runs."""
+        return self._key
+
+    def of_results(self, key: Key, result: Any) -> tuple[int, ...]:
+        """Return where samples lie in what a call returned, as far as a grown forward tells.
+
+        Args:
+            key: The call.
+            result: What it returned.
+
+        Returns:
+            One axis a tensor; empty where nothing is told.
+        """
+        return () if self._grown is None else self._grown.of_results(key, shapes_of(result))
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Yield while the operations inside the call that runs are told apart as well."""
+        if self._grown is None:
+            yield
+            return
+        self._depth += 1
+        try:
+            with self._calls.inside(self._key), self:
+                yield
+        finally:
+            self._depth -= 1
 
     def end(self) -> None:
         """Stop watching; what is known of tensors that still live stays known until the next forward."""
@@ -123,7 +180,9 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         """Run any torch function and note what it does to the order of rows."""
         kwargs = kwargs or {}
-        if func not in _SEEN and not self._rows.told:
+        if self._grown is not None:
+            self._key = self._calls.key(func)
+        if (func not in _SEEN and not self._rows.told) or self._depth:
             if TrackedTensor in types and _OURS.issuperset(types) and not _torch.active_modes():
                 # Whom torch would ask next.
                 return TrackedTensor.__torch_function__(func, types, args, kwargs)

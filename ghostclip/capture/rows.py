@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ghostclip.capture.batch_axis import RowMap, candidates
+from ghostclip.capture.growth import UNKNOWN
 from ghostclip.capture.provenance import routed_samples
 from ghostclip.capture.reorder import DOUBTFUL
 
@@ -13,18 +14,22 @@ if TYPE_CHECKING:
     from ghostclip.capture.session import Session
 
 
-def row_maps(session: "Session", rows: Tensor, sizes: Sequence[int]) -> list[RowMap]:
+def row_maps(session: "Session", rows: Tensor, sizes: Sequence[int], known: int = UNKNOWN) -> list[RowMap]:
     """List the row maps for a layer's input: routed rows by their index, others by size.
 
     Args:
         session: Whose forward it is.
         rows: The input.
         sizes: Sizes of its leading axes.
+        known: The axis that holds samples, `CONSTANT` or `UNKNOWN`.
 
     Returns:
         Row maps, the preferred one first; empty when none fits.
     """
     batch_size, axis = session.record.batch_size, session.record.axis
+    if batch_size > 1 and known >= 0:
+        listed = listed_rows(session, rows, 0) if known == 0 else None
+        return rows_along(known, sizes, batch_size, axis, listed)
     if batch_size > 1 and sizes and not (axis == 1 and len(sizes) > 1):
         listed = listed_rows(session, rows, 0)
         if listed is not None:
@@ -34,6 +39,23 @@ def row_maps(session: "Session", rows: Tensor, sizes: Sequence[int]) -> list[Row
         # What the model was called with has its batch where that was declared, whatever other axis has that size.
         return [RowMap("axis", axis)]
     return candidates(sizes, batch_size, axis=axis)
+
+
+def rows_along(axis: int, sizes: Sequence[int], batch_size: int, expected: int, listed: Tensor | None) -> list[RowMap]:
+    """List the row maps along one axis.
+
+    Args:
+        axis: The axis.
+        sizes: Sizes of the leading axes.
+        batch_size: B.
+        expected: The expected batch axis, which says in which order folded rows are likelier.
+        listed: The sample of every row, where rows were selected.
+
+    Returns:
+        Row maps, the preferred one first.
+    """
+    maps = [row_map for row_map in candidates(sizes, batch_size, axis=expected) if row_map.axis == axis]
+    return maps if listed is None else [RowMap("listed", 0, listed), *maps]
 
 
 def listed_rows(session: "Session", tensor: Tensor, axis: int) -> Tensor | None:

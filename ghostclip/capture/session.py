@@ -16,6 +16,7 @@ from ghostclip.capture.consume import consume
 from ghostclip.capture.decompose import decompose
 from ghostclip.capture.derive import derive, reorders_copies
 from ghostclip.capture.evidence import is_to_prove
+from ghostclip.capture.growth import Grown, grown
 from ghostclip.capture.inputs import emptied, in_backward, padded, under_checkpoint
 from ghostclip.capture.leaves import leaves_of
 from ghostclip.capture.nodes import accumulation_node, is_to_tie, tied
@@ -24,7 +25,7 @@ from ghostclip.capture.packed import packed_inputs
 from ghostclip.capture.reorder import Watch
 from ghostclip.capture.running import Running
 from ghostclip.capture.settled import Settled
-from ghostclip.capture.sites import Sites
+from ghostclip.capture.sites import Reading, Sites
 from ghostclip.capture.tracked import plain, without_samples
 from ghostclip.capture.unchecked import Unchecked
 from ghostclip.capture.units import Units
@@ -141,6 +142,12 @@ class Session:
             self.record.buffers = Buffers(self.model) if is_to_prove(self) else None
             if is_to_tie(self.model, leaves_of((args, kwargs))):
                 args, kwargs = _torch.tree_map(lambda item: tied(item, self.anchor), (args, dict(kwargs)))
+            if is_to_prove(self) and not self.sites.layouts:
+                try:
+                    self.record.grown = self.grown(module, args, kwargs)
+                except BaseException:
+                    self._break_off()
+                    raise
             self._running = Running(module, kwargs, self._break_off)
             changed = args, self._running.hand_over()
         self._start(args, kwargs)
@@ -150,7 +157,8 @@ class Session:
         """Lend the parameters out and watch what is done with them and with the data."""
         self.loan.lend_all()
         tensors = [leaf for leaf in leaves_of(inputs) if isinstance(leaf, Tensor)]
-        self.watch.begin(self.record.batch_size, self.record.axis, tensors, made_up=self.record.padded)
+        record = self.record
+        self.watch.begin(record.batch_size, record.axis, tensors, made_up=record.padded, grown=record.grown)
         if not inputs:
             return
         self.record.inputs = frozenset(map(id, tensors))
@@ -224,8 +232,10 @@ class Session:
         """
         self.settled.forget()
         module, args, kwargs = as_flat(module, args, kwargs)
-        before = self.record
-        self.record = Record(before.batch_size, before.axis, padded=before.padded, noted=before.noted)
+        record = self.record
+        self.record = Record(
+            record.batch_size, record.axis, padded=record.padded, grown=record.grown, noted=record.noted
+        )
         self.loan.begin()
         try:
             self._start(args, kwargs)
@@ -235,6 +245,32 @@ class Session:
         finally:
             self.loan.end()
             self.watch.end()
+
+    def grown(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Grown | None:
+        """Run a forward that is proved with one sample more.
+
+        Args:
+            module: The outermost module.
+            args: Its positional inputs.
+            kwargs: Its keyword inputs.
+
+        Returns:
+            What it did; None where it cannot.
+        """
+        inputs: Any = (args, dict(kwargs))
+        if next(iter(packed_inputs(inputs)), None) is not None:
+            return None
+        on_rows, *inputs = self._bags.as_rows(module, *inputs)
+
+        def run(given: Any) -> list[Tensor]:
+            own, args, kwargs = as_flat(on_rows, *given)
+            return readings.tensors(own.forward(*args, **kwargs))
+
+        size, axis = self.record.batch_size, self.record.axis
+        with self.loan.unwatched():
+            found = grown(self.model, run, tuple(inputs), batch_size=size, axis=axis)
+        self.record.stays_small = found is None
+        return found
 
     @contextmanager
     def lending(self) -> Iterator[None]:
@@ -304,17 +340,16 @@ class Session:
             raise UncoveredParameterError(message)
         if name == "backward":
             raise UncoveredParameterError(without_samples(args))
-        data = [tensor for tensor in operation.plain if self.sites.is_data(tensor, name)]
-        moves_copies = reorders_copies(operation, self.record.batch_size)
-        if moves_copies or not data or self.sites.takes_constants(operation, data):
-            self.sites.remember_constants(operation)
+        reading = self.sites.read(operation) if operation.plain else Reading(None)
+        data = [tensor for tensor in operation.plain if self.sites.is_data(tensor, reading, name)]
+        if not data or reorders_copies(operation, self.record.batch_size):
             in_place = operation.is_in_place
             return write(operation, self.model.buffers()) if in_place else derive(func, name, args, kwargs)
         refuse_data(operation)
         decomposed = decompose(func, name, self)
         if decomposed is not None:
             return decomposed(*args, **kwargs)
-        return consume(self, operation)
+        return consume(self, operation, reading)
 
     def register(self, use: Use) -> None:
         """Note a new use of the current forward."""

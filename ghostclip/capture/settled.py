@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from ghostclip.capture.attach import carry_out
+from ghostclip.capture.growth import UNKNOWN
 from ghostclip.capture.inputs import in_backward
 from ghostclip.capture.operation import Operation
 from ghostclip.capture.rows import row_maps
+from ghostclip.capture.sites import key_of
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.capture.usage import MAX_ATTEMPTS, Site, Use
-from ghostclip.capture.ways import RULE
 from ghostclip.rules import Captured, Rule, follows_from_form, rule_for
 
 if TYPE_CHECKING:
@@ -41,8 +42,7 @@ class _Form:
         captured: What the rule made of it; the tensors in it are dropped.
         rule: The rule.
         key: The names of its parameters, and its own.
-        constant_key: As its data is remembered, should it prove to be a constant.
-        sites: Its call site by the number of the visit, of the way and of the site.
+        sites: Its call site, and the axis that holds samples, by the number of the call and of the site.
     """
 
     name: str
@@ -52,8 +52,7 @@ class _Form:
     captured: "_Kept"
     rule: Rule
     key: Any
-    constant_key: Any
-    sites: dict[tuple[int, int], Site] = field(default_factory=dict)
+    sites: dict[tuple[int, int], tuple[Site, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -115,39 +114,42 @@ class Settled:
     def _use(self, form: _Form, rows: Tensor) -> Use | None:
         """Return the use of a form that was met before, or None where something is different now."""
         session = self._session
-        record, sites = session.record, session.sites
-        visits, way_key = record.visits, ("way", form.key)
-        visit = visits[way_key] + 1, visits[form.key] + 1
-        site, entry = form.sites.get(visit), rule_for(form.name)
+        record = session.record
+        visits, call_key = record.visits, ("call", form.key)
+        visit = visits[call_key] + 1, visits[form.key] + 1
+        (site, known), entry = form.sites.get(visit, (None, UNKNOWN)), rule_for(form.name)
         if site is None or site.attempts < MAX_ATTEMPTS or entry is None or entry[0] is not form.rule:
             return None
-        if not rows.requires_grad and (form.constant_key in sites.constants or not sites.is_data(rows, form.name)):
+        if record.grown is not None or (not rows.requires_grad and known < 0):
             return None
         sizes = tuple(rows.shape[: form.captured.lead])
-        maps = row_maps(session, rows, sizes)
+        maps = row_maps(session, rows, sizes, known)
         if not maps or maps[0].kind == "listed" or (not rows.requires_grad and session.watch.rows_of(rows) is not None):
             return None
-        visits[way_key], visits[form.key] = visit
-        place = form.key, visit[0]
-        sites.ways.taken, record.ways[place] = (place, RULE), RULE
+        visits[call_key], visits[form.key] = visit
         kept = form.captured
         use = Use(site, record, form.targets, kept.factors, kept.lead, maps, lead_sizes=sizes)
         use.behind = rows.grad_fn
-        if not rows.requires_grad:
-            use.constant_key = form.constant_key
+        use.wants_input_gradient = rows.requires_grad
         return use
 
-    def learn(self, operation: Operation, use: Use, captured: Captured) -> None:
+    def learn(self, operation: Operation, use: Use, captured: Captured, known: int) -> None:
         """Remember how an operation was consumed by its rule, if that follows from the form of its arguments.
 
         Args:
             operation: The operation.
             use: Its use.
             captured: What the rule made of it.
+            known: The axis of its rows that holds samples, as far as it is known.
         """
-        (place, way), record = use.site.way, use.record
-        rows = captured.rows
-        if way != RULE or in_backward() or not follows_from_form(operation.name) or use.maps[0].kind == "listed":
+        record, rows = use.record, captured.rows
+        # With one sample every axis may hold it: what is met then says nothing about more.
+        if (
+            record.batch_size < 2
+            or in_backward()
+            or not follows_from_form(operation.name)
+            or use.maps[0].kind == "listed"
+        ):
             return
         # Rows that a rule has turned (products, tracked inputs) are another object; what it captures follows sizes.
         if len(operation.plain) != 1 or operation.plain[0] is not rows:
@@ -162,7 +164,8 @@ class Settled:
             if len(self._forms) >= _MOST:
                 self._forms.clear()
             self._forms[key] = self._form(operation, use, captured)
-        self._forms[key].sites[place[1], record.visits[place[0]]] = use.site
+        place = self._forms[key].key
+        self._forms[key].sites[record.visits["call", place], record.visits[place]] = use.site, known
 
     def _form(self, operation: Operation, use: Use, captured: Captured) -> _Form:
         arguments: list[tuple[Any, Any]] = [*enumerate(operation.args), *operation.kwargs.items()]
@@ -175,8 +178,7 @@ class Settled:
             rows=next(place for place, item in arguments if item is captured.rows),
             captured=_Kept(bool(captured.saved), captured.lead, captured.factors, captured.order),
             rule=entry[0],
-            key=use.site.way[0][0],
-            constant_key=self._session.sites.constant_key(operation),
+            key=key_of(operation.tracked, operation.name),
         )
 
 

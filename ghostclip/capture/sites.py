@@ -1,36 +1,48 @@
 """Call sites: where parameters are consumed, and what the evidence has shown about each."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
+from ghostclip.capture.broadcast import is_elementwise
 from ghostclip.capture.derive import spread_over
+from ghostclip.capture.growth import CONSTANT, UNKNOWN, Key, Layout, Shapes, tensors_in
+from ghostclip.capture.inputs import in_backward
 from ghostclip.capture.operation import Operation
 from ghostclip.capture.reorder import DOUBTFUL
 from ghostclip.capture.tracked import TrackedTensor
-from ghostclip.capture.usage import MAX_ATTEMPTS, Site, Use
-from ghostclip.capture.ways import Ways
+from ghostclip.capture.usage import Site
 
 if TYPE_CHECKING:
     from ghostclip.capture.session import Session
 
 _log = logging.getLogger(__name__)
 
-# Data that autograd does not track may be folded (``x.view(-1, d)``) only where a layer with rows takes it.
-_ROW_OPERATIONS = {
-    "linear", "addmm", "mm", "matmul", "__matmul__", "conv1d", "conv2d", "conv3d", "embedding_bag", "layer_norm",
-    "rms_norm", "lstm", "gru", "rnn_tanh", "rnn_relu", "multi_head_attention_forward", "conv_transpose1d",
-    "conv_transpose2d", "conv_transpose3d", "prelu", "bilinear", "lstm_cell", "gru_cell", "rnn_tanh_cell",
-    "rnn_relu_cell",
-}  # fmt: skip
-# Products take data with the batch on any axis, the last one included (``W @ x.T``).
-_PRODUCTS = {
-    "addmm", "mm", "matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm", "addbmm", "mv", "addmv", "inner", "einsum",
-    "tensordot",
-}  # fmt: skip
+
+@dataclass(frozen=True)
+class Reading:
+    """Where samples lie in the arguments of an operation.
+
+    Attributes:
+        place: The operation's parameters, the number of axes of its tensors, and the number of the call.
+        axes: An axis, `CONSTANT` or `UNKNOWN`, by the number (``id``) of the tensor; empty where nothing is known.
+        grown: Shapes of its tensors for one sample more, where they are known.
+        call: The call, as a grown forward tells calls apart.
+        result: The axis of what it returns that holds samples, where its arguments tell.
+    """
+
+    place: Any
+    axes: Mapping[int, int] = field(default_factory=dict)
+    grown: Shapes = ()
+    call: Key = ()
+    result: int = UNKNOWN
+
+    def axis(self, tensor: Tensor) -> int:
+        """Return the axis of a tensor that holds samples, `CONSTANT` or `UNKNOWN`."""
+        return self.axes.get(id(tensor), UNKNOWN)
 
 
 class Sites:
@@ -38,10 +50,8 @@ class Sites:
 
     Attributes:
         table: Every call site seen so far.
-        constants: Keys of call sites whose data is the same for all samples, whatever its size suggests (T == B).
-        any_axis: Data of elementwise operations may have the batch on any axis (a forward has shown that it must).
-        witnesses: What call sites took for rows of samples in a forward whose evidence is not in yet.
-        ways: In which way each operation is consumed.
+        layouts: Where samples lie in the arguments of operations, as grown forwards have shown.
+        outputs: The same for the model's outputs.
     """
 
     def __init__(self, session: "Session") -> None:
@@ -51,101 +61,113 @@ class Sites:
             session: Whose forwards they belong to.
         """
         self.table: dict[Any, Site] = {}
-        self.constants: set[Any] = set()
-        self.any_axis = False
-        self.witnesses: dict[Any, Sequence[Tensor]] = {}
-        self.ways = Ways()
+        self.layouts: dict[Any, Layout] = {}
+        self.outputs: tuple[int, ...] = ()
         self._session = session
         self._told: set[tuple[str, ...]] = set()
 
     def forget(self) -> None:
         """Ask for all evidence anew: the model was changed."""
         self.table.clear()
-        self.constants.clear()
-        self.witnesses.clear()
-        self.any_axis, self.ways = False, Ways()
+        self.layouts.clear()
+        self.outputs = ()
 
-    def is_data(self, tensor: Tensor, name: str) -> bool:
+    def read(self, operation: Operation) -> Reading:
+        """Tell where samples lie in the arguments of an operation, as far as shapes have shown it.
+
+        Args:
+            operation: The operation.
+
+        Returns:
+            What is known of them.
+        """
+        session = self._session
+        record, key = session.record, key_of(operation.tracked, operation.name)
+        tree = operation.args, operation.kwargs
+        tensors = tensors_in(tree)
+        dims = tuple([tensor.dim() for tensor in tensors])
+        # What checkpointing runs again must run as it did, and its calls come in another order.
+        visit = 1
+        if not in_backward():
+            record.visits["call", key] += 1
+            visit = record.visits["call", key]
+        place = key, dims, visit
+        if record.batch_size < 2:
+            return Reading(place)
+        layout = session.watch.layout(tree)
+        if layout is not None:
+            self.layouts[place] = layout
+        else:
+            layout = self.layouts.get(place) or self.layouts.get((key, dims, 1))
+            record.guessed = record.guessed or place not in self.layouts
+        if layout is None:
+            return Reading(place, call=session.watch.key)
+        axes = {id(tensor): axis for tensor, axis in zip(tensors, layout.inputs, strict=True)}
+        return Reading(place, axes, layout.grown, session.watch.key)
+
+    def is_data(self, tensor: Tensor, reading: Reading, name: str) -> bool:
         """Tell data from constants.
 
         Args:
             tensor: A tensor among an operation's arguments.
+            reading: What is known of them.
             name: The operation.
 
         Returns:
             Whether it carries rows of samples (as against a mask or a table).
         """
-        if tensor.requires_grad or self._is_listed(tensor):
+        record, known = self._session.record, reading.axis(tensor)
+        if tensor.requires_grad:
             return True
-        record = self._session.record
+        rows = self._session.watch.rows_of(tensor)
+        if rows is not None and rows is not DOUBTFUL:
+            return True
+        if rows is DOUBTFUL and record.batch_size > 1:
+            # Whatever it is taken for, what one forward shows of it says nothing about the next.
+            record.unproven = record.reordered = True
         size, axis = record.batch_size, record.axis
+        if known != UNKNOWN:
+            return known != CONSTANT
         if tensor.dim() == 0 or size == 0:
             return False
         if size == 1 or tensor.shape[0] == size or (axis < tensor.dim() and tensor.shape[axis] == size):
             return True
-        if name in _ROW_OPERATIONS:
-            places = {0, axis if axis < tensor.dim() - 1 else 0}
-            folded = any(tensor.shape[place] > size and tensor.shape[place] % size == 0 for place in places)
-            if folded or size in tensor.shape[1:-1]:
-                return True
-        if name in _PRODUCTS and size in tensor.shape:
-            return True
-        return self.any_axis and size in tensor.shape
+        # Where no shapes were asked for (probe=False), or the model runs with no other number of samples.
+        return not self.layouts and tensor.dim() > 1 and tensor.shape[0] % size == 0 and not is_elementwise(name)
 
-    def _is_listed(self, tensor: Tensor) -> bool:
-        rows = self._session.watch.rows_of(tensor)
-        return rows is not None and rows is not DOUBTFUL
-
-    def takes_constants(self, operation: Operation, data: list[Tensor]) -> bool:
-        """Say whether a call site took constants before.
+    def own_axis(self, tracked: TrackedTensor, reading: Reading) -> int:
+        """Return the axis along which a tracked tensor has copies of a parameter for each sample.
 
         Args:
-            operation: The operation.
-            data: What looks like data among its arguments.
+            tracked: The tensor.
+            reading: What is known of the operation's arguments.
 
         Returns:
-            Whether it must be taken for a constant again, whatever the sizes suggest now.
+            The axis; `CONSTANT` where there is none.
         """
-        if self._session.record.batch_size < 2 or any(tensor.requires_grad for tensor in data):
-            return False
-        if operation.name == "__getitem__" and all(tensor.dtype == torch.bool for tensor in data):
-            # A mask has the shape of what it picks from, and no parameter has the samples' number of rows.
-            record = self._session.record
-            return not any(spread_over(t, record.batch_size, record.axis) for t in operation.tracked)
-        return self.constant_key(operation) in self.constants
+        record, known = self._session.record, reading.axis(tracked)
+        if record.batch_size < 2:
+            return CONSTANT
+        if known >= 0:
+            return known
+        guessed = known == UNKNOWN and spread_over(tracked, record.batch_size, record.axis)
+        return record.axis if guessed else CONSTANT
 
-    def remember_constants(self, operation: Operation) -> None:
-        """Remember that this call site takes constants, if their size could ever be taken for a batch's."""
-        if any(tensor.dim() > 0 and tensor.shape[0] > 1 for tensor in operation.plain):
-            self.constants.add(self.constant_key(operation))
-
-    def doubt(self, use: Use, operation: Operation, rows: Sequence[Tensor]) -> None:
-        """Note what a use took for rows of samples, which may prove to be a constant of the same size.
+    def results(self, reading: Reading, result: Any) -> tuple[int, ...]:
+        """Return where samples lie in what an operation returned; empty where that is not known.
 
         Args:
-            use: The use.
-            operation: Its operation.
-            rows: Tensors that do not require grad.
+            reading: Its arguments.
+            result: What it returned.
+
+        Returns:
+            One axis a tensor.
         """
-        if any(self._session.watch.rows_of(tensor) is not None for tensor in rows):
-            # Sorted rows stay the same when the batch is rolled, as a constant does.
-            return
-        use.constant_key = self.constant_key(operation)
-        if use.site.attempts < MAX_ATTEMPTS:
-            self.witnesses[use.constant_key] = [tensor.detach() for tensor in rows]
-
-    def arrive(self, operation: Operation) -> None:
-        """Come to an operation that consumes parameters, before a way to consume it is chosen.
-
-        Args:
-            operation: The operation.
-        """
-        self.ways.arrive(_key(operation.tracked, operation.name), self._session.record)
-
-    def constant_key(self, operation: Operation) -> Any:
-        """Return the key of a call site that may take constants: parameters, operation and number of axes."""
-        dims = tuple(tensor.dim() for tensor in operation.plain)
-        return *_key(operation.tracked, operation.name), dims
+        axes = self._session.watch.of_results(reading.call, result)
+        layout = self.layouts.get(reading.place)
+        if axes and layout is not None:
+            self.layouts[reading.place] = replace(layout, outputs=axes)
+        return axes or (() if layout is None else layout.outputs)
 
     def at(
         self,
@@ -153,8 +175,7 @@ class Sites:
         name: str,
         form: str,
         *,
-        way: tuple[Any, str] = (None, ""),
-        routed: bool = False,
+        routed: str = "",
     ) -> Site:
         """Return the call site of an operation, made on first sight.
 
@@ -162,22 +183,20 @@ class Sites:
             tracked: The tracked tensors it consumes.
             name: Its name.
             form: What its factors are, for the coverage table.
-            way: How it is consumed, see ``Ways``.
-            routed: Whether rows seem to have been selected on the way to it.
+            routed: How rows seem to have been selected on the way to it, see `RowMap.routed`.
 
         Returns:
             The site; a layer called several times in a forward has one for each call, since layouts may differ, and
             what is consumed in another way than before has one of its own: its evidence says nothing about the other.
         """
         tracked = list(tracked)
-        key = _key(tracked, name)
+        key = key_of(tracked, name)
         visits = self._session.record.visits
         visits[key] += 1
-        numbered = (key, visits[key], way[1], routed)
+        numbered = (key, visits[key], form, routed)
         if numbered not in self.table:
             names = tuple(dict.fromkeys(leaf for t in tracked for leaf in t.origin.names))
             self.table[numbered] = Site(names, name)
-        self.table[numbered].way = way
         site = self.table[numbered]
         for t in tracked:
             shown = "dense" if form.startswith("outer") and t.origin.value.dim() < 2 else form
@@ -197,5 +216,14 @@ class Sites:
             _log.warning("%s: %s has no rule; its per-sample gradients are formed one by one.", place, site.describe())
 
 
-def _key(tracked: Iterable[TrackedTensor], name: str) -> tuple[Any, ...]:
+def key_of(tracked: Iterable[TrackedTensor], name: str) -> tuple[Any, ...]:
+    """Return what tells an operation on parameters from others.
+
+    Args:
+        tracked: Its tracked arguments.
+        name: Its name.
+
+    Returns:
+        The names of the parameters, and its own.
+    """
     return tuple(t.origin.names for t in tracked), name

@@ -16,6 +16,7 @@ from ghostclip.capture.arrivals import Arrival, Circumstances, arrival
 from ghostclip.capture.batch_axis import RowMap
 from ghostclip.capture.buffers import Buffers
 from ghostclip.capture.derive import pull_back
+from ghostclip.capture.growth import Grown
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.errors import BatchAxisError, UnsupportedModelError
 from ghostclip.factors import Factor
@@ -37,7 +38,6 @@ class Site:
         at_once: Gradients could be formed there for all samples at once, without a rule.
         arrivals: What came in for each of its arguments in the last backward.
         sizes: The sizes that this was worked out for.
-        way: Its place among call sites and the way in which it is consumed, see ``Ways``.
     """
 
     names: tuple[str, ...]
@@ -48,7 +48,6 @@ class Site:
     at_once: bool = False
     arrivals: dict[str, Arrival] = field(default_factory=dict)
     sizes: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    way: tuple[Any, str] = (None, "")
 
     def describe(self) -> str:
         """Return the name of the place for an error message."""
@@ -78,8 +77,10 @@ class Record:
         buffers: The model's buffers as they were before, in a forward that is proved.
         reordered: Data was put into another order before a parameter met it.
         routed: Rows that reached a parameter had been selected on the way.
+        stays_small: The model does not run with one sample more.
         visits: How often each call site was passed.
-        ways: In which way each was consumed.
+        guessed: Some operation was taken as sizes suggest, since no shapes have shown where its samples lie.
+        grown: The same forward with one sample more, in a forward that is proved.
         sizes: Parameters and leading sizes of every use of a rule, in order.
         beside: Elements of the per-sample gradients of all other uses.
         readers: How many uses keep an input of many positions that begins at an address.
@@ -100,7 +101,9 @@ class Record:
     reordered: bool = False
     routed: bool = False
     visits: defaultdict[Any, int] = field(default_factory=_counts)
-    ways: dict[Any, str] = field(default_factory=dict)
+    guessed: bool = False
+    grown: Grown | None = None
+    stays_small: bool = False
     sizes: list[tuple[tuple[str, ...], tuple[int, ...]]] = field(default_factory=list)
     beside: int = 0
     readers: defaultdict[int, int] = field(default_factory=_counts)
@@ -186,7 +189,7 @@ class Use:
         node: The side node that keeps saved tensors, or None.
         behind: The node that made the rows of data, or None.
         lead_sizes: Sizes of the leading axes.
-        constant_key: Where it is remembered, should its data prove to be a constant after all; None where it cannot be.
+        wants_input_gradient: Whether its data is in the graph, or was put into another order.
         versions: How often each target had been changed in place.
     """
 
@@ -199,7 +202,7 @@ class Use:
     node: Any = None
     behind: Any = None
     lead_sizes: tuple[int, ...] = ()
-    constant_key: Any = None
+    wants_input_gradient: bool = True
     versions: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -281,8 +284,7 @@ class Use:
     def _circumstances(self, key: str, saved: Sequence[Tensor]) -> Circumstances:
         form = self.site.forms.get(self.targets[key].origin.names[0], "")
         recomputed = self.record.runs_again
-        # Data outside the graph could turn out to be a constant; what is in the graph wants its gradient.
-        return Circumstances(self.site.operation, form, self.constant_key is None, recomputed, saved)
+        return Circumstances(self.site.operation, form, self.wants_input_gradient, recomputed, saved)
 
 
 def _changed_since(site: Site) -> str:

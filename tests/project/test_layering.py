@@ -43,6 +43,53 @@ LAYERS = (
     "cli",
     "__main__",
 )
+# The files of `capture`, lowest first, as they import each other when they are loaded.
+CAPTURE = [
+    "batch_axis",
+    "chain",
+    "decompose",
+    "dropout",
+    "eager",
+    "leaves",
+    "provenance",
+    "randomness",
+    "replicas",
+    "roster",
+    "running",
+    "tracked",
+    "arrivals",
+    "broadcast",
+    "by_sample",
+    "mixing",
+    "nodes",
+    "operation",
+    "packed",
+    "buffers",
+    "derive",
+    "growth",
+    "inputs",
+    "rewrite",
+    "written",
+    "backward_entry",
+    "bags",
+    "places",
+    "reorder",
+    "unchecked",
+    "usage",
+    "attach",
+    "company",
+    "loan",
+    "probe",
+    "rows",
+    "sites",
+    "evidence",
+    "general",
+    "settled",
+    "units",
+    "consume",
+    "readings",
+    "session",
+]
 # Programs that use the library as a stranger would, through `import ghostclip`.
 USES_THE_PUBLIC_NAMES = {"compat", "integrations", "finetune", "commands", "cli", "__main__"}
 # Named in pieces, so that this file is not itself a match.
@@ -90,6 +137,30 @@ def test_imports_go_downward(path):
             assert own in USES_THE_PUBLIC_NAMES, f"{shown(path)}:{line} imports the package it is a part of"
             continue
         assert LAYERS.index(layer) <= LAYERS.index(own), f"{shown(path)}:{line}: {own} must not import {layer}"
+
+
+def _imported_at_run_time(path: Path) -> set[str]:
+    """Names of the files of `capture` that a file of it imports, but for those that only annotations need."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    checking = [
+        node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    left_out = {id(part) for node in checking for part in ast.walk(node)}
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and id(node) not in left_out and node.module:
+            inside = node.module.split(".")
+            if inside[:2] == ["ghostclip", "capture"]:
+                found |= {inside[2]} if len(inside) > 2 else {name.name for name in node.names}
+    return found
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.parent.name == "capture"], ids=shown)
+def test_files_of_capture_import_downward(path):
+    if path.stem == "__init__":
+        return
+    above = {name for name in _imported_at_run_time(path) if CAPTURE.index(name) >= CAPTURE.index(path.stem)}
+    assert not above, f"{path.stem} must not import {sorted(above)}"
 
 
 def test_accounting_needs_no_torch():
