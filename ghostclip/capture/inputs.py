@@ -91,37 +91,6 @@ def is_power_of_four(count: int) -> bool:
     return count > 0 and count & (count - 1) == 0 and count.bit_length() % 2 == 1
 
 
-def rolled(item: Any, axis: int, batch_size: int) -> Any:
-    """Move every sample of an input one place on, the last one to the front.
-
-    Args:
-        item: A leaf of the model's inputs.
-        axis: As for ``padded``.
-        batch_size: B.
-
-    Returns:
-        A copy outside the graph that requires grad where ``item`` does; anything without B samples as it is.
-    """
-    if not isinstance(item, Tensor) or item.dim() == 0:
-        return item
-    place = axis if axis < item.dim() else 0
-    return item.detach().roll(1, place).requires_grad_(item.requires_grad) if item.shape[place] == batch_size else item
-
-
-def same_tensors(first: Any, second: Any) -> bool:
-    """Return whether all tensors of two trees are equal.
-
-    Args:
-        first: Nested tuples, lists and dicts.
-        second: The same with as many leaves.
-
-    Returns:
-        True when shapes and values agree; leaves that are no tensors are not compared.
-    """
-    pairs = zip(leaves_of(first), leaves_of(second), strict=True)
-    return all(torch.equal(one, two) for one, two in pairs if isinstance(one, Tensor))
-
-
 def under_checkpoint() -> bool:
     """Return whether activation checkpointing of the non-reentrant kind is active right now."""
     hooks: Any = _torch.saving_hooks()
