@@ -2,7 +2,6 @@
 
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from ghostclip import _torch
