@@ -145,11 +145,15 @@ def _aliases(kept):
     own = {id(tensor) for tensor in kept} | {id(tensor._base) for tensor in kept}
     gc.collect()
     alive = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
-    return [
-        thing
-        for thing in alive
-        if id(thing) not in own and thing.layout is torch.strided and thing.untyped_storage().data_ptr() in places
-    ]
+    return [thing for thing in alive if id(thing) not in own and _memory_of(thing) in places]
+
+
+def _memory_of(tensor):
+    """Where a tensor's numbers lie; None for those that have none, such as a compiler leaves behind."""
+    try:
+        return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else None
+    except RuntimeError:
+        return None
 
 
 def _engine_run(**options):
