@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import ghostclip
@@ -150,8 +151,10 @@ def _aliases(kept):
 
 def _memory_of(tensor):
     """Where a tensor's numbers lie; None for those that have none, such as a compiler leaves behind."""
+    if isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
+        return None
     try:
-        return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else None
+        return tensor.untyped_storage().data_ptr()
     except RuntimeError:
         return None
 
