@@ -224,6 +224,8 @@ def test_a_scheduled_noise_multiplier_comes_back():
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*to_local.*")
+# Torch 2.8 says so of itself.
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
 def test_torch_distributed_checkpoint_carries_the_account(tmp_path):
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
