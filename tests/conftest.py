@@ -11,8 +11,20 @@ import torch
 from hypothesis import settings
 
 HERE = Path(__file__).parent
-# One in so many tests of a folder is quick: there each is one more example of the same. 0: none.
-QUICK_SHARE = {"architectures": 3, "loops": 3, "benchmarks": 0, "paper_repro": 0}
+# One in so many tests of a folder or file is quick: there each is one more example of the same. 0: none.
+QUICK_SHARE = {
+    "architectures": 6,
+    "loops": 6,
+    "benchmarks": 0,
+    "paper_repro": 0,
+    "clipping": 3,
+    "accounting/test_tight_bounds.py": 3,
+    "accounting/test_edges.py": 3,
+    "audit/test_loops.py": 3,
+    "cli/test_inspect.py": 3,
+    "data/test_one_owner.py": 3,
+    "optim/test_no_way_to_a_sum.py": 3,
+}
 
 settings.register_profile("ghostclip", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("ghostclip")
@@ -36,13 +48,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-        folder = item.path.relative_to(HERE).parts[0] if HERE in item.path.parents else ""
-        if folder in QUICK_SHARE and not _is_quick(item.name, QUICK_SHARE[folder]):
+        if not _is_quick(item):
             item.add_marker(pytest.mark.thorough)
 
 
-def _is_quick(name: str, share: int) -> bool:
-    return share > 0 and zlib.crc32(name.encode()) % share == 0
+def _is_quick(item: pytest.Item) -> bool:
+    if HERE not in item.path.parents:
+        return True
+    place = item.path.relative_to(HERE)
+    share = QUICK_SHARE.get(place.as_posix(), QUICK_SHARE.get(place.parts[0], 1))
+    return share > 0 and zlib.crc32(item.name.encode()) % share == 0
 
 
 @pytest.fixture(params=_devices())
