@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from ghostclip import _torch
-from ghostclip.capture.growth import Calls, Grown, Key, Layout, shapes_of
+from ghostclip.capture.growth import Calls, Grown, Key, Layout, shapes_of, tensors_in
 from ghostclip.capture.packed import PACK, PAD, positions, rows_of, with_a_step
 from ghostclip.capture.provenance import ROWS_KEY, columns_of, routed_samples
 from ghostclip.capture.tracked import TrackedTensor
@@ -204,7 +204,7 @@ class Watch(TorchFunctionMode):
             if _scatters(args[1], args[2]) and self._known(base) is not None:
                 self._rows[base] = DOUBTFUL
             return
-        outputs = [tensor for tensor in _tensors(result) if tensor.dim() and not tensor.requires_grad]
+        outputs = [tensor for tensor in tensors_in(result) if tensor.dim() and not tensor.requires_grad]
         if not outputs:
             return
         if func in _PICKS and isinstance(base, Tensor):
@@ -217,7 +217,7 @@ class Watch(TorchFunctionMode):
         if func in _JOINS and self._axis == 0 and kwargs.get("dim", args[1] if len(args) > 1 else 0) == 0:
             self._mark(outputs, self._joined(args[0] if args else kwargs["tensors"]), None)
             return
-        marked = [rows for tensor in _tensors((args, kwargs)) if (rows := self._rows.get(tensor)) is not None]
+        marked = [rows for tensor in tensors_in((args, kwargs)) if (rows := self._rows.get(tensor)) is not None]
         if marked:
             same = all(rows is not DOUBTFUL and torch.equal(rows, marked[0]) for rows in marked)
             known = marked[0] if same and func not in _TURNS else DOUBTFUL
@@ -394,14 +394,3 @@ def _axes(dims: Any, total: int) -> set[int]:
         [dims] if isinstance(dims, int) else [d for item in dims for d in ([item] if isinstance(item, int) else item)]
     )
     return {dim % total for dim in flat}
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from _tensors(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from _tensors(item)

@@ -98,7 +98,7 @@ class DPOptimizer(WrappedOptimizer):
     ) -> None:
         super().__init__(optimizer)
         checks.refuse_repeated_evaluation(optimizer)
-        self.clipper = clipper = clipper or clipper_of(_parameters_of(optimizer))
+        self.clipper = clipper = clipper or clipper_of(self.params)
         self.loss_reduction = _validate.choice(loss_reduction, "loss_reduction", ("mean", "sum"))
         if loss_reduction != clipper.loss_reduction:
             raise InvalidOptionError(
@@ -668,10 +668,6 @@ class DPOptimizer(WrappedOptimizer):
         parameters: list[nn.Parameter] = [given] if isinstance(given, nn.Parameter) else list(given)
         checks.refuse_uncovered(self.clipper, parameters)
         super().add_param_group({**param_group, "params": parameters})
-
-
-def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _chosen_noise(
