@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 from ghostclip import _torch, _validate
 from ghostclip.capture import backward_entry
-from ghostclip.capture.evidence import probe_losses
+from ghostclip.capture.context import CaptureContext
+from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.param_use import ParamUse
 from ghostclip.capture.roster import Roster
-from ghostclip.capture.session import Session
-from ghostclip.capture.unchecked import Unchecked
-from ghostclip.capture.usage import Record, Use
 from ghostclip.clipping.decisions import Decisions
 from ghostclip.clipping.diagnostics import Diagnostics
 from ghostclip.clipping.grouping import Whole
@@ -29,6 +28,9 @@ from ghostclip.clipping.scalar_loss import LossExaminer
 from ghostclip.clipping.store import GradientStore
 from ghostclip.clipping.zero_grad import ZeroGrad
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
+from ghostclip.evidence.losses import probe_losses
+from ghostclip.evidence.prover import Evidence
+from ghostclip.evidence.unchecked import Unchecked
 from ghostclip.kernels.precision import full_precision
 from ghostclip.planning.coverage import Coverage, coverage_of
 from ghostclip.planning.plan import Planner
@@ -115,12 +117,16 @@ class GhostClipper(Diagnostics):
         self._losses_to_probe = 1 if probe else 0
         self._said: set[str] = set()
         self.generation = 0
-        self._examiner = LossExaminer(loss_reduction)
-        self._session = Session(
-            model, batch_first=batch_first, on_backward=self._open_implicit_pass, on_loss=self._examiner.examine
+        self._evidence = Evidence(probes=probe)
+        self._examiner = LossExaminer(loss_reduction, self._evidence)
+        self._capture = CaptureContext(
+            model,
+            batch_first=batch_first,
+            on_backward=self._open_implicit_pass,
+            on_loss=lambda *loss: self._examiner.examine(self._capture, *loss),
+            prover=self._evidence,
         )
-        self._session.probes = probe
-        self._store = GradientStore(self._session.parameters)
+        self._store = GradientStore(self._capture.substitution.parameters)
         self._zero_grad = ZeroGrad(model)
         self.planner = Planner(memory_budget)
         self._groups()
@@ -137,16 +143,16 @@ class GhostClipper(Diagnostics):
             LossReductionError: The loss has another shape.
             UncoveredParameterError: A parameter's gradient could not be clipped per sample.
         """
-        record = self._session.record
-        check_shape(loss, batch_size=0 if record.padded else record.batch_size)
+        forward = self._capture.forward
+        check_shape(loss, batch_size=0 if forward.is_dummy else forward.batch_size)
         per_sample = loss.dim() == 1
         if not per_sample:
-            self._examiner.examine(self._session, [loss], [], [record])
-        elif record.batch_size > 1:
+            self._examiner.examine(self._capture, [loss], [], [forward])
+        elif forward.batch_size > 1:
             refuse_common_factor(loss)
             if self._losses_to_probe > 0:
                 self._losses_to_probe -= 1
-                probe_losses(self._session, loss)
+                probe_losses(self._evidence, self._capture, loss)
         strategy = self.resolve_strategy()
         if strategy in _TWO_PASS:
             self._two_passes(loss.sum(), per_sample=per_sample, instantiate=strategy == "fast")
@@ -159,7 +165,7 @@ class GhostClipper(Diagnostics):
         """Return the strategy for the latest forward: what was asked for, or what ``"auto"`` decides and why."""
         if self.strategy != "auto":
             return self.strategy
-        if self._session.is_checkpointed():
+        if self._capture.is_checkpointed():
             self._say("strategy 'auto': two backward passes ('ghost'), because activation checkpointing is active.")
             return "ghost"
         self._say("strategy 'auto': book-keeping, one backward pass.")
@@ -171,10 +177,10 @@ class GhostClipper(Diagnostics):
         total: GroupNorms | None = None
         ill_conditioned_B: Tensor | None = None
         group_of = self._groups()
-        repeats = Repeats(loss, count=sum(self._session.record.use_counts.values()))
+        repeats = Repeats(loss, count=sum(self._capture.forward.use_counts.values()))
         while True:
             norms = NormPass(group_of, shared=self._shared, repeats=repeats, instantiate=instantiate, index_D=index_D)
-            same_uses = self._listen(norms, lambda: self._session.run_backward([loss], [None]))
+            same_uses = self._listen(norms, lambda: self._capture.run_backward([loss], [None]))
             if same_uses is None or norms.late:
                 self._shared |= norms.late
                 repeats.begin_again(anew=total is None)
@@ -190,7 +196,7 @@ class GhostClipper(Diagnostics):
             if doubtful_B is None:
                 break
             index_D = doubtful_B.nonzero().squeeze(1)
-        weights = self._decisions.weights(total, self._record_of(norms), scale, ill_conditioned_B)
+        weights = self._decisions.weights(total, self._forward_of(norms), scale, ill_conditioned_B)
         expected = norms.seen if same_uses else None
         sums = SumPass(self._store, weights, repeats=repeats, expected=expected, several=norms.several)
 
@@ -204,30 +210,22 @@ class GhostClipper(Diagnostics):
         self._close(norms)
 
     def _listen(self, listener: Pass, run: Callable[[], bool | None]) -> bool | None:
-        if self._session.listener is not None:
-            raise GhostClipError("a backward of this model is running already.")
-        self._session.listener = listener
-        try:
-            if not self._session.record.runs_again:
-                return run()
-            with self._session.lending():
-                return run()
-        finally:
-            self._session.listener = None
+        with self._capture.listening(listener), self._capture.substituted():
+            return run()
 
     def _one_pass(self, strategy: str, loss: Tensor | None) -> BookKeeping:
         if strategy != "hooks":
-            parameters = self._session.parameters
+            parameters = self._capture.substitution.parameters
             if loss is None:
                 return BookKeeping(
                     self._groups(), kept_layers=lambda use, grad: self.planner.during(use, grad, parameters)
                 )
-            keep = self.planner.before(loss, self._session.record, parameters)
+            keep = self.planner.before(loss, self._capture.forward, parameters)
             return BookKeeping(self._groups(), kept_layers=lambda use, grad: keep)
         self._store.drop_stale_samples()
         return Hooks(self._groups())
 
-    def _open_implicit_pass(self, use: Use | None) -> None:
+    def _open_implicit_pass(self, use: ParamUse | None) -> None:
         """Begin listening to a plain ``loss.backward()``; it completes when that backward ends."""
         strategy = "bookkeeping" if self.strategy == "auto" else self.strategy
         if strategy in _TWO_PASS:
@@ -236,16 +234,16 @@ class GhostClipper(Diagnostics):
                 "loss.backward(), or choose strategy='bookkeeping'."
             )
             raise GhostClipError(message)
-        if self._session.is_checkpointed():
+        if self._capture.is_checkpointed():
             self._say(
                 "loss.backward() under activation checkpointing keeps every layer's input; clipper.backward(loss) "
                 "does not."
             )
         listener = self._one_pass(strategy, None)
-        close = self._session.open_listener(listener)
+        self._capture.start_listening(listener)
 
         def complete() -> None:
-            close()
+            self._capture.stop_listening()
             self._complete(listener, per_sample=False)
 
         _torch.at_the_end(complete)
@@ -254,7 +252,7 @@ class GhostClipper(Diagnostics):
         with torch.no_grad(), full_precision():
             scale = self._scale(per_sample=per_sample)
             total = listener.norms()
-            weights = self._decisions.weights(total, self._record_of(listener), scale, listener.ill_conditioned_B)
+            weights = self._decisions.weights(total, self._forward_of(listener), scale, listener.ill_conditioned_B)
             self._all_or_nothing(lambda: listener.add_sums(self._store, weights, scale))
         self._close(listener)
 
@@ -267,21 +265,21 @@ class GhostClipper(Diagnostics):
             raise
 
     def _close(self, listener: Pass) -> None:
-        for record in listener.records:
-            record.spent = True
-            backward_entry.forget(record)
-        record = self._record_of(listener)
-        noted = [record.noted for record in listener.records if record.noted is not None]
-        self._decisions.close(0 if record.padded else record.batch_size, noted)
+        for forward in listener.forwards:
+            forward.consumed = True
+            backward_entry.forget(forward)
+        forward = self._forward_of(listener)
+        noted = [one.noted for one in listener.forwards if one.noted is not None]
+        self._decisions.close(0 if forward.is_dummy else forward.batch_size, noted)
         self._store.finish()
 
     def _scale(self, *, per_sample: bool) -> float:
         """A mean divided every sample's gradient by B; undo it."""
         mean = self.loss_reduction == "mean" and not per_sample
-        return float(max(1, self._session.record.batch_size)) if mean else 1.0
+        return float(max(1, self._capture.forward.batch_size)) if mean else 1.0
 
-    def _record_of(self, listener: Pass) -> Record:
-        return listener.records[0] if listener.records else self._session.record
+    def _forward_of(self, listener: Pass) -> ForwardContext:
+        return listener.forwards[0] if listener.forwards else self._capture.forward
 
     def _groups(self) -> Mapping[str, int]:
         """Return the clip group of every trainable parameter, as the policy says for those that are trainable now."""
@@ -350,29 +348,29 @@ class GhostClipper(Diagnostics):
             note: Called with the tensors and the number of samples before the model runs; what it returns is kept until
                 the sums are forgotten.
         """
-        self._session.note_inputs = note
+        self._capture.note_inputs = note
 
     @property
     def axis(self) -> int:
         """Where samples lie in the model's inputs."""
-        return self._session.axis
+        return self._capture.axis
 
     def coverage(self) -> Coverage:
         """Return how every trainable parameter is handled, and its cost at the last batch's sizes; print with str()."""
-        decided = "ghost" if self._session.is_checkpointed() else "bookkeeping"
+        decided = "ghost" if self._capture.is_checkpointed() else "bookkeeping"
         strategy = decided if self.strategy == "auto" else self.strategy
-        sites, unchecked = self._session.sites.table.values(), str(self.unchecked)
+        sites, unchecked = self._capture.sites.table.values(), str(self.unchecked)
         return coverage_of(self.model, sites, strategy=strategy, kept=self.planner.latest, unchecked=unchecked)
 
     @property
     def unchecked(self) -> Unchecked:
         """The checks of the model that were switched off or could not run so far, and why; str() is one clause."""
-        return self._session.unchecked
+        return self._evidence.unchecked
 
     @property
     def roster(self) -> Roster:
         """The parameters that the model had when the clipper was attached, and whether forwards have met others."""
-        return self._session.loan.roster
+        return self._capture.substitution.roster
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that are clipped: all that require grad."""
@@ -401,7 +399,7 @@ class GhostClipper(Diagnostics):
     @property
     def attached(self) -> bool:
         """Whether the model's gradients are clipped: True until :meth:`remove`."""
-        return self._session.attached
+        return self._capture.attached
 
     @property
     def has_clipped_sum(self) -> bool:
@@ -482,7 +480,7 @@ class GhostClipper(Diagnostics):
 
     def remove(self) -> None:
         """Detach from the model: every hook is removed, the model is as it was."""
-        self._session.close()
+        self._capture.close()
         self._zero_grad.uninstall()
         self._store.release_samples()
 

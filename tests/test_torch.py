@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from ghostclip import _torch
-from ghostclip.capture import chain, provenance
+from ghostclip.capture import row_origin
+from ghostclip.evidence import linear_paths
 
 
 def _leaf(*shape: int) -> Tensor:
@@ -248,14 +249,20 @@ def test_nodes_are_called_and_keep_what_they_did(name, operation, kept):
 def test_losses_keep_their_reduction(name, how):
     node = LOSSES[name](_leaf(*X), torch.tensor([0, 1, 2, 0]), how).grad_fn
     assert node.name() == name
-    assert chain._KINDS[_torch.saved(node, "reduction")] == how
+    assert linear_paths._KINDS[_torch.saved(node, "reduction")] == how
 
 
 def test_every_name_that_is_looked_for_is_made_by_some_operation():
     """A name that is in no test is one that torch may have given up."""
     made = {name for name, *_ in NODES} | set(LOSSES)
-    looked_for = provenance._SELECTING | provenance._VIEWS | chain._LINEAR | chain._SCALED | set(chain._REDUCING)
-    looked_for |= chain.CLASSES | chain._ROWS
+    looked_for = (
+        row_origin._SELECTING
+        | row_origin._VIEWS
+        | linear_paths._LINEAR
+        | linear_paths._SCALED
+        | set(linear_paths._REDUCING)
+    )
+    looked_for |= linear_paths.CLASSES | linear_paths._ROWS
     # A class of ghostclip's own, and operations on numbers that only the compiler's traces and old scripts have.
     known = {"_RecurrenceBackward", "AddBackward1", "SubBackward1", "RsubBackward0", "MulBackward1", "DivBackward1"}
     assert looked_for - made - known == {"ReshapeAliasBackward0"}

@@ -1,21 +1,17 @@
 """Run an operation whose use is described, and attach the use to its output."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from ghostclip.capture.nodes import enter_graph, keep, own
-from ghostclip.capture.provenance import METADATA_KEY, leads_to
-from ghostclip.capture.usage import Use
-
-if TYPE_CHECKING:
-    from ghostclip.capture.session import Session
+from ghostclip.capture.param_use import ParamUse, register
+from ghostclip.capture.row_origin import METADATA_KEY, leads_to
 
 
 def carry_out(
-    session: "Session",
-    use: Use,
+    use: ParamUse,
     run: Callable[[], Tensor],
     *,
     rows: Tensor,
@@ -25,7 +21,6 @@ def carry_out(
     """Run an operation and register its use.
 
     Args:
-        session: Who lent the parameters.
         use: The use.
         run: Runs the operation on detached parameters.
         rows: The data that it consumes them with.
@@ -37,14 +32,13 @@ def carry_out(
     """
     # Kept before the operation runs, which may change its input in place (then reading it back is an error).
     use.node = keep(saved) if saved else None
-    return attached(session, use, run(), rows=rows, hook=delivery(session, use, order))
+    return attached(use, run(), rows=rows, hook=delivery(use, order))
 
 
-def attached(session: "Session", use: Use, output: Tensor, *, rows: Tensor, hook: Callable[[Tensor], Tensor]) -> Tensor:
+def attached(use: ParamUse, output: Tensor, *, rows: Tensor, hook: Callable[[Tensor], Tensor]) -> Tensor:
     """Register a use and attach it to the output it has made.
 
     Args:
-        session: Who lent the parameters.
         use: The use.
         output: What it computed.
         rows: The data behind it in the graph.
@@ -53,33 +47,34 @@ def attached(session: "Session", use: Use, output: Tensor, *, rows: Tensor, hook
     Returns:
         The output, in the graph, with the use on its node.
     """
+    anchor = use.forward.around.anchor
     if output.requires_grad:
-        output = own(output, session.anchor, anchored=leads_to(rows, session.anchor))
+        output = own(output, anchor, anchored=leads_to(rows, anchor))
     else:
-        output = enter_graph(output, session.anchor)
-    session.register(use)
+        output = enter_graph(output, anchor)
+    register(use)
     output.register_hook(hook)
     node: Any = output.grad_fn
     node.metadata[METADATA_KEY] = use
     return output
 
 
-def delivery(session: "Session", use: Use, order: tuple[int, ...] = ()) -> Callable[[Tensor], Tensor]:
-    """Return the hook that hands the gradient of a use's output to the session.
+def delivery(use: ParamUse, order: tuple[int, ...] = ()) -> Callable[[Tensor], Tensor]:
+    """Return the hook that delivers the gradient of a use's output.
 
     Args:
-        session: Who is told.
         use: The use.
         order: As for `carry_out`.
 
     Returns:
         A hook for ``Tensor.register_hook``.
     """
+    deliver = use.forward.around.deliver
 
     def hook(grad: Tensor) -> Tensor:
         # Handed on to autograd as well: one copy serves the norm, the clipped sum and the layer's own backward.
         grad = grad.contiguous()
-        session.deliver(use, grad.permute(order) if order else grad)
+        deliver(use, grad.permute(order) if order else grad)
         return grad
 
     return hook

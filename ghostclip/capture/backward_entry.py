@@ -1,6 +1,6 @@
 """The entry of every backward: ``torch.autograd.backward``, which ``loss.backward()`` looks up when it is called.
 
-A loss can be examined only before its backward runs, since the backward frees the graph on its way. While sessions are
+A loss can be examined only before its backward runs, since the backward frees the graph on its way. While anybody is
 attached, the function is replaced by one that shows the roots to those whose forwards they lead to.
 """
 
@@ -8,85 +8,91 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor
 
-from ghostclip.capture.chain import Edge, shape_at
+from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.inputs import in_backward
-from ghostclip.capture.provenance import METADATA_KEY
+from ghostclip.capture.nodes import Edge, edge_of, shape_at
+from ghostclip.capture.row_origin import METADATA_KEY
 from ghostclip.errors import LossReductionError
 
-if TYPE_CHECKING:
-    from ghostclip.capture.session import Session
-    from ghostclip.capture.usage import Record
-
-OnLoss = Callable[["Session", Sequence[Any], Sequence[Tensor | None], "list[Record]"], None]
 # On the node of a model's output: its forward.
-RECORD_KEY: Final = "ghostclip_record"
+FORWARD_KEY: Final = "ghostclip_forward"
 _MARK: Final = "_ghostclip_entry"
 # Position of ``inputs`` among the arguments of torch.autograd.backward.
 _INPUTS: Final = 5
-_attached: "WeakSet[Session]" = WeakSet()
+
+
+class Examiner(Protocol):
+    """Whoever examines losses before their backward runs."""
+
+    def examine(self, roots: Sequence[Any], grads: Sequence[Tensor | None], forwards: Sequence[ForwardContext]) -> None:
+        """Look at the start of a backward.
+
+        Args:
+            roots: Where it starts: tensors, or edges of the graph.
+            grads: Gradients given for them; empty where none are.
+            forwards: Those of this examiner that it leads to.
+        """
+
+
+_attached: "WeakSet[Examiner]" = WeakSet()
 # Forwards that have had no backward yet.
-_waiting: "WeakKeyDictionary[Record, ref[Session]]" = WeakKeyDictionary()
+_waiting: "WeakKeyDictionary[ForwardContext, ref[Examiner]]" = WeakKeyDictionary()
 _here = threading.local()
 
 
-def attach(session: "Session") -> None:
-    """Show a session every backward from now on.
+def attach(examiner: Examiner) -> None:
+    """Show somebody every backward from now on.
 
     Args:
-        session: The session.
+        examiner: Who examines the losses of his own forwards.
     """
-    _attached.add(session)
+    _attached.add(examiner)
     _install()
 
 
-def detach(session: "Session") -> None:
-    """Show it none; the last one puts torch's function back, unless somebody has replaced it since.
+def detach(examiner: Examiner) -> None:
+    """Show him none; the last one puts torch's function back, unless somebody has replaced it since.
 
     Args:
-        session: The session.
+        examiner: As for `attach`.
     """
-    _attached.discard(session)
-    for record in [record for record, owner in _waiting.items() if owner() is session]:
-        del _waiting[record]
+    _attached.discard(examiner)
+    for forward in [forward for forward, owner in _waiting.items() if owner() is examiner]:
+        del _waiting[forward]
     while not _attached and hasattr(torch.autograd.backward, _MARK):
         torch.autograd.backward = getattr(torch.autograd.backward, "__wrapped__")  # noqa: B009 - unknown to the type
 
 
-def announce(session: "Session", output: Tensor) -> None:
+def announce(examiner: Examiner, forward: ForwardContext, output: Tensor, arrives: Callable[[], None]) -> None:
     """Look out for the backward of a forward that has ended, and tell of it before any layer hears of it.
 
     Args:
-        session: Whose forward it is.
+        examiner: Whose forward it is.
+        forward: The forward.
         output: One of its outputs, in the graph.
+        arrives: Called when a gradient of it arrives.
     """
-    record = session.record
     node: Any = output.grad_fn
     if node is not None:
-        node.metadata[RECORD_KEY] = record
-        _waiting[record] = ref(session)
+        node.metadata[FORWARD_KEY] = forward
+        _waiting[forward] = ref(examiner)
         _install()
-
-    def tell(grad: Tensor) -> None:
-        if session.listener is None and session.trains():
-            refuse_unseen(record)
-            session.on_backward(None)
-
-    output.register_hook(tell)
+    output.register_hook(lambda grad: arrives())
 
 
-def forget(record: "Record") -> None:
+def forget(forward: ForwardContext) -> None:
     """Look out for it no longer: its backward has run.
 
     Args:
-        record: The forward.
+        forward: The forward.
     """
-    _waiting.pop(record, None)
+    _waiting.pop(forward, None)
 
 
 def _install() -> None:
@@ -107,7 +113,7 @@ def unseen() -> Iterator[None]:
 def _showing(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> None:
-        # What is restricted to some inputs trains no parameter of a session.
+        # What is restricted to some inputs trains no parameter of theirs.
         restricted = kwargs.get("inputs") is not None or (len(args) > _INPUTS and args[_INPUTS] is not None)
         if restricted or getattr(_here, "unseen", False) or in_backward() or not _waiting:
             original(*args, **kwargs)
@@ -129,40 +135,26 @@ def _listed(given: Any) -> list[Any]:
 
 
 def show(roots: Sequence[Any], grads: Sequence[Tensor | None]) -> None:
-    """Let every session whose forward a backward is about to reach examine the loss.
+    """Let everybody whose forward a backward is about to reach examine the loss.
 
     Args:
         roots: Where it starts: tensors, or edges of the graph.
         grads: Gradients given for them; empty where none are.
     """
-    found: dict[Session, list[Record]] = {}
-    for record in _reached([edge_of(root)[0] for root in roots]):
-        owner = _waiting[record]()
+    found: dict[Examiner, list[ForwardContext]] = {}
+    for forward in _reached([edge_of(root)[0] for root in roots]):
+        owner = _waiting[forward]()
         if owner is not None:
-            found.setdefault(owner, []).append(record)
-    for session, records in found.items():
-        # Whoever listens already has examined it.
-        if session.listener is None and session.is_trainable():
-            session.on_loss(session, roots, grads, records)
-        for record in records:
-            record.examined = True
+            found.setdefault(owner, []).append(forward)
+    for examiner, forwards in found.items():
+        examiner.examine(roots, grads, forwards)
+        for forward in forwards:
+            forward.examined = True
 
 
-def edge_of(root: Any) -> Edge:
-    """Return the place in the graph where a backward starts.
-
-    Args:
-        root: A tensor or an edge of the graph.
-
-    Returns:
-        The node and which of its outputs it is.
-    """
-    return (root.grad_fn, root.output_nr) if isinstance(root, Tensor) else (root[0], root[1])
-
-
-def _reached(nodes: Sequence[Any]) -> "list[Record]":
+def _reached(nodes: Sequence[Any]) -> list[ForwardContext]:
     """Return the forwards that have had no backward yet and lie behind these nodes."""
-    found: list[Record] = []
+    found: list[ForwardContext] = []
     waiting = set(_waiting)
     pending, seen = [node for node in nodes if node is not None], set()
     while pending and waiting:
@@ -170,33 +162,33 @@ def _reached(nodes: Sequence[Any]) -> "list[Record]":
         if node in seen:
             continue
         seen.add(node)
-        record = record_at(node)
-        if record in waiting:
-            found.append(record)
-            waiting.discard(record)
+        forward = forward_at(node)
+        if forward in waiting:
+            found.append(forward)
+            waiting.discard(forward)
         # Below a layer of the forward there is nothing but the forward.
         if METADATA_KEY not in node.metadata:
             pending += [following for following, _ in node.next_functions if following is not None]
     return found
 
 
-def record_at(node: Any) -> "Record | None":
+def forward_at(node: Any) -> ForwardContext | None:
     """Return the forward that a node of the graph belongs to, if it made an output or consumed a parameter."""
     notes = node.metadata
     use = notes.get(METADATA_KEY)
-    return notes.get(RECORD_KEY) if use is None else use.record
+    return notes.get(FORWARD_KEY) if use is None else use.forward
 
 
-def refuse_unseen(record: "Record") -> None:
+def refuse_unseen(forward: ForwardContext) -> None:
     """Refuse a backward that trains but was never shown: its loss was not examined.
 
     Args:
-        record: A forward that it goes through.
+        forward: A forward that it goes through.
 
     Raises:
         LossReductionError: The forward's loss was not examined.
     """
-    if not (record.examined or record.padded or record.spent):
+    if not (forward.examined or forward.is_dummy or forward.consumed):
         message = (
             "a backward reached the model without passing torch.autograd.backward, where losses are examined: it was "
             "started by a function that was taken from torch before the model became private. Call loss.backward() or "
@@ -215,7 +207,7 @@ def is_output(edge: Edge) -> bool:
         False for a scalar that the model computed from its own outputs: it goes on inside.
     """
     notes = edge[0].metadata
-    return METADATA_KEY in notes or (RECORD_KEY in notes and bool(shape_at(edge)))
+    return METADATA_KEY in notes or (FORWARD_KEY in notes and bool(shape_at(edge)))
 
 
 def leads_to_forward(edge: Edge) -> bool:
@@ -232,7 +224,7 @@ def leads_to_forward(edge: Edge) -> bool:
         node = pending.pop()
         if node is None or node in seen:
             continue
-        if record_at(node) is not None:
+        if forward_at(node) is not None:
             return True
         seen.add(node)
         pending += [following for following, _ in node.next_functions]

@@ -22,10 +22,10 @@ class RowMap:
 
     Attributes:
         kind: ``"axis"`` (the axis has one row a sample), ``"major"`` (folded, all rows of a sample together),
-            ``"minor"`` (folded, samples alternate), ``"whole"`` (one sample owns everything), ``"listed"``, or
+            ``"minor"`` (folded, samples alternate), ``"whole"`` (one sample owns everything), ``"gathered"``, or
             ``"one"`` (everything belongs to one of the samples).
         axis: The axis, of the tensor's leading ones.
-        samples: For ``"listed"`` and ``"one"``: the sample of every row, shape ``(n,)`` or ``(1,)``, int64.
+        samples: For ``"gathered"`` and ``"one"``: the sample of every row, shape ``(n,)`` or ``(1,)``, int64.
     """
 
     kind: str
@@ -38,31 +38,31 @@ class RowMap:
         return self.kind, self.axis
 
     @property
-    def routed(self) -> str:
-        """How rows were selected: not at all, in the batch's order, or in another; each is proved for itself."""
-        if self.samples is None or self.kind != "listed":
+    def gathering(self) -> str:
+        """How rows were gathered: not at all, in the batch's order, or in another; each is proved for itself."""
+        if self.samples is None or self.kind != "gathered":
             return ""
         in_order = torch.equal(self.samples, self.samples.sort().values)
         return "in order" if in_order else "in another order"
 
-    def split(self, tensor: Tensor, lead: int, batch_size: int) -> Tensor:
+    def split(self, tensor: Tensor, num_batch_dims: int, batch_size: int) -> Tensor:
         """Bring a tensor into the canonical layout.
 
         Args:
             tensor: Shape ``(*L, *F)``.
-            lead: How many leading axes are rows.
+            num_batch_dims: How many leading axes are rows.
             batch_size: B.
 
         Returns:
             Shape ``(B, T, *F)``; T is the largest number of rows of a sample, shorter samples padded with zeros.
         """
-        if lead == 1 and self.kind == "axis":
+        if num_batch_dims == 1 and self.kind == "axis":
             return tensor.unsqueeze(1)
-        features = tensor.shape[lead:]
+        features = tensor.shape[num_batch_dims:]
         if self.kind == "whole":
             return tensor.reshape(1, -1, *features)
-        if self.kind == "listed":
-            return self._pack(tensor.movedim(self.axis, 0), lead, batch_size)
+        if self.kind == "gathered":
+            return self._pack(tensor.movedim(self.axis, 0), num_batch_dims, batch_size)
         axis, size = self.axis, tensor.shape[self.axis]
         if self.kind == "major":
             tensor = tensor.unflatten(axis, (batch_size, size // batch_size))
@@ -74,7 +74,7 @@ class RowMap:
         positions = prod(tensor.shape[1 : tensor.dim() - len(features)])
         return tensor.reshape(batch_size, positions, *features)
 
-    def _pack(self, tensor: Tensor, lead: int, batch_size: int) -> Tensor:
+    def _pack(self, tensor: Tensor, num_batch_dims: int, batch_size: int) -> Tensor:
         assert self.samples is not None
         order = torch.argsort(self.samples, stable=True)
         counts_B = torch.bincount(self.samples, minlength=batch_size)
@@ -84,8 +84,8 @@ class RowMap:
         longest = int(counts_B.max()) if order.numel() else 0
         packed = tensor.new_zeros(batch_size, longest, *tensor.shape[1:])
         packed[sample, place] = tensor[order]
-        inner = prod(tensor.shape[1:lead])
-        return packed.reshape(batch_size, longest * inner, *tensor.shape[lead:])
+        inner = prod(tensor.shape[1:num_batch_dims])
+        return packed.reshape(batch_size, longest * inner, *tensor.shape[num_batch_dims:])
 
     def samples_of(self, size: int, batch_size: int) -> Tensor:
         """Return the sample of every row along the axis.
@@ -95,7 +95,7 @@ class RowMap:
             batch_size: B.
 
         Returns:
-            Shape ``(size,)``, int64; on the device of ``samples`` for ``"listed"``, else on the CPU.
+            Shape ``(size,)``, int64; on the device of ``samples`` for ``"gathered"``, else on the CPU.
         """
         if self.samples is not None:
             return self.samples
@@ -125,28 +125,28 @@ def samples_axis(sizes: tuple[int, ...], batch_size: int, axis: int) -> int | No
 WHOLE = RowMap("whole")
 
 
-def candidates(lead: Sequence[int], batch_size: int, *, axis: int) -> list[RowMap]:
+def candidates(sizes: Sequence[int], batch_size: int, *, axis: int) -> list[RowMap]:
     """List the row maps that the sizes allow, the expected one first.
 
     Args:
-        lead: Sizes of the leading axes.
+        sizes: Sizes of the leading axes.
         batch_size: B.
         axis: Where the batch axis is expected (0, or 1 for ``batch_first=False``).
 
     Returns:
         Candidates in order of preference; empty when no axis can hold the samples.
     """
-    return list(_candidates(tuple(lead), batch_size, axis))
+    return list(_candidates(tuple(sizes), batch_size, axis))
 
 
 @lru_cache(maxsize=4096)
-def _candidates(lead: tuple[int, ...], batch_size: int, axis: int) -> list[RowMap]:
+def _candidates(sizes: tuple[int, ...], batch_size: int, axis: int) -> list[RowMap]:
     if batch_size == 1:
         return [WHOLE]
-    order = [axis, *(k for k in range(len(lead)) if k != axis)] if axis < len(lead) else list(range(len(lead)))
-    exact = [RowMap("axis", k) for k in order if lead[k] == batch_size]
+    order = [axis, *(k for k in range(len(sizes)) if k != axis)] if axis < len(sizes) else list(range(len(sizes)))
+    exact = [RowMap("axis", k) for k in order if sizes[k] == batch_size]
     if batch_size == 0:
         return exact
-    folded = [k for k in order if lead[k] > batch_size and lead[k] % batch_size == 0]
+    folded = [k for k in order if sizes[k] > batch_size and sizes[k] % batch_size == 0]
     kinds = ("major", "minor") if axis == 0 else ("minor", "major")
     return exact + [RowMap(kind, k) for k in folded for kind in kinds]

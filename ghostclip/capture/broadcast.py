@@ -1,4 +1,4 @@
-"""Elementwise operations: the parameter is spread over the batch, and autograd itself sums over the rest.
+"""Elementwise operations: the parameter is broadcast over the batch, and autograd itself sums over the rest.
 
 ``x * weight`` runs as ``x * weight.expand(B, ...)`` with the expanded tensor as a graph node of its own: the gradient
 that arrives there is the per-sample gradient. The same holds for whatever already has a batch axis of its own
@@ -53,8 +53,8 @@ class RowAxis:
         return self.maps[0].kind == "whole"
 
 
-class Spread:
-    """One tracked tensor spread over the rows of the data it meets.
+class Expanded:
+    """One tracked tensor expanded over the rows of the data it meets.
 
     Attributes:
         tensor: What takes its place in the operation, before it enters the graph.
@@ -63,7 +63,7 @@ class Spread:
     """
 
     def __init__(self, value: Tensor, dims: int, rows: RowAxis) -> None:
-        """Spread a value.
+        """Expand a value.
 
         Args:
             value: The tracked tensor's value.
@@ -82,10 +82,10 @@ class Spread:
             self.tensor = aligned.expand(sizes)
 
     def factor(self, grad: Tensor, row_map: RowMap) -> Factor:
-        """Return the per-sample gradient of the tracked tensor from that of the spread one.
+        """Return the per-sample gradient of the tracked tensor from that of the expanded one.
 
         Args:
-            grad: The gradient of the spread tensor.
+            grad: The gradient of the expanded tensor.
             row_map: How its rows map to samples.
 
         Returns:
@@ -151,22 +151,22 @@ def row_axis_of(data: Sequence[Tensor], dims: int, batch_size: int, axis: int) -
     return None
 
 
-def map_of_rows(size: int, batch_size: int, axis: int, listed: Tensor | None) -> list[RowMap]:
+def map_of_rows(size: int, batch_size: int, axis: int, samples: Tensor | None) -> list[RowMap]:
     """List the row maps possible for one row axis (axis 0 of the moved gradient).
 
     Args:
         size: How many rows it has.
         batch_size: B.
         axis: The expected batch axis of the model; folded rows keep a sample together for 0, alternate for 1.
-        listed: The sample of every row where rows were routed, shape ``(size,)``, int64.
+        samples: The sample of every row where rows were routed, shape ``(size,)``, int64.
 
     Returns:
         Row maps, the preferred one first; empty when the samples cannot share the rows evenly.
     """
     if batch_size == 1:
         return [WHOLE]
-    if listed is not None:
-        return [RowMap("listed", 0, listed)]
+    if samples is not None:
+        return [RowMap("gathered", 0, samples)]
     if size == batch_size:
         return [RowMap("axis")]
     if batch_size == 0 or size % batch_size:

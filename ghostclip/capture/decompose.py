@@ -6,26 +6,24 @@ as single functions, run as ``ghostclip.rules.recurrent`` writes them out.
 
 from collections.abc import Callable
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from ghostclip import _torch
+from ghostclip.capture.forward import ForwardContext
 from ghostclip.rules import rule_for
 from ghostclip.rules.recurrent import LAYERS, WRITTEN_OUT, is_packed
-
-if TYPE_CHECKING:
-    from ghostclip.capture.session import Session
 
 _CHECKS: Final = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _COPIES: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
-def decompose(func: Callable[..., Any], name: str, session: "Session") -> Callable[..., Any] | None:
+def decompose(func: Callable[..., Any], name: str, forward: ForwardContext) -> Callable[..., Any] | None:
     """Return the function in a form that runs its own operations one by one, or None if it is one operation.
 
     Args:
         func: The torch function that received tracked tensors.
         name: Its name.
-        session: Told where the batch is inside.
+        forward: The forward, for where the batch is inside.
 
     Returns:
         A callable with the same signature; its inner operations are intercepted as usual.
@@ -35,16 +33,10 @@ def decompose(func: Callable[..., Any], name: str, session: "Session") -> Callab
         return None
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        record = session.record
-        axis = record.axis
         # Attention and recurrent layers work on (T, B, E) whatever the module's batch_first says.
-        if name == "multi_head_attention_forward" or (name in LAYERS and not is_packed(args, kwargs)):
-            record.axis = 1
-        try:
-            with session.watch.inside():
-                return inside(*args, **kwargs)
-        finally:
-            record.axis = axis
+        second = name == "multi_head_attention_forward" or (name in LAYERS and not is_packed(args, kwargs))
+        with forward.along(1 if second else forward.batch_axis), forward.around.rows.inside():
+            return inside(*args, **kwargs)
 
     return run
 

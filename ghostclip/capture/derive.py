@@ -21,7 +21,7 @@ _VIEWS = {
     "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "contiguous", "clone", "view_as", "reshape_as",
     "to", "float", "double", "half", "bfloat16", "type", "type_as", "cpu", "cuda", "unsqueeze_", "squeeze_", "ravel",
 }  # fmt: skip
-_SPREADS = {"expand", "expand_as", "broadcast_to", "repeat", "tile"}
+_BROADCASTS = {"expand", "expand_as", "broadcast_to", "repeat", "tile"}
 
 
 def derive(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -36,7 +36,7 @@ def derive(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: d
     Returns:
         What the function returns, with floating tensors tracked.
     """
-    parents = list(tracked_leaves((args, kwargs)))
+    parents = tracked_leaves((args, kwargs))
     graph_args = replace_tracked(args, lambda tracked: tracked.origin.graph)
     graph_kwargs = replace_tracked(kwargs, lambda tracked: tracked.origin.graph)
     with torch.enable_grad():
@@ -56,7 +56,7 @@ def derive(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: d
             single, arguments = _embedding_parent(args, kwargs)
         origin = Origin(first.interceptor, tensor, tensor.detach(), leaves, single, name, arguments, kwargs)
         origin.parent_version = 0 if single is None else _torch.version(single.origin.graph)
-        origin.spread = name in _SPREADS or any(parent.origin.spread for parent in parents)
+        origin.broadcast = name in _BROADCASTS or any(parent.origin.broadcast for parent in parents)
         return wrap(origin)
 
     return _follow_tree(result, follow)
@@ -82,7 +82,7 @@ def pull_back(tracked: TrackedTensor, factor: Factor) -> list[tuple[str, Factor]
     """Return the factors of the parameters behind a tracked tensor.
 
     Args:
-        tracked: A parameter's stand-in or something derived from parameters.
+        tracked: A tracked parameter or something derived from parameters.
         factor: Its per-sample gradients.
 
     Returns:
@@ -150,8 +150,8 @@ def _shortcut(origin: Origin, factor: Factor) -> Factor | None:
     if name in ("__getitem__", "select", "narrow", "chunk", "split", "unbind", "tensor_split"):
         index = _slice_of(origin, parent)
         return None if index is None else _through_index(factor, index, parent)
-    if name in _SPREADS and isinstance(factor, Diagonal):
-        return _through_spread(factor, parent)
+    if name in _BROADCASTS and isinstance(factor, Diagonal):
+        return _through_broadcast(factor, parent)
     if name == "embedding":
         return _through_embedding(origin, factor, parent)
     return None
@@ -237,7 +237,7 @@ def _through_index(factor: Factor, index: tuple[Any, ...], parent: Tensor) -> Fa
     return Placed(factor, index, shape=parent.shape)
 
 
-def _through_spread(factor: Diagonal, parent: Tensor) -> Factor | None:
+def _through_broadcast(factor: Diagonal, parent: Tensor) -> Factor | None:
     """``expand`` over the batch: every sample has a copy of the same entries."""
     axis = factor.axis - (len(factor.shape) - parent.dim())
     rest = [*factor.shape[: factor.axis], *factor.shape[factor.axis + 1 :]]
@@ -249,7 +249,7 @@ def _through_spread(factor: Diagonal, parent: Tensor) -> Factor | None:
     return Dense(factor.grad_BR.reshape(factor.batch_size, *parent.shape))
 
 
-def spread_over(tracked: TrackedTensor, batch_size: int, axis: int) -> bool:
+def broadcast_over(tracked: TrackedTensor, batch_size: int, axis: int) -> bool:
     """Return whether a derived tensor was expanded or repeated to one copy a sample along the batch axis.
 
     Args:
@@ -258,10 +258,10 @@ def spread_over(tracked: TrackedTensor, batch_size: int, axis: int) -> bool:
         axis: The expected batch axis.
 
     Returns:
-        True when that axis has B entries and a spreading operation lies between the tensor and its parameters.
+        True when that axis has B entries and a broadcasting operation lies between the tensor and its parameters.
     """
     value = tracked.origin.value
-    return tracked.origin.spread and axis < value.dim() and value.shape[axis] == batch_size
+    return tracked.origin.broadcast and axis < value.dim() and value.shape[axis] == batch_size
 
 
 def reorders_copies(operation: Operation, batch_size: int) -> bool:
@@ -277,7 +277,7 @@ def reorders_copies(operation: Operation, batch_size: int) -> bool:
     copies = operation.args[0] if operation.args else None
     if operation.name != "index_select" or not isinstance(copies, TrackedTensor) or len(operation.args) != 3:
         return False
-    return spread_over(copies, batch_size, operation.args[1])
+    return broadcast_over(copies, batch_size, operation.args[1])
 
 
 def _through_embedding(origin: Origin, factor: Factor, parent: Tensor) -> Factor | None:

@@ -1,7 +1,7 @@
-"""Keep ``torch.compile`` away from forwards whose parameters are on loan.
+"""Keep ``torch.compile`` away from forwards whose parameters are substituted.
 
-The compiler traces Python frames ahead of time; what a session does in a forward (lending parameters, following rows,
-keeping inputs) happens as it runs. A compiled model therefore runs eagerly while a session watches it, and compiled
+The compiler traces Python frames ahead of time; what a clipper does in a forward (substituting parameters, following rows,
+keeping inputs) happens as it runs. A compiled model therefore runs eagerly while a clipper watches it, and compiled
 otherwise: in evaluation, without gradients, or once the clipper is removed.
 """
 
@@ -41,5 +41,5 @@ def untraced(function: Any) -> Any:
         The same function.
     """
     _UNTRACED.append(function.__code__)
-    _torch.mark_untraced(function, reason="it lends parameters to a forward, which cannot be compiled")
+    _torch.mark_untraced(function, reason="it substitutes parameters in a forward, which cannot be compiled")
     return function

@@ -5,29 +5,29 @@ apart or the operation cannot be run so (a random one), autograd is asked for on
 the cost of B backwards through the operation.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from ghostclip import _torch
+from ghostclip import _torch, _tree
 from ghostclip.capture import broadcast, by_sample
-from ghostclip.capture.arrivals import AT_ONCE_FORM, GENERAL_FORM
 from ghostclip.capture.batch_axis import RowMap, candidates
 from ghostclip.capture.derive import batched_grad
-from ghostclip.capture.growth import tensors_in
+from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.layouts import ArgumentLayout, result_axes
 from ghostclip.capture.nodes import Region
 from ghostclip.capture.operation import Operation
-from ghostclip.capture.rows import listed_rows
-from ghostclip.capture.sites import Reading
+from ghostclip.capture.param_use import ParamUse, no_axis, register, site_of
+from ghostclip.capture.row_maps import order_of_rows
+from ghostclip.capture.statistics import AT_ONCE_FORM, GENERAL_FORM
 from ghostclip.capture.tracked import TrackedTensor
-from ghostclip.capture.usage import Site, Use, no_axis
 from ghostclip.errors import BatchAxisError
 from ghostclip.factors import Dense, Factor
 
-if TYPE_CHECKING:
-    from ghostclip.capture.session import Session
+_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -49,13 +49,13 @@ class _Local:
         return spec
 
 
-def in_general(session: "Session", operation: Operation, reading: Reading) -> Any:
+def in_general(operation: Operation, layout: ArgumentLayout, forward: ForwardContext) -> Any:
     """Run an operation and register its use.
 
     Args:
-        session: Who lent the tracked tensors.
         operation: The operation.
-        reading: Where samples lie in its arguments.
+        layout: Where samples lie in its arguments.
+        forward: The forward.
 
     Returns:
         What the function returns, in the graph.
@@ -64,19 +64,19 @@ def in_general(session: "Session", operation: Operation, reading: Reading) -> An
         BatchAxisError: No axis of its output can hold the samples.
     """
     if operation.is_in_place:
-        return _in_place(session, operation, reading)
+        return _in_place(operation, layout, forward)
     tracked = operation.tracked
     entered = {id(t): t.origin.value.detach().requires_grad_() for t in tracked}
     rerun = _rerun_of(operation, list(entered), list(entered.values()))
     local = _Local(operation, entered)
-    routed = any(tensor.dim() and listed_rows(session, tensor, 0) is not None for tensor in operation.plain)
-    site = session.sites.at(tracked, operation.name, GENERAL_FORM, routed="selected" if routed else "")
+    gathered = any(_gathered(tensor, forward) is not None for tensor in operation.plain if tensor.dim())
+    site = site_of(forward, tracked, operation.name, GENERAL_FORM, "selected" if gathered else "")
     if site.at_once:
         site.forms.update(dict.fromkeys(site.names, AT_ONCE_FORM))
     targets = {str(number): t for number, t in enumerate(tracked)}
-    use = Use(site, session.record, targets, _unset, 1, [])
+    use = ParamUse(site, forward, targets, _unset, 1, [])
     use.wants_input_gradient = any(
-        tensor.requires_grad or session.watch.rows_of(tensor) is not None for tensor in operation.plain
+        tensor.requires_grad or forward.around.rows.samples_of(tensor) is not None for tensor in operation.plain
     )
     output_maps: list[list[RowMap]] = []
     items: list[Any] = []
@@ -87,17 +87,22 @@ def in_general(session: "Session", operation: Operation, reading: Reading) -> An
         specs.append(local.run(tensors, items))
         return [item for item in items if _in_graph(item)]
 
-    deliver = _delivery(session, use, rerun, output_maps)
-    results = list(Region.apply(run, deliver, session.anchor, *operation.plain))
-    session.register(use)
+    deliver = _delivery(use, rerun, output_maps)
+    results = list(Region.apply(run, deliver, forward.around.anchor, *operation.plain))
+    register(use)
     fresh = iter(results)
     leaves = [next(fresh) if _in_graph(item) else item for item in items]
     returned = _torch.tree_unflatten(leaves, specs[-1])
-    axes = dict(zip(map(id, tensors_in(returned)), session.sites.results(reading, returned), strict=False))
-    output_maps += [
-        _output_maps(output, operation, session, site, axes.get(id(output), reading.result)) for output in results
-    ]
+    axes = dict(zip(map(id, _tree.tensors(returned)), result_axes(layout, returned, forward), strict=False))
+    output_maps += [_output_maps(output, operation, use, axes.get(id(output), layout.result)) for output in results]
     return returned
+
+
+def _gathered(tensor: Tensor, forward: ForwardContext) -> Tensor | None:
+    """Return the sample of each row of a tensor whose rows were gathered, and note in the forward that they were."""
+    order = order_of_rows(tensor, 0, forward)
+    order.note(forward)
+    return order.samples
 
 
 def _rerun_of(operation: Operation, keys: list[int], inputs: list[Tensor]) -> by_sample.Rerun:
@@ -110,8 +115,10 @@ def _rerun_of(operation: Operation, keys: list[int], inputs: list[Tensor]) -> by
 
 
 def _delivery(
-    session: "Session", use: Use, rerun: by_sample.Rerun, output_maps: list[list[RowMap]]
+    use: ParamUse, rerun: by_sample.Rerun, output_maps: list[list[RowMap]]
 ) -> Callable[[Sequence[Tensor], Sequence[Tensor | None]], None]:
+    around = use.forward.around
+
     def deliver(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         arrived = [
             (output, grad, maps)
@@ -122,7 +129,7 @@ def _delivery(
             return
         # Evidence decides between the row maps of the first output that takes part.
         use.maps = arrived[0][2]
-        use.lead = max(row_map.axis for row_map in use.maps) + 1
+        use.num_batch_dims = max(row_map.axis for row_map in use.maps) + 1
 
         def factors(saved: Sequence[Tensor], grad: Tensor, split: Any) -> Mapping[str, Factor]:
             rest = [(output, other, maps[0]) for output, other, maps in arrived[1:]]
@@ -131,20 +138,22 @@ def _delivery(
             at_once = _at_once(use, rerun, [by_sample.Arrived(n, *one) for n, one in zip(places, every, strict=True)])
             if at_once is not None:
                 return at_once
-            if use.record.batch_size > 1:
-                session.sites.tell_slow(use.site, session.describe_module)
-            return _one_by_one(every, rerun.inputs, use.record.batch_size)
+            if use.forward.batch_size > 1:
+                _tell_slow(use)
+            return _one_by_one(every, rerun.inputs, use.forward.batch_size)
 
         use.factors = factors
-        session.deliver(use, arrived[0][1])
+        around.deliver(use, arrived[0][1])
         # The closure holds the local graph and the use holds the closure: without this, both wait for the collector.
         use.factors = _unset
 
     return deliver
 
 
-def _at_once(use: Use, rerun: by_sample.Rerun, arrived: Sequence[by_sample.Arrived]) -> Mapping[str, Factor] | None:
-    found = by_sample.gradients(rerun, arrived, batch_size=use.record.batch_size)
+def _at_once(
+    use: ParamUse, rerun: by_sample.Rerun, arrived: Sequence[by_sample.Arrived]
+) -> Mapping[str, Factor] | None:
+    found = by_sample.gradients(rerun, arrived, batch_size=use.forward.batch_size)
     if found is None:
         return None
     use.site.at_once = True
@@ -152,7 +161,16 @@ def _at_once(use: Use, rerun: by_sample.Rerun, arrived: Sequence[by_sample.Arriv
     return {str(number): Dense(grad) for number, grad in enumerate(found)}
 
 
-def _in_place(session: "Session", operation: Operation, reading: Reading) -> Any:
+def _tell_slow(use: ParamUse) -> None:
+    """Say once that a parameter has no rule."""
+    site, around = use.site, use.forward.around
+    if site.names not in around.sites.told:
+        around.sites.told.add(site.names)
+        place = around.describe(site.names[0])
+        _log.warning("%s: %s has no rule; its per-sample gradients are formed one by one.", place, site.describe())
+
+
+def _in_place(operation: Operation, layout: ArgumentLayout, forward: ForwardContext) -> Any:
     """Run an in-place operation on a copy of its first argument, then write the result back."""
     changed = operation.args[0]
 
@@ -163,7 +181,7 @@ def _in_place(session: "Session", operation: Operation, reading: Reading) -> Any
 
     on_copies = replace(operation, func=on_copy, name=f"copied {operation.name.strip('_')}")
     # It has the form of what is changed.
-    changed.copy_(in_general(session, on_copies, replace(reading, result=reading.axis(changed))))
+    changed.copy_(in_general(on_copies, replace(layout, result=layout.axis(changed)), forward))
     return None if operation.name == "__setitem__" else changed
 
 
@@ -179,19 +197,19 @@ def _unset(saved: Sequence[Tensor], grad: Tensor, split: Any) -> Mapping[str, Fa
     raise AssertionError("set when the gradient arrives")
 
 
-def _output_maps(output: Tensor, operation: Operation, session: "Session", site: Site, known: int) -> list[RowMap]:
-    record = session.record
-    maps = candidates(output.shape, record.batch_size, axis=record.axis) if output.dim() else []
-    if record.batch_size > 1 and known >= 0:
+def _output_maps(output: Tensor, operation: Operation, use: ParamUse, known: int) -> list[RowMap]:
+    forward = use.forward
+    maps = candidates(output.shape, forward.batch_size, axis=forward.batch_axis) if output.dim() else []
+    if forward.batch_size > 1 and known >= 0:
         maps = [row_map for row_map in maps if row_map.axis == known]
-    if record.batch_size > 1 and output.dim() and known <= 0:
+    if forward.batch_size > 1 and output.dim() and known <= 0:
         for tensor in operation.plain:
             if tensor.dim() and tensor.shape[0] == output.shape[0]:
-                listed = listed_rows(session, tensor, 0)
-                if listed is not None:
-                    return [RowMap("listed", 0, listed), *maps]
+                samples = _gathered(tensor, forward)
+                if samples is not None:
+                    return [RowMap("gathered", 0, samples), *maps]
     if not maps:
-        raise BatchAxisError(no_axis(site, output, record))
+        raise BatchAxisError(no_axis(use.site, output, forward))
     return maps
 
 

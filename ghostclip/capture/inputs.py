@@ -5,7 +5,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from ghostclip import _torch
-from ghostclip.capture.leaves import leaves_of
+from ghostclip._tree import leaves as leaves_of
 from ghostclip.capture.packed import is_packed
 from ghostclip.errors import BatchAxisError
 
@@ -40,8 +40,8 @@ def batch_size_of(args: tuple[Any, ...], kwargs: dict[str, Any], axis: int) -> i
     raise BatchAxisError(message)
 
 
-def padded(item: Any, axis: int) -> Any:
-    """Give an empty batch's tensor one made-up sample.
+def with_dummy(item: Any, axis: int) -> Any:
+    """Give an empty batch's tensor one dummy sample.
 
     Args:
         item: A leaf of the model's inputs.
@@ -60,12 +60,12 @@ def padded(item: Any, axis: int) -> Any:
     return item.new_zeros(shape)
 
 
-def emptied(item: Any, axis: int) -> Any:
-    """Take the made-up sample out of an empty batch's output.
+def without_dummy(item: Any, axis: int) -> Any:
+    """Take the dummy sample out of an empty batch's output.
 
     Args:
         item: A leaf of the model's output.
-        axis: As for ``padded``.
+        axis: As for `with_dummy`.
 
     Returns:
         A view of size 0 along the batch axis; anything but a tensor of one sample as it is.
@@ -74,20 +74,6 @@ def emptied(item: Any, axis: int) -> Any:
         return item
     place = axis if axis < item.dim() else 0
     return item.narrow(place, 0, 0) if item.shape[place] == 1 else item
-
-
-def is_power_of_four(count: int) -> bool:
-    """Return whether a forward's number is 1, 4, 16, 64, ...: when the evidence is asked for anew.
-
-    A model that orders its rows by what is in them may look right in one batch and not in another.
-
-    Args:
-        count: The forward's number, from 1.
-
-    Returns:
-        Whether to probe it.
-    """
-    return count > 0 and count & (count - 1) == 0 and count.bit_length() % 2 == 1
 
 
 def under_checkpoint() -> bool:

@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from ghostclip import _torch
 from ghostclip.capture.tracked import TrackedTensor
 
+# A value of the graph: the node that made it, and which of its outputs it is.
+Edge = tuple[Any, int]
+
 
 class _Keep(torch.autograd.Function):
     """A side node whose context holds tensors, so that checkpointing and saved-tensor hooks treat them as usual."""
@@ -241,6 +244,19 @@ def nodes_behind(starts: Iterable[Any]) -> list[Any]:
     return list(seen)
 
 
+def shape_at(edge: Edge) -> tuple[int, ...] | None:
+    """Return the shape of a value of the graph.
+
+    Args:
+        edge: The node that made it, and which of its outputs it is.
+
+    Returns:
+        The shape; None where the graph does not know it.
+    """
+    known = _torch.outputs_of(edge[0])
+    return tuple(known[edge[1]].shape) if edge[1] < len(known) else None
+
+
 def own(tensor: Tensor, anchor: Tensor, *, anchored: bool) -> Tensor:
     """Return ``tensor`` as a tensor that is no view of another (same storage) and leads to ``anchor``.
 
@@ -256,6 +272,18 @@ def own(tensor: Tensor, anchor: Tensor, *, anchored: bool) -> Tensor:
         ``tensor`` itself where nothing is to be done, else an alias.
     """
     return _Own.apply(tensor, anchor) if _torch.is_view(tensor) or not anchored else tensor
+
+
+def edge_of(root: Any) -> Edge:
+    """Return the place in the graph where a backward starts.
+
+    Args:
+        root: A tensor or an edge of the graph.
+
+    Returns:
+        The node and which of its outputs it is.
+    """
+    return (root.grad_fn, root.output_nr) if isinstance(root, Tensor) else (root[0], root[1])
 
 
 def is_to_tie(model: nn.Module, inputs: Iterable[Any]) -> bool:
@@ -282,7 +310,7 @@ def tied(item: Any, anchor: Tensor) -> Any:
 
     Returns:
         Of a tensor that requires grad, an alias that passes gradients on to it and none to ``anchor``; anything else,
-        and parameters on loan, as they are.
+        and tracked tensors, as they are.
     """
     is_to = isinstance(item, Tensor) and item.requires_grad and not isinstance(item, TrackedTensor)
     return _Tie.apply(anchor, item) if is_to else item

@@ -53,6 +53,11 @@ class Operation:
         return self.run(lambda tracked: tracked.origin.value)
 
     @property
+    def is_in_graph(self) -> bool:
+        """Whether any of the other tensors is in the graph."""
+        return any(tensor.requires_grad for tensor in self.plain)
+
+    @property
     def is_in_place(self) -> bool:
         """Whether it changes its first argument, by its name."""
         name = self.name

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from ghostclip import _torch
-from ghostclip.capture.leaves import leaves_of
+from ghostclip._tree import leaves as leaves_of
 
 PACK, PAD = _torch.PACK, _torch.PAD
 
@@ -58,5 +58,5 @@ def is_packed(item: Any) -> bool:
 
 
 def with_a_step(lengths: Tensor, *rest: Any) -> tuple[Any, ...]:
-    """Return arguments of the packing function in which a made-up sample is not of length 0, which it refuses."""
+    """Return arguments of the packing function in which a dummy sample is not of length 0, which it refuses."""
     return lengths.clamp(min=1), *rest

@@ -1,21 +1,19 @@
-"""Tracked tensors: parameters (and what is computed from parameters alone) on loan to the model's forward.
+"""Tracked tensors: what is substituted for parameters in a forward, and what is computed from parameters alone.
 
 A tracked tensor behaves like the parameter it stands for. Every torch function that receives one is seen by
 ``__torch_function__``: an operation on tracked tensors alone is *derived* (casts, transposes, slices, ``1 + weight``);
 one that brings in per-sample data is *consumed*.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from ghostclip import _torch
+from ghostclip import _torch, _tree
 from ghostclip.errors import UncoveredParameterError, UnsupportedModelError
-
-_NO_TENSORS: Final = frozenset({type(None), bool, int, float, str, slice, torch.Size, torch.dtype, torch.device})
 
 
 class Interceptor(Protocol):
@@ -39,7 +37,7 @@ class Origin:
     """Where a tracked tensor comes from.
 
     Attributes:
-        interceptor: The session that lent it.
+        interceptor: Who is told of its uses.
         graph: The same value as a plain tensor that requires grad and hangs on the leaves' ``graph`` tensors.
         value: The same value, detached.
         leaves: The parameters it is computed from, with their ``graph`` tensors.
@@ -48,7 +46,7 @@ class Origin:
         arguments: That function's other arguments.
         keywords: Its keyword arguments.
         parent_version: How often the parent had been changed in place by then.
-        spread: Copies of a parameter were made (``expand``, ``repeat``) on the way to it.
+        broadcast: Copies of a parameter were made (``expand``, ``repeat``) on the way to it.
     """
 
     interceptor: Interceptor
@@ -60,7 +58,7 @@ class Origin:
     arguments: tuple[Any, ...] = ()
     keywords: Mapping[str, Any] = field(default_factory=dict)
     parent_version: int = 0
-    spread: bool = False
+    broadcast: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -78,7 +76,7 @@ class Leaf:
 
 
 class TrackedTensor(torch.Tensor):
-    """A tensor whose uses are reported to a session. Never visible outside a forward."""
+    """A tensor whose uses are reported. Never visible outside a forward."""
 
     origin: Origin
 
@@ -90,10 +88,10 @@ class TrackedTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Hand the operation to the session that lent the first tracked argument; refuse it under ``torch.vmap``."""
+        """Hand the operation to the interceptor of the first tracked argument; refuse it under ``torch.vmap``."""
         kwargs = kwargs or {}
         near = [item for item in args if isinstance(item, TrackedTensor)]
-        first = near[0] if near else next(tracked_leaves((args, kwargs)))
+        first = near[0] if near else tracked_leaves((args, kwargs))[0]
         if _torch.in_transform():
             raise UnsupportedModelError(_in_transform(first.origin.names, func.__name__))
         with _torch.subclasses_off():
@@ -148,8 +146,8 @@ def _trapped(tracked: TrackedTensor, origin: Origin) -> TrackedTensor:
     return tracked
 
 
-def lend(name: str, parameter: nn.Parameter, interceptor: Interceptor) -> TrackedTensor:
-    """Return a tracked stand-in for a parameter.
+def tracked_parameter(name: str, parameter: nn.Parameter, interceptor: Interceptor) -> TrackedTensor:
+    """Return the tracked tensor that is substituted for a parameter.
 
     Args:
         name: The parameter's name in the model.
@@ -165,55 +163,27 @@ def lend(name: str, parameter: nn.Parameter, interceptor: Interceptor) -> Tracke
     return wrap(Origin(interceptor, graph, value, {name: leaf}))
 
 
-def tracked_leaves(tree: Any) -> Iterator[TrackedTensor]:
-    """Return the tracked tensors in nested tuples, lists and dicts, in order."""
-    found: list[Any] = []
-    _collect((tree,), found, tracked=True)
-    return iter(found)
+def tracked_leaves(tree: Any) -> list[TrackedTensor]:
+    """Return the tracked tensors of a tree, in order."""
+    return [leaf for leaf in _tree.leaves(tree) if isinstance(leaf, TrackedTensor)]
 
 
-def plain_leaves(tree: Any) -> Iterator[Tensor]:
-    """Return the tensors that are not tracked in nested tuples, lists and dicts, in order."""
-    found: list[Any] = []
-    _collect((tree,), found, tracked=False)
-    return iter(found)
-
-
-def _collect(items: Iterable[Any], found: list[Any], *, tracked: bool) -> None:
-    # Every torch function of a forward comes by here: lists in the place of generators, and types before instances.
-    for item in items:
-        kind = type(item)
-        if kind in _NO_TENSORS:
-            continue
-        if isinstance(item, Tensor):
-            if isinstance(item, TrackedTensor) is tracked:
-                found.append(item)
-        elif isinstance(item, (tuple, list)):
-            _collect(item, found, tracked=tracked)
-        elif isinstance(item, dict):
-            _collect(item.values(), found, tracked=tracked)
+def plain_leaves(tree: Any) -> list[Tensor]:
+    """Return the tensors of a tree that are not tracked, in order."""
+    return [leaf for leaf in _tree.leaves(tree) if isinstance(leaf, Tensor) and not isinstance(leaf, TrackedTensor)]
 
 
 def replace_tracked(tree: Any, replacement: Callable[[TrackedTensor], Any]) -> Any:
     """Return the tree with every tracked tensor replaced.
 
     Args:
-        tree: Nested tuples (also named ones), lists and dicts.
+        tree: Nested containers.
         replacement: Called with each tracked tensor.
 
     Returns:
         New containers around the same other leaves.
     """
-    if isinstance(tree, TrackedTensor):
-        return replacement(tree)
-    if isinstance(tree, tuple):
-        items = [replace_tracked(item, replacement) for item in tree]
-        return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
-    if isinstance(tree, list):
-        return [replace_tracked(item, replacement) for item in tree]
-    if isinstance(tree, dict):
-        return {key: replace_tracked(item, replacement) for key, item in tree.items()}
-    return tree
+    return _tree.mapped(lambda leaf: replacement(leaf) if isinstance(leaf, TrackedTensor) else leaf, tree)
 
 
 def plain(tree: Any) -> Any:

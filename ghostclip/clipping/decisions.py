@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ghostclip import _torch
-from ghostclip.capture.usage import Record
+from ghostclip.capture.forward import ForwardContext
 from ghostclip.clipping.grouping import Grouping
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.passes import ClipWeights
@@ -75,23 +75,25 @@ class Decisions:
             self._opened = key
         return self.layout
 
-    def weights(self, total: GroupNorms, record: Record, scale: float, ill_conditioned_B: Tensor | None) -> ClipWeights:
+    def weights(
+        self, total: GroupNorms, forward: ForwardContext, scale: float, ill_conditioned_B: Tensor | None
+    ) -> ClipWeights:
         """Decide on the weights of the samples in the clipped sum.
 
         Args:
             total: The norms, of gradients that are `scale` times too small.
-            record: The forward they come from.
+            forward: The forward they come from.
             scale: What turns the gradients that arrived into those of each sample's own loss.
             ill_conditioned_B: Samples whose gradients nearly cancel, see `ClipWeights`.
 
         Returns:
             The weights, for the gradients as they arrived.
         """
-        norm_GB = _scaled(total.norm_GB(record.batch_size), scale)
+        norm_GB = _scaled(total.norm_GB(forward.batch_size), scale)
         layout = self.layout
         largest = None if total.largest is None else total.largest * scale
         coef_GB = self.policy.coefficients(norm_GB, layout.bounds, largest=largest)
-        if record.padded:
+        if forward.is_dummy:
             self.norm_GB = [norm_B[:0] for norm_B in norm_GB]
             self.coef_GB = [coef_B[:0] for coef_B in coef_GB]
             self.non_finite = 0

@@ -17,10 +17,10 @@ from torch import Tensor
 from ghostclip import _torch
 from ghostclip.capture.backward_entry import is_output
 from ghostclip.capture.batch_axis import RowMap, samples_axis
-from ghostclip.capture.chain import Number, Path, Reduced, looks_plain, paths
-from ghostclip.capture.evidence import in_words
 from ghostclip.clipping.shares import counted_positions
 from ghostclip.errors import LossReductionError
+from ghostclip.evidence.linear_paths import Number, Path, Reduced, looks_plain, paths
+from ghostclip.evidence.losses import in_words
 
 _TOLERANCE: Final = 1e-6
 # Products of more axes than this are not formed.
@@ -165,7 +165,7 @@ def _over_samples(path: Path, row_map: RowMap, batch_size: int, axis: int) -> It
     waiting: list[Reduced] = []
     for step in steps:
         place = samples_axis(step.sizes, batch_size, axis)
-        if place not in step.axes and not (row_map.kind == "listed" and step is steps[-1]):
+        if place not in step.axes and not (row_map.kind == "gathered" and step is steps[-1]):
             continue
         if step.kind != "spread":
             waiting.append(step)
@@ -209,8 +209,10 @@ def _divisors(
     path: Path, steps: list[Reduced], row_map: RowMap, batch_size: int, counted: int, *, picked: bool
 ) -> dict[int, tuple[str, bool]]:
     """Return what a sum may be divided by: the form that this is, and whether a tensor may hold it."""
-    listed = row_map.samples if row_map.kind == "listed" else None
-    uneven = listed is not None and bool((listed.bincount(minlength=batch_size) * batch_size != listed.numel()).any())
+    gathered = row_map.samples if row_map.kind == "gathered" else None
+    uneven = gathered is not None and bool(
+        (gathered.bincount(minlength=batch_size) * batch_size != gathered.numel()).any()
+    )
     found: dict[int, tuple[str, bool]] = {batch_size: ("samples", False)}
     if not picked and not uneven:
         sums = [step for step in path.reduced if step.kind == "sum"]

@@ -13,7 +13,8 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from ghostclip.capture.usage import Record, Use
+from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.param_use import ParamUse
 from ghostclip.clipping.changes import changed_in_place, versions
 from ghostclip.clipping.norms import GroupNorms, cross_terms, exact_norms, exact_sqnorm, terms_of_uses
 from ghostclip.clipping.repeats import Repeats
@@ -22,7 +23,7 @@ from ghostclip.errors import BatchAxisError, GhostClipError, TamperedGradientErr
 from ghostclip.factors import Dense, Factor, Outer, Permuted, Placed, SquaredNorm, joined
 from ghostclip.kernels.precision import full_precision
 
-KeptLayers: TypeAlias = Callable[[Use, Tensor], frozenset[str]]
+KeptLayers: TypeAlias = Callable[[ParamUse, Tensor], frozenset[str]]
 
 
 class Sums(Protocol):
@@ -51,7 +52,7 @@ class Pass(ABC):
     """Listens to one backward.
 
     Attributes:
-        records: The forwards whose uses arrived.
+        forwards: The forwards whose uses arrived.
         final: Whether no other backward follows, so that what uses have saved may go.
     """
 
@@ -59,17 +60,17 @@ class Pass(ABC):
 
     def __init__(self) -> None:
         """Make a pass that has heard of no use."""
-        self.records: list[Record] = []
+        self.forwards: list[ForwardContext] = []
 
-    def receive(self, use: Use, grad: Tensor) -> None:
+    def receive(self, use: ParamUse, grad: Tensor) -> None:
         """Take the gradient of a use's output and pass its factors on.
 
         Args:
             use: The use.
             grad: Shape and dtype of the output.
         """
-        if use.record not in self.records:
-            self.admit(use.record)
+        if use.forward not in self.forwards:
+            self.admit(use.forward)
         with full_precision():
             if torch.is_grad_enabled() or torch.is_autocast_enabled(grad.device.type):
                 with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
@@ -79,38 +80,38 @@ class Pass(ABC):
         if self.final:
             use.release()
 
-    def _take(self, use: Use, grad: Tensor) -> None:
+    def _take(self, use: ParamUse, grad: Tensor) -> None:
         for name, factor in use.parameter_factors(grad):
             self.consume(use, name, factor)
 
-    def admit(self, record: Record) -> None:
+    def admit(self, forward: ForwardContext) -> None:
         """Take in a forward; all forwards of one backward must have the same samples, and each is taken once.
 
         Args:
-            record: The forward.
+            forward: The forward.
 
         Raises:
             GhostClipError: A backward went through it before.
             BatchAxisError: Its number of samples differs from that of a forward taken in before.
         """
-        if record.spent:
+        if forward.consumed:
             message = (
                 "a second backward went through the same forward: its samples would be clipped twice and contribute "
                 "twice. Add "
                 "the losses before one backward, or run the model again."
             )
             raise GhostClipError(message)
-        if self.records and self.records[0].batch_size != record.batch_size:
+        if self.forwards and self.forwards[0].batch_size != forward.batch_size:
             message = (
-                f"one backward went through forwards of {self.records[0].batch_size} and {record.batch_size} "
+                f"one backward went through forwards of {self.forwards[0].batch_size} and {forward.batch_size} "
                 "samples: which sample "
                 "is which cannot be known. Give every call of the model the same batch."
             )
             raise BatchAxisError(message)
-        self.records.append(record)
+        self.forwards.append(forward)
 
     @abstractmethod
-    def consume(self, use: Use, name: str, factor: Factor) -> None:
+    def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
         """Take one parameter's factor.
 
         Args:
@@ -140,7 +141,7 @@ class BookKeeping(Pass):
         self._versions: dict[int, list[int]] = {}
         self._together = Together(self.total)
 
-    def receive(self, use: Use, grad: Tensor) -> None:
+    def receive(self, use: ParamUse, grad: Tensor) -> None:
         """Take the gradient of a use's output; the first one decides what is kept.
 
         Args:
@@ -151,16 +152,16 @@ class BookKeeping(Pass):
             self._keep = self._kept_layers(use, grad)
         super().receive(use, grad)
 
-    def consume(self, use: Use, name: str, factor: Factor) -> None:
+    def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
         """Keep a factor and add its squared norm."""
         kept = smaller_form(factor, always=name in (self._keep or ()))
-        if use.record.use_counts[name] > 1:
+        if use.forward.use_counts[name] > 1:
             # Its uses are put together first: there may be as many as steps of a sequence.
             self._waiting[name].append(kept)
         else:
             self._add(name, kept, together=use)
 
-    def _add(self, name: str, kept: Factor, *, together: Use | None = None) -> None:
+    def _add(self, name: str, kept: Factor, *, together: ParamUse | None = None) -> None:
         self.factors[name].append(kept)
         if together is None or not self._together.takes(together, name, kept):
             self.total.add_norm_of(name, kept)
@@ -208,7 +209,7 @@ class BookKeeping(Pass):
 class Hooks(BookKeeping):
     """Per-sample gradients materialised for every parameter, as Opacus's hooks do."""
 
-    def consume(self, use: Use, name: str, factor: Factor) -> None:
+    def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
         """Materialise a factor and add it to the parameter's per-sample gradients."""
         grad_BP = factor.materialize()
         if isinstance(factor, Dense):
@@ -267,14 +268,14 @@ class NormPass(Pass):
         self._together = Together(self.total)
         self._waiting: defaultdict[str, list[Factor]] = defaultdict(list)
 
-    def consume(self, use: Use, name: str, factor: Factor) -> None:
+    def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
         """Add a factor's squared norm and drop it, or keep it for cross terms."""
         self._repeats.note(name, factor)
         self.seen.add(id(use))
         if name in self.arrived:
             # A second use came after the first one was dropped: only the whole pass again can give the cross term.
             self.late.add(name)
-        elif name in self._shared or use.record.use_counts[name] > 1:
+        elif name in self._shared or use.forward.use_counts[name] > 1:
             self._waiting[name].append(factor)
             return
         self.arrived.add(name)
@@ -301,7 +302,7 @@ class NormPass(Pass):
         self._waiting.clear()
         return self.total
 
-    def _add(self, name: str, factor: Factor, *, together: Use | None = None) -> None:
+    def _add(self, name: str, factor: Factor, *, together: ParamUse | None = None) -> None:
         inside = factor
         while isinstance(inside, (Permuted, Placed)):
             inside = inside.inner
@@ -332,7 +333,7 @@ class SumPass(Pass):
         self._sums, self._weights, self._repeats = sums, weights, repeats
         self._expected, self._several = expected, several
 
-    def consume(self, use: Use, name: str, factor: Factor) -> None:
+    def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
         """Contract a factor into its parameter's sum."""
         if self._expected is not None and id(use) not in self._expected:
             message = f"{use.site.describe()}: its gradient arrived in the second backward only, so it has no norm."

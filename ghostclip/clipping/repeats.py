@@ -11,9 +11,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ghostclip.capture.randomness import Randomness
 from ghostclip.clipping.changes import tensors_of
 from ghostclip.errors import TamperedGradientError
+from ghostclip.evidence.randomness import Randomness
 from ghostclip.factors import Factor
 
 _EVERY: Final = 8

@@ -1,9 +1,9 @@
 """A scalar loss is proved, not believed: that it is a sum over samples, and that its scale is the declared one.
 
 What autograd shows of a loss is cut into the values that it is linear in and the factors before them (see
-`ghostclip.capture.chain`). Of the values it is proved, by backwards from some samples' rows alone, that each belongs to
-one sample; that costs backwards, and is done for every new form of loss and in the forwards that are proved anyway. Of
-the factors it is checked in every step that none depends on other samples.
+`ghostclip.evidence.linear_paths`). Of the values it is proved, by backwards from some samples' rows alone, that each
+belongs to one sample; that costs backwards, and is done for every new form of loss and in the forwards that are proved
+anyway. Of the factors it is checked in every step that none depends on other samples.
 
 Privacy:
     After this, the gradient of each sample that arrives at the layers is a function of that sample, of the weights and
@@ -17,15 +17,17 @@ from typing import Any
 
 from torch import Tensor
 
-from ghostclip.capture.backward_entry import edge_of, is_output, leads_to_forward
+from ghostclip.capture.backward_entry import is_output, leads_to_forward
 from ghostclip.capture.batch_axis import WHOLE, RowMap
-from ghostclip.capture.chain import CLASSES, Edge, Number, Path, Reduced, paths, shape_at
-from ghostclip.capture.evidence import Ends, is_picked, listing_at, rows_of_terms
-from ghostclip.capture.session import Session
-from ghostclip.capture.usage import Record
+from ghostclip.capture.context import CaptureContext
+from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.nodes import Edge, edge_of, shape_at
 from ghostclip.clipping.loss_scale import Scale, picks_samples, remedy, scale_of
 from ghostclip.clipping.shares import check_shares
 from ghostclip.errors import LossReductionError
+from ghostclip.evidence.linear_paths import CLASSES, Number, Path, Reduced, paths
+from ghostclip.evidence.losses import Ends, LossRows, gathered_at, is_picked
+from ghostclip.evidence.prover import Evidence
 
 # What tells a way through a loss again in the next step.
 _Key = tuple[Any, ...]
@@ -47,34 +49,39 @@ class _Seen:
 
 
 class LossExaminer:
-    """Examines the scalar losses of one session."""
+    """Examines the scalar losses of one model."""
 
-    def __init__(self, reduction: str) -> None:
+    def __init__(self, reduction: str, evidence: Evidence) -> None:
         """Make an examiner that has seen no loss.
 
         Args:
             reduction: How they are declared to be reduced, ``"mean"`` or ``"sum"``.
+            evidence: Says whether proofs are asked for, and is told of them.
         """
-        self._reduction = reduction
+        self._reduction, self._evidence = reduction, evidence
         self._seen: dict[_Key, _Seen] = {}
 
     def examine(
-        self, session: Session, roots: Sequence[Any], grads: Sequence[Tensor | None], records: Sequence[Record]
+        self,
+        capture: CaptureContext,
+        roots: Sequence[Any],
+        grads: Sequence[Tensor | None],
+        forwards: Sequence[ForwardContext],
     ) -> None:
         """Refuse a loss that is not shown to be a sum over samples of the declared scale.
 
         Args:
-            session: Whose forwards it comes from.
+            capture: Whose forwards it comes from.
             roots: Where its backward starts.
             grads: Gradients given for them; empty where none are.
-            records: Forwards that it leads to.
+            forwards: Those that it leads to.
 
         Raises:
             LossReductionError: Its scale, or its form, is not shown to be independent of other samples.
             SampleMixingError: One sample's loss depends on other samples' outputs.
         """
-        record = records[0]
-        if record.padded:
+        forward = forwards[0]
+        if forward.is_dummy:
             return
         given = list(grads) or [None] * len(roots)
         begun = [self._begun(root, grad) for root, grad in zip(roots, given, strict=True)]
@@ -82,18 +89,18 @@ class LossExaminer:
             found = dict(_numbered(paths(begun, is_output)))
         except RecursionError:
             raise LossReductionError(f"the loss has too many terms to be followed. {remedy(self._reduction)}") from None
-        if record.batch_size > 1 and (record.unproven or self._is_new(found, record)):
-            self._prove(session, found, record)
+        if forward.batch_size > 1 and (forward.unproven or self._is_new(found, forward)):
+            self._prove(capture, found, forward)
         for key, path in found.items():
             seen = self._seen.setdefault(key, _Seen())
             placed = _placed(path, seen)
-            scale = self._scale(placed, record, _now(placed, seen.row_map, record), roots, grads)
+            scale = self._scale(placed, forward, _now(placed, seen.row_map, forward), roots, grads)
             seen.scale = scale if seen.scale is None else seen.scale.agreed(scale, reduction=self._reduction)
 
-    def _is_new(self, found: dict[_Key, Path], record: Record) -> bool:
+    def _is_new(self, found: dict[_Key, Path], forward: ForwardContext) -> bool:
         proven = {key: seen for key, seen in self._seen.items() if seen.row_map is not WHOLE}
         return not found.keys() <= proven.keys() or any(
-            _is_moved(path, proven[key], record) for key, path in found.items()
+            _is_moved(path, proven[key], forward) for key, path in found.items()
         )
 
     def _begun(self, root: Any, grad: Tensor | None) -> tuple[Edge, Path]:
@@ -113,18 +120,18 @@ class LossExaminer:
         reduced = (Reduced("sum", sizes, tuple(range(len(sizes)))),) if sizes else ()
         return edge, Path(numbers=numbers, reduced=reduced)
 
-    def _prove(self, session: Session, found: dict[_Key, Path], record: Record) -> None:
+    def _prove(self, capture: CaptureContext, found: dict[_Key, Path], forward: ForwardContext) -> None:
         ends = [_ends(path) for path in found.values()]
-        maps = rows_of_terms(session, ends, record, advice=remedy(self._reduction))
+        maps = LossRows(self._evidence, capture, forward, advice=remedy(self._reduction)).of(ends)
         for key, (row_map, place) in zip(found, maps, strict=True):
             seen = self._seen.setdefault(key, _Seen())
             seen.row_map, seen.place = row_map, place
 
-    def _scale(self, path: Path, record: Record, row_map: RowMap, roots: Any, grads: Any) -> Scale:
-        size = record.batch_size
-        scale = scale_of(path, row_map, batch_size=size, axis=record.axis, reduction=self._reduction)
+    def _scale(self, path: Path, forward: ForwardContext, row_map: RowMap, roots: Any, grads: Any) -> Scale:
+        size = forward.batch_size
+        scale = scale_of(path, row_map, batch_size=size, axis=forward.batch_axis, reduction=self._reduction)
         if size > 1 and "mean" in scale.forms and row_map.kind != "one":
-            picked = picks_samples(path, size, record.axis)
+            picked = picks_samples(path, size, forward.batch_axis)
             check_shares(path, row_map, batch_size=size, picked=picked, roots=roots, grads=grads)
         return scale
 
@@ -134,10 +141,10 @@ def _ends(path: Path) -> Ends:
     return Ends(path.ends, path.name, classes, path.passed())
 
 
-def _is_moved(path: Path, seen: _Seen, record: Record) -> bool:
+def _is_moved(path: Path, seen: _Seen, forward: ForwardContext) -> bool:
     """Return whether the rows at the end of a path may lie otherwise than when they were proved."""
-    if seen.row_map.kind == "listed":
-        return listing_at(_placed(path, seen).ends[0], record) is None
+    if seen.row_map.kind == "gathered":
+        return gathered_at(_placed(path, seen).ends[0], forward) is None
     return seen.row_map.kind in ("major", "minor") and any(map(is_picked, path.ends))
 
 
@@ -146,12 +153,12 @@ def _placed(path: Path, seen: _Seen) -> Path:
     return path if seen.place is None else path.cut(seen.place)
 
 
-def _now(path: Path, row_map: RowMap, record: Record) -> RowMap:
+def _now(path: Path, row_map: RowMap, forward: ForwardContext) -> RowMap:
     """Return the row map of this step: which rows were picked may have changed."""
-    if row_map.kind != "listed":
+    if row_map.kind != "gathered":
         return row_map
-    listed = listing_at(path.ends[0], record)
-    return row_map if listed is None else RowMap("listed", 0, listed)
+    gathered = gathered_at(path.ends[0], forward)
+    return row_map if gathered is None else RowMap("gathered", 0, gathered)
 
 
 def _numbered(found: Iterable[Path]) -> Iterator[tuple[_Key, Path]]:

@@ -12,8 +12,8 @@ from torch.autograd.graph import GradientEdge
 
 from ghostclip import _torch
 from ghostclip.capture.batch_axis import RowMap
-from ghostclip.capture.chain import Path
 from ghostclip.errors import LossReductionError
+from ghostclip.evidence.linear_paths import Path
 
 
 def counted_positions(path: Path, row_map: RowMap, batch_size: int) -> int:
@@ -57,14 +57,14 @@ def check_shares(path: Path, row_map: RowMap, *, batch_size: int, picked: bool, 
         share_B = _weights(path, row_map, batch_size, roots, grads)
     elif _torch.has_saved(path.loss, "total_weight"):
         share_B = None if _all_count(path.loss, batch_size, row_map) else _shares(path.loss, row_map, batch_size)
-    elif row_map.kind == "listed" and row_map.samples is not None:
+    elif row_map.kind == "gathered" and row_map.samples is not None:
         share_B = torch.bincount(row_map.samples, minlength=batch_size).double()
     for step in path.reduced:
         if step.kind == "mean" and not picked and len(path.reduced) == 1 and prod(step.sizes) % batch_size:
             raise LossReductionError(not_over_samples(step.count, batch_size))
     if share_B is None or torch.allclose(share_B, share_B[0].expand_as(share_B), rtol=1e-6, atol=0.0):
         return
-    if picked or row_map.kind == "listed":
+    if picked or row_map.kind == "gathered":
         raise LossReductionError(not_over_samples(path.reduced[-1].count, batch_size))
     message = (
         "the loss is a mean over all counted positions of the batch, and the samples count differently many "
@@ -94,7 +94,7 @@ def not_over_samples(count: int, batch_size: int) -> str:
 
 def _all_count(loss: Any, batch_size: int, row_map: RowMap) -> bool:
     count = _torch.saved(loss, "target").numel()
-    even = row_map.kind != "listed" and count % batch_size == 0
+    even = row_map.kind != "gathered" and count % batch_size == 0
     return even and _torch.saved(loss, "weight") is None and _torch.saved(loss, "total_weight").item() == count
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ghostclip.capture.usage import Use
+from ghostclip.capture.param_use import ParamUse
 from ghostclip.clipping.changes import changed_in_place, versions
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.errors import TamperedGradientError
@@ -31,7 +31,7 @@ _CALLS: Final = 3_000_000
 class _Waiting(NamedTuple):
     """One layer's gradients: a sum over positions of products of the shared tensor with another."""
 
-    use: Use
+    use: ParamUse
     name: str
     factor: Outer
     input_NTI: Tensor
@@ -55,7 +55,7 @@ class Together:
         self._total = total
         self._waiting: defaultdict[Any, list[_Waiting]] = defaultdict(list)
 
-    def takes(self, use: Use, name: str, factor: Any) -> bool:
+    def takes(self, use: ParamUse, name: str, factor: Any) -> bool:
         """Take a factor whose input others read as well.
 
         Args:
@@ -69,17 +69,17 @@ class Together:
         Raises:
             TamperedGradientError: One that waited was changed in place.
         """
-        record = use.record
-        if not record.readers or record.runs_again or len(self._total.sums) > 1:
+        forward = use.forward
+        if not forward.readers or forward.runs_again or len(self._total.sums) > 1:
             return False
         if type(factor) is not Outer or factor.slots > 1 or factor.sizes[0] <= 1:
             return False
         # A weight that is used transposed has its input in the place of the gradient.
         for input_NTI, other_NTO in ((factor.a_NTI, factor.g_NTO), (factor.g_NTO, factor.a_NTI)):
-            readers = record.readers.get(input_NTI.data_ptr(), 0)
+            readers = forward.readers.get(input_NTI.data_ptr(), 0)
             if readers > 1:
                 place = input_NTI.data_ptr(), input_NTI.shape, input_NTI.stride()
-                key = id(record), place, input_NTI.dtype, other_NTO.dtype
+                key = id(forward), place, input_NTI.dtype, other_NTO.dtype
                 same = self._waiting[key]
                 same.append(_Waiting(use, name, factor, input_NTI, other_NTO, versions(factor)))
                 if len(same) == readers:
@@ -122,10 +122,10 @@ def _apart(found: Sequence[_Waiting]) -> int:
 def _explain(waiting: _Waiting, flops: int, readers: int) -> None:
     """Note, for whoever asks what a layer costs, its share of a Gram formed for several."""
     plan = f"symmetric Gram, its input's shared by {readers}"
-    for key, arrived in waiting.use.site.arrivals.items():
+    for key, arrived in waiting.use.site.statistics.items():
         if waiting.name in arrived.names and len(arrived.products) == 1 and arrived.products[0].plan != plan:
             product = replace(arrived.products[0], norm=flops, plan=plan)
-            waiting.use.site.arrivals[key] = replace(arrived, products=(product,))
+            waiting.use.site.statistics[key] = replace(arrived, products=(product,))
 
 
 def _joint(input_NTI: Tensor, others: Sequence[Tensor]) -> SquaredNorm:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from ghostclip import _tree
 from ghostclip.optim.records import (
     Kind,
     Leaf,
@@ -29,12 +30,13 @@ from ghostclip.optim.records import (
     read,
     replay_of,
     telling,
-    tensors_in,
 )
 
 # Parts of draws, and rows in them, whose fingerprints are kept as they came: noting them takes time, and honest loops
 # never need it.
 _KEPT, _KEPT_ROWS = 4096, 1 << 17
+# How deep tensors are looked for in batches that are objects.
+_INTO_OBJECTS = 4
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,8 @@ class DrawLog:
         if not self.claimed or not self._delivered or self._delivered > len(self._draws):
             return
         draw = self._draws[self._delivered - 1]
-        found = prints_of(tensors_in(batch), draw.rows if rows is None else rows, self.axis)
+        tensors = _tree.tensors(batch, into_objects=_INTO_OBJECTS)
+        found = prints_of(tensors, draw.rows if rows is None else rows, self.axis)
         self._kinds.update(kind for kind, _ in found)
         begun, count = sum(_rows_of(part) for part in draw.parts), _rows_of(found)
         draw.parts.append(found)

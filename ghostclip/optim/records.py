@@ -20,9 +20,8 @@ refused by chance while less than about 50 of their contents have been handed ou
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -272,28 +271,6 @@ def _checksums(parts: Sequence[Sequence[Prints]]) -> dict[Kind, set[int]]:
     for (kind, _), sums_K in total.items():
         found.setdefault(kind, set()).update(sums_K.tolist())
     return found
-
-
-def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """Find the tensors of a batch.
-
-    Args:
-        batch: Nested containers, dataclasses and whatever else a collate function makes.
-
-    Yields:
-        Tensors in containers and dataclasses.
-    """
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for part in batch.values():
-            yield from tensors_in(part)
-    elif isinstance(batch, (tuple, list)):
-        for part in batch:
-            yield from tensors_in(part)
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for field in dataclasses.fields(batch):
-            yield from tensors_in(getattr(batch, field.name, None))
 
 
 def counted(parts: Iterable[Rows]) -> Counter[int]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from ghostclip.capture.arrivals import Arrival, Product
+from ghostclip.capture.statistics import Product, Statistics
 from ghostclip.factors import planner
 
 # Strategies that hold something of every layer until the backward ends.
@@ -36,11 +36,11 @@ class Cost:
         return Cost(self.base + other.base, self.private + other.private, self.held + other.held)
 
 
-def cost_of(arrivals: Sequence[Arrival], *, count: int, strategy: str) -> Cost:
+def cost_of(statistics: Sequence[Statistics], *, count: int, strategy: str) -> Cost:
     """Price all uses of one parameter.
 
     Args:
-        arrivals: What came in for it, one for each use.
+        statistics: What came in for it, one for each use.
         count: Its number of elements.
         strategy: ``"bookkeeping"``, ``"ghost"``, ``"fast"`` or ``"hooks"``.
 
@@ -48,17 +48,17 @@ def cost_of(arrivals: Sequence[Arrival], *, count: int, strategy: str) -> Cost:
         The sum over its uses, and the cross terms between them.
     """
     total = Cost()
-    for arrived in arrivals:
+    for arrived in statistics:
         total += _use(arrived, count=count, strategy=strategy)
     if strategy == "hooks":
         # Per-sample gradients of all uses are added up first, so that there is one sum.
-        again = [item for item in arrivals if item.kind != "diagonal"][1:]
+        again = [item for item in statistics if item.kind != "diagonal"][1:]
         return total + Cost(private=-sum(2 * item.samples * count for item in again))
-    pairs = combinations(arrivals, 2)
+    pairs = combinations(statistics, 2)
     return total + Cost(private=sum(_cross(first, second, strategy=strategy) for first, second in pairs))
 
 
-def _use(arrived: Arrival, *, count: int, strategy: str) -> Cost:
+def _use(arrived: Statistics, *, count: int, strategy: str) -> Cost:
     product = sum(item.flops for item in arrived.products)
     input_gradient = product if arrived.needs_input_gradient else 0
     backwards = 1 if strategy in _HOLDING else 2
@@ -69,7 +69,7 @@ def _use(arrived: Arrival, *, count: int, strategy: str) -> Cost:
     return Cost(base, run + _clipping(arrived, count=count, strategy=strategy), held)
 
 
-def _clipping(arrived: Arrival, *, count: int, strategy: str) -> int:
+def _clipping(arrived: Statistics, *, count: int, strategy: str) -> int:
     """Return the FLOPs of norms and clipped sums, the backwards themselves left out."""
     dense_sum = 2 * arrived.samples * count
     product = sum(item.flops for item in arrived.products)
@@ -120,7 +120,7 @@ def norm_flops(item: Product, *, instantiate: bool = False) -> int:
     return item.count * planner.gram_flops(positions, inputs, outputs)
 
 
-def _held(arrived: Arrival, *, count: int, strategy: str) -> int:
+def _held(arrived: Statistics, *, count: int, strategy: str) -> int:
     wide = max(arrived.itemsize, 4)
     if strategy == "hooks":
         return arrived.samples * count * wide
@@ -133,7 +133,7 @@ def _held(arrived: Arrival, *, count: int, strategy: str) -> int:
     return sum(item.entries for item in arrived.products) * wide
 
 
-def _cross(first: Arrival, second: Arrival, *, strategy: str) -> int:
+def _cross(first: Statistics, second: Statistics, *, strategy: str) -> int:
     """Price the inner products of two uses of one parameter."""
     if first.slice_of != second.slice_of and first.slice_of and second.slice_of:
         return 0
@@ -150,7 +150,7 @@ def _cross(first: Arrival, second: Arrival, *, strategy: str) -> int:
     return sum(item.flops for item in outer.products)
 
 
-def _is_factored(item: Arrival, *, strategy: str) -> bool:
+def _is_factored(item: Statistics, *, strategy: str) -> bool:
     if not item.products or item.materialised or item.kind == "general":
         return False
     return strategy != "bookkeeping" or not all(map(keeps, item.products))
@@ -161,7 +161,7 @@ def _cross_outer(first: Product, second: Product) -> int:
     return min(gram, first.flops + second.flops)
 
 
-def plan_of(arrived: Arrival, *, strategy: str) -> str:
+def plan_of(arrived: Statistics, *, strategy: str) -> str:
     """Say how norm and clipped sum are formed.
 
     Args:

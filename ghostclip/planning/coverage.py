@@ -6,8 +6,8 @@ from typing import Final
 
 from torch import nn
 
-from ghostclip.capture.arrivals import AT_ONCE_FORM, GENERAL_FORM, Arrival
-from ghostclip.capture.usage import Site
+from ghostclip.capture.call_sites import CallSite
+from ghostclip.capture.statistics import AT_ONCE_FORM, GENERAL_FORM, Statistics
 from ghostclip.planning.cost import Cost, cost_of, plan_of
 from ghostclip.rules import rule_for
 
@@ -190,7 +190,7 @@ def readable_bytes(count: int) -> str:
 
 def coverage_of(
     model: nn.Module,
-    sites: Iterable[Site],
+    sites: Iterable[CallSite],
     *,
     strategy: str = "bookkeeping",
     kept: Collection[str] = (),
@@ -208,7 +208,7 @@ def coverage_of(
     Returns:
         The table, in the order of ``model.named_parameters()``.
     """
-    by_name: dict[str, list[Site]] = {}
+    by_name: dict[str, list[CallSite]] = {}
     for site in sites:
         for name in site.names:
             by_name.setdefault(name, []).append(site)
@@ -220,11 +220,11 @@ def coverage_of(
             continue
         path, _, own = name.rpartition(".")
         used = by_name.get(name, [])
-        arrivals = [item for site in used for item in site.arrivals.values() if _bears(item, name, sizes)]
+        statistics = [item for site in used for item in site.statistics.values() if _bears(item, name, sizes)]
         bought = name in kept and strategy == "bookkeeping"
         if bought:
-            arrivals = [_kept(item) for item in arrivals]
-        inputs.update({item.input_key: item.input_elements * item.itemsize for item in arrivals})
+            statistics = [_kept(item) for item in statistics]
+        inputs.update({item.input_key: item.input_elements * item.itemsize for item in statistics})
         rows.append(
             CoverageRow(
                 path,
@@ -233,8 +233,8 @@ def coverage_of(
                 tuple(parameter.shape),
                 _joined(f"{site.operation}: {site.forms.get(name, '')}" for site in used) or NOT_USED,
                 _joined(_rung(site, name) for site in used),
-                _joined(plan_of(item, strategy=strategy) for item in arrivals) + " (budget)" * bought,
-                cost_of(arrivals, count=parameter.numel(), strategy=strategy),
+                _joined(plan_of(item, strategy=strategy) for item in statistics) + " (budget)" * bought,
+                cost_of(statistics, count=parameter.numel(), strategy=strategy),
                 _joined(_axes(site) for site in used if site.chosen is not None),
             )
         )
@@ -243,7 +243,7 @@ def coverage_of(
     return Coverage(rows, strategy=strategy, base_bytes=base_bytes, unchecked=unchecked)
 
 
-def _kept(arrived: Arrival) -> Arrival:
+def _kept(arrived: Statistics) -> Statistics:
     return replace(arrived, products=tuple(replace(item, kept=True) for item in arrived.products))
 
 
@@ -251,21 +251,21 @@ def _joined(texts: Iterable[str]) -> str:
     return "; ".join(dict.fromkeys(texts))
 
 
-def _bears(item: Arrival, name: str, sizes: dict[str, int]) -> bool:
+def _bears(item: Statistics, name: str, sizes: dict[str, int]) -> bool:
     """Whether a parameter bears the cost of a computation from several: the largest of them does."""
     return name == max(item.names, key=lambda other: sizes.get(other, 0))
 
 
-def _rung(site: Site, name: str) -> str:
+def _rung(site: CallSite, name: str) -> str:
     if site.forms.get(name) in (GENERAL_FORM, AT_ONCE_FORM):
         rung = "general"
     else:
         rung = "elementwise" if rule_for(site.operation) is None else "rule"
-    derived = any(item.derived for item in site.arrivals.values() if name in item.names)
+    derived = any(item.derived for item in site.statistics.values() if name in item.names)
     return f"{rung}, derived" if derived else rung
 
 
-def _axes(site: Site) -> str:
+def _axes(site: CallSite) -> str:
     assert site.chosen is not None
     kind, axis = site.chosen
     folded = {"major": "folded into axis {}, sample by sample", "minor": "folded into axis {}, samples alternating"}

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ghostclip import _torch
 from ghostclip.capture.nodes import nodes_behind
-from ghostclip.capture.provenance import METADATA_KEY
-from ghostclip.capture.usage import Use
+from ghostclip.capture.param_use import ParamUse
+from ghostclip.capture.row_origin import METADATA_KEY
 
 # Operations whose input's gradient is the memory of their output's.
 _VIEWS: Final = (
@@ -36,7 +36,7 @@ class Moment:
         arriving: Bytes of the gradient that it takes.
     """
 
-    use: Use | None
+    use: ParamUse | None
     live: int
     passing: int
     arriving: int
@@ -80,7 +80,7 @@ def footprint_of(loss: Tensor, parameters: Iterable[Tensor]) -> Footprint:
     return _read(_nodes_behind(loss.grad_fn), parameters)
 
 
-def footprint_from(use: Use, grad: Tensor, parameters: Iterable[Tensor]) -> Footprint:
+def footprint_from(use: ParamUse, grad: Tensor, parameters: Iterable[Tensor]) -> Footprint:
     """Read what is left of a backward that has come to its first use.
 
     Args:
@@ -135,7 +135,7 @@ def _addresses(tensors: Iterable[Tensor]) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
-def _inputs_of(use: Use | None) -> Sequence[Tensor]:
+def _inputs_of(use: ParamUse | None) -> Sequence[Tensor]:
     return () if use is None or use.node is None else use.node.saved_tensors
 
 

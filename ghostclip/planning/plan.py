@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ghostclip import kernels
-from ghostclip.capture.usage import Record, Use
+from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.param_use import ParamUse
 from ghostclip.errors import InvalidOptionError
 from ghostclip.factors import planner
 from ghostclip.factors.base import accumulation_dtype
@@ -103,20 +104,20 @@ class Planner:
         self.latest: frozenset[str] = frozenset()
         self._plans: OrderedDict[Any, frozenset[str]] = OrderedDict()
 
-    def before(self, loss: Tensor, record: Record, parameters: Mapping[str, Tensor]) -> frozenset[str]:
+    def before(self, loss: Tensor, forward: ForwardContext, parameters: Mapping[str, Tensor]) -> frozenset[str]:
         """Return the parameters whose per-sample gradients a backward keeps although they are the larger form.
 
         Args:
             loss: Where the backward will start.
-            record: The forward.
+            forward: The forward.
             parameters: The trainable parameters by name.
 
         Returns:
             Their names; none under activation checkpointing, where reading the graph would run it again.
         """
-        return self._plan("before", record, lambda: footprint_of(loss, parameters.values()))
+        return self._plan("before", forward, lambda: footprint_of(loss, parameters.values()))
 
-    def during(self, use: Use, grad: Tensor, parameters: Mapping[str, Tensor]) -> frozenset[str]:
+    def during(self, use: ParamUse, grad: Tensor, parameters: Mapping[str, Tensor]) -> frozenset[str]:
         """Return the same for a backward that somebody else has begun.
 
         Args:
@@ -127,29 +128,29 @@ class Planner:
         Returns:
             Their names; what the loss itself held is not known, so that there may be fewer.
         """
-        return self._plan("during", use.record, lambda: footprint_from(use, grad, parameters.values()))
+        return self._plan("during", use.forward, lambda: footprint_from(use, grad, parameters.values()))
 
-    def _plan(self, when: str, record: Record, footprint: Callable[[], Footprint]) -> frozenset[str]:
-        if record.runs_again:
+    def _plan(self, when: str, forward: ForwardContext, footprint: Callable[[], Footprint]) -> frozenset[str]:
+        if forward.runs_again:
             self.latest = frozenset()
             return self.latest
-        key = (when, record.batch_size, tuple(record.sizes), record.beside, self.budget)
+        key = (when, forward.batch_size, tuple(forward.sizes), forward.unplanned, self.budget)
         if key not in self._plans:
             with torch.no_grad():
-                self._plans[key] = self._decide(footprint(), record)
+                self._plans[key] = self._decide(footprint(), forward)
             if len(self._plans) > _CACHED:
                 self._plans.popitem(last=False)
         self._plans.move_to_end(key)
         self.latest = self._plans[key]
         return self.latest
 
-    def _decide(self, footprint: Footprint, record: Record) -> frozenset[str]:
-        held, items = _held(footprint, record)
+    def _decide(self, footprint: Footprint, forward: ForwardContext) -> frozenset[str]:
+        held, items = _held(footprint, forward)
         seen = sum(moment.use is not None for moment in footprint.moments)
-        if not items or seen < len(record.sizes):
+        if not items or seen < len(forward.sizes):
             # What another branch of the model will hold is not known.
             return frozenset()
-        limit = self.budget * footprint.ordinary_peak() - 4 * record.beside
+        limit = self.budget * footprint.ordinary_peak() - 4 * forward.unplanned
         if math.isinf(limit):
             return frozenset(item.name for item in items if _estimated(item.shape) > 0)
         # What is added stays until the end, so that the tightest later moment counts.
@@ -157,7 +158,7 @@ class Planner:
         return _knapsack([(item, _estimated(item.shape)) for item in items], free, limit)
 
 
-def _held(footprint: Footprint, record: Record) -> tuple[list[int], list[Item]]:
+def _held(footprint: Footprint, forward: ForwardContext) -> tuple[list[int], list[Item]]:
     """Return what is held at every moment when nothing is kept beyond the rule, and what could be."""
     held, items, gathered = [], [], 0
     for number, moment in enumerate(footprint.moments):
@@ -165,10 +166,10 @@ def _held(footprint: Footprint, record: Record) -> tuple[list[int], list[Item]]:
         use = moment.use
         if use is None:
             continue
-        found = _shape_of(use, moment.arriving, record)
+        found = _shape_of(use, moment.arriving, forward)
         inputs = footprint.inputs.get(id(use), 0)
         if found is None:
-            gathered += _dense_bytes(use, record) or moment.arriving + inputs
+            gathered += _dense_bytes(use, forward) or moment.arriving + inputs
             continue
         name, shape = found
         needed = shape.samples * shape.inputs * shape.outputs * accumulation_dtype(shape.dtype).itemsize
@@ -176,19 +177,19 @@ def _held(footprint: Footprint, record: Record) -> tuple[list[int], list[Item]]:
             gathered += needed
             continue
         gathered += moment.arriving + inputs
-        if shape.positions > 1 and record.use_counts[name] == 1:
+        if shape.positions > 1 and forward.use_counts[name] == 1:
             items.append(Item(name, shape, number, needed, max(0, needed - moment.arriving - inputs)))
     return held, items
 
 
-def _dense_bytes(use: Use, record: Record) -> int:
+def _dense_bytes(use: ParamUse, forward: ForwardContext) -> int:
     """Return what per-sample gradients take where all factors of a use are such; 0 where they are not."""
     if any(not form.startswith("dense") for form in use.site.forms.values()):
         return 0
-    return sum(record.batch_size * tracked.origin.value.numel() * 4 for tracked in use.targets.values())
+    return sum(forward.batch_size * tracked.origin.value.numel() * 4 for tracked in use.targets.values())
 
 
-def _shape_of(use: Use, arriving: int, record: Record) -> tuple[str, Shape] | None:
+def _shape_of(use: ParamUse, arriving: int, forward: ForwardContext) -> tuple[str, Shape] | None:
     """Return the parameter and sizes of a use that is one product of a matrix with rows of samples."""
     if use.node is None or not use.node.saved_tensors:
         return None
@@ -198,12 +199,12 @@ def _shape_of(use: Use, arriving: int, record: Record) -> tuple[str, Shape] | No
         if tracked.origin.func or weight.dim() != 2 or rows.dim() < 2 or not rows.numel():
             continue
         inputs = rows.shape[-1]
-        positions, rest = divmod(rows.numel() // inputs, max(1, record.batch_size))
+        positions, rest = divmod(rows.numel() // inputs, max(1, forward.batch_size))
         outputs, other = divmod(weight.numel(), inputs)
-        same = arriving == record.batch_size * positions * outputs * rows.element_size()
+        same = arriving == forward.batch_size * positions * outputs * rows.element_size()
         if rest or other or not same or inputs not in weight.shape:
             continue
-        shape = Shape(record.batch_size, positions, inputs, outputs, rows.dtype, rows.device)
+        shape = Shape(forward.batch_size, positions, inputs, outputs, rows.dtype, rows.device)
         return tracked.origin.names[0], shape
     return None
 

@@ -20,12 +20,12 @@ def prelu(call: Call) -> Captured | None:
         return None
     single = weight.numel() == 1
     order = () if single or x.dim() < 3 else (0, *range(2, x.dim()), 1)
-    lead = x.dim() if single else x.dim() - 1
+    num_batch_dims = x.dim() if single else x.dim() - 1
     shape = weight.shape
 
     def factors(saved: Sequence[Tensor], grad: Tensor, split: Split) -> Mapping[str, Factor]:
         below = to_accumulation(saved[0].permute(order) if order else saved[0]).clamp(max=0)
-        product_BTC = split(to_accumulation(grad) * below, lead)
+        product_BTC = split(to_accumulation(grad) * below, num_batch_dims)
         return {"weight": Dense(product_BTC.sum(1).reshape(-1, *shape))}
 
-    return Captured((x,), x.permute(order) if order else x, lead, factors, "dense", order)
+    return Captured((x,), x.permute(order) if order else x, num_batch_dims, factors, "dense", order)

@@ -36,13 +36,13 @@ def embedding(call: Call) -> Captured | None:
         )
         raise UnsupportedModelError(message)
     padding = padding_row(call, weight.shape[0])
-    lead, shape = ids.dim(), weight.shape
+    num_batch_dims, shape = ids.dim(), weight.shape
 
     def factors(saved: Sequence[Tensor], grad: Tensor, split: Split) -> Mapping[str, Factor]:
-        ids_BT, g_BTI = split(saved[0], lead), split(grad, lead)
+        ids_BT, g_BTI = split(saved[0], num_batch_dims), split(grad, num_batch_dims)
         return {"weight": rows_factor(ids_BT, g_BTI, shape, padding)}
 
-    return Captured((ids,), ids, lead, factors, "rows")
+    return Captured((ids,), ids, num_batch_dims, factors, "rows")
 
 
 def padding_row(call: Call, rows: int) -> int | None:

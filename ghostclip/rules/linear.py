@@ -27,18 +27,18 @@ def linear(call: Call) -> Captured | None:
         return None if "bias" in call.tracked else capture_bilinear(call, equation, ("input", "weight"))
     # The closure must not hold the input: it is kept through autograd, where checkpointing can drop it.
     needs_weight, needs_bias = "weight" in call.tracked, "bias" in call.tracked
-    lead, shape = x.dim() - 1, weight.shape
+    num_batch_dims, shape = x.dim() - 1, weight.shape
 
     def factors(saved: Sequence[Tensor], grad: Tensor, split: Split) -> Mapping[str, Factor]:
-        g_BTO = split(grad, lead)
+        g_BTO = split(grad, num_batch_dims)
         found: dict[str, Factor] = {}
         if needs_weight:
-            found["weight"] = Outer(split(saved[0], lead), g_BTO, shape=shape)
+            found["weight"] = Outer(split(saved[0], num_batch_dims), g_BTO, shape=shape)
         if needs_bias:
             found["bias"] = position_sum(g_BTO)
         return found
 
-    return Captured((x,) if needs_weight else (), x, lead, factors, "outer product")
+    return Captured((x,) if needs_weight else (), x, num_batch_dims, factors, "outer product")
 
 
 @register_op("addmm", arguments="input mat1 mat2")

@@ -35,18 +35,18 @@ def _feature_affine(call: Call, shape: list[int], normalize: Callable[[Tensor], 
     if "input" in call.tracked:
         return None
     x = call.values["input"]
-    tracked, lead = call.tracked, x.dim() - len(shape)
+    tracked, num_batch_dims = call.tracked, x.dim() - len(shape)
 
     def factors(saved: Sequence[Tensor], grad: Tensor, split: Split) -> Mapping[str, Factor]:
         g = to_accumulation(grad)
         found: dict[str, Factor] = {}
         if "weight" in tracked:
-            found["weight"] = Dense(over_positions(split(normalize(to_accumulation(saved[0])).mul_(g), lead)))
+            found["weight"] = Dense(over_positions(split(normalize(to_accumulation(saved[0])).mul_(g), num_batch_dims)))
         if "bias" in tracked:
-            found["bias"] = Dense(over_positions(split(g, lead)))
+            found["bias"] = Dense(over_positions(split(g, num_batch_dims)))
         return found
 
-    return Captured((x,) if "weight" in call.tracked else (), x, lead, factors, "dense")
+    return Captured((x,) if "weight" in call.tracked else (), x, num_batch_dims, factors, "dense")
 
 
 @register_op("group_norm", arguments="input num_groups weight bias eps", by_form=True)

@@ -107,19 +107,21 @@ def capture_product(
     seen = data[rows].permute(*front, *(axis for axis in range(len(letters)) if axis not in front))
     canonical = equation.rows + equation.slots + equation.outputs
     order = tuple(equation.output.index(letter) for letter in canonical)
-    lead, form = len(equation.rows), "outer product" if equation.inputs or equation.outputs else "dense"
+    num_batch_dims, form = len(equation.rows), "outer product" if equation.inputs or equation.outputs else "dense"
 
     def factors(saved: Sequence[Tensor], grad: Tensor, split: Split) -> Mapping[str, Factor]:
-        g_BTSO = split(grad, lead)
+        g_BTSO = split(grad, num_batch_dims)
         found: dict[str, Factor] = {}
         if bias:
             found[bias] = position_sum(g_BTSO)
         if name:
-            found[name] = _factor(equation, sizes, split(_joined(equation, saved), lead), g_BTSO).reshaped(shape)
+            found[name] = _factor(equation, sizes, split(_joined(equation, saved), num_batch_dims), g_BTSO).reshaped(
+                shape
+            )
         return found
 
     ordered = () if order == tuple(range(len(order))) else order
-    return Captured(tuple(data) if name else (), seen, lead, factors, form, ordered)
+    return Captured(tuple(data) if name else (), seen, num_batch_dims, factors, form, ordered)
 
 
 def capture_bilinear(call: Call, equation: Equation, operands: tuple[str, str], *, bias: str = "") -> Captured | None:

@@ -65,18 +65,18 @@ def recurrent_product(states: Tensor, weight: Tensor, bias: Tensor | None, rows:
 def _recurrent_product(call: Call) -> Captured | None:
     """Rule for the product with known states: weight ``Outer``, bias ``Dense``."""
     states, shape = call.values["states"], call.values["weight"].shape
-    needs_weight, needs_bias, lead = "weight" in call.tracked, "bias" in call.tracked, states.dim() - 1
+    needs_weight, needs_bias, num_batch_dims = "weight" in call.tracked, "bias" in call.tracked, states.dim() - 1
 
     def factors(saved: Sequence[Tensor], grad: Tensor, split: Split) -> Mapping[str, Factor]:
-        g_BTO = split(grad, lead)
+        g_BTO = split(grad, num_batch_dims)
         found: dict[str, Factor] = {}
         if needs_weight:
-            found["weight"] = Outer(split(saved[0], lead), g_BTO, shape=shape)
+            found["weight"] = Outer(split(saved[0], num_batch_dims), g_BTO, shape=shape)
         if needs_bias:
             found["bias"] = position_sum(g_BTO)
         return found
 
-    return Captured((states,) if needs_weight else (), call.values["rows"], lead, factors, "outer product")
+    return Captured((states,) if needs_weight else (), call.values["rows"], num_batch_dims, factors, "outer product")
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class Captured:
     Attributes:
         saved: Tensors the backward needs.
         rows: The tensor whose leading axes tell the samples (the layer's input).
-        lead: How many axes of the *output* (in ``order``) lead before the features.
+        num_batch_dims: How many axes of the *output* (in ``order``) come before its features.
         factors: Called in the backward.
         form: What the factors are, for the coverage table.
         order: Axes of the output, those of its rows first, as ``Tensor.permute`` takes them; empty where rows lead
@@ -63,7 +63,7 @@ class Captured:
 
     saved: tuple[Tensor, ...]
     rows: Tensor
-    lead: int
+    num_batch_dims: int
     factors: Factors
     form: str
     order: tuple[int, ...] = ()
@@ -117,12 +117,12 @@ def register_rule(
         @register_rule("mylib::scale", arguments="input weight")
         def my_scale(call):
             x = call.values["input"]
-            lead = x.dim() - 1
+            num_batch_dims = x.dim() - 1
 
             def factors(saved, grad, split):
-                return {"weight": Dense((split(saved[0], lead) * split(grad, lead)).sum(1))}
+                return {"weight": Dense((split(saved[0], num_batch_dims) * split(grad, num_batch_dims)).sum(1))}
 
-            return Captured((x,), x, lead, factors, "dense")
+            return Captured((x,), x, num_batch_dims, factors, "dense")
         ```
 
     Privacy: The bound holds for the gradients that the factors stand for; a rule that gives too small ones breaks it.

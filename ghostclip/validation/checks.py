@@ -6,9 +6,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ghostclip.capture.mixing import MixingStart, mixing_start, same_randomness
 from ghostclip.clipper import GhostClipper, Reduction, Strategy
 from ghostclip.errors import GhostClipError
+from ghostclip.evidence.dependence import DependenceStart, dependence_start, same_randomness
 from ghostclip.planning.coverage import Coverage
 from ghostclip.validation.gradients import Flat, Reference, Subject, relative_error
 from ghostclip.validation.report import Problem, StrategyResult
@@ -46,7 +46,7 @@ def without(subject: Subject, batch: Any, sample: int) -> Any:
     return take(batch, others, batch_size=subject.batch_size, axis=subject.axis)
 
 
-def find_mixing(subject: Subject, batch: Any) -> MixingStart | None:
+def find_mixing(subject: Subject, batch: Any) -> DependenceStart | None:
     """Find where the model starts to mix samples, from its modules' outputs.
 
     Args:
@@ -57,7 +57,7 @@ def find_mixing(subject: Subject, batch: Any) -> MixingStart | None:
         The place, or None.
     """
     with torch.no_grad():
-        return mixing_start(
+        return dependence_start(
             subject.model,
             lambda moved: subject.loss_fn(subject.model, moved),
             batch,

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ghostclip.capture.mixing import same_randomness
 from ghostclip.clipping.coefficients import clip_coefficients
+from ghostclip.evidence.dependence import same_randomness
 
 # One gradient over all trainable parameters, float64, flat.
 Flat = Tensor

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
-from ghostclip import _torch
+from ghostclip import _tree
 from ghostclip.clipper import GhostClipper
 from ghostclip.errors import DataError, GhostClipError, InvalidOptionError, UnsupportedModelError
 from ghostclip.facade.modes import strategy_of
@@ -83,7 +83,7 @@ class Report:
 
 def is_batch_empty(batch: Inputs) -> bool:
     """Return whether a batch holds no sample."""
-    first = next((leaf for leaf in _torch.tree_leaves(batch) if isinstance(leaf, Tensor)), None)
+    first = next((leaf for leaf in _tree.leaves(batch) if isinstance(leaf, Tensor)), None)
     return first is None or first.numel() == 0
 
 
@@ -363,9 +363,7 @@ def _losses(output: Any, *, batch_first: bool) -> Tensor:
         return _smooth(padded_BT * real.to(padded_BT).view(*real.shape, *[1] * (padded_BT.dim() - 2)))
     if isinstance(output, tuple) and output and isinstance(output[0], PackedSequence):
         return _losses(output[0], batch_first=batch_first)
-    items = [
-        item for item in _torch.tree_leaves(output) if isinstance(item, Tensor) and item.requires_grad and item.dim()
-    ]
+    items = [item for item in _tree.leaves(output) if isinstance(item, Tensor) and item.requires_grad and item.dim()]
     parts = [_smooth(item.movedim(_axis(item, batch_first=batch_first) or 0, 0)) for item in items]
     if not parts:
         message = "the module returns no floating tensor that its parameters take part in."

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ghostclip import _torch
-from ghostclip.capture.mixing import batch_axis_of
+from ghostclip import _tree
 from ghostclip.errors import DataError
+from ghostclip.evidence.dependence import batch_axis_of
 
 
 def plain_batch(batch: Any) -> Any:
@@ -40,7 +40,7 @@ def count_samples(batch: Any, *, axis: int) -> int:
     Raises:
         DataError: There is no such tensor, or there are fewer than two samples, or all samples are the same.
     """
-    tensors = [leaf for leaf in _torch.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    tensors = [leaf for leaf in _tree.leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0]
     if not tensors:
         raise DataError(
             "validate: the batch holds no tensor with a batch axis. Give a tensor, a tuple, a list or a dict."
@@ -83,4 +83,4 @@ def take(batch: Any, samples: Sequence[int], *, batch_size: int, axis: int) -> A
             return leaf
         return leaf.index_select(place, torch.tensor(list(samples), device=leaf.device))
 
-    return _torch.tree_map(pick, batch)
+    return _tree.mapped(pick, batch)

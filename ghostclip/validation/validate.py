@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip.capture.bags import batch_as_rows
-from ghostclip.capture.mixing import MixingStart
 from ghostclip.clipper import GhostClipper, Reduction, Strategy
 from ghostclip.errors import GhostClipError, LossReductionError, SampleMixingError
+from ghostclip.evidence.dependence import DependenceStart
 from ghostclip.planning.coverage import Coverage
 from ghostclip.validation import checks
 from ghostclip.validation.fixers import ModuleValidator
@@ -201,6 +201,6 @@ class _Validation:
         return checks.EngineRun(self.subject, strategy=strategy, reduction=self.reduction, max_grad_norm=max_grad_norm)
 
 
-def _mixing(start: MixingStart) -> Problem:
+def _mixing(start: DependenceStart) -> Problem:
     found = f"the output of one sample depends on other samples; it starts in {start.describe()}"
     return Problem(start.place, found, start.remedy())

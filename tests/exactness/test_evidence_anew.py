@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from ghostclip.capture.inputs import is_power_of_four
 from ghostclip.errors import GhostClipError
+from ghostclip.evidence.unchecked import is_power_of_four
 from tests.exactness.runs import engine
 from tests.reference import per_sample_gradients, whole_norm
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import ghostclip
-from ghostclip.capture.probe import sample_sets
 from ghostclip.errors import SampleMixingError
+from ghostclip.evidence.probe import sample_sets
 from tests.cases.table import probe_loss
 from tests.exactness.runs import Outcome, check_norms, check_sum, gradients
 from tests.reference import clip_and_sum, per_sample_gradients

@@ -8,9 +8,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ghostclip
-from ghostclip.capture.unchecked import COMPANY, FEWER, LOSSES, ROWS, Unchecked
+from ghostclip.evidence.unchecked import FEWER, LOSSES, REPLACED, ROWS, Unchecked
 
-ALL = (ROWS, COMPANY, FEWER, LOSSES)
+ALL = (ROWS, REPLACED, FEWER, LOSSES)
 
 
 def _forward(model, sizes, *, probe=True):
@@ -110,17 +110,17 @@ def test_a_few_batches_of_one_sample_are_no_news(caplog):
 
 def test_what_ran_once_counts_as_run():
     unchecked = Unchecked()
-    unchecked.missed("a reason", COMPANY)
-    unchecked.ran(COMPANY)
-    unchecked.missed("another reason", COMPANY)
+    unchecked.missed("a reason", REPLACED)
+    unchecked.ran(REPLACED)
+    unchecked.missed("another reason", REPLACED)
     assert not str(unchecked)
 
 
 def test_reasons_are_grouped():
     unchecked = Unchecked()
-    unchecked.missed("one", COMPANY, FEWER)
+    unchecked.missed("one", REPLACED, FEWER)
     unchecked.missed("two", ROWS)
-    assert str(unchecked) == f"not checked: {COMPANY}, {FEWER}: one; {ROWS}: two"
+    assert str(unchecked) == f"not checked: {REPLACED}, {FEWER}: one; {ROWS}: two"
 
 
 @pytest.mark.parametrize("probe", [True, False])

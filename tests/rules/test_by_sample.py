@@ -67,4 +67,4 @@ def test_random_operation_is_left_alone():
 
 
 def test_rows_that_were_routed_are_left_alone():
-    assert _found(_logsum, RowMap("listed", 0, torch.arange(B * K) % B))[0] is None
+    assert _found(_logsum, RowMap("gathered", 0, torch.arange(B * K) % B))[0] is None

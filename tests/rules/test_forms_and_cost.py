@@ -143,7 +143,7 @@ def test_groups_of_a_convolution_form_no_cross_blocks():
         rule, _ = rule_for(name)
         captured = rule(Call(name, {"input": x, "weight": weight, "groups": 64}, frozenset({"weight"})))
         output = getattr(functional, name)(x, weight, groups=64)
-        factor = captured.factors([x], torch.randn_like(output), lambda t, lead: t.unsqueeze(1))["weight"]
+        factor = captured.factors([x], torch.randn_like(output), lambda t, num_batch_dims: t.unsqueeze(1))["weight"]
         if isinstance(factor, Outer):
             assert factor.slots == 64
         # Two samples' windows of three inputs and their gradients at each position, or the kernel's own gradients.
@@ -166,6 +166,6 @@ def test_affine_norms_make_one_temporary(name, options, shape):
     rule, _ = rule_for(name)
     captured = rule(Call(name, values, frozenset({"weight", "bias"})))
     with LargestTensor() as seen:
-        found = captured.factors([x], grad, lambda t, lead: t.flatten(1, lead - 1) if lead > 1 else t.unsqueeze(1))
+        found = captured.factors([x], grad, lambda t, axes: t.flatten(1, axes - 1) if axes > 1 else t.unsqueeze(1))
     assert sum(size >= x.numel() for size in seen.made) == 1
     assert {key: factor.materialize().shape for key, factor in found.items()} == dict.fromkeys(found, (4, 16))

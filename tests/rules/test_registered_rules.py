@@ -42,12 +42,12 @@ def tables(monkeypatch):
 
 def _scale_rule(call):
     x = call.values["input"]
-    lead = x.dim() - 1
+    num_batch_dims = x.dim() - 1
 
     def factors(saved, grad, split):
-        return {"weight": Dense((split(saved[0], lead) * split(grad, lead)).sum(1))}
+        return {"weight": Dense((split(saved[0], num_batch_dims) * split(grad, num_batch_dims)).sum(1))}
 
-    return Captured((x,), x, lead, factors, "mine")
+    return Captured((x,), x, num_batch_dims, factors, "mine")
 
 
 def _losses(model, batch):
@@ -104,7 +104,7 @@ def test_wrong_rule_shows(tables):
         return Captured(
             captured.saved,
             captured.rows,
-            captured.lead,
+            captured.num_batch_dims,
             lambda *given: {"weight": Dense(2 * captured.factors(*given)["weight"].grad_BP)},
             "mine",
         )

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from ghostclip import _torch
-from ghostclip.capture.session import Session
-from ghostclip.capture.usage import Use
+from ghostclip import _torch, _tree
+from ghostclip.capture.context import CaptureContext
+from ghostclip.capture.param_use import ParamUse
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.planning.coverage import Coverage, coverage_of
 
@@ -90,7 +90,7 @@ def losses_of(output: Any, *, batch_size: int, axis: int) -> Tensor:
         UnsupportedModelError: No output has a batch axis and requires grad.
     """
     logits = getattr(output, "logits", None)
-    for leaf in [logits, *_torch.tree_leaves(output)]:
+    for leaf in [logits, *_tree.leaves(output)]:
         if not isinstance(leaf, Tensor) or not leaf.requires_grad or leaf.dim() == 0:
             continue
         place = axis if axis < leaf.dim() and leaf.shape[axis] == batch_size else 0
@@ -133,7 +133,7 @@ def plain_step(model: nn.Module, losses: Callable[[], Tensor]) -> Plain:
 class _Sizes:
     """Listens to a backward and keeps nothing but what call sites note themselves."""
 
-    def receive(self, use: Use, grad: Tensor) -> None:
+    def receive(self, use: ParamUse, grad: Tensor) -> None:
         """Form the factors and drop them."""
         with torch.no_grad():
             use.parameter_factors(grad)
@@ -151,16 +151,14 @@ def planned(model: nn.Module, losses: Callable[[], Tensor], *, strategy: str, ax
     Returns:
         The table.
     """
-    session = Session(model, batch_first=axis == 0, on_backward=_ignored, on_loss=_ignored)
-    session.probes = False
+    capture = CaptureContext(model, batch_first=axis == 0, on_backward=_ignored, on_loss=_ignored)
     try:
         loss = losses().sum()
-        session.listener = _Sizes()
-        session.run_backward([loss], [None])
-        return coverage_of(model, session.sites.table.values(), strategy=strategy)
+        with capture.listening(_Sizes()):
+            capture.run_backward([loss], [None])
+        return coverage_of(model, capture.sites.table.values(), strategy=strategy)
     finally:
-        session.listener = None
-        session.close()
+        capture.close()
 
 
 def _ignored(*args: Any) -> None:

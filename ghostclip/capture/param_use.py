@@ -1,148 +1,46 @@
-"""A use: one operation that brought a parameter and per-sample data together.
+"""`ParamUse`: one operation that brought a parameter and per-sample data together.
 
 Uses live in the autograd graph (in the closure of the hook on their output), so a forward whose graph is dropped leaves
 nothing behind. What outlives them is the call site's memory of how rows map to samples.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from ghostclip import _torch
-from ghostclip.capture.arrivals import Arrival, Circumstances, arrival
 from ghostclip.capture.batch_axis import RowMap
-from ghostclip.capture.buffers import Buffers
+from ghostclip.capture.call_sites import CallSite, key_of
 from ghostclip.capture.derive import pull_back
-from ghostclip.capture.growth import Grown
+from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.inputs import in_backward, under_checkpoint
+from ghostclip.capture.statistics import Circumstances, statistics_of
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.errors import BatchAxisError, UnsupportedModelError
 from ghostclip.factors import Factor
 
-# A call site that no gradient reaches (zero-initialised layers) is asked again in this many forwards.
-MAX_ATTEMPTS: Final = 3
 
-
-@dataclass(eq=False)
-class Site:
-    """A place in the model's code where parameters are consumed, told apart by parameters and operation.
-
-    Attributes:
-        names: The parameters.
-        operation: The torch function.
-        forms: What each parameter's factors are there.
-        chosen: The row map that evidence confirmed (its key), once there was evidence.
-        attempts: How many probes passed it without a gradient to judge by.
-        at_once: Gradients could be formed there for all samples at once, without a rule.
-        arrivals: What came in for each of its arguments in the last backward.
-        sizes: The sizes that this was worked out for.
-    """
-
-    names: tuple[str, ...]
-    operation: str
-    forms: dict[str, str] = field(default_factory=dict)
-    chosen: tuple[str, int] | None = None
-    attempts: int = 0
-    at_once: bool = False
-    arrivals: dict[str, Arrival] = field(default_factory=dict)
-    sizes: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-
-    def describe(self) -> str:
-        """Return the name of the place for an error message."""
-        return f"parameter '{', '.join(self.names)}' in {self.operation}"
-
-
-def _counts() -> defaultdict[Any, int]:
-    return defaultdict(int)
-
-
-@dataclass(eq=False)
-class Record:
-    """One forward of the model: what all its uses share.
-
-    Attributes:
-        batch_size: B.
-        axis: The expected batch axis.
-        padded: The batch was empty and one made-up sample stands in for it.
-        use_counts: How often each parameter was consumed, by name.
-        checkpointed: Activation checkpointing was active somewhere in it.
-        spent: A backward has gone through it.
-        examined: The loss whose backward is about to go through it was examined.
-        unproven: A use came from a call site on which there is no evidence yet.
-        silent: Parameters were used with gradients switched off.
-        inputs: Numbers (``id``) of the tensors that the model was called with, whose batch axis is declared.
-        noted: What `Session.note_inputs` returned for its inputs.
-        buffers: The model's buffers as they were before, in a forward that is proved.
-        reordered: Data was put into another order before a parameter met it.
-        routed: Rows that reached a parameter had been selected on the way.
-        stays_small: The model does not run with one sample more.
-        visits: How often each call site was passed.
-        guessed: Some operation was taken as sizes suggest, since no shapes have shown where its samples lie.
-        grown: The same forward with one sample more, in a forward that is proved.
-        sizes: Parameters and leading sizes of every use of a rule, in order.
-        beside: Elements of the per-sample gradients of all other uses.
-        readers: How many uses keep an input of many positions that begins at an address.
-    """
-
-    batch_size: int
-    axis: int
-    padded: bool = False
-    use_counts: defaultdict[str, int] = field(default_factory=_counts)
-    checkpointed: bool = False
-    spent: bool = False
-    examined: bool = False
-    unproven: bool = False
-    silent: bool = False
-    inputs: frozenset[int] = frozenset()
-    noted: Any = None
-    buffers: Buffers | None = None
-    reordered: bool = False
-    routed: bool = False
-    visits: defaultdict[Any, int] = field(default_factory=_counts)
-    guessed: bool = False
-    grown: Grown | None = None
-    stays_small: bool = False
-    sizes: list[tuple[tuple[str, ...], tuple[int, ...]]] = field(default_factory=list)
-    beside: int = 0
-    readers: defaultdict[int, int] = field(default_factory=_counts)
-
-    @property
-    def runs_again(self) -> bool:
-        """Whether a backward may run parts of it again, on parameters that must be lent for that."""
-        return self.checkpointed or self.silent
-
-    def note_size(self, use: "Use") -> None:
-        """Note what a use of this forward will take, for whoever plans its backward."""
-        if use.lead_sizes:
-            self.sizes.append((use.site.names, use.lead_sizes))
-        else:
-            self.beside += self.batch_size * sum(tracked.origin.value.numel() for tracked in use.targets.values())
-        address = getattr(use.node, "address", 0)
-        if address:
-            self.readers[address] += 1
-
-
-def no_axis(site: Site, rows: Tensor, record: Record) -> str:
+def no_axis(site: CallSite, rows: Tensor, forward: ForwardContext) -> str:
     """Say that a tensor has no axis for the samples, and what to do.
 
     Args:
         site: Where it met parameters.
         rows: The tensor.
-        record: The forward, for the number of samples.
+        forward: The forward, for the number of samples.
 
     Returns:
         The text for a ``BatchAxisError``.
     """
     return (
-        f"{site.describe()}: an input of shape {tuple(rows.shape)} has no axis for the {record.batch_size} samples of "
+        f"{site.describe()}: an input of shape {tuple(rows.shape)} has no axis for the {forward.batch_size} samples of "
         "this batch, so its rows cannot be assigned to samples. Give every sample its own rows (batch axis first, or "
         "batch_first=False for axis 1), or freeze the parameter."
     )
 
 
-def differentiated(site: Site, place: str) -> str:
+def differentiated(site: CallSite, place: str) -> str:
     """Say that a gradient which passed a site is to be differentiated itself.
 
     Args:
@@ -162,7 +60,7 @@ def differentiated(site: Site, place: str) -> str:
 class Listener(Protocol):
     """Whoever receives gradients of captured outputs."""
 
-    def receive(self, use: "Use", grad: Tensor) -> None:
+    def receive(self, use: "ParamUse", grad: Tensor) -> None:
         """Take the gradient of a use's output.
 
         Args:
@@ -176,32 +74,32 @@ FactorFunction = Callable[[Sequence[Tensor], Tensor, Callable[[Tensor, int], Ten
 
 
 @dataclass(eq=False)
-class Use:
+class ParamUse:
     """One consumption, with all that its backward needs.
 
     Attributes:
         site: Its call site.
-        record: Its forward.
+        forward: Its forward.
         targets: The tracked arguments by name.
         factors: The rule's closure.
-        lead: How many leading axes of the output are rows.
+        num_batch_dims: How many leading axes of the output are rows.
         maps: Row maps that the sizes allow, the preferred one first.
         node: The side node that keeps saved tensors, or None.
         behind: The node that made the rows of data, or None.
-        lead_sizes: Sizes of the leading axes.
+        batch_dim_sizes: Sizes of the leading axes.
         wants_input_gradient: Whether its data is in the graph, or was put into another order.
         versions: How often each target had been changed in place.
     """
 
-    site: Site
-    record: Record
+    site: CallSite
+    forward: ForwardContext
     targets: dict[str, TrackedTensor]
     factors: FactorFunction
-    lead: int
+    num_batch_dims: int
     maps: list[RowMap]
     node: Any = None
     behind: Any = None
-    lead_sizes: tuple[int, ...] = ()
+    batch_dim_sizes: tuple[int, ...] = ()
     wants_input_gradient: bool = True
     versions: dict[str, int] = field(default_factory=dict)
 
@@ -221,7 +119,7 @@ class Use:
             return self.maps[0]
         message = (
             f"{self.site.describe()}: rows were found to map to samples as {self.site.chosen}, but the sizes of this "
-            f"step (batch size {self.record.batch_size}) do not allow it. Keep the layout of the batch constant."
+            f"step (batch size {self.forward.batch_size}) do not allow it. Keep the layout of the batch constant."
         )
         raise BatchAxisError(message)
 
@@ -229,7 +127,7 @@ class Use:
         """Let go of what was saved: its backward is over, and the graph may live on."""
         self.node = self.behind = None
 
-    def listed_samples(self, rows: int) -> Tensor | None:
+    def gathered_samples(self, rows: int) -> Tensor | None:
         """Return the sample of each of ``rows`` rows when they were routed here, for operations further on."""
         samples = self.row_map.samples if self.maps else None
         return None if samples is None or samples.numel() != rows else samples
@@ -247,10 +145,10 @@ class Use:
             UnsupportedModelError: What was computed from a parameter was changed in place since.
         """
         saved = self.node.saved_tensors if self.node is not None else ()
-        row_map, batch_size = self.row_map, self.record.batch_size
+        row_map, batch_size = self.row_map, self.forward.batch_size
 
-        def split(tensor: Tensor, lead: int) -> Tensor:
-            return row_map.split(tensor, lead, batch_size)
+        def split(tensor: Tensor, num_batch_dims: int) -> Tensor:
+            return row_map.split(tensor, num_batch_dims, batch_size)
 
         found = self.factors(saved, grad, split)
         sizes = (batch_size, grad.shape, *(tensor.shape for tensor in saved))
@@ -258,7 +156,7 @@ class Use:
         for key, factor in found.items():
             pulled = self._pulled(key, factor)
             if self.site.sizes.get(key) != sizes:
-                self.site.arrivals[key] = arrival(
+                self.site.statistics[key] = statistics_of(
                     self.targets[key],
                     factor,
                     grad,
@@ -283,12 +181,66 @@ class Use:
 
     def _circumstances(self, key: str, saved: Sequence[Tensor]) -> Circumstances:
         form = self.site.forms.get(self.targets[key].origin.names[0], "")
-        recomputed = self.record.runs_again
+        recomputed = self.forward.runs_again
         return Circumstances(self.site.operation, form, self.wants_input_gradient, recomputed, saved)
 
 
-def _changed_since(site: Site) -> str:
+def _changed_since(site: CallSite) -> str:
     return (
         f"{site.describe()}: what was computed from the parameter was changed in place after this operation had used "
         "it. Change a copy of it (w = w + 1 in the place of w += 1), or freeze the parameter."
     )
+
+
+def site_of(
+    forward: ForwardContext, tracked: Iterable[TrackedTensor], name: str, form: str, gathered: str = ""
+) -> CallSite:
+    """Return the call site of the next use of some tracked tensors by an operation.
+
+    Args:
+        forward: The forward; the call is counted there.
+        tracked: The tracked tensors that are consumed.
+        name: The operation.
+        form: What its factors are, for the coverage table.
+        gathered: How rows seem to have been gathered on the way to it.
+
+    Returns:
+        The site, see `CallSites.at`.
+    """
+    tracked = list(tracked)
+    key = key_of(tracked, name)
+    forward.visits[key] += 1
+    return forward.around.sites.at((key, forward.visits[key]), tracked, form, gathered)
+
+
+def register(use: ParamUse) -> None:
+    """Note a new use in its forward.
+
+    Args:
+        use: The use.
+    """
+    forward, again = use.forward, in_backward()
+    if not again:
+        # What checkpointing runs again in a backward is no further use: counting it would keep its factors waiting.
+        for tracked in use.targets.values():
+            for name in tracked.origin.leaves:
+                forward.use_counts[name] += 1
+        _note_size(use)
+    forward.checkpointed = forward.checkpointed or under_checkpoint()
+    # The other kind recomputes under hooks of its own, and what it registers then is dropped.
+    sites = forward.around.sites
+    sites.reentrant = sites.reentrant or (again and not under_checkpoint())
+    forward.unproven = forward.unproven or not use.site.proven
+
+
+def _note_size(use: ParamUse) -> None:
+    """Note what a use will take, for whoever plans its backward."""
+    forward = use.forward
+    if use.batch_dim_sizes:
+        forward.sizes.append((use.site.names, use.batch_dim_sizes))
+    else:
+        entries = sum(tracked.origin.value.numel() for tracked in use.targets.values())
+        forward.unplanned += forward.batch_size * entries
+    address = getattr(use.node, "address", 0)
+    if address:
+        forward.readers[address] += 1

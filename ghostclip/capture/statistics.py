@@ -52,7 +52,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Arrival:
+class Statistics:
     """One argument of one operation, as its gradient came in.
 
     Attributes:
@@ -93,8 +93,8 @@ class Circumstances:
     Attributes:
         operation: The operation's name.
         form: The form noted at its call site.
-        needs_input_gradient: As in ``Arrival``.
-        recomputed: As in ``Arrival``.
+        needs_input_gradient: As in `Statistics`.
+        recomputed: As in `Statistics`.
         saved: What the operation keeps for its backward.
     """
 
@@ -105,9 +105,9 @@ class Circumstances:
     saved: Sequence[Tensor]
 
 
-def arrival(
+def statistics_of(
     tracked: TrackedTensor, factor: Factor, grad: Tensor, *, where: Circumstances, pulled: Factor | None
-) -> Arrival:
+) -> Statistics:
     """Describe what arrived.
 
     Args:
@@ -128,7 +128,7 @@ def arrival(
     if form in (GENERAL_FORM, AT_ONCE_FORM):
         kind, products = "general", _guessed(value, grad, factor.batch_size)
     inside = next((item.index for item in (factor, pulled) if isinstance(item, Placed)), ())
-    return Arrival(
+    return Statistics(
         names=tracked.origin.names,
         kind=kind,
         samples=factor.batch_size,

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ghostclip import _torch
+from ghostclip import _torch, _tree
 from ghostclip.capture.batch_axis import candidates
 from ghostclip.capture.tracked import TrackedTensor
 
@@ -25,7 +25,7 @@ _SEED: Final = 20240
 
 
 @dataclass(frozen=True)
-class MixingStart:
+class DependenceStart:
     """Where samples start to mix.
 
     Attributes:
@@ -97,9 +97,9 @@ class _Replaced:
     axis: int
 
 
-def mixing_start(
+def dependence_start(
     model: nn.Module, run: Callable[[Any], object], batch: Any, *, batch_size: int, axis: int
-) -> MixingStart | None:
+) -> DependenceStart | None:
     """Find where samples start to mix.
 
     Args:
@@ -115,7 +115,7 @@ def mixing_start(
     if batch_size < 2:
         return None
     base = _trace(model, run, batch)
-    found: list[tuple[int, MixingStart]] = []
+    found: list[tuple[int, DependenceStart]] = []
     for sample in _spread_out(batch_size):
         changed = replaced(batch, sample, batch_size=batch_size, axis=axis)
         start = _first_mixed(base, _trace(model, run, changed), replaced=_Replaced(sample, batch_size, axis))
@@ -145,7 +145,7 @@ def replaced(batch: Any, sample: int, *, batch_size: int, axis: int) -> Any:
         copy.select(place, sample).copy_(leaf.detach().select(place, (sample + 1) % batch_size))
         return copy.requires_grad_(leaf.requires_grad)
 
-    return _torch.tree_map(replace, batch)
+    return _tree.mapped(replace, batch)
 
 
 def batch_axis_of(leaf: Any, *, batch_size: int, axis: int) -> int | None:
@@ -230,7 +230,7 @@ def _trace(model: nn.Module, run: Callable[[Any], object], batch: Any) -> _Event
     def note(path: str, module: nn.Module, tree: Any, *, is_output: bool) -> None:
         calls[path, is_output] += 1
         # Cloned, since later operations may change them in place.
-        tensors = [leaf.detach().clone() for leaf in _torch.tree_leaves(tree) if _is_plain(leaf)]
+        tensors = [leaf.detach().clone() for leaf in _tree.leaves(tree) if _is_plain(leaf)]
         events[path, is_output, calls[path, is_output]] = _Event(path, module, is_output, tensors)
 
     handles = []
@@ -257,7 +257,7 @@ def _is_plain(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not isinstance(leaf, TrackedTensor) and not leaf.is_sparse
 
 
-def _first_mixed(base: _Events, changed: _Events, *, replaced: _Replaced) -> tuple[int, MixingStart] | None:
+def _first_mixed(base: _Events, changed: _Events, *, replaced: _Replaced) -> tuple[int, DependenceStart] | None:
     """Return the first event of the base run that is mixed and stays so, with its number."""
     events = list(base.values())
     # Data may decide which modules run: what has no counterpart cannot be compared.
@@ -281,16 +281,16 @@ def _undone(event: _Event, later: Sequence[_Event], mixed: Sequence[tuple[int, .
     return False
 
 
-def _start(event: _Event, events: Sequence[_Event], shape: tuple[int, ...], replaced: _Replaced) -> MixingStart:
+def _start(event: _Event, events: Sequence[_Event], shape: tuple[int, ...], replaced: _Replaced) -> DependenceStart:
     if event.is_output:
-        return MixingStart(event.path, event.module, "", shape, replaced.batch_size, replaced.sample)
+        return DependenceStart(event.path, event.module, "", shape, replaced.batch_size, replaced.sample)
     # Mixed rows that are handed to a child were mixed by the code around it.
     parents = {item.path: item.module for item in events}
     outer = event.path.rpartition(".")[0]
     while outer not in parents and outer:
         outer = outer.rpartition(".")[0]
     module = parents.get(outer, event.module)
-    return MixingStart(outer, module, event.path, shape, replaced.batch_size, replaced.sample)
+    return DependenceStart(outer, module, event.path, shape, replaced.batch_size, replaced.sample)
 
 
 def _mixed_shape(event: _Event, other: _Event | None, replaced: _Replaced) -> tuple[int, ...] | None:
@@ -331,7 +331,7 @@ def _differs(first: Tensor, second: Tensor) -> Tensor:
     return ~torch.isclose(first, second, rtol=0.0, atol=float(allowed), equal_nan=True)
 
 
-def where_forward_mixes(model: nn.Module, module: nn.Module, inputs: Any, *, batch_size: int, axis: int) -> str:
+def where_dependence_starts(model: nn.Module, module: nn.Module, inputs: Any, *, batch_size: int, axis: int) -> str:
     """Say where a forward that was found to mix samples starts to do so, and what to do.
 
     Args:
@@ -346,7 +346,7 @@ def where_forward_mixes(model: nn.Module, module: nn.Module, inputs: Any, *, bat
     """
     with torch.no_grad(), restored_buffers(model):
         try:
-            start = mixing_start(model, lambda i: module(*i[0], **i[1]), inputs, batch_size=batch_size, axis=axis)
+            start = dependence_start(model, lambda i: module(*i[0], **i[1]), inputs, batch_size=batch_size, axis=axis)
         except Exception:  # noqa: BLE001 - refused anyway: what it does on other samples must not hide why
             start = None
     if start is None:

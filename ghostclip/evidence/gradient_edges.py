@@ -1,4 +1,4 @@
-"""Places in the graph that a backward can begin at: a model's outputs, or what a scalar output was reduced from."""
+"""Gradient edges: values that a backward can begin at, a model's outputs or what a scalar output was reduced from."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _MAX_NODES = 256
 
 
 @dataclass(frozen=True)
-class Place:
+class GradientSource:
     """One value of the graph.
 
     Attributes:
@@ -35,7 +35,7 @@ class Place:
     axis: int = UNKNOWN
 
     @classmethod
-    def of(cls, tensor: Tensor, axis: int = UNKNOWN) -> "Place":
+    def of(cls, tensor: Tensor, axis: int = UNKNOWN) -> "GradientSource":
         """Return the place of a tensor in the graph.
 
         Args:
@@ -48,7 +48,7 @@ class Place:
         return cls(tensor, tensor.shape, tensor.dtype, tensor.device, tensor, axis)
 
 
-def reduced_places(scalars: Sequence[Tensor], has_rows: Callable[[Place], bool]) -> list[Place]:
+def reduced_sources(scalars: Sequence[Tensor], has_rows: Callable[[GradientSource], bool]) -> list[GradientSource]:
     """Walk back from scalars to the first values that have rows of samples.
 
     Args:
@@ -58,7 +58,7 @@ def reduced_places(scalars: Sequence[Tensor], has_rows: Callable[[Place], bool])
     Returns:
         The values where every path from the scalars first meets one; empty where the search was given up.
     """
-    found: dict[tuple[Any, int], Place] = {}
+    found: dict[tuple[Any, int], GradientSource] = {}
     pending: list[tuple[Any, int]] = [(tensor.grad_fn, tensor.output_nr) for tensor in scalars]
     seen: set[tuple[Any, int]] = set()
     while pending:
@@ -68,7 +68,7 @@ def reduced_places(scalars: Sequence[Tensor], has_rows: Callable[[Place], bool])
         if len(seen) >= _MAX_NODES:
             return []
         seen.add((node, number))
-        place = place_at(node, number)
+        place = source_at(node, number)
         if place is not None and has_rows(place):
             found[node, number] = place
         else:
@@ -76,7 +76,7 @@ def reduced_places(scalars: Sequence[Tensor], has_rows: Callable[[Place], bool])
     return list(found.values())
 
 
-def place_at(node: Any, number: int) -> Place | None:
+def source_at(node: Any, number: int) -> GradientSource | None:
     """Return the place of an output of a node.
 
     Args:
@@ -91,4 +91,4 @@ def place_at(node: Any, number: int) -> Place | None:
     about = _torch.outputs_of(node)[number]
     if not about.dtype.is_floating_point:
         return None
-    return Place(GradientEdge(node, number), torch.Size(about.shape), about.dtype, about.device)
+    return GradientSource(GradientEdge(node, number), torch.Size(about.shape), about.dtype, about.device)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip import GhostClipper
+from ghostclip.capture import attach
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.rules import registry
 from tests.exactness.runs import engine
@@ -64,7 +65,7 @@ def test_known_operations_do_not_ask_their_rule(monkeypatch):
     model = _Zoo()
     clipper = GhostClipper(model, max_grad_norm=1.0)
     clipper.backward(model(torch.randint(11, (4, 6))))
-    visits = clipper._session.record.visits
+    visits = clipper._capture.forward.visits
     asked = []
     for name in _KINDS:
         entry = registry._RULES[name]
@@ -80,7 +81,7 @@ def test_known_operations_do_not_ask_their_rule(monkeypatch):
     for size in (4, 7, 6):
         clipper.backward(model(torch.randint(11, (size, 6))))
     assert not asked
-    assert clipper._session.record.visits == visits, "the calls of a layer are told apart by their number"
+    assert clipper._capture.forward.visits == visits, "the calls of a layer are told apart by their number"
 
 
 def _tensors_in(item, seen):
@@ -105,16 +106,16 @@ def _tensors_in(item, seen):
 
 
 def test_what_is_remembered_holds_no_data():
-    """A remembered decision keeps parameters on loan and sizes, and none of the batch."""
+    """A remembered decision keeps tracked parameters and sizes, and none of the batch."""
     model = _Zoo()
     clipper = GhostClipper(model, max_grad_norm=1.0)
     clipper.backward(model(torch.randint(11, (4, 6))))
-    forms = clipper._session.settled._forms.values()
-    assert {form.name for form in forms} == _KINDS
-    for form in forms:
-        held = list(_tensors_in((form.captured, form.rule, form.key), set()))
-        assert not held, form.name
-        assert all(isinstance(tracked, TrackedTensor) for _, tracked in form.tracked)
+    decisions = clipper._capture._decisions._kept.values()
+    assert {kept.plan.name for kept in decisions} == _KINDS
+    for kept in decisions:
+        held = list(_tensors_in((kept.plan.captured, kept.plan.maps, kept.plan.call, kept.rule, kept.key), set()))
+        assert not any(tensor.numel() for tensor in held), kept.plan.name
+        assert all(isinstance(tracked, TrackedTensor) for _, tracked in kept.tracked)
 
 
 def test_exchanged_parameters_are_seen(strategy):
@@ -126,8 +127,8 @@ def test_exchanged_parameters_are_seen(strategy):
         model.zero_grad()
     model.double()
     _check(clipper, model, torch.randint(11, (4, 6)))
-    forms = clipper._session.settled._forms.values()
-    assert {tracked.origin.value.dtype for form in forms for _, tracked in form.tracked} == {torch.float64}
+    decisions = clipper._capture._decisions._kept.values()
+    assert {tracked.origin.value.dtype for kept in decisions for _, tracked in kept.tracked} == {torch.float64}
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.data = parameter.data * 2
@@ -146,22 +147,24 @@ class _MaybeSorts(nn.Module):
         return self.second(x[torch.arange(len(x) - 1, -1, -1)] if self.sorts else x)
 
 
-def test_rows_that_move_later_are_followed(strategy):
-    """Data in and outside the graph is put into another order after the layers were settled."""
+def test_rows_that_move_later_are_followed(strategy, monkeypatch):
+    """Data in and outside the graph is put into another order after the layers were decided on."""
     model = _MaybeSorts().double()
     clipper = engine(strategy)(model, 0.1)
-    register = clipper._session.register
+    register = attach.register
     for forward in range(7):
         x = torch.randn(5, 4, dtype=torch.float64)
         model.sorts, seen = forward in (4, 6), []
-        clipper._session.register = lambda use, seen=seen: (seen.append(use.row_map.kind), register(use))
+        monkeypatch.setattr(attach, "register", lambda use, seen=seen: (seen.append(use.row_map.kind), register(use)))
         clipper.backward(model(x).square().sum(1))
         per_sample = per_sample_gradients(copy.deepcopy(model), {"x": x}, _losses_of_rows, axes={})
         norms_B = torch.stack([whole_norm(gradient) for gradient in per_sample])
         assert torch.allclose(clipper.per_sample_norms, norms_B, rtol=1e-9)
-        assert [kind == "listed" for kind in seen[-2:]] == [model.sorts, model.sorts]
-    table = clipper._session.sites.table
-    assert sum(bool(routed) for *_, routed in table) == 2, "rows that were selected are proved at a site of their own"
+        assert [kind == "gathered" for kind in seen[-2:]] == [model.sorts, model.sorts]
+    table = clipper._capture.sites.table
+    assert sum(bool(gathered) for *_, gathered in table) == 2, (
+        "rows that were selected are proved at a site of their own"
+    )
 
 
 def _losses_of_rows(model, batch):

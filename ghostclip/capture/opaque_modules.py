@@ -1,4 +1,4 @@
-"""Modules that take part as a whole: their forward runs as it is, a registered sampler gives their gradients.
+"""Opaque modules: their forward runs as it is, and a registered sampler gives their gradients.
 
 For the time of such a module's forward its parameters are plain tensors that autograd does not see, so that nothing
 inside needs to be captured. Its inputs and the gradient of its output go to the sampler.
@@ -7,9 +7,9 @@ Shape letters: B samples, n rows of the output (samples, or samples times positi
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -17,19 +17,19 @@ from torch import Tensor, nn
 from ghostclip import _torch
 from ghostclip.capture.attach import attached
 from ghostclip.capture.derive import batched_grad
+from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.growth import UNKNOWN
 from ghostclip.capture.nodes import keep
-from ghostclip.capture.rows import row_maps
+from ghostclip.capture.param_use import ParamUse, no_axis, site_of
+from ghostclip.capture.row_maps import row_maps
 from ghostclip.capture.tracked import TrackedTensor
-from ghostclip.capture.usage import Use, no_axis
 from ghostclip.errors import BatchAxisError, UnsupportedModelError
 from ghostclip.factors import Dense, Factor, Sampled
 from ghostclip.factors.base import to_accumulation, where_kept
 from ghostclip.rules.modules import Sampler, Samplers, samplers_of
 
-if TYPE_CHECKING:
-    from ghostclip.capture.loan import Loan
-    from ghostclip.capture.session import Session
-
+# Yields while the hooks on a module's children substitute nothing.
+Unwatched = Callable[[], AbstractContextManager[None]]
 FORM: Final = "registered sampler"
 
 
@@ -40,68 +40,69 @@ class _Call:
     Attributes:
         module: The module.
         samplers: What is registered for it.
-        lent: The tracked tensors that stood for its parameters, by name.
+        tracked: The tracked tensors that stood for its parameters, by name.
         node: Keeps the tensors among its inputs through autograd.
         leaves: Its inputs as (None, True) for a tensor and (value, False) for anything else.
         structure: Their structure.
         place: Names the module in an error.
-        axis: The axis of its output along which rows lie.
     """
 
     module: nn.Module
     samplers: Samplers
-    lent: dict[str, TrackedTensor]
+    tracked: dict[str, TrackedTensor]
     node: Any
     leaves: list[tuple[Any, bool]]
     structure: Any
     place: str
-    axis: int = 0
 
 
-class Units:
+class OpaqueModules:
     """The calls of modules with samplers that are running at the moment."""
 
-    def __init__(self, session: "Session", loan: "Loan") -> None:
-        """Start with none.
+    def __init__(self, unwatched: Unwatched) -> None:
+        """Make a stack of no calls.
 
         Args:
-            session: Who is told of uses.
-            loan: Who lends the parameters.
+            unwatched: Yields while the hooks on a module's children substitute nothing.
         """
-        self._session, self._loan = session, loan
+        self._unwatched = unwatched
         self._running: list[_Call] = []
 
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], describe: Callable[[str], str]
+    ) -> None:
         """Take a module's parameters out of the capture if it has a sampler.
 
         Args:
             module: A module whose forward begins.
             args: Its positional inputs.
             kwargs: Its keyword inputs.
+            describe: Names the module that owns a parameter.
 
         Raises:
             UnsupportedModelError: One of its inputs is a parameter.
         """
         samplers = samplers_of(module)
-        lent = {} if samplers is None else _lent(module)
-        if samplers is None or not lent or not torch.is_grad_enabled():
+        tracked = {} if samplers is None else _tracked_of(module)
+        if samplers is None or not tracked or not torch.is_grad_enabled():
             return
         given, structure = _torch.tree_flatten((args, dict(kwargs)))
-        place = f"{self._session.describe_module(next(iter(lent.values())).origin.names[0])} with a registered sampler"
+        place = f"{describe(next(iter(tracked.values())).origin.names[0])} with a registered sampler"
         if any(isinstance(leaf, TrackedTensor) for leaf in given):
             message = f"{place} is called on a parameter of another module. Give it data."
             raise UnsupportedModelError(message)
         node = keep([leaf for leaf in given if isinstance(leaf, Tensor)])
         leaves = [(None, True) if isinstance(leaf, Tensor) else (leaf, False) for leaf in given]
-        self._running.append(_Call(module, samplers, lent, node, leaves, structure, place))
-        _put(module, {name: tracked.origin.value for name, tracked in lent.items()})
+        self._running.append(_Call(module, samplers, tracked, node, leaves, structure, place))
+        _put(module, {name: one.origin.value for name, one in tracked.items()})
 
-    def end(self, module: nn.Module, output: Any) -> Any:
+    def leave(self, module: nn.Module, output: Any, forward: ForwardContext) -> Any:
         """Put a module's parameters back and register the use of all of them.
 
         Args:
             module: A module whose forward ended.
             output: What it returned; None where it raised.
+            forward: The forward of the model.
 
         Returns:
             What to return in its place.
@@ -112,7 +113,7 @@ class Units:
         if not self._running or self._running[-1].module is not module:
             return output
         call = self._running.pop()
-        _put(module, call.lent)
+        _put(module, call.tracked)
         if output is None:
             return None
         leaves, structure = _torch.tree_flatten(output)
@@ -120,33 +121,36 @@ class Units:
         if len(places) != 1:
             message = f"{call.place} returned {len(places)} tensors; a sampler takes the gradient of one. Return one."
             raise UnsupportedModelError(message)
-        leaves[places[0]] = self._captured(call, leaves[places[0]])
+        leaves[places[0]] = self._captured(call, leaves[places[0]], forward)
         return _torch.tree_unflatten(leaves, structure)
 
-    def clear(self) -> None:
+    def break_off(self) -> None:
         """Forget calls that were interrupted."""
         self._running.clear()
 
-    def _captured(self, call: _Call, output: Tensor) -> Tensor:
-        session, record = self._session, self._session.record
-        site = session.sites.at(call.lent.values(), type(call.module).__name__, FORM)
-        axis = call.axis = record.axis if record.axis < output.dim() else 0
+    def _captured(self, call: _Call, output: Tensor, forward: ForwardContext) -> Tensor:
+        site = site_of(forward, call.tracked.values(), type(call.module).__name__, FORM)
+        axis = forward.batch_axis if forward.batch_axis < output.dim() else 0
         rows = output.movedim(axis, 0) if output.dim() else output
         # Rows were brought to the front: whichever axis they came from, folded ones are read as the model's axis says.
-        maps = row_maps(session, rows, rows.shape[:1])
+        maps, order = row_maps(rows, rows.shape[:1], UNKNOWN, forward)
+        order.note(forward)
         if not maps:
-            raise BatchAxisError(no_axis(site, output, record))
+            raise BatchAxisError(no_axis(site, output, forward))
+        unwatched = self._unwatched
 
         def factors(saved: Sequence[Tensor], grad: Tensor, split: Any) -> Mapping[str, Factor]:
-            return _factors(_Rows(call, list(saved), grad, lambda x_n: split(x_n, 1), self._loan))
+            return _factors(_Rows(call, axis, list(saved), grad, lambda x_n: split(x_n, 1), unwatched))
 
-        use = Use(site, record, dict(call.lent), factors, 1, maps, node=call.node, lead_sizes=tuple(rows.shape[:1]))
+        sizes = tuple(rows.shape[:1])
+        use = ParamUse(site, forward, dict(call.tracked), factors, 1, maps, node=call.node, batch_dim_sizes=sizes)
+        deliver = forward.around.deliver
 
         def hook(grad: Tensor) -> Tensor:
-            session.deliver(use, grad.movedim(axis, 0).contiguous())
+            deliver(use, grad.movedim(axis, 0).contiguous())
             return grad
 
-        return attached(session, use, output, rows=output, hook=hook)
+        return attached(use, output, rows=output, hook=hook)
 
 
 @dataclass(eq=False)
@@ -155,25 +159,28 @@ class _Rows:
 
     Attributes:
         call: The call.
+        axis: The axis of its output along which rows lie.
         inputs: The tensors among its inputs.
         grad_n: Gradient of the output, shape ``(n, ...)``.
         split: Brings ``(n, *F)`` into ``(B, T, *F)``.
-        loan: Whose hooks must not lend parameters to the module's children.
+        unwatched: Yields while the hooks on the module's children substitute nothing.
     """
 
     call: _Call
+    axis: int
     inputs: list[Tensor]
     grad_n: Tensor
     split: Callable[[Tensor], Tensor]
-    loan: "Loan"
+    unwatched: Unwatched
 
     def ask(self, sampler: Sampler, *, norms: bool) -> dict[str, Tensor]:
         """Run a sampler and check what it returns."""
         activations = [self._rows_first(tensor) for tensor in self.inputs]
         own = {
-            name: tracked.origin.leaves[tracked.origin.names[0]].parameter for name, tracked in self.call.lent.items()
+            name: tracked.origin.leaves[tracked.origin.names[0]].parameter
+            for name, tracked in self.call.tracked.items()
         }
-        with torch.no_grad(), _standing_in(self.call.module, own):
+        with torch.no_grad(), _in_place_of_parameters(self.call.module, own):
             returned = {id(key): values for key, values in sampler(self.call.module, activations, self.grad_n).items()}
         rows = self.grad_n.shape[0]
         found = {}
@@ -192,12 +199,12 @@ class _Rows:
         return found
 
     def _rows_first(self, tensor: Tensor) -> Tensor:
-        axis, rows = self.call.axis, self.grad_n.shape[0]
+        axis, rows = self.axis, self.grad_n.shape[0]
         return tensor.movedim(axis, 0) if axis < tensor.dim() and tensor.shape[axis] == rows else tensor
 
     def kept(self, keep_n: Tensor) -> "_Rows":
         """Return the same with the rows that are left out zeroed, in the inputs as well."""
-        axis, rows = self.call.axis, self.grad_n.shape[0]
+        axis, rows = self.axis, self.grad_n.shape[0]
         inputs = [
             where_kept(keep_n, x.movedim(axis, 0)).movedim(0, axis)
             if axis < x.dim() and x.shape[axis] == rows and x.is_floating_point()
@@ -218,19 +225,14 @@ class _Rows:
 
     def rerun(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Run the module again, in a graph of its own; returns its output (rows first) and its parameters there."""
-        own = {name: tracked.origin.value.detach().requires_grad_() for name, tracked in self.call.lent.items()}
+        own = {name: tracked.origin.value.detach().requires_grad_() for name, tracked in self.call.tracked.items()}
         given = iter(self.inputs)
         leaves = [next(given).detach() if is_tensor else leaf for leaf, is_tensor in self.call.leaves]
         args, kwargs = _torch.tree_unflatten(leaves, self.call.structure)
-        # As deep inside another module, its children's hooks lend nothing.
-        self.loan.begin()
-        try:
-            with torch.enable_grad(), _standing_in(self.call.module, own):
-                items = _torch.tree_flatten(self.call.module.forward(*args, **kwargs))[0]
-                (output,) = (item for item in items if isinstance(item, Tensor) and item.is_floating_point())
-                return output.movedim(self.call.axis, 0), own
-        finally:
-            self.loan.end()
+        with self.unwatched(), torch.enable_grad(), _in_place_of_parameters(self.call.module, own):
+            items = _torch.tree_flatten(self.call.module.forward(*args, **kwargs))[0]
+            (output,) = (item for item in items if isinstance(item, Tensor) and item.is_floating_point())
+            return output.movedim(self.axis, 0), own
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of every row, ``(n, *P)``: the sampler's, or autograd's one row after the other."""
@@ -293,12 +295,12 @@ def _factors(rows: _Rows) -> dict[str, Factor]:
         return {name: rows.summed(grads_n) for name, grads_n in rows.gradients().items()}
     sums = _Sums(rows)
     return {
-        name: Sampled(norm_B, _Source(rows, name, sums), shape=rows.call.lent[name].shape)
+        name: Sampled(norm_B, _Source(rows, name, sums), shape=rows.call.tracked[name].shape)
         for name, norm_B in rows.ask(norms, norms=True).items()
     }
 
 
-def _lent(module: nn.Module) -> dict[str, TrackedTensor]:
+def _tracked_of(module: nn.Module) -> dict[str, TrackedTensor]:
     """Return the tracked tensors that stand for a module's parameters, by their names in it."""
     found = {}
     for path, part in module.named_modules():
@@ -315,7 +317,7 @@ def _put(module: nn.Module, values: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _standing_in(module: nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
+def _in_place_of_parameters(module: nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
     """Put other tensors in the place of a module's parameters for a while."""
     parts = {name: module.get_submodule(name.rpartition(".")[0]) for name in values}
     before = {name: _torch.parameter_table(part)[name.rpartition(".")[2]] for name, part in parts.items()}

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import ghostclip
-from ghostclip.capture import randomness
 from ghostclip.errors import SampleMixingError
+from ghostclip.evidence import randomness
 
 
 def _by_number(model, x):
@@ -53,7 +53,7 @@ def _batch():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("way", [_by_number, _by_counting, _by_branch])
-def test_company_is_refused(way, dtype):
+def test_dependence_is_refused(way, dtype):
     model = _Model(way).to(dtype)
     ghostclip.GhostClipper(model, max_grad_norm=0.1)
     with pytest.raises(SampleMixingError, match="outputs of other samples changed"):
@@ -77,7 +77,7 @@ class _Random(_Model):
 
 @pytest.mark.parametrize("kind", [_Model, _Random])
 @pytest.mark.parametrize("way", [_by_counting, _by_branch])
-def test_company_is_refused_under_dropout(way, kind):
+def test_dependence_is_refused_under_dropout(way, kind):
     """The same random numbers are drawn for the batch and for its neighbour."""
     model = kind(way, dropout=0.5)
     ghostclip.GhostClipper(model, max_grad_norm=0.1)
@@ -152,7 +152,7 @@ class _Raising(_Model):
 
 @pytest.mark.parametrize("way", [_by_number, _by_counting, _by_branch])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_company_is_refused_where_the_model_raises_without_gradients(way, dropout):
+def test_dependence_is_refused_where_the_model_raises_without_gradients(way, dropout):
     ghostclip.GhostClipper(model := _Raising(way, dropout=dropout), max_grad_norm=0.1)
     with pytest.raises(SampleMixingError, match="outputs of other samples changed"):
         model(_batch())
@@ -189,7 +189,7 @@ def test_experts_that_serve_half_of_the_batch_are_refused(signs, dropout):
 
 @pytest.mark.parametrize("way", [_by_number, _by_counting, _by_branch])
 @pytest.mark.parametrize("inside", [True, False])
-def test_company_is_refused_in_16_bits(way, inside):
+def test_dependence_is_refused_in_16_bits(way, inside):
     """Under autocast, and where the model itself is in 16 bits and returns more."""
     model = _Model(way) if inside else nn.Sequential(_Model(way).bfloat16(), _Cast())
     ghostclip.GhostClipper(model, max_grad_norm=0.1)

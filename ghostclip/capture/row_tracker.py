@@ -3,8 +3,8 @@
 Rows of tensors in the graph are followed through autograd. Token ids, and whatever else autograd does not track, are
 not there: a model that sorts its batch by length, drops rows or repeats them would have its rows counted to the wrong
 samples. While a forward runs, every selection along the batch axis of such a tensor is therefore seen, and its result
-carries the sample of each row. What cannot be followed is *doubtful*: meeting a parameter, it makes the forward one
-that is proved by evidence.
+carries the sample of each row. What cannot be followed is of *unknown order*: meeting a parameter, it makes the forward
+one that is proved by evidence.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
-from ghostclip import _torch
-from ghostclip.capture.growth import Calls, Grown, Key, Layout, shapes_of, tensors_in
+from ghostclip import _torch, _tree
+from ghostclip.capture.growth import Calls, Grown, Key, Layout, shapes_of
 from ghostclip.capture.packed import PACK, PAD, positions, rows_of, with_a_step
-from ghostclip.capture.provenance import ROWS_KEY, columns_of, routed_samples
+from ghostclip.capture.row_origin import ROWS_KEY, columns_of, origin_of_rows
 from ghostclip.capture.tracked import TrackedTensor
 
 _PICKS = {
@@ -43,7 +43,7 @@ _PACKING = {PACK, PAD}
 _SEEN = _PICKS | _SORTS | _PACKING | {torch.Tensor.__setitem__}
 _OURS = frozenset({TrackedTensor, Tensor, torch.nn.Parameter})
 # Stands for an order that is not known.
-DOUBTFUL = torch.empty(0, dtype=torch.int64)
+UNKNOWN_ORDER = torch.empty(0, dtype=torch.int64)
 
 
 class _RowsOf:
@@ -66,16 +66,20 @@ class _RowsOf:
         return self._known.get(tensor) if self.told else None
 
 
-class Watch(TorchFunctionMode):
-    """Active during a forward; knows the sample of every row of data that was put into another order."""
+class RowTracker(TorchFunctionMode):
+    """Active during a forward; knows the sample of every row of data that was put into another order.
+
+    Attributes:
+        active: Whether a forward is being watched.
+    """
 
     def __init__(self) -> None:
-        """Start with nothing seen."""
+        """Make a tracker that has seen no forward."""
         super().__init__()
         self._rows = _RowsOf()
         # Of padded batches with their sequences on axis 1, about to be packed: the sample of each.
         self._columns: Any = _torch.weak_table()
-        self._made_up = False
+        self._dummy = False
         self._inputs: Sequence[Tensor] = ()
         self._batch_size = 0
         self._axis = 0
@@ -83,6 +87,7 @@ class Watch(TorchFunctionMode):
         self._calls = Calls()
         self._key: Key = ()
         self._depth = 0
+        self.active = False
 
     def begin(
         self,
@@ -90,7 +95,7 @@ class Watch(TorchFunctionMode):
         axis: int,
         inputs: Sequence[Tensor] = (),
         *,
-        made_up: bool = False,
+        dummy: bool = False,
         grown: Grown | None = None,
     ) -> None:
         """Watch a new forward.
@@ -99,7 +104,7 @@ class Watch(TorchFunctionMode):
             batch_size: B.
             axis: The model's batch axis.
             inputs: The tensors that the model was called with.
-            made_up: The batch was empty, and its one sample is made up.
+            dummy: The batch was empty, and its one sample is a dummy.
             grown: The same forward with one sample more, where there is one.
         """
         self._grown, self._calls, self._key, self._depth = grown, Calls(), (), 0
@@ -107,7 +112,8 @@ class Watch(TorchFunctionMode):
             self._rows = _RowsOf()
         if len(self._columns):
             self._columns = _torch.weak_table()
-        self._batch_size, self._axis, self._inputs, self._made_up = batch_size, axis, inputs, made_up
+        self._batch_size, self._axis, self._inputs, self._dummy = batch_size, axis, inputs, dummy
+        self.active = True
         _torch.begin_mode(self)
 
     def layout(self, tree: Any) -> Layout | None:
@@ -153,17 +159,17 @@ class Watch(TorchFunctionMode):
 
     def end(self) -> None:
         """Stop watching; what is known of tensors that still live stays known until the next forward."""
-        self._inputs = ()
+        self._inputs, self.active = (), False
         _torch.end_mode(self)
 
-    def rows_of(self, tensor: Tensor) -> Tensor | None:
+    def samples_of(self, tensor: Tensor) -> Tensor | None:
         """Return the sample of each row of a tensor.
 
         Args:
             tensor: A tensor outside the graph.
 
         Returns:
-            Shape ``(rows,)``, int64; None where the rows are in the samples' own order, ``DOUBTFUL`` where unknown.
+            Shape ``(rows,)``, int64; None where rows are in the samples' own order, ``UNKNOWN_ORDER`` where unknown.
         """
         return self._rows.get(tensor) if self._rows.told and not tensor.requires_grad else None
 
@@ -187,7 +193,7 @@ class Watch(TorchFunctionMode):
                 # Whom torch would ask next.
                 return TrackedTensor.__torch_function__(func, types, args, kwargs)
             return func(*args, **kwargs)
-        if func == PACK and self._made_up:
+        if func == PACK and self._dummy:
             args = (args[0], *with_a_step(*args[1:]))
         result = func(*args, **kwargs)
         if self._batch_size > 1:
@@ -202,9 +208,9 @@ class Watch(TorchFunctionMode):
         base: Any = args[0] if args else kwargs.get("input")
         if func is torch.Tensor.__setitem__:
             if _scatters(args[1], args[2]) and self._known(base) is not None:
-                self._rows[base] = DOUBTFUL
+                self._rows[base] = UNKNOWN_ORDER
             return
-        outputs = [tensor for tensor in tensors_in(result) if tensor.dim() and not tensor.requires_grad]
+        outputs = [tensor for tensor in _tree.tensors(result) if tensor.dim() and not tensor.requires_grad]
         if not outputs:
             return
         if func in _PICKS and isinstance(base, Tensor):
@@ -212,15 +218,15 @@ class Watch(TorchFunctionMode):
             return
         if func in _SORTS and isinstance(base, Tensor):
             if self._known(base) is not None and outputs[0].is_floating_point() == base.is_floating_point():
-                self._rows[outputs[0]] = DOUBTFUL
+                self._rows[outputs[0]] = UNKNOWN_ORDER
             return
         if func in _JOINS and self._axis == 0 and kwargs.get("dim", args[1] if len(args) > 1 else 0) == 0:
             self._mark(outputs, self._joined(args[0] if args else kwargs["tensors"]), None)
             return
-        marked = [rows for tensor in tensors_in((args, kwargs)) if (rows := self._rows.get(tensor)) is not None]
+        marked = [rows for tensor in _tree.tensors((args, kwargs)) if (rows := self._rows.get(tensor)) is not None]
         if marked:
-            same = all(rows is not DOUBTFUL and torch.equal(rows, marked[0]) for rows in marked)
-            known = marked[0] if same and func not in _TURNS else DOUBTFUL
+            same = all(rows is not UNKNOWN_ORDER and torch.equal(rows, marked[0]) for rows in marked)
+            known = marked[0] if same and func not in _TURNS else UNKNOWN_ORDER
             self._mark(outputs, known, None)
 
     def _note_pick(
@@ -233,7 +239,7 @@ class Watch(TorchFunctionMode):
         if before is not None:
             self._mark(outputs, _picked(func, before, args, kwargs, axis=self._axis), self._arranged(base))
         elif self._may_be_folded(base) and _chooses(args[1:]):
-            self._mark(outputs, DOUBTFUL, None)
+            self._mark(outputs, UNKNOWN_ORDER, None)
 
     def _packed(self, args: tuple[Any, ...], result: tuple[Tensor, Tensor]) -> None:
         """Note the rows of a padded batch that was packed, its sequences along axis 0 or 1."""
@@ -245,14 +251,14 @@ class Watch(TorchFunctionMode):
             order = self._rows.get(padded) if batch_first else self._columns.get(padded)
             if order is None and self._rows.get(padded) is None and padded.shape[axis] == self._batch_size:
                 order = torch.arange(self._batch_size)
-        known = DOUBTFUL if order is None or order is DOUBTFUL else order.cpu()[positions(result[1])]
+        known = UNKNOWN_ORDER if order is None or order is UNKNOWN_ORDER else order.cpu()[positions(result[1])]
         self._tell(result[0], known)
 
     def _unpacked(self, args: tuple[Any, ...], result: tuple[Tensor, Tensor]) -> None:
         """Note the rows of a packed batch that was padded again: the order in which it was packed."""
         data, padded, axis = args[0], result[0], 0 if args[2] else 1
-        rows = routed_samples(data, 0, self._batch_size, self._axis) if data.requires_grad else self._rows.get(data)
-        if rows is None or rows is DOUBTFUL:
+        rows = origin_of_rows(data, 0, self._batch_size, self._axis) if data.requires_grad else self._rows.get(data)
+        if rows is None or rows is UNKNOWN_ORDER:
             return
         order = rows[: padded.shape[axis]]
         if padded.requires_grad or axis == 0:
@@ -265,7 +271,7 @@ class Watch(TorchFunctionMode):
         node: Any = tensor.grad_fn
         if not tensor.requires_grad:
             self._rows[tensor] = rows
-        elif node is not None and rows is not DOUBTFUL:
+        elif node is not None and rows is not UNKNOWN_ORDER:
             node.metadata[ROWS_KEY] = axis, rows
 
     def _note_columns(self, func: Callable[..., Any], args: tuple[Any, ...], output: Tensor) -> None:
@@ -305,8 +311,8 @@ class Watch(TorchFunctionMode):
         if all(self._rows.get(part) is None for part in parts):
             return None
         rows = [self._known(part) for part in parts]
-        known = [part for part in rows if part is not None and part is not DOUBTFUL]
-        return torch.cat(known) if len(known) == len(parts) else DOUBTFUL
+        known = [part for part in rows if part is not None and part is not UNKNOWN_ORDER]
+        return torch.cat(known) if len(known) == len(parts) else UNKNOWN_ORDER
 
     def _arranged(self, base: Tensor) -> Tensor | None:
         axis = self._axis if self._axis < base.dim() else 0
@@ -319,9 +325,9 @@ class Watch(TorchFunctionMode):
         if rows is None:
             return
         for output in outputs:
-            if rows is not DOUBTFUL and output.shape[0] != rows.numel():
-                self._rows[output] = DOUBTFUL
-            elif arranged is None or rows is DOUBTFUL or not torch.equal(rows, arranged):
+            if rows is not UNKNOWN_ORDER and output.shape[0] != rows.numel():
+                self._rows[output] = UNKNOWN_ORDER
+            elif arranged is None or rows is UNKNOWN_ORDER or not torch.equal(rows, arranged):
                 self._rows[output] = rows
 
 
@@ -329,14 +335,14 @@ def _picked(
     func: Callable[..., Any], rows: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], *, axis: int
 ) -> Tensor | None:
     """Return the sample of each row of a selection; None where it leaves the batch axis alone."""
-    if rows is DOUBTFUL:
-        return DOUBTFUL
+    if rows is UNKNOWN_ORDER:
+        return UNKNOWN_ORDER
     base = args[0] if args else kwargs["input"]
     if func is torch.Tensor.__getitem__:
         return _indexed(rows, args[1], base, axis)
     named = func.__name__
     if named in ("flipud", "take_along_dim"):
-        return DOUBTFUL
+        return UNKNOWN_ORDER
     if named in ("flip", "roll"):
         given = args[1:] if named == "flip" else args[2:3]
         dims = _axes(kwargs.get("dims", given), base.dim())
@@ -344,13 +350,13 @@ def _picked(
             return None
         shifted = kwargs.get("shifts", args[1] if named == "roll" and len(args) > 1 else 0)
         if dims != {0} or axis or not isinstance(shifted, int):
-            return DOUBTFUL
+            return UNKNOWN_ORDER
         return rows.flip(0) if named == "flip" else rows.roll(shifted)
     dim = kwargs.get("dim", args[1] if named == "index_select" else (args[2] if len(args) > 2 else None))
     index = kwargs.get("index", args[2] if named == "index_select" and len(args) > 2 else None)
     if dim is None or dim % base.dim() != axis:
-        return DOUBTFUL if dim is None else None
-    return rows[index] if isinstance(index, Tensor) and axis == 0 else DOUBTFUL
+        return UNKNOWN_ORDER if dim is None else None
+    return rows[index] if isinstance(index, Tensor) and axis == 0 else UNKNOWN_ORDER
 
 
 def _indexed(rows: Tensor, index: Any, base: Tensor, axis: int) -> Tensor | None:
@@ -358,7 +364,7 @@ def _indexed(rows: Tensor, index: Any, base: Tensor, axis: int) -> Tensor | None
     items = index if isinstance(index, tuple) else (index,)
     if axis:
         plain = all(item is Ellipsis or item == slice(None) for item in items if not isinstance(item, (Tensor, list)))
-        return None if plain and not any(isinstance(item, (Tensor, list)) for item in items) else DOUBTFUL
+        return None if plain and not any(isinstance(item, (Tensor, list)) for item in items) else UNKNOWN_ORDER
     first = items[0] if items else Ellipsis
     if first is Ellipsis or (isinstance(first, slice) and first == slice(None)):
         # An index further on is aligned with the batch only where it stands beside one on the batch axis.
@@ -373,7 +379,7 @@ def _indexed(rows: Tensor, index: Any, base: Tensor, axis: int) -> Tensor | None
     first = first.to(rows.device)
     if first.dtype in (torch.bool, torch.uint8) and first.dim() > 1:
         return rows.view(-1, *[1] * (first.dim() - 1)).expand(first.shape)[first.bool()]
-    return rows[first] if first.dim() == 1 else DOUBTFUL
+    return rows[first] if first.dim() == 1 else UNKNOWN_ORDER
 
 
 def _chooses(arguments: Sequence[Any]) -> bool:

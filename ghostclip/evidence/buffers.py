@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip import _torch
-from ghostclip.capture.mixing import replaced, same_randomness
 from ghostclip.errors import SampleMixingError
+from ghostclip.evidence.dependence import replaced, same_randomness
 
 
 class Buffers:

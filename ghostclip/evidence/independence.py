@@ -15,13 +15,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ghostclip import _torch
+from ghostclip import _tree
 from ghostclip.capture.batch_axis import RowMap
-from ghostclip.capture.dropout import WithoutDropout
-from ghostclip.capture.mixing import batch_axis_of, restored_buffers
-from ghostclip.capture.randomness import Draws, Randomness, unnoticed
-from ghostclip.capture.unchecked import COMPANY, FEWER, Unchecked
 from ghostclip.errors import SampleMixingError
+from ghostclip.evidence.dependence import batch_axis_of, restored_buffers
+from ghostclip.evidence.dropout import WithoutDropout
+from ghostclip.evidence.randomness import Draws, Randomness, unnoticed
+from ghostclip.evidence.unchecked import FEWER, REPLACED, Unchecked
 
 # Relative differences beyond those of another order of rounding, by the coarsest dtype in use: for as many samples,
 # which the same kernels see, and for fewer.
@@ -41,7 +41,7 @@ class Batch:
         inputs: Its positional and its keyword inputs.
         size: B, at least 2.
         axis: The expected batch axis.
-        routed: Whether rows were selected in it, so that data decides which random number a row meets.
+        gathered: Whether rows were selected in it, so that data decides which random number a row meets.
         reordered: Whether they were put into another order: outputs may come in an order that follows the data.
         maps: How the rows of each output map to samples, None where that is not known; empty where nothing is.
     """
@@ -49,7 +49,7 @@ class Batch:
     inputs: Any
     size: int
     axis: int
-    routed: bool = False
+    gathered: bool = False
     reordered: bool = False
     maps: Sequence[RowMap | None] = ()
 
@@ -87,10 +87,10 @@ class Batch:
             taken = leaf.detach().index_select(place, torch.tensor(samples, device=leaf.device))
             return taken.requires_grad_(leaf.requires_grad)
 
-        return _torch.tree_map(take, self.inputs)
+        return _tree.mapped(take, self.inputs)
 
 
-def refuse_company(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked) -> None:
+def refuse_dependence(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked) -> None:
     """Refuse a model whose outputs for one sample change with the others.
 
     Args:
@@ -103,7 +103,7 @@ def refuse_company(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecke
         SampleMixingError: They do.
     """
     tensors = [*model.parameters(), *model.buffers()]
-    used = [*tensors, *(leaf for leaf in _torch.tree_leaves(batch.inputs) if isinstance(leaf, Tensor))]
+    used = [*tensors, *(leaf for leaf in _tree.leaves(batch.inputs) if isinstance(leaf, Tensor))]
     changed, raised = "", ""
     # With gradients where it raises without: it may differentiate within its forward.
     for gradients in (False, True):
@@ -114,7 +114,7 @@ def refuse_company(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecke
         except Exception as error:  # noqa: BLE001 - what it does on other batches is no reason to refuse this one
             raised = type(error).__name__
     if raised:
-        unchecked.missed(f"the model raised {raised} on another batch", COMPANY, FEWER)
+        unchecked.missed(f"the model raised {raised} on another batch", REPLACED, FEWER)
     if changed:
         raise SampleMixingError(_refusal(model, changed))
 
@@ -147,8 +147,8 @@ def _look(run: Run, batch: Batch, unchecked: Unchecked, before: Randomness, coar
             continue
         if not (drawn and _meets_other_numbers(run, batch, other, before)):
             return "half of the samples were replaced"
-        unchecked.missed("which random numbers a sample meets depends on the others", COMPANY)
-    _note(unchecked, COMPANY, differ)
+        unchecked.missed("which random numbers a sample meets depends on the others", REPLACED)
+    _note(unchecked, REPLACED, differ)
     if drawn:
         unchecked.missed("random numbers are drawn", FEWER)
         return ""
@@ -172,7 +172,7 @@ def _meets_other_numbers(run: Run, batch: Batch, other: Any, before: Randomness)
         with Draws() as draws:
             run(inputs)
         seen.append(draws.seen)
-    return batch.routed or seen[0] != seen[1]
+    return batch.gathered or seen[0] != seen[1]
 
 
 def _refusal(model: nn.Module, what: str) -> str:
@@ -230,7 +230,7 @@ class _Outputs:
                 return None
             row_map = RowMap("axis", place)
         place = row_map.axis
-        if one.dtype not in self.tolerances or row_map.kind == "listed" or one.dim() != two.dim() or not one.numel():
+        if one.dtype not in self.tolerances or row_map.kind == "gathered" or one.dim() != two.dim() or not one.numel():
             return None
         if [*one.shape[:place], *one.shape[place + 1 :]] != [*two.shape[:place], *two.shape[place + 1 :]]:
             return None

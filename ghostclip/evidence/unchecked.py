@@ -1,4 +1,4 @@
-"""The checks that a session makes of a model's forwards, and why some of them could not run.
+"""The checks that are made of a model's forwards, and why some of them could not run.
 
 A check that was switched off, or asked for in vain, proves nothing: whoever relies on it must be told.
 """
@@ -6,15 +6,13 @@ A check that was switched off, or asked for in vain, proves nothing: whoever rel
 import logging
 from typing import Final
 
-from ghostclip.capture.inputs import is_power_of_four
-
 _log = logging.getLogger(__name__)
 
 ROWS: Final = "which rows belong to which sample"
-COMPANY: Final = "batch independence (samples replaced)"
+REPLACED: Final = "batch independence (samples replaced)"
 FEWER: Final = "batch independence (samples left out)"
 LOSSES: Final = "losses of one sample each"
-_ALL: Final = (ROWS, COMPANY, FEWER, LOSSES)
+_ALL: Final = (ROWS, REPLACED, FEWER, LOSSES)
 _LONE: Final = "every batch so far had fewer than two samples"
 # After so many batches of one sample it is said that they prove nothing.
 _ALONE: Final = 4
@@ -90,3 +88,17 @@ class Unchecked:
         reasons = dict.fromkeys(self._why.values())
         parts = [f"{', '.join(c for c, w in self._why.items() if w == why)}: {why}" for why in reasons]
         return f"not checked: {'; '.join(parts)}" if parts else ""
+
+
+def is_power_of_four(count: int) -> bool:
+    """Return whether a forward's number is 1, 4, 16, 64, ...: when the evidence is asked for anew.
+
+    A model that orders its rows by what is in them may look right in one batch and not in another.
+
+    Args:
+        count: The forward's number, from 1.
+
+    Returns:
+        Whether to probe it.
+    """
+    return count > 0 and count & (count - 1) == 0 and count.bit_length() % 2 == 1

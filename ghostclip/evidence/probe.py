@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from ghostclip.capture.batch_axis import RowMap
+from ghostclip.capture.call_sites import MAX_ATTEMPTS, CallSite
+from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.growth import CONSTANT, UNKNOWN
-from ghostclip.capture.places import Place, reduced_places
-from ghostclip.capture.provenance import routed_samples
-from ghostclip.capture.usage import MAX_ATTEMPTS, Record, Site, Use
+from ghostclip.capture.param_use import ParamUse
+from ghostclip.capture.row_origin import origin_of_rows
 from ghostclip.errors import BatchAxisError, SampleMixingError
+from ghostclip.evidence.gradient_edges import GradientSource, reduced_sources
 
 # Elements that are looked at together.
 _LOOKED_AT: Final = 1 << 20
@@ -31,11 +33,11 @@ class Start:
     """Where a backward begins.
 
     Attributes:
-        place: An output of the model, or what it was reduced from.
+        edge: An output of the model, or what it was reduced from.
         row_map: How its rows map to samples.
     """
 
-    place: Place
+    edge: GradientSource
     row_map: RowMap
 
 
@@ -52,12 +54,12 @@ class Probe:
 
     samples: set[int]
     describe_module: Callable[[str], str]
-    failures: list[tuple[Use, str]] = field(default_factory=list)
+    failures: list[tuple[ParamUse, str]] = field(default_factory=list)
     begun: Sequence[Start] = ()
-    _rejected: set[tuple[Site, tuple[str, int]]] = field(default_factory=set)
-    _known: dict[Site, tuple[str, int] | None] = field(default_factory=dict)
+    _rejected: set[tuple[CallSite, tuple[str, int]]] = field(default_factory=set)
+    _known: dict[CallSite, tuple[str, int] | None] = field(default_factory=dict)
 
-    def receive(self, use: Use, grad: Tensor) -> None:
+    def receive(self, use: ParamUse, grad: Tensor) -> None:
         """Judge the row maps of one use.
 
         Args:
@@ -99,8 +101,8 @@ class Probe:
             return
         use, shapes = self.failures[-1]
         place = self.describe_module(use.site.names[0])
-        record = use.record
-        if record.reordered:
+        forward = use.forward
+        if forward.reordered:
             message = (
                 f"{place}: {use.site.describe()} has rows {shapes} in another order than the samples of the batch: the "
                 "model sorts, flips or gathers its inputs before this layer, in a way that cannot be followed or is "
@@ -108,12 +110,14 @@ class Probe:
                 "outside the model."
             )
             raise BatchAxisError(message)
-        coincidence = [size for size in use.lead_sizes[1:] if size == record.batch_size] if use.lead_sizes else []
-        if coincidence or record.stays_small or use.maps[0].kind in ("major", "minor"):
+        coincidence = (
+            [size for size in use.batch_dim_sizes[1:] if size == forward.batch_size] if use.batch_dim_sizes else []
+        )
+        if coincidence or forward.stays_small or use.maps[0].kind in ("major", "minor"):
             message = (
                 f"{place}: {use.site.describe()} has rows {shapes} that cannot be assigned to the "
-                f"{record.batch_size} samples that the model's first input holds: another axis has that size, rows are "
-                "folded in an order of their own, or that input is not the batch. Hand the batch over before masks and "
+                f"{forward.batch_size} samples that the model's first input holds: another axis has that size, rows "
+                "are folded in an order of their own, or that input is not the batch. Hand the batch over before masks and "
                 "tables, and start with a batch size that no other axis has; later steps may have any size."
             )
             raise BatchAxisError(message)
@@ -124,10 +128,10 @@ class Probe:
         raise SampleMixingError(message)
 
 
-def _explains(row_map: Any, use: Use, grad: Tensor, samples: set[int]) -> bool:
+def _explains(row_map: Any, use: ParamUse, grad: Tensor, samples: set[int]) -> bool:
     if row_map.kind == "whole":
         return True
-    rows_B = row_map.split(grad, use.lead, use.record.batch_size)
+    rows_B = row_map.split(grad, use.num_batch_dims, use.forward.batch_size)
     touched_B = _nonzero_rows(rows_B)
     touched_B[list(samples)] = False
     return not bool(touched_B.any())
@@ -150,8 +154,8 @@ def _nonzero(part: Tensor) -> Tensor:
     return part.nan_to_num(nan=0.0) != 0
 
 
-def _shapes(grad: Tensor, use: Use) -> str:
-    return str(tuple(grad.shape[: use.lead]))
+def _shapes(grad: Tensor, use: ParamUse) -> str:
+    return str(tuple(grad.shape[: use.num_batch_dims]))
 
 
 def sample_sets(batch_size: int) -> list[set[int]]:
@@ -172,14 +176,14 @@ def sample_sets(batch_size: int) -> list[set[int]]:
     return [alone, *(chosen for chosen in digits if chosen and chosen != alone)]
 
 
-def starts(outputs: Sequence[Tensor], *, record: Record, known: Sequence[int] = ()) -> list[list[Start]]:
+def starts(outputs: Sequence[Tensor], *, forward: ForwardContext, known: Sequence[int] = ()) -> list[list[Start]]:
     """List the ways in which a model's outputs may belong to the samples.
 
     Where the model returns scalars only (its own loss), what they were reduced from takes the outputs' place.
 
     Args:
         outputs: The model's output tensors.
-        record: The forward.
+        forward: The forward.
         known: The axis of each that holds samples, `CONSTANT` or `UNKNOWN`; empty where nothing is known.
 
     Returns:
@@ -192,57 +196,57 @@ def starts(outputs: Sequence[Tensor], *, record: Record, known: Sequence[int] = 
     axes = list(known) if len(known) == len(outputs) else [UNKNOWN] * len(outputs)
     pairs = [pair for pair in zip(outputs, axes, strict=True) if pair[0].requires_grad and pair[0].is_floating_point()]
     usable = [output for output, _ in pairs]
-    places = [Place.of(output, axis) for output, axis in pairs if output.dim()]
-    exact, folded = _sorted_out(places, record)
+    places = [GradientSource.of(output, axis) for output, axis in pairs if output.dim()]
+    exact, folded = _sorted_out(places, forward)
     if places and not (exact or folded[0]):
         shapes = ", ".join(str(tuple(place.shape)) for place in places)
         message = (
-            f"the batch has the {record.batch_size} samples that the model's first input holds, but the outputs, of "
-            f"shape {shapes}, have no axis for them. Hand the tensor whose axis {record.axis} is the batch to the "
-            "model first (masks and tables after it), and return outputs with one row, or the same number of rows, for "
+            f"the batch has the {forward.batch_size} samples that the model's first input holds, but the outputs, of "
+            f"shape {shapes}, have no axis for them. Hand the tensor whose axis {forward.batch_axis} is the batch to "
+            "the model first (masks and tables after it), and return outputs with one row, or the same number of rows, for "
             "each sample."
         )
         raise BatchAxisError(message)
     if not places:
         # Rows of several samples' tokens may be any of them, so that what has one row a sample is looked for first.
-        found = reduced_places(usable, lambda place: _certain_map(place, record) is not None)
-        exact, folded = _sorted_out(found or reduced_places(usable, lambda place: _is_folded(place, record)), record)
+        found = reduced_sources(usable, lambda place: _certain_map(place, forward) is not None)
+        exact, folded = _sorted_out(found or reduced_sources(usable, lambda place: _is_folded(place, forward)), forward)
     if exact or not folded[0]:
         return [exact] if exact else []
     # With as many rows a sample as there are samples, a model that mixes samples looks like one that mixes positions.
-    certain = any(start.place.shape[start.row_map.axis] == record.batch_size**2 for start in folded[0])
+    certain = any(start.edge.shape[start.row_map.axis] == forward.batch_size**2 for start in folded[0])
     return folded[:1] if certain else folded
 
 
-def _sorted_out(places: Sequence[Place], record: Record) -> tuple[list[Start], list[list[Start]]]:
+def _sorted_out(places: Sequence[GradientSource], forward: ForwardContext) -> tuple[list[Start], list[list[Start]]]:
     """Return the starts with one row a sample, and two ways to read those with several."""
     exact: list[Start] = []
     folded: list[list[Start]] = [[], []]
-    kinds = ("major", "minor") if record.axis == 0 else ("minor", "major")
+    kinds = ("major", "minor") if forward.batch_axis == 0 else ("minor", "major")
     for place in places:
-        row_map = _certain_map(place, record)
+        row_map = _certain_map(place, forward)
         if row_map is not None:
             exact.append(Start(place, row_map))
-        elif _is_folded(place, record):
+        elif _is_folded(place, forward):
             for way, kind in zip(folded, kinds, strict=True):
                 way.append(Start(place, RowMap(kind, max(0, place.axis))))
     return exact, folded
 
 
-def _certain_map(place: Place, record: Record) -> RowMap | None:
-    expected = (place.axis,) if place.axis >= 0 else dict.fromkeys((record.axis, 0))
+def _certain_map(place: GradientSource, forward: ForwardContext) -> RowMap | None:
+    expected = (place.axis,) if place.axis >= 0 else dict.fromkeys((forward.batch_axis, 0))
     for axis in () if place.axis == CONSTANT else expected:
-        if axis < len(place.shape) and place.shape[axis] == record.batch_size:
+        if axis < len(place.shape) and place.shape[axis] == forward.batch_size:
             return RowMap("axis", axis)
     if place.tensor is None:
         return None
-    listed = routed_samples(place.tensor, 0, record.batch_size, record.axis)
-    return None if listed is None else RowMap("listed", 0, listed)
+    gathered = origin_of_rows(place.tensor, 0, forward.batch_size, forward.batch_axis)
+    return None if gathered is None else RowMap("gathered", 0, gathered)
 
 
-def _is_folded(place: Place, record: Record) -> bool:
+def _is_folded(place: GradientSource, forward: ForwardContext) -> bool:
     size = place.shape[max(0, place.axis)] if place.shape and place.axis != CONSTANT else 0
-    return size > record.batch_size and size % record.batch_size == 0
+    return size > forward.batch_size and size % forward.batch_size == 0
 
 
 def cotangents(begun: Sequence[Start], *, batch_size: int, samples: set[int]) -> list[Tensor]:
@@ -259,7 +263,7 @@ def cotangents(begun: Sequence[Start], *, batch_size: int, samples: set[int]) ->
     generator = torch.Generator().manual_seed(0)
     grads = []
     for start in begun:
-        place, axis = start.place, start.row_map.axis
+        place, axis = start.edge, start.row_map.axis
         rows = place.shape[axis] if place.shape else 1
         sample_n = start.row_map.samples_of(rows, batch_size).to(place.device)
         chosen_n = torch.isin(sample_n, torch.tensor(sorted(samples), device=place.device))
@@ -286,7 +290,7 @@ def ask(
         run: Runs one backward; says None when it must be called again.
         sets: The sets of samples to ask about; by default those that tell any two apart.
     """
-    outputs = [start.place.source for start in begun]
+    outputs = [start.edge.source for start in begun]
     for samples in sample_sets(batch_size) if sets is None else sets:
         probe.samples = samples
         grads = cotangents(begun, batch_size=batch_size, samples=samples)

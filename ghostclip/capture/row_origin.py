@@ -1,4 +1,4 @@
-"""Follow routed rows back through the autograd graph to the samples they came from.
+"""Row origins: gathered rows followed back through the autograd graph to the samples they came from.
 
 A mixture of experts hands each expert some rows of the batch (``x[token_idx]``). How many rows arrive says nothing
 about whose they are; the index that picked them does, and autograd keeps it. The walk goes from a layer's input up to
@@ -39,7 +39,7 @@ def _name_is(node: Any, names: frozenset[str]) -> bool:
     return _names[kind] in names
 
 
-def routed_samples(x: Tensor, axis: int, batch_size: int, expected_axis: int) -> Tensor | None:
+def origin_of_rows(x: Tensor, axis: int, batch_size: int, expected_axis: int) -> Tensor | None:
     """Return the sample of every row of ``x`` along ``axis`` if rows were selected on the way to it.
 
     Args:
@@ -61,7 +61,7 @@ def _samples(node: Any, output_nr: int, rows: int, batch_size: int, expected_axi
         notes = node.metadata
         use = notes.get(METADATA_KEY)
         if use is not None:
-            return use.listed_samples(rows)
+            return use.gathered_samples(rows)
         marked = notes.get(ROWS_KEY)
         if marked is not None:
             return marked[1] if marked[0] == 0 and marked[1].numel() == rows else None
@@ -99,17 +99,17 @@ def columns_of(x: Tensor, axis: int, batch_size: int, expected_axis: int) -> Ten
     """
     node: Any = x.grad_fn
     if axis == 0:
-        listed = routed_samples(x, 0, batch_size, expected_axis)
+        gathered = origin_of_rows(x, 0, batch_size, expected_axis)
     else:
         sorted_here = node is not None and node.name() == "IndexSelectBackward0" and _torch.saved(node, "dim") == axis
-        listed = (
+        gathered = (
             _torch.saved(node, "index")
             if sorted_here and _torch.saved(node, "self_sym_sizes")[axis] == batch_size
             else None
         )
-    if listed is None and x.shape[axis] == batch_size:
+    if gathered is None and x.shape[axis] == batch_size:
         return torch.arange(batch_size)
-    return listed
+    return gathered
 
 
 def _is_last_state(node: Any, output_nr: int) -> bool:
@@ -122,8 +122,8 @@ def _of_first_step(node: Any, rows: int, batch_size: int, expected_axis: int) ->
     if gates is None:
         return None
     total = _torch.outputs_of(gates)[number].shape[0]
-    listed = _samples(gates, number, total, batch_size, expected_axis)
-    return None if listed is None else listed[:rows]
+    gathered = _samples(gates, number, total, batch_size, expected_axis)
+    return None if gathered is None else gathered[:rows]
 
 
 def samples_at(node: Any, output_nr: int, rows: int, batch_size: int, expected_axis: int) -> Tensor | None:
@@ -137,7 +137,7 @@ def samples_at(node: Any, output_nr: int, rows: int, batch_size: int, expected_a
         expected_axis: The model's batch axis (0 or 1).
 
     Returns:
-        As for `routed_samples`.
+        As for `origin_of_rows`.
     """
     return _samples(node, output_nr, rows, batch_size, expected_axis)
 
@@ -214,9 +214,9 @@ def leads_to(tensor: Tensor, anchor: Tensor) -> bool:
 def _parent_samples(node: Any, rows: int, batch_size: int, expected_axis: int) -> Tensor | None:
     parent, parent_nr = node.next_functions[0]
     if parent is not None:
-        listed = _samples(parent, parent_nr, rows, batch_size, expected_axis)
-        if listed is not None:
-            return listed
+        gathered = _samples(parent, parent_nr, rows, batch_size, expected_axis)
+        if gathered is not None:
+            return gathered
     if batch_size <= 0 or rows % batch_size:
         return None
     index = torch.arange(rows)
@@ -295,8 +295,8 @@ def _joined(node: Any, rows: int, batch_size: int, expected_axis: int) -> Tensor
         if one is None:
             return None
         found.append(one.cpu())
-    listed = torch.cat(found) if found else None
-    return listed if listed is not None and listed.numel() == rows else None
+    gathered = torch.cat(found) if found else None
+    return gathered if gathered is not None and gathered.numel() == rows else None
 
 
 def _part(part: Any, number: int, joiner: str, batch_size: int, expected_axis: int) -> Tensor | None:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ghostclip import _torch
-
-Edge = tuple[Any, int]
+from ghostclip.capture.nodes import Edge, shape_at
 
 # Linear in each of its inputs, with factor 1 (or -1), whatever constants take part.
 _LINEAR: Final = frozenset(
@@ -283,19 +282,6 @@ def _spread(edge: Edge, following: Edge, path: Path) -> Path:
     missing = len(after) - len(before)
     axes = [axis for axis, size in enumerate(after) if size != 1 and (axis < missing or before[axis - missing] != size)]
     return _and(path, "spread", reduced=(Reduced("spread", after, tuple(axes)),)) if axes else path
-
-
-def shape_at(edge: Edge) -> tuple[int, ...] | None:
-    """Return the shape of a value of the graph.
-
-    Args:
-        edge: The node that made it, and which of its outputs it is.
-
-    Returns:
-        The shape; None where the graph does not know it.
-    """
-    known = _torch.outputs_of(edge[0])
-    return tuple(known[edge[1]].shape) if edge[1] < len(known) else None
 
 
 def _scaled(edge: Edge, name: str, path: Path) -> list[tuple[Edge, Path]] | None:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import ghostclip
-from ghostclip.capture.mixing import mixing_start, replaced, same_randomness
 from ghostclip.errors import GhostClipError, SampleMixingError
+from ghostclip.evidence.dependence import dependence_start, replaced, same_randomness
 from tests.cases import ALL_CASES
 from tests.reference import batch_size
 from tests.validation.mixers import KEEPS_APART, MIXERS, CentresOnTheBatch, inputs
@@ -13,7 +13,7 @@ from tests.validation.mixers import KEEPS_APART, MIXERS, CentresOnTheBatch, inpu
 
 def _start(model, x, axis=0):
     with torch.no_grad():
-        return mixing_start(model, model, x, batch_size=x.shape[axis], axis=axis)
+        return dependence_start(model, model, x, batch_size=x.shape[axis], axis=axis)
 
 
 def test_generators_that_are_not_put_back_are_left_alone(monkeypatch):
@@ -55,7 +55,7 @@ def test_batch_on_axis_1():
 def test_no_case_of_the_table_is_blamed(case):
     model, batch = case.model(case.dtypes[0]), case.data(case.dtypes[0])
     with torch.no_grad():
-        found = mixing_start(
+        found = dependence_start(
             model,
             lambda moved: case.losses(model, moved),
             batch,

@@ -1,0 +1,104 @@
+"""The one walk over nested containers: arguments of operations, inputs and outputs of models, batches of loaders.
+
+Containers are those of torch's pytree: tuples, lists, dicts, and what is registered there. A forward looks through
+thousands of them, so that plain ones are walked here and only the others by pytree.
+"""
+
+from collections.abc import Callable, Mapping
+from types import EllipsisType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ghostclip import _torch
+
+# Types of leaves that are seen at a glance.
+_LEAVES: Final = frozenset(
+    {type(None), bool, int, float, str, slice, EllipsisType, torch.Size, torch.dtype, torch.device, torch.layout}
+)
+
+
+def leaves(tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+    """Return the leaves of a tree, in order.
+
+    Args:
+        tree: Tuples, lists and dicts, and whatever else is registered with pytree.
+        is_leaf: Tells of a container that it counts as a leaf.
+
+    Returns:
+        The leaves, those that are no tensors included.
+    """
+    found: list[Any] = []
+    return found if _gather(tree, found) else _torch.tree_leaves(tree, is_leaf=is_leaf)
+
+
+def _gather(item: Any, found: list[Any]) -> bool:
+    """Gather the leaves of tuples, lists and dicts; False where something else may be a container as well."""
+    kind = type(item)
+    if kind is tuple or kind is list or kind is dict:
+        for part in item.values() if kind is dict else item:
+            if type(part) is Tensor:
+                found.append(part)
+            elif not _gather(part, found):
+                return False
+        return True
+    found.append(item)
+    return kind in _LEAVES or isinstance(item, Tensor)
+
+
+def tensors(tree: Any, *, into_objects: int = 0) -> list[Tensor]:
+    """Return the tensors of a tree, in order.
+
+    Args:
+        tree: As for `leaves`.
+        into_objects: How deep to look into what is no container of pytree: mappings and the attributes of objects (a
+            distribution, a data class). Each tensor and each object then counts once.
+
+    Returns:
+        The tensors; with repetitions where `into_objects` is 0.
+    """
+    if type(tree) is Tensor:
+        return [tree]
+    if not into_objects:
+        return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
+    found: dict[int, Tensor] = {}
+    pending, seen = [(tree, 0)], set()
+    while pending:
+        item, depth = pending.pop(0)
+        for leaf in leaves(item):
+            if isinstance(leaf, Tensor):
+                found[id(leaf)] = leaf
+            elif depth < into_objects and id(leaf) not in seen:
+                seen.add(id(leaf))
+                pending += [(part, depth + 1) for part in _parts(leaf)]
+    return list(found.values())
+
+
+def _parts(item: Any) -> list[Any]:
+    """Return what an object holds that is no container of pytree."""
+    if isinstance(item, Mapping):
+        return [dict(item)]
+    return [dict(vars(item))] if hasattr(item, "__dict__") and not callable(item) else []
+
+
+def mapped(call: Callable[[Any], Any], tree: Any) -> Any:
+    """Return a tree with every leaf replaced.
+
+    Args:
+        call: Called with each leaf.
+        tree: As for `leaves`.
+
+    Returns:
+        New containers of the same kinds.
+    """
+    kind = type(tree)
+    if kind is tuple:
+        return tuple([mapped(call, item) for item in tree])
+    if kind is list:
+        return [mapped(call, item) for item in tree]
+    if kind is dict:
+        return {key: mapped(call, item) for key, item in tree.items()}
+    if kind in _LEAVES or isinstance(tree, Tensor):
+        return call(tree)
+    return _torch.tree_map(call, tree)

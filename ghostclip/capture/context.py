@@ -1,0 +1,505 @@
+"""`CaptureContext`: what happens when a module is called, when an operation meets a parameter, when a gradient arrives.
+
+The one file that knows all others of capture.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ghostclip import _torch, _tree
+from ghostclip.capture import backward_entry, eager, hooks
+from ghostclip.capture.bags import Bags, as_flat
+from ghostclip.capture.call_sites import CallSites
+from ghostclip.capture.decide import DecisionCache, decide
+from ghostclip.capture.forward import ForwardContext, Surroundings
+from ghostclip.capture.inputs import in_backward, with_dummy, without_dummy
+from ghostclip.capture.layouts import ArgumentLayout, layout_of
+from ghostclip.capture.nodes import accumulation_node, is_to_tie, tied
+from ghostclip.capture.opaque_modules import OpaqueModules
+from ghostclip.capture.operation import LOOKED_AT, Operation
+from ghostclip.capture.packed import packed_inputs
+from ghostclip.capture.param_use import Listener, ParamUse, differentiated
+from ghostclip.capture.plans import ByRule
+from ghostclip.capture.replicas import quieten_wrapper
+from ghostclip.capture.row_tracker import RowTracker
+from ghostclip.capture.running import Running
+from ghostclip.capture.substitution import Substitution, untouched_grads
+from ghostclip.capture.tracked import TrackedTensor, plain, without_samples
+from ghostclip.errors import GhostClipError, UncoveredParameterError, UnsupportedModelError
+from ghostclip.rules.registry import operation_name
+
+
+class ModuleCall(NamedTuple):
+    """A call of the outermost module.
+
+    Attributes:
+        module: The module.
+        args: Its positional inputs.
+        kwargs: Its keyword inputs.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Prover(Protocol):
+    """Whoever asks for evidence that forwards are read right."""
+
+    def begin(self, capture: "CaptureContext", call: ModuleCall) -> None:
+        """Look at a forward before it runs.
+
+        Args:
+            capture: Whose latest forward it is.
+            call: What is about to run.
+        """
+
+    def end(self, capture: "CaptureContext", call: ModuleCall, output: Any) -> Any:
+        """Weigh the evidence on a forward that has run.
+
+        Args:
+            capture: Whose latest forward it is.
+            call: What ran.
+            output: What it returned.
+
+        Returns:
+            The output to hand on: of the last reading, where it was read more than once.
+        """
+
+    def renew(self) -> None:
+        """Ask for all evidence anew: the model was changed."""
+
+
+class CaptureContext:
+    """Attaches to a model, substitutes its parameters during forwards and delivers gradients to a listener.
+
+    Attributes:
+        model: The model.
+        axis: The batch axis of its inputs.
+        forward: The latest forward.
+        sites: What is remembered of every call site.
+        substitution: The parameters, and what stands for them during a forward.
+        bags: Finds flat ids among the model's inputs.
+        note_inputs: Called with the tensors and the number of samples that a forward takes in; None to call nobody.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        batch_first: bool,
+        on_backward: Callable[[ParamUse | None], None],
+        on_loss: Callable[[Sequence[Any], Sequence[Tensor | None], Sequence[ForwardContext]], None],
+        prover: Prover | None = None,
+        units: Sequence[nn.Module] = (),
+    ) -> None:
+        """Attach to a model.
+
+        Args:
+            model: The model; nothing but hooks is added to it.
+            batch_first: Whether the batch axis is axis 0 (else 1).
+            on_backward: Called when a gradient arrives and nobody listens.
+            on_loss: Called before a plain backward runs through forwards: with its roots, their gradients, and these.
+            prover: Asks for evidence; None to ask for none.
+            units: Modules whose parameters exist only while they run: see `ghostclip.capture.substitution`.
+        """
+        self.model = model
+        self.axis = 0 if batch_first else 1
+        self.sites = CallSites()
+        self.substitution = Substitution(model, self, units)
+        self.bags = Bags(model)
+        self.note_inputs: Callable[[Sequence[Tensor], int], Any] | None = None
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._rows = RowTracker()
+        self._around = Surroundings(
+            self._anchor, self.sites, self._rows, self._deliver, self.describe_module, self.model.buffers
+        )
+        self.forward = ForwardContext(self._around, 0, self.axis)
+        self._on_backward, self._on_loss, self._prover = on_backward, on_loss, prover
+        self._decisions, self._decided_for = DecisionCache(), 0
+        self._opaque = OpaqueModules(self.substitution.unwatched)
+        self._listener: Listener | None = None
+        self._listening: ExitStack | None = None
+        self._full_backward = False
+        self._running: Running | None = None
+        self._compiler: Any = None
+        self._handles: list[RemovableHandle] = []
+        self._attach()
+        for unit in units:
+            self._handles += hooks.attach_inside(unit, self._enter_unit, self.substitution.give_back)
+        backward_entry.attach(self)
+
+    def _attach(self) -> None:
+        """Put hooks on the modules that have none yet."""
+        self._handles += hooks.attach(self.model, self._enter, self._leave, attached=bool(self._handles))
+
+    def close(self) -> None:
+        """Remove every hook."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        backward_entry.detach(self)
+        self.substitution.close()
+        self._decisions.forget()
+
+    @property
+    def attached(self) -> bool:
+        """Whether hooks are on the model."""
+        return bool(self._handles)
+
+    # -- forward ------------------------------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """Begin a module call; returns inputs to run on in the place of its own, None to keep them."""
+        quieten_wrapper(self.model)
+        if self._running is not None and self._running.was_broken_off(module):
+            self._break_off()
+        changed = None
+        if self.substitution.enter() and torch.is_grad_enabled():
+            changed = self._begin(ModuleCall(module, args, kwargs))
+        given, named = changed or (args, kwargs)
+        self._opaque.enter(module, given, named, self.describe_module)
+        return changed
+
+    def _begin(self, call: ModuleCall) -> tuple[Any, Any] | None:
+        """Begin the outermost call; an empty batch gets a dummy sample, inputs with a gradient lead to the anchor."""
+        self._compiler = eager.suspend()
+        if in_backward():
+            # Activation checkpointing runs a part of the latest forward again.
+            self._start(call.args, call.kwargs)
+            return None
+        self.stop_listening()
+        self.forward = ForwardContext(self._around, 0, self.axis)
+        size = self.bags.batch_size(call.args, call.kwargs, self.axis)
+        inputs: Any = call.args, call.kwargs
+        if size == 0:
+            inputs = _tree.mapped(lambda item: with_dummy(item, self.axis), (call.args, dict(call.kwargs)))
+        self.forward = forward = ForwardContext(self._around, max(1, size), self.axis, is_dummy=size == 0)
+        if size and self.note_inputs is not None:
+            forward.noted = self.note_inputs(_tree.tensors(inputs), size)
+        if is_to_tie(self.model, _tree.tensors(inputs)):
+            inputs = _tree.mapped(lambda item: tied(item, self._anchor), (inputs[0], dict(inputs[1])))
+        call = ModuleCall(call.module, *inputs)
+        if self._prover is not None:
+            try:
+                self._prover.begin(self, call)
+            except BaseException:
+                self._break_off()
+                raise
+        self._running = Running(call.module, call.kwargs, self._break_off)
+        token = self._running.hand_over()
+        self._start(call.args, call.kwargs)
+        return call.args, token
+
+    def _start(self, *inputs: Any) -> None:
+        """Substitute the parameters and watch what is done with them and with the data."""
+        if self.substitution.substitute():
+            self._adopt()
+        self._forget_old_plans()
+        forward, tensors = self.forward, _tree.tensors(inputs)
+        self._rows.begin(forward.batch_size, forward.batch_axis, tensors, dummy=forward.is_dummy, grown=forward.grown)
+        if not inputs:
+            return
+        forward.inputs = frozenset(map(id, tensors))
+        if len(forward.inputs) > 1:
+            for packed in packed_inputs(inputs):  # A packed sequence is a tuple of tensors.
+                self._rows.admit(packed)
+
+    def _adopt(self) -> None:
+        """Watch modules that came into the model, and ask for evidence as of a new one."""
+        self._attach()
+        self.forward.unproven = True
+        self.sites.forget()
+        if self._prover is not None:
+            self._prover.renew()
+
+    def _forget_old_plans(self) -> None:
+        if self._decided_for != self.substitution.generation:
+            self._decided_for = self.substitution.generation
+            self._decisions.forget()
+
+    def _enter_unit(self, unit: nn.Module) -> None:
+        """Substitute the parameters of a unit of its own, which exist by now."""
+        if self._rows.active:
+            self.substitution.substitute_unit(unit)
+            self._forget_old_plans()
+
+    def _let_compile(self) -> None:
+        eager.resume(self._compiler)
+        self._compiler = None
+
+    def _break_off(self) -> None:
+        """End a forward that was interrupted without any hook being called."""
+        self.substitution.break_off()
+        self._opaque.break_off()
+        self._rows.end()
+        self._let_compile()
+        self._running = None
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """End a module call; returns what to return in the place of its output, None to keep it."""
+        captured = self._opaque.leave(module, output, self.forward)
+        left = None
+        if self.substitution.leave():
+            self._rows.end()
+            try:
+                failed = output is None or not torch.is_grad_enabled()
+                left = self._end(ModuleCall(module, args, kwargs), captured, failed=failed)
+            finally:
+                self._let_compile()
+        return captured if left is None and captured is not output else left
+
+    def _end(self, call: ModuleCall, output: Any, *, failed: bool) -> Any:
+        """End the outermost call, with all parameters back in place, and weigh the evidence on what is new."""
+        if in_backward():
+            return None
+        if self._running is not None:
+            self._running.end()
+            self._running = None
+        if failed:
+            return None
+        result = output if self._prover is None else self._prover.end(self, call, output)
+        forward = self.forward
+        for leaf in outputs_of(result):
+            if leaf.requires_grad:
+                backward_entry.announce(self, forward, leaf, lambda: self._arrives(forward))
+        if forward.is_dummy:
+            return _tree.mapped(lambda item: without_dummy(item, self.axis), result)
+        return None if result is output else result
+
+    def again(self, call: ModuleCall) -> Any:
+        """Run the latest forward once more, as a new one of the same batch.
+
+        Args:
+            call: The outermost call.
+
+        Returns:
+            Its output.
+        """
+        self._decisions.forget()
+        module, args, kwargs = as_flat(*call)
+        self.forward = self.forward.anew()
+        self.substitution.enter()
+        try:
+            self._start(args, kwargs)
+            self._opaque.enter(module, args, kwargs, self.describe_module)
+            output = module.forward(*args, **kwargs)
+            return self._opaque.leave(module, output, self.forward)
+        finally:
+            self.substitution.leave()
+            self._rows.end()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Yield while forwards that run are none of the user's: the latest one is what it was afterwards."""
+        latest = self.forward
+        try:
+            yield
+        finally:
+            self.forward = latest
+
+    @contextmanager
+    def substituted(self) -> Iterator[None]:
+        """Yield with parameters substituted for a backward in which checkpointed functions run their forward again."""
+        if not self.forward.runs_again:
+            yield
+            return
+        self.substitution.enter()
+        compiler = eager.suspend()
+        try:
+            self._start()
+            yield
+        finally:
+            self.substitution.leave()
+            self._rows.end()
+            eager.resume(compiler)
+
+    # -- operations ---------------------------------------------------------------------------------------------
+
+    def intercept(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Decide on one operation on tracked tensors, then run it.
+
+        Args:
+            func: The torch function.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            What the function returns; tracked where it was computed from parameters alone.
+
+        Raises:
+            UncoveredParameterError: Some are another model's, or a backward starts where no data came in.
+        """
+        forward = self.forward
+        known = self._decisions.get(func, args, kwargs, forward)
+        if known is not None:
+            return known.run(forward)
+        name = operation_name(func)
+        # Reentrant checkpointing runs its forward without gradients first.
+        without_grad = not torch.is_grad_enabled()
+        forward.ran_without_grad |= without_grad
+        if without_grad or name in LOOKED_AT:
+            return func(*plain(args), **plain(kwargs))
+        operation = Operation(func, name, args, kwargs)
+        if any(tracked.origin.interceptor is not self for tracked in operation.tracked):
+            message = f"{name}: parameters of two models with separate clippers meet. Use one clipper for both."
+            raise UncoveredParameterError(message)
+        if name == "backward":
+            raise UncoveredParameterError(without_samples(args))
+        layout = layout_of(operation, forward) if operation.plain else ArgumentLayout(None)
+        plan, orders = decide(operation, layout, forward)
+        for order in orders:
+            order.note(forward)
+        if not isinstance(plan, ByRule):
+            return plan.run(forward)
+        use = plan.use_in(forward)
+        self._decisions.put(operation, plan, use)
+        return plan.carry_out(use)
+
+    # -- backward -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def listening(self, listener: Listener) -> Iterator[None]:
+        """Yield while somebody receives the gradients of uses.
+
+        Args:
+            listener: Who.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            GhostClipError: Somebody does already.
+        """
+        if self._listener is not None:
+            raise GhostClipError("a backward of this model is running already.")
+        self._listener = listener
+        try:
+            yield
+        finally:
+            self._listener = None
+
+    def start_listening(self, listener: Listener) -> None:
+        """Let somebody receive the gradients of a backward that is running; ends with `stop_listening`.
+
+        If that is never called (an exception), the next forward cleans up.
+
+        Args:
+            listener: Who.
+        """
+        self._listening = ExitStack()
+        self._listening.enter_context(self.listening(listener))
+        self._listening.enter_context(self.substituted())
+
+    def stop_listening(self) -> None:
+        """End what `start_listening` began, if anything."""
+        if self._listening is not None:
+            listening, self._listening = self._listening, None
+            listening.close()
+
+    def _deliver(self, use: ParamUse, grad: Tensor) -> None:
+        """Hand the gradient of a use's output to the listener, opening a pass if there is none."""
+        if torch.is_grad_enabled():
+            raise UnsupportedModelError(differentiated(use.site, self.describe_module(use.site.names[0])))
+        if self._listener is None:
+            if not self._trains():
+                return
+            backward_entry.refuse_unseen(use.forward)
+            self._on_backward(use)
+        assert self._listener is not None
+        self._listener.receive(use, grad)
+
+    def _arrives(self, forward: ForwardContext) -> None:
+        """Note that a backward has reached an output of a forward."""
+        if self._listener is None and self._trains():
+            backward_entry.refuse_unseen(forward)
+            self._on_backward(None)
+
+    def examine(self, roots: Sequence[Any], grads: Sequence[Tensor | None], forwards: Sequence[ForwardContext]) -> None:
+        """Have a loss examined whose backward is about to run.
+
+        Args:
+            roots: Where it starts.
+            grads: Gradients given for them.
+            forwards: Those that it leads to.
+        """
+        # Whoever listens already has examined it.
+        if self._listener is None and self.is_trainable():
+            self._on_loss(roots, grads, forwards)
+
+    def _trains(self) -> bool:
+        """Return whether the backward that runs is for the parameters, not for inputs alone."""
+        # Reentrant checkpointing hides the anchor from the outer graph, and accepts no backward for inputs alone.
+        return self.forward.ran_without_grad or _torch.will_run(accumulation_node(self._anchor))
+
+    def run_backward(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool | None:
+        """Run a backward through captured operations only, keeping the graph and every ``.grad`` outside.
+
+        Args:
+            outputs: Where it starts.
+            grads: Their gradients.
+
+        Returns:
+            Whether the operations are the forward's own (reentrant checkpointing makes new ones); None when the
+            backward broke off because it met reentrant checkpointing unawares: call again, with a new listener.
+        """
+        with self.substituted():
+            if not (self._full_backward or self.sites.reentrant):
+                try:
+                    with backward_entry.unseen():
+                        torch.autograd.backward(outputs, grads, retain_graph=True, inputs=self._ends())
+                    return True
+                except RuntimeError as error:
+                    # Reentrant checkpointing accepts no ``inputs``.
+                    if "use_reentrant=True" not in str(error):
+                        raise
+                    self._full_backward = True
+                    return None
+            with untouched_grads(outputs), backward_entry.unseen():
+                torch.autograd.backward(outputs, grads, retain_graph=True)
+            return False
+
+    def _ends(self) -> list[Tensor]:
+        """Return where a backward restricted to captured operations ends; a parameter may have been frozen since."""
+        return [self._anchor, *(p for p in self.substitution.parameters.values() if p.requires_grad)]
+
+    # -- what can be asked --------------------------------------------------------------------------------------
+
+    def is_trainable(self) -> bool:
+        """Return whether a backward would train any parameter that was substituted."""
+        return any(parameter.requires_grad for parameter in self.substitution.parameters.values())
+
+    def is_checkpointed(self) -> bool:
+        """Return whether activation checkpointing (of either kind) was active in the latest forward."""
+        return self.forward.checkpointed or (self.forward.ran_without_grad and self.sites.reentrant)
+
+    def describe_module(self, name: str) -> str:
+        """Return ``path (Type)`` of the module that owns a parameter."""
+        path = name.rpartition(".")[0]
+        try:
+            return f"{path or 'model'} ({type(self.model.get_submodule(path)).__name__})"
+        except AttributeError:
+            return path
+
+
+# How deep tensors are looked for in outputs that are no containers.
+_INTO_OBJECTS = 2
+
+
+def outputs_of(output: Any) -> list[Tensor]:
+    """Return the tensors of a model's output that are not tracked, each once.
+
+    Args:
+        output: Nested containers, as pytrees have them; of other objects (a distribution, a plain data class) the
+            attributes count.
+
+    Returns:
+        In order.
+    """
+    found = _tree.tensors(output, into_objects=_INTO_OBJECTS)
+    return [tensor for tensor in found if not isinstance(tensor, TrackedTensor)]

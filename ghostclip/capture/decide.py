@@ -1,0 +1,383 @@
+"""`decide`: how an operation on tracked tensors is to run. Nothing runs here, and nothing is registered.
+
+Parameters and constants alone are derived. Where per-sample data comes in, the first way that fits: a registered rule
+(factors from the saved input and the gradient), broadcasting over the batch (elementwise operations, tensors with a
+batch axis of their own), the general way of ``general.py``.
+
+`DecisionCache` keeps the decisions that hold for all forwards, whatever their number of samples.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ghostclip import _torch, _tree
+from ghostclip.capture import broadcast
+from ghostclip.capture.batch_axis import RowMap
+from ghostclip.capture.call_sites import CallSite, key_of
+from ghostclip.capture.decompose import decompose
+from ghostclip.capture.derive import reorders_copies
+from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.growth import CONSTANT, UNKNOWN, compared
+from ghostclip.capture.inputs import in_backward
+from ghostclip.capture.layouts import ArgumentLayout, is_data, own_axis
+from ghostclip.capture.operation import Operation
+from ghostclip.capture.param_use import ParamUse
+from ghostclip.capture.plans import Broadcast, ByRule, Derive, General, Inside, OwnCopies, Plain, Plan, Write
+from ghostclip.capture.rewrite import rewritten
+from ghostclip.capture.row_maps import RowOrder, order_of_rows, row_maps
+from ghostclip.capture.row_tracker import UNKNOWN_ORDER
+from ghostclip.capture.tracked import TrackedTensor, plain
+from ghostclip.capture.writes import refuse_data
+from ghostclip.errors import GhostClipError
+from ghostclip.rules import Call, Captured, Rule, follows_from_form, rule_for
+
+# One of two tensors is brought to the other's dtype, device or shape; the other's values take no part.
+_LIKE: Final = frozenset({"to", "type_as", "view_as", "reshape_as", "expand_as"})
+# More forms than this are no forms: something in the arguments is new each time.
+_MOST: Final = 4096
+_VALUES: Final = frozenset({type(None), bool, int, float, str})
+
+
+class Decision(NamedTuple):
+    """What was decided on an operation.
+
+    Attributes:
+        plan: How it runs.
+        orders: How rows of its data were put into order, for the forward to note.
+    """
+
+    plan: Plan
+    orders: tuple[RowOrder, ...] = ()
+
+
+def decide(operation: Operation, layout: ArgumentLayout, forward: ForwardContext) -> Decision:
+    """Decide how an operation runs.
+
+    Args:
+        operation: The operation; some of its arguments are tracked.
+        layout: Where samples lie in its arguments.
+        forward: The forward; it is only read.
+
+    Returns:
+        The decision.
+
+    Raises:
+        UnsupportedModelError: It writes per-sample data into what was computed from parameters.
+    """
+    orders = tuple(order for tensor in operation.plain if (order := _unknown_order(tensor, forward)) is not None)
+    data = [tensor for tensor in operation.plain if is_data(tensor, layout, operation.name, forward)]
+    if not data or reorders_copies(operation, forward.batch_size):
+        return Decision(Write(operation) if operation.is_in_place else Derive(operation), orders)
+    refuse_data(operation)
+    decomposed = decompose(operation.func, operation.name, forward)
+    if decomposed is not None:
+        return Decision(Inside(partial(decomposed, *operation.args, **operation.kwargs)), orders)
+    again = rewritten(operation)
+    if again is not None:
+        return Decision(Inside(partial(_inside, again, forward)), orders)
+    if operation.name in _LIKE:
+        is_target = isinstance(operation.args[0], TrackedTensor)
+        return Decision(Derive(operation) if is_target else Plain(operation), orders)
+    plan, more = _consuming(operation, layout, data, forward)
+    return Decision(plan, (*orders, *more))
+
+
+def _inside(run: Callable[[], Any], forward: ForwardContext) -> Any:
+    with forward.around.rows.inside():
+        return run()
+
+
+def _unknown_order(tensor: Tensor, forward: ForwardContext) -> RowOrder | None:
+    if forward.batch_size < 2 or tensor.requires_grad:
+        return None
+    unknown = forward.around.rows.samples_of(tensor) is UNKNOWN_ORDER
+    return RowOrder(None, unknown=True, in_graph=False) if unknown else None
+
+
+def _consuming(
+    operation: Operation, layout: ArgumentLayout, data: Sequence[Tensor], forward: ForwardContext
+) -> tuple[Plan, list[RowOrder]]:
+    """Decide how parameters and data meet; returns the orders of the rows that were looked at as well."""
+    bound = _bound(operation, forward)
+    own = _own_axes(operation, layout, forward)
+    orders: list[RowOrder] = []
+    if own and all(tracked.origin.value.dim() > 2 for tracked in operation.tracked):
+        # One matrix for every sample is no product over letters that all samples share.
+        return OwnCopies(operation, own), orders
+    if bound is not None:
+        targets, captured = bound
+        known = _axis_of_rows(operation, captured, layout, forward)
+        maps, order = row_maps(captured.rows, tuple(captured.rows.shape[: captured.num_batch_dims]), known, forward)
+        orders.append(order)
+        if maps:
+            return ByRule(operation.name, targets, captured, maps, known, operation.run_plain), orders
+        if known < 0 and not operation.is_in_graph:
+            # The samples' number stands on an axis that cannot hold samples: a constant.
+            return Derive(operation), orders
+    if broadcast.is_elementwise(operation.name):
+        plan = _broadcast(operation, layout, data, forward, orders)
+        if plan is not None:
+            return plan, orders
+    return OwnCopies(operation, own) if own else General(operation, layout), orders
+
+
+def _own_axes(operation: Operation, layout: ArgumentLayout, forward: ForwardContext) -> dict[int, int]:
+    """Return the axis along which each tracked tensor has one copy a sample; empty where one has not."""
+    if forward.batch_size < 2 or operation.is_in_place:
+        return {}
+    axes = {id(tracked): own_axis(tracked, layout, forward) for tracked in operation.tracked}
+    return {} if CONSTANT in axes.values() else axes
+
+
+def _bound(operation: Operation, forward: ForwardContext) -> tuple[dict[str, TrackedTensor], Captured] | None:
+    try:
+        return _bind(operation)
+    except GhostClipError as error:
+        place = forward.around.describe(operation.tracked[0].origin.names[0])
+        raise type(error)(f"{place}: {error}") from None
+
+
+def _bind(
+    operation: Operation, in_place_of: Mapping[int, Tensor] | None = None
+) -> tuple[dict[str, TrackedTensor], Captured] | None:
+    """Ask the rule of an operation, of other tensors in the place of its own where some are given."""
+    entry = rule_for(operation.name)
+    if entry is None or any(tracked.origin.value.is_complex() for tracked in operation.tracked):
+        # Rules multiply without conjugating.
+        return None
+    rule, names = entry
+    given = {**dict(zip(names, operation.args, strict=False)), **operation.kwargs}
+    targets = {key: value for key, value in given.items() if isinstance(value, TrackedTensor)}
+    if len(targets) != len(operation.tracked):
+        return None
+    values = plain(given)
+    if in_place_of is not None:
+        values = _tree.mapped(lambda item: in_place_of.get(id(item), item), given)
+    captured = rule(Call(operation.name, values, frozenset(targets)))
+    return None if captured is None else (targets, captured)
+
+
+def _axis_of_rows(operation: Operation, captured: Captured, layout: ArgumentLayout, forward: ForwardContext) -> int:
+    """Return the axis of a rule's rows that holds samples, `CONSTANT` or `UNKNOWN`.
+
+    Rows that the rule has turned are asked for once more, of tensors with the shapes for one sample more.
+    """
+    known = layout.axis(captured.rows)
+    if known != UNKNOWN or not layout.grown or any(tensor is captured.rows for tensor in operation.plain):
+        return known
+    pairs = zip(_tree.tensors((operation.args, operation.kwargs)), layout.grown, strict=True)
+    empty = {id(tensor): _of_shape(tensor, shape) for tensor, shape in pairs}
+    try:
+        more = _bind(operation, empty)
+    except (RuntimeError, ValueError, IndexError, GhostClipError):
+        return UNKNOWN
+    if more is None:
+        return UNKNOWN
+    axes = compared((tuple(captured.rows.shape),), (tuple(more[1].rows.shape),), forward.batch_size)
+    return UNKNOWN if axes is None else axes[0]
+
+
+def _of_shape(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    with _torch.subclasses_off():
+        value = tensor.origin.value if isinstance(tensor, TrackedTensor) else tensor.detach()
+        return value.new_zeros(()).expand(shape)
+
+
+def _broadcast(
+    operation: Operation,
+    layout: ArgumentLayout,
+    data: Sequence[Tensor],
+    forward: ForwardContext,
+    orders: list[RowOrder],
+) -> Broadcast | None:
+    """Decide to expand every tracked argument over the batch axis of the data; None where no axis is found."""
+    size, axis = forward.batch_size, forward.batch_axis
+    shapes = [t.shape for t in operation.plain] + [t.origin.value.shape for t in operation.tracked]
+    dims = len(torch.broadcast_shapes(*shapes))
+    found = _grown_axis(data, dims, layout) or broadcast.row_axis_of(data, dims, size, axis)
+    if found is None:
+        return None
+    place, count, witness = found
+    if size > 1:
+        orders.append(order_of_rows(witness, place - dims + witness.dim(), forward))
+    maps = broadcast.map_of_rows(count, size, axis, orders[-1].samples if size > 1 else None)
+    return Broadcast(operation, dims, broadcast.RowAxis(place, count, maps, size), witness) if maps else None
+
+
+def _grown_axis(data: Sequence[Tensor], dims: int, layout: ArgumentLayout) -> tuple[int, int, Tensor] | None:
+    """Return the axis of a broadcast result that holds samples, its size, and the tensor that shows it."""
+    for tensor in sorted(data, key=lambda tensor: not tensor.requires_grad):
+        axis = layout.axis(tensor)
+        if axis >= 0:
+            return dims - tensor.dim() + axis, tensor.shape[axis], tensor
+    return None
+
+
+@dataclass(eq=False)
+class _Kept:
+    """The decision for one form of an operation on its parameters.
+
+    Attributes:
+        plan: The plan, without tensors of data.
+        rule: The rule that made it.
+        key: The names of its parameters, and its own: see `key_of`.
+        tracked: Where they stand among the arguments: numbers of positions, names of keywords.
+        rows: Where its data stands.
+        saves: Whether the backward wants the data back.
+        calls: Its call site, and the axis that holds samples, by the number of the call and of the site.
+    """
+
+    plan: ByRule
+    rule: Rule
+    key: Any
+    tracked: list[tuple[Any, TrackedTensor]]
+    rows: Any
+    saves: bool
+    calls: dict[tuple[int, int], tuple[CallSite, int]] = field(default_factory=dict)
+
+
+class DecisionCache:
+    """Decisions by what they follow from: the function, its parameters, and the form of its other arguments.
+
+    A rule's decision holds for every number of samples. Looked at again is what may change from forward to forward:
+    the axis of the samples, whether rows were put into another order, whether data outside the graph is data at all.
+    """
+
+    def __init__(self) -> None:
+        """Make an empty cache."""
+        self._kept: dict[Any, _Kept] = {}
+
+    def forget(self) -> None:
+        """Decide anew on everything: evidence speaks against a decision, or parameters were exchanged."""
+        self._kept.clear()
+
+    def get(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], forward: ForwardContext
+    ) -> ByRule | None:
+        """Return the plan of an operation that was decided on before; its call is counted then.
+
+        Args:
+            func: The torch function.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            forward: The forward.
+
+        Returns:
+            The plan with the data of this call; None where it must be decided on.
+        """
+        kept = self._kept.get(_form_of_call(func, args, kwargs))
+        if kept is None or in_backward() or not torch.is_grad_enabled() or forward.grown is not None:
+            return None
+        visits, call_key, entry = forward.visits, ("call", kept.key), rule_for(kept.plan.name)
+        numbers = visits[call_key] + 1, visits[kept.key] + 1
+        site, known = kept.calls.get(numbers, (None, UNKNOWN))
+        rows: Tensor = args[kept.rows] if type(kept.rows) is int else kwargs[kept.rows]
+        if site is None or not site.proven or entry is None or entry[0] is not kept.rule:
+            return None
+        maps = _maps_as_ever(rows, known, kept.plan.captured.num_batch_dims, forward)
+        if not maps:
+            return None
+        visits[call_key], visits[kept.key] = numbers
+        positional, named = list(args), dict(kwargs)
+        for place, tracked in kept.tracked:
+            if type(place) is int:
+                positional[place] = tracked.origin.value
+            else:
+                named[place] = tracked.origin.value
+        plan, form = kept.plan, kept.plan.captured
+        captured = Captured(
+            (rows,) if kept.saves else (), rows, form.num_batch_dims, form.factors, form.form, form.order
+        )
+        return ByRule(plan.name, plan.targets, captured, maps, known, lambda: func(*positional, **named), site)
+
+    def put(self, operation: Operation, plan: ByRule, use: ParamUse) -> None:
+        """Keep a decision, if it follows from the form of the arguments.
+
+        Args:
+            operation: The operation.
+            plan: What was decided.
+            use: The use that it has in this forward.
+        """
+        forward, captured = use.forward, plan.captured
+        if forward.batch_size < 2 or in_backward() or not _is_of_form(operation, plan):
+            # With one sample every axis may hold it: what is met then says nothing about more.
+            return
+        key, entry = _form_of_call(operation.func, operation.args, operation.kwargs), rule_for(operation.name)
+        if key is None or entry is None:
+            return
+        kept = self._kept.get(key)
+        if kept is None or kept.rule is not entry[0]:
+            if len(self._kept) >= _MOST:
+                self._kept.clear()
+            arguments: list[tuple[Any, Any]] = [*enumerate(operation.args), *operation.kwargs.items()]
+            tracked = [(place, item) for place, item in arguments if isinstance(item, TrackedTensor)]
+            rows = next(place for place, item in arguments if item is captured.rows)
+            own = key_of(operation.tracked, operation.name)
+            kept = _Kept(_without_data(plan), entry[0], own, tracked, rows, bool(captured.saved))
+            self._kept[key] = kept
+        numbers = forward.visits["call", kept.key], forward.visits[kept.key]
+        kept.calls[numbers] = use.site, plan.known
+
+
+_NOTHING: Final = torch.empty(0)
+
+
+def _without_data(plan: ByRule) -> ByRule:
+    captured = replace(plan.captured, saved=(), rows=_NOTHING)
+    return ByRule(plan.name, plan.targets, captured, [], plan.known, _NOTHING.clone)
+
+
+def _maps_as_ever(rows: Tensor, known: int, num_batch_dims: int, forward: ForwardContext) -> list[RowMap]:
+    """Return the row maps of data of a known form; empty where something is different now."""
+    if not rows.requires_grad and (known < 0 or forward.around.rows.samples_of(rows) is not None):
+        return []
+    maps, order = row_maps(rows, tuple(rows.shape[:num_batch_dims]), known, forward)
+    return [] if order.samples is not None or order.unknown else maps
+
+
+def _is_of_form(operation: Operation, plan: ByRule) -> bool:
+    """Return whether a plan follows from the form of its arguments alone."""
+    rows = plan.captured.rows
+    if not follows_from_form(operation.name) or plan.maps[0].kind == "gathered":
+        return False
+    # Rows that a rule has turned (products, tracked inputs) are another object; what it captures follows sizes.
+    if len(operation.plain) != 1 or operation.plain[0] is not rows:
+        return False
+    return all(saved is rows for saved in plan.captured.saved) and not any(t.origin.func for t in operation.tracked)
+
+
+def _form_of_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return what tells a call from others: the function, its parameters, the form of everything else.
+
+    None where an argument is a container of tensors, or an object whose value is not its own.
+    """
+    key: list[Any] = [func]
+    for item in args:
+        form = _form_of(item)
+        if form is NotImplemented:
+            return None
+        key.append(form)
+    for name, item in kwargs.items():
+        form = _form_of(item)
+        if form is NotImplemented:
+            return None
+        key.append((name, form))
+    return tuple(key)
+
+
+def _form_of(item: Any) -> Any:
+    kind = type(item)
+    if kind is TrackedTensor:
+        return id(item)
+    if kind is Tensor:
+        return Tensor, item.dim(), item.dtype, item.requires_grad, item.layout
+    if kind in _VALUES:
+        return kind, item
+    if (kind is tuple or kind is list or kind is torch.Size) and all(type(part) is int for part in item):
+        return tuple(item)
+    return NotImplemented

@@ -1,0 +1,119 @@
+"""`ForwardContext`: what is known of one forward of a model. Every operation takes it, and it knows of none.
+
+Shape letter: B samples.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from ghostclip.capture.call_sites import CallSites
+from ghostclip.capture.growth import Grown
+from ghostclip.capture.row_tracker import RowTracker
+
+
+def _counts() -> defaultdict[Any, int]:
+    return defaultdict(int)
+
+
+@dataclass(frozen=True, eq=False)
+class Surroundings:
+    """What all forwards of a model share.
+
+    Attributes:
+        anchor: A leaf at which every captured path of the graph ends.
+        sites: What is remembered of call sites.
+        rows: Follows rows of data outside the graph.
+        deliver: Takes a use and the gradient of its output when it arrives.
+        describe: Names the module that owns a parameter, as ``path (Type)``.
+        buffers: Yields the model's buffers, which outlive a forward.
+    """
+
+    anchor: Tensor
+    sites: CallSites
+    rows: RowTracker
+    deliver: Callable[[Any, Tensor], None]
+    describe: Callable[[str], str]
+    buffers: Callable[[], Iterable[Tensor]]
+
+
+@dataclass(eq=False)
+class ForwardContext:
+    """One forward of a model: what all its operations share.
+
+    Attributes:
+        around: What it shares with other forwards.
+        batch_size: B.
+        batch_axis: The axis of samples where the running operation's arguments are, as far as it is declared.
+        is_dummy: The batch was empty and one dummy sample stands in for it.
+        use_counts: How often each parameter was consumed, by name.
+        checkpointed: Activation checkpointing was active somewhere in it.
+        ran_without_grad: Parameters were used with gradients switched off.
+        consumed: A backward has gone through it.
+        examined: The loss whose backward is about to go through it was examined.
+        unproven: A use came from a call site on which there is no evidence yet.
+        inputs: Numbers (``id``) of the tensors that the model was called with, whose batch axis is declared.
+        noted: What the caller noted of its inputs.
+        reordered: Data was put into another order before a parameter met it.
+        gathered: Rows that reached a parameter had been gathered on the way.
+        stays_small: The model does not run with one sample more.
+        visits: How often each call site was passed.
+        guessed: Some operation was taken as sizes suggest, since no shapes have shown where its samples lie.
+        grown: The same forward with one sample more, where it ran.
+        sizes: Parameters and leading sizes of every use of a rule, in order.
+        unplanned: Elements of the per-sample gradients of all other uses.
+        readers: How many uses keep an input of many positions that begins at an address.
+    """
+
+    around: Surroundings
+    batch_size: int
+    batch_axis: int
+    is_dummy: bool = False
+    use_counts: defaultdict[str, int] = field(default_factory=_counts)
+    checkpointed: bool = False
+    ran_without_grad: bool = False
+    consumed: bool = False
+    examined: bool = False
+    unproven: bool = False
+    inputs: frozenset[int] = frozenset()
+    noted: Any = None
+    reordered: bool = False
+    gathered: bool = False
+    stays_small: bool = False
+    visits: defaultdict[Any, int] = field(default_factory=_counts)
+    guessed: bool = False
+    grown: Grown | None = None
+    sizes: list[tuple[tuple[str, ...], tuple[int, ...]]] = field(default_factory=list)
+    unplanned: int = 0
+    readers: defaultdict[int, int] = field(default_factory=_counts)
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether a backward may run parts of it again, on parameters that must be substituted for that."""
+        return self.checkpointed or self.ran_without_grad
+
+    def anew(self) -> "ForwardContext":
+        """Return a context for the same batch run once more."""
+        return ForwardContext(
+            self.around, self.batch_size, self.batch_axis, self.is_dummy, grown=self.grown, noted=self.noted
+        )
+
+    @contextmanager
+    def along(self, axis: int) -> Iterator[None]:
+        """Yield while the operations inside a function have samples along another axis than the model's inputs.
+
+        Args:
+            axis: The axis.
+
+        Yields:
+            Nothing.
+        """
+        outside, self.batch_axis = self.batch_axis, axis
+        try:
+            yield
+        finally:
+            self.batch_axis = outside

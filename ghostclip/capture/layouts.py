@@ -1,0 +1,150 @@
+"""Where samples lie in the arguments of an operation: as shapes have shown, as rows were followed, as sizes suggest.
+
+Shape letter: B samples.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from ghostclip import _tree
+from ghostclip.capture.broadcast import is_elementwise
+from ghostclip.capture.call_sites import key_of
+from ghostclip.capture.derive import broadcast_over
+from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.growth import CONSTANT, UNKNOWN, Key, Shapes
+from ghostclip.capture.inputs import in_backward
+from ghostclip.capture.operation import Operation
+from ghostclip.capture.row_tracker import UNKNOWN_ORDER
+from ghostclip.capture.tracked import TrackedTensor
+
+
+@dataclass(frozen=True)
+class ArgumentLayout:
+    """Where samples lie in the arguments of an operation.
+
+    Attributes:
+        place: The operation's parameters, the number of axes of its tensors, and the number of the call.
+        axes: An axis, `CONSTANT` or `UNKNOWN`, by the number (``id``) of the tensor; empty where nothing is known.
+        grown: Shapes of its tensors for one sample more, where they are known.
+        call: The call, as a grown forward tells calls apart.
+        result: The axis of what it returns that holds samples, where its arguments tell.
+    """
+
+    place: Any
+    axes: Mapping[int, int] = field(default_factory=dict)
+    grown: Shapes = ()
+    call: Key = ()
+    result: int = UNKNOWN
+
+    def axis(self, tensor: Tensor) -> int:
+        """Return the axis of a tensor that holds samples, `CONSTANT` or `UNKNOWN`."""
+        return self.axes.get(id(tensor), UNKNOWN)
+
+
+def layout_of(operation: Operation, forward: ForwardContext) -> ArgumentLayout:
+    """Tell where samples lie in the arguments of an operation, as far as shapes have shown it.
+
+    Args:
+        operation: The operation.
+        forward: The forward; the call is counted there.
+
+    Returns:
+        What is known of them.
+    """
+    key, layouts = key_of(operation.tracked, operation.name), forward.around.sites.layouts
+    tree = operation.args, operation.kwargs
+    tensors = _tree.tensors(tree)
+    dims = tuple([tensor.dim() for tensor in tensors])
+    # What checkpointing runs again must run as it did, and its calls come in another order.
+    visit = 1
+    if not in_backward():
+        forward.visits["call", key] += 1
+        visit = forward.visits["call", key]
+    place = key, dims, visit
+    if forward.batch_size < 2:
+        return ArgumentLayout(place)
+    rows = forward.around.rows
+    layout = rows.layout(tree)
+    if layout is not None:
+        layouts[place] = layout
+    else:
+        layout = layouts.get(place) or layouts.get((key, dims, 1))
+        forward.guessed = forward.guessed or place not in layouts
+    if layout is None:
+        return ArgumentLayout(place, call=rows.key)
+    axes = {id(tensor): axis for tensor, axis in zip(tensors, layout.inputs, strict=True)}
+    return ArgumentLayout(place, axes, layout.grown, rows.key)
+
+
+def result_axes(layout: ArgumentLayout, result: Any, forward: ForwardContext) -> tuple[int, ...]:
+    """Return where samples lie in what an operation returned; empty where that is not known.
+
+    Args:
+        layout: Its arguments.
+        result: What it returned.
+        forward: The forward.
+
+    Returns:
+        One axis a tensor.
+    """
+    layouts = forward.around.sites.layouts
+    axes, known = forward.around.rows.of_results(layout.call, result), layouts.get(layout.place)
+    if axes and known is not None:
+        layouts[layout.place] = replace(known, outputs=axes)
+    return axes or (() if known is None else known.outputs)
+
+
+def is_data(tensor: Tensor, layout: ArgumentLayout, name: str, forward: ForwardContext) -> bool:
+    """Tell data from constants.
+
+    Args:
+        tensor: A tensor among an operation's arguments.
+        layout: What is known of them.
+        name: The operation.
+        forward: The forward.
+
+    Returns:
+        Whether it carries rows of samples (as against a mask or a table).
+    """
+    if tensor.requires_grad:
+        return True
+    rows, known = forward.around.rows.samples_of(tensor), layout.axis(tensor)
+    if rows is not None and rows is not UNKNOWN_ORDER:
+        return True
+    size, axis = forward.batch_size, forward.batch_axis
+    if known != UNKNOWN:
+        return known != CONSTANT
+    if tensor.dim() == 0 or size == 0:
+        return False
+    if size == 1 or tensor.shape[0] == size or (axis < tensor.dim() and tensor.shape[axis] == size):
+        return True
+    # Where no shapes were asked for (probe=False), or the model runs with no other number of samples.
+    return (
+        not forward.around.sites.layouts
+        and tensor.dim() > 1
+        and tensor.shape[0] % size == 0
+        and not is_elementwise(name)
+    )
+
+
+def own_axis(tracked: TrackedTensor, layout: ArgumentLayout, forward: ForwardContext) -> int:
+    """Return the axis along which a tracked tensor has copies of a parameter for each sample.
+
+    Args:
+        tracked: The tensor.
+        layout: What is known of the operation's arguments.
+        forward: The forward.
+
+    Returns:
+        The axis; `CONSTANT` where there is none.
+    """
+    known = layout.axis(tracked)
+    if forward.batch_size < 2:
+        return CONSTANT
+    if known >= 0:
+        return known
+    guessed = known == UNKNOWN and broadcast_over(tracked, forward.batch_size, forward.batch_axis)
+    return forward.batch_axis if guessed else CONSTANT

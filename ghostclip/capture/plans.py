@@ -1,0 +1,256 @@
+"""Plans: the ways in which an operation on tracked tensors runs. `ghostclip.capture.decide` chooses one.
+
+A plan holds what was decided and runs it; whatever it does to its forward is to register uses.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ghostclip.capture import broadcast
+from ghostclip.capture.attach import carry_out, delivery
+from ghostclip.capture.batch_axis import RowMap
+from ghostclip.capture.call_sites import CallSite
+from ghostclip.capture.derive import derive
+from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.general import in_general
+from ghostclip.capture.layouts import ArgumentLayout
+from ghostclip.capture.nodes import source
+from ghostclip.capture.operation import Operation
+from ghostclip.capture.param_use import ParamUse, register, site_of
+from ghostclip.capture.tracked import TrackedTensor
+from ghostclip.capture.writes import write
+from ghostclip.errors import BatchAxisError
+from ghostclip.factors import Factor
+from ghostclip.rules import Captured
+
+
+class Plan(Protocol):
+    """How one operation runs."""
+
+    def run(self, forward: ForwardContext) -> Any:
+        """Run the operation.
+
+        Args:
+            forward: The forward that it is part of.
+
+        Returns:
+            What the function returns; tracked where it was computed from parameters alone, else in the graph.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class Derive:
+    """Parameters and constants alone: the result is tracked."""
+
+    operation: Operation
+
+    def run(self, forward: ForwardContext) -> Any:
+        """Run it on the parameters' graph."""
+        return derive(self.operation.func, self.operation.name, self.operation.args, self.operation.kwargs)
+
+
+@dataclass(frozen=True, eq=False)
+class Write:
+    """The same in place."""
+
+    operation: Operation
+
+    def run(self, forward: ForwardContext) -> Any:
+        """Run it on the parameters' graph."""
+        return write(self.operation, forward.around.buffers())
+
+
+@dataclass(frozen=True, eq=False)
+class Plain:
+    """The parameters' values take no part: only their dtype, device or shape."""
+
+    operation: Operation
+
+    def run(self, forward: ForwardContext) -> Any:
+        """Run it on detached values."""
+        return self.operation.run_plain()
+
+
+@dataclass(frozen=True, eq=False)
+class Inside:
+    """The same computation as operations of its own, which are intercepted one by one.
+
+    Attributes:
+        call: Runs them.
+    """
+
+    call: Callable[[], Any]
+
+    def run(self, forward: ForwardContext) -> Any:
+        """Run them."""
+        return self.call()
+
+
+@dataclass(frozen=True, eq=False)
+class ByRule:
+    """A registered rule: factors are formed from the saved input and the gradient.
+
+    Attributes:
+        name: The operation's name.
+        targets: The tracked arguments by the rule's names.
+        captured: What the rule made of it.
+        maps: How rows may map to samples, the preferred one first.
+        known: The axis of its rows that holds samples, as far as it is known.
+        call: Runs it on detached parameters.
+        site: Its call site, where that was looked up before.
+    """
+
+    name: str
+    targets: dict[str, TrackedTensor]
+    captured: Captured
+    maps: list[RowMap]
+    known: int
+    call: Callable[[], Tensor]
+    site: CallSite | None = None
+
+    def use_in(self, forward: ForwardContext) -> ParamUse:
+        """Return the use of its parameters, not registered yet.
+
+        Args:
+            forward: The forward.
+
+        Returns:
+            The use.
+        """
+        captured, maps = self.captured, self.maps
+        site = self.site
+        if site is None:
+            site = site_of(forward, self.targets.values(), self.name, captured.form, maps[0].gathering)
+        sizes = tuple(captured.rows.shape[: captured.num_batch_dims])
+        use = ParamUse(
+            site, forward, self.targets, captured.factors, captured.num_batch_dims, maps, batch_dim_sizes=sizes
+        )
+        use.behind = captured.rows.grad_fn
+        use.wants_input_gradient = wants_gradient([captured.rows], forward)
+        return use
+
+    def carry_out(self, use: ParamUse) -> Tensor:
+        """Run the operation with a use of its parameters.
+
+        Args:
+            use: The use.
+
+        Returns:
+            What the function returns, in the graph.
+        """
+        captured = self.captured
+        return carry_out(use, self.call, rows=captured.rows, saved=captured.saved, order=captured.order)
+
+    def run(self, forward: ForwardContext) -> Tensor:
+        """Run it with a new use."""
+        return self.carry_out(self.use_in(forward))
+
+
+@dataclass(frozen=True, eq=False)
+class Broadcast:
+    """Broadcasting over the batch: every tracked argument is expanded, and gets a gradient a row.
+
+    Attributes:
+        operation: The operation.
+        dims: Number of axes of its result.
+        rows: The axis of its result along which rows of samples lie.
+        witness: The data that shows it.
+    """
+
+    operation: Operation
+    dims: int
+    rows: broadcast.RowAxis
+    witness: Tensor
+
+    def run(self, forward: ForwardContext) -> Any:
+        """Run it on expanded parameters."""
+        wanted = wants_gradient([self.witness], forward)
+
+        def enter(tracked: TrackedTensor) -> Tensor:
+            expanded = broadcast.Expanded(tracked.origin.value, self.dims, self.rows)
+            return _entered(self.operation.name, tracked, expanded, forward, wants_gradient=wanted)
+
+        return self.operation.run(enter)
+
+
+@dataclass(frozen=True, eq=False)
+class OwnCopies:
+    """Tensors that have a copy of a parameter for each sample already: they enter any operation as they are.
+
+    Attributes:
+        operation: The operation.
+        axes: The axis of the copies, by the number (``id``) of the tracked tensor.
+    """
+
+    operation: Operation
+    axes: Mapping[int, int]
+
+    def run(self, forward: ForwardContext) -> Any:
+        """Run it on the copies."""
+        size = forward.batch_size
+
+        def enter(tracked: TrackedTensor) -> Tensor:
+            value, axis = tracked.origin.value, self.axes[id(tracked)]
+            maps = broadcast.map_of_rows(value.shape[axis], size, forward.batch_axis, None)
+            rows = broadcast.RowAxis(axis, value.shape[axis], maps, size)
+            expanded = broadcast.Expanded(value, value.dim(), rows)
+            return _entered(self.operation.name, tracked, expanded, forward, wants_gradient=True)
+
+        return self.operation.run(enter)
+
+
+@dataclass(frozen=True, eq=False)
+class General:
+    """The general way: the operation's own backward, sample by sample.
+
+    Attributes:
+        operation: The operation.
+        layout: Where samples lie in its arguments.
+    """
+
+    operation: Operation
+    layout: ArgumentLayout
+
+    def run(self, forward: ForwardContext) -> Any:
+        """Run it behind one node of the graph."""
+        try:
+            return in_general(self.operation, self.layout, forward)
+        except BatchAxisError:
+            if self.operation.is_in_graph or self.operation.is_in_place:
+                raise
+            # As many entries as samples, and no room for samples in the result: a constant as well.
+            return Derive(self.operation).run(forward)
+
+
+def wants_gradient(data: Sequence[Tensor], forward: ForwardContext) -> bool:
+    """Return whether data is in the graph, or was put into another order on the way to an operation.
+
+    Args:
+        data: Tensors.
+        forward: The forward.
+
+    Returns:
+        Whether any of them is.
+    """
+    return any(tensor.requires_grad or forward.around.rows.samples_of(tensor) is not None for tensor in data)
+
+
+def _entered(
+    name: str, tracked: TrackedTensor, expanded: broadcast.Expanded, forward: ForwardContext, *, wants_gradient: bool
+) -> Tensor:
+    """Return an expanded parameter as a node of the graph, with a use of its own."""
+    maps = [RowMap(row_map.kind, expanded.row_axis, row_map.samples) for row_map in expanded.rows.maps]
+    site = site_of(forward, [tracked], name, "dense", maps[0].gathering)
+
+    def factors(saved: Sequence[Tensor], grad: Tensor, split: Any) -> Mapping[str, Factor]:
+        return {"value": expanded.factor(grad, use.row_map)}
+
+    use = ParamUse(site, forward, {"value": tracked}, factors, expanded.row_axis + 1, maps)
+    use.wants_input_gradient = wants_gradient
+    entered = source(expanded.tensor, forward.around.anchor)
+    register(use)
+    entered.register_hook(delivery(use))
+    return entered

@@ -1,0 +1,106 @@
+"""Which samples the rows of an operation's data may belong to, before there is any evidence."""
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from torch import Tensor
+
+from ghostclip.capture.batch_axis import RowMap, candidates
+from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.row_origin import origin_of_rows
+from ghostclip.capture.row_tracker import UNKNOWN_ORDER
+
+
+class RowOrder(NamedTuple):
+    """How the rows of a tensor were put into order on the way to it.
+
+    Attributes:
+        samples: The sample of every row where rows were gathered, int64, on the tensor's device; None where rows lie
+            as the batch does, or where only the evidence can tell.
+        unknown: Only the evidence can tell.
+        in_graph: The tensor is in the graph.
+    """
+
+    samples: Tensor | None
+    unknown: bool
+    in_graph: bool
+
+    def note(self, forward: ForwardContext) -> None:
+        """Note in a forward what rows that reach a parameter went through.
+
+        Args:
+            forward: The forward.
+        """
+        if self.unknown:
+            # Whatever it is taken for, what one forward shows of it says nothing about the next.
+            forward.unproven = forward.reordered = True
+        if self.samples is not None:
+            forward.gathered = True
+            forward.reordered = forward.reordered or not self.in_graph
+
+
+IN_ORDER: Final = RowOrder(None, unknown=False, in_graph=True)
+
+
+def order_of_rows(tensor: Tensor, axis: int, forward: ForwardContext) -> RowOrder:
+    """Tell how rows of a tensor were gathered or reordered on the way to it.
+
+    Args:
+        tensor: What carries rows of samples.
+        axis: The axis whose rows are meant.
+        forward: The forward.
+
+    Returns:
+        The order of its rows.
+    """
+    if tensor.requires_grad:
+        found = origin_of_rows(tensor, axis, forward.batch_size, forward.batch_axis)
+        return RowOrder(None if found is None else found.to(tensor.device), unknown=False, in_graph=True)
+    found = forward.around.rows.samples_of(tensor)
+    known = found is None or (found is not UNKNOWN_ORDER and axis == 0 and found.numel() == tensor.shape[0])
+    samples = found.to(tensor.device) if known and found is not None else None
+    return RowOrder(samples, unknown=not known, in_graph=False)
+
+
+def row_maps(rows: Tensor, sizes: Sequence[int], known: int, forward: ForwardContext) -> tuple[list[RowMap], RowOrder]:
+    """List the row maps for a layer's input: gathered rows by their index, others by size.
+
+    Args:
+        rows: The input.
+        sizes: Sizes of its leading axes.
+        known: The axis that holds samples, `CONSTANT` or `UNKNOWN`.
+        forward: The forward.
+
+    Returns:
+        Row maps, the preferred one first, empty when none fits; and the order of the rows, as far as it was asked for.
+    """
+    size, axis, order = forward.batch_size, forward.batch_axis, IN_ORDER
+    if size > 1 and known >= 0:
+        order = order_of_rows(rows, 0, forward) if known == 0 else IN_ORDER
+        return rows_along(known, sizes, size, axis, order.samples), order
+    if size > 1 and sizes and not (axis == 1 and len(sizes) > 1):
+        order = order_of_rows(rows, 0, forward)
+        if order.samples is not None:
+            # A selection along the first axis is one of samples only where that axis holds them: the evidence decides.
+            return [RowMap("gathered", 0, order.samples), *candidates(sizes, size, axis=axis)], order
+    if size > 1 and id(rows) in forward.inputs and axis < len(sizes) and sizes[axis] == size:
+        # What the model was called with has its batch where that was declared, whatever other axis has that size.
+        return [RowMap("axis", axis)], order
+    return candidates(sizes, size, axis=axis), order
+
+
+def rows_along(axis: int, sizes: Sequence[int], batch_size: int, expected: int, samples: Tensor | None) -> list[RowMap]:
+    """List the row maps along one axis.
+
+    Args:
+        axis: The axis.
+        sizes: Sizes of the leading axes.
+        batch_size: B.
+        expected: The expected batch axis, which says in which order folded rows are likelier.
+        samples: The sample of every row, where rows were gathered.
+
+    Returns:
+        Row maps, the preferred one first.
+    """
+    maps = [row_map for row_map in candidates(sizes, batch_size, axis=expected) if row_map.axis == axis]
+    return maps if samples is None else [RowMap("gathered", 0, samples), *maps]

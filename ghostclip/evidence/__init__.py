@@ -1,0 +1,1 @@
+"""What proves that capture read a forward right, and that samples do not mix."""

@@ -1,0 +1,337 @@
+"""Evidence on losses: that each sample's loss follows that sample's outputs alone."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ghostclip import _torch
+from ghostclip.capture.backward_entry import is_output
+from ghostclip.capture.batch_axis import RowMap, candidates, samples_axis
+from ghostclip.capture.context import CaptureContext
+from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.nodes import Edge, shape_at
+from ghostclip.capture.row_origin import METADATA_KEY, only_sample, samples_at
+from ghostclip.errors import LossReductionError, SampleMixingError
+from ghostclip.evidence.gradient_edges import GradientSource, source_at
+from ghostclip.evidence.linear_paths import PICKED
+from ghostclip.evidence.probe import Probe, Start, ask, sample_sets
+from ghostclip.evidence.prover import Evidence
+from ghostclip.evidence.unchecked import LOSSES
+
+# How far below a value that mixes samples the operation that does so is looked for.
+_MAX_DESCENT: Final = 24
+MIXED: Final = (
+    "the loss of one sample depends on other samples' outputs (a contrastive loss, or one normalised over the batch), "
+    "so removing a sample changes every other's gradient and no bound holds.{} Write the loss of each sample from its "
+    "own outputs."
+)
+
+_NO_SUM: Final = (
+    "the loss is no sum over samples: several samples enter '{}' together, so removing one changes every other's "
+    "gradient and no bound holds. {}"
+)
+# Operations whose gradient goes to the picked entries alone.
+_PICKING: Final = frozenset(
+    {
+        "TopkBackward0", "SortBackward0", "SortBackward1", "KthvalueBackward0", "MedianBackward1", "NanmedianBackward1",
+        "ModeBackward0", "MaxBackward0", "MinBackward0", "CummaxBackward0", "CumminBackward0", "AminBackward0",
+        "AmaxBackward0",
+    }
+)  # fmt: skip
+_MAX_NODES: Final = 4096
+
+
+# Operations of one value, entry by entry; others of their operands have no gradient.
+_ENTRYWISE: Final = frozenset(
+    {
+        "Abs",
+        "Celu",
+        "Clamp",
+        "ClampMax",
+        "ClampMin",
+        "Clone",
+        "Cos",
+        "Div",
+        "Elu",
+        "Erf",
+        "Erfc",
+        "Exp",
+        "Exp2",
+        "Expm1",
+        "Gelu",
+        "Hardshrink",
+        "Hardsigmoid",
+        "Hardswish",
+        "Hardtanh",
+        "LeakyRelu",
+        "Log",
+        "Log10",
+        "Log1p",
+        "Log2",
+        "LogSigmoid",
+        "MaskedFill",
+        "Maximum",
+        "Minimum",
+        "Mish",
+        "Mul",
+        "NanToNum",
+        "Neg",
+        "Pow",
+        "Reciprocal",
+        "Relu",
+        "Rsqrt",
+        "Sigmoid",
+        "Silu",
+        "Sin",
+        "Softplus",
+        "Softshrink",
+        "Sqrt",
+        "Tanh",
+        "Threshold",
+        "ToCopy",
+        "Where",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Values that a loss is linear in, of one shape, whose rows belong together.
+
+    Attributes:
+        edges: Their places in the graph.
+        name: The operation that made them or consumed them.
+        classes: Axes that cannot be samples.
+        passed: The values between the scalar and these.
+    """
+
+    edges: tuple[Edge, ...]
+    name: str
+    classes: tuple[int, ...] = ()
+    passed: Sequence[Edge] = ()
+
+
+def probe_losses(evidence: Evidence, capture: CaptureContext, losses: Tensor) -> None:
+    """Prove that one sample's loss touches that sample's rows only.
+
+    Args:
+        evidence: Told that it was proved.
+        capture: Whose latest forward the losses come from.
+        losses: Per-sample losses, shape ``(B,)``.
+
+    Raises:
+        SampleMixingError: It touches others' (a loss that compares samples, or one normalised over the batch).
+    """
+    sample = capture.forward.batch_size // 2
+    begun = [Start(GradientSource.of(losses), RowMap("axis", 0))]
+    if not _keeps_apart(capture, begun, [{sample}], capture.forward.batch_size):
+        raise SampleMixingError(MIXED.format(""))
+    evidence.unchecked.ran(LOSSES)
+
+
+class LossRows:
+    """Proves of the values that a loss is linear in that each belongs to one sample."""
+
+    def __init__(self, evidence: Evidence, capture: CaptureContext, forward: ForwardContext, *, advice: str) -> None:
+        """Look at the loss of one forward.
+
+        Args:
+            evidence: Says whether proofs are asked for, and is told that one was given.
+            capture: Whose forward the loss comes from.
+            forward: The forward.
+            advice: What to do about a loss that is refused.
+        """
+        self._evidence, self._capture, self._forward, self._advice = evidence, capture, forward, advice
+        self._sets = sample_sets(forward.batch_size)
+
+    def of(self, ends: Sequence[Ends]) -> list[tuple[RowMap, int | None]]:
+        """Prove that each of some values belongs to one sample, and tell to which.
+
+        Any assignment of the values to samples will do, if no sample's values touch another sample's rows; so will one
+        of values nearer to the scalar.
+
+        Args:
+            ends: The values.
+
+        Returns:
+            For each of them how its rows map to samples, or those of which value before it (None for its own).
+
+        Raises:
+            LossReductionError: Some value has no rows of samples: the loss is no sum over them.
+            SampleMixingError: There is no such assignment.
+        """
+        for end in ends:
+            picking = _picks_among_samples(end, self._forward)
+            if picking:
+                raise LossReductionError(_NO_SUM.format(in_words(picking), self._advice))
+        ends = [replace(end, edges=tuple(map(_beneath, end.edges))) for end in ends]
+        maps_of = [_maps_of(end, self._forward) for end in ends]
+        first = [start for end, maps in zip(ends, maps_of, strict=True) for start in _starts(end, maps[:1])]
+        if self._evidence.probes:
+            self._evidence.unchecked.ran(LOSSES)
+        if all(maps_of) and self._keeps_apart(first):
+            return [(maps[0], None) for maps in maps_of]
+        return [self._of_one(end) for end in ends]
+
+    def _keeps_apart(self, begun: list[Start]) -> bool:
+        """Return whether no sample's values touch another's rows; taken for granted where no proofs are asked for."""
+        if not self._evidence.probes:
+            return True
+        return _keeps_apart(self._capture, begun, self._sets, self._forward.batch_size)
+
+    def _of_one(self, end: Ends) -> tuple[RowMap, int | None]:
+        tried = False
+        before = [(Ends((edge,), end.name), number) for number, edge in enumerate(end.passed) if shape_at(edge)]
+        for values, number in [(end, None), *reversed(before)]:
+            for row_map in _maps_of(values, self._forward):
+                tried = True
+                if self._keeps_apart(_starts(values, [row_map])):
+                    return row_map, number
+        if not tried:
+            raise LossReductionError(_NO_SUM.format(in_words(end.name), self._advice))
+        raise SampleMixingError(f"{MIXED.format(self._where(end))} {self._advice}")
+
+    def _where(self, ends: Ends) -> str:
+        """Name the operation that brings samples together, as far as the graph tells."""
+        current, name = ends, ends.name
+        for _ in range(_MAX_DESCENT):
+            below = [
+                Ends((edge,), edge[0].name())
+                for node, _ in current.edges
+                for edge in node.next_functions
+                if edge[0] is not None and source_at(*edge) is not None
+            ]
+            name = current.edges[0][0].name()
+            mixed = [end for end in below if not self._any_fits(end)]
+            if not mixed or is_output(mixed[0].edges[0]):
+                break
+            current = mixed[0]
+        return f" They meet in '{in_words(name)}'."
+
+    def _any_fits(self, end: Ends) -> bool:
+        size = self._forward.batch_size
+        maps = _maps_of(end, self._forward)
+        return any(_keeps_apart(self._capture, _starts(end, [row_map]), self._sets, size) for row_map in maps)
+
+
+def _beneath(edge: Edge) -> Edge:
+    """Return the value that one was made from entry by entry, by operations whose slope may be zero.
+
+    A hinge that is not active, or a weight that happens to be zero, sends no gradient in one batch and may in the next.
+    """
+    while edge[0] is not None and not is_output(edge):
+        behind = [following for following in edge[0].next_functions if following[0] is not None]
+        name = re.sub(r"Backward\d*$", "", edge[0].name())
+        if name not in _ENTRYWISE or len(behind) != 1 or shape_at(behind[0]) != shape_at(edge):
+            break
+        if source_at(*behind[0]) is None:
+            break
+        edge = behind[0]
+    return edge
+
+
+def _picks_among_samples(ends: Ends, forward: ForwardContext) -> str:
+    """Return the name of an operation before some values that picks among samples; '' where there is none.
+
+    A gradient tells which entry was picked, not that the others took part.
+    """
+    pending: list[Any] = [node for node, _ in ends.edges]
+    seen: set[Any] = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen or len(seen) > _MAX_NODES:
+            continue
+        seen.add(node)
+        axis = _torch.saved_or(node, "dim", None)
+        if node.name() in _PICKING and isinstance(axis, int):
+            sizes = shape_at(node.next_functions[0]) or ()
+            if sizes and _torch.signed(axis) % len(sizes) == samples_axis(
+                sizes, forward.batch_size, forward.batch_axis
+            ):
+                return str(node.name())
+        if METADATA_KEY not in node.metadata:
+            pending += [following for following, _ in node.next_functions]
+    return ""
+
+
+def _keeps_apart(capture: CaptureContext, begun: list[Start], sets: Sequence[set[int]], batch_size: int) -> bool:
+    """Return whether gradients from each set of samples leave zeros in all other samples' rows."""
+    states = capture.sites.states()
+    probe = Probe(set(), capture.describe_module)
+    with capture.listening(probe):
+        ask(probe, begun, batch_size=batch_size, run=capture.run_backward, sets=sets)
+    # What layers' rows are was decided by the model's own outputs.
+    capture.sites.restore(states)
+    return not probe.failures
+
+
+def _starts(ends: Ends, maps: Sequence[RowMap]) -> list[Start]:
+    sources = [source_at(*edge) for edge in ends.edges]
+    return [Start(source, row_map) for row_map in maps for source in sources if source is not None]
+
+
+def _maps_of(ends: Ends, forward: ForwardContext) -> list[RowMap]:
+    """List the ways in which values may belong to the samples, the likeliest first."""
+    (node, number), size = ends.edges[0], forward.batch_size
+    only = only_sample(node, number, size, is_output)
+    if only is not None:
+        return [RowMap("one", 0, torch.tensor([only]))]
+    shape = shape_at((node, number)) or ()
+    maps = candidates(shape, size, axis=forward.batch_axis)
+    gathered = gathered_at((node, number), forward)
+    if gathered is not None:
+        maps = [RowMap("gathered", 0, gathered), *maps]
+    # A loss over classes is one term; its classes are no samples.
+    return [row_map for row_map in maps if row_map.axis not in ends.classes]
+
+
+def is_picked(edge: Edge) -> bool:
+    """Return whether a value was picked from a model's output by an index or a mask.
+
+    Args:
+        edge: Its place in the graph.
+
+    Returns:
+        True also where that cannot be told.
+    """
+    pending, seen = [edge], 0
+    while pending and seen < _MAX_NODES:
+        current = pending.pop()
+        if current[0] is None or is_output(current):
+            continue
+        seen += 1
+        if current[0].name() in PICKED:
+            return True
+        pending += current[0].next_functions
+    return bool(pending)
+
+
+def gathered_at(edge: Edge, forward: ForwardContext) -> Tensor | None:
+    """Return the sample of every row of a value that was put together from picked rows.
+
+    Args:
+        edge: Its place in the graph.
+        forward: The forward.
+
+    Returns:
+        Shape ``(n,)``, int64; None where rows lie as they come.
+    """
+    shape, size = shape_at(edge), forward.batch_size
+    return samples_at(*edge, shape[0], size, forward.batch_axis) if shape and shape[0] != size else None
+
+
+def in_words(name: str) -> str:
+    """Return the name of a node as its operation is called.
+
+    Args:
+        name: The node's name, as ``TopkBackward0``.
+
+    Returns:
+        As ``topk``.
+    """
+    plain = re.sub(r"Backward\d*$", "", name.rpartition("::")[2])
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", plain).lower()

@@ -1,0 +1,188 @@
+"""`Evidence`: what a model is asked in its 1st, 4th, 16th, ... forward: whose rows are whose, and whether samples mix.
+
+Before such a forward runs, it is run without gradients with one sample more (whose shapes tell where samples lie);
+after it, gradients of some samples alone, other batches and buffers are looked at.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from ghostclip.capture.bags import as_flat
+from ghostclip.capture.context import CaptureContext, ModuleCall, outputs_of
+from ghostclip.capture.growth import Grown, compared, shapes_of
+from ghostclip.capture.packed import packed_inputs
+from ghostclip.evidence.buffers import Buffers
+from ghostclip.evidence.dependence import where_dependence_starts
+from ghostclip.evidence.growth import grown
+from ghostclip.evidence.independence import Batch, refuse_dependence
+from ghostclip.evidence.probe import Probe, ask, starts
+from ghostclip.evidence.unchecked import FEWER, REPLACED, ROWS, Unchecked
+
+
+class Evidence:
+    """Asks for evidence on the forwards of one model.
+
+    Attributes:
+        probes: Whether any is asked for.
+        unchecked: What could not be asked.
+    """
+
+    def __init__(self, *, probes: bool) -> None:
+        """Ask nothing yet.
+
+        Args:
+            probes: Whether to ask at all.
+        """
+        self.probes = probes
+        self.unchecked = Unchecked()
+        self._buffers: Buffers | None = None
+
+    def renew(self) -> None:
+        """Ask for all evidence anew, from the next forward on: the model was changed."""
+        self.unchecked.renew()
+
+    def asks(self, capture: CaptureContext) -> bool:
+        """Return whether the latest forward is one that evidence is asked for.
+
+        Args:
+            capture: Whose forward it is.
+
+        Returns:
+            False for a forward of one sample as well, which can prove nothing.
+        """
+        return self.probes and capture.forward.unproven and capture.forward.batch_size > 1
+
+    def begin(self, capture: CaptureContext, call: ModuleCall) -> None:
+        """Decide whether to ask, and run the forward with one sample more.
+
+        Args:
+            capture: Whose latest forward it is.
+            call: What is about to run.
+        """
+        forward = capture.forward
+        forward.unproven = self.unchecked.begin(forward.batch_size, probes=self.probes)
+        asks = self.asks(capture)
+        self._buffers = Buffers(capture.model) if asks else None
+        if asks and not capture.sites.layouts:
+            forward.grown = self._grown(capture, call)
+
+    def end(self, capture: CaptureContext, call: ModuleCall, output: Any) -> Any:
+        """Weigh the evidence on a forward; read it once more where sizes had to be trusted and were wrong.
+
+        Args:
+            capture: Whose latest forward it is.
+            call: What ran.
+            output: What it returned.
+
+        Returns:
+            The output of the last reading.
+        """
+        forward, call = capture.forward, ModuleCall(*capture.bags.as_rows(*call))
+        probe = self._probed(capture, output)
+        if probe is not None and probe.failures and forward.guessed and forward.grown is None:
+            # What sizes suggested is wrong: ask shapes, and read the forward once more.
+            forward.grown = self._grown(capture, call)
+            if forward.grown is not None:
+                output = capture.again(call)
+                probe = self._probed(capture, output)
+        inputs: Any = call.args, dict(call.kwargs)
+        size, axis = forward.batch_size, forward.batch_axis
+        if probe is not None:
+            model, module = capture.model, call.module
+            probe.verdict(lambda: where_dependence_starts(model, module, inputs, batch_size=size, axis=axis))
+            self.unchecked.ran(ROWS)
+        if self._buffers is not None:
+            buffers, self._buffers = self._buffers, None
+            with capture.aside():
+                buffers.refuse_data(
+                    inputs,
+                    run=lambda given: capture.again(ModuleCall(call.module, *given)),
+                    batch_size=size,
+                    axis=axis,
+                )
+            self._refuse_dependence(capture, call, output, probe)
+            self.unchecked.tell()
+        return output
+
+    def _grown(self, capture: CaptureContext, call: ModuleCall) -> Grown | None:
+        """Run a forward with one sample more; None where it cannot."""
+        inputs: Any = (call.args, dict(call.kwargs))
+        if next(iter(packed_inputs(inputs)), None) is not None:
+            return None
+        on_rows, *inputs = capture.bags.as_rows(call.module, *inputs)
+
+        def run(given: Any) -> list[Tensor]:
+            own, args, kwargs = as_flat(on_rows, *given)
+            return outputs_of(own.forward(*args, **kwargs))
+
+        forward = capture.forward
+        with capture.substitution.unwatched():
+            found = grown(capture.model, run, tuple(inputs), batch_size=forward.batch_size, axis=forward.batch_axis)
+        forward.stays_small = found is None
+        return found
+
+    def _probed(self, capture: CaptureContext, output: Any) -> Probe | None:
+        """Return what the latest forward's outputs show of it; None where there is nothing to prove, or no output."""
+        if not self.asks(capture):
+            return None
+        forward, found = capture.forward, outputs_of(output)
+        if forward.grown is not None:
+            axes = compared(shapes_of(found), forward.grown.outputs, forward.batch_size)
+            capture.sites.outputs = () if axes is None else axes
+        probe = _probe_outputs(capture, found)
+        if probe is None:
+            self.unchecked.missed("the model returned no tensor with a gradient", ROWS)
+        return probe
+
+    def _refuse_dependence(self, capture: CaptureContext, call: ModuleCall, output: Any, probe: Probe | None) -> None:
+        """Refuse a model whose outputs for one sample change with the others."""
+        forward, inputs = capture.forward, (call.args, dict(call.kwargs))
+        if next(iter(packed_inputs(inputs)), None) is not None:
+            self.unchecked.missed("samples of a packed sequence cannot be exchanged", REPLACED, FEWER)
+            return
+        known = {} if probe is None else {id(start.edge.tensor): start.row_map for start in probe.begun}
+        batch = Batch(
+            inputs,
+            forward.batch_size,
+            forward.batch_axis,
+            gathered=forward.gathered,
+            reordered=forward.reordered,
+            maps=[known.get(id(found)) for found in outputs_of(output)],
+        )
+        with capture.substitution.unwatched():
+            refuse_dependence(
+                capture.model,
+                lambda given: outputs_of(call.module.forward(*given[0], **given[1])),
+                batch,
+                self.unchecked,
+            )
+
+
+def _probe_outputs(capture: CaptureContext, outputs: list[Tensor]) -> Probe | None:
+    """Probe the latest forward from the model's outputs.
+
+    Args:
+        capture: Whose forward it was.
+        outputs: The model's output tensors.
+
+    Returns:
+        The probe with what it found; None where there was no output to start from.
+
+    Raises:
+        BatchAxisError: No output has an axis that could hold the samples.
+    """
+    forward, sites = capture.forward, capture.sites
+    first: Probe | None = None
+    states = sites.states()
+    for begun in starts(outputs, forward=forward, known=sites.outputs):
+        probe = Probe(set(), capture.describe_module, begun=begun)
+        if first is not None:
+            # Forget what a wrong reading of the outputs seemed to show.
+            sites.restore(states)
+        with capture.listening(probe):
+            ask(probe, begun, batch_size=forward.batch_size, run=capture.run_backward)
+        if not probe.failures:
+            return probe
+        first = first or probe
+    return first
