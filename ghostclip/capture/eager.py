@@ -1,7 +1,7 @@
 """Keep ``torch.compile`` away from forwards whose parameters are substituted.
 
-The compiler traces Python frames ahead of time; what a clipper does in a forward (substituting parameters, following rows,
-keeping inputs) happens as it runs. A compiled model therefore runs eagerly while a clipper watches it, and compiled
+The compiler traces Python frames ahead of time; what a clipper does in a forward (substituting parameters, following
+rows, keeping inputs) happens as it runs. A compiled model therefore runs eagerly while a clipper watches it, and compiled
 otherwise: in evaluation, without gradients, or once the clipper is removed.
 """
 

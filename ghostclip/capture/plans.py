@@ -42,7 +42,7 @@ class Plan(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Derive:
+class Derive(Plan):
     """Parameters and constants alone: the result is tracked."""
 
     operation: Operation
@@ -53,7 +53,7 @@ class Derive:
 
 
 @dataclass(frozen=True, eq=False)
-class Write:
+class Write(Plan):
     """The same in place."""
 
     operation: Operation
@@ -64,7 +64,7 @@ class Write:
 
 
 @dataclass(frozen=True, eq=False)
-class Plain:
+class Plain(Plan):
     """The parameters' values take no part: only their dtype, device or shape."""
 
     operation: Operation
@@ -75,7 +75,7 @@ class Plain:
 
 
 @dataclass(frozen=True, eq=False)
-class Inside:
+class Inside(Plan):
     """The same computation as operations of its own, which are intercepted one by one.
 
     Attributes:
@@ -90,7 +90,7 @@ class Inside:
 
 
 @dataclass(frozen=True, eq=False)
-class ByRule:
+class ByRule(Plan):
     """A registered rule: factors are formed from the saved input and the gradient.
 
     Attributes:
@@ -150,7 +150,7 @@ class ByRule:
 
 
 @dataclass(frozen=True, eq=False)
-class Broadcast:
+class Broadcast(Plan):
     """Broadcasting over the batch: every tracked argument is expanded, and gets a gradient a row.
 
     Attributes:
@@ -177,7 +177,7 @@ class Broadcast:
 
 
 @dataclass(frozen=True, eq=False)
-class OwnCopies:
+class OwnCopies(Plan):
     """Tensors that have a copy of a parameter for each sample already: they enter any operation as they are.
 
     Attributes:
@@ -203,7 +203,7 @@ class OwnCopies:
 
 
 @dataclass(frozen=True, eq=False)
-class General:
+class General(Plan):
     """The general way: the operation's own backward, sample by sample.
 
     Attributes:

@@ -157,7 +157,7 @@ class Substitution:
             _torch.set_flat_weights(module, own)
 
     def _tracked_for(self, name: str, parameter: nn.Parameter) -> TrackedTensor:
-        """Return the tracked tensor, made anew when the parameter's storage was exchanged (``.to``, ``.data = ...``)."""
+        """Return the tracked tensor, made anew when the parameter's storage was exchanged (``.data = ...``)."""
         cached = self._tracked.get(parameter)
         if cached is not None:
             value = cached.origin.value

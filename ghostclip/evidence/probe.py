@@ -117,8 +117,8 @@ class Probe:
             message = (
                 f"{place}: {use.site.describe()} has rows {shapes} that cannot be assigned to the "
                 f"{forward.batch_size} samples that the model's first input holds: another axis has that size, rows "
-                "are folded in an order of their own, or that input is not the batch. Hand the batch over before masks and "
-                "tables, and start with a batch size that no other axis has; later steps may have any size."
+                "are folded in an order of their own, or that input is not the batch. Hand the batch over before masks "
+                "and tables, and start with a batch size that no other axis has; later steps may have any size."
             )
             raise BatchAxisError(message)
         message = (
@@ -203,8 +203,8 @@ def starts(outputs: Sequence[Tensor], *, forward: ForwardContext, known: Sequenc
         message = (
             f"the batch has the {forward.batch_size} samples that the model's first input holds, but the outputs, of "
             f"shape {shapes}, have no axis for them. Hand the tensor whose axis {forward.batch_axis} is the batch to "
-            "the model first (masks and tables after it), and return outputs with one row, or the same number of rows, for "
-            "each sample."
+            "the model first (masks and tables after it), and return outputs with one row, or the same number of rows, "
+            "for each sample."
         )
         raise BatchAxisError(message)
     if not places:

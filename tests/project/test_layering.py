@@ -14,6 +14,7 @@ LAYERS = (
     "errors",
     "_types",
     "_torch",
+    "_tree",
     "_validate",
     "_owner",
     "losses",
@@ -22,6 +23,7 @@ LAYERS = (
     "factors",
     "rules",
     "capture",
+    "evidence",
     "planning",
     "clipping",
     "clipper",
@@ -43,53 +45,60 @@ LAYERS = (
     "cli",
     "__main__",
 )
-# The files of `capture`, lowest first, as they import each other when they are loaded.
-CAPTURE = [
-    "batch_axis",
-    "chain",
-    "decompose",
-    "dropout",
-    "eager",
-    "leaves",
-    "provenance",
-    "randomness",
-    "replicas",
-    "roster",
-    "running",
-    "tracked",
-    "arrivals",
-    "broadcast",
-    "by_sample",
-    "mixing",
-    "nodes",
-    "operation",
-    "packed",
-    "buffers",
-    "derive",
-    "growth",
-    "inputs",
-    "rewrite",
-    "written",
-    "backward_entry",
-    "bags",
-    "places",
-    "reorder",
-    "unchecked",
-    "usage",
-    "attach",
-    "company",
-    "loan",
-    "probe",
-    "rows",
-    "sites",
-    "evidence",
-    "general",
-    "settled",
-    "units",
-    "consume",
-    "readings",
-    "session",
-]
+# The files of two rooms, lowest first: the path of a forward is long, and each file of it knows of those below alone.
+ORDERED = {
+    "capture": [
+        "batch_axis",
+        "eager",
+        "growth",
+        "packed",
+        "replicas",
+        "roster",
+        "row_origin",
+        "running",
+        "tracked",
+        "broadcast",
+        "by_sample",
+        "hooks",
+        "inputs",
+        "nodes",
+        "operation",
+        "row_tracker",
+        "statistics",
+        "bags",
+        "call_sites",
+        "derive",
+        "rewrite",
+        "substitution",
+        "writes",
+        "forward",
+        "backward_entry",
+        "decompose",
+        "layouts",
+        "param_use",
+        "row_maps",
+        "attach",
+        "general",
+        "opaque_modules",
+        "plans",
+        "decide",
+        "context",
+    ],
+    "evidence": [
+        "dependence",
+        "dropout",
+        "gradient_edges",
+        "linear_paths",
+        "randomness",
+        "unchecked",
+        "buffers",
+        "growth",
+        "independence",
+        "probe",
+        "prover",
+        "losses",
+    ],
+}
 # Programs that use the library as a stranger would, through `import ghostclip`.
 USES_THE_PUBLIC_NAMES = {"compat", "integrations", "finetune", "commands", "cli", "__main__"}
 # Named in pieces, so that this file is not itself a match.
@@ -139,28 +148,32 @@ def test_imports_go_downward(path):
         assert LAYERS.index(layer) <= LAYERS.index(own), f"{shown(path)}:{line}: {own} must not import {layer}"
 
 
-def _imported_at_run_time(path: Path) -> set[str]:
-    """Names of the files of `capture` that a file of it imports, but for those that only annotations need."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    checking = [
-        node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    ]
-    left_out = {id(part) for node in checking for part in ast.walk(node)}
+def _imported_of_its_room(path: Path) -> set[str]:
+    """Names of the files of a file's own room that it imports, for types alone included."""
     found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and id(node) not in left_out and node.module:
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.ImportFrom) and node.module:
             inside = node.module.split(".")
-            if inside[:2] == ["ghostclip", "capture"]:
+            if inside[:2] == ["ghostclip", path.parent.name]:
                 found |= {inside[2]} if len(inside) > 2 else {name.name for name in node.names}
     return found
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.parent.name == "capture"], ids=shown)
-def test_files_of_capture_import_downward(path):
+@pytest.mark.parametrize("path", [path for path in FILES if path.parent.name in ORDERED], ids=shown)
+def test_files_of_a_room_import_downward(path):
     if path.stem == "__init__":
         return
-    above = {name for name in _imported_at_run_time(path) if CAPTURE.index(name) >= CAPTURE.index(path.stem)}
+    order = ORDERED[path.parent.name]
+    above = {name for name in _imported_of_its_room(path) if order.index(name) >= order.index(path.stem)}
     assert not above, f"{path.stem} must not import {sorted(above)}"
+
+
+def test_one_file_knows_all_of_capture():
+    """Operations take the forward's passive data; nothing but the context itself knows of who runs them."""
+    knowing = {
+        path.stem for path in FILES if path.parent.name == "capture" and "context" in _imported_of_its_room(path)
+    }
+    assert not knowing
 
 
 def test_accounting_needs_no_torch():
@@ -179,8 +192,8 @@ def test_only_kernels_import_triton(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=shown)
-def test_only_capture_hooks_modules(path):
-    if _layer(module_name(path)) == "capture":
+def test_only_capture_and_evidence_hook_modules(path):
+    if _layer(module_name(path)) in {"capture", "evidence"}:
         return
     text = path.read_text(encoding="utf-8")
     assert not [name for name in MODULE_HOOKS if name in text], f"{shown(path)} registers module hooks"
@@ -221,8 +234,8 @@ def _known_when_read(path: Path) -> set[str]:
 
 
 def test_no_modules_import_each_other_also_not_for_types():
-    """Inside a room, too, a file knows only of those below it; `capture` is the one room where that is not so yet."""
-    graph = {module_name(path): _known_when_read(path) for path in FILES if _layer(module_name(path)) != "capture"}
+    """Inside a room, too, a file knows only of those below it."""
+    graph = {module_name(path): _known_when_read(path) for path in FILES}
     while True:
         # What knows of nobody that is left is below all others.
         lowest = {name for name, others in graph.items() if not others & graph.keys()}
