@@ -1,8 +1,8 @@
 """Keep ``torch.compile`` away from forwards whose parameters are substituted.
 
 The compiler traces Python frames ahead of time; what a clipper does in a forward (substituting parameters, following
-rows, keeping inputs) happens as it runs. A compiled model therefore runs eagerly while a clipper watches it, and compiled
-otherwise: in evaluation, without gradients, or once the clipper is removed.
+rows, keeping inputs) happens as it runs. A compiled model therefore runs eagerly while a clipper watches it, and
+compiled otherwise: in evaluation, without gradients, or once the clipper is removed.
 """
 
 from types import CodeType

@@ -1,4 +1,4 @@
-"""Parameters that exist only while their module runs are substituted after they were gathered, given back before they go.
+"""Parameters that exist only while their module runs: substituted after they were gathered, given back before they go.
 
 Sharded modules work so: a hook before the forward gathers a module's parameters, one after it frees them.
 """
@@ -104,8 +104,8 @@ def test_a_unit_that_raises_gives_its_parameters_back():
     capture = CaptureContext(
         model, batch_first=True, on_backward=lambda use: None, on_loss=lambda *loss: None, units=[unit]
     )
+    unit.forward = lambda x: x @ torch.ones(7, 7, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="shapes"):
-        unit.forward = lambda x: x @ torch.ones(7, 7, dtype=torch.float64)
         model(torch.randn(B, 3, dtype=torch.float64))
     del unit.forward
     assert TrackedTensor not in gathered.after

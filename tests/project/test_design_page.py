@@ -1,4 +1,4 @@
-"""The design page names files that exist, and rooms in the order that the layering test holds."""
+"""The design page and the glossary name files that exist, the page rooms in the order that the layering test holds."""
 
 import re
 
@@ -12,6 +12,13 @@ NAMED = sorted(set(re.findall(r"`([a-z_]+(?:/[a-z_.]+)*(?:\.py|/))`", PAGE)) - {
 def test_files_and_rooms_exist():
     assert len(NAMED) > 30
     assert not [name for name in NAMED if not (PACKAGE / name).exists() and not (PACKAGE.parent / name).exists()]
+
+
+def test_files_of_the_glossary_exist():
+    glossary = (PACKAGE / "GLOSSARY.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([a-z_]+/[a-z_/]+\.py)`", glossary)
+    assert len(named) > 15
+    assert not [name for name in named if not (PACKAGE / name).exists()]
 
 
 def test_rooms_are_listed_in_the_order_of_the_layers():
