@@ -1,7 +1,7 @@
 """The one walk over nested containers: arguments of operations, inputs and outputs of models, batches of loaders.
 
 Containers are those of torch's pytree: tuples, lists, dicts, and what is registered there. A forward looks through
-thousands of them, so that plain ones are walked here and only the others by pytree.
+thousands of them, so that plain ones are walked here and only the others by pytree. A ``torch.Size`` is a leaf.
 """
 
 from collections.abc import Callable, Mapping

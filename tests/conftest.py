@@ -1,7 +1,8 @@
-"""Fixtures that every test shares: devices, seeds, threads, and memory that is never silently zero."""
+"""Fixtures that every test shares: devices, strategies, seeds, threads, and memory that is never silently zero."""
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,14 +11,22 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.exactness.runs import STRATEGIES
+
 HERE = Path(__file__).parent
+# transformers builds from configs only; should anything ask for a file, it is not to be looked for.
+os.environ["HF_HUB_OFFLINE"] = "1"
+_TORCH_SAYS = (
+    "ignore:Using padding='same' with even kernel lengths:UserWarning",
+    "ignore:LSTM with projections is not supported with oneDNN:UserWarning",
+)
 # One in so many tests of a folder or file is quick: there each is one more example of the same. 0: none.
 QUICK_SHARE = {
     "architectures": 6,
     "loops": 6,
     "benchmarks": 0,
     "paper_repro": 0,
-    "clipping": 3,
+    "clipping/test_clip_policies.py": 3,
     "accounting/test_tight_bounds.py": 3,
     "accounting/test_edges.py": 3,
     "audit/test_loops.py": 3,
@@ -44,11 +53,13 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `gpu` where there is none, and mark what is `thorough` by its folder."""
+    """Skip what is marked `gpu` where there is none, let torch's remarks pass, and mark what is `thorough`."""
     for item in items:
+        for rule in _TORCH_SAYS:
+            item.add_marker(pytest.mark.filterwarnings(rule))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-        if not _is_quick(item):
+        if not _is_quick(item) or _is_further_strategy(item):
             item.add_marker(pytest.mark.thorough)
 
 
@@ -58,6 +69,24 @@ def _is_quick(item: pytest.Item) -> bool:
     place = item.path.relative_to(HERE)
     share = QUICK_SHARE.get(place.as_posix(), QUICK_SHARE.get(place.parts[0], 1))
     return share > 0 and zlib.crc32(item.name.encode()) % share == 0
+
+
+def _is_further_strategy(item: pytest.Item) -> bool:
+    """Whether a test holds a case of the table in a strategy beyond one.
+
+    Which one is another for each case and test, so that the quick tests meet all strategies.
+    """
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    case = getattr(given.get("case"), "name", given.get("case"))
+    if given.get("strategy") not in STRATEGIES or not isinstance(case, str):
+        return False
+    return given["strategy"] != STRATEGIES[zlib.crc32(f"{item.originalname} {case}".encode()) % len(STRATEGIES)]
+
+
+@pytest.fixture(params=STRATEGIES)
+def strategy(request: pytest.FixtureRequest) -> str:
+    """Every strategy in turn."""
+    return request.param
 
 
 @pytest.fixture(params=_devices())

@@ -8,7 +8,7 @@ import torch
 
 from ghostclip.kernels.fingerprints import is_readable, row_fingerprints
 from ghostclip.optim.draws import Draw, DrawLog, Match
-from ghostclip.optim.records import Memory, Replay, tensors_in
+from ghostclip.optim.records import Memory, Replay
 
 DTYPES = [
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.float8_e4m3fn,
@@ -67,11 +67,6 @@ def test_a_row_of_one_value_says_nothing(value):
 )  # fmt: skip
 def test_what_rows_can_be_read_of(tensor, readable):
     assert is_readable(tensor) is readable
-
-
-def test_tensors_are_found_in_what_collate_functions_make():
-    a, b, c = torch.zeros(1), torch.zeros(2), torch.zeros(3)
-    assert [len(t) for t in tensors_in({"a": a, "rest": [b, "text", (c, None, 3)]})] == [1, 2, 3]
 
 
 def test_a_content_of_several_records_is_nobodys():
