@@ -8,6 +8,10 @@ from pathlib import Path
 
 from ghostclip.finetune.options import DEFAULT_EPOCHS, DTYPES, STRATEGIES, FinetuneOptions
 
+EXAMPLES = """\
+examples:
+  ghostclip finetune
+"""
 _DEFAULTS = {field.name: field.default for field in fields(FinetuneOptions)}
 
 

@@ -6,6 +6,7 @@ Everything that can be refused is refused before the output folder is touched.
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -13,11 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ghostclip.errors import InvalidOptionError
+from ghostclip._files import reason_of, require_plotting
+from ghostclip.errors import InvalidOptionError, OutputError
 from ghostclip.finetune import output as files
 from ghostclip.finetune.models import require_known_model
 from ghostclip.finetune.options import FinetuneOptions, resumed_options
-from ghostclip.finetune.plot import Curves, draw, require_plotting
+from ghostclip.finetune.plot import Curves, draw
 from ghostclip.finetune.tokens import go_offline
 
 if TYPE_CHECKING:
@@ -50,13 +52,20 @@ def run(given: dict[str, object]) -> int:
     print(plan_text(prepared.data, prepared.model_text, prepared.mechanism, state=prepared.state, options=options))
     for line in prepared.warnings:
         print(f"warning: {line}", file=sys.stderr)
+    training = _begin(prepared)
     try:
-        training, comparison = _train(prepared)
+        comparison = _train(prepared, training)
         if prepared.state.step < prepared.mechanism.steps:
             return _interrupted(prepared)
         outcome = _finish(prepared, training, comparison)
     except KeyboardInterrupt:
         return _interrupted(prepared)
+    except OSError as error:
+        reason = reason_of(error)
+        raise OutputError(
+            f"--output {prepared.output}: could not be written ({reason}); once it can be, continue with: "
+            f"{_again(prepared)}"
+        ) from error
     print(result_text(outcome))
     return 0
 
@@ -93,7 +102,7 @@ def _require_libraries() -> None:
     del safetensors, tqdm
 
 
-def _train(prepared: Prepared) -> tuple[PrivateTraining, Comparison]:
+def _train(prepared: Prepared, training: PrivateTraining) -> Comparison:
     """Train until the steps are spent or stopping is asked for; what happened is on disk afterwards."""
     import torch
 
@@ -101,12 +110,8 @@ def _train(prepared: Prepared) -> tuple[PrivateTraining, Comparison]:
     from ghostclip.finetune.interrupts import StopRequest
     from ghostclip.finetune.models import fresh_copy
     from ghostclip.finetune.progress import ProgressBar
-    from ghostclip.finetune.training import PrivateTraining
 
     state, steps, width = prepared.state, prepared.mechanism.steps, prepared.split.training.width
-    if prepared.lost is None:
-        files.start_anew(prepared.output)
-    training = PrivateTraining(prepared)
     comparison = Comparison(partial(fresh_copy, prepared.model), prepared.options, width=width, device=prepared.device)
     try:
         with StopRequest() as stop, ProgressBar(steps=steps, done=state.step, epsilon=training.epsilon) as bar:
@@ -116,7 +121,24 @@ def _train(prepared: Prepared) -> tuple[PrivateTraining, Comparison]:
         raise MemoryError(_memory_advice(prepared, str(error).splitlines()[0])) from error
     finally:
         training.close()
-    return training, comparison
+    return comparison
+
+
+def _begin(prepared: Prepared) -> PrivateTraining:
+    """Make the model private and write the first resume point; where that fails, leave the folder as it was."""
+    from ghostclip.finetune.training import PrivateTraining
+
+    if prepared.lost is not None:
+        return PrivateTraining(prepared)
+    made = not prepared.output.exists()
+    try:
+        files.start_anew(prepared.output)
+        return PrivateTraining(prepared)
+    except OSError as error:
+        files.forget_resume(prepared.output)
+        if made:
+            shutil.rmtree(prepared.output, ignore_errors=True)
+        raise OutputError(f"--output {prepared.output}: cannot be written ({reason_of(error)})") from error
 
 
 def _on_step(
@@ -140,17 +162,18 @@ def _interrupted(prepared: Prepared) -> int:
     mechanism, step = prepared.mechanism, prepared.state.step
     print(
         f"\nstopped after step {step} of {mechanism.steps}, ε = {mechanism.epsilon_after(step):.3f} spent so far; "
-        f"continue with: ghostclip finetune --resume --output {prepared.output}",
+        f"continue with: {_again(prepared)}",
         file=sys.stderr,
     )
     return EXIT_INTERRUPTED
 
 
+def _again(prepared: Prepared) -> str:
+    return f"ghostclip finetune --resume --output {prepared.output}"
+
+
 def _memory_advice(prepared: Prepared, reason: str) -> str:
-    return (
-        f"out of memory ({reason}); continue with: ghostclip finetune --resume --output {prepared.output} "
-        "--physical-batch-size B, with a smaller B"
-    )
+    return f"out of memory ({reason}); continue with: {_again(prepared)} --physical-batch-size B, with a smaller B"
 
 
 def _finish(prepared: Prepared, training: PrivateTraining, comparison: Comparison) -> Outcome:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ghostclip.errors import InvalidOptionError
-from ghostclip.finetune.output import atomic_path
+from ghostclip._files import atomic_path
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -27,20 +26,6 @@ class Curves:
     held_out: tuple[float, float]
     target_epsilon: float
     delta: float
-
-
-def require_plotting() -> None:
-    """Fail at the start of a run, not at its end, where the picture cannot be drawn.
-
-    Raises:
-        InvalidOptionError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise InvalidOptionError(
-            "the plot needs matplotlib, which is not installed: pip install 'ghostclip[transformers]'"
-        ) from error
 
 
 def draw(curves: Curves, path: Path) -> None:

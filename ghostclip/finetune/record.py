@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 import ghostclip
+from ghostclip._files import write_text
 from ghostclip.finetune.checkpoint import RunState
 from ghostclip.finetune.comparison import seconds_per_step
 from ghostclip.finetune.options import FinetuneOptions
-from ghostclip.finetune.output import write_text
 from ghostclip.finetune.privacy import ACCOUNTANT, Mechanism
 from ghostclip.finetune.steps import StepMeasures
 

@@ -17,6 +17,7 @@ LAYERS = (
     "_tree",
     "_validate",
     "_owner",
+    "_files",
     "losses",
     "accounting",
     "kernels",
