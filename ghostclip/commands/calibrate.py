@@ -14,6 +14,7 @@ from ghostclip.commands.privacy_options import (
     write_files,
 )
 from ghostclip.errors import InvalidOptionError
+from ghostclip.terminal import Working
 
 EXAMPLES = """\
 examples:
@@ -57,7 +58,8 @@ def run(given: dict[str, Any]) -> int:
     setting = read_setting(given)
     if "target_epsilon" not in given:
         raise InvalidOptionError("--target-epsilon: needed (`ghostclip epsilon` tells what given values cost).")
-    name, value = _solved(setting, given["target_epsilon"])
+    with Working("searching", logger="ghostclip.accounting.calibration"):
+        name, value = _solved(setting, given["target_epsilon"])
     sigma = value if name == "noise_multiplier" else setting.sigma
     rate = value if name == "sample_rate" else setting.rate
     steps = value if name == "steps" else setting.steps

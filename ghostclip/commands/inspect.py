@@ -12,6 +12,7 @@ from typing import Any
 
 from ghostclip._files import require_writable, write_text
 from ghostclip.errors import InvalidOptionError
+from ghostclip.terminal import Working
 
 EXIT_REFUSED = 3
 EXAMPLES = """\
@@ -91,7 +92,7 @@ def run(given: dict[str, Any]) -> int:
     request = Request(**{name: options[name] for name in names})
     if request.full and ":" in request.model:
         raise InvalidOptionError("--full: a factory's model has its real sizes already; leave it out")
-    with _quiet():
+    with _quiet(), Working("inspecting"):
         source = load_source(request)
         proof = load_source(Request(**{**vars(request), "full": False})) if request.full else None
         found = inspect_model(source, strategy=options["strategy"], trainable=options["trainable"], proof=proof)

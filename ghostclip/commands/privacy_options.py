@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ghostclip._files import reason_of, require_picture, require_writable, write_text
 from ghostclip.errors import DataError, InvalidOptionError
+from ghostclip.terminal import Working
 
 if TYPE_CHECKING:
     from ghostclip.accounting import Accountant, Bounds
@@ -165,7 +166,7 @@ def report(title: str, found: dict[str, Any], segments: list[Segment], setting: 
     """
     from ghostclip.accounting import delta_too_large
 
-    with warnings.catch_warnings():
+    with Working("bounding epsilon"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         bounds: Bounds = accountant_of(segments, setting).epsilon_bounds(setting.delta)
     lines = [f"{name} = {value:.6g}" for name, value in found.items()]
@@ -238,7 +239,8 @@ def write_files(given: dict[str, Any], result: dict[str, Any], segments: list[Se
     if "plot" in given:
         from ghostclip.commands.privacy_plot import plot_epsilon
 
-        plot_epsilon(segments, setting, given["plot"])
+        with Working("drawing"):
+            plot_epsilon(segments, setting, given["plot"])
 
 
 def _whole(steps: str | float) -> int:

@@ -21,6 +21,7 @@ from ghostclip.finetune.models import require_known_model
 from ghostclip.finetune.options import FinetuneOptions, resumed_options
 from ghostclip.finetune.plot import Curves, draw
 from ghostclip.finetune.tokens import go_offline
+from ghostclip.terminal import Working
 
 if TYPE_CHECKING:
     from ghostclip.finetune.checkpoint import Interrupted
@@ -41,6 +42,9 @@ def run(given: dict[str, object]) -> int:
 
     Returns:
         The exit status: 0, or 130 when it was interrupted and can be resumed.
+
+    Raises:
+        OutputError: A result could not be written; the run can be continued.
     """
     options, interrupted = _options(given)
     go_offline()
@@ -48,7 +52,8 @@ def run(given: dict[str, object]) -> int:
     from ghostclip.finetune.prepare import prepare
     from ghostclip.finetune.report import plan_text, result_text
 
-    prepared = prepare(options, interrupted)
+    with Working("preparing"):
+        prepared = prepare(options, interrupted)
     print(plan_text(prepared.data, prepared.model_text, prepared.mechanism, state=prepared.state, options=options))
     for line in prepared.warnings:
         print(f"warning: {line}", file=sys.stderr)
@@ -181,7 +186,8 @@ def _finish(prepared: Prepared, training: PrivateTraining, comparison: Compariso
     from ghostclip.finetune.prepare import evaluate
     from ghostclip.finetune.record import write_record
 
-    after = evaluate(prepared.model, prepared.split, prepared.options)
+    with Working("evaluating"):
+        after = evaluate(prepared.model, prepared.split, prepared.options)
     prepared.model.to("cpu")
     files.save_model(prepared.model, prepared.tokens, prepared.output)
     comparison.finish(physical_batch=training.measures.physical_batch)

@@ -41,6 +41,7 @@ LAYERS = (
     "audit",
     "integrations",
     "compat",
+    "terminal",
     "finetune",
     "commands",
     "cli",
