@@ -15,7 +15,7 @@ _FIRST, _TERMINAL, _LOG = 2.0, 0.5, 30.0
 class Working:
     """Context that shows on stderr what is done and for how long: on a terminal one line that vanishes, else lines.
 
-    Work that is done within two seconds shows nothing.
+    Work that is done within two seconds shows nothing on a terminal, within thirty nothing in a log.
 
     Args:
         what: What is done, such as "searching the noise".
@@ -53,7 +53,7 @@ class Working:
 
     def _show(self) -> None:
         terminal = self._stream.isatty()
-        shown, wait = False, _FIRST
+        shown, wait = False, _FIRST if terminal else _LOG
         while not self._done.wait(wait):
             shown, wait = True, _TERMINAL if terminal else _LOG
             text = f"{self._what}: {time.monotonic() - self._began:.0f} s" + self._latest.text

@@ -5,7 +5,6 @@ Everything that can be refused is refused before the output folder is touched.
 
 from __future__ import annotations
 
-import math
 import shutil
 import sys
 import time
@@ -18,14 +17,15 @@ from ghostclip._files import reason_of, require_plotting
 from ghostclip.errors import InvalidOptionError, OutputError
 from ghostclip.finetune import output as files
 from ghostclip.finetune.models import require_known_model
-from ghostclip.finetune.options import FinetuneOptions, resumed_options
+from ghostclip.finetune.options import FinetuneOptions, require_together, resumed_options
 from ghostclip.finetune.plot import Curves, draw
-from ghostclip.finetune.tokens import go_offline
+from ghostclip.finetune.tokens import stay_local
 from ghostclip.terminal import Working
 
 if TYPE_CHECKING:
     from ghostclip.finetune.checkpoint import Interrupted
     from ghostclip.finetune.comparison import Comparison
+    from ghostclip.finetune.losses import Quality
     from ghostclip.finetune.prepare import Prepared
     from ghostclip.finetune.progress import ProgressBar
     from ghostclip.finetune.record import Outcome
@@ -47,7 +47,7 @@ def run(given: dict[str, object]) -> int:
         OutputError: A result could not be written; the run can be continued.
     """
     options, interrupted = _options(given)
-    go_offline()
+    stay_local(options.model, options.tokenizer)
     _require_libraries()
     from ghostclip.finetune.prepare import prepare
     from ghostclip.finetune.report import plan_text, result_text
@@ -79,6 +79,8 @@ def _options(given: dict[str, object]) -> tuple[FinetuneOptions, Interrupted | N
     from ghostclip.finetune.checkpoint import ResumePoint
 
     resuming = bool(given.get("resume"))
+    if not resuming:
+        require_together(given)
     FinetuneOptions(**given).validate()  # type: ignore[arg-type]
     asked = given.get("output")
     folder = files.choose_folder(asked if isinstance(asked, Path) else None, resume=resuming)
@@ -198,7 +200,7 @@ def _finish(prepared: Prepared, training: PrivateTraining, comparison: Compariso
     return outcome
 
 
-def _outcome(prepared: Prepared, training: PrivateTraining, comparison: Comparison, after: float) -> Outcome:
+def _outcome(prepared: Prepared, training: PrivateTraining, comparison: Comparison, after: Quality) -> Outcome:
     from ghostclip.finetune.privacy import assumptions
     from ghostclip.finetune.record import Outcome
 
@@ -219,7 +221,8 @@ def _outcome(prepared: Prepared, training: PrivateTraining, comparison: Comparis
         epsilon=bounds.upper,
         epsilon_lower=bounds.lower,
         summary=summary,
-        perplexity_after=after,
+        unchecked=training.unchecked,
+        after=after,
         private=comparison.private_steps(training.measures),
         all_private=training.measures,
         ordinary=comparison.measures,
@@ -232,7 +235,8 @@ def _curves(outcome: Outcome) -> Curves:
     return Curves(
         losses=outcome.state.losses,
         epsilons=mechanism.curve(outcome.state.step),
-        held_out=(math.log(outcome.state.perplexity_before), math.log(outcome.perplexity_after)),
+        held_out=(outcome.before.loss, outcome.after.loss),
+        unit="nats per row" if outcome.options.task == "classify" else "nats per token",
         target_epsilon=mechanism.target_epsilon,
         delta=mechanism.delta,
     )

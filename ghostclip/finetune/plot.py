@@ -26,6 +26,7 @@ class Curves:
     held_out: tuple[float, float]
     target_epsilon: float
     delta: float
+    unit: str = "nats per token"
 
 
 def draw(curves: Curves, path: Path) -> None:
@@ -48,7 +49,7 @@ def draw(curves: Curves, path: Path) -> None:
     right = left.twinx()
     lines = [*_draw_losses(left, curves), *_draw_epsilon(right, curves)]
     left.set_xlabel("private step")
-    left.set_ylabel("loss (nats per token)", color=_SMOOTH)
+    left.set_ylabel(f"loss ({curves.unit})", color=_SMOOTH)
     right.set_ylabel(f"ε spent (δ = {curves.delta:.3g})", color=_EPSILON)
     left.set_xlim(0, max(1, len(curves.losses)))
     left.grid(alpha=0.25)

@@ -22,6 +22,7 @@ class Terminal(io.StringIO):
 def at_once(monkeypatch):
     monkeypatch.setattr(terminal, "_FIRST", 0.0)
     monkeypatch.setattr(terminal, "_TERMINAL", 0.001)
+    monkeypatch.setattr(terminal, "_LOG", 0.001)
 
 
 def search():
@@ -70,7 +71,6 @@ def test_the_logger_is_left_as_it_was():
         (["calibrate", "--target-epsilon", "2"], "searching: 0 s"),
     ],
 )
-def test_commands_show_it(at_once, capfd, monkeypatch, words, shown):
-    monkeypatch.setattr(terminal, "_LOG", 0.001)
+def test_commands_show_it(at_once, capfd, words, shown):
     assert main([*words, "--sample-rate", "0.01", "--steps", "300"]) == 0
     assert shown in capfd.readouterr().err
