@@ -105,6 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         del arguments["command"]
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
+            # What libraries announce to those who call them is nothing that a person at a terminal can mend.
+            warnings.simplefilter("ignore", FutureWarning)
             status = job(arguments)
         sys.stdout.flush()
     except BrokenPipeError:

@@ -5,6 +5,7 @@ Everything that can be refused is refused before the output folder is touched.
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
 import time
@@ -97,6 +98,7 @@ def _options(given: dict[str, object]) -> tuple[FinetuneOptions, Interrupted | N
 
 def _require_libraries() -> None:
     try:
+        import huggingface_hub
         import safetensors
         import tqdm
         import transformers
@@ -106,6 +108,8 @@ def _require_libraries() -> None:
     # The checkpoint is written after minutes of training; its own progress bars and advice are noise there.
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    # What cannot be fetched is said once, and not at each of its tries.
+    huggingface_hub.utils.logging.set_verbosity(logging.CRITICAL)
     del safetensors, tqdm
 
 

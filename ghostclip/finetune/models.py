@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
-from ghostclip.finetune.options import TOYS, FinetuneOptions
+from ghostclip.finetune.options import FinetuneOptions
 from ghostclip.finetune.rows import labels_of
 from ghostclip.finetune.tokens import Tokens, from_anywhere
 
@@ -223,8 +223,7 @@ def _load(name: str, labels: list[str]) -> PreTrainedModel:
     try:
         model = from_anywhere(kind, name, more)
     except InvalidOptionError as error:
-        toy = f", or --toy {name} for a small one with random weights" if name in TOYS else ""
-        raise InvalidOptionError(f"--model {name}: {error}. Give a local folder{toy}") from error
+        raise InvalidOptionError(f"--model {name}: {error}") from error
     except Exception as error:  # the loader raises whatever its parsers raise, down to bare Exception
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UnsupportedModelError(f"--model {name}: cannot be loaded as {what} ({reason})") from error

@@ -9,12 +9,14 @@ from types import TracebackType
 
 from ghostclip.finetune.plot import smoothed
 
-# ε takes the accountant some hundred milliseconds at most; more often would slow a run of short steps.
-_REFRESH_SECONDS = 2.0
+# The bar moves at most this often, and seldom enough that working out ε takes a twentieth of the time.
+_REFRESH_SECONDS, _REFRESH_LOG, _SHARE = 0.5, 30.0, 20.0
 
 
 class ProgressBar:
     """Context that draws a bar on stderr; where stderr is no terminal, a line now and then.
+
+    Steps are shown together with the ε that holds after them, never one without the other.
 
     Args:
         steps: Steps of the whole run.
@@ -25,13 +27,13 @@ class ProgressBar:
     def __init__(self, *, steps: int, done: int, epsilon: Callable[[], float]) -> None:
         from tqdm import tqdm
 
-        interactive = sys.stderr.isatty()
+        self._least = self._pause = _REFRESH_SECONDS if sys.stderr.isatty() else _REFRESH_LOG
         self._bar = tqdm(
-            total=steps, initial=done, desc="private training", unit="step", dynamic_ncols=True,
-            mininterval=0.1 if interactive else 30.0,
-        )  # fmt: skip
+            total=steps, initial=done, desc="private training", unit="step", dynamic_ncols=True, mininterval=0.0
+        )
+        self._physical = self._waiting = 0
         self._epsilon = epsilon
-        self._shown = 0.0
+        self._shown = time.perf_counter() - self._least
         self._samples = 0
         self._began = time.perf_counter()
         self._losses: list[float] = []
@@ -42,6 +44,8 @@ class ProgressBar:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._waiting:
+            self._show()
         self._bar.close()
 
     def step(self, loss: float | None, samples: int, physical_batch: int) -> None:
@@ -55,13 +59,21 @@ class ProgressBar:
         self._samples += samples
         if loss is not None:
             self._losses = [*self._losses[-19:], loss]
+        self._waiting += 1
+        self._physical = physical_batch
+        if time.perf_counter() - self._shown >= self._pause:
+            self._show()
+
+    def _show(self) -> None:
+        began = time.perf_counter()
+        epsilon = self._epsilon()
         now = time.perf_counter()
-        if now - self._shown >= _REFRESH_SECONDS or self._bar.n + 1 == self._bar.total:
-            self._shown = now
-            mean = smoothed(self._losses)[-1] if self._losses else float("nan")
-            rate = self._samples / (now - self._began)
-            self._bar.set_postfix_str(
-                f"loss {mean:.3f}, ε {self._epsilon():.2f}, {rate:.0f} samples/s, physical batch {physical_batch}",
-                refresh=False,
-            )
-        self._bar.update()
+        self._pause = max(self._least, _SHARE * (now - began))
+        mean = smoothed(self._losses)[-1] if self._losses else float("nan")
+        rate = self._samples / (now - self._began)
+        self._bar.set_postfix_str(
+            f"loss {mean:.3f}, ε {epsilon:.2f}, {rate:.0f} samples/s, physical batch {self._physical}", refresh=False
+        )
+        self._shown = now
+        waiting, self._waiting = self._waiting, 0
+        self._bar.update(waiting)

@@ -31,7 +31,7 @@ def plan_text(data: DataFacts, model: str, mechanism: Mechanism, *, state: RunSt
     """
     privacy = (
         f"ε ≤ {mechanism.target_epsilon:g} at δ = {mechanism.delta:.3g}"
-        f"{'' if options.delta is not None else ' (1/(10 N), N = training {data.unit}s)'}, for one {data.unit}; "
+        f"{'' if options.delta is not None else f' (1/(10 N), N = training {data.unit}s)'}, for one {data.unit}; "
         f"σ = {mechanism.noise_multiplier:.3f}, C = {mechanism.max_grad_norm:g}, q = {mechanism.sample_rate:.4f}"
     )
     epochs = mechanism.steps * mechanism.sample_rate

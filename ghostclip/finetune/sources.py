@@ -183,7 +183,8 @@ def _require_column(columns: Iterable[str], column: str, place: str) -> None:
     if column not in present:
         raise DataError(
             f"{place}: no text column {column!r} (found: {', '.join(present) or 'none'})"
-            f"{did_you_mean(column, present)}; name it with --text-column (--prompt-column, --answer-column, --label-column)"
+            f"{did_you_mean(column, present)}; name it with --text-column (or --prompt-column, --answer-column, "
+            "--label-column)"
         )
 
 

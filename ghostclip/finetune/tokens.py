@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ghostclip.errors import DataError, InvalidOptionError
+from ghostclip.finetune.options import TOYS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -154,7 +155,7 @@ def choose_tokens(tokenizer: str | None, model: str | None) -> Tokens:
         The user's tokenizer, else the model's, else, for a model with random weights, bytes.
 
     Raises:
-        DataError: There is no tokenizer that can be loaded.
+        DataError: There is no tokenizer in a folder.
     """
     if tokenizer == BYTES:
         return ByteTokens()
@@ -182,9 +183,9 @@ def _load(name: str, *, option: str) -> GivenTokenizer:
         else:
             loaded = from_anywhere(AutoTokenizer, name)
     except InvalidOptionError as error:
-        raise DataError(f"{option} {name}: no such file or folder, and {error}") from error
+        raise InvalidOptionError(f"{option} {name}: no such file or folder, and {error}{_toy(option, name)}") from error
     except Exception as error:  # the loaders raise whatever their parsers raise, down to bare Exception
-        raise DataError(f"{name}: no tokenizer could be loaded ({_first_line(error)})") from error
+        raise DataError(f"{option} {name}: no tokenizer could be loaded ({_first_line(error)})") from error
     if len(loaded) == 0:
         raise DataError(f"{name}: the tokenizer has an empty vocabulary")
     return GivenTokenizer(loaded, source=name)
@@ -241,6 +242,11 @@ def _cache() -> str:
 
 def _one(token: int | None) -> NDArray[np.int32]:
     return np.array([] if token is None else [token], dtype=np.int32)
+
+
+def _toy(option: str, name: str) -> str:
+    small = name in TOYS and option == "--model"
+    return f". Give a folder, or --toy {name} for a small one with random weights" if small else ""
 
 
 def _first_line(error: Exception) -> str:

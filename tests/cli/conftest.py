@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ghostclip.cli import main
+from ghostclip.finetune import progress
 
 TEXT = " ".join(f"The {n}th sentence says that {n} times {n} is {n * n}." for n in range(60))
 # Odd sizes on purpose; every run of it takes a second or two.
@@ -62,3 +63,23 @@ def record_of():
         return json.loads((folder / "run.json").read_text(encoding="utf-8"))
 
     return read
+
+
+@pytest.fixture
+def after_step(monkeypatch):
+    """Do something right after a given step of the next run, as a signal or a crash would."""
+
+    def install(number, action):
+        taken = {"steps": 0}
+        plain = progress.ProgressBar.step
+
+        def step(self, loss, samples, physical_batch):
+            plain(self, loss, samples, physical_batch)
+            taken["steps"] += 1
+            if taken["steps"] == number:
+                action()
+
+        monkeypatch.setattr(progress.ProgressBar, "step", step)
+
+    yield install
+    monkeypatch.undo()

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from ghostclip.finetune import progress
 from ghostclip.finetune.checkpoint import ResumePoint
 from ghostclip.finetune.training import PrivateTraining
 from ghostclip.privacy.ledger_file import Entry, LedgerFile
@@ -20,26 +19,6 @@ from tests.cli.conftest import TEXT, TINY, TINY_GIVEN, TINY_MODEL
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture
-def after_step(monkeypatch):
-    """Do something right after a given step of the next run, as a signal or a crash would."""
-
-    def install(number, action):
-        taken = {"steps": 0}
-        plain = progress.ProgressBar.step
-
-        def step(self, loss, samples, physical_batch):
-            plain(self, loss, samples, physical_batch)
-            taken["steps"] += 1
-            if taken["steps"] == number:
-                action()
-
-        monkeypatch.setattr(progress.ProgressBar, "step", step)
-
-    yield install
-    monkeypatch.undo()
 
 
 def interrupt():
