@@ -33,7 +33,7 @@ from ghostclip.evidence.prover import Evidence
 from ghostclip.evidence.unchecked import Unchecked
 from ghostclip.kernels.precision import full_precision
 from ghostclip.planning.coverage import Coverage, coverage_of
-from ghostclip.planning.plan import Planner
+from ghostclip.planning.plan import MEMORY_BUDGET, Planner
 
 _log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class GhostClipper(Diagnostics):
         batch_first: bool = True,
         relation: str = "zero_out",
         probe: bool = True,
-        memory_budget: float = 1.05,
+        memory_budget: float = MEMORY_BUDGET,
     ) -> None:
         """Attach to a model.
 

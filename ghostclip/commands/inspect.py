@@ -19,8 +19,22 @@ EXAMPLES = """\
 examples:
   ghostclip inspect gpt2
       a small stand-in of the architecture: what is covered, what is refused
+  ghostclip inspect gpt2 --full --sequence-length 512 --device-memory 24
+      the same at its real sizes, from shapes alone: what a step costs, and the physical batch that fits on 24 GB
   ghostclip inspect train.py:make_model --batch-size 16
-      your own model: a function without arguments that returns it
+      your own model: a function that returns it
+
+A function in the file may make the batch: example_batch, or the one that --batch names. It may take batch_size and
+sequence_length, and returns what the model is called with: a tensor, a tuple or list of positional arguments, or a
+dict of keyword arguments; samples lie along axis 0 (--batch-axis):
+
+  def make_model():
+      return Classifier()
+
+  def example_batch(batch_size, sequence_length):
+      return {"input_ids": torch.randint(0, 1000, (batch_size, sequence_length))}
+
+The loss is not needed: what clipping takes depends on the model and the sizes alone.
 """
 
 _DEFAULTS: dict[str, Any] = {
@@ -32,7 +46,10 @@ _DEFAULTS: dict[str, Any] = {
     "batch": "",
     "input_shape": (),
     "batch_axis": 0,
+    "optimizer": "adamw",
+    "device_memory": (),
 }
+_OPTIMIZERS = ("adamw", "momentum", "sgd")
 _STRATEGIES = ("auto", "bookkeeping", "ghost", "fast", "hooks")
 
 
@@ -64,6 +81,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--input-shape", type=_shape, metavar="D,D,...", help="shape of one sample of a factory's model, as 3,32,32"
     )
     parser.add_argument("--batch-axis", type=int, choices=(0, 1), help="where samples lie in the inputs (default: 0)")
+    parser.add_argument(
+        "--optimizer", choices=_OPTIMIZERS, help="whose state is counted; momentum is SGD with it (default: adamw)"
+    )
+    parser.add_argument(
+        "--device-memory",
+        type=_gigabytes,
+        action="append",
+        metavar="GB",
+        help="memory of a device to fit on, as 24 or 24GB; may be given several times (default: the usual sizes)",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the findings as JSON; - prints them instead of the page")
 
 
@@ -80,6 +107,7 @@ def run(given: dict[str, Any]) -> int:
         InvalidOptionError: If an option is out of range.
     """
     from ghostclip.validation.inspection import inspect_model, load_source
+    from ghostclip.validation.inspection.memory import DEVICES
     from ghostclip.validation.inspection.sources import Request
 
     options = {**_DEFAULTS, **given}
@@ -95,7 +123,14 @@ def run(given: dict[str, Any]) -> int:
     with _quiet(), Working("inspecting"):
         source = load_source(request)
         proof = load_source(Request(**{**vars(request), "full": False})) if request.full else None
-        found = inspect_model(source, strategy=options["strategy"], trainable=options["trainable"], proof=proof)
+        found = inspect_model(
+            source,
+            strategy=options["strategy"],
+            trainable=options["trainable"],
+            proof=proof,
+            optimizer=options["optimizer"],
+            devices=options["device_memory"] or DEVICES,
+        )
     text = json.dumps(found.as_dict(), indent=1)
     if options.get("json") == "-":
         print(text)
@@ -116,6 +151,16 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+def _gigabytes(text: str) -> int:
+    try:
+        size = float(text.upper().removesuffix("B").removesuffix("G"))
+    except ValueError:
+        size = 0.0
+    if not 0 < size < 10**6:
+        raise argparse.ArgumentTypeError(f"{text!r} is no memory in GB, such as 24 or 24GB")
+    return int(size * 10**9)
 
 
 def _shape(text: str) -> tuple[int, ...]:

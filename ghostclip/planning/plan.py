@@ -25,6 +25,9 @@ from ghostclip.factors import planner
 from ghostclip.factors.base import accumulation_dtype
 from ghostclip.planning.footprint import Footprint, footprint_from, footprint_of
 
+MEMORY_BUDGET: Final = 1.05
+"""The most that book-keeping holds by default, over what an ordinary backward holds."""
+
 _CACHED: Final = 256
 # Into how many parts of the budget sizes are rounded up.
 _UNITS: Final = 1024
@@ -89,7 +92,7 @@ class Planner:
         latest: Names of the parameters that the latest plan keeps beyond the rule.
     """
 
-    def __init__(self, budget: float = 1.05) -> None:
+    def __init__(self, budget: float = MEMORY_BUDGET) -> None:
         """Make a planner without plans.
 
         Args:

@@ -287,3 +287,60 @@ def test_nothing_is_trained(script):
     assert all(torch.equal(one, two) for one, two in zip(before, source.model.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in source.model.parameters())
     assert not any(module._forward_hooks for module in source.model.modules())
+
+
+def test_memory_counts_the_state_of_the_optimizer_and_the_device(inspect):
+    found = {}
+    for optimizer in ("adamw", "momentum", "sgd"):
+        words = ["--optimizer", optimizer, "--device-memory", 24, "--device-memory", "1GB", "--json", "-"]
+        found[optimizer] = json.loads(inspect("gpt2", "--full", "--sequence-length", 256, *words).out)["memory"]
+    weights = 4 * 124_439_808
+    for optimizer, states in (("adamw", 2), ("momentum", 1), ("sgd", 0)):
+        memory = found[optimizer]
+        assert (memory["parameters"], memory["gradients"], memory["optimizer"]) == (weights, weights, states * weights)
+        assert memory["total"] == sum(
+            memory[name] for name in ("parameters", "gradients", "optimizer", "activations", "clipping")
+        )
+        batch = memory["physical_batch"]["24000000000"]
+        a_sample = (memory["activations"] + memory["clipping"]) / memory["batch_size"]
+        fixed = memory["total"] - memory["batch_size"] * a_sample
+        assert fixed + batch * a_sample <= 0.9 * 24e9 < fixed + (batch + 1) * a_sample
+    assert found["adamw"]["physical_batch"]["1000000000"] == 0
+
+
+def test_memory_is_said_on_the_page(inspect):
+    out = inspect("gpt2", "--full", "--sequence-length", 256, "--device-memory", 24, "--device-memory", 1).out
+    assert "state of adamw" in out
+    assert "fits on 24 GB at physical batch " in out
+    assert "does not fit on 1 GB" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "part"), [(["--device-memory", "much"], "no memory in GB"), (["--optimizer", "adam"], "mean 'adamw'?")]
+)
+def test_wrong_memory(inspect, words, part):
+    result = inspect("gpt2", *words)
+    assert result.status == 2
+    assert part in result.err
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_page_agrees_with_the_coverage_of_a_clipper(name):
+    """The same plan, with what the memory budget keeps, and one ratio wherever it is shown."""
+    source = load_source(Request(name, batch_size=5, sequence_length=24))
+    found = inspect_model(source)
+    with ghostclip.GhostClipper(source.model, max_grad_norm=1.0) as clipper:
+        clipper.backward(losses_of(source.call(), batch_size=5, axis=0))
+        clipper.reset()
+        coverage = clipper.coverage()
+    assert [(row.name, row.plan, row.cost) for row in found.coverage] == [
+        (row.name, row.plan, row.cost) for row in coverage
+    ]
+    values = found.as_dict()
+    assert values["memory_ratio_at_most"] == values["coverage"]["total"]["memory_ratio"]
+    assert found.memory.clipping == coverage.total.held
+    assert f"at most {found.coverage.memory_ratio:.2f} x" in str(found)
+
+
+def test_help_says_what_a_batch_function_returns(inspect):
+    assert "a tuple or list of positional arguments" in inspect("--help").out

@@ -18,7 +18,7 @@ def test_epsilon_is_that_of_the_step(capfd, monkeypatch, pause):
         for _ in range(37):
             done["steps"] += 1
             bar.step(1.0, 5, 2)
-    shown = re.findall(r"(\d+)/40 .*?ε ([\d.]+)", capfd.readouterr().err)
+    shown = re.findall(r"(\d+)/40 [^\r]*?ε ([\d.]+)", capfd.readouterr().err)
     assert shown[-1] == ("40", "5.00")
     for step, epsilon in shown:
         assert float(epsilon) == pytest.approx(int(step) / 8, abs=0.006)

@@ -1,19 +1,21 @@
 """``inspect_model``: what clipping a model's gradients would take, and what stands in its way."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 
-from ghostclip import _torch
+from ghostclip import _torch, _validate
 from ghostclip.clipper import GhostClipper, Strategy
 from ghostclip.errors import DataError, GhostClipError, InvalidOptionError, UnsupportedModelError
 from ghostclip.planning.coverage import Coverage, CoverageRow, as_table, readable_bytes
+from ghostclip.planning.plan import MEMORY_BUDGET
 from ghostclip.validation.fixers import ModuleValidator
 from ghostclip.validation.inspection.measure import Plain, losses_of, plain_step, planned
+from ghostclip.validation.inspection.memory import DEVICES, OPTIMIZERS, Memory, memory_of
 from ghostclip.validation.inspection.sources import Source
 from ghostclip.validation.report import Problem
 
@@ -38,6 +40,9 @@ class Inspection:
         parameters: Elements of all parameters, and of the trainable ones.
         parameter_bytes: Bytes of all parameters and of the trainable ones' gradients.
         by_shapes: The plan was made on the meta device.
+        memory: Bytes of a private step; None where the model could not be run.
+        optimizer: Whose state is counted.
+        devices: Bytes of the devices that are in question.
     """
 
     title: str
@@ -48,6 +53,9 @@ class Inspection:
     parameters: tuple[int, int] = (0, 0)
     parameter_bytes: int = 0
     by_shapes: bool = False
+    memory: Memory | None = None
+    optimizer: str = "adamw"
+    devices: tuple[int, ...] = DEVICES
 
     @property
     def ok(self) -> bool:
@@ -77,8 +85,7 @@ class Inspection:
         """Bytes of a private step over those of a non-private one, at most."""
         if self.plain is None or not self.ok:
             return None
-        base = self.parameter_bytes + self.plain.saved
-        return (base + self.coverage.total.held) / base
+        return self.coverage.memory_ratio
 
     def as_dict(self) -> dict[str, object]:
         """Return everything as plain numbers and texts, for JSON."""
@@ -90,6 +97,8 @@ class Inspection:
             "problems": [{"place": p.place, "found": p.found, "remedy": p.remedy} for p in self.problems],
             "flop_ratio": self.flop_ratio,
             "memory_ratio_at_most": self.memory_ratio,
+            "memory": None if self.memory is None else self.memory.as_dict(self.devices),
+            "optimizer": self.optimizer,
             "non_private": None if plain is None else {"flops": self.base_flops, "saved_bytes": plain.saved},
             "parameters": {"all": self.parameters[0], "trainable": self.parameters[1]},
             "coverage": self.coverage.as_dict(),
@@ -111,17 +120,25 @@ class Inspection:
         if len(self.coverage.unused) < len(self.coverage):
             lines += ["", _table(self.coverage, priced=self.ok)]
         if self.plain is not None and self.flop_ratio is not None and self.memory_ratio is not None:
-            base = readable_bytes(self.parameter_bytes + self.plain.saved)
+            base = readable_bytes(self.coverage.base_bytes)
             held = readable_bytes(self.coverage.total.held)
             of = f"the {self.base_flops / 1e9:.4g} GFLOP of a non-private step"
             beyond = f"{held} beyond {base} of parameters, gradients and activations"
             lines += ["", f"expected FLOPs:  {self.flop_ratio:.3f} x {of}"]
             lines += [f"expected memory: at most {self.memory_ratio:.2f} x ({beyond})"]
+            assert self.memory is not None
+            lines += self.memory.text(self.optimizer, self.devices)
         return "\n".join(lines)
 
 
 def inspect_model(
-    source: Source, *, strategy: Strategy = "auto", trainable: str = "", proof: Source | None = None
+    source: Source,
+    *,
+    strategy: Strategy = "auto",
+    trainable: str = "",
+    proof: Source | None = None,
+    optimizer: str = "adamw",
+    devices: Sequence[int] = DEVICES,
 ) -> Inspection:
     """Inspect a model on one batch.
 
@@ -130,6 +147,8 @@ def inspect_model(
         strategy: How gradients would be clipped.
         trainable: Regular expression; only parameters whose name it is found in are trained. Empty for all as they are.
         proof: A small model of the same kind, on which the engine runs where ``source`` has no numbers.
+        optimizer: Whose state is counted: "adamw", "momentum" (SGD with momentum) or "sgd".
+        devices: Memory in bytes of the devices in question; by default of the usual sizes.
 
     Returns:
         What was found.
@@ -137,6 +156,7 @@ def inspect_model(
     A model that fails on the batch raises ``DataError``; one that runs on numbers only, and has none (a mixture of
     experts on the meta device), ``UnsupportedModelError``.
     """
+    _validate.choice(optimizer, "optimizer", OPTIMIZERS)
     model = source.model
     for part in (source, proof):
         if part is not None:
@@ -147,18 +167,30 @@ def inspect_model(
     if refusal is not None:
         problem = Problem.from_error(refusal, place="model")
         problems += [] if problem.place in {known.place for known in problems} else [problem]
-    plain = None
+    plain = memory = None
+    size = _batch_size(source)
+    parameter_bytes = sum(p.numel() * p.element_size() * (2 if p.requires_grad else 1) for p in model.parameters())
     if not problems:
         coverage, plain = _priced(source, coverage, by_shapes=proof is not None)
+        # What the forward keeps was counted, which is more than the inputs of the layers that coverage knows of.
+        coverage.base_bytes = parameter_bytes + plain.saved
+        held = coverage.total.held
+        if proof is not None and coverage.strategy == "bookkeeping":
+            # Which layers the memory budget lets keep more cannot be told from shapes alone; how much it allows can.
+            held = max(held, int((MEMORY_BUDGET - 1) * coverage.base_bytes))
+        memory = memory_of(model, optimizer=optimizer, saved=plain.saved, held=held, batch_size=size)
     return Inspection(
         source.title,
-        _batch_size(source),
+        size,
         coverage,
         problems,
         plain,
         (sum(p.numel() for p in model.parameters()), sum(p.numel() for p in model.parameters() if p.requires_grad)),
-        sum(p.numel() * p.element_size() * (2 if p.requires_grad else 1) for p in model.parameters()),
+        parameter_bytes,
         proof is not None,
+        memory,
+        optimizer,
+        tuple(devices),
     )
 
 
