@@ -92,11 +92,14 @@ def __getattr__(name: str) -> Any:
     elif name in _SUBMODULES:
         value = importlib.import_module(f"{__name__}.{name}")
     else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from ghostclip._validate import did_you_mean
+
+        meant = did_you_mean(name, __dir__())
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{meant}")
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    """List the public names, loaded or not."""
-    return sorted({*globals(), *__all__, *_SUBMODULES})
+    """List the public names, loaded or not, and nothing else."""
+    return sorted({*__all__, *_SUBMODULES})

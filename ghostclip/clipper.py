@@ -142,6 +142,12 @@ class GhostClipper(Diagnostics):
         Raises:
             LossReductionError: The loss has another shape.
             UncoveredParameterError: A parameter's gradient could not be clipped per sample.
+
+        Example:
+            >>> with ghostclip.GhostClipper(model, max_grad_norm=1.0) as clipper:
+            ...     clipper.backward(criterion(model(x), y))
+            >>> clipper.per_sample_norms.shape
+            torch.Size([8])
         """
         forward = self._capture.forward
         check_shape(loss, batch_size=0 if forward.is_dummy else forward.batch_size)
@@ -323,6 +329,10 @@ class GhostClipper(Diagnostics):
             What the policy states under the relation, the largest of all backwards since the last :meth:`reset`; before
             the first, the one in force. Changing ``max_grad_norm`` between backward and step can therefore not lower
             the noise.
+
+        Example:
+            >>> ghostclip.GhostClipper(model, max_grad_norm=0.5).sensitivity()
+            0.5
         """
         return self._decisions.sensitivity()
 
@@ -356,7 +366,14 @@ class GhostClipper(Diagnostics):
         return self._capture.axis
 
     def coverage(self) -> Coverage:
-        """Return how every trainable parameter is handled, and its cost at the last batch's sizes; print with str()."""
+        """Return how every trainable parameter is handled, and its cost at the last batch's sizes; print with str().
+
+        Example:
+            >>> with ghostclip.GhostClipper(model, max_grad_norm=1.0) as clipper:
+            ...     clipper.backward(criterion(model(x), y))
+            >>> [(row.name, row.rung) for row in clipper.coverage()][:2]
+            [('0.weight', 'rule'), ('0.bias', 'rule')]
+        """
         decided = "ghost" if self._capture.is_checkpointed() else "bookkeeping"
         strategy = decided if self.strategy == "auto" else self.strategy
         sites, unchecked = self._capture.sites.table.values(), str(self.unchecked)
@@ -479,7 +496,12 @@ class GhostClipper(Diagnostics):
     # -- life -----------------------------------------------------------------------------------------------------
 
     def remove(self) -> None:
-        """Detach from the model: every hook is removed, the model is as it was."""
+        """Detach from the model: every hook is removed, the model is as it was.
+
+        Example:
+            >>> clipper = ghostclip.GhostClipper(model, max_grad_norm=1.0)
+            >>> clipper.remove()  # the model is an ordinary one again
+        """
         self._capture.close()
         self._zero_grad.uninstall()
         self._store.release_samples()

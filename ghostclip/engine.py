@@ -82,6 +82,18 @@ class PrivacyEngine:
             regular file.
         ResumeError: If the ledger is damaged. In a process group of several ranks both are raised by `make_private`, on
             all of them.
+
+    Example:
+        >>> engine = ghostclip.PrivacyEngine()
+        >>> model, optimizer, loader = engine.make_private(
+        ...     module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+        ... )
+        >>> for x, y in loader:
+        ...     optimizer.zero_grad()
+        ...     criterion(model(x), y).backward()
+        ...     optimizer.step()
+        >>> print(f"ε = {engine.get_epsilon(delta=1e-3):.2f}")
+        ε = 1.78
     """
 
     def __init__(
@@ -167,6 +179,13 @@ class PrivacyEngine:
             UnsupportedModelError: If the model cannot be clipped per sample.
             UncoveredParameterError: If the optimizer holds parameters that are not the model's.
             DataError: If the loader cannot be sampled from as asked.
+
+        Example:
+            >>> model, optimizer, loader = ghostclip.PrivacyEngine().make_private(
+            ...     module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+            ... )
+            >>> loader.sample_rate  # the batch size of before, on average, over the number of records
+            0.125
         """
         check_options(
             rand_on_empty=rand_on_empty,
@@ -265,6 +284,14 @@ class PrivacyEngine:
             UnsupportedModelError: If the model cannot be clipped per sample.
             UncoveredParameterError: If the optimizer holds parameters that are not the model's.
             DataError: If the loader cannot be sampled from as asked.
+
+        Example:
+            >>> model, optimizer, loader = ghostclip.PrivacyEngine().make_private_with_epsilon(
+            ...     module=model, optimizer=optimizer, data_loader=loader,
+            ...     target_epsilon=3.0, target_delta=1e-3, epochs=3, max_grad_norm=1.0,
+            ... )
+            >>> print(f"σ = {optimizer.noise_multiplier:.2f}")
+            σ = 0.99
         """
         check_options(
             rand_on_empty=False,
@@ -339,6 +366,11 @@ class PrivacyEngine:
 
         Raises:
             InvalidOptionError: If δ is not in (0, 1), or below what the discreteness of exact noise costs.
+
+        Example:
+            >>> engine = ghostclip.PrivacyEngine()
+            >>> engine.get_epsilon(delta=1e-5)  # nothing was released so far
+            0.0
         """
         if self._account.own is not None:
             self._warn_of(delta, self._sampling)
@@ -357,6 +389,11 @@ class PrivacyEngine:
 
         Raises:
             InvalidOptionError: If δ is not in (0, 1), or below what the discreteness of exact noise costs.
+
+        Example:
+            >>> bounds = ghostclip.PrivacyEngine().epsilon_bounds(delta=1e-5)
+            >>> bounds.lower, bounds.upper
+            (0.0, 0.0)
         """
         bounds = self._account.epsilon_bounds(delta)
         self._warn_of(delta, self._sampling)
@@ -370,6 +407,10 @@ class PrivacyEngine:
 
         Returns:
             One line.
+
+        Example:
+            >>> print(ghostclip.PrivacyEngine().summary(delta=1e-5))
+            (ε ≤ 0.0000, δ = 1e-05) after 0 accounted releases; ...
         """
         return summary_text(
             self.epsilon_bounds(delta),
@@ -393,6 +434,13 @@ class PrivacyEngine:
         Raises:
             UnsupportedModuleError: If modules mix samples.
             GhostClipError: If the optimizer or the loader is refused.
+
+        Example:
+            >>> engine = ghostclip.PrivacyEngine()
+            >>> engine.validate(module=nn.BatchNorm1d(3), optimizer=None, data_loader=None)
+            Traceback (most recent call last):
+            ...
+            ghostclip.errors...
         """
         if optimizer is None:
             ModuleValidator.validate(module, strict=True)
@@ -415,6 +463,10 @@ class PrivacyEngine:
 
         Returns:
             Whether it does not.
+
+        Example:
+            >>> ghostclip.PrivacyEngine().is_compatible(module=nn.BatchNorm1d(3), optimizer=None, data_loader=None)
+            False
         """
         try:
             self.validate(module=module, optimizer=optimizer, data_loader=data_loader)
@@ -434,6 +486,11 @@ class PrivacyEngine:
 
         Raises:
             UnsupportedModuleError: If something cannot be replaced.
+
+        Example:
+            >>> model = ghostclip.PrivacyEngine.get_compatible_module(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)))
+            >>> type(model[1]).__name__
+            'GroupNorm'
         """
         fixed = ModuleValidator.fix(module)
         ModuleValidator.validate(fixed, strict=True)
@@ -469,6 +526,13 @@ class PrivacyEngine:
 
         Raises:
             MissingGradientError: In the middle of a logical batch.
+
+        Example:
+            >>> engine = ghostclip.PrivacyEngine()
+            >>> private = engine.make_private(
+            ...     module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+            ... )
+            >>> engine.save_checkpoint(path=folder / "state.pt", module=private[0], optimizer=private[1])
         """
         private: DPOptimizer | None = release_of(optimizer)
         state = dict(checkpoint_dict or {})
@@ -525,6 +589,14 @@ class PrivacyEngine:
         Raises:
             ResumeError: If the checkpoint is damaged, incomplete, of another mechanism or of another training, or the
                 ledger is not the one that it was saved with.
+
+        Example:
+            >>> engine = ghostclip.PrivacyEngine()
+            >>> model, optimizer, loader = engine.make_private(
+            ...     module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+            ... )
+            >>> engine.save_checkpoint(path=folder / "state.pt", module=model, optimizer=optimizer)
+            >>> _ = engine.load_checkpoint(path=folder / "state.pt", module=model, optimizer=optimizer)
         """
         private: DPOptimizer | None = release_of(optimizer)
         checkpoint = checkpoints.load(path, torch_load_kwargs or {})
@@ -564,6 +636,10 @@ class PrivacyEngine:
 
         The file is also given back when the engine and its optimizers are gone, and when the process ends, however it
         ends. A later step of this engine takes it again, unless somebody else has written to it meanwhile.
+
+        Example:
+            >>> engine = ghostclip.PrivacyEngine(ledger=folder / "ledger.txt")
+            >>> engine.close()
         """
         if self._account.ledger is not None:
             self._account.ledger.close()

@@ -46,9 +46,9 @@ def token_losses(
         LossReductionError: The shapes are others.
 
     Example:
-        >>> logits = model(input_ids=ids, attention_mask=mask).logits
-        >>> losses = ghostclip.losses.token_losses(logits, labels)
-        >>> clipper.backward(losses)  # or, in a plain loop: losses.mean().backward()
+        >>> logits, labels = torch.zeros(2, 5, 7), torch.ones(2, 5, dtype=torch.int64)
+        >>> ghostclip.losses.token_losses(logits, labels)  # one for each sample, for clipper.backward
+        tensor([1.9459, 1.9459])
     """
     _validate.choice(reduction, "reduction", ("mean", "sum"))
     if logits.dim() != 3 or labels.shape != logits.shape[:2]:

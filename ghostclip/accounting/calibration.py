@@ -51,6 +51,11 @@ def get_noise_multiplier(  # noqa: PLR0913 - the arguments that existing scripts
 
     Privacy:
         The accountant's own ε at the returned σ was computed and does not exceed the target.
+
+    Example:
+        >>> sigma = ghostclip.get_noise_multiplier(target_epsilon=3.0, target_delta=1e-5, sample_rate=0.01, steps=1000)
+        >>> print(f"{sigma:.2f}")
+        0.81
     """
     target = positive(target_epsilon, "target_epsilon")
     tolerance = min(positive(epsilon_tolerance, "epsilon_tolerance"), 1e-3 * target)

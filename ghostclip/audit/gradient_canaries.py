@@ -28,9 +28,17 @@ class GradientCanaries:
     not measure, since its gradients are clipped by construction: for that use `CanaryDataset`.
 
     Example:
-        >>> with GradientCanaries(optimizer, count=1000, sample_rate=loader.sample_rate) as canaries:
-        ...     train(model, optimizer, loader)
+        >>> from ghostclip.audit import GradientCanaries, audit_scores
+        >>> model, optimizer, loader = ghostclip.PrivacyEngine().make_private(
+        ...     module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+        ... )
+        >>> with GradientCanaries(optimizer, count=30, sample_rate=loader.sample_rate) as canaries:
+        ...     for x, y in loader:
+        ...         optimizer.zero_grad()
+        ...         criterion(model(x), y).backward()
+        ...         optimizer.step()
         >>> print(audit_scores(canaries.scores(), delta=1e-5, claimed_epsilon=3.0).sentence())
+        epsilon >= ...
 
     Args:
         optimizer: The private optimizer.

@@ -21,12 +21,13 @@ class CanaryRecorder:
     good one, the loss before training minus the loss after it a better one.
 
     Example:
+        >>> from ghostclip.audit import CanaryDataset, CanaryRecorder, flip_coins
         >>> included = flip_coins(len(canaries))
         >>> data = CanaryDataset(train_data, canaries, included)
         >>> recorder = CanaryRecorder(included)
-        >>> ...  # train privately on `data`
+        >>> # train privately on `data`; then, with the losses of all canaries:
         >>> recorder.record(-losses_of_canaries)
-        >>> recorder.save("scores.csv")
+        >>> recorder.save(folder / "scores.csv")
 
     Then ``ghostclip audit scores.csv --delta 1e-5 --claimed-epsilon 3``.
 

@@ -78,6 +78,11 @@ class ClipPolicy:
 
     Raises:
         InvalidOptionError: If a bound is not above 0, or infinite where the rule needs a finite one.
+
+    Example:
+        >>> from ghostclip.clipping.policies import per_layer
+        >>> policy = per_layer(0.5)  # each parameter by itself
+        >>> clipper = ghostclip.GhostClipper(model, policy=policy)
     """
 
     def __init__(
@@ -251,6 +256,9 @@ def flat(max_grad_norm: float) -> ClipPolicy:
 
     Returns:
         The policy.
+
+    Example:
+        >>> clipper = ghostclip.GhostClipper(model, policy=flat(1.0))  # the same as max_grad_norm=1.0
     """
     return ClipPolicy(max_grad_norm)
 
@@ -264,6 +272,9 @@ def automatic(max_grad_norm: float = 1.0, *, gamma: float = 0.01) -> ClipPolicy:
 
     Returns:
         The policy.
+
+    Example:
+        >>> clipper = ghostclip.GhostClipper(model, policy=automatic(1.0, gamma=0.01))
     """
     return ClipPolicy(max_grad_norm, rule=AutoS(gamma))
 
@@ -276,6 +287,9 @@ def normalised(max_grad_norm: float = 1.0) -> ClipPolicy:
 
     Returns:
         The policy.
+
+    Example:
+        >>> clipper = ghostclip.GhostClipper(model, policy=normalised(1.0))
     """
     return ClipPolicy(max_grad_norm, rule=Normalised())
 
@@ -289,6 +303,9 @@ def psac(max_grad_norm: float = 1.0, *, r: float = 0.1) -> ClipPolicy:
 
     Returns:
         The policy.
+
+    Example:
+        >>> clipper = ghostclip.GhostClipper(model, policy=psac(1.0, r=0.1))
     """
     return ClipPolicy(max_grad_norm, rule=PSAC(r))
 
@@ -302,6 +319,9 @@ def per_layer(max_grad_norm: float | Sequence[float], *, rule: ClipRule | None =
 
     Returns:
         The policy.
+
+    Example:
+        >>> clipper = ghostclip.GhostClipper(model, policy=per_layer([0.5, 0.1, 0.5, 0.1]))  # one bound a parameter
     """
     return ClipPolicy(max_grad_norm, rule=rule, grouping=PerParameter())
 
@@ -318,6 +338,10 @@ def per_group(
 
     Returns:
         The policy.
+
+    Example:
+        >>> groups = {"first": ["0.*"], "last": ["2.*"]}
+        >>> clipper = ghostclip.GhostClipper(model, policy=per_group(groups, [0.5, 1.0]))
     """
     return ClipPolicy(max_grad_norm, rule=rule, grouping=NamedGroups(groups))
 

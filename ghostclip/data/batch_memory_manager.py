@@ -113,6 +113,18 @@ class BatchMemoryManager:
     Raises:
         InvalidOptionError: If an option is out of range, or given without "auto".
         DataError: If the loader's batches cannot be split.
+
+    Example:
+        >>> model, optimizer, loader = ghostclip.PrivacyEngine().make_private(
+        ...     module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+        ... )
+        >>> with ghostclip.BatchMemoryManager(
+        ...     data_loader=loader, max_physical_batch_size=4, optimizer=optimizer
+        ... ) as parts:
+        ...     for x, y in parts:  # 4 records at most; the optimizer steps after the last part of a batch
+        ...         optimizer.zero_grad()
+        ...         criterion(model(x), y).backward()
+        ...         optimizer.step()
     """
 
     def __init__(

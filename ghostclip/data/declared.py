@@ -21,7 +21,7 @@ class DeclaredSampling:
 
     Example:
         >>> own = ghostclip.DeclaredSampling(sample_rate=0.01, expected_batch_size=500, num_units=50_000)
-        >>> model, optimizer, _ = engine.make_private(
+        >>> model, optimizer, _ = ghostclip.PrivacyEngine().make_private(
         ...     module=model, optimizer=optimizer, data_loader=own, noise_multiplier=1.0, max_grad_norm=1.0)
 
     Attributes:

@@ -65,6 +65,11 @@ class DPDataLoader(DataLoader):
     Raises:
         DataError: If the data set is empty, has no length, or is smaller than a batch.
         InvalidOptionError: If an option is out of range.
+
+    Example:
+        >>> private = ghostclip.DPDataLoader.from_data_loader(loader)
+        >>> len(private), private.sample_rate
+        (8, 0.125)
     """
 
     stop_when: Callable[[], bool] | None = None

@@ -64,6 +64,12 @@ class GradSampleModule(ClipperHandle, nn.Module):
             refused when it runs, whatever this says.
         force_functorch: Of no effect: per-sample gradients are the same however they are formed.
         clipper: The clipper attached to the model already; it says what the arguments above do.
+
+    Example:
+        >>> wrapped = ghostclip.GradSampleModule(model)
+        >>> criterion(wrapped(x), y).backward()
+        >>> model[0].weight.grad_sample.shape
+        torch.Size([8, 8, 4])
     """
 
     def __init__(

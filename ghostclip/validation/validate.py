@@ -61,6 +61,8 @@ def validate(  # noqa: PLR0913 - the public function names every choice
     Example:
         >>> report = ghostclip.validate(model, (x, y), lambda model, batch: criterion(model(batch[0]), batch[1]))
         >>> print(report)
+        Sequential, 8 samples: can be trained privately.
+        ...
         >>> report.raise_if_bad()
     """
     batch, loss_fn = batch_as_rows(model, plain_batch(batch), loss_fn)

@@ -49,8 +49,50 @@ def test_public_name_explains_itself(name):
 
 
 def test_unknown_name_is_an_attribute_error_that_names_it():
-    with pytest.raises(AttributeError, match="GhostCliper"):
+    with pytest.raises(AttributeError, match="'GhostCliper'; did you mean 'GhostClipper'"):
         _ = ghostclip.GhostCliper
+    with pytest.raises(AttributeError, match=r"no attribute 'xyzzy'$"):
+        _ = ghostclip.xyzzy
+
+
+def test_dir_shows_what_is_public_and_nothing_else():
+    shown = dir(ghostclip)
+    modules = {name for name in shown if inspect.ismodule(getattr(ghostclip, name))}
+    assert set(shown) - modules == set(ghostclip.__all__) - modules
+    assert not {name for name in modules if name.startswith("_")}
+    assert {getattr(ghostclip, name).__name__ for name in modules} == {f"ghostclip.{name}" for name in modules}
+
+
+@pytest.mark.parametrize(
+    ("options", "meant"),
+    [
+        ({"clipping": "automtic"}, "automatic"),
+        ({"grad_sample_mode": "gost"}, "ghost"),
+        ({"grad_sample_mode": "bookeeping"}, "bookkeeping"),
+        ({"loss_reduction": "meen"}, "mean"),
+    ],
+)
+def test_option_that_is_misspelt_says_what_was_meant(options, meant):
+    import torch
+
+    model = torch.nn.Linear(2, 1)
+    given = {
+        "module": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=1.0),
+        "data_loader": torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(4, 2)), batch_size=2),
+        "noise_multiplier": 1.0,
+        "max_grad_norm": 1.0,
+    }
+    with pytest.raises(ValueError, match=f"did you mean '{meant}'"):
+        ghostclip.PrivacyEngine().make_private(**given, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "meant"), [({"accountant": "rpd"}, "rdp"), ({"noise_level": "secur"}, "secure")], ids=str
+)
+def test_engine_says_what_was_meant(options, meant):
+    with pytest.raises(ValueError, match=f"did you mean '{meant}'"):
+        ghostclip.PrivacyEngine(**options)
 
 
 def test_every_error_derives_from_the_base_and_a_builtin():

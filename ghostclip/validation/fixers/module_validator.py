@@ -49,6 +49,11 @@ class ModuleValidator:
 
         Raises:
             UnsupportedModuleError: With ``strict``, where anything is wrong; all of it in one text.
+
+        Example:
+            >>> [error] = ghostclip.ModuleValidator.validate(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)))
+            >>> type(error).__name__
+            'ShouldReplaceModuleError'
         """
         errors: list[UnsupportedError] = []
         for path, part in module.named_modules():
@@ -62,7 +67,12 @@ class ModuleValidator:
 
     @classmethod
     def is_valid(cls, module: nn.Module) -> bool:
-        """Return whether nothing is wrong with a module and what is in it."""
+        """Return whether nothing is wrong with a module and what is in it.
+
+        Example:
+            >>> ghostclip.ModuleValidator.is_valid(nn.BatchNorm1d(8))
+            False
+        """
         return not cls.validate(module)
 
     @classmethod
@@ -85,6 +95,11 @@ class ModuleValidator:
         Raises:
             InvalidOptionError: Both options were given.
             UnsupportedModuleError: Lazy modules have no parameters yet.
+
+        Example:
+            >>> model = ghostclip.ModuleValidator.fix(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
+            >>> type(model[1]).__name__
+            'GroupNorm'
         """
         if any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
             raise UnsupportedModuleError(
@@ -117,6 +132,11 @@ class ModuleValidator:
 
         Returns:
             The fixed copy. Something that has no fixer raises as ``validate(strict=True)`` does.
+
+        Example:
+            >>> model = ghostclip.ModuleValidator.fix_and_validate(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)))
+            >>> type(model[1]).__name__
+            'GroupNorm'
         """
         fixed = cls.fix(module, replace_bn_with_in=replace_bn_with_in, num_groups=num_groups)
         cls.validate(fixed, strict=True)

@@ -19,9 +19,14 @@ def register_module_validator(
         The decorator; it leaves the function as it is.
 
     Example:
-        >>> @register_module_validator(MyLayer)
-        ... def validate(module: MyLayer) -> list[UnsupportedModuleError]:
+        >>> from ghostclip.errors import IllegalModuleConfigurationError
+        >>> class Mixer(nn.Module):
+        ...     causal = False
+        >>> @register_module_validator(Mixer)
+        ... def validate(module):
         ...     return [] if module.causal else [IllegalModuleConfigurationError("set causal=True")]
+        >>> ghostclip.ModuleValidator.is_valid(Mixer())
+        False
     """
     return _into(validator_class.VALIDATORS, target_class_or_classes)
 
