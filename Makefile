@@ -34,7 +34,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 CHECKED := ghostclip tests benchmarks paper_repro
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-thorough test-slow test-kernels test-torch test-all lint format typecheck check bench bench-micro bench-peers paper examples clean distclean
+.PHONY: help demo test test-thorough package test-slow test-kernels test-torch test-all lint format typecheck check bench bench-micro bench-peers paper examples clean distclean
 
 help:  ## list what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -100,7 +100,11 @@ typecheck: $(DEV_STAMP)  ## check types on the whole package
 	@echo "==> mypy"
 	@$(BIN)/mypy
 
-check: lint typecheck test-thorough  ## everything CI runs
+package: $(DEV_STAMP)  ## build sdist and wheel, install them in a fresh environment and try them (into dist with KEEP=dist)
+	@echo "==> .ci/packages.py"
+	@$(BIN)/python .ci/packages.py $(if $(KEEP),--keep $(KEEP))
+
+check: lint typecheck package test-thorough  ## everything CI runs
 
 bench: $(DEV_STAMP)  ## time, FLOPs and memory beside non-private PyTorch and Opacus
 	@echo "==> python -m benchmarks $(BENCH_ARGS)"

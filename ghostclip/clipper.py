@@ -368,6 +368,9 @@ class GhostClipper(Diagnostics):
     def coverage(self) -> Coverage:
         """Return how every trainable parameter is handled, and its cost at the last batch's sizes; print with str().
 
+        Returns:
+            The table.
+
         Example:
             >>> with ghostclip.GhostClipper(model, max_grad_norm=1.0) as clipper:
             ...     clipper.backward(criterion(model(x), y))

@@ -77,6 +77,10 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--labels", metavar="A,B,...", help="the labels, which become public (default: read from the data, unprotected)"
     )
+    _add_samples(group)
+
+
+def _add_samples(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--tokenizer",
         metavar="NAME|PATH",

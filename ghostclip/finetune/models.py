@@ -236,7 +236,7 @@ def _with_adapters(model: PreTrainedModel, options: FinetuneOptions) -> PreTrain
     try:
         import peft
     except ImportError as error:
-        raise InvalidOptionError("--lora needs peft, which is not installed: pip install peft") from error
+        raise InvalidOptionError("--lora needs peft, which is not installed: pip install 'ghostclip[peft]'") from error
     config = peft.LoraConfig(
         r=options.lora,
         lora_alpha=2 * options.lora if options.lora_alpha is None else options.lora_alpha,  # type: ignore[operator]

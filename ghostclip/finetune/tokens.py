@@ -49,11 +49,27 @@ class Tokens(Protocol):
         ...
 
     def sentence(self, text: str, most: int) -> tuple[NDArray[np.int32], bool]:
-        """Give at most ``most`` ids of a text with the special tokens around it, and whether they are all of it."""
+        """Give at most ``most`` ids of a text with the special tokens around it, and whether they are all of it.
+
+        Args:
+            text: The text.
+            most: Ids that are kept.
+
+        Returns:
+            Ids, and whether they are all of it.
+        """
         ...
 
     def dialogue(self, prompt: str, answer: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Give the ids of a prompt and those of its answer: both are at least one."""
+        """Give the ids of a prompt and those of its answer: both are at least one.
+
+        Args:
+            prompt: What is given.
+            answer: What is learned.
+
+        Returns:
+            Ids of both; neither is empty.
+        """
         ...
 
     def save(self, folder: Path) -> None:
@@ -76,12 +92,28 @@ class ByteTokens:
         return np.frombuffer(encoded, dtype=np.uint8).astype(np.int32) + _FIRST_BYTE
 
     def sentence(self, text: str, most: int) -> tuple[NDArray[np.int32], bool]:
-        """Give ids of a text after the start token."""
+        """Give ids of a text after the start token.
+
+        Args:
+            text: The text.
+            most: Ids that are kept.
+
+        Returns:
+            Ids, and whether they are all of it.
+        """
         ids = np.concatenate((_one(_END), self.encode(text)))
         return ids[:most], len(ids) <= most
 
     def dialogue(self, prompt: str, answer: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Give the ids of prompt and line break, and those of answer and end."""
+        """Give the ids of prompt and line break, and those of answer and end.
+
+        Args:
+            prompt: What is given.
+            answer: What is learned.
+
+        Returns:
+            Ids of both; neither is empty.
+        """
         return (
             np.concatenate((_one(_END), self.encode(prompt + "\n"))),
             np.concatenate((self.encode(answer), _one(_END))),
@@ -111,14 +143,30 @@ class GivenTokenizer:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False, verbose=False), dtype=np.int32)
 
     def sentence(self, text: str, most: int) -> tuple[NDArray[np.int32], bool]:
-        """Give ids of a text with the tokenizer's own special tokens around it."""
+        """Give ids of a text with the tokenizer's own special tokens around it.
+
+        Args:
+            text: The text.
+            most: Ids that are kept.
+
+        Returns:
+            Ids, and whether they are all of it.
+        """
         ids = self._tokenizer.encode(text, verbose=False)
         whole = len(ids) <= most
         kept = ids if whole else self._tokenizer.encode(text, truncation=True, max_length=most)
         return np.asarray(kept, dtype=np.int32), whole
 
     def dialogue(self, prompt: str, answer: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Give the ids of a prompt and of its answer, in the tokenizer's chat template where it has one."""
+        """Give the ids of a prompt and of its answer, in the tokenizer's chat template where it has one.
+
+        Args:
+            prompt: What is given.
+            answer: What is learned.
+
+        Returns:
+            Ids of both; neither is empty.
+        """
         end = _one(self._tokenizer.eos_token_id)
         after = np.concatenate((self.encode(answer), end))
         if self._tokenizer.chat_template is not None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,3 +43,21 @@ def test_the_command_points_at_something():
         return  # run from a checkout that was not installed
     names = {point.name: point.value for point in distribution.entry_points}
     assert names.get("ghostclip") == "ghostclip.cli:main"
+
+
+def test_metadata_of_a_release():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    for entry in ("[project.urls]", "Homepage = ", "Documentation = ", "Changelog = ", "Issues = "):
+        assert entry in text
+    assert 'license = "Apache-2.0"' in text
+    assert (ROOT / ".ci" / "packages.py").exists()
+    assert "make package" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_packages_are_built_installed_and_tried(tmp_path):
+    command = [sys.executable, ".ci/packages.py", "--keep", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list(tmp_path.glob("ghostclip-*"))) == 2
+    assert "epsilon <= " in done.stdout

@@ -69,6 +69,12 @@ class ModuleValidator:
     def is_valid(cls, module: nn.Module) -> bool:
         """Return whether nothing is wrong with a module and what is in it.
 
+        Args:
+            module: The module.
+
+        Returns:
+            True if `validate` finds nothing.
+
         Example:
             >>> ghostclip.ModuleValidator.is_valid(nn.BatchNorm1d(8))
             False
