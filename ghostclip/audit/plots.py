@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ghostclip._files import atomic_path, require_picture
+from ghostclip._files import BLACK, BLUE, GREEN, ORANGE, atomic_path, require_picture
 from ghostclip.audit.finding import Finding
 from ghostclip.audit.scores import Scores
 from ghostclip.audit.trade_off import ApproximateTradeOff, GaussianTradeOff, TradeOff
@@ -15,7 +15,7 @@ from ghostclip.audit.trade_off import ApproximateTradeOff, GaussianTradeOff, Tra
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MEMBER, _OTHER, _CLAIM, _FOUND = "#d94801", "#08519c", "#555555", "#238b45"
+_MEMBER, _OTHER, _CLAIM, _FOUND = ORANGE, BLUE, BLACK, GREEN
 _MOST_BINS = 60
 
 
@@ -35,7 +35,7 @@ def plot_audit(scores: Scores, finding: Finding, path: str | Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10.0, 4.6), dpi=130, layout="constrained")
+    figure = Figure(figsize=(9.0, 4.6), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     _histograms(left, scores, finding)
@@ -51,8 +51,8 @@ def _histograms(axes: Axes, scores: Scores, finding: Finding) -> None:
     count = int(min(_MOST_BINS, max(10, np.sqrt(len(scores)))))
     bins = np.linspace(low, high if high > low else low + 1.0, count + 1).tolist()
     for values, colour, label in (
-        (scores.other, _OTHER, f"left out ({finding.left_out})"),
-        (scores.member, _MEMBER, f"included ({finding.included})"),
+        (scores.other, _OTHER, f"{finding.left_out} left out"),
+        (scores.member, _MEMBER, f"{finding.included} included"),
     ):
         inside = values[np.isfinite(values)]
         axes.hist(
@@ -61,8 +61,9 @@ def _histograms(axes: Axes, scores: Scores, finding: Finding) -> None:
     if finding.threshold is not None and np.isfinite(finding.threshold):
         axes.axvline(finding.threshold, color=_FOUND, linewidth=1.4, label="threshold")
     axes.set_xlabel("score (higher: taken for included)")
-    axes.set_ylabel("share")
-    axes.legend(fontsize=8, frameon=False)
+    axes.set_ylabel("share of each side's canaries or runs")
+    axes.margins(y=0.25)
+    axes.legend(loc="upper left", edgecolor="none")
     axes.grid(alpha=0.25)
 
 
@@ -71,27 +72,27 @@ def _roc(axes: Axes, scores: Scores, finding: Finding) -> None:
     thresholds = np.unique(scores.score_M)
     fpr = 1 - np.searchsorted(other, thresholds, side="right") / other.size
     tpr = 1 - np.searchsorted(member, thresholds, side="right") / member.size
-    axes.step(np.r_[1.0, fpr], np.r_[1.0, tpr], where="post", color=_MEMBER, linewidth=1.6, label="this attack")
+    axes.step(np.r_[1.0, fpr], np.r_[1.0, tpr], where="post", color=_MEMBER, linewidth=2.0, label="this attack")
     rate = np.linspace(0.0, 1.0, 400)
-    axes.plot(rate, rate, color=_CLAIM, linewidth=0.8, linestyle=":", label="a guess")
+    axes.plot(rate, rate, color="#999999", linewidth=0.8, label="guessing")
     if finding.mu is None:
         _bound(axes, ApproximateTradeOff(finding.epsilon, finding.delta), _FOUND, f"ε = {finding.epsilon:.2f}, found")
     else:
         _bound(axes, GaussianTradeOff(finding.mu), _FOUND, f"μ = {finding.mu:.2f}, found (Gaussian)")
     claimed = finding.claimed_epsilon
     if claimed is not None:
-        _bound(axes, ApproximateTradeOff(claimed, finding.delta), _CLAIM, f"ε = {claimed:.2f}, claimed")
+        _bound(axes, ApproximateTradeOff(claimed, finding.delta), _CLAIM, f"ε = {claimed:.2f}, claimed", dashes=":")
     if finding.fpr is not None and finding.fnr is not None:
         axes.plot([finding.fpr], [1 - finding.fnr], "D", color=_FOUND, markersize=6, label="where it was bounded")
     axes.set_xlim(0.0, 1.0)
-    axes.set_ylim(0.0, 1.02)
-    axes.set_xlabel("false positive rate")
-    axes.set_ylabel("true positive rate")
-    axes.legend(fontsize=8, frameon=False, loc="lower right")
+    axes.set_ylim(0.0, 1.03)
+    axes.set_xlabel("false positive rate (left out, taken for included)")
+    axes.set_ylabel("true positive rate (included, found)")
+    axes.legend(fontsize=9, loc="lower right")
     axes.grid(alpha=0.25)
 
 
-def _bound(axes: Axes, curve: TradeOff, colour: str, label: str) -> None:
+def _bound(axes: Axes, curve: TradeOff, colour: str, label: str, *, dashes: str = "--") -> None:
     """Draw the highest ROC curve that a trade-off curve allows: `least` gives the false positive rate."""
     tpr = np.linspace(0.0, 1.0, 2001)
-    axes.plot(curve.least(tpr), tpr, color=colour, linewidth=1.2, linestyle="--", label=f"allowed by {label}")
+    axes.plot(curve.least(tpr), tpr, color=colour, linewidth=1.8, linestyle=dashes, label=f"highest with {label}")

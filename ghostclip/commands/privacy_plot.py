@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ghostclip._files import atomic_path
+from ghostclip._files import BLACK, BLUE, PALE, atomic_path
 from ghostclip.commands.privacy_options import Segment, Setting, accountant_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _POINTS = 12
 
@@ -28,30 +33,47 @@ def plot_epsilon(segments: list[Segment], setting: Setting, path: Path) -> None:
     noisier = [[(sigma * scale, rate, steps) for sigma, rate, steps in segments] for scale in scales]
     by_steps = [_bounds(_until(segments, steps), setting) for steps in at]
     by_noise = [_bounds(changed, setting) for changed in noisier]
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    figure = Figure(figsize=(9, 4.0), layout="constrained")
     left, right = figure.subplots(1, 2)
-    label = "noise multiplier" if len(segments) == 1 else "factor on the noise multipliers"
-    noise = [changed[0][0] for changed in noisier] if len(segments) == 1 else scales
-    for axes, places, curve, name in ((left, at, by_steps, "steps"), (right, noise, by_noise, label)):
-        axes.plot(places, [upper for upper, _ in curve], color="#1f5fa8", label="epsilon (upper bound)")
-        axes.plot(places, [lower for _, lower in curve], color="#c8641e", ls="--", label="no accountant goes below")
-        axes.set_xlabel(name)
-        axes.set_ylabel(f"epsilon at delta = {setting.delta:g}")
-        axes.grid(alpha=0.3)
-    right.axvline(noise[len(noise) // 2], color="grey", lw=0.8, ls=":", label="this training")
-    right.set_xscale("log")
-    right.set_yscale("log")
-    ticks = [noise[0], noise[len(noise) // 2], noise[-1]]
-    right.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
-    heights = [by_noise[place][0] for place in (0, len(noise) // 2, -1)]
-    shown = [height for height in heights if height > 0]
-    right.set_yticks(shown, [f"{height:.3g}" for height in shown])
-    right.minorticks_off()
+    one = len(segments) == 1
+    noise = [changed[0][0] for changed in noisier] if one else scales
+    label = "noise multiplier σ" if one else "factor on the noise multipliers (1: this training)"
+    _curves(left, at, by_steps, setting)
+    _curves(right, noise, by_noise, setting)
+    left.set_xlabel("optimizer steps")
+    right.set_xlabel(label)
+    middle = len(noise) // 2
+    for axes, place in ((left, at[-1]), (right, noise[middle])):
+        axes.plot([place], [by_steps[-1][0]], "o", color=BLACK, markersize=7, zorder=5, label=_this(by_steps[-1][0]))
+    left.set_xlim(left=0)
     left.set_ylim(bottom=0)
-    left.legend(frameon=False, loc="lower right")
-    right.legend(facecolor="white", edgecolor="none", framealpha=1)
+    _logarithmic(right, [noise[0], noise[middle], noise[-1]], [by_noise[place][0] for place in (0, middle, -1)])
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     with atomic_path(path) as temporary:
         figure.savefig(temporary, dpi=150)
+
+
+def _curves(axes: Axes, places: Sequence[float], curve: Sequence[tuple[float, float]], setting: Setting) -> None:
+    # The bounds nearly coincide: a thin dashed line on a broad one shows both.
+    axes.plot(places, [upper for upper, _ in curve], color=PALE, lw=5, label="ε, upper bound")
+    lows = [lower for _, lower in curve]
+    axes.plot(places, lows, color=BLUE, lw=1.4, ls="--", label="no accountant can go below")
+    axes.set_ylabel(f"ε at δ = {setting.delta:g}")
+    axes.grid(alpha=0.3)
+
+
+def _this(epsilon: float) -> str:
+    return f"this training: ε ≤ {math.ceil(epsilon * 1e3) / 1e3:g}" if math.isfinite(epsilon) else "this training"
+
+
+def _logarithmic(axes: Axes, places: Sequence[float], heights: Sequence[float]) -> None:
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xticks(places, [f"{place:.3g}" for place in places])
+    shown = [height for height in heights if height > 0]
+    axes.set_yticks(shown, [f"{height:.3g}" for height in shown])
+    axes.minorticks_off()
 
 
 def _until(segments: list[Segment], steps: int) -> list[Segment]:

@@ -1,4 +1,4 @@
-"""The picture of a run: training loss and ε over the private steps, as PNG."""
+"""The picture of a run: loss above and ε below, over the private steps, as PNG."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ghostclip._files import atomic_path
+from ghostclip._files import BLACK, BLUE, ORANGE, PALE, atomic_path
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
-
-_LOSS, _SMOOTH, _EPSILON, _HELD_OUT = "#9ecae1", "#08519c", "#d94801", "#238b45"
 
 
 @dataclass(frozen=True)
@@ -43,51 +40,51 @@ def draw(curves: Curves, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8.0, 4.5), dpi=150, layout="constrained")
+    figure = Figure(figsize=(8.0, 5.4), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    left = figure.add_subplot()
-    right = left.twinx()
-    lines = [*_draw_losses(left, curves), *_draw_epsilon(right, curves)]
-    left.set_xlabel("private step")
-    left.set_ylabel(f"loss ({curves.unit})", color=_SMOOTH)
-    right.set_ylabel(f"ε spent (δ = {curves.delta:.3g})", color=_EPSILON)
-    left.set_xlim(0, max(1, len(curves.losses)))
-    left.grid(alpha=0.25)
-    left.set_title("Private training: loss and ε")
-    left.margins(y=0.1)
-    # Outside: inside, the lines of one of the two axes would run through it.
-    labels = [str(line.get_label()) for line in lines]
-    figure.legend(lines, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    _draw_losses(upper, curves)
+    _draw_epsilon(lower, curves)
+    lower.set_xlabel("private step")
+    lower.set_xlim(0, max(1, len(curves.losses)))
+    for axes in (upper, lower):
+        axes.grid(alpha=0.25)
+        axes.legend(frameon=False)
     with atomic_path(path) as temporary:
         figure.savefig(temporary, format="png")
 
 
-def _draw_losses(axes: Axes, curves: Curves) -> list[Artist]:
+def _draw_losses(axes: Axes, curves: Curves) -> None:
     steps = [step for step, loss in enumerate(curves.losses, start=1) if loss is not None]
     losses = [loss for loss in curves.losses if loss is not None]
-    (raw,) = axes.plot(steps, losses, color=_LOSS, linewidth=0.8, label="training loss per step")
-    (smooth,) = axes.plot(steps, smoothed(losses), color=_SMOOTH, linewidth=1.8, label="training loss, smoothed")
+    axes.plot(steps, losses, color=PALE, linewidth=1.0, label="training, each step (not private)")
+    axes.plot(steps, smoothed(losses), color=BLUE, linewidth=2.0, label="training, smoothed")
     ends = [0, max(1, len(curves.losses))]
-    (held,) = axes.plot(
+    axes.plot(
         ends,
         curves.held_out,
         "D",
-        color=_HELD_OUT,
-        markersize=6,
+        color=BLACK,
+        markersize=7,
         clip_on=False,
         zorder=5,
-        label="held-out loss before, after",
+        label="held out, first and last",
     )
-    return [raw, smooth, held]
+    axes.set_ylabel(f"loss ({curves.unit})")
+    axes.margins(y=0.1)
 
 
-def _draw_epsilon(axes: Axes, curves: Curves) -> list[Artist]:
+def _draw_epsilon(axes: Axes, curves: Curves) -> None:
     steps, epsilons = zip(*curves.epsilons, strict=True)
-    (spent,) = axes.plot(steps, epsilons, color=_EPSILON, linewidth=1.8, label="ε spent")
-    label = f"ε asked for ({curves.target_epsilon:g})"
-    target = axes.axhline(curves.target_epsilon, color=_EPSILON, linewidth=1.0, linestyle="--", label=label)
+    axes.plot(steps, epsilons, color=ORANGE, linewidth=2.0, label=f"spent: ε ≤ {_up(epsilons[-1])}")
+    label = f"most that may be spent: {curves.target_epsilon:g}"
+    axes.axhline(curves.target_epsilon, color=BLACK, linewidth=1.2, linestyle="--", label=label)
     axes.set_ylim(0.0, 1.15 * max(curves.target_epsilon, *epsilons))
-    return [spent, target]
+    axes.set_ylabel(f"ε at δ = {curves.delta:.3g}")
+
+
+def _up(epsilon: float) -> str:
+    return f"{math.ceil(epsilon * 1e3) / 1e3:g}" if math.isfinite(epsilon) else "∞"
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
