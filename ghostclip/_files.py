@@ -55,6 +55,8 @@ def require_writable(path: Path, option: str) -> None:
         OutputError: Its folder is missing or cannot be written, or a folder lies there.
     """
     folder = path.absolute().parent
+    if path.exists() and not path.is_file() and not path.is_dir():
+        return
     if path.is_dir():
         raise OutputError(f"{option} {path}: is a folder; name a file in it.")
     if not folder.is_dir():
@@ -99,6 +101,8 @@ def require_picture(path: Path, option: str) -> None:
 def atomic_path(path: Path) -> Iterator[Path]:
     """Give a temporary path beside ``path`` that takes its place when the block ends well, and vanishes otherwise.
 
+    What is no regular file (a device, a pipe) is written to as it is: nothing may take its place.
+
     Args:
         path: The file to be written.
 
@@ -108,6 +112,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
     Raises:
         OutputError: It could not be written; the file that lay there before still does.
     """
+    if path.exists() and not path.is_file():
+        yield path
+        return
     try:
         handle, name = tempfile.mkstemp(prefix=".", suffix=path.suffix, dir=path.parent)
         os.close(handle)

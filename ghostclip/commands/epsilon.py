@@ -14,6 +14,7 @@ from ghostclip.commands.privacy_options import (
     read_schedule,
     read_setting,
     report,
+    require_noise,
     write_files,
 )
 from ghostclip.errors import InvalidOptionError
@@ -73,6 +74,10 @@ def _segments(given: dict[str, Any], setting: Setting) -> list[Segment]:
         if not float(steps).is_integer():
             raise InvalidOptionError(f"--segment: {steps} steps; expected a whole number.")
         segments.append((sigma, rate, int(steps)))
+    for number, (sigma, rate, _) in enumerate(segments, start=1):
+        require_noise(f"segment {number}: noise multiplier", sigma)
+        if not 0 < rate <= 1:
+            raise InvalidOptionError(f"segment {number}: sample rate {rate:g}: must be greater than 0 and at most 1.")
     one = {"--noise-multiplier": setting.sigma, "--sample-rate": setting.rate, "--steps": setting.steps}
     if setting.sigma is not None or not segments:
         missing = [name for name, value in one.items() if value is None]

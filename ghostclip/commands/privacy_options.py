@@ -24,6 +24,9 @@ _RELATIONS = {
     "replace_one": "one sample replaced by any other",
 }
 
+# Its square is computed with; more noise than this has no epsilon to speak of.
+_MOST_NOISE = 1e100
+
 Segment = tuple[float, float, int]
 """(σ, q, steps)."""
 
@@ -109,8 +112,11 @@ def read_setting(given: dict[str, Any]) -> Setting:
         rate = batch / samples
     if rate is not None and not 0 < rate <= 1:
         raise InvalidOptionError(f"--sample-rate {rate}: must be greater than 0 and at most 1.")
+    sigma = given.get("noise_multiplier")
+    if sigma is not None:
+        require_noise("--noise-multiplier", sigma)
     return Setting(
-        sigma=given.get("noise_multiplier"),
+        sigma=sigma,
         rate=rate,
         steps=_steps(given, rate),
         samples=samples,
@@ -133,6 +139,20 @@ def _steps(given: dict[str, Any], rate: float | None) -> int | None:
     if not 0 < epochs < math.inf:
         raise InvalidOptionError(f"--epochs {epochs}: must be greater than 0.")
     return max(1, math.ceil(epochs / rate - 1e-9))
+
+
+def require_noise(place: str, sigma: float) -> None:
+    """Refuse noise that no accountant can compute with.
+
+    Args:
+        place: The option, or the part of it, for the message.
+        sigma: The noise multiplier.
+
+    Raises:
+        InvalidOptionError: It is negative, not a number, or too large for floating-point numbers.
+    """
+    if not 0 <= sigma <= _MOST_NOISE:
+        raise InvalidOptionError(f"{place} {sigma:g}: must be from 0 to {_MOST_NOISE:g}.")
 
 
 def accountant_of(segments: list[Segment], setting: Setting) -> Accountant:

@@ -211,6 +211,37 @@ def test_what_the_demo_writes_is_ignored_by_git():
     assert "--output" not in demo
 
 
+def test_a_device_is_written_to_and_not_replaced(ghost, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    assert ghost(*EPSILON, "--json", pipe)[0] == 0
+    assert b'"epsilon"' in os.read(reader, 10**5)
+    os.close(reader)
+    assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize("name", ["file", "module"])
+def test_a_script_that_ends_the_program_is_one_line(ghost, tmp_path, monkeypatch, name):
+    (tmp_path / "ends.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    assert_one_line(ghost("inspect", {"file": "ends.py:f", "module": "ends:f"}[name]), "SystemExit: 3")
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["gpt22"], "did you mean 'gpt2'?"),
+        (["gpt2", "--batch", "x"], "go with a factory"),
+        (["gpt2", "--input-shape", "3"], "go with a factory"),
+        ([""], "MODEL is empty"),
+    ],
+)
+def test_inspect_ignores_nothing(ghost, words, part):
+    pytest.importorskip("transformers")
+    assert_one_line(ghost("inspect", *words), part)
+
+
 def test_reasons_are_words():
     wrapped = RuntimeError("unexpected pos 10688")
     wrapped.__context__ = OSError(errno.ENOSPC, "No space left on device")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
+from ghostclip._validate import did_you_mean
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def named_config(name: str) -> "PretrainedConfig":
     except ValueError:
         raise InvalidOptionError(
             f"{name}: no local folder, no path/to/file.py:factory or module:factory, and no architecture that "
-            "transformers knows (such as gpt2, bert, vit, llama, t5)"
+            f"transformers knows (such as gpt2, bert, vit, llama, t5){did_you_mean(name, transformers.CONFIG_MAPPING)}"
         ) from None
 
 

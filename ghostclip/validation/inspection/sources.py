@@ -76,6 +76,12 @@ def load_source(request: Request) -> Source:
     """
     if ":" in request.model and not Path(request.model).is_dir():
         return _from_factory(request)
+    if request.batch or request.input_shape or request.batch_axis:
+        raise InvalidOptionError(
+            f"{request.model}: --batch, --input-shape and --batch-axis go with a factory (path/to/file.py:factory)"
+        )
+    if not request.model:
+        raise InvalidOptionError("MODEL is empty: name an architecture, a folder or path/to/file.py:factory")
     config = architectures.named_config(request.model)
     length = request.sequence_length
     if not request.full:
@@ -118,7 +124,7 @@ def _module_and_name(text: str) -> tuple[ModuleType, str]:
         sys.path.insert(0, "")
         try:
             return importlib.import_module(place), name
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise InvalidOptionError(f"{text}: {place} cannot be imported ({type(error).__name__}: {error})") from error
         finally:
             sys.path.remove("")
@@ -131,7 +137,7 @@ def _module_and_name(text: str) -> tuple[ModuleType, str]:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InvalidOptionError(f"{place} cannot be run: {type(error).__name__}: {error}") from error
     return module, name
 
@@ -150,7 +156,7 @@ def _called(function: Callable[..., Any], request: Request, text: str) -> Any:
     names = inspect.signature(function).parameters
     try:
         return function(**{key: value for key, value in given.items() if key in names})
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InvalidOptionError(f"{text}: {type(error).__name__}: {error}") from error
 
 
