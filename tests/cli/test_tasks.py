@@ -211,6 +211,9 @@ def test_what_is_written_is_loaded(finetune, given, tmp_path, kind, loader, said
     assert f"{loader}.from_pretrained loads it" in text
     assert said in text
     assert "for one row" in text
+    closing = text[text.index("Neighbours:") :]
+    for once in ("is public", "Poisson", "σ = ", "fast (a statistical generator)", "batch sizes", "rounding or timing"):
+        assert closing.count(once) == 1, once
     package, name = loader.split(".")
     more = {"num_labels": 2} if kind == "classify-lora" else {}
     model = getattr({"peft": peft, "transformers": transformers}[package], name).from_pretrained(out, **more)

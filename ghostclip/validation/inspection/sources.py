@@ -73,6 +73,9 @@ def load_source(request: Request) -> Source:
 
     Returns:
         The model with a batch. What cannot be found or run raises an error of one line.
+
+    Raises:
+        InvalidOptionError: An option would be ignored.
     """
     if ":" in request.model and not Path(request.model).is_dir():
         return _from_factory(request)
