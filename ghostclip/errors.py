@@ -12,14 +12,13 @@ PAGE: Final = "https://ghostclip.readthedocs.io/en/latest/errors.html"
 class GhostClipError(Exception):
     """Base class of every error that ghostclip raises on purpose."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any) -> None:
         """Note where the error is explained.
 
         Args:
             *args: The message, as for any exception.
-            **options: Those of the built-in exception that a class derives from.
         """
-        super().__init__(*args, **options)
+        super().__init__(*args)
         # Of Python 3.10 tracebacks show no notes.
         if hasattr(self, "add_note"):
             self.add_note(f"{PAGE}#{type(self).__name__.lower()}")

@@ -89,12 +89,13 @@ class BatchMemoryManager:
         released.
 
     With `max_physical_batch_size="auto"`:
+
     - given `trial_step`, sizes are tried before the loop (`find_max_physical_batch_size`); its gradients are dropped;
     - without it, the first real physical batches are measured: they start at one sample and grow while the budget
       allows, so nothing is computed twice. On CUDA that never provokes an out-of-memory error to recover from, so the
       budget is a share of the free memory there too.
 
-    A batch that runs out of memory all the same is tried again in parts if the loop lets the loader run it:
+    A batch that runs out of memory all the same is tried again in parts if the loop lets the loader run it::
 
         with BatchMemoryManager(...) as loader:
             for batch in loader:
