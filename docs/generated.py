@@ -55,7 +55,8 @@ def errors_page(template: str) -> str:
     """
     for name, kind in classes().items():
         bases = ", ".join(f"`{base.__name__}`" for base in kind.__mro__[1:-1] if base.__name__ not in _PLUMBING)
-        shown = f"## {name}\n\n*{inspect.getdoc(kind)}* Also: {bases}.\n"
+        also = f" Also: {bases}." if bases else ""
+        shown = f"## {name}\n\n*{inspect.getdoc(kind)}*{also}\n"
         template = template.replace(f"## {name}\n", shown)
     return template
 
