@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ghostclip.clipping import norms
-from ghostclip.factors.base import rounded_up_
+from ghostclip.kernels.bounds import rounded_up_
 from ghostclip.kernels import bounds
 from tests.project.source import ROOT
 
