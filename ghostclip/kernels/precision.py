@@ -26,8 +26,10 @@ def full_precision() -> AbstractContextManager[None]:
         What the products go inside of; nothing is switched where nothing has to be.
     """
     switches = _switches()
-    is_full = all(getattr(place, name) in full for place, name, full in switches)
-    return _AS_IT_IS if is_full else _switched(switches)
+    for place, name, full in switches:
+        if getattr(place, name) not in full:
+            return _switched(switches)
+    return _AS_IT_IS
 
 
 @contextmanager
