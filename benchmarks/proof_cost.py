@@ -119,13 +119,10 @@ for line in sys.stdin:
 
 _SHAPES = {
     "MNIST CNN, B 64": "mnist_cnn(64)",
-    "MNIST CNN, B 256": "mnist_cnn(256)",
     "CNN of three layers, 32x32, B 16": "cnn(16)",
     "MLP 784-1024-1024-10, B 64": "mlp(64)",
     "Linear 768, T 32, B 8": "linear(768, 32, 8)",
-    "Linear 1024, T 256, B 8": "linear(1024, 256, 8)",
     "GPT 512x2, T 128, B 8": "gpt(512, 2, 128, 8)",
-    "GPT 256x4, T 128, B 8": "gpt(256, 4, 128, 8)",
 }
 
 
