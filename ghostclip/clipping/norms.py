@@ -161,14 +161,14 @@ class NormSum:
             norm_B = rounded_up_(_at_most_B(total).sqrt())
         return self.with_settled(norm_B)
 
-    def doubtful_B(self) -> Tensor:
+    def imprecise_B(self) -> Tensor:
         """Return which samples' norms are not finite, or may have been changed by more than the tolerance."""
         total = self.total()
         assert total is not None
-        doubtful_B = ~(total.value_B < _most(total.value_B.dtype))
+        imprecise_B = ~(total.value_B < _most(total.value_B.dtype))
         if total.error_B is not None:
-            doubtful_B |= ~(total.error_B <= TOLERANCE[total.value_B.dtype] * total.value_B)
-        return doubtful_B
+            imprecise_B |= ~(total.error_B <= TOLERANCE[total.value_B.dtype] * total.value_B)
+        return imprecise_B
 
 
 _T = TypeVar("_T")
@@ -324,7 +324,7 @@ class GroupNorms:
             alike[norm.value_B.device, norm.value_B.dtype][number] = norm
         return alike.values()
 
-    def doubtful_B(self) -> Tensor | None:
+    def imprecise_B(self) -> Tensor | None:
         """Return which samples' norms must be computed in float64, in some group; None when there are none.
 
         Where squares of float32 are beyond it, those of float64 are not; what then is not finite never was.
@@ -345,10 +345,10 @@ class GroupNorms:
         self.finite = len(alike) > 0 and all(_certain(list(found.values())) for found in alike)
         if self.finite:
             return None
-        doubtful_B: Tensor | None = None
-        for more_B in (total.doubtful_B() for total in self.sums if total.total() is not None):
-            doubtful_B = more_B if doubtful_B is None else doubtful_B | more_B.to(doubtful_B.device)
-        return None if doubtful_B is None or not bool(doubtful_B.any()) else doubtful_B
+        imprecise_B: Tensor | None = None
+        for more_B in (total.imprecise_B() for total in self.sums if total.total() is not None):
+            imprecise_B = more_B if imprecise_B is None else imprecise_B | more_B.to(imprecise_B.device)
+        return None if imprecise_B is None or not bool(imprecise_B.any()) else imprecise_B
 
 
 def _at_most_B(norm: SquaredNorm) -> Tensor:
