@@ -1,0 +1,1 @@
+"""Other libraries, driven as their users drive them."""
