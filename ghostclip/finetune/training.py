@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import ghostclip
-from ghostclip.data.physical_batches import PhysicalBatches
 from ghostclip.data.physical_batch_size import find_max_physical_batch_size
+from ghostclip.data.physical_batches import PhysicalBatches
 from ghostclip.data.size_policies import largest_batch
 from ghostclip.data.tensor_memory import peak_bytes
 from ghostclip.errors import FixedSeedWarning
