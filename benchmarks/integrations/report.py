@@ -30,8 +30,8 @@ def markdown(report: Mapping[str, Any]) -> str:
         f"`{report['command']}`, {report['date']}, {report['seconds']:.0f} s; {machine['cpu']}, {machine['cores']} "
         f"cores; Python {machine['python']}, {versions}; commit {str(machine['commit'])[:10]}"
         f"{', changed since' if machine['changed_since_commit'] else ''}.\n",
-        "exact: with the row's note for what was compared. refused: by an error, before anything is released; its first "
-        "sentence is given. Each row is a test (`tests/integrations`).\n",
+        "exact: with what was compared. refused: by an error, before anything is released, whose first sentence is "
+        "given. Each row is a test (`tests/integrations`).\n",
         f"{len(report['rows'])} rows: {counts}.\n",
     ]
     for tool in dict.fromkeys(row["tool"] for row in report["rows"]):
