@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ghostclip.accounting import get_noise_multiplier
     from ghostclip.clipper import GhostClipper
-    from ghostclip.data import BatchMemoryManager, DeclaredSampling, DPDataLoader
+    from ghostclip.data import BatchMemoryManager, DeclaredSampling, DPDataLoader, PhysicalBatches
     from ghostclip.engine import PrivacyEngine
     from ghostclip.facade import GradSampleModule
     from ghostclip.optim import DPOptimizer
@@ -30,6 +30,7 @@ __all__ = [
     "GhostClipper",
     "GradSampleModule",
     "ModuleValidator",
+    "PhysicalBatches",
     "PrivacyEngine",
     "get_noise_multiplier",
     "inspect_model",
@@ -46,6 +47,7 @@ _HOME_OF = {
     "GhostClipper": "ghostclip.clipper",
     "GradSampleModule": "ghostclip.facade",
     "ModuleValidator": "ghostclip.validation.fixers",
+    "PhysicalBatches": "ghostclip.data",
     "PrivacyEngine": "ghostclip.engine",
     "get_noise_multiplier": "ghostclip.accounting",
     "inspect_model": "ghostclip.validation.inspection.inspect",
