@@ -1,1 +1,1 @@
-"""Other libraries, driven as their users drive them."""
+"""Tests that drive the integrations with the real libraries, row by row of the table of compatibility."""
