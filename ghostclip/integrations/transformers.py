@@ -9,7 +9,7 @@ Needs transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -20,7 +20,12 @@ from ghostclip.errors import LossReductionError, NotOfferedError
 from ghostclip.integrations._versions import warn_if_untested
 from ghostclip.integrations.training.arguments import PrivacyArguments
 from ghostclip.integrations.training.collation import require_apart
-from ghostclip.integrations.training.record_losses import losses_of, require_own_loss, task_of
+from ghostclip.integrations.training.loss_checks import (
+    evaluating,
+    require_own_loss,
+    require_padding_without_effect,
+)
+from ghostclip.integrations.training.record_losses import losses_of, task_of
 from ghostclip.integrations.training.refusals import refuse, refuse_search, unexpected
 from ghostclip.integrations.training.run import PrivateRun, Ticket
 
@@ -31,6 +36,9 @@ except ImportError as error:
         f"ghostclip.integrations.transformers: transformers' Trainer cannot be imported ({error}). Install it: "
         "pip install 'transformers[torch]'."
     ) from error
+
+# How far a loss may differ by rounding, in 32 bits and in 16.
+_ALIKE, _ALIKE_16 = 1e-4, 3e-2
 
 __all__ = [
     "DPSeq2SeqTrainer",
@@ -76,6 +84,8 @@ class DPTrainer(Trainer):
     private_run: PrivateRun | None = None
     _computing = False
     _loss_is_known = False
+    # Losses of the records of a physical batch, and the mean that compute_loss has returned of them.
+    _losses: tuple[Tensor, Tensor] | None = None
 
     @property
     def privacy_engine(self) -> Any:
@@ -181,14 +191,34 @@ class DPTrainer(Trainer):
             return torch.zeros((), device=self.args.device)
         # Ranks run forward different numbers of times, so that nothing may be exchanged in between; sums are at the step.
         bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-        one_step: Callable[[Any], Tensor] = lambda part: super(DPTrainer, self).training_step(bare, part)  # noqa: E731
-        # Older versions divide by it: a logical batch is one batch.
-        self.current_gradient_accumulation_steps = 1
+        if not self._loss_is_known:
+            self.check_losses(bare)
+            self._loss_is_known = True
         self._computing = True
         try:
-            return self.private_run.compute(one_step, inputs, getattr(self.model, "main_input_name", "input_ids"))
+            main_input = getattr(self.model, "main_input_name", "input_ids")
+            return self.private_run.compute(lambda part: self._backward(bare, part), inputs, main_input)
         finally:
             self._computing = False
+
+    def _backward(self, model: nn.Module, inputs: Any) -> Tensor:
+        """Run forward and backward of a physical batch, as `Trainer.training_step` does, and return the mean loss."""
+        assert self.private_run is not None and self.private_run.optimizer is not None, "called in a private step"
+        model.train()
+        train: Any = getattr(self.optimizer, "train", None)
+        if callable(train):
+            train()
+        inputs = self._prepare_inputs(inputs)
+        self._losses = None
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs)
+        losses, self._losses = self._losses, None
+        if losses is not None and losses[1] is loss:
+            self.private_run.optimizer.clipper.backward(losses[0])
+        else:
+            # Somebody else's loss, or a change to ours: proved to be a mean of the records' own.
+            self.accelerator.backward(loss)
+        return loss.detach()
 
     def compute_loss(
         self,
@@ -213,25 +243,53 @@ class DPTrainer(Trainer):
         """
         if not self._computing:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        task = task_of(self.model)
-        if self.compute_loss_func is not None:
-            given = {name: value for name, value in inputs.items() if name != "labels"}
-            outputs = model(**given)
-            loss = self.compute_loss_func(outputs, inputs.get("labels"), num_items_in_batch=None)
-        elif task is not None:
-            self._require_own_loss(model, inputs)
-            smoothing = float(self.args.label_smoothing_factor)
-            loss, outputs = losses_of(model, inputs, task, smoothing=smoothing)
-        else:
-            loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
-        loss = _mean(loss)
+        loss, outputs = self._record_losses(model, inputs, smoothing=float(self.args.label_smoothing_factor))
+        loss = self._mean_of(loss)
         return (loss, outputs) if return_outputs else loss
 
-    def _require_own_loss(self, model: nn.Module, inputs: Any) -> None:
-        """Compare, once, the model's own loss with what stands in its place."""
+    def _mean_of(self, losses: Tensor) -> Tensor:
+        """Return the mean of one loss a record, and keep them for the backward; or a scalar loss as it is."""
+        mean = _mean(losses)
+        if losses.dim():
+            self._losses = losses, mean
+        return mean
+
+    def _record_losses(self, model: nn.Module, inputs: Any, *, smoothing: float) -> tuple[Tensor, Any]:
+        """Return the loss of each record, or a mean that the engine will prove, and the outputs."""
         task = task_of(self.model)
-        if task is not None and not self._loss_is_known:
-            self._loss_is_known = require_own_loss(model, inputs, task)
+        if self.compute_loss_func is not None:
+            outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+            return self.compute_loss_func(outputs, inputs.get("labels"), num_items_in_batch=None), outputs
+        if task is not None:
+            return losses_of(model, inputs, task, smoothing=smoothing)
+        return super().compute_loss(model, inputs, return_outputs=True)
+
+    def check_losses(self, model: nn.Module) -> None:
+        """Check the loss on two records, before the first step.
+
+        Args:
+            model: The model.
+
+        Raises:
+            GhostClipError: If it is not the model's own, or another with other records beside it.
+        """
+        assert self.private_run is not None, "called in a private training"
+        half = self.args.bf16 or any(p.dtype.itemsize < 4 for p in model.parameters() if p.is_floating_point())
+        tolerance = _ALIKE_16 if half else _ALIKE
+        example, lengths_differ = self.private_run.example()
+        batch = self._prepare_inputs(example)
+
+        def ours(part: dict[str, Any], smoothing: float = 0.0) -> Tensor:
+            return _mean(self._record_losses(model, part, smoothing=smoothing)[0])
+
+        def own(part: dict[str, Any]) -> Tensor | None:
+            return _scalar_loss(model(**part))
+
+        with evaluating(model):
+            if self.compute_loss_func is None and task_of(self.model) is not None:
+                require_own_loss(batch, own=own, ours=ours, tolerance=tolerance)
+            if lengths_differ:
+                require_padding_without_effect(batch, ours=ours, tolerance=tolerance)
 
     # What is said
 
@@ -265,3 +323,9 @@ def _mean(loss: Tensor) -> Tensor:
             "ghostclip.losses.token_losses."
         )
     return loss.mean() if loss.dim() else loss
+
+
+def _scalar_loss(outputs: Any) -> Tensor | None:
+    """Return the loss that a model has computed itself, if it has."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
+    return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None

@@ -65,6 +65,24 @@ def require_apart(dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
             return
 
 
+def unlike_pair(dataset: Any, collate: Callable[[list[Any]], Any]) -> tuple[Any, bool]:
+    """Return a batch of two records, of different lengths if the collate function lets batches differ in length.
+
+    Args:
+        dataset: Where the records are read from.
+        collate: The function.
+
+    Returns:
+        The batch (of one record where there is only one), and whether they do differ.
+    """
+    first = dataset[0]
+    shapes = _shapes(_tensors(_collated(collate, [first], 0)))
+    numbers = range(1, min(len(dataset), _TRIED))
+    other = next((n for n in numbers if _shapes(_tensors(_collated(collate, [dataset[n]], 0))) != shapes), None)
+    chosen = [first] if len(dataset) == 1 else [first, dataset[1 if other is None else other]]
+    return _collated(collate, chosen, 0), other is not None
+
+
 def _collated(collate: Callable[[list[Any]], Any], records: list[Any], seed: int) -> Any:
     with own_randomness(seed):
         return collate([dict(record) if isinstance(record, Mapping) else record for record in records])

@@ -14,14 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ghostclip.data.out_of_memory import count_rows, rows_of
 from ghostclip.errors import DataError, LossReductionError
-from ghostclip.integrations.training.collation import own_randomness
 from ghostclip.losses import token_losses
 
-_OWN = "pass compute_loss_func=, a function of (outputs, labels, num_items_in_batch) that returns one loss a record"
-# Of a loss in float32 or bfloat16, computed in two ways.
-_ALIKE = 2e-2
+OWN = "pass compute_loss_func=, a function of (outputs, labels, num_items_in_batch) that returns one loss a record"
 
 
 @dataclass(frozen=True)
@@ -89,7 +85,7 @@ def losses_of(model: nn.Module, inputs: Mapping[str, Any], task: Task, *, smooth
     if missing:
         raise DataError(
             f"the batch has no {missing[0]!r} (it has {', '.join(inputs)}): the loss of {type(model).__name__} needs it. "
-            f"Let the collator make it (remove_unused_columns=False keeps columns of other names), or {_OWN}."
+            f"Let the collator make it (remove_unused_columns=False keeps columns of other names), or {OWN}."
         )
     if smoothing and not task.smooths:
         raise LossReductionError(f"label_smoothing_factor={smoothing}: not defined for {type(model).__name__}.")
@@ -129,53 +125,6 @@ def decoder_inputs(model: nn.Module, labels_BT: Tensor) -> Tensor:
     moved = labels_BT.new_full(labels_BT.shape, start)
     moved[:, 1:] = labels_BT[:, :-1]
     return moved.masked_fill(moved == -100, config.pad_token_id)
-
-
-@torch.no_grad()
-def require_own_loss(model: nn.Module, inputs: Mapping[str, Any], task: Task) -> bool:
-    """Check, on one record, that a model's own loss is the one that is put in its place.
-
-    Args:
-        model: The model, in training mode, which is put back.
-        inputs: A batch.
-        task: The model's.
-
-    Returns:
-        Whether it could be told (a record without any label that counts tells nothing).
-
-    Raises:
-        LossReductionError: If the model adds something to it, or computes another one.
-    """
-    size = count_rows(inputs) or 0
-    training = model.training
-    model.eval()
-    try:
-        with own_randomness():
-            for record in range(size):
-                one = rows_of(dict(inputs), size, slice(record, record + 1))
-                own = _own_loss(model(**one))
-                if own is None or not bool(own.isfinite()):
-                    continue
-                ours = float(losses_of(model, one, task)[0])
-                if abs(float(own) - ours) > _ALIKE * max(1.0, abs(ours)):
-                    raise LossReductionError(_other_loss(model, float(own), ours))
-                return True
-    finally:
-        model.train(training)
-    return False
-
-
-def _own_loss(outputs: Any) -> Tensor | None:
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
-    return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
-
-
-def _other_loss(model: nn.Module, own: float, ours: float) -> str:
-    return (
-        f"{type(model).__name__}: its own loss of one record is {own:.4g}, that of the record's labels {ours:.4g}, so "
-        "that it adds something (a balancing or auxiliary loss?) or computes another. Switch that off in the model's "
-        f"config, or {_OWN}."
-    )
 
 
 # Each task's losses

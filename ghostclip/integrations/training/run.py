@@ -21,6 +21,7 @@ from ghostclip.data import BatchMemoryManager, DPDataLoader
 from ghostclip.data.out_of_memory import count_rows
 from ghostclip.engine import PrivacyEngine
 from ghostclip.errors import DataError, InvalidOptionError
+from ghostclip.integrations.training.collation import unlike_pair
 from ghostclip.optim import DPOptimizer, release_of
 from ghostclip.privacy.budget import Budget
 
@@ -73,6 +74,7 @@ class PrivateRun:
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], arguments: Any) -> None:
         self._arguments = arguments
+        self._records = dataset, collate
         self.engine = PrivacyEngine(noise_level=arguments.noise_level, ledger=arguments.ledger)
         self.optimizer: DPOptimizer | None = None
         self._loader = self._private_loader(dataset, collate)
@@ -87,7 +89,9 @@ class PrivateRun:
     def tickets(self) -> DataLoader[Ticket]:
         """Return the loader that the host iterates over: as many batches as it expects, without records."""
         parts = int(self._arguments.gradient_accumulation_steps)
-        return DataLoader(_Tickets(self.steps, parts), batch_size=1, collate_fn=_only)
+        tickets = _Tickets(self.steps, parts)
+        # One by one by a sampler: a resumed training passes over the first ones of it.
+        return DataLoader(tickets, batch_sampler=[[number] for number in range(len(tickets))], collate_fn=_only)
 
     def make_private(self, model: nn.Module, optimizer: Optimizer) -> Any:
         """Make the host's optimizer private.
@@ -156,6 +160,10 @@ class PrivateRun:
         rows = sum(rows for _, rows in losses)
         device = self.optimizer.params[0].device
         return sum((loss * (count / rows) for loss, count in losses), torch.zeros((), device=device))
+
+    def example(self) -> tuple[Any, bool]:
+        """Return a batch of two records, of different lengths if there are, and whether lengths differ."""
+        return unlike_pair(*self._records)
 
     def close(self) -> None:
         """End the pass over the data; what was not released is dropped."""
