@@ -24,7 +24,7 @@ class Passes:
     A pass is a call of `loss.backward()`, `torch.autograd.backward` or the clipper's `backward`; what the engine runs
     inside of these, or to check something, is none. `zero_grad()` throws passes away. A step that only accumulates ends
     a physical batch, and each record is in one of them: of these the one with the most passes counts, as it does of the
-    parts of a batch that `PhysicalBatches` runs. What begins at a leaf reaches no model and is no pass.
+    parts of a batch that `PhysicalBatches` runs. What is of one number reaches no model and is no pass.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Passes:
     def _backward(self, own: Callable[..., Any]) -> Callable[..., Any]:
         # Without functools.wraps: the engine takes what it finds for its own where the attributes are its own.
         def backward(*args: Any, **options: Any) -> Any:
-            if self._depth == 0 and not _is_leaf(args) and not _asker().startswith("ghostclip."):
+            if self._depth == 0 and not _is_of_a_number(args) and not _asker().startswith("ghostclip."):
                 self._now += 1
             with self._inside():
                 return own(*args, **options)
@@ -124,9 +124,18 @@ class Passes:
             self._depth -= 1
 
 
-def _is_leaf(args: Sequence[Any]) -> bool:
-    """Whether a backward begins at a tensor that nothing was computed for: it reaches no model."""
-    return bool(args) and isinstance(args[0], torch.Tensor) and args[0].is_leaf
+def _is_of_a_number(args: Sequence[Any]) -> bool:
+    """Whether a backward is of one number, or of what was made of it by arithmetic: it reaches no model."""
+    loss = args[0] if args else None
+    if not isinstance(loss, torch.Tensor):
+        return False
+    node = loss.grad_fn
+    while node is not None and node.next_functions:
+        following = [found for found, _ in node.next_functions if found is not None]
+        if len(following) != 1:
+            return False
+        node = following[0]
+    return loss.is_leaf if node is None else getattr(node, "variable", torch.ones(1)).dim() == 0
 
 
 def _asker() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from ghostclip.data.accepted import checked_batch_size, dataset_length, record_s
 from ghostclip.engine import PrivacyEngine
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.integrations.training.arguments import PrivacyArguments
+from ghostclip.integrations.training.collation import require_apart
 from ghostclip.optim import release_of
 from ghostclip.privacy.budget import Budget
 
@@ -62,13 +63,13 @@ class HostTraining:
             The private loader; the same one for the same training.
 
         Raises:
-            DataError: If it is no loader, or the draw would be larger than the data.
+            DataError: If it is no loader, its collate function mixes records, or the draw would be larger than the data.
             InvalidOptionError: If its sampling cannot be replaced, or batches of a private loader are accumulated.
         """
         if isinstance(loader, DPDataLoader):
             if accumulated > 1:
                 raise InvalidOptionError(
-                    f"{place}: it is private already, and {accumulated} of its draws would be accumulated into one step, "
+                    f"{place}: it is private already, and {accumulated} of its draws would be added up in a step, "
                     f"which costs more ε than one draw of {accumulated} times the size. Give the loader as it was."
                 )
             self.loader, self._at_once = loader, None
@@ -81,10 +82,11 @@ class HostTraining:
         dealt = type(record_sampler(loader)) is DistributedSampler
         each = checked_batch_size(loader) // (ranks if dealt else 1)
         records, expected = dataset_length(loader.dataset), each * ranks * accumulated
+        require_apart(loader.dataset, loader.collate_fn)
         if expected > records:
             raise DataError(
-                f"{place}: batch_size={each} × {accumulated} accumulated × {ranks} process(es) = {expected}, of {records} "
-                "records: an expected batch has at most all of them. Use a smaller batch_size."
+                f"{place}: batch_size={each} × {accumulated} accumulated × {ranks} process(es) = {expected}, of "
+                f"{records} records: an expected batch has at most all of them. Use a smaller batch_size."
             )
         made = DPDataLoader.from_data_loader(
             loader,
@@ -135,7 +137,7 @@ class HostTraining:
         self.optimizer = release_of(private)
         at_once = "auto" if options.physical_batch == "auto" else self._at_once
         self._parts = None if at_once is None else PhysicalBatches(self.optimizer, max_physical_batch_size=at_once)
-        return module, private
+        return cast("nn.Module", module), private
 
     def run(self, batch: Any, work: Callable[[Any], Any]) -> list[Any]:
         """Run forward and backward of a draw in parts that fit in memory; see `PhysicalBatches.run`.

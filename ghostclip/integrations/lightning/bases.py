@@ -63,7 +63,7 @@ def callback_bases() -> tuple[type, ...]:
 
 
 @lru_cache
-def joined(kind: type, *bases: type) -> type:
+def joined(kind: Any, bases: tuple[type, ...]) -> type:
     """Return a class that derives from one of ours and from Lightning's.
 
     Args:

@@ -1,8 +1,8 @@
 """`PrivacyCallback`: one object among a Trainer's callbacks makes its training private.
 
-Lightning's batches become draws, so that its steps, epochs, schedules and logs count releases. In automatic optimization
-a draw is computed in parts that fit in memory: the strategy's `training_step` runs forward and backward of each part, and
-what it returns is the mean loss without a graph.
+Lightning's batches become draws, so that its steps, epochs, schedules and logs count releases. In automatic
+optimization a draw is computed in parts that fit in memory: the strategy's `training_step` runs forward and backward of
+each part, and what it returns is the mean loss without a graph.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class PrivacyCallback:
     def __new__(cls, **_: Any) -> PrivacyCallback:
         """Make an instance of the class that also derives from Lightning's."""
         bases = callback_bases()
-        kind: Any = cls if issubclass(cls, bases) else joined(cls, *bases)
+        kind: Any = cls if issubclass(cls, bases) else joined(cls, bases)  # type: ignore[arg-type]
         made: PrivacyCallback = object.__new__(kind)
         return made
 
@@ -133,12 +133,13 @@ class PrivacyCallback:
         self._accumulated = int(trainer.accumulate_grad_batches)
         # Lightning would divide losses by it, and step in between.
         self._replace(trainer, "accumulate_grad_batches", 1)
-        source = trainer.fit_loop._data_source  # noqa: SLF001 - a loader given to fit() is nowhere else
+        source = trainer.fit_loop._data_source
         if source.is_module():
             given = getattr(source.instance, source.name)
             self._replace(source.instance, source.name, wraps(given)(lambda: self._private(given, trainer)))
         else:
-            self._replace(source, "instance", self._private(lambda loader=source.instance: loader, trainer))
+            loader = source.instance
+            self._replace(source, "instance", self._private(lambda: loader, trainer))
         del pl_module
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -156,7 +157,7 @@ class PrivacyCallback:
                 "configure_optimizers: it returned none, so that there is nothing to make private."
             )
         if self._draws is None:
-            source = trainer.fit_loop._data_source  # noqa: SLF001
+            source = trainer.fit_loop._data_source
             getattr(source.instance, source.name)()
         optimizers = list(trainer.optimizers)
         _, private = self.training.make_private(
@@ -263,8 +264,8 @@ class PrivacyCallback:
             rows = count_rows(part) or 0
             if not isinstance(loss, Tensor):
                 raise InvalidOptionError(
-                    "training_step: it returned no loss, which skips the batch. Whether a draw is left out would depend "
-                    "on its records. Return a loss for every batch; one of no records is a step of noise."
+                    "training_step: it returned no loss, which skips the batch. Whether a draw is left out would "
+                    "depend on its records. Return a loss for every batch; one of no records is a step of noise."
                 )
             scaler = getattr(trainer.precision_plugin, "scaler", None)
             pl_module.backward(loss if scaler is None else scaler.scale(loss))

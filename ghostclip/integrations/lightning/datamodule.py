@@ -37,7 +37,7 @@ class DPLightningDataModule:
         base = base_of(datamodule)
         kind: Any = cls
         if not issubclass(cls, base):
-            kind = joined(kind, base)
+            kind = joined(kind, (base,))
         made: DPLightningDataModule = object.__new__(kind)
         return made
 

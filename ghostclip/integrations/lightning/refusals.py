@@ -52,7 +52,7 @@ def refuse(trainer: Any) -> None:
         owner = trainer if hasattr(trainer, name) else trainer.fit_loop
         value = getattr(owner, name, None)
         if value is None:
-            value = getattr(trainer._data_connector, name, None)  # noqa: SLF001 - where some versions keep it
+            value = getattr(trainer._data_connector, name, None)
         if contradicts(value):
             raise InvalidOptionError(f"Trainer({name}={value!r}): {why}. {remedy}.")
     for callback in trainer.callbacks:
@@ -65,6 +65,6 @@ def refuse(trainer: Any) -> None:
     kinds = [kind.__name__ for kind in type(trainer.strategy).__mro__]
     if not any(kind in _STRATEGIES for kind in kinds):
         raise InvalidOptionError(
-            f"strategy {kinds[0]}: it shards or exchanges gradients by itself, where there are none before the release. "
-            "Use strategy='ddp', or one device."
+            f"strategy {kinds[0]}: it shards or exchanges gradients by itself, where there are none before the "
+            "release. Use strategy='ddp', or one device."
         )
