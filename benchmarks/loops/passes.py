@@ -130,11 +130,11 @@ def _is_of_a_number(args: Sequence[Any]) -> bool:
     if not isinstance(loss, torch.Tensor):
         return False
     node = loss.grad_fn
-    while node is not None and node.next_functions:
+    while node is not None and node.name() in ("DivBackward0", "MulBackward0"):
         following = [found for found, _ in node.next_functions if found is not None]
-        if len(following) != 1:
+        node = following[0] if len(following) == 1 else None
+        if node is None:
             return False
-        node = following[0]
     return loss.is_leaf if node is None else getattr(node, "variable", torch.ones(1)).dim() == 0
 
 

@@ -63,7 +63,7 @@ class HostTraining:
             The private loader; the same one for the same training.
 
         Raises:
-            DataError: If it is no loader, its collate function mixes records, or the draw would be larger than the data.
+            DataError: If it is no loader, its collate function mixes records, or a draw is larger than the data.
             InvalidOptionError: If its sampling cannot be replaced, or batches of a private loader are accumulated.
         """
         if isinstance(loader, DPDataLoader):

@@ -151,7 +151,9 @@ def loader_of_the_module(folder: Path) -> None:
 
         def configure(module: Any) -> Any:
             optimizer = torch.optim.SGD(module.body.parameters(), lr=0.1)
-            schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=module.trainer.estimated_stepping_batches)
+            schedule = torch.optim.lr_scheduler.LinearLR(
+                optimizer, total_iters=module.trainer.estimated_stepping_batches
+            )
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
         hooks = {"train_dataloader": lambda _: world.loader(), "configure_optimizers": configure}
@@ -267,8 +269,9 @@ def _fit_by_hand_on_ranks(world: World) -> None:
 @row(ROWS, **_HOST, outcome="exact", note="ε of every step's log against another library's accountant")
 def epsilon_in_the_logs(folder: Path) -> None:
     """ε is logged beside the loss, in every step and epoch, and shown by the progress bar."""
-    from benchmarks.loops.judge import epsilon_of
     from lightning.pytorch.loggers import CSVLogger
+
+    from benchmarks.loops.judge import epsilon_of
 
     world = World(sigma=1.0, folder=str(folder))
     logger = CSVLogger(folder)
@@ -298,7 +301,11 @@ def _saved(folder: Path, name: str, *, steps: int, every: int, resume: Path | No
     trainer = trainer_of(world, [privacy, kept], **options)
     hooks = {"validation_step": lambda module, batch, _: None, "configure_optimizers": _adam}
     trainer.fit(module_of(body, **hooks), data_of(world, generator=None), ckpt_path=resume)
-    return nn.utils.parameters_to_vector(body.parameters()).detach(), privacy.epsilon, privacy.training.engine.accountant
+    return (
+        nn.utils.parameters_to_vector(body.parameters()).detach(),
+        privacy.epsilon,
+        privacy.training.engine.accountant,
+    )
 
 
 def _adam(module: Any) -> Any:
@@ -318,7 +325,9 @@ def resumed(folder: Path) -> None:
         assert again[2].history == account.history
 
 
-@row(ROWS, **_HOST, outcome="exact", note="attributes, hooks and gradients of module and trainer; a second fit adds to ε")
+@row(
+    ROWS, **_HOST, outcome="exact", note="attributes, hooks and gradients of module and trainer; a second fit adds to ε"
+)
 def left_as_it_was(folder: Path) -> None:
     """After fit() module and trainer are as they were; a second fit() goes on with the account."""
     world = World(sigma=1.0, folder=str(folder))
@@ -381,8 +390,12 @@ _refusal(
     lambda world: _with_callback(world, "GradientAccumulationScheduler", scheduling={1: 2}),
     "GradientAccumulationScheduler.",
 )
-_refusal("BatchSizeFinder.*physical_batch='auto'", lambda world: _with_callback(world, "BatchSizeFinder"), "BatchSizeFinder.")
-_refusal("LearningRateFinder.*public data", lambda world: _with_callback(world, "LearningRateFinder"), "LearningRateFinder.")
+_refusal(
+    "BatchSizeFinder.*physical_batch='auto'", lambda world: _with_callback(world, "BatchSizeFinder"), "BatchSizeFinder."
+)
+_refusal(
+    "LearningRateFinder.*public data", lambda world: _with_callback(world, "LearningRateFinder"), "LearningRateFinder."
+)
 
 
 class _Stream(IterableDataset):
@@ -413,7 +426,11 @@ def _mixed_up(records: list[Any]) -> Any:
     return 0.7 * features + 0.3 * features.flip(0), labels
 
 
-_refusal("depends on the record beside", lambda world: _over(world, world.loader(collate_fn=_mixed_up)), "Mixup in the collate function.")
+_refusal(
+    "depends on the record beside",
+    lambda world: _over(world, world.loader(collate_fn=_mixed_up)),
+    "Mixup in the collate function.",
+)
 _refusal(
     "target_epsilon: .*max_epochs",
     lambda world: _over(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.loops.hugging import quiet
-from benchmarks.loops.loop import EXACT, Loop
+from benchmarks.loops.loop import Loop
 from benchmarks.loops.oracle import measure, see
 from benchmarks.loops.ranks import see_on_ranks
 from benchmarks.loops.world import BATCH, RECORDS, World
