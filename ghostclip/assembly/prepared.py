@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from ghostclip.data.dealt import TakenAsItIs
 from ghostclip.data.workers import worker_options
@@ -66,7 +66,8 @@ class Prepared:
         if _is(self.given_loader, "lightning", "_FabricDataLoader"):
             loader = type(self.given_loader)(loader, device=self.given_loader.device)
         elif _is(self.given_loader, "accelerate", *_SHARDED) and isinstance(loader, TakenAsItIs):
-            loader.device = self.given_loader.device
+            dispatched = _is(self.given_loader, "accelerate", "DataLoaderDispatcher")
+            loader.device = self.given_loader.state.device if dispatched else self.given_loader.device
         return (module, optimizer, *criterion, loader)
 
 
@@ -106,7 +107,7 @@ def _bare_loader(loader: Any) -> Any:
         batches = batches.batch_sampler
     elif _is(loader, "accelerate", "DataLoaderDispatcher"):
         ranks = 1 if loader.split_batches else loader.state.num_processes
-    if type(batches) is not BatchSampler:
+    if type(batches) is not BatchSampler or isinstance(base.dataset, IterableDataset):
         # Left for the checks that every loader goes through.
         return base
     sampler: Any = batches.sampler

@@ -57,6 +57,11 @@ class TakenAsItIs:
             self.device = state().device
         return self._as_it_is
 
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, value: bool) -> None:
+        """Take accelerate's own mark; a loader that it has made anew is another object."""
+        self._as_it_is = self._as_it_is or value
+
     def placed(self, batch: Any) -> Any:
         """Return a batch on the loader's device.
 

@@ -125,8 +125,8 @@ class DPDataLoader(TakenAsItIs, DataLoader):
             pin_memory_device=pin_memory_device,
             generator=generator,
         )
-        if sampler.num_replicas > 1:
-            self.take_as_it_is(rank=sampler.rank, replicas=sampler.num_replicas)
+        # A loader made anew around the sampler would not tell which draws it hands out.
+        self.take_as_it_is(rank=sampler.rank, replicas=sampler.num_replicas)
 
     @property
     def expected_batch_size(self) -> float:

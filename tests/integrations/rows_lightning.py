@@ -238,7 +238,28 @@ def several_optimizers(folder: Path) -> None:
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS + ", up to rounding")
 def mixed_precision(folder: Path) -> None:
     """precision="bf16-mixed"."""
-    exact(lambda world: _fit(world, precision="bf16-mixed"), tolerance=2e-2)
+
+    def step(module: Any, batch: Any, _: int) -> Tensor:
+        assert module.body(batch[0].float()).dtype == torch.bfloat16
+        return functional.cross_entropy(module.body(batch[0].float()), batch[1])
+
+    def train(world: World) -> None:
+        body = world.watch(_small, _small_losses(world))
+        trainer = trainer_of(world, [privacy_of(world)], precision="bf16-mixed")
+        trainer.fit(module_of(body, training_step=step), data_of(world, batch_size=BATCH))
+
+    exact(train, tolerance=2e-2)
+
+
+def _small() -> nn.Module:
+    return mlp().float()
+
+
+def _small_losses(world: World) -> Any:
+    def losses(model: nn.Module, records: list[int]) -> Tensor:
+        return functional.cross_entropy(model(world.features[records].float()), world.labels[records], reduction="none")
+
+    return losses
 
 
 @row(ROWS, **_HOST, ranks=2, slow=True, outcome="exact", note=_SUMS)
@@ -456,3 +477,117 @@ def _normed() -> nn.Module:
 
 
 _refusal("BatchNorm1d.*GroupNorm", lambda world: _fit(world, make=_normed), "Batch normalisation.")
+
+
+# Fabric
+
+_FABRIC = {"tool": "Fabric", "hosts": ("lightning",)}
+
+
+def fabric_of(world: World, **options: Any) -> Any:
+    """Return a Fabric, over the ranks of a world.
+
+    Args:
+        world: The world.
+        options: Others of its options.
+
+    Returns:
+        Launched.
+    """
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+
+    several = {"strategy": "ddp", "plugins": [TorchElasticEnvironment()]} if world.ranks > 1 else {}
+    made = Fabric(accelerator="cpu", devices=world.ranks, **(several | options))
+    made.launch()
+    return made
+
+
+def _set_up(world: World, order: str, fabric: Any, trained: tuple[Any, Any, Any], private: Any) -> tuple[Any, Any, Any]:
+    model, optimizer, loader = trained
+    if order == "first":
+        return private(*fabric.setup(model, optimizer), fabric.setup_dataloaders(loader))
+    model, optimizer, loader = private(model, optimizer, loader)
+    return (*fabric.setup(model, optimizer), fabric.setup_dataloaders(loader))
+
+
+class _WithFabric:
+    """A script with Fabric, set up before or after make_private, that other processes can be handed."""
+
+    def __init__(self, order: str, **options: Any) -> None:
+        self._order, self._options = order, options
+
+    def __call__(self, world: World) -> None:
+        fabric = fabric_of(world, **self._options)
+        # float64 is not touched by autocast.
+        single = "precision" in self._options
+        body = world.watch(_small, _small_losses(world)) if single else world.watch(mlp, cross_entropy(world))
+        each = BATCH // world.ranks if self._order == "first" else BATCH
+        trained = body, torch.optim.SGD(body.parameters(), lr=0.1), world.loader(batch_size=each)
+        model, optimizer, loader = _set_up(world, self._order, fabric, trained, world.private)
+        for x, y in loader:
+            optimizer.zero_grad()
+            fabric.backward(functional.cross_entropy(model(x.float() if single else x), y))
+            optimizer.step()
+
+
+def _fabric_row(order: str, feature: str, *, ranks: int = 1, tolerance: float | None = None, **options: Any) -> None:
+    said = {"first": "fabric.setup, then make_private", "second": "make_private, then fabric.setup"}[order]
+
+    def drive(folder: Path) -> None:
+        given = {} if tolerance is None else {"tolerance": tolerance}
+        exact(_WithFabric(order, **options), ranks=ranks, releases=4, **given)
+
+    drive.__doc__ = f"{said}{feature}."
+    note = _SUMS + (", up to rounding" if tolerance else "")
+    row(ROWS, **_FABRIC, ranks=ranks, slow=ranks > 1, outcome="exact", note=note)(drive)
+
+
+for _order in ("second", "first"):
+    _fabric_row(_order, "; one process")
+    _fabric_row(_order, "; two processes", ranks=2)
+    _fabric_row(_order, "; precision='bf16-mixed'", precision="bf16-mixed", tolerance=2e-2)
+
+
+def _with_fabric(
+    folder: Path, order: str, *, until: int, save: int = -1, load: bool = False
+) -> tuple[Tensor, float, Any]:
+    """Train with dropout, save or load on the way; return parameters, ε and the history."""
+    world = World(sigma=1.0)
+    torch.manual_seed(99 if load else 1)
+    fabric, body, engine = fabric_of(world), dropping(), world.new_engine()
+    trained = body, torch.optim.Adam(body.parameters(), lr=0.05), DataLoader(world.data, batch_size=BATCH)
+    model, optimizer, loader = _set_up(world, order, fabric, trained, world.private)
+    state = {"model": model, "optimizer": optimizer, "randomness": torch.get_rng_state()}
+    if load:
+        fabric.load(folder / "state.ckpt", state)
+        torch.set_rng_state(state["randomness"])
+    while len(engine.accountant) < until:
+        for x, y in loader:
+            fabric.backward(functional.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            if len(engine.accountant) == save:
+                fabric.save(folder / "state.ckpt", state | {"randomness": torch.get_rng_state()})
+            if len(engine.accountant) == until:
+                break
+    return (
+        nn.utils.parameters_to_vector(body.parameters()).detach(),
+        engine.get_epsilon(1e-3),
+        engine.accountant.history,
+    )
+
+
+def _resumed_with_fabric(order: str, said: str) -> None:
+    def drive(folder: Path) -> None:
+        whole = _with_fabric(folder, order, until=7, save=3)
+        again = _with_fabric(folder, order, until=7, load=True)
+        assert again[1:] == whole[1:], f"ε {again[1]}, undisturbed {whole[1]}"
+        assert torch.equal(again[0], whole[0]), "resumed: other parameters"
+
+    drive.__doc__ = f"Killed and resumed by fabric.save and fabric.load, in the middle of an epoch; {said}."
+    row(ROWS, **_FABRIC, outcome="exact", note="parameters bit by bit, ε and history, with dropout and Adam")(drive)
+
+
+_resumed_with_fabric("second", "make_private, then fabric.setup")
+_resumed_with_fabric("first", "fabric.setup, then make_private")
