@@ -12,8 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
+from benchmarks.loops.loop import Loop
 from benchmarks.loops.models import cross_entropy, dropping, functional, mlp
+from benchmarks.loops.ranks import see_on_ranks
 from benchmarks.loops.world import BATCH, RECORDS, World
+from ghostclip.errors import InvalidOptionError
 from tests.integrations.table import Row, row
 from tests.integrations.trainings import DELTA, STEPS, exact, refused
 
@@ -545,8 +548,19 @@ def _fabric_row(order: str, feature: str, *, ranks: int = 1, tolerance: float | 
 
 for _order in ("second", "first"):
     _fabric_row(_order, "; one process")
-    _fabric_row(_order, "; two processes", ranks=2)
+    if _order == "second":
+        _fabric_row(_order, "; two processes", ranks=2)
     _fabric_row(_order, "; precision='bf16-mixed'", precision="bf16-mixed", tolerance=2e-2)
+
+
+@row(ROWS, **_FABRIC, ranks=2, slow=True, outcome="refused", note="model, optimizer and loader themselves")
+def fabric_first_on_two_processes(folder: Path) -> None:
+    """fabric.setup, then make_private; two processes."""
+    loop = Loop("row", "", _WithFabric("first"), ranks=2)
+    seen = see_on_ranks(loop, World(sigma=1.0))
+    assert seen.refused, seen.error
+    assert not seen.releases
+    raise InvalidOptionError(seen.error)
 
 
 def _with_fabric(
