@@ -28,6 +28,7 @@ from ghostclip.integrations.training.loss_checks import (
 from ghostclip.integrations.training.record_losses import losses_of, task_of
 from ghostclip.integrations.training.refusals import refuse, refuse_search, unexpected
 from ghostclip.integrations.training.run import PrivateRun, Ticket
+from ghostclip.optim.wrapped import WrappedOptimizer
 
 try:
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
@@ -163,12 +164,10 @@ class DPTrainer(Trainer):
             The private optimizer.
         """
         plain = super().create_optimizer() if model is None else super().create_optimizer(model)
-        if self.private_run is None or (self.private_run.optimizer is not None and plain is self.optimizer_in_use):
-            return plain
-        self.optimizer = self.optimizer_in_use = self.private_run.make_private(self.model, plain)
+        # A second call of train() finds the private one, in accelerate's wrapping.
+        if self.private_run is not None and not isinstance(getattr(plain, "optimizer", plain), WrappedOptimizer):
+            self.optimizer = self.private_run.make_private(self.model, plain)
         return self.optimizer
-
-    optimizer_in_use: Any = None
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Compute the clipped sum of a logical batch.
