@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ghostclip.errors import LossReductionError, NotOfferedError
 from ghostclip.integrations._versions import warn_if_untested
+from ghostclip.integrations.peft import is_adapted, watch_adapters
 from ghostclip.integrations.training.arguments import PrivacyArguments
 from ghostclip.integrations.training.collation import require_apart
 from ghostclip.integrations.training.loss_checks import (
@@ -149,7 +150,9 @@ class DPTrainer(Trainer):
         Returns:
             Records; of the training loader those that are drawn from.
         """
-        tickets = self.private_run is not None and isinstance(dataloader.dataset, type(self.private_run.tickets().dataset))
+        tickets = self.private_run is not None and isinstance(
+            dataloader.dataset, type(self.private_run.tickets().dataset)
+        )
         return len(self.train_dataset) if tickets else super().num_examples(dataloader)
 
     # A step
@@ -167,6 +170,9 @@ class DPTrainer(Trainer):
         # A second call of train() finds the private one, in accelerate's wrapping.
         if self.private_run is not None and not isinstance(getattr(plain, "optimizer", plain), WrappedOptimizer):
             self.optimizer = self.private_run.make_private(self.model, plain)
+            if is_adapted(self.model):
+                warn_if_untested("peft")
+                watch_adapters(self.model, self.optimizer)
         return self.optimizer
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -275,7 +281,7 @@ class DPTrainer(Trainer):
         assert self.private_run is not None, "called in a private training"
         half = self.args.bf16 or any(p.dtype.itemsize < 4 for p in model.parameters() if p.is_floating_point())
         tolerance = _ALIKE_16 if half else _ALIKE
-        example, lengths_differ = self.private_run.example()
+        example, lengths_differ = self._checked_example()
         batch = self._prepare_inputs(example)
 
         def ours(part: dict[str, Any], smoothing: float = 0.0) -> Tensor:
@@ -289,6 +295,11 @@ class DPTrainer(Trainer):
                 require_own_loss(batch, own=own, ours=ours, tolerance=tolerance)
             if lengths_differ:
                 require_padding_without_effect(batch, ours=ours, tolerance=tolerance)
+
+    def _checked_example(self) -> tuple[Any, bool]:
+        """Return a batch that losses are checked on, and whether its records differ in length."""
+        assert self.private_run is not None, "called in a private training"
+        return self.private_run.example()
 
     # What is said
 

@@ -46,7 +46,7 @@ def _with_own_loss(world: World, make: Callable[[], nn.Module], records: Any, co
 
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS)
 def causal(folder: Path) -> None:
-    """Causal language model, records of 2 to 14 tokens"""
+    """Causal language model, records of 2 to 14 tokens."""
     exact(_causal, clips=(0.5, 0.1))
 
 
@@ -69,7 +69,7 @@ def _bert(kind: str, **options: Any) -> nn.Module:
 
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS)
 def masked(folder: Path) -> None:
-    """Masked language model (tied head)"""
+    """Masked language model (tied head)."""
 
     def train(world: World) -> None:
         _with_own_loss(world, lambda: _bert("BertForMaskedLM"), lm_records(world), padded)
@@ -87,20 +87,18 @@ def _padded_but(records: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS)
 def sequence_classification(folder: Path) -> None:
-    """Sequence classification"""
+    """Sequence classification."""
 
     def train(world: World) -> None:
         records = _classified(world, world.labels.tolist())
-        _with_own_loss(
-            world, lambda: _bert("BertForSequenceClassification", num_labels=CLASSES), records, _padded_but
-        )
+        _with_own_loss(world, lambda: _bert("BertForSequenceClassification", num_labels=CLASSES), records, _padded_but)
 
     exact(train)
 
 
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS)
 def regression(folder: Path) -> None:
-    """Sequence classification with one label (regression)"""
+    """Sequence classification with one label (regression)."""
 
     def train(world: World) -> None:
         records = _classified(world, [[float(value)] for value in world.features[:, 0]])
@@ -111,7 +109,7 @@ def regression(folder: Path) -> None:
 
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS)
 def several_labels(folder: Path) -> None:
-    """Sequence classification with several labels at once"""
+    """Sequence classification with several labels at once."""
 
     def train(world: World) -> None:
         labels = [[1.0, 0.0, float(label == 0)] for label in world.labels]
@@ -127,7 +125,7 @@ def several_labels(folder: Path) -> None:
 
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS)
 def token_classification(folder: Path) -> None:
-    """Token classification"""
+    """Token classification."""
 
     def train(world: World) -> None:
         records = [
@@ -166,19 +164,19 @@ def _questions(world: World, width: int | None) -> None:
 
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS)
 def question_answering(folder: Path) -> None:
-    """Question answering (start and end positions), padded to one length"""
+    """Question answering (start and end positions), padded to one length."""
     exact(lambda world: _questions(world, 14))
 
 
 @row(ROWS, **_HOST, outcome="refused", note="longest record of a batch")
 def padding_that_counts(folder: Path) -> None:
-    """Question answering, padded to the longest (its softmax is over padding too)"""
+    """Question answering, padded to the longest (its softmax is over padding too)."""
     refused(lambda world: _questions(world, None))
 
 
 @row(ROWS, **_HOST, outcome="refused", note="longest record of a batch")
 def left_padding(folder: Path) -> None:
-    """GPT-2 with padding on the left and no position_ids"""
+    """GPT-2 with padding on the left and no position_ids."""
 
     def left(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
         made = padded(batch)
@@ -193,7 +191,7 @@ def left_padding(folder: Path) -> None:
 
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS)
 def sequence_to_sequence(folder: Path) -> None:
-    """Seq2SeqTrainer with T5"""
+    """Seq2SeqTrainer with T5."""
 
     def make() -> nn.Module:
         from transformers import T5Config, T5ForConditionalGeneration
@@ -224,7 +222,7 @@ def sequence_to_sequence(folder: Path) -> None:
 
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS)
 def vision(folder: Path) -> None:
-    """Image classification with ViT, the default collator"""
+    """Image classification with ViT, the default collator."""
 
     def make() -> nn.Module:
         from transformers import ViTConfig, ViTForImageClassification
@@ -260,7 +258,7 @@ def vision(folder: Path) -> None:
 
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS)
 def own_loss_function(folder: Path) -> None:
-    """compute_loss_func that returns one loss a record"""
+    """compute_loss_func that returns one loss a record."""
     from ghostclip.losses import token_losses
 
     def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -271,7 +269,7 @@ def own_loss_function(folder: Path) -> None:
 
 @row(ROWS, **_HOST, outcome="refused", note="token")
 def loss_over_the_batch(folder: Path) -> None:
-    """compute_loss_func that divides by the batch's tokens"""
+    """compute_loss_func that divides by the batch's tokens."""
 
     def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         return nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
@@ -281,7 +279,7 @@ def loss_over_the_batch(folder: Path) -> None:
 
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS)
 def label_smoothing(folder: Path) -> None:
-    """label_smoothing_factor"""
+    """label_smoothing_factor."""
     from transformers.trainer_pt_utils import LabelSmoother
 
     def train(world: World) -> None:
@@ -306,7 +304,7 @@ def label_smoothing(folder: Path) -> None:
 
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS)
 def datasets_columns(folder: Path) -> None:
-    """datasets.Dataset with columns that the model does not take"""
+    """datasets.Dataset with columns that the model does not take."""
     from datasets import Dataset
 
     def train(world: World) -> None:
@@ -318,19 +316,19 @@ def datasets_columns(folder: Path) -> None:
 
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS)
 def workers(folder: Path) -> None:
-    """dataloader_num_workers=1"""
+    """dataloader_num_workers=1."""
     exact(lambda world: _causal(world, dataloader_num_workers=1, dataloader_prefetch_factor=2))
 
 
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS)
 def found_physical_batch(folder: Path) -> None:
-    """physical_batch="auto\""""
+    r"""physical_batch="auto\"."""
     exact(lambda world: _causal(world, physical_batch="auto"))
 
 
 @row(ROWS, **_HOST, outcome="exact", note="each release against that of a larger device")
 def out_of_memory(folder: Path) -> None:
-    """Memory runs out in the middle of a batch"""
+    """Memory runs out in the middle of a batch."""
 
     def make() -> nn.Module:
         model = gpt2()
@@ -352,39 +350,39 @@ def _full(module: nn.Module, args: Any, options: Any) -> None:
 
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS + "; rounding of bfloat16 allowed")
 def bf16(folder: Path) -> None:
-    """bf16=True"""
+    """bf16=True."""
     exact(lambda world: _causal(world, make=lambda: gpt2().float(), bf16=True), tolerance=0.03)
 
 
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS)
 def gradient_checkpointing(folder: Path) -> None:
-    """gradient_checkpointing=True, not reentrant"""
+    """gradient_checkpointing=True, not reentrant."""
     given = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
     exact(lambda world: _causal(world, **given))
 
 
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS)
 def reentrant_checkpointing(folder: Path) -> None:
-    """gradient_checkpointing=True, reentrant"""
+    """gradient_checkpointing=True, reentrant."""
     given = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
     exact(lambda world: _causal(world, **given))
 
 
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS)
 def hooks(folder: Path) -> None:
-    """grad_sample_mode="hooks\""""
+    r"""grad_sample_mode="hooks\"."""
     exact(lambda world: _causal(world, grad_sample_mode="hooks"))
 
 
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS)
 def sgd(folder: Path) -> None:
-    """optim="sgd" and a cosine schedule with warm-up"""
+    """optim="sgd" and a cosine schedule with warm-up."""
     exact(lambda world: _causal(world, optim="sgd", lr_scheduler_type="cosine", warmup_steps=1))
 
 
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS, ranks=2)
 def two_processes(folder: Path) -> None:
-    """Two processes (torchrun, gloo)"""
+    """Two processes (torchrun, gloo)."""
     exact(_causal, ranks=2)
 
 
@@ -413,7 +411,7 @@ _refusal("A misspelt clipping", "clipping='flatt'", clipping="flatt")
 
 @row(ROWS, **_HOST, outcome="refused", note="DPTrainingArguments")
 def plain_arguments(folder: Path) -> None:
-    """DPTrainer with plain TrainingArguments"""
+    """DPTrainer with plain TrainingArguments."""
     from transformers import TrainingArguments
 
     from ghostclip.integrations.transformers import DPTrainer
@@ -427,7 +425,7 @@ def plain_arguments(folder: Path) -> None:
 
 @row(ROWS, **_HOST, outcome="refused", note="known length")
 def streaming(folder: Path) -> None:
-    """Streaming data set without a size"""
+    """Streaming data set without a size."""
     from datasets import Dataset
 
     def train(world: World) -> None:
@@ -439,7 +437,7 @@ def streaming(folder: Path) -> None:
 
 @row(ROWS, **_HOST, outcome="refused", note="same probability")
 def weighted_sampler(folder: Path) -> None:
-    """Weighted sampler (_get_train_sampler overridden)"""
+    """Weighted sampler (_get_train_sampler overridden)."""
     from ghostclip.integrations.transformers import DPTrainer
 
     class Weighted(DPTrainer):
@@ -451,7 +449,7 @@ def weighted_sampler(folder: Path) -> None:
 
 @row(ROWS, **_HOST, outcome="refused", note="same probability")
 def own_loader(folder: Path) -> None:
-    """Loader of one's own (get_train_dataloader overridden)"""
+    """Loader of one's own (get_train_dataloader overridden)."""
     from ghostclip.integrations.transformers import DPTrainer
 
     class Own(DPTrainer):
@@ -463,7 +461,7 @@ def own_loader(folder: Path) -> None:
 
 @row(ROWS, **_HOST, outcome="refused", note="padding-free")
 def flattening(folder: Path) -> None:
-    """DataCollatorWithFlattening (padding-free)"""
+    """DataCollatorWithFlattening (padding-free)."""
     from transformers import DataCollatorWithFlattening
 
     def train(world: World) -> None:
@@ -474,7 +472,7 @@ def flattening(folder: Path) -> None:
 
 @row(ROWS, **_HOST, outcome="refused", note="mixup")
 def mixup(folder: Path) -> None:
-    """Collator that mixes records (mixup)"""
+    """Collator that mixes records (mixup)."""
 
     def mixed(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
         made = padded(batch)
@@ -489,9 +487,10 @@ def mixup(folder: Path) -> None:
 
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS)
 def random_masks(folder: Path) -> None:
-    """DataCollatorForLanguageModeling, which masks at random (not mixed up with mixup)"""
-    from benchmarks.loops.trl_loops import _tokenizer
+    """DataCollatorForLanguageModeling, which masks at random (not mixed up with mixup)."""
     from transformers import DataCollatorForLanguageModeling
+
+    from benchmarks.loops.trl_loops import _tokenizer
 
     def train(world: World) -> None:
         tokenizer = _tokenizer()
@@ -505,7 +504,7 @@ def random_masks(folder: Path) -> None:
 
 @row(ROWS, **_HOST, outcome="refused", note="pass the model itself")
 def wrapped_already(folder: Path) -> None:
-    """A model that make_private has wrapped already"""
+    """A model that make_private has wrapped already."""
     from ghostclip import GradSampleModule
 
     refused(lambda world: _train(world, lambda: GradSampleModule(gpt2()), lm_records(world), padded, None))
@@ -513,7 +512,7 @@ def wrapped_already(folder: Path) -> None:
 
 @row(ROWS, **_HOST, outcome="refused", note="trial on the same records")
 def search(folder: Path) -> None:
-    """hyperparameter_search"""
+    """hyperparameter_search."""
     from ghostclip.integrations.transformers import DPTrainer, DPTrainingArguments
 
     def train(world: World) -> None:
@@ -544,14 +543,14 @@ def _mixtral(**options: Any) -> nn.Module:
 
 @row(ROWS, **_HOST, outcome="refused", note="balances the experts")
 def balancing(folder: Path) -> None:
-    """Mixture of experts with its balancing loss (output_router_logits=True)"""
+    """Mixture of experts with its balancing loss (output_router_logits=True)."""
     make = lambda: _mixtral(output_router_logits=True)  # noqa: E731
     refused(lambda world: _train(world, make, lm_records(world), padded, None))
 
 
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS)
 def experts(folder: Path) -> None:
-    """Mixture of experts without it"""
+    """Mixture of experts without it."""
 
     def train(world: World) -> None:
         _with_own_loss(world, _mixtral, lm_records(world), padded)
@@ -562,7 +561,7 @@ def experts(folder: Path) -> None:
 
 @row(ROWS, **_HOST, outcome="refused", note="n_gpu=2")
 def data_parallel(folder: Path) -> None:
-    """Several GPUs in one process (nn.DataParallel)"""
+    """Several GPUs in one process (nn.DataParallel)."""
     from ghostclip.integrations.transformers import DPTrainer, DPTrainingArguments
 
     def train(world: World) -> None:
@@ -576,7 +575,7 @@ def data_parallel(folder: Path) -> None:
 
 @row(ROWS, **_HOST, outcome="refused", note="'labels'")
 def no_labels(folder: Path) -> None:
-    """Batches without labels"""
+    """Batches without labels."""
 
     def collate(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
         made = padded(batch)
@@ -588,9 +587,10 @@ def no_labels(folder: Path) -> None:
 
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS)
 def own_trainer(folder: Path) -> None:
-    """A Trainer of one's own below DPTrainer, with another optimizer and callbacks"""
-    from ghostclip.integrations.transformers import DPTrainer
+    """A Trainer of one's own below DPTrainer, with another optimizer and callbacks."""
     from transformers import Trainer, TrainerCallback
+
+    from ghostclip.integrations.transformers import DPTrainer
 
     class Theirs(Trainer):
         def create_optimizer(self, model: Any = None) -> Any:
@@ -608,7 +608,7 @@ def own_trainer(folder: Path) -> None:
 
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS)
 def compiled(folder: Path) -> None:
-    """torch_compile=True"""
+    """torch_compile=True."""
     exact(lambda world: _causal(world, torch_compile=True, torch_compile_backend="eager"))
 
 
@@ -617,8 +617,9 @@ def compiled(folder: Path) -> None:
 
 def _run(folder: Path, *, dies_at: int = 0, resume: bool | None = None, seed: int = 3, **options: Any) -> Any:
     """Train a model with dropout, with noise, and return its trainer."""
-    from ghostclip.integrations.transformers import DPTrainer, DPTrainingArguments
     from transformers import TrainerCallback
+
+    from ghostclip.integrations.transformers import DPTrainer, DPTrainingArguments
     from tests.integrations.trainings import silent
 
     class Killed(RuntimeError):
@@ -667,28 +668,38 @@ def _resumed(folder: Path, step: int, **options: Any) -> None:
     assert len(resumed.privacy_engine.accountant) == 6
 
 
-@row(ROWS, **_HOST, outcome="exact", note="weights, logs and ε bit-equal to the undisturbed training, dropout and noise on")
+@row(
+    ROWS,
+    **_HOST,
+    outcome="exact",
+    note="weights, logs and ε bit-equal to the undisturbed training, dropout and noise on",
+)
 def resumed_in_an_epoch(folder: Path) -> None:
-    """Killed in an epoch and resumed (resume_from_checkpoint=True)"""
+    """Killed in an epoch and resumed (resume_from_checkpoint=True)."""
     _resumed(folder, 2)
 
 
-@row(ROWS, **_HOST, outcome="exact", note="weights, logs and ε bit-equal to the undisturbed training, dropout and noise on")
+@row(
+    ROWS,
+    **_HOST,
+    outcome="exact",
+    note="weights, logs and ε bit-equal to the undisturbed training, dropout and noise on",
+)
 def resumed_between_epochs(folder: Path) -> None:
-    """Killed between epochs and resumed"""
+    """Killed between epochs and resumed."""
     _resumed(folder, 4)
 
 
 @row(ROWS, **_HOST, outcome="refused", note="noise|sample|mechanism")
 def resumed_as_another(folder: Path) -> None:
-    """Resumed with another noise"""
+    """Resumed with another noise."""
     _run(folder, dies_at=2)
     _run(folder, resume=True, noise_multiplier=0.5)
 
 
 @row(ROWS, **_HOST, outcome="exact", note="ε at each log against dp-accounting; steps and schedule against releases")
 def epsilon_in_logs(folder: Path) -> None:
-    """ε beside the loss in logs, trainer_state.json and metrics; target_epsilon kept"""
+    """ε beside the loss in logs, trainer_state.json and metrics; target_epsilon kept."""
     import json
 
     from benchmarks.loops.judge import epsilon_of
@@ -710,7 +721,7 @@ def epsilon_in_logs(folder: Path) -> None:
 
 @row(ROWS, **_HOST, outcome="exact", note="eval_loss as of a plain Trainer; config.json; predictions; the model loads")
 def evaluated_and_saved(folder: Path) -> None:
-    """Evaluation, load_best_model_at_end, predict, save_pretrained"""
+    """Evaluation, load_best_model_at_end, predict, save_pretrained."""
     from transformers import GPT2LMHeadModel, Trainer, TrainingArguments
 
     trainer = _run(folder, eval_strategy="steps", eval_steps=2, save_steps=2, load_best_model_at_end=True)
@@ -730,14 +741,14 @@ def evaluated_and_saved(folder: Path) -> None:
 
 @row(ROWS, **_HOST, outcome="refused", note="budget|epsilon|ε")
 def trained_twice(folder: Path) -> None:
-    """train() a second time beyond target_epsilon"""
+    """train() a second time beyond target_epsilon."""
     trainer = _run(folder, noise_multiplier=None, target_epsilon=3.0, save_strategy="no")
     trainer.train()
 
 
 @row(ROWS, **_HOST, outcome="exact", note="tokens as of the records drawn")
 def tokens_counted(folder: Path) -> None:
-    """include_num_input_tokens_seen"""
+    """include_num_input_tokens_seen."""
     trainer = _run(folder, include_num_input_tokens_seen="non_padding", save_strategy="no")
     assert 6 * 2 < trainer.state.num_input_tokens_seen < 6 * 24 * 14
     assert trainer.state.total_flos > 0

@@ -27,17 +27,17 @@ def own_randomness(seed: int | None = None) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    before = random.getstate(), np.random.get_state()  # noqa: NPY002 - the generators that collate functions use
+    before = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         if seed is not None:
             random.seed(seed)
-            np.random.seed(seed)  # noqa: NPY002
+            np.random.seed(seed)
             torch.manual_seed(seed)
         try:
             yield
         finally:
             random.setstate(before[0])
-            np.random.set_state(before[1])  # noqa: NPY002
+            np.random.set_state(before[1])
 
 
 def require_apart(dataset: Any, collate: Callable[[list[Any]], Any]) -> None:

@@ -160,7 +160,7 @@ def _refuse_model(trainer: Any) -> None:
         )
     if isinstance(trainer.optimizer, WrappedOptimizer) and trainer.private_run is None:
         raise InvalidOptionError("optimizers: the optimizer is private already; pass the plain one, or none.")
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if getattr(text, "output_router_logits", False):
         raise UnsupportedModelError(
