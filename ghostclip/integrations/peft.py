@@ -1,9 +1,10 @@
 """Watch over adapters of peft: every one that is trainable has to be trained.
 
 LoRA, DoRA, IA3, prompts and prefixes are ordinary parameters to ghostclip, whichever of `get_peft_model` and
-`make_private` is called first. What goes wrong is quieter: adapters that are trainable and never get a gradient, because
-they were added beside the layer that runs, or because the optimizer was made before them. Losses fall all the same
-where anything else is trained, and ε is spent. `watch_adapters` says so after the first steps; `DPTrainer` calls it.
+`make_private` is called first. What goes wrong is quieter: adapters that are trainable and never get a gradient,
+because they were added beside the layer that runs, or because the optimizer was made before them. Losses fall all the
+same where anything else is trained, and ε is spent. `watch_adapters` says so after the first steps; `DPTrainer` calls
+it.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class AdapterWatch:
         trainable = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         if self._seen == 1:
             held = {id(p) for p in optimizer.params}
-            self._say([name for name, p in trainable.items() if id(p) not in held], "the optimizer does not hold them")
+            self._say([n for n, p in trainable.items() if id(p) not in held], "the optimizer does not hold them")
             silent = [n for n, p in trainable.items() if id(p) in held and not optimizer.clipper.has_sum_of(p)]
             self._say(silent, "no gradient reached them in the first step")
         still = {name for name, p in trainable.items() if name not in self.untrained and _is_still(optimizer, p)}
@@ -68,9 +69,9 @@ class AdapterWatch:
         self.untrained += names
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         warnings.warn(
-            f"{len(names)} trainable parameter(s) are not trained: {why}. {', '.join(names[:_NAMED])}{more}. ε is spent "
-            "all the same. Call get_peft_model before the optimizer is made, check target_modules against the layers "
-            "that run, and freeze what should not be trained. (Experts that the batch was not routed to are no error.)",
+            f"{len(names)} trainable parameter(s) are not trained: {why}. {', '.join(names[:_NAMED])}{more}. ε is "
+            "spent all the same. Call get_peft_model before the optimizer is made, check target_modules against the "
+            "layers that run, and freeze what should not be trained. (Experts without a token in the batch are no error.)",
             UntrainedAdapterWarning,
             stacklevel=2,
         )

@@ -27,7 +27,7 @@ from ghostclip.integrations.training.loss_checks import (
     require_padding_without_effect,
 )
 from ghostclip.integrations.training.record_losses import losses_of, task_of
-from ghostclip.integrations.training.refusals import refuse, refuse_search, unexpected
+from ghostclip.integrations.training.refusals import refuse, unexpected
 from ghostclip.integrations.training.run import PrivateRun, Ticket
 from ghostclip.optim.wrapped import WrappedOptimizer
 
@@ -122,10 +122,32 @@ class DPTrainer(Trainer):
             if self.private_run is not None:
                 self.private_run.close()
 
-    def hyperparameter_search(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse: trials on the same records cost ε."""
-        refuse_search()
-        raise AssertionError
+    def hyperparameter_search(
+        self,
+        hp_space: Any = None,
+        compute_objective: Any = None,
+        n_trials: int = 20,
+        direction: Any = "minimize",
+        backend: Any = None,
+        hp_name: Any = None,
+    ) -> NoReturn:
+        """Refuse: trials on the same records cost ε.
+
+        Args:
+            hp_space: As Trainer's.
+            compute_objective: As Trainer's.
+            n_trials: As Trainer's.
+            direction: As Trainer's.
+            backend: As Trainer's.
+            hp_name: As Trainer's.
+
+        Raises:
+            NotOfferedError: Always.
+        """
+        raise NotOfferedError(
+            "hyperparameter_search: each trial on the same records costs ε of its own, and so does choosing by them. "
+            "Make a trainer for each setting and add their ε up."
+        )
 
     # Batches
 
@@ -194,7 +216,7 @@ class DPTrainer(Trainer):
             raise unexpected(inputs)
         if not inputs.is_last:
             return torch.zeros((), device=self.args.device)
-        # Ranks run forward different numbers of times, so that nothing may be exchanged in between; sums are at the step.
+        # Ranks run forward different numbers of times, so that nothing may be exchanged before the step.
         bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         if not self._loss_is_known:
             self.check_losses(bare)
@@ -208,7 +230,8 @@ class DPTrainer(Trainer):
 
     def _backward(self, model: nn.Module, inputs: Any) -> Tensor:
         """Run forward and backward of a physical batch, as `Trainer.training_step` does, and return the mean loss."""
-        assert self.private_run is not None and self.private_run.optimizer is not None, "called in a private step"
+        assert self.private_run is not None, "called in a private step"
+        assert self.private_run.optimizer is not None, "called in a private step"
         model.train()
         train: Any = getattr(self.optimizer, "train", None)
         if callable(train):

@@ -32,8 +32,8 @@ try:
     from trl.trainer.utils import FusedCausalLMOutput
 except ImportError as error:
     raise NotOfferedError(
-        f"ghostclip.integrations.trl: what it needs of trl cannot be imported ({error}). Install trl, in a version that "
-        "ghostclip was tested with."
+        f"ghostclip.integrations.trl: what it needs of trl cannot be imported ({error}). Install trl, in a version "
+        "that ghostclip was tested with."
     ) from error
 
 __all__ = ["DPDPOConfig", "DPDPOTrainer", "DPSFTConfig", "DPSFTTrainer"]
@@ -91,7 +91,7 @@ class PlainHead:
         Args:
             fused_lm_head: Whether log-probabilities of labels are asked for, in the place of logits.
             labels: Tokens, (B, T).
-            inputs: Of the model.
+            **inputs: Of the model.
 
         Returns:
             What trl's head returns, or the model's outputs.
@@ -120,11 +120,28 @@ class DPSFTTrainer(SFTTrainer, DPTrainer):
     """`SFTTrainer` that trains with differential privacy, as `DPTrainer` does.
 
     A record is a row of the prepared data set; its loss is the mean over its own counted tokens, or that of
-    `loss_type="dft"`. With `packing=True` (`packing_strategy="wrapped"`) a packed row is a record, which a warning says.
+    `loss_type="dft"`. With `packing=True` (`packing_strategy="wrapped"`) a packed row is a record: a warning says so.
     """
 
-    def train(self, *arguments: Any, **options: Any) -> Any:
-        """Train privately; see `DPTrainer.train`."""
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,  # noqa: FBT001 - Trainer's signature
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """Train privately, as `DPTrainer.train`.
+
+        Args:
+            resume_from_checkpoint: As Trainer's.
+            trial: As Trainer's.
+            ignore_keys_for_eval: As Trainer's.
+
+        Returns:
+            What Trainer returns; its metrics hold "epsilon".
+
+        Raises:
+            GhostClipError: If options, data or model contradict a private training; nothing was released then.
+        """
         warn_if_untested("trl")
         if getattr(self, "padding_free", False) and self.args.packing:
             raise InvalidOptionError(
@@ -139,7 +156,7 @@ class DPSFTTrainer(SFTTrainer, DPTrainer):
                 "protected as ε says. packing=False makes each text a record.",
                 stacklevel=2,
             )
-        return super().train(*arguments, **options)
+        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def compute_loss(
         self,
@@ -162,7 +179,7 @@ class DPSFTTrainer(SFTTrainer, DPTrainer):
         if not self._computing:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         _say_head()
-        head = PlainHead(model, pairs=False, trained=False)
+        head: Any = PlainHead(model, pairs=False, trained=False)
         # For its metrics; its loss is divided by the batch's tokens.
         loss = super().compute_loss(head, inputs)
         if self.compute_loss_func is None:
@@ -185,19 +202,36 @@ class DPDPOTrainer(DPOTrainer, DPTrainer):
     The model runs once on all chosen answers and once on all rejected ones.
     """
 
-    def train(self, *arguments: Any, **options: Any) -> Any:
-        """Train privately; see `DPTrainer.train`."""
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,  # noqa: FBT001 - Trainer's signature
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """Train privately, as `DPTrainer.train`.
+
+        Args:
+            resume_from_checkpoint: As Trainer's.
+            trial: As Trainer's.
+            ignore_keys_for_eval: As Trainer's.
+
+        Returns:
+            What Trainer returns; its metrics hold "epsilon".
+
+        Raises:
+            GhostClipError: If options, data or model contradict a private training; nothing was released then.
+        """
         warn_if_untested("trl")
         kinds = self.args.loss_type if isinstance(self.args.loss_type, (list, tuple)) else [self.args.loss_type]
         mixing = [kind for kind in kinds if kind not in _PAIRWISE]
         if mixing:
             raise InvalidOptionError(
-                f"loss_type={mixing[0]!r}: compares pairs with each other, or divides by lengths or counts of the batch. "
-                f"Use one of {', '.join(sorted(_PAIRWISE))}."
+                f"loss_type={mixing[0]!r}: compares pairs with each other, or divides by lengths or counts of the "
+                f"batch. Use one of {', '.join(sorted(_PAIRWISE))}."
             )
         if getattr(self.args, "use_weighting", False):
             raise InvalidOptionError("use_weighting=True: weights are computed from the batch. Leave it out.")
-        return super().train(*arguments, **options)
+        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def compute_loss(
         self,
@@ -220,7 +254,8 @@ class DPDPOTrainer(DPOTrainer, DPTrainer):
         if not self._computing:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         _say_head()
-        return super().compute_loss(PlainHead(model, pairs=True, trained=True), inputs)
+        head: Any = PlainHead(model, pairs=True, trained=True)
+        return super().compute_loss(head, inputs)
 
     def _checked_example(self) -> tuple[Any, bool]:
         """Each answer as a text of its own, for the checks."""

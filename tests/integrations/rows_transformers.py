@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -622,13 +623,13 @@ def _run(folder: Path, *, dies_at: int = 0, resume: bool | None = None, seed: in
     from ghostclip.integrations.transformers import DPTrainer, DPTrainingArguments
     from tests.integrations.trainings import silent
 
-    class Killed(RuntimeError):
+    class KilledError(RuntimeError):
         pass
 
     class Killer(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if dies_at and state.global_step == dies_at:
-                raise Killed
+                raise KilledError
 
     world = World(sigma=1.0, clip=0.5, folder=str(folder))
     given = {"save_strategy": "steps", "save_steps": 1, "max_steps": 6, "reproducible_seed": seed}
@@ -643,10 +644,8 @@ def _run(folder: Path, *, dies_at: int = 0, resume: bool | None = None, seed: in
         model, arguments, train_dataset=records, eval_dataset=records, data_collator=padded, callbacks=[Killer()]
     )
     silent(trainer)
-    try:
+    with contextlib.suppress(KilledError):
         trainer.train(resume_from_checkpoint=resume)
-    except Killed:
-        pass
     return trainer
 
 

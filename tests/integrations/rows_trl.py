@@ -161,7 +161,9 @@ def sft_metrics(folder: Path) -> None:
     assert logs.keys() >= {"loss", "entropy", "mean_token_accuracy", "num_tokens"}
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         arguments = SFTConfig(str(folder / "plain"), use_cpu=True, report_to=[], disable_tqdm=True, **_QUIET)
-        plain = SFTTrainer(trainer.model, arguments, train_dataset=data, eval_dataset=data, processing_class=_tokenizer())
+        plain = SFTTrainer(
+            trainer.model, arguments, train_dataset=data, eval_dataset=data, processing_class=_tokenizer()
+        )
         due, found = plain.evaluate(), trainer.evaluate()
     for name in ("eval_loss", "eval_entropy", "eval_mean_token_accuracy"):
         assert abs(due[name] - found[name]) < 1e-6, name
@@ -229,7 +231,8 @@ def dpo_in_full(folder: Path) -> None:
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS)
 def dpo_lora(folder: Path) -> None:
     """DPO with LoRA, the reference being the adapters' start."""
-    exact(lambda world: _preferences(world, lambda: adapted(_lora), reference=None))
+    # peft copies adapters in 32 bits.
+    exact(lambda world: _preferences(world, lambda: adapted(_lora), reference=None), tolerance=1e-6)
 
 
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS)
