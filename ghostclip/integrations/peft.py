@@ -71,7 +71,7 @@ class AdapterWatch:
         warnings.warn(
             f"{len(names)} trainable parameter(s) are not trained: {why}. {', '.join(names[:_NAMED])}{more}. ε is "
             "spent all the same. Call get_peft_model before the optimizer is made, check target_modules against the "
-            "layers that run, and freeze what should not be trained. (Experts without a token in the batch are no error.)",
+            "layers that run, and freeze what should not be trained. (An expert without a token is no error.)",
             UntrainedAdapterWarning,
             stacklevel=2,
         )
