@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ghostclip.errors import LossReductionError, NotOfferedError
 from ghostclip.integrations._versions import warn_if_untested
+from ghostclip.integrations.peft import is_adapted, watch_adapters
 from ghostclip.integrations.training.arguments import PrivacyArguments
 from ghostclip.integrations.training.collation import require_apart
 from ghostclip.integrations.training.loss_checks import (
@@ -26,8 +27,9 @@ from ghostclip.integrations.training.loss_checks import (
     require_padding_without_effect,
 )
 from ghostclip.integrations.training.record_losses import losses_of, task_of
-from ghostclip.integrations.training.refusals import refuse, refuse_search, unexpected
+from ghostclip.integrations.training.refusals import refuse, unexpected
 from ghostclip.integrations.training.run import PrivateRun, Ticket
+from ghostclip.optim.wrapped import WrappedOptimizer
 
 try:
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
@@ -120,10 +122,32 @@ class DPTrainer(Trainer):
             if self.private_run is not None:
                 self.private_run.close()
 
-    def hyperparameter_search(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse: trials on the same records cost ε."""
-        refuse_search()
-        raise AssertionError
+    def hyperparameter_search(
+        self,
+        hp_space: Any = None,
+        compute_objective: Any = None,
+        n_trials: int = 20,
+        direction: Any = "minimize",
+        backend: Any = None,
+        hp_name: Any = None,
+    ) -> NoReturn:
+        """Refuse: trials on the same records cost ε.
+
+        Args:
+            hp_space: As Trainer's.
+            compute_objective: As Trainer's.
+            n_trials: As Trainer's.
+            direction: As Trainer's.
+            backend: As Trainer's.
+            hp_name: As Trainer's.
+
+        Raises:
+            NotOfferedError: Always.
+        """
+        raise NotOfferedError(
+            "hyperparameter_search: each trial on the same records costs ε of its own, and so does choosing by them. "
+            "Make a trainer for each setting and add their ε up."
+        )
 
     # Batches
 
@@ -148,7 +172,9 @@ class DPTrainer(Trainer):
         Returns:
             Records; of the training loader those that are drawn from.
         """
-        tickets = self.private_run is not None and isinstance(dataloader.dataset, type(self.private_run.tickets().dataset))
+        tickets = self.private_run is not None and isinstance(
+            dataloader.dataset, type(self.private_run.tickets().dataset)
+        )
         return len(self.train_dataset) if tickets else super().num_examples(dataloader)
 
     # A step
@@ -163,12 +189,13 @@ class DPTrainer(Trainer):
             The private optimizer.
         """
         plain = super().create_optimizer() if model is None else super().create_optimizer(model)
-        if self.private_run is None or (self.private_run.optimizer is not None and plain is self.optimizer_in_use):
-            return plain
-        self.optimizer = self.optimizer_in_use = self.private_run.make_private(self.model, plain)
+        # A second call of train() finds the private one, in accelerate's wrapping.
+        if self.private_run is not None and not isinstance(getattr(plain, "optimizer", plain), WrappedOptimizer):
+            self.optimizer = self.private_run.make_private(self.model, plain)
+            if is_adapted(self.model):
+                warn_if_untested("peft")
+                watch_adapters(self.model, self.optimizer)
         return self.optimizer
-
-    optimizer_in_use: Any = None
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Compute the clipped sum of a logical batch.
@@ -189,7 +216,7 @@ class DPTrainer(Trainer):
             raise unexpected(inputs)
         if not inputs.is_last:
             return torch.zeros((), device=self.args.device)
-        # Ranks run forward different numbers of times, so that nothing may be exchanged in between; sums are at the step.
+        # Ranks run forward different numbers of times, so that nothing may be exchanged before the step.
         bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         if not self._loss_is_known:
             self.check_losses(bare)
@@ -203,7 +230,8 @@ class DPTrainer(Trainer):
 
     def _backward(self, model: nn.Module, inputs: Any) -> Tensor:
         """Run forward and backward of a physical batch, as `Trainer.training_step` does, and return the mean loss."""
-        assert self.private_run is not None and self.private_run.optimizer is not None, "called in a private step"
+        assert self.private_run is not None, "called in a private step"
+        assert self.private_run.optimizer is not None, "called in a private step"
         model.train()
         train: Any = getattr(self.optimizer, "train", None)
         if callable(train):
@@ -276,7 +304,7 @@ class DPTrainer(Trainer):
         assert self.private_run is not None, "called in a private training"
         half = self.args.bf16 or any(p.dtype.itemsize < 4 for p in model.parameters() if p.is_floating_point())
         tolerance = _ALIKE_16 if half else _ALIKE
-        example, lengths_differ = self.private_run.example()
+        example, lengths_differ = self._checked_example()
         batch = self._prepare_inputs(example)
 
         def ours(part: dict[str, Any], smoothing: float = 0.0) -> Tensor:
@@ -290,6 +318,11 @@ class DPTrainer(Trainer):
                 require_own_loss(batch, own=own, ours=ours, tolerance=tolerance)
             if lengths_differ:
                 require_padding_without_effect(batch, ours=ours, tolerance=tolerance)
+
+    def _checked_example(self) -> tuple[Any, bool]:
+        """Return a batch that losses are checked on, and whether its records differ in length."""
+        assert self.private_run is not None, "called in a private training"
+        return self.private_run.example()
 
     # What is said
 

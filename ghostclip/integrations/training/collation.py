@@ -93,7 +93,7 @@ def _refuse_joined(batch: Mapping[str, Tensor], collate: Any) -> None:
     if rows and not any(count % 2 == 0 for count in rows):
         raise DataError(
             f"data_collator {_name(collate)}: two records come out as {min(rows)} row(s), so that a row would count as "
-            "one record (padding-free, packing). Use a collator that pads: one row, or the same number, for each record."
+            "one record (padding-free, packing). Use a collator that pads: as many rows for each record."
         )
 
 
@@ -107,8 +107,8 @@ def _refuse_mixed(collate: Any, first: Any, one: Any, other: Any) -> None:
             alike = sum(torch.equal(a[row], b[row]) for row in range(a.shape[0]))
             if 2 * alike < a.shape[0]:
                 raise DataError(
-                    f"data_collator {_name(collate)}: what becomes of a record in {name!r} depends on the record beside "
-                    "it (mixup, CutMix, normalisation over the batch), so that no bound holds for either. Use a "
+                    f"data_collator {_name(collate)}: what becomes of a record in {name!r} depends on the record "
+                    "beside it (mixup, CutMix, normalisation over the batch), so that no bound holds for either. Use a "
                     "collator that treats records one by one."
                 )
 

@@ -84,10 +84,10 @@ def require_padding_without_effect(batch: Mapping[str, Any], *, ours: Loss, tole
         padded, alone = ours(dict(record)), ours(cut)
         if padded is not None and alone is not None and not _alike(padded, alone, tolerance):
             raise SampleMixingError(
-                f"a record's loss is {float(alone):.5g} alone and {float(padded):.5g} with the padding of a longer record "
-                "beside it, so that the longest record of a batch changes the gradients of all others. Let the collator "
-                "pad all records to one length (padding='max_length'), or on the side and with the positions that the "
-                "model expects."
+                f"a record's loss is {float(alone):.5g} alone and {float(padded):.5g} with the padding of a longer "
+                "record beside it, so that the longest record of a batch changes all others' gradients. Let the "
+                "collator pad all records to one length (padding='max_length'), or on the side and with the positions "
+                "that the model expects."
             )
 
 

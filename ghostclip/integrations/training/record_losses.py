@@ -84,8 +84,8 @@ def losses_of(model: nn.Module, inputs: Mapping[str, Any], task: Task, *, smooth
     missing = [name for name in task.labels if inputs.get(name) is None]
     if missing:
         raise DataError(
-            f"the batch has no {missing[0]!r} (it has {', '.join(inputs)}): the loss of {type(model).__name__} needs it. "
-            f"Let the collator make it (remove_unused_columns=False keeps columns of other names), or {OWN}."
+            f"the batch has no {missing[0]!r} (it has {', '.join(inputs)}): the loss of {type(model).__name__} needs "
+            f"it. Let the collator make it (remove_unused_columns=False keeps columns of other names), or {OWN}."
         )
     if smoothing and not task.smooths:
         raise LossReductionError(f"label_smoothing_factor={smoothing}: not defined for {type(model).__name__}.")
@@ -155,10 +155,9 @@ def _classes(outputs: Any, labels: Mapping[str, Tensor], config: Any, smoothing:
         several = "single_label_classification" if whole else "multi_label_classification"
         kind = "regression" if config.num_labels == 1 else several
     if kind == "single_label_classification":
-        each_B = functional.cross_entropy(
+        return functional.cross_entropy(
             logits_BV, targets.reshape(-1).long(), reduction="none", label_smoothing=smoothing
         )
-        return each_B
     if smoothing:
         raise LossReductionError(f"label_smoothing_factor={smoothing} with problem_type={kind!r}: leave it out.")
     targets_BV = targets.reshape(logits_BV.shape).to(logits_BV.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from ghostclip.errors import DataError, GhostClipError, InvalidOptionError, NotOfferedError, UnsupportedModelError
+from ghostclip.errors import DataError, GhostClipError, InvalidOptionError, UnsupportedModelError
 from ghostclip.facade import GradSampleModule
 from ghostclip.integrations.training.arguments import PrivacyArguments
 from ghostclip.optim.wrapped import WrappedOptimizer
@@ -31,7 +31,7 @@ _OPTIONS: Final[tuple[tuple[str, Callable[[Any], bool], str, str], ...]] = (
     (
         "neftune_noise_alpha",
         lambda value: value is not None,
-        "its noise is scaled by the length of the batch's longest record, so that one record changes the others' gradients",
+        "its noise is scaled by the batch's longest record, which so changes the other records' gradients",
         "Leave it out",
     ),
     (
@@ -160,26 +160,14 @@ def _refuse_model(trainer: Any) -> None:
         )
     if isinstance(trainer.optimizer, WrappedOptimizer) and trainer.private_run is None:
         raise InvalidOptionError("optimizers: the optimizer is private already; pass the plain one, or none.")
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if getattr(text, "output_router_logits", False):
         raise UnsupportedModelError(
             f"{type(model).__name__}: output_router_logits=True adds a loss that balances the experts over the whole "
-            "batch, which is no sum over records. Set model.config.output_router_logits = False (trl: "
+            "batch, no sum over records. Set model.config.output_router_logits = False (trl: "
             "router_aux_loss_coef=0.0)."
         )
-
-
-def refuse_search() -> None:
-    """Refuse `hyperparameter_search`.
-
-    Raises:
-        NotOfferedError: Always.
-    """
-    raise NotOfferedError(
-        "hyperparameter_search: each trial on the same records costs ε of its own, and choosing by them as well. Make a "
-        "trainer for each setting and add their ε up."
-    )
 
 
 def unexpected(batch: Any) -> GhostClipError:

@@ -32,6 +32,9 @@ class Ticket(dict[str, Any]):
     """Stands for a batch in the host's loop; holds nothing but, afterwards, how many tokens were computed.
 
     Attributes:
+        is_last: As given.
+
+    Args:
         is_last: Whether the logical batch is computed with it.
     """
 
@@ -109,7 +112,7 @@ class PrivateRun:
             noise = self._noise_for_budget()
             budget = Budget(arguments.target_epsilon, arguments.target_delta)
         model.train()
-        _, private, _ = self.engine.make_private(
+        made: Any = self.engine.make_private(
             module=model,
             optimizer=optimizer,
             data_loader=self._loader,
@@ -121,6 +124,7 @@ class PrivateRun:
             wrap_model=False,
             budget=budget,
         )
+        private = made[1]
         self.optimizer = release_of(private)
         self._manager = BatchMemoryManager(
             data_loader=self._loader,
@@ -239,7 +243,9 @@ class PrivateRun:
         if seed is None:
             return None
         # Of one seed ranks sample alike, and each draws noise of its own.
-        return torch.Generator().manual_seed((2 * seed + purpose + 1000 * self._arguments.process_index) % _GREATEST_SEED)
+        return torch.Generator().manual_seed(
+            (2 * seed + purpose + 1000 * self._arguments.process_index) % _GREATEST_SEED
+        )
 
 
 def _only(batch: list[Ticket]) -> Ticket:
