@@ -70,14 +70,15 @@ def markdown(report: dict[str, Any]) -> str:
         f"cores; Python {machine['python']}, torch {torch.__version__}, timm {report['timm']}; commit "
         f"{str(machine['commit'])[:10]}{', changed since' if machine['changed_since_commit'] else ''}.\n",
         f"One small model a family, random weights, float64, {SAMPLES} samples, after `ModuleValidator.fix`. exact: "
-        f"the clipped sum is that of one sample at a time up to {TOLERANCE:g}, and leaving out one sample moves it by at "
-        "most C. Dropout and stochastic depth are off, since they draw other numbers for a sample alone.\n",
+        f"the clipped sum is that of one sample at a time up to {TOLERANCE:g}, and leaving out one sample moves it by "
+        "at most C. Dropout and stochastic depth are off, since they draw other numbers for a sample alone.\n",
         f"{len(exact)} of {len(rows)} families are exact (largest error {worst:.1e}, largest move {move:.6f} C).\n",
         "| family | model | parameters | replaced by `fix` | outcome | error | move / C |",
         "|---|---|---:|---|---|---:|---:|",
     ]
     for row in rows:
         replaced = ", ".join(f"{count} {name}" for name, count in sorted(row["replaced"].items())) or "nothing"
+        replaced += "" if row["num_groups"] is None else f" (num_groups={row['num_groups']})"
         outcome = row["outcome"] if not row["said"] else f"{row['outcome']}: {row['said']}".replace("|", "\\|")
         error, moved = (f"{row['error']:.0e}", f"{row['move']:.4f}") if row["move"] is not None else ("", "")
         lines.append(

@@ -29,6 +29,7 @@ class Found:
         model: The model's name.
         parameters: Their number.
         replaced: Modules that `fix` replaced, by class.
+        num_groups: Its option; None for the default.
         outcome: "exact", "refused" or "wrong".
         said: Of a refusal or a fault what was said.
         error: Of the clipped sum, relative; None where nothing was compared.
@@ -40,6 +41,7 @@ class Found:
     model: str
     parameters: int = 0
     replaced: dict[str, int] = field(default_factory=dict)
+    num_groups: int | None = None
     outcome: str = "exact"
     said: str = ""
     error: float | None = None
@@ -81,8 +83,8 @@ def measure(family: Family) -> Found:
         What was found.
     """
     model = made(family)
-    found = Found(family.name, family.model, sum(p.numel() for p in model.parameters()))
-    fixed = ModuleValidator.fix(model)
+    found = Found(family.name, family.model, sum(p.numel() for p in model.parameters()), num_groups=family.num_groups)
+    fixed = ModuleValidator.fix(model, num_groups=family.num_groups)
     pairs = zip(_by_name(model), _by_name(fixed), strict=True)
     found.replaced = dict(Counter(type(old).__name__ for old, new in pairs if type(old) is not type(new)))
     generator = torch.Generator().manual_seed(1)

@@ -50,7 +50,7 @@ def test_the_example_of_timm_runs(capsys):
     if find_spec("timm") is None:
         pytest.skip("timm is not installed")
     stand_in.timm()
-    assert 0 < program.run("textures_timm", TINY)["found"]["epsilon"] < 1000
+    assert 0 < program.run("mnist_timm", TINY)["found"]["epsilon"] < 1000
     assert "can be trained privately" in capsys.readouterr().out
 
 
