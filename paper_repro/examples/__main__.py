@@ -17,7 +17,10 @@ import torch
 from benchmarks import machine
 from benchmarks.report import machine_line
 
-NAMES: Final = ("mnist", "cifar_resnet", "bert_text", "char_lstm", "dcgan", "mnist_lightning", "mnist_ddp")
+NAMES: Final = (
+    "mnist", "cifar_resnet", "bert_text", "char_lstm", "dcgan", "mnist_lightning", "mnist_ddp", "mnist_accelerate",
+    "mnist_fabric", "mnist_timm",
+)  # fmt: skip
 RESULTS: Final = Path(__file__).resolve().parents[1] / "results"
 
 

@@ -29,6 +29,7 @@ UNDOCUMENTED_ATTRIBUTES = {"variable"}
 # Python's named tuples, frames and argument parsers; attributes of Lightning's and transformers' objects.
 OTHERS = {
     "_fields", "_replace", "_asdict", "_getframe", "_ArgumentGroup", "_forward_module", "_model_mapping",
+    "_prepare_inputs", "_remove_unused_columns", "_get_collator_with_removed_columns",
 }  # fmt: skip
 
 

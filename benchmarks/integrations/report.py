@@ -1,0 +1,50 @@
+"""The table of compatibility as Markdown."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.loops.report import first_sentence
+
+DIFFS = Path(__file__).resolve().parent / "diffs.md"
+"""Scripts before and after, written by hand."""
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """Return the whole report.
+
+    Args:
+        report: Head, `hosts` and `rows`.
+
+    Returns:
+        Markdown.
+    """
+    machine = report["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in report["hosts"].items() if version)
+    counts = ", ".join(f"{count} {name}" for name, count in Counter(r["found"] for r in report["rows"]).most_common())
+    parts = [
+        "# The tools people train with\n",
+        f"`{report['command']}`, {report['date']}, {report['seconds']:.0f} s; {machine['cpu']}, {machine['cores']} "
+        f"cores; Python {machine['python']}, {versions}; commit {str(machine['commit'])[:10]}"
+        f"{', changed since' if machine['changed_since_commit'] else ''}.\n",
+        "exact: with what was compared. refused: by an error, before anything is released, whose first sentence is "
+        "given. Each row is a test (`tests/integrations`).\n",
+        f"{len(report['rows'])} rows: {counts}.\n",
+    ]
+    for tool in dict.fromkeys(row["tool"] for row in report["rows"]):
+        parts.append(f"## {tool} {report['hosts'].get(tool.split()[0].lower()) or ''}\n".replace(" \n", "\n"))
+        parts.append("| feature | outcome | compared, or the refusal |\n|---|---|---|")
+        parts += [_line(row) for row in report["rows"] if row["tool"] == tool]
+        parts.append("")
+    if DIFFS.exists():
+        parts.append(DIFFS.read_text(encoding="utf-8"))
+    return "\n".join(parts)
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    said = first_sentence(row["said"]) if row["found"] == "refused" else row["said"].replace("|", "\\|")
+    outcome = row["found"] if row["found"] != "wrong" else "**wrong**"
+    return f"| {row['feature']} | {outcome} | {said} |"

@@ -1,0 +1,260 @@
+"""A private run of a Trainer: its loader of logical batches, its engine, and forward and backward of each batch.
+
+Trainer sees one *ticket* for each of the `gradient_accumulation_steps` batches that it takes for a step; the last of
+them stands for a whole Poisson batch, which is computed in physical ones. So its steps, schedules and epochs count
+releases.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from ghostclip.accounting import get_noise_multiplier
+from ghostclip.data import BatchMemoryManager, DPDataLoader
+from ghostclip.data.out_of_memory import count_rows
+from ghostclip.engine import PrivacyEngine
+from ghostclip.errors import DataError, InvalidOptionError
+from ghostclip.integrations.training.collation import unlike_pair
+from ghostclip.optim import DPOptimizer, release_of
+from ghostclip.privacy.budget import Budget
+
+_GREATEST_SEED = 2**63
+
+
+class Ticket(dict[str, Any]):
+    """Stands for a batch in the host's loop; holds nothing but, afterwards, how many tokens were computed.
+
+    Attributes:
+        is_last: As given.
+
+    Args:
+        is_last: Whether the logical batch is computed with it.
+    """
+
+    def __init__(self, *, is_last: bool) -> None:
+        super().__init__()
+        self.is_last = is_last
+
+
+class _Tickets(Dataset[Ticket]):
+    """The tickets of an epoch.
+
+    Args:
+        steps: Releases of an epoch.
+        parts: Tickets for each.
+    """
+
+    def __init__(self, steps: int, parts: int) -> None:
+        self._steps, self._parts = steps, parts
+
+    def __getitem__(self, number: int) -> Ticket:
+        return Ticket(is_last=(number + 1) % self._parts == 0)
+
+    def __len__(self) -> int:
+        return self._steps * self._parts
+
+
+class PrivateRun:
+    """What makes the training of one trainer private; lives as long as the trainer.
+
+    Attributes:
+        engine: Keeps the account.
+        optimizer: The private one, once it is made.
+        steps: Releases of an epoch.
+
+    Args:
+        dataset: The records.
+        collate: Makes a batch from records.
+        arguments: Training arguments joined with `PrivacyArguments`.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], arguments: Any) -> None:
+        self._arguments = arguments
+        self._records = dataset, collate
+        self.engine = PrivacyEngine(noise_level=arguments.noise_level, ledger=arguments.ledger)
+        self.optimizer: DPOptimizer | None = None
+        self._loader = self._private_loader(dataset, collate)
+        self.steps = len(self._loader.private_sampler)
+        self._pass: Iterator[Any] | None = None
+        self._physical: Any = None
+        self._manager: BatchMemoryManager | None = None
+        self._epsilon: tuple[int, float] = (-1, 0.0)
+
+    # What the host is given
+
+    def tickets(self) -> DataLoader[Ticket]:
+        """Return the loader that the host iterates over: as many batches as it expects, without records."""
+        parts = int(self._arguments.gradient_accumulation_steps)
+        tickets = _Tickets(self.steps, parts)
+        # One by one by a sampler: a resumed training passes over the first ones of it.
+        return DataLoader(tickets, batch_sampler=[[number] for number in range(len(tickets))], collate_fn=_only)
+
+    def make_private(self, model: nn.Module, optimizer: Optimizer) -> Any:
+        """Make the host's optimizer private.
+
+        Args:
+            model: The model, which stays what it is.
+            optimizer: The host's.
+
+        Returns:
+            The private optimizer.
+        """
+        arguments, budget = self._arguments, None
+        noise = arguments.noise_multiplier
+        if noise is None:
+            noise = self._noise_for_budget()
+            budget = Budget(arguments.target_epsilon, arguments.target_delta)
+        model.train()
+        made: Any = self.engine.make_private(
+            module=model,
+            optimizer=optimizer,
+            data_loader=self._loader,
+            noise_multiplier=noise,
+            max_grad_norm=arguments.max_grad_norm,
+            clipping=arguments.clipping,
+            grad_sample_mode=arguments.grad_sample_mode,
+            noise_generator=self._generator(1),
+            wrap_model=False,
+            budget=budget,
+        )
+        private = made[1]
+        self.optimizer = release_of(private)
+        self._manager = BatchMemoryManager(
+            data_loader=self._loader,
+            max_physical_batch_size=arguments.physical_batch or int(arguments.train_batch_size),
+            optimizer=self.optimizer,
+        )
+        return private
+
+    # A step
+
+    def compute(self, work: Callable[[Any], Tensor], ticket: Ticket, main_input: str) -> Tensor:
+        """Run forward and backward of the next logical batch, in physical ones, up to the release.
+
+        Args:
+            work: Runs forward and backward on a part and returns its mean loss.
+            ticket: Is told how many tokens were computed.
+            main_input: Name of the input that tokens are counted in.
+
+        Returns:
+            The mean loss; 0 of a batch without records.
+        """
+        assert self.optimizer is not None, "made private before the first step"
+        losses: list[tuple[Tensor, int]] = []
+        counts = [0, 0]
+        while True:
+            batch = self._next_physical()
+            token = self.optimizer.current_token
+            assert token is not None, "the loader hands out batches with tokens"
+            if token.size:
+                _count(batch, main_input, counts)
+                losses += self._physical.run(batch, lambda part: (work(part), count_rows(part) or 0))
+            if token.is_last:
+                break
+            self.optimizer.step()
+        ticket[main_input] = torch.empty(counts[0], device="meta")
+        ticket["attention_mask"] = torch.tensor(counts[1])
+        rows = sum(rows for _, rows in losses)
+        device = self.optimizer.params[0].device
+        return sum((loss * (count / rows) for loss, count in losses), torch.zeros((), device=device))
+
+    def example(self) -> tuple[Any, bool]:
+        """Return a batch of two records, of different lengths if there are, and whether lengths differ."""
+        return unlike_pair(*self._records)
+
+    def close(self) -> None:
+        """End the pass over the data; what was not released is dropped."""
+        if self._pass is not None:
+            self._pass.close()  # type: ignore[attr-defined]
+            self._pass = None
+
+    def epsilon(self) -> float:
+        """Return ε at the δ that was given, of all releases up to now."""
+        releases = len(self.engine.accountant)
+        if self._epsilon[0] != releases:
+            self._epsilon = (releases, self.engine.get_epsilon(self._arguments.target_delta))
+        return self._epsilon[1]
+
+    def _next_physical(self) -> Any:
+        for _ in range(2):
+            if self._pass is None:
+                assert self._manager is not None, "made private before the first step"
+                self._physical = self._manager.__enter__()
+                self._pass = iter(self._physical)
+            try:
+                return next(self._pass)
+            except StopIteration:
+                self._pass = None
+        raise DataError("the private loader hands out no further batch (a budget is spent?).")
+
+    def _noise_for_budget(self) -> float:
+        arguments = self._arguments
+        event = self._loader.event
+        if arguments.noise_level == "exact":
+            raise InvalidOptionError("target_epsilon with noise_level='exact': give noise_multiplier.")
+        return get_noise_multiplier(
+            target_epsilon=arguments.target_epsilon,
+            target_delta=arguments.target_delta,
+            sample_rate=event.sample_rate,
+            steps=self.planned_steps,
+            relation=event.relation,
+        )
+
+    @property
+    def planned_steps(self) -> int:
+        """Releases of the whole training, as the host counts them."""
+        if self._arguments.max_steps > 0:
+            return int(self._arguments.max_steps)
+        return math.ceil(self._arguments.num_train_epochs * self.steps)
+
+    def _private_loader(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> DPDataLoader:
+        arguments = self._arguments
+        parts = (arguments.train_batch_size, arguments.gradient_accumulation_steps, arguments.world_size)
+        expected = math.prod(int(part) for part in parts)
+        if expected > len(dataset):
+            raise DataError(
+                f"per_device_train_batch_size={parts[0]} × gradient_accumulation_steps={parts[1]} × {parts[2]} "
+                f"process(es) = {expected}, of {len(dataset)} records: an expected batch has at most all of them."
+            )
+        workers = int(arguments.dataloader_num_workers)
+        made = DPDataLoader(
+            dataset,
+            batch_size=expected,
+            collate_fn=collate,
+            generator=self._generator(0),
+            num_workers=workers,
+            pin_memory=arguments.dataloader_pin_memory and torch.cuda.is_available(),
+            persistent_workers=False,
+            prefetch_factor=arguments.dataloader_prefetch_factor if workers else None,
+        )
+        # Each pass draws a seed for its workers; from the global generator a resumed training would draw one more.
+        made.generator = torch.Generator().manual_seed(int(arguments.seed))
+        return made
+
+    def _generator(self, purpose: int) -> torch.Generator | None:
+        seed = self._arguments.reproducible_seed
+        if seed is None:
+            return None
+        # Of one seed ranks sample alike, and each draws noise of its own.
+        return torch.Generator().manual_seed(
+            (2 * seed + purpose + 1000 * self._arguments.process_index) % _GREATEST_SEED
+        )
+
+
+def _only(batch: list[Ticket]) -> Ticket:
+    return batch[0]
+
+
+def _count(part: Any, main_input: str, counts: list[int]) -> None:
+    """Add the tokens of a part to those counted: all, and those that are no padding."""
+    main, mask = part.get(main_input), part.get("attention_mask")
+    if isinstance(main, Tensor):
+        counts[0] += main.numel()
+        counts[1] += int(mask.sum()) if isinstance(mask, Tensor) else main.numel()
