@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from paper_repro.examples import data
 
 TINY = ["--epochs", "1", "--samples", "96", "--batch-size", "48"]
 HERE = ("mnist", "cifar_resnet", "bert_text", "char_lstm", "dcgan")
+HOSTS = {"hf_trainer": "transformers", "peft_lora": "peft", "trl_sft": "trl", "trl_dpo": "trl"}
 
 
 @pytest.mark.parametrize("name", HERE)
@@ -36,6 +38,34 @@ def test_the_example_of_two_processes_runs(capfd):
 def test_the_example_of_lightning_runs():
     pytest.importorskip("lightning", reason="Lightning is an extra of its own")
     assert 0 < program.run("mnist_lightning", TINY)["found"]["epsilon"] < 1000
+
+
+@pytest.mark.integration
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", HOSTS)
+def test_the_examples_of_trainers_run(name):
+    pytest.importorskip(HOSTS[name])
+    found = program.run(name, TINY)["found"]
+    assert 7 < found["epsilon"] <= 8
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_the_examples_of_trainers_are_short(name):
+    lines = (Path(program.__file__).parent / f"{name}.py").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 60
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", HOSTS)
+def test_an_example_of_trainers_learns(name):
+    pytest.importorskip(HOSTS[name])
+    found = program.run(name)["found"]
+    if "accuracy" in found:
+        assert found["accuracy"] > 1.3 * found["chance"]
+    else:
+        assert found["perplexity"] < 0.97 * found["before"]
 
 
 @pytest.mark.slow
