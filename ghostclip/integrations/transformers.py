@@ -10,7 +10,8 @@ Needs transformers.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -242,7 +243,8 @@ class DPTrainer(Trainer):
         self._computing = True
         try:
             main_input = getattr(self.model, "main_input_name", "input_ids")
-            return self.private_run.compute(lambda part: self._backward(bare, part), inputs, main_input)
+            with _apart(self.accelerator):
+                return self.private_run.compute(lambda part: self._backward(bare, part), inputs, main_input)
         finally:
             self._computing = False
 
@@ -375,6 +377,30 @@ class DPTrainer(Trainer):
 
 class DPSeq2SeqTrainer(Seq2SeqTrainer, DPTrainer):
     """`Seq2SeqTrainer` that trains with differential privacy, as `DPTrainer` does."""
+
+
+@contextmanager
+def _apart(accelerator: Any) -> Iterator[None]:
+    """Let what gathers metrics from all ranks return this rank's own: ranks compute different numbers of parts.
+
+    Args:
+        accelerator: The trainer's.
+
+    Yields:
+        Nothing.
+    """
+    names = ("gather", "gather_for_metrics") if accelerator.num_processes > 1 else ()
+    for name in names:
+        setattr(accelerator, name, _as_it_is)
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(accelerator, name)
+
+
+def _as_it_is(values: Any) -> Any:
+    return values
 
 
 def _mean(loss: Tensor) -> Tensor:
