@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ghostclip.capture.mixing import batch_axis_of
+from ghostclip.evidence.dependence import batch_axis_of
 from ghostclip.data.size_policies import SizePolicy
 from ghostclip.errors import DataError
 from ghostclip.optim import DPOptimizer

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ghostclip.capture.mixing import same_randomness
+from ghostclip.evidence.dependence import same_randomness
 from ghostclip.clipper import GhostClipper, Reduction, Strategy
 from ghostclip.data.tensor_memory import peak_bytes
 from ghostclip.validation.losses import LossFn

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ghostclip.capture.mixing import restored_buffers, same_randomness
+from ghostclip.evidence.dependence import restored_buffers, same_randomness
 from ghostclip.clipper import GhostClipper
 from ghostclip.data.out_of_memory import count_rows
 from ghostclip.data.physical_batch_size import find_max_physical_batch_size
