@@ -7,6 +7,7 @@ NaN is never in a range.
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
 from collections.abc import Iterable
@@ -147,5 +148,21 @@ def choice(value: object, name: str, choices: Iterable[str]) -> str:
     allowed = list(choices)
     if not isinstance(value, str) or value not in allowed:
         listed = ", ".join(repr(entry) for entry in allowed)
-        raise InvalidOptionError(f"{name}={value!r}: must be one of {listed}.")
+        raise InvalidOptionError(f"{name}={value!r}: must be one of {listed}{did_you_mean(value, allowed)}.")
     return value
+
+
+def did_you_mean(value: object, known: Iterable[str], *, quote: str = "'") -> str:
+    """Return a question after the known name that is nearest to what was given.
+
+    Args:
+        value: What the user gave.
+        known: The names there are.
+        quote: What the name is put between.
+
+    Returns:
+        "; did you mean 'name'?", or nothing where no name is near.
+    """
+    names = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(value.lower(), names, n=1, cutoff=0.6) if isinstance(value, str) else []
+    return f"; did you mean {quote}{names[near[0]]}{quote}?" if near else ""

@@ -1,31 +1,38 @@
 """The ``ghostclip`` command: one sub-command per job, each imported when it is asked for.
 
 Exit status: 0 done, 1 stopped by the machine (disk, memory), 2 wrong input (one line on stderr says what and where),
-130 interrupted.
+130 interrupted, 141 nobody reads the output any more.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
 import logging
+import os
+import platform
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, NoReturn, TextIO
+from typing import Any, Final, NoReturn, TextIO
 
-from ghostclip.errors import GhostClipError
+import ghostclip
+from ghostclip._files import reason_of
+from ghostclip._validate import did_you_mean
+from ghostclip.errors import GhostClipError, OutputError
 
 EXIT_MACHINE = 1
 EXIT_WRONG_INPUT = 2
 EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
 
-# Name: what it does, the module with `add_arguments(parser)`, the module with `run(given) -> exit status`. Both are
-# light to import until `run` is called; `given` holds the options that were given.
+# Name: what it does, the module with `EXAMPLES` and `add_arguments(parser)`, the module with `run(given) -> exit
+# status`. Both are light to import until `run` is called; `given` holds the options that were given.
 _COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "finetune": (
-        "train a causal transformer on text with differential privacy",
+        "train a transformer on text, on prompts with answers or on labelled text with differential privacy",
         "finetune.arguments",
         "finetune.job",
     ),
@@ -42,13 +49,38 @@ _COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     ),
     "audit": ("test a claimed epsilon with the scores of an attack", "commands.audit", "commands.audit"),
 }
+_EXAMPLES: Final = """\
+examples:
+  ghostclip finetune                                      train with defaults and show where the results lie
+  ghostclip inspect gpt2                                  what clipping its gradients would take
+  ghostclip epsilon --noise-multiplier 1 --samples 60000 --batch-size 256 --epochs 10
+  ghostclip COMMAND --help                                options and examples of a command
+"""
 
 
 class _OneLineParser(argparse.ArgumentParser):
-    """A parser whose complaints are one line, like those of the jobs."""
+    """A parser whose complaints are one line, like those of the jobs, and name what was probably meant."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_WRONG_INPUT, f"{self.prog}: error: {message} ({self.prog} --help lists the options)\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += did_you_mean(value, map(str, action.choices or ()))
+            raise
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """Refuse words that no option takes.
+
+        Args:
+            unknown: The words.
+        """
+        known = [name for action in self._actions for name in action.option_strings]
+        options = [word.split("=")[0] for word in unknown if word.startswith("-")]
+        meant = next(filter(None, (did_you_mean(option, known, quote="") for option in options)), "")
+        self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,45 +92,83 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    parsed, unknown = _parser().parse_known_args(argv)
-    arguments = vars(parsed)
-    parser: argparse.ArgumentParser = arguments.pop("parser")
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    job: Callable[[dict[str, object]], int] = arguments.pop("job")
-    del arguments["command"]
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    prog = "ghostclip"
     try:
+        parsed, unknown = _parser().parse_known_args(argv)
+        arguments = vars(parsed)
+        parser: _OneLineParser = arguments.pop("parser")
+        prog = parser.prog
+        if unknown:
+            parser.refuse(unknown)
+        job: Callable[[dict[str, object]], int] = arguments.pop("job")
+        del arguments["command"]
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            return job(arguments)
+            status = job(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _forget_stdout()
+        return EXIT_BROKEN_PIPE
     except GhostClipError as error:
-        return _complain(parser.prog, error, EXIT_WRONG_INPUT)
+        stopped = isinstance(error, OutputError) and error.__cause__ is not None
+        return _complain(prog, error, EXIT_MACHINE if stopped else EXIT_WRONG_INPUT)
     except (OSError, MemoryError) as error:
-        return _complain(parser.prog, error, EXIT_MACHINE)
+        return _complain(prog, _said(error), EXIT_MACHINE)
     except KeyboardInterrupt:
-        return _complain(parser.prog, "interrupted", EXIT_INTERRUPTED)
+        return _complain(prog, "interrupted", EXIT_INTERRUPTED)
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _OneLineParser(prog="ghostclip", description="Differentially private training of PyTorch models.")
+    parser = _OneLineParser(
+        prog="ghostclip",
+        description="Differentially private training of PyTorch models.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (summary, arguments, job) in _COMMANDS.items():
+        module = importlib.import_module(f"ghostclip.{arguments}")
         command = commands.add_parser(
             name,
             help=summary,
             description=f"{summary[0].upper()}{summary[1:]}.",
+            epilog=module.EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
             argument_default=argparse.SUPPRESS,
             # A misspelt option that is taken for another one is an option that is silently wrong.
             allow_abbrev=False,
         )
-        importlib.import_module(f"ghostclip.{arguments}").add_arguments(command)
+        module.add_arguments(command)
         command.set_defaults(job=partial(_run, job), parser=command)
     return parser
 
 
+def _version() -> str:
+    # From what is installed: importing torch would take a second.
+    torch = importlib.metadata.version("torch")
+    return f"ghostclip {ghostclip.__version__} (torch {torch}, Python {platform.python_version()})"
+
+
 def _run(module: str, given: dict[str, object]) -> int:
     return importlib.import_module(f"ghostclip.{module}").run(given)
+
+
+def _forget_stdout() -> None:
+    """Let the interpreter's own flush at the end go nowhere: whoever read the output has gone."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+def _said(error: OSError | MemoryError) -> str:
+    if isinstance(error, OSError) and error.errno is not None:
+        place = "the output" if error.filename is None else error.filename
+        return f"{place}: {reason_of(error)}"
+    return str(error) or "out of memory"
 
 
 def _show_warning(

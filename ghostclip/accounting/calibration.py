@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from ghostclip._validate import fraction, positive, positive_int, probability
 from ghostclip.accounting.history import steps_per_epoch
 from ghostclip.accounting.registry import DEFAULT_ACCOUNTANT, bounding_accountant
 from ghostclip.errors import BudgetError, InvalidOptionError
+
+_log = logging.getLogger(__name__)
 
 MIN_SIGMA, MAX_SIGMA = 1e-3, 1e6
 MIN_RATE = 1e-12
@@ -194,7 +197,9 @@ def _epsilon(entry: tuple[float, float, int], delta: float, accountant: str, rel
     keeper.history = [entry]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return keeper.get_epsilon(delta)
+        epsilon = keeper.get_epsilon(delta)
+    _log.debug("epsilon = %.4g at noise multiplier %.5g, sample rate %.5g, %d steps", epsilon, *entry)
+    return epsilon
 
 
 def _length(rate: float, *, epochs: float | None, steps: int | None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ghostclip._validate import did_you_mean
 from ghostclip.accounting.accountant import Accountant
 from ghostclip.accounting.best import BestAccountant
 from ghostclip.accounting.gdp import GaussianAccountant
@@ -62,8 +63,9 @@ def create_accountant(mechanism: str = DEFAULT_ACCOUNTANT, *, relation: str = "z
         kind = _ACCOUNTANTS[mechanism]
         return kind(relation=relation) if issubclass(kind, Accountant) else kind()
     known = ", ".join(repr(name) for name in accountant_names())
+    meant = did_you_mean(mechanism, _ACCOUNTANTS)
     reason = f" ({_NOT_OFFERED[mechanism]})" if mechanism in _NOT_OFFERED else ""
-    raise InvalidOptionError(f"accountant={mechanism!r} is not available{reason}; choose from: {known}.")
+    raise InvalidOptionError(f"accountant={mechanism!r} is not available{reason}; choose from: {known}{meant}.")
 
 
 def bounding_accountant(mechanism: str = DEFAULT_ACCOUNTANT, *, relation: str = "zero_out") -> Accountant:

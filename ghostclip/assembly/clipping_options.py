@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from ghostclip._validate import did_you_mean
 from ghostclip.clipping import policies
 from ghostclip.clipping.adaptation import QuantileAdaptation
 from ghostclip.clipping.policies import ClipPolicy
@@ -65,7 +66,8 @@ class ClippingOptions:
         if self.clipping not in CLIPPINGS:
             listed = ", ".join(map(repr, CLIPPINGS))
             raise InvalidOptionError(
-                f"clipping={self.clipping!r} is not available: use {listed}, or a ClipPolicy (per_group, an own rule)."
+                f"clipping={self.clipping!r} is not available: use {listed}, or a ClipPolicy (per_group, an own rule)"
+                f"{did_you_mean(self.clipping, CLIPPINGS)}."
             )
         if self.max_grad_norm is None:
             raise InvalidOptionError("max_grad_norm=None: give the bound C.")

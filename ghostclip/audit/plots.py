@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ghostclip._files import atomic_path, require_picture
 from ghostclip.audit.finding import Finding
 from ghostclip.audit.scores import Scores
 from ghostclip.audit.trade_off import ApproximateTradeOff, GaussianTradeOff, TradeOff
-from ghostclip.errors import InvalidOptionError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,29 +20,29 @@ _MOST_BINS = 60
 
 
 def plot_audit(scores: Scores, finding: Finding, path: str | Path) -> None:
-    """Draw histograms of the scores and the ROC curve, and save them as PNG.
+    """Draw histograms of the scores and the ROC curve, and save them.
 
     Args:
         scores: What was audited.
         finding: What was found.
-        path: The PNG file; replaced if it exists.
+        path: The picture, .png, .pdf or .svg; replaced if it exists.
 
-    Raises:
-        InvalidOptionError: If matplotlib is not installed.
+    An ending that is none of these, a missing matplotlib (``InvalidOptionError``) and a folder that cannot be written
+    (``OutputError``) are refused before anything is drawn.
     """
-    try:
-        # The object interface: pyplot would choose a window system and keep global state.
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InvalidOptionError("a plot needs matplotlib: pip install 'ghostclip[transformers]'") from error
+    require_picture(Path(path), "path")
+    # The object interface: pyplot would choose a window system and keep global state.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(10.0, 4.6), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     _histograms(left, scores, finding)
     _roc(right, scores, finding)
     figure.suptitle(f"Audit: ε ≥ {finding.epsilon:.2f} at δ = {finding.delta:g} ({finding.method})", fontsize=11)
-    figure.savefig(Path(path), format="png")
+    with atomic_path(Path(path)) as temporary:
+        figure.savefig(temporary)
 
 
 def _histograms(axes: Axes, scores: Scores, finding: Finding) -> None:

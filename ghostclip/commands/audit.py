@@ -7,9 +7,24 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ghostclip._files import require_picture, require_writable, write_text
 from ghostclip.errors import DataError
 
 EXIT_CONTRADICTED = 3
+EXAMPLES = """\
+examples:
+  ghostclip audit scores.csv --claimed-epsilon 3 --delta 1e-6
+      canaries of one training: what their scores prove, and whether it contradicts a claim
+  ghostclip audit losses.json --lower-is-member --plot audit.png
+      losses instead of scores, and a picture
+  ghostclip audit runs.npz --method clopper-pearson --guesses 100
+      one score of each of many independent trainings
+
+scores.csv has two columns, for example
+  score,included
+  1.7,1
+  0.2,0
+"""
 
 _METHODS = ("one-run", "one-run-f-dp", "one-run-gaussian", "clopper-pearson", "gaussian")
 _DEFAULTS: dict[str, Any] = {"delta": 1e-5, "confidence": 0.95, "method": "one-run", "threshold": "union"}
@@ -49,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--claimed-epsilon", type=float, metavar="E", help="a claim; exit status 3 if the scores contradict it"
     )
     parser.add_argument("--lower-is-member", action="store_true", help="lower scores mean included, as for losses")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw score histograms and the ROC curve")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="picture of scores and ROC curve (.png, .pdf, .svg)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the finding as JSON")
 
 
@@ -72,6 +87,10 @@ def run(given: dict[str, Any]) -> int:
     for name in ("plot", "json"):
         if name in options and options[name].resolve() == options["scores"].resolve():
             raise DataError(f"--{name} {options[name]}: would replace the scores.")
+    if "plot" in options:
+        require_picture(options["plot"], "--plot")
+    if "json" in options:
+        require_writable(options["json"], "--json")
     scores = load_scores(options["scores"])
     if "lower_is_member" in options:
         scores = scores.negated()
@@ -89,5 +108,5 @@ def run(given: dict[str, Any]) -> int:
     if "plot" in options:
         plot_audit(scores, finding, options["plot"])
     if "json" in options:
-        options["json"].write_text(json.dumps(finding.as_dict(), indent=2) + "\n", encoding="utf-8")
+        write_text(options["json"], json.dumps(finding.as_dict(), indent=2) + "\n")
     return EXIT_CONTRADICTED if finding.contradicts else 0

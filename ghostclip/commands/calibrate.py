@@ -5,8 +5,26 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ghostclip.commands.privacy_options import Setting, add_common_arguments, read_setting, report, write_files
+from ghostclip.commands.privacy_options import (
+    Setting,
+    add_common_arguments,
+    check_files,
+    read_setting,
+    report,
+    write_files,
+)
 from ghostclip.errors import InvalidOptionError
+from ghostclip.terminal import Working
+
+EXAMPLES = """\
+examples:
+  ghostclip calibrate --target-epsilon 3 --samples 60000 --batch-size 256 --epochs 10
+      how much noise such a training needs
+  ghostclip calibrate --target-epsilon 3 --noise-multiplier 1 --sample-rate 0.01
+      how many steps may be taken
+  ghostclip calibrate --target-epsilon 3 --noise-multiplier 1 --steps 1000
+      how large the batches may be
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,10 +54,12 @@ def run(given: dict[str, Any]) -> int:
     Raises:
         InvalidOptionError: If not exactly one value was left out.
     """
+    check_files(given)
     setting = read_setting(given)
     if "target_epsilon" not in given:
         raise InvalidOptionError("--target-epsilon: needed (`ghostclip epsilon` tells what given values cost).")
-    name, value = _solved(setting, given["target_epsilon"])
+    with Working("searching", logger="ghostclip.accounting.calibration"):
+        name, value = _solved(setting, given["target_epsilon"])
     sigma = value if name == "noise_multiplier" else setting.sigma
     rate = value if name == "sample_rate" else setting.rate
     steps = value if name == "steps" else setting.steps

@@ -10,12 +10,23 @@ from ghostclip.commands.privacy_options import (
     Segment,
     Setting,
     add_common_arguments,
+    check_files,
     read_schedule,
     read_setting,
     report,
     write_files,
 )
 from ghostclip.errors import InvalidOptionError
+
+EXAMPLES = """\
+examples:
+  ghostclip epsilon --noise-multiplier 1 --samples 60000 --batch-size 256 --epochs 10
+      a training with Poisson sampling, and a check of delta against 1/60000
+  ghostclip epsilon --noise-multiplier 1 --sample-rate 0.01 --steps 1000 --delta 1e-6 --plot epsilon.png
+      the same in rates and steps, with a picture
+  ghostclip epsilon --segment 1.2 0.01 500 --segment 0.8 0.01 100
+      noise that changes on the way: noise multiplier, sample rate and steps of each part
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +59,7 @@ def run(given: dict[str, Any]) -> int:
     Raises:
         InvalidOptionError: If an option is missing, out of range, or contradicts another.
     """
+    check_files(given)
     setting = read_setting(given)
     segments = _segments(given, setting)
     result = report("", {}, segments, setting)

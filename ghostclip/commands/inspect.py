@@ -10,9 +10,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ghostclip.errors import InvalidOptionError, OutputError
+from ghostclip._files import require_writable, write_text
+from ghostclip.errors import InvalidOptionError
+from ghostclip.terminal import Working
 
 EXIT_REFUSED = 3
+EXAMPLES = """\
+examples:
+  ghostclip inspect gpt2
+      a small stand-in of the architecture: what is covered, what is refused
+  ghostclip inspect train.py:make_model --batch-size 16
+      your own model: a function without arguments that returns it
+"""
 
 _DEFAULTS: dict[str, Any] = {
     "batch_size": 4,
@@ -69,7 +78,6 @@ def run(given: dict[str, Any]) -> int:
 
     Raises:
         InvalidOptionError: If an option is out of range.
-        OutputError: If the JSON cannot be written.
     """
     from ghostclip.validation.inspection import inspect_model, load_source
     from ghostclip.validation.inspection.sources import Request
@@ -78,11 +86,13 @@ def run(given: dict[str, Any]) -> int:
     for name, least in (("batch_size", 2), ("sequence_length", 1)):
         if options[name] < least:
             raise InvalidOptionError(f"--{name.replace('_', '-')} is {options[name]}: must be at least {least}")
+    if options.get("json", "-") != "-":
+        require_writable(Path(options["json"]), "--json")
     names = ("model", "batch_size", "sequence_length", "full", "batch", "input_shape", "batch_axis")
     request = Request(**{name: options[name] for name in names})
     if request.full and ":" in request.model:
         raise InvalidOptionError("--full: a factory's model has its real sizes already; leave it out")
-    with _quiet():
+    with _quiet(), Working("inspecting"):
         source = load_source(request)
         proof = load_source(Request(**{**vars(request), "full": False})) if request.full else None
         found = inspect_model(source, strategy=options["strategy"], trainable=options["trainable"], proof=proof)
@@ -92,7 +102,7 @@ def run(given: dict[str, Any]) -> int:
     else:
         print(found)
         if "json" in options:
-            _write(Path(options["json"]), text)
+            write_text(Path(options["json"]), text + "\n")
     return 0 if found.ok else EXIT_REFUSED
 
 
@@ -106,13 +116,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"--json {path}: {error.strerror}") from None
 
 
 def _shape(text: str) -> tuple[int, ...]:

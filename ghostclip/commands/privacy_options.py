@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ghostclip._files import reason_of, require_picture, require_writable, write_text
 from ghostclip.errors import DataError, InvalidOptionError
+from ghostclip.terminal import Working
 
 if TYPE_CHECKING:
     from ghostclip.accounting import Accountant, Bounds
@@ -69,7 +71,21 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
         "--neighbours", choices=tuple(_RELATIONS), help="what two neighbouring data sets are (default: zero_out)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON; - for standard output")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw epsilon against steps and against the noise")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="picture of epsilon over steps and noise (.png, .pdf)"
+    )
+
+
+def check_files(given: dict[str, Any]) -> None:
+    """Refuse files that could not be written, before anything is computed for them.
+
+    Args:
+        given: The options that were given.
+    """
+    if "plot" in given:
+        require_picture(given["plot"], "--plot")
+    if "json" in given and str(given["json"]) != "-":
+        require_writable(given["json"], "--json")
 
 
 def read_setting(given: dict[str, Any]) -> Setting:
@@ -150,7 +166,7 @@ def report(title: str, found: dict[str, Any], segments: list[Segment], setting: 
     """
     from ghostclip.accounting import delta_too_large
 
-    with warnings.catch_warnings():
+    with Working("bounding epsilon"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         bounds: Bounds = accountant_of(segments, setting).epsilon_bounds(setting.delta)
     lines = [f"{name} = {value:.6g}" for name, value in found.items()]
@@ -219,11 +235,12 @@ def write_files(given: dict[str, Any], result: dict[str, Any], segments: list[Se
         if str(given["json"]) == "-":
             print(text, end="")
         else:
-            given["json"].write_text(text, encoding="utf-8")
+            write_text(given["json"], text)
     if "plot" in given:
         from ghostclip.commands.privacy_plot import plot_epsilon
 
-        plot_epsilon(segments, setting, given["plot"])
+        with Working("drawing"):
+            plot_epsilon(segments, setting, given["plot"])
 
 
 def _whole(steps: str | float) -> int:
@@ -246,7 +263,12 @@ def read_schedule(path: Path) -> list[Segment]:
     Raises:
         DataError: If it does not hold segments.
     """
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"--schedule {path}: cannot be read ({reason_of(error)}).") from error
+    except UnicodeDecodeError:
+        raise DataError(f"--schedule {path}: is no text in UTF-8.") from None
     try:
         if text.lstrip().startswith("["):
             rows = json.loads(text)

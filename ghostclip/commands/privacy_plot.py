@@ -6,6 +6,7 @@ import math
 import warnings
 from pathlib import Path
 
+from ghostclip._files import atomic_path
 from ghostclip.commands.privacy_options import Segment, Setting, accountant_of
 
 _POINTS = 12
@@ -17,7 +18,7 @@ def plot_epsilon(segments: list[Segment], setting: Setting, path: Path) -> None:
     Args:
         segments: (σ, q, steps) one after another.
         setting: The options.
-        path: Where the PNG goes.
+        path: The picture.
     """
     from matplotlib.figure import Figure
 
@@ -49,7 +50,8 @@ def plot_epsilon(segments: list[Segment], setting: Setting, path: Path) -> None:
     left.set_ylim(bottom=0)
     left.legend(frameon=False, loc="lower right")
     right.legend(facecolor="white", edgecolor="none", framealpha=1)
-    figure.savefig(path, dpi=150)
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, dpi=150)
 
 
 def _until(segments: list[Segment], steps: int) -> list[Segment]:

@@ -35,6 +35,11 @@ def refuse_wrapped(loader: Any) -> None:
         DataError: It is such a thing.
     """
     if not isinstance(loader, DataLoader):
+        if not hasattr(loader, "dataset"):
+            raise DataError(
+                f"data_loader: {type(loader).__name__} is no torch.utils.data.DataLoader, whose records can be drawn. "
+                "Give DataLoader(data_set, batch_size=B) with a map-style data set; a list of records is one."
+            )
         raise DataError(
             f"data_loader: {type(loader).__name__} is no torch.utils.data.DataLoader, so that its sampling cannot be "
             "replaced. Call make_private with the DataLoader itself, and let a framework set up (fabric."

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ghostclip.evidence.dependence import batch_axis_of
 from ghostclip.data.size_policies import SizePolicy
 from ghostclip.errors import DataError
+from ghostclip.evidence.dependence import batch_axis_of
 from ghostclip.optim import DPOptimizer
 
 _log = logging.getLogger(__name__)

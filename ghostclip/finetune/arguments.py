@@ -6,8 +6,32 @@ import argparse
 from dataclasses import fields
 from pathlib import Path
 
-from ghostclip.finetune.options import DEFAULT_EPOCHS, DTYPES, STRATEGIES, FinetuneOptions
+from ghostclip.finetune.options import (
+    DEFAULT_CONTEXT,
+    DEFAULT_EPOCHS,
+    DTYPES,
+    FULL_RATE,
+    LORA_RATE,
+    STRATEGIES,
+    TOY_CONTEXT,
+    TOY_RATE,
+    TOYS,
+    FinetuneOptions,
+)
 
+EXAMPLES = """\
+examples:
+  ghostclip finetune
+      a toy from random weights on Python's documentation, to see everything once
+  ghostclip finetune --data notes.txt --model gpt2 --lora 8 --epsilon 3
+      LoRA on pretrained weights; a name of Hugging Face or a folder
+  ghostclip finetune --task answers --data rows.jsonl --model ./my-model --lora 8
+      rows {"prompt": "...", "answer": "..."}; only the answers are learned
+  ghostclip finetune --task classify --data rows.csv --model bert-base-uncased --labels bad,good
+      columns text and label; a new head on pretrained weights
+  ghostclip finetune --resume
+      go on with an interrupted run, to the same epsilon
+"""
 _DEFAULTS = {field.name: field.default for field in fields(FinetuneOptions)}
 
 
@@ -27,20 +51,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_data(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
+        "--task",
+        metavar="NAME",
+        help=_default(
+            "text: predict every next token; answers: those of the answers, given their prompts; classify: the label",
+            "task",
+        ),
+    )
+    group.add_argument(
         "--data",
         type=Path,
         metavar="PATH",
-        help="text file, folder of text files, .jsonl or .csv (default: the documentation shipped with Python)",
+        help="text file, folder of text files, .jsonl or .csv (default, for text: the documentation shipped with "
+        "Python); answers and classify take .jsonl or .csv, one row is one sample",
     )
+    for name, what in (
+        ("text", "the text"),
+        ("prompt", "the prompt"),
+        ("answer", "the answer"),
+        ("label", "the label"),
+    ):
+        group.add_argument(
+            f"--{name}-column", metavar="NAME", help=_default(f"column that holds {what}", f"{name}_column")
+        )
     group.add_argument(
-        "--text-column", metavar="NAME", help=_default("column of .jsonl or .csv that holds the text", "text_column")
+        "--labels", metavar="A,B,...", help="the labels, which become public (default: read from the data, unprotected)"
     )
     group.add_argument(
         "--tokenizer",
-        type=Path,
-        metavar="PATH",
-        help="your own tokenizer: a Hugging Face folder or tokenizer.json, never trained on the private data "
-        "(default: the one in the --model folder, else bytes)",
+        metavar="NAME|PATH",
+        help="your own tokenizer: a folder, a tokenizer.json or a name of Hugging Face, never trained on the private "
+        "data; bytes for none (default: that of --model; bytes for --toy)",
     )
     group.add_argument(
         "--max-passages-per-document",
@@ -66,15 +107,28 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--model",
         metavar="NAME|PATH",
-        help=_default(
-            "gpt2 or llama, built with the sizes below and random weights, or a local Hugging Face folder", "model"
-        ),
+        help="pretrained model: a name of Hugging Face (gpt2, owner/name; from the cache, else fetched) or a folder",
     )
-    group.add_argument("--layers", type=int, metavar="N", help=_default("transformer blocks", "layers"))
-    group.add_argument("--hidden-size", type=int, metavar="D", help=_default("width", "hidden_size"))
-    group.add_argument("--heads", type=int, metavar="H", help=_default("attention heads", "heads"))
     group.add_argument(
-        "--context-length", type=int, metavar="T", help=_default("tokens of a passage", "context_length")
+        "--lora", type=int, metavar="R", help="train LoRA adapters of rank R alone (default: all parameters)"
+    )
+    group.add_argument("--lora-alpha", type=float, metavar="A", help="scale of the adapters (default: 2 R)")
+    group.add_argument(
+        "--lora-targets", metavar="A,B,...", help="layers that get adapters (default: what peft takes for the model)"
+    )
+    group.add_argument(
+        "--toy",
+        metavar="NAME",
+        help=_default(f"without --model: {' or '.join(TOYS)} of the sizes below, with random weights", "toy"),
+    )
+    group.add_argument("--layers", type=int, metavar="N", help=_default("transformer blocks of the toy", "layers"))
+    group.add_argument("--hidden-size", type=int, metavar="D", help=_default("its width", "hidden_size"))
+    group.add_argument("--heads", type=int, metavar="H", help=_default("its attention heads", "heads"))
+    group.add_argument(
+        "--context-length",
+        type=int,
+        metavar="T",
+        help=f"tokens of a sample (default: {TOY_CONTEXT} of the toy, else {DEFAULT_CONTEXT} or what the model holds)",
     )
 
 
@@ -86,7 +140,7 @@ def _add_privacy(group: argparse._ArgumentGroup) -> None:
         "--delta",
         type=float,
         metavar="D",
-        help="failure probability of the guarantee (default: 1/(10 N), N = training passages)",
+        help="failure probability of the guarantee (default: 1/(10 N), N = training samples)",
     )
     group.add_argument(
         "--max-grad-norm",
@@ -125,7 +179,10 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         help="samples computed at once; auto finds what fits, at most 64 on a CPU (default: auto)",
     )
     group.add_argument(
-        "--learning-rate", type=float, metavar="R", help=_default("peak learning rate of AdamW", "learning_rate")
+        "--learning-rate",
+        type=float,
+        metavar="R",
+        help=f"peak learning rate of AdamW (default: {TOY_RATE:g} toy, {LORA_RATE:g} LoRA, {FULL_RATE:g} pretrained)",
     )
     group.add_argument(
         "--strategy", metavar="NAME", help=_default(f"how gradients are clipped: {', '.join(STRATEGIES)}", "strategy")

@@ -26,12 +26,13 @@ _OPTIONS, _STATE = "finetune_options", "finetune_state"
 class RunState:
     """State of a run between two steps.
 
-    ``losses`` and ``samples`` have one entry per step of the ledger; ``None`` where none is known.
+    ``before`` is the held-out quality of the initial weights. ``losses`` and ``samples`` have one entry per step of
+    the ledger; ``None`` where none is known.
     """
 
     seed: int
     fingerprint: str
-    perplexity_before: float
+    before: dict[str, float | None]
     losses: list[float | None] = field(default_factory=list)
     samples: list[int | None] = field(default_factory=list)
     sessions: int = 1

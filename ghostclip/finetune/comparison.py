@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ghostclip.data.tensor_memory import peak_bytes
-from ghostclip.finetune.losses import passage_losses, precision
+from ghostclip.finetune.losses import losses_for, precision
 from ghostclip.finetune.options import FinetuneOptions
 from ghostclip.finetune.steps import StepMeasures, adamw, dummy_passages, vocabulary_of
 
@@ -37,10 +37,11 @@ class OrdinarySteps:
         self._model = model.train()
         self._device = next(model.parameters()).device
         self._dtype = options.dtype
-        self._optimizer = adamw(model, options.learning_rate)
-        ids_BT, _ = dummy_passages(options.batch_size, width, vocabulary_of(model), self._device)
+        self._losses = losses_for(options.task)
+        self._optimizer = adamw(model, options.rate)
+        ids_BT, marks_B2 = dummy_passages(options.batch_size, width, vocabulary_of(model), self._device)
         self._samples = len(ids_BT)
-        self._parts = ids_BT.split(physical_batch)
+        self._parts = list(zip(ids_BT.split(physical_batch), marks_B2.split(physical_batch), strict=True))
 
     def measure(self, count: int) -> None:
         """Take steps and time them; the first time, also warm up and measure memory.
@@ -57,18 +58,17 @@ class OrdinarySteps:
             self.measures.timed.append((self._samples, time.perf_counter() - began))
 
     def _step(self, *, measure_memory: bool) -> None:
-        for number, ids_BT in enumerate(self._parts, start=1):
-            work = partial(self._part, ids_BT, last=number == len(self._parts))
+        for number, (ids_BT, marks_B2) in enumerate(self._parts, start=1):
+            work = partial(self._part, ids_BT, marks_B2, last=number == len(self._parts))
             if measure_memory:
                 peak = peak_bytes(work, self._device)
                 self.measures.peak_bytes = max(self.measures.peak_bytes or 0, peak or 0) or None
             else:
                 work()
 
-    def _part(self, ids_BT: torch.Tensor, *, last: bool) -> None:
-        lengths_B = torch.full((len(ids_BT),), ids_BT.shape[1], device=self._device)
+    def _part(self, ids_BT: torch.Tensor, marks_B2: torch.Tensor, *, last: bool) -> None:
         with precision(self._device, self._dtype):
-            loss = passage_losses(self._model, ids_BT, lengths_B).sum() / self._samples
+            loss = self._losses(self._model, ids_BT, marks_B2).sum() / self._samples
         loss.backward()
         float(loss.detach())  # the private loop reads its loss too, which waits for the device
         if last:

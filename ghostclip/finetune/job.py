@@ -5,7 +5,7 @@ Everything that can be refused is refused before the output folder is touched.
 
 from __future__ import annotations
 
-import math
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -13,16 +13,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ghostclip.errors import InvalidOptionError
+from ghostclip._files import reason_of, require_plotting
+from ghostclip.errors import InvalidOptionError, OutputError
 from ghostclip.finetune import output as files
 from ghostclip.finetune.models import require_known_model
-from ghostclip.finetune.options import FinetuneOptions, resumed_options
-from ghostclip.finetune.plot import Curves, draw, require_plotting
-from ghostclip.finetune.tokens import go_offline
+from ghostclip.finetune.options import FinetuneOptions, require_together, resumed_options
+from ghostclip.finetune.plot import Curves, draw
+from ghostclip.finetune.tokens import stay_local
+from ghostclip.terminal import Working
 
 if TYPE_CHECKING:
     from ghostclip.finetune.checkpoint import Interrupted
     from ghostclip.finetune.comparison import Comparison
+    from ghostclip.finetune.losses import Quality
     from ghostclip.finetune.prepare import Prepared
     from ghostclip.finetune.progress import ProgressBar
     from ghostclip.finetune.record import Outcome
@@ -39,24 +42,35 @@ def run(given: dict[str, object]) -> int:
 
     Returns:
         The exit status: 0, or 130 when it was interrupted and can be resumed.
+
+    Raises:
+        OutputError: A result could not be written; the run can be continued.
     """
     options, interrupted = _options(given)
-    go_offline()
+    stay_local(options.model, options.tokenizer)
     _require_libraries()
     from ghostclip.finetune.prepare import prepare
     from ghostclip.finetune.report import plan_text, result_text
 
-    prepared = prepare(options, interrupted)
+    with Working("preparing"):
+        prepared = prepare(options, interrupted)
     print(plan_text(prepared.data, prepared.model_text, prepared.mechanism, state=prepared.state, options=options))
     for line in prepared.warnings:
         print(f"warning: {line}", file=sys.stderr)
+    training = _begin(prepared)
     try:
-        training, comparison = _train(prepared)
+        comparison = _train(prepared, training)
         if prepared.state.step < prepared.mechanism.steps:
             return _interrupted(prepared)
         outcome = _finish(prepared, training, comparison)
     except KeyboardInterrupt:
         return _interrupted(prepared)
+    except OSError as error:
+        reason = reason_of(error)
+        raise OutputError(
+            f"--output {prepared.output}: could not be written ({reason}); once it can be, continue with: "
+            f"{_again(prepared)}"
+        ) from error
     print(result_text(outcome))
     return 0
 
@@ -65,6 +79,8 @@ def _options(given: dict[str, object]) -> tuple[FinetuneOptions, Interrupted | N
     from ghostclip.finetune.checkpoint import ResumePoint
 
     resuming = bool(given.get("resume"))
+    if not resuming:
+        require_together(given)
     FinetuneOptions(**given).validate()  # type: ignore[arg-type]
     asked = given.get("output")
     folder = files.choose_folder(asked if isinstance(asked, Path) else None, resume=resuming)
@@ -93,7 +109,7 @@ def _require_libraries() -> None:
     del safetensors, tqdm
 
 
-def _train(prepared: Prepared) -> tuple[PrivateTraining, Comparison]:
+def _train(prepared: Prepared, training: PrivateTraining) -> Comparison:
     """Train until the steps are spent or stopping is asked for; what happened is on disk afterwards."""
     import torch
 
@@ -101,12 +117,8 @@ def _train(prepared: Prepared) -> tuple[PrivateTraining, Comparison]:
     from ghostclip.finetune.interrupts import StopRequest
     from ghostclip.finetune.models import fresh_copy
     from ghostclip.finetune.progress import ProgressBar
-    from ghostclip.finetune.training import PrivateTraining
 
     state, steps, width = prepared.state, prepared.mechanism.steps, prepared.split.training.width
-    if prepared.lost is None:
-        files.start_anew(prepared.output)
-    training = PrivateTraining(prepared)
     comparison = Comparison(partial(fresh_copy, prepared.model), prepared.options, width=width, device=prepared.device)
     try:
         with StopRequest() as stop, ProgressBar(steps=steps, done=state.step, epsilon=training.epsilon) as bar:
@@ -116,7 +128,24 @@ def _train(prepared: Prepared) -> tuple[PrivateTraining, Comparison]:
         raise MemoryError(_memory_advice(prepared, str(error).splitlines()[0])) from error
     finally:
         training.close()
-    return training, comparison
+    return comparison
+
+
+def _begin(prepared: Prepared) -> PrivateTraining:
+    """Make the model private and write the first resume point; where that fails, leave the folder as it was."""
+    from ghostclip.finetune.training import PrivateTraining
+
+    if prepared.lost is not None:
+        return PrivateTraining(prepared)
+    made = not prepared.output.exists()
+    try:
+        files.start_anew(prepared.output)
+        return PrivateTraining(prepared)
+    except OSError as error:
+        files.forget_resume(prepared.output)
+        if made:
+            shutil.rmtree(prepared.output, ignore_errors=True)
+        raise OutputError(f"--output {prepared.output}: cannot be written ({reason_of(error)})") from error
 
 
 def _on_step(
@@ -140,17 +169,18 @@ def _interrupted(prepared: Prepared) -> int:
     mechanism, step = prepared.mechanism, prepared.state.step
     print(
         f"\nstopped after step {step} of {mechanism.steps}, ε = {mechanism.epsilon_after(step):.3f} spent so far; "
-        f"continue with: ghostclip finetune --resume --output {prepared.output}",
+        f"continue with: {_again(prepared)}",
         file=sys.stderr,
     )
     return EXIT_INTERRUPTED
 
 
+def _again(prepared: Prepared) -> str:
+    return f"ghostclip finetune --resume --output {prepared.output}"
+
+
 def _memory_advice(prepared: Prepared, reason: str) -> str:
-    return (
-        f"out of memory ({reason}); continue with: ghostclip finetune --resume --output {prepared.output} "
-        "--physical-batch-size B, with a smaller B"
-    )
+    return f"out of memory ({reason}); continue with: {_again(prepared)} --physical-batch-size B, with a smaller B"
 
 
 def _finish(prepared: Prepared, training: PrivateTraining, comparison: Comparison) -> Outcome:
@@ -158,7 +188,8 @@ def _finish(prepared: Prepared, training: PrivateTraining, comparison: Compariso
     from ghostclip.finetune.prepare import evaluate
     from ghostclip.finetune.record import write_record
 
-    after = evaluate(prepared.model, prepared.split, prepared.options)
+    with Working("evaluating"):
+        after = evaluate(prepared.model, prepared.split, prepared.options)
     prepared.model.to("cpu")
     files.save_model(prepared.model, prepared.tokens, prepared.output)
     comparison.finish(physical_batch=training.measures.physical_batch)
@@ -169,7 +200,7 @@ def _finish(prepared: Prepared, training: PrivateTraining, comparison: Compariso
     return outcome
 
 
-def _outcome(prepared: Prepared, training: PrivateTraining, comparison: Comparison, after: float) -> Outcome:
+def _outcome(prepared: Prepared, training: PrivateTraining, comparison: Comparison, after: Quality) -> Outcome:
     from ghostclip.finetune.privacy import assumptions
     from ghostclip.finetune.record import Outcome
 
@@ -190,7 +221,8 @@ def _outcome(prepared: Prepared, training: PrivateTraining, comparison: Comparis
         epsilon=bounds.upper,
         epsilon_lower=bounds.lower,
         summary=summary,
-        perplexity_after=after,
+        unchecked=training.unchecked,
+        after=after,
         private=comparison.private_steps(training.measures),
         all_private=training.measures,
         ordinary=comparison.measures,
@@ -203,7 +235,8 @@ def _curves(outcome: Outcome) -> Curves:
     return Curves(
         losses=outcome.state.losses,
         epsilons=mechanism.curve(outcome.state.step),
-        held_out=(math.log(outcome.state.perplexity_before), math.log(outcome.perplexity_after)),
+        held_out=(outcome.before.loss, outcome.after.loss),
+        unit="nats per row" if outcome.options.task == "classify" else "nats per token",
         target_epsilon=mechanism.target_epsilon,
         delta=mechanism.delta,
     )

@@ -1,4 +1,4 @@
-"""Building or loading the model: ``gpt2`` or ``llama`` with sizes, or a local Hugging Face folder.
+"""Building a small model with random weights, or loading a pretrained one by name or folder, adapters added.
 
 Shapes: B samples, T tokens, V vocabulary.
 """
@@ -6,21 +6,26 @@ Shapes: B samples, T tokens, V vocabulary.
 from __future__ import annotations
 
 import copy
+import re
+import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
-from ghostclip.finetune.options import ARCHITECTURES, FinetuneOptions
-from ghostclip.finetune.tokens import Tokens
+from ghostclip.finetune.options import TOYS, FinetuneOptions
+from ghostclip.finetune.rows import labels_of
+from ghostclip.finetune.tokens import Tokens, from_anywhere
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
-def require_known_model(model: str) -> None:
-    """Refuse a ``--model`` that is neither an architecture nor a folder with a configuration.
+
+def require_known_model(model: str | None) -> None:
+    """Refuse a ``--model`` that is no folder with a configuration and no name that Hugging Face could know.
 
     Args:
         model: What ``--model`` says.
@@ -28,16 +33,17 @@ def require_known_model(model: str) -> None:
     Raises:
         InvalidOptionError: Neither.
     """
-    folder = Path(model)
-    if model in ARCHITECTURES:
+    if model is None:
         return
-    if not folder.is_dir():
-        names = ", ".join(ARCHITECTURES)
+    folder = Path(model)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise InvalidOptionError(f"--model {model}: no Hugging Face model lies here (config.json is missing)")
+        return
+    if folder.exists() or not _NAME.fullmatch(model):
         raise InvalidOptionError(
-            f"--model {model}: unknown architecture (known: {names}), and no local folder of that name"
+            f"--model {model}: no local folder, and no name of a model as Hugging Face has them (gpt2, owner/name)"
         )
-    if not (folder / "config.json").is_file():
-        raise InvalidOptionError(f"--model {model}: no Hugging Face model lies here (config.json is missing)")
 
 
 def make_model(options: FinetuneOptions, tokens: Tokens, *, seed: int) -> PreTrainedModel:
@@ -49,16 +55,20 @@ def make_model(options: FinetuneOptions, tokens: Tokens, *, seed: int) -> PreTra
         seed: Fixes random initial weights; the global generator is left as it was.
 
     Returns:
-        A causal language model of transformers.
+        A model of transformers for the task, inside a model of peft where adapters are trained.
 
     Raises:
         InvalidOptionError: Sizes or vocabulary do not fit.
-        UnsupportedModelError: What lies in the folder is not a causal language model.
     """
     require_known_model(options.model)
+    labels = labels_of(options) if options.task == "classify" else []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _build(options, tokens) if options.model in ARCHITECTURES else _load(Path(options.model))
+        model = _build(options, tokens, labels) if options.model is None else _load(options.model, labels)
+        if labels and model.config.pad_token_id is None:
+            model.config.pad_token_id = tokens.pad_id
+        if options.lora is not None:
+            model = _with_adapters(model, options)
     held = model.get_input_embeddings().weight.shape[0]
     if tokens.vocab_size > held:
         raise InvalidOptionError(
@@ -75,27 +85,41 @@ def fresh_copy(model: PreTrainedModel) -> PreTrainedModel:
         model: The model to imitate; not changed.
 
     Returns:
-        The other model, on the CPU.
+        The other model, on the CPU, with adapters of the same kind.
     """
-    return type(model)(copy.deepcopy(model.config)).float()
+    if not hasattr(model, "peft_config"):
+        return type(model)(copy.deepcopy(model.config)).float()
+    import peft
+
+    base = model.get_base_model()
+    config = copy.deepcopy(model.peft_config["default"])
+    plain = type(base)(copy.deepcopy(base.config))
+    return peft.get_peft_model(plain, config).float()
 
 
 def context_length(model: PreTrainedModel, options: FinetuneOptions) -> int:
-    """Give the length of the passages: what was asked, or less where the model holds less.
+    """Give the length of the longest sample.
 
     Args:
         model: The model.
         options: The run's options.
 
     Returns:
-        Tokens.
+        What was asked, or the default where the model holds as many.
+
+    Raises:
+        InvalidOptionError: More was asked than the model holds.
     """
     held = getattr(model.config, "max_position_embeddings", None)
-    return min(options.context_length, held) if isinstance(held, int) and held > 0 else options.context_length
+    if not isinstance(held, int) or held <= 0:
+        return options.longest
+    if options.context_length is not None and options.context_length > held:
+        raise InvalidOptionError(f"--context-length {options.context_length}: {options.model} holds {held} tokens")
+    return min(options.longest, held)
 
 
 def describe_model(model: PreTrainedModel, options: FinetuneOptions) -> str:
-    """Name the model, its size and whether its embeddings are tied, for people.
+    """Name the model, its size, what is trained of it and where its weights are from, for people.
 
     Args:
         model: The model.
@@ -104,13 +128,17 @@ def describe_model(model: PreTrainedModel, options: FinetuneOptions) -> str:
     Returns:
         A line.
     """
+    every = sum(p.numel() for p in model.parameters())
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    tied = model.get_output_embeddings() is not None and (
-        model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    )
-    origin = "random initial weights" if options.model in ARCHITECTURES else f"weights from {options.model}"
-    embeddings = "tied" if tied else "untied"
-    return f"{type(model).__name__}, {trainable:,} trainable parameters, {embeddings} embeddings, {origin}"
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    parts = [type(base).__name__]
+    parts += [f"LoRA of rank {options.lora}"] if options.lora is not None else []
+    parts += [f"{trainable:,}{f' of {every:,}' if trainable < every else ''} parameters trained"]
+    head = base.get_output_embeddings()
+    if head is not None:
+        parts += [f"{'tied' if head.weight is base.get_input_embeddings().weight else 'untied'} embeddings"]
+    random = "random initial weights (a toy; --model trains pretrained ones)"
+    return ", ".join([*parts, random if options.model is None else f"weights from {options.model}"])
 
 
 def require_causal(model: PreTrainedModel, *, length: int) -> None:
@@ -142,49 +170,87 @@ def require_causal(model: PreTrainedModel, *, length: int) -> None:
         )
 
 
-def _build(options: FinetuneOptions, tokens: Tokens) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
+def _build(options: FinetuneOptions, tokens: Tokens, labels: list[str]) -> PreTrainedModel:
+    import transformers
 
     if options.hidden_size % options.heads:
         raise InvalidOptionError(f"--hidden-size {options.hidden_size} is no multiple of --heads {options.heads}")
-    if options.model == "llama" and (options.hidden_size // options.heads) % 2:
+    if options.toy == "llama" and (options.hidden_size // options.heads) % 2:
         raise InvalidOptionError(
             f"--hidden-size {options.hidden_size} / --heads {options.heads} is odd: "
             "llama's rotary positions need an even size per head"
         )
-    return AutoModelForCausalLM.from_config(_config(options, tokens))
+    config = _config(options, tokens)
+    if not labels:
+        return transformers.AutoModelForCausalLM.from_config(config)
+    config.id2label, config.label2id = _label_names(labels)
+    return transformers.AutoModelForSequenceClassification.from_config(config)
+
+
+def _label_names(labels: list[str]) -> tuple[dict[int, str], dict[str, int]]:
+    return dict(enumerate(labels)), {name: number for number, name in enumerate(labels)}
 
 
 def _config(options: FinetuneOptions, tokens: Tokens) -> PretrainedConfig:
     from transformers import GPT2Config, LlamaConfig
 
     ends = {"bos_token_id": tokens.start_id, "eos_token_id": tokens.start_id, "pad_token_id": tokens.pad_id}
-    if options.model == "gpt2":
+    if options.toy == "gpt2":
         # No dropout: clipping and noise regularise enough, and dropout would only lower the signal under them.
         return GPT2Config(
-            vocab_size=tokens.vocab_size, n_positions=options.context_length, n_embd=options.hidden_size,
+            vocab_size=tokens.vocab_size, n_positions=options.longest, n_embd=options.hidden_size,
             n_layer=options.layers, n_head=options.heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
             tie_word_embeddings=True, **ends,
         )  # fmt: skip
     # Llama's own proportion of the gated feed-forward layer, 8/3 of the width, rounded up to a multiple of 8.
     feed_forward = -(-options.hidden_size * 8 // 24) * 8
     return LlamaConfig(
-        vocab_size=tokens.vocab_size, max_position_embeddings=options.context_length, hidden_size=options.hidden_size,
+        vocab_size=tokens.vocab_size, max_position_embeddings=options.longest, hidden_size=options.hidden_size,
         intermediate_size=feed_forward, num_hidden_layers=options.layers, num_attention_heads=options.heads,
         num_key_value_heads=options.heads, tie_word_embeddings=True, **ends,
     )  # fmt: skip
 
 
-def _load(folder: Path) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
+def _load(name: str, labels: list[str]) -> PreTrainedModel:
+    import transformers
 
+    kind: Any = transformers.AutoModelForCausalLM
+    what, more = "a causal language model", {}
+    if labels:
+        id2label, label2id = _label_names(labels)
+        kind, what = transformers.AutoModelForSequenceClassification, "a model that classifies texts"
+        more = {"id2label": id2label, "label2id": label2id, "num_labels": len(labels)}
     try:
-        model = AutoModelForCausalLM.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        model = from_anywhere(kind, name, more)
+    except InvalidOptionError as error:
+        toy = f", or --toy {name} for a small one with random weights" if name in TOYS else ""
+        raise InvalidOptionError(f"--model {name}: {error}. Give a local folder{toy}") from error
     except Exception as error:  # the loader raises whatever its parsers raise, down to bare Exception
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UnsupportedModelError(
-            f"--model {folder}: cannot be loaded as a causal language model ({reason})"
-        ) from error
+        raise UnsupportedModelError(f"--model {name}: cannot be loaded as {what} ({reason})") from error
     if not any(p.requires_grad for p in model.parameters()):
-        raise UnsupportedModelError(f"--model {folder}: has no trainable parameter")
+        raise UnsupportedModelError(f"--model {name}: has no trainable parameter")
     return model
+
+
+def _with_adapters(model: PreTrainedModel, options: FinetuneOptions) -> PreTrainedModel:
+    try:
+        import peft
+    except ImportError as error:
+        raise InvalidOptionError("--lora needs peft, which is not installed: pip install peft") from error
+    config = peft.LoraConfig(
+        r=options.lora,
+        lora_alpha=2 * options.lora if options.lora_alpha is None else options.lora_alpha,  # type: ignore[operator]
+        target_modules=None if options.lora_targets is None else options.lora_targets.split(","),
+        task_type="SEQ_CLS" if options.task == "classify" else "CAUSAL_LM",
+    )
+    try:
+        with warnings.catch_warnings():
+            # That the weights of GPT-2's linear layers lie transposed, peft sees and mends by itself.
+            warnings.simplefilter("ignore")
+            return peft.get_peft_model(model, config)
+    except ValueError as error:
+        linear = [name for name, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv1D")]
+        shown = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+        reason = next(iter(str(error).splitlines()))
+        raise InvalidOptionError(f"--lora-targets: {reason} Layers of this model: {shown}") from error

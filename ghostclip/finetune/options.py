@@ -10,12 +10,19 @@ import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from ghostclip._validate import did_you_mean
 from ghostclip.errors import InvalidOptionError, ResumeError
 
-ARCHITECTURES = ("gpt2", "llama")
+TASKS = ("text", "answers", "classify")
+TOYS = ("gpt2", "llama")
 STRATEGIES = ("auto", "bookkeeping", "ghost", "fast", "hooks")
 DTYPES = ("float32", "bfloat16")
 DEFAULT_EPOCHS = 5.0
+# Tokens of a sample; a model that holds fewer sets the length.
+TOY_CONTEXT, DEFAULT_CONTEXT = 64, 128
+# Peaks of AdamW under noise: random weights have far to go, adapters move little, pretrained weights are soon lost.
+TOY_RATE, LORA_RATE, FULL_RATE = 6e-3, 1e-3, 2e-4
+SIZES = ("toy", "layers", "hidden_size", "heads")
 
 # What these decide does not enter the mechanism or the model, so an interrupted run may go on with other values.
 CHANGEABLE_ON_RESUME = frozenset({"device", "physical_batch_size", "comparison_steps", "checkpoint_seconds"})
@@ -34,17 +41,26 @@ class FinetuneOptions:
         ``seed`` never fixes the noise or the sampling; only ``unsafe_noise_seed`` does, and then nothing is private.
     """
 
+    task: str = "text"
     data: Path | None = None
     text_column: str = "text"
-    tokenizer: Path | None = None
+    prompt_column: str = "prompt"
+    answer_column: str = "answer"
+    label_column: str = "label"
+    labels: str | None = None
+    tokenizer: str | None = None
     max_passages_per_document: int | None = None
     eval_fraction: float = 0.1
     eval_samples: int = 256
-    model: str = "gpt2"
+    model: str | None = None
+    toy: str = "gpt2"
     layers: int = 2
     hidden_size: int = 128
     heads: int = 4
-    context_length: int = 64
+    context_length: int | None = None
+    lora: int | None = None
+    lora_alpha: float | None = None
+    lora_targets: str | None = None
     epsilon: float = 8.0
     delta: float | None = None
     max_grad_norm: float = 1.0
@@ -52,7 +68,7 @@ class FinetuneOptions:
     steps: int | None = None
     batch_size: int = 256
     physical_batch_size: int | None = None
-    learning_rate: float = 6e-3
+    learning_rate: float | None = None
     strategy: str = "auto"
     device: str = "auto"
     dtype: str = "float32"
@@ -64,6 +80,25 @@ class FinetuneOptions:
     output: Path = Path("ghostclip-run")
     overwrite: bool = False
     resume: bool = False
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample, where nothing was said and the model holds as many."""
+        return self.context_length or (DEFAULT_CONTEXT if self.model is not None else TOY_CONTEXT)
+
+    @property
+    def unit(self) -> str:
+        """What one sample is, and so the unit of privacy."""
+        return "passage" if self.task == "text" else "row"
+
+    @property
+    def rate(self) -> float:
+        """Peak learning rate: of random weights, of adapters, or of pretrained weights, if none was given."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        if self.model is None:
+            return TOY_RATE
+        return FULL_RATE if self.lora is None else LORA_RATE
 
     def validate(self) -> None:
         """Refuse every value that no run could honour.
@@ -86,12 +121,15 @@ class FinetuneOptions:
     def _validate_sizes(self) -> None:
         for name in ("layers", "hidden_size", "heads", "batch_size", "eval_samples"):
             _require_at_least(name, getattr(self, name), 1)
-        for name in ("steps", "physical_batch_size", "max_passages_per_document"):
+        for name in ("lora", "steps", "physical_batch_size", "max_passages_per_document"):
             if getattr(self, name) is not None:
                 _require_at_least(name, getattr(self, name), 1)
-        _require_at_least("context_length", self.context_length, 2)
+        if self.context_length is not None:
+            _require_at_least("context_length", self.context_length, 2)
         _require_at_least("comparison_steps", self.comparison_steps, 0)
-        _require_positive("--learning-rate", self.learning_rate)
+        for option, value in (("--learning-rate", self.learning_rate), ("--lora-alpha", self.lora_alpha)):
+            if value is not None:
+                _require_positive(option, value)
         _require_positive("--checkpoint-seconds", self.checkpoint_seconds)
         if self.epochs is not None:
             _require_positive("--epochs", self.epochs)
@@ -105,9 +143,19 @@ class FinetuneOptions:
             raise InvalidOptionError("--secure-noise cannot be fixed by --unsafe-noise-seed: give one of them")
         if self.overwrite and self.resume:
             raise InvalidOptionError("--overwrite starts anew and --resume continues: give one of them")
-        for option, value, allowed in (("--strategy", self.strategy, STRATEGIES), ("--dtype", self.dtype, DTYPES)):
+        if self.labels is not None and len(set(self.labels.split(","))) < max(2, self.labels.count(",") + 1):
+            raise InvalidOptionError(f"--labels is {self.labels!r}: give at least two different ones, as in bad,good")
+        if self.lora is not None and self.model is None:
+            raise InvalidOptionError("--lora adapts pretrained weights: name them with --model")
+        for option, value, allowed in (
+            ("--task", self.task, TASKS),
+            ("--toy", self.toy, TOYS),
+            ("--strategy", self.strategy, STRATEGIES),
+            ("--dtype", self.dtype, DTYPES),
+        ):
             if value not in allowed:
-                raise InvalidOptionError(f"{option} is {value!r}: it may be {', '.join(allowed)}")
+                meant = did_you_mean(value, allowed)
+                raise InvalidOptionError(f"{option} is {value!r}: it may be {', '.join(allowed)}{meant}")
         for option, seed in (("--seed", self.seed), ("--unsafe-noise-seed", self.unsafe_noise_seed)):
             if seed is not None and not 0 <= seed < 2**63:
                 raise InvalidOptionError(f"{option} is {seed}: it must be a whole number from 0 to 2^63 - 1")
@@ -119,7 +167,34 @@ class FinetuneOptions:
             Values by field name; paths are absolute.
         """
         values = {name: value for name, value in asdict(self).items() if name not in NOT_RECORDED}
+        # A folder is told from a name of Hugging Face by its being there.
+        for name in ("model", "tokenizer"):
+            place = Path(str(values[name]))
+            values[name] = place if values[name] is not None and place.exists() else values[name]
         return {name: str(value.absolute()) if isinstance(value, Path) else value for name, value in values.items()}
+
+
+def require_together(given: dict[str, object]) -> None:
+    """Refuse options that would be ignored beside the others.
+
+    Args:
+        given: The options of this command line that were written out, by field name.
+
+    Raises:
+        InvalidOptionError: One of them goes with another task, model or option.
+    """
+    task = given.get("task", FinetuneOptions.task)
+    wrong = [
+        *((name, "goes with --toy, whose sizes it sets; --model has its own") for name in SIZES if "model" in given),
+        *((name, "goes with --lora") for name in ("lora_alpha", "lora_targets") if "lora" not in given),
+        *((name, "goes with --task answers") for name in ("prompt_column", "answer_column") if task != "answers"),
+        *((name, "goes with --task classify") for name in ("label_column", "labels") if task != "classify"),
+        *((name, "goes with --task text or classify") for name in ("text_column",) if task == "answers"),
+        *((name, "goes with --task text") for name in ("max_passages_per_document",) if task != "text"),
+    ]
+    for name, why in wrong:
+        if name in given:
+            raise InvalidOptionError(f"--{name.replace('_', '-')} {why}")
 
 
 def resumed_options(recorded: dict[str, object], given: dict[str, object]) -> FinetuneOptions:
@@ -150,8 +225,7 @@ def resumed_options(recorded: dict[str, object], given: dict[str, object]) -> Fi
             f"(options {sorted(set(recorded) ^ known)} differ): start anew"
         )
     values = {**recorded, **given}
-    for name in ("data", "tokenizer"):
-        values[name] = None if values[name] is None else Path(str(values[name]))
+    values["data"] = None if values["data"] is None else Path(str(values["data"]))
     return FinetuneOptions(**values)  # type: ignore[arg-type]
 
 

@@ -5,11 +5,9 @@ Every file appears by a rename, so that a crash leaves the old file or the new o
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,40 +101,6 @@ def forget_resume(folder: Path) -> None:
         shutil.rmtree(folder / RESUME_FOLDER)
 
 
-@contextlib.contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
-    """Give a temporary path beside ``path`` that takes its place when the block ends well, and vanishes otherwise.
-
-    Args:
-        path: The file to be written.
-
-    Yields:
-        Where to write it; the suffix is that of ``path``.
-    """
-    handle, name = tempfile.mkstemp(prefix=".", suffix=path.suffix, dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.chmod(0o666 & ~_umask())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file atomically.
-
-    Args:
-        path: The file.
-        text: What it will hold.
-    """
-    with atomic_path(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-
-
 def save_model(model: PreTrainedModel, tokens: Tokens, folder: Path) -> None:
     """Save model and tokenizer so that ``from_pretrained(folder)`` loads them.
 
@@ -170,9 +134,3 @@ def _remove_stale_weights(folder: Path, *, kept: set[str]) -> None:
 
 def _occupied(folder: Path) -> bool:
     return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

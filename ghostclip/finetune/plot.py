@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ghostclip.errors import InvalidOptionError
-from ghostclip.finetune.output import atomic_path
+from ghostclip._files import atomic_path
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -27,20 +26,7 @@ class Curves:
     held_out: tuple[float, float]
     target_epsilon: float
     delta: float
-
-
-def require_plotting() -> None:
-    """Fail at the start of a run, not at its end, where the picture cannot be drawn.
-
-    Raises:
-        InvalidOptionError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise InvalidOptionError(
-            "the plot needs matplotlib, which is not installed: pip install 'ghostclip[transformers]'"
-        ) from error
+    unit: str = "nats per token"
 
 
 def draw(curves: Curves, path: Path) -> None:
@@ -63,7 +49,7 @@ def draw(curves: Curves, path: Path) -> None:
     right = left.twinx()
     lines = [*_draw_losses(left, curves), *_draw_epsilon(right, curves)]
     left.set_xlabel("private step")
-    left.set_ylabel("loss (nats per token)", color=_SMOOTH)
+    left.set_ylabel(f"loss ({curves.unit})", color=_SMOOTH)
     right.set_ylabel(f"ε spent (δ = {curves.delta:.3g})", color=_EPSILON)
     left.set_xlim(0, max(1, len(curves.losses)))
     left.grid(alpha=0.25)

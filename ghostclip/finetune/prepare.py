@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -11,12 +11,13 @@ import torch
 
 from ghostclip.errors import InvalidOptionError, ResumeError
 from ghostclip.finetune.checkpoint import Interrupted, RunState
-from ghostclip.finetune.losses import perplexity
+from ghostclip.finetune.losses import Quality, held_out_quality, losses_for
 from ghostclip.finetune.models import context_length, describe_model, make_model, require_causal
 from ghostclip.finetune.options import FinetuneOptions
 from ghostclip.finetune.passages import Split, split_passages
 from ghostclip.finetune.privacy import Mechanism, plan_mechanism, warnings_about
 from ghostclip.finetune.record import DataFacts
+from ghostclip.finetune.rows import answered_prompts, labelled_texts
 from ghostclip.finetune.sources import describe_source, read_documents
 from ghostclip.finetune.steps import check_private
 from ghostclip.finetune.tokens import Tokens, choose_tokens
@@ -64,28 +65,45 @@ def prepare(options: FinetuneOptions, interrupted: Interrupted | None) -> Prepar
         ResumeError: The data are not those of the interrupted run.
     """
     device = _device(options.device)
-    documents = read_documents(options.data, text_column=options.text_column)
     state = None if interrupted is None else interrupted.state
     seed = state.seed if state is not None else _seed(options)
     tokens = choose_tokens(options.tokenizer, options.model)
     model = make_model(options, tokens, seed=seed)
-    split = split_passages(
-        documents, tokens, context_length=context_length(model, options),
-        most_per_document=options.max_passages_per_document, eval_fraction=options.eval_fraction, seed=seed,
-    )  # fmt: skip
+    split = _split(options, tokens, context_length=context_length(model, options), seed=seed)
     mechanism = plan_mechanism(options, len(split.training))
     if state is not None and state.fingerprint != split.training.fingerprint():
         raise ResumeError("the data (or its tokenizer) changed since the run was interrupted: start anew elsewhere")
-    require_causal(model, length=split.training.width)
+    if options.task != "classify":
+        require_causal(model, length=split.training.width)
     model.to(device)
     _check_private(model, split, options)
     return Prepared(
         options=options, output=options.output, device=device, tokens=tokens, split=split,
         data=_facts(options, tokens, split), model=model, model_text=describe_model(model, options),
-        mechanism=mechanism, warnings=tuple(warnings_about(mechanism, options)),
+        mechanism=mechanism, warnings=(*warnings_about(mechanism, options), *_shortened(split, options)),
         state=state if state is not None else _first_state(model, split, options, seed),
         lost=None if interrupted is None else interrupted.lost,
     )  # fmt: skip
+
+
+def _split(options: FinetuneOptions, tokens: Tokens, *, context_length: int, seed: int) -> Split:
+    if options.task == "answers":
+        return answered_prompts(options, tokens, context_length=context_length, seed=seed)
+    if options.task == "classify":
+        return labelled_texts(options, tokens, context_length=context_length, seed=seed)
+    documents = read_documents(options.data, text_column=options.text_column)
+    return split_passages(
+        documents, tokens, context_length=context_length, most_per_document=options.max_passages_per_document,
+        eval_fraction=options.eval_fraction, seed=seed,
+    )  # fmt: skip
+
+
+def _shortened(split: Split, options: FinetuneOptions) -> list[str]:
+    if not split.shortened:
+        return []
+    what = "the beginning of their prompt" if options.task == "answers" else "their end"
+    width = split.training.width
+    return [f"{split.shortened} of {split.documents} rows are longer than {width} tokens and lose {what}"]
 
 
 def _device(name: str) -> torch.device:
@@ -109,31 +127,33 @@ def _facts(options: FinetuneOptions, tokens: Tokens, split: Split) -> DataFacts:
         source=describe_source(options.data), tokens=tokens.description, documents=split.documents,
         training=len(split.training), held_out=len(split.held_out),
         evaluated=min(options.eval_samples, len(split.held_out)), most_per_document=split.most_per_document,
-        passage_length=split.training.width,
+        passage_length=split.training.width, unit=options.unit,
     )  # fmt: skip
 
 
 def _check_private(model: PreTrainedModel, split: Split, options: FinetuneOptions) -> None:
-    check_private(model, width=split.training.width, strategy=cast("Strategy", options.strategy), dtype=options.dtype)
+    check_private(
+        model, losses_for(options.task), width=split.training.width, strategy=cast("Strategy", options.strategy),
+        dtype=options.dtype,
+    )  # fmt: skip
 
 
 def _first_state(model: PreTrainedModel, split: Split, options: FinetuneOptions, seed: int) -> RunState:
-    return RunState(
-        seed=seed, fingerprint=split.training.fingerprint(), perplexity_before=evaluate(model, split, options)
-    )
+    return RunState(seed=seed, fingerprint=split.training.fingerprint(), before=asdict(evaluate(model, split, options)))
 
 
-def evaluate(model: PreTrainedModel, split: Split, options: FinetuneOptions) -> float:
-    """Measure held-out perplexity.
+def evaluate(model: PreTrainedModel, split: Split, options: FinetuneOptions) -> Quality:
+    """Measure how good the model is on held-out samples.
 
     Args:
         model: The model, on its device.
-        split: The passages.
+        split: The samples.
         options: The run's options.
 
     Returns:
-        Perplexity per token.
+        The quality.
     """
-    return perplexity(
-        model, split.held_out, limit=options.eval_samples, batch_size=EVALUATION_BATCH, dtype=options.dtype
-    )
+    return held_out_quality(
+        model, split.held_out, task=options.task, limit=options.eval_samples, batch_size=EVALUATION_BATCH,
+        dtype=options.dtype,
+    )  # fmt: skip

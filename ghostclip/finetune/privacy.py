@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from ghostclip.accounting import DEFAULT_ACCOUNTANT, bounding_accountant, get_noise_multiplier
 from ghostclip.errors import InvalidOptionError
-from ghostclip.finetune.options import ARCHITECTURES, DEFAULT_EPOCHS, FinetuneOptions
+from ghostclip.finetune.options import DEFAULT_EPOCHS, FinetuneOptions
+from ghostclip.finetune.tokens import BYTES
 
 ACCOUNTANT = DEFAULT_ACCOUNTANT
-_NOISE = {True: "secure (a cryptographic keystream", False: "fast (a statistical generator"}
+_NOISE = {True: "secure (a cryptographic keystream)", False: "fast (a statistical generator)"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,7 @@ def plan_mechanism(options: FinetuneOptions, passages: int) -> Mechanism:
     """
     if options.batch_size > passages:
         raise InvalidOptionError(
-            f"--batch-size {options.batch_size} is larger than the data ({passages} training passages): "
+            f"--batch-size {options.batch_size} is larger than the data ({passages} training {options.unit}s): "
             f"give at most {passages}, and far less for better privacy"
         )
     sample_rate = options.batch_size / passages
@@ -124,7 +125,7 @@ def warnings_about(mechanism: Mechanism, options: FinetuneOptions) -> list[str]:
     if mechanism.delta >= 1.0 / mechanism.passages:
         lines.append(
             f"δ = {mechanism.delta:.3g} is not below 1/N = {1.0 / mechanism.passages:.3g}: "
-            "publishing one random passage in the clear would satisfy it"
+            f"publishing one random {options.unit} in the clear would satisfy it"
         )
     if mechanism.target_epsilon > 10.0:
         lines.append(f"ε = {mechanism.target_epsilon:g} promises little: an attacker's odds may grow by e^ε")
@@ -138,34 +139,35 @@ def warnings_about(mechanism: Mechanism, options: FinetuneOptions) -> list[str]:
 
 
 def assumptions(mechanism: Mechanism, most_per_document: int, options: FinetuneOptions) -> Sequence[str]:
-    """List what the (ε, δ) of a run holds under, and what it does not cover.
+    """List what the (ε, δ) of a run holds under, and what it does not cover; each thing once.
 
     Args:
         mechanism: The mechanism.
-        most_per_document: Training and held-out passages that the longest document makes.
+        most_per_document: Training and held-out samples that the longest document makes.
         options: The run's options.
 
     Returns:
         Sentences.
     """
+    unit = options.unit
     lines = [
-        "Unit of privacy: one passage. Neighbouring data sets differ by one passage added, removed, or emptied; "
-        f"the number of training passages (N = {mechanism.passages}) is public.",
-        f"Mechanism: {mechanism.steps} Gaussian steps over Poisson samples (each passage joins with probability "
-        f"q = {mechanism.sample_rate:.5g}), gradients clipped to C = {mechanism.max_grad_norm:g} per passage, "
-        f"noise multiplier σ = {mechanism.noise_multiplier:.4f}; accounted by the smaller of what a privacy loss "
-        f"distribution and Rényi divergences prove (accountant {ACCOUNTANT!r}).",
-        "Protected: the weights after every step, and so the checkpoint. "
-        f"Noise level {_NOISE[options.secure_noise]} "
-        "with a fresh secret key), in floating point: attacks on rounding or timing are not covered.",
-        "Not protected: the training losses, batch sizes and speeds shown, plotted and recorded, the held-out passages "
-        "and their perplexity, and choices made by looking at them (such as trying several settings).",
+        f"Neighbours: data sets in which one {unit} has nothing in its place, is added, or is removed; the number of "
+        f"training {unit}s, {mechanism.passages}, is public.",
+        f"Mechanism: {mechanism.steps} Gaussian steps on Poisson samples (q = {mechanism.sample_rate:.5g}), each "
+        f"{unit}'s gradient clipped to C = {mechanism.max_grad_norm:g}, σ = {mechanism.noise_multiplier:.4f}; "
+        f"accountant {ACCOUNTANT!r}; noise {_NOISE[options.secure_noise]}, in floating point, fresh secret key.",
+        "Protected: the weights after every step, and so the checkpoint.",
+        "Not protected: the losses, batch sizes and speeds shown, plotted and recorded; "
+        f"the held-out {unit}s and what was measured on them; choices made by looking at any of these, such as trying "
+        "several settings; other uses of the data. Attacks on rounding or timing are not covered.",
     ]
     if most_per_document > 1:
         lines.insert(1, _document_line(most_per_document))
-    if options.tokenizer is not None:
+    if options.task == "classify" and options.labels is None:
+        lines.append("Not protected: the list of labels, which was read from the data (--labels states it).")
+    if options.tokenizer not in (None, BYTES):
         lines.append("Assumed: the tokenizer was not trained on this text.")
-    if options.model not in ARCHITECTURES:
+    if options.model is not None:
         lines.append("Assumed: the initial weights do not depend on this text.")
     return lines
 

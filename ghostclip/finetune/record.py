@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 
 import ghostclip
+from ghostclip._files import write_text
 from ghostclip.finetune.checkpoint import RunState
 from ghostclip.finetune.comparison import seconds_per_step
+from ghostclip.finetune.losses import Quality
 from ghostclip.finetune.options import FinetuneOptions
-from ghostclip.finetune.output import write_text
 from ghostclip.finetune.privacy import ACCOUNTANT, Mechanism
 from ghostclip.finetune.steps import StepMeasures
 
@@ -34,13 +35,15 @@ class DataFacts:
     evaluated: int
     most_per_document: int
     passage_length: int
+    unit: str = "passage"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """Everything that report, plot and record are made from.
 
-    ``epsilon`` is the guarantee, ``epsilon_lower`` what no accountant could go below, ``summary`` what they mean.
+    ``epsilon`` is the guarantee, ``epsilon_lower`` what no accountant could go below, ``summary`` what they mean,
+    ``unchecked`` the checks that did not run.
     ``private`` are the private steps that ``ordinary`` ones are compared with; ``ordinary`` is None where none was
     taken.
     """
@@ -58,11 +61,17 @@ class Outcome:
     epsilon: float
     epsilon_lower: float
     summary: str
-    perplexity_after: float
+    unchecked: tuple[str, ...]
+    after: Quality
     private: StepMeasures
     all_private: StepMeasures
     ordinary: StepMeasures | None
     ordinary_missing: str
+
+    @property
+    def before(self) -> Quality:
+        """Held-out quality of the initial weights."""
+        return Quality(**self.state.before)  # type: ignore[arg-type]
 
     @property
     def private_seconds(self) -> float | None:
@@ -124,16 +133,13 @@ def as_json(outcome: Outcome) -> dict[str, object]:
             "epsilon_lower_bound": _finite(outcome.epsilon_lower),
             "summary": outcome.summary,
             "accountant": ACCOUNTANT,
-            "unit": "passage",
+            "unit": outcome.data.unit,
             "steps_spent": outcome.state.step,
             **asdict(outcome.mechanism),
             "assumptions": list(outcome.assumptions),
             "warnings": list(outcome.warnings),
         },
-        "held_out_perplexity": {
-            "before": _finite(outcome.state.perplexity_before),
-            "after": _finite(outcome.perplexity_after),
-        },
+        **_qualities(outcome),
         "cost": {
             "private": _cost(outcome.private, outcome.private_seconds),
             "ordinary": ordinary,
@@ -141,6 +147,16 @@ def as_json(outcome: Outcome) -> dict[str, object]:
             "ordinary_missing": outcome.ordinary_missing or None,
         },
         "not_private": {"losses": outcome.state.losses, "samples": outcome.state.samples},
+    }
+
+
+def _qualities(outcome: Outcome) -> dict[str, object]:
+    before, after = outcome.before, outcome.after
+    if after.accuracy is None:
+        return {"held_out_perplexity": {"before": _finite(before.perplexity), "after": _finite(after.perplexity)}}
+    return {
+        "held_out_loss": {"before": _finite(before.loss), "after": _finite(after.loss)},
+        "held_out_accuracy": {"before": before.accuracy, "after": after.accuracy},
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Callable
 
@@ -30,11 +31,11 @@ def plan_text(data: DataFacts, model: str, mechanism: Mechanism, *, state: RunSt
     """
     privacy = (
         f"ε ≤ {mechanism.target_epsilon:g} at δ = {mechanism.delta:.3g}"
-        f"{'' if options.delta is not None else ' (1/(10 N), N = training passages)'}, for one passage; "
+        f"{'' if options.delta is not None else ' (1/(10 N), N = training {data.unit}s)'}, for one {data.unit}; "
         f"σ = {mechanism.noise_multiplier:.3f}, C = {mechanism.max_grad_norm:g}, q = {mechanism.sample_rate:.4f}"
     )
     epochs = mechanism.steps * mechanism.sample_rate
-    steps = f"{mechanism.steps} private steps of {mechanism.batch_size} passages on average ({epochs:.3g} epochs)"
+    steps = f"{mechanism.steps} private steps of {mechanism.batch_size} {data.unit}s on average ({epochs:.3g} epochs)"
     if state.step:
         steps += f", of which {state.step} are done or counted as spent"
     return "\n".join(
@@ -51,17 +52,11 @@ def result_text(outcome: Outcome) -> str:
     Returns:
         Lines.
     """
-    before, after = outcome.state.perplexity_before, outcome.perplexity_after
-    guarantee = (
-        f"{outcome.summary} A record is a passage here."
-        if outcome.is_private
-        else "NONE: the noise was fixed with --unsafe-noise-seed"
-    )
     lines = [
         "",
-        _item("perplexity", f"{before:.2f} → {after:.2f} per token on {outcome.data.evaluated} held-out passages"),
-        _item("privacy", guarantee),
-        *(_item("", f"- {line}") for line in outcome.assumptions),
+        _quality_line(outcome),
+        _item("privacy", _guarantee(outcome)),
+        *(_item("", f"- {line}") for line in (*outcome.assumptions, *outcome.unchecked)),
         *(_item("warning", line) for line in outcome.warnings),
         *_cost_lines(outcome),
         *_file_lines(outcome),
@@ -69,12 +64,42 @@ def result_text(outcome: Outcome) -> str:
     return "\n".join(lines)
 
 
+def _quality_line(outcome: Outcome) -> str:
+    before, after, data = outcome.before, outcome.after, outcome.data
+    held_out = f"on {data.evaluated} held-out {data.unit}s"
+    if before.accuracy is None or after.accuracy is None:
+        return _item("perplexity", f"{before.perplexity:.2f} → {after.perplexity:.2f} per token {held_out}")
+    return _item("accuracy", f"{before.accuracy:.1%} → {after.accuracy:.1%} {held_out}")
+
+
+def _guarantee(outcome: Outcome) -> str:
+    if not outcome.is_private:
+        return "NONE: the noise was fixed with --unsafe-noise-seed"
+    return (
+        f"ε ≤ {_up(outcome.epsilon)} at δ = {outcome.mechanism.delta:.4g} for one {outcome.data.unit}, after "
+        f"{outcome.state.step} steps (no accountant could report less than {_down(outcome.epsilon_lower)})"
+    )
+
+
+def _up(epsilon: float) -> str:
+    return f"{math.ceil(epsilon * 1e4) / 1e4:.4f}" if math.isfinite(epsilon) else "∞"
+
+
+def _down(epsilon: float) -> str:
+    return f"{math.floor(epsilon * 1e4) / 1e4:.4f}" if math.isfinite(epsilon) else "∞"
+
+
 def _data_text(data: DataFacts) -> str:
+    counts = f"{data.training} training and {data.held_out} held-out {data.unit}s"
+    if data.unit == "row":
+        return (
+            f"{data.source}: {counts} of up to {data.passage_length} tokens ({data.tokens}); one row is one sample and "
+            "the unit of privacy"
+        )
     documents = "1 document" if data.documents == 1 else f"{data.documents} documents"
     return (
-        f"{data.source}: {documents} → {data.training} training and {data.held_out} held-out passages "
-        f"of up to {data.passage_length} tokens ({data.tokens}); one passage is one sample and the unit of privacy "
-        f"(the longest document makes {data.most_per_document})"
+        f"{data.source}: {documents} → {counts} of up to {data.passage_length} tokens ({data.tokens}); one passage is "
+        f"one sample and the unit of privacy (the longest document makes {data.most_per_document})"
     )
 
 
@@ -104,9 +129,12 @@ def _peaks(outcome: Outcome) -> tuple[float | None, float | None]:
 
 
 def _file_lines(outcome: Outcome) -> list[str]:
-    folder = outcome.output
+    folder, options = outcome.output, outcome.options
+    kind = "SequenceClassification" if options.task == "classify" else "CausalLM"
+    loader = f"transformers.AutoModelFor{kind}" if options.lora is None else f"peft.AutoPeftModelFor{kind}"
+    what = "" if options.lora is None else "adapters alone; "
     return [
-        _item("checkpoint", f"{folder} (transformers.AutoModelForCausalLM.from_pretrained loads it)"),
+        _item("checkpoint", f"{folder} ({what}{loader}.from_pretrained loads it)"),
         _item("plot", f"{folder / PLOT} (exact losses: as private as the data)"),
         _item("record", f"{folder / RECORD} (exact losses: as private as the data)"),
     ]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import ghostclip
 from ghostclip.clipper import Strategy
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.finetune.losses import passage_losses, precision
+from ghostclip.finetune.losses import SampleLosses, precision
 
 WARM_UP = 0.05
 # The first step of a session finds the physical batch and fills caches; the second is slowed by the memory profiler.
@@ -29,11 +29,12 @@ class StepMeasures:
     physical_batch: int = 0
 
 
-def check_private(model: nn.Module, *, width: int, strategy: Strategy, dtype: str) -> None:
+def check_private(model: nn.Module, losses: SampleLosses, *, width: int, strategy: Strategy, dtype: str) -> None:
     """Clip two dummy passages, so that a model that cannot be made private is refused before anything is written.
 
     Args:
         model: The model, on its device; left as it was.
+        losses: Of the samples.
         width: Tokens of a passage.
         strategy: How gradients are to be clipped.
         dtype: ``float32`` or ``bfloat16`` (autocast).
@@ -42,10 +43,10 @@ def check_private(model: nn.Module, *, width: int, strategy: Strategy, dtype: st
         UnsupportedModelError: No parameter gets a gradient.
     """
     device = next(model.parameters()).device
-    ids_BT, lengths_B = dummy_passages(2, width, vocabulary_of(model), device)
+    ids_BT, marks_B2 = dummy_passages(2, width, vocabulary_of(model), device)
     with ghostclip.GhostClipper(model, max_grad_norm=1.0, strategy=strategy) as clipper:
         with precision(device, dtype):
-            losses_B = passage_losses(model, ids_BT, lengths_B)
+            losses_B = losses(model, ids_BT, marks_B2)
         clipper.backward(losses_B)
         silent = not bool((clipper.per_sample_norms > 0).any())
     model.zero_grad(set_to_none=True)
@@ -63,10 +64,10 @@ def dummy_passages(count: int, width: int, vocabulary: int, device: torch.device
         device: Where to put them.
 
     Returns:
-        Ids ``[B, T]`` and lengths ``[B]``.
+        Ids ``[B, T]`` and marks ``[B, 2]``: their length, and 1, which is a token to predict and a class.
     """
     ids_BT = torch.randint(vocabulary, (count, width), generator=torch.Generator().manual_seed(0))
-    return ids_BT.to(device), torch.full((count,), width, device=device)
+    return ids_BT.to(device), torch.tensor([[width, 1]], device=device).expand(count, 2)
 
 
 def vocabulary_of(model: nn.Module) -> int:

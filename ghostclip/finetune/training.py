@@ -23,7 +23,7 @@ from ghostclip.data.tensor_memory import peak_bytes
 from ghostclip.errors import FixedSeedWarning
 from ghostclip.finetune.checkpoint import ResumePoint
 from ghostclip.finetune.interrupts import StopRequest
-from ghostclip.finetune.losses import passage_losses, precision
+from ghostclip.finetune.losses import losses_for, precision
 from ghostclip.finetune.prepare import Prepared
 from ghostclip.finetune.privacy import ACCOUNTANT
 from ghostclip.finetune.steps import (
@@ -60,6 +60,7 @@ class PrivateTraining:
         self.options = options = prepared.options
         self.state = prepared.state
         self.measures = StepMeasures()
+        self._losses = losses_for(options.task)
         self.device = prepared.device
         self._base_model, self._point = prepared.model, ResumePoint.of(prepared.output)
         self._width, self._vocabulary = prepared.split.training.width, vocabulary_of(prepared.model)
@@ -73,7 +74,7 @@ class PrivateTraining:
             warnings.simplefilter("ignore", FixedSeedWarning)
             private = self._engine.make_private(
                 module=prepared.model,
-                optimizer=adamw(prepared.model, options.learning_rate),
+                optimizer=adamw(prepared.model, options.rate),
                 data_loader=DataLoader(
                     prepared.split.training, batch_size=mechanism.batch_size, generator=self._unsafe_generator(stream=0)
                 ),
@@ -145,6 +146,11 @@ class PrivateTraining:
             warnings.simplefilter("ignore", UserWarning)
             return self._engine.epsilon_bounds(self.mechanism.delta), self._engine.summary(self.mechanism.delta)
 
+    @property
+    def unchecked(self) -> tuple[str, ...]:
+        """Checks of the model that were switched off or could not run, and why."""
+        return tuple(filter(None, [self.optimizer.clipper.coverage().unchecked]))
+
     def close(self) -> None:
         """Detach the clipper and give the ledger back; the model is an ordinary one again."""
         self._engine.close()
@@ -165,8 +171,8 @@ class PrivateTraining:
         parts = PhysicalBatches(self.optimizer, max_physical_batch_size=physical)
         self._step_began = time.perf_counter()
         while self._unfinished(stop):
-            for ids_BT, lengths_B in self.loader:
-                self._step(parts, ids_BT, lengths_B)
+            for ids_BT, marks_B2 in self.loader:
+                self._step(parts, ids_BT, marks_B2)
                 self.measures.physical_batch = parts.size
                 self._finish_step()
                 on_step()
@@ -186,37 +192,37 @@ class PrivateTraining:
             return find_max_physical_batch_size(self._trial_step, upper=upper, memory_budget=budget, device=self.device)
 
     def _trial_step(self, size: int) -> None:
-        ids_BT, lengths_B = dummy_passages(size, self._width, self._vocabulary, self.device)
+        ids_BT, marks_B2 = dummy_passages(size, self._width, self._vocabulary, self.device)
         with precision(self.device, self.options.dtype):
-            losses_B = passage_losses(self.model, ids_BT, lengths_B)
+            losses_B = self._losses(self.model, ids_BT, marks_B2)
         self.optimizer.clipper.backward(losses_B)
 
     def _unfinished(self, stop: StopRequest) -> bool:
         return self.state.step < self.mechanism.steps and not stop.requested
 
-    def _step(self, parts: PhysicalBatches, ids_BT: Tensor, lengths_B: Tensor) -> None:
-        rate = learning_rate_at(self.state.step, steps=self.mechanism.steps, peak=self.options.learning_rate)
+    def _step(self, parts: PhysicalBatches, ids_BT: Tensor, marks_B2: Tensor) -> None:
+        rate = learning_rate_at(self.state.step, steps=self.mechanism.steps, peak=self.options.rate)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         if self._session_steps == UNTIMED_STEPS - 1:
-            peak = peak_bytes(lambda: self._forward_backward_step(parts, ids_BT, lengths_B), self.device)
+            peak = peak_bytes(lambda: self._forward_backward_step(parts, ids_BT, marks_B2), self.device)
             self._peak = max(self._peak, peak or 0)
         else:
-            self._forward_backward_step(parts, ids_BT, lengths_B)
+            self._forward_backward_step(parts, ids_BT, marks_B2)
 
-    def _forward_backward_step(self, parts: PhysicalBatches, ids_BT: Tensor, lengths_B: Tensor) -> None:
+    def _forward_backward_step(self, parts: PhysicalBatches, ids_BT: Tensor, marks_B2: Tensor) -> None:
         # A Poisson batch can be empty: then the step is one of noise only, which the optimizer takes by itself.
         if len(ids_BT) > 0:
-            for losses_B in parts.run((ids_BT, lengths_B), self._forward_backward):
+            for losses_B in parts.run((ids_BT, marks_B2), self._forward_backward):
                 self._loss_sum += float(losses_B.sum())
             self._step_samples += len(ids_BT)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def _forward_backward(self, part: tuple[Tensor, Tensor]) -> Tensor:
-        ids_BT, lengths_B = part
+        ids_BT, marks_B2 = part
         with precision(self.device, self.options.dtype):
-            losses_B = passage_losses(self.model, ids_BT.to(self.device), lengths_B.to(self.device))
+            losses_B = self._losses(self.model, ids_BT.to(self.device), marks_B2.to(self.device))
         self.optimizer.clipper.backward(losses_B)
         return losses_B.detach()
 

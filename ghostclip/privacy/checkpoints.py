@@ -11,7 +11,8 @@ from typing import IO, Any
 import torch
 from torch import nn
 
-from ghostclip.errors import ResumeError
+from ghostclip._files import reason_of
+from ghostclip.errors import OutputError, ResumeError
 from ghostclip.noise.keyed import KeyedNoise
 from ghostclip.optim import DPOptimizer
 from ghostclip.privacy.account import Account, run_of
@@ -339,6 +340,9 @@ def save(state: dict[str, Any], place: Place, options: Mapping[str, Any]) -> Non
         state: What to write.
         place: A path or an open binary file.
         options: Further options of `torch.save`.
+
+    Raises:
+        OutputError: If the file could not be written; the one that lay there before still does.
     """
     state[DIGEST] = digest_of(state)
     if not isinstance(place, (str, os.PathLike)):
@@ -346,11 +350,16 @@ def save(state: dict[str, Any], place: Place, options: Mapping[str, Any]) -> Non
         return
     path = Path(place)
     unfinished = path.with_name(path.name + ".unfinished")
-    with unfinished.open("wb") as file:
-        torch.save(state, file, **options)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+    try:
+        with unfinished.open("wb") as file:
+            torch.save(state, file, **options)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except (OSError, RuntimeError) as error:
+        # torch says of a full disk only that its writer is not where it should be.
+        unfinished.unlink(missing_ok=True)
+        raise OutputError(f"{path}: the checkpoint could not be written ({reason_of(error)}).") from error
 
 
 def load(place: Place, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ghostclip.evidence.dependence import same_randomness
 from ghostclip.clipper import GhostClipper, Reduction, Strategy
 from ghostclip.data.tensor_memory import peak_bytes
+from ghostclip.evidence.dependence import same_randomness
 from ghostclip.validation.losses import LossFn
 
 # Steps that prove how the model uses its parameters, and make what is made once.

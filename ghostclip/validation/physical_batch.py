@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ghostclip.evidence.dependence import restored_buffers, same_randomness
 from ghostclip.clipper import GhostClipper
 from ghostclip.data.out_of_memory import count_rows
 from ghostclip.data.physical_batch_size import find_max_physical_batch_size
 from ghostclip.errors import DataError, InvalidOptionError
+from ghostclip.evidence.dependence import restored_buffers, same_randomness
 from ghostclip.facade.handle import clipper_of
 from ghostclip.validation.losses import as_loss_fn
 from ghostclip.validation.samples import plain_batch, take

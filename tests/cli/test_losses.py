@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ghostclip.finetune.losses import next_token_losses, passage_losses, perplexity
+from ghostclip.finetune.losses import held_out_quality, next_token_losses, passage_losses
 from ghostclip.finetune.models import make_model
 from ghostclip.finetune.options import FinetuneOptions
 from ghostclip.finetune.passages import PassageDataset
@@ -20,7 +20,7 @@ WINDOWS = [[1, 5, 9, 4, 7], [1, 8], [1, 6, 6], [1, 200, 3, 77, 258, 31, 90]]
 
 @pytest.fixture(params=["gpt2", "llama"])
 def model(request):
-    options = FinetuneOptions(model=request.param, layers=1, hidden_size=18, heads=3, context_length=9)
+    options = FinetuneOptions(toy=request.param, layers=1, hidden_size=18, heads=3, context_length=9)
     return make_model(options, ByteTokens(), seed=1)
 
 
@@ -50,7 +50,9 @@ def test_perplexity_weighs_tokens_and_restores_the_mode(model):
     sums_B, counts_B = next_token_losses(model, *passages.rows(0, 3))
     expected = math.exp(float(sums_B.detach().sum() / counts_B.sum()))
     assert counts_B.tolist() == [4, 1, 2]
-    assert perplexity(model, passages, limit=3, batch_size=2, dtype="float32") == pytest.approx(expected, rel=1e-5)
+    found = held_out_quality(model, passages, task="text", limit=3, batch_size=2, dtype="float32")
+    assert found.accuracy is None
+    assert found.perplexity == pytest.approx(expected, rel=1e-5)
     assert model.training
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ghostclip import _files
 from ghostclip.errors import OutputError, ResumeError
 from ghostclip.finetune import output
 from ghostclip.finetune.plot import Curves, draw, smoothed
@@ -11,10 +12,10 @@ from ghostclip.finetune.plot import Curves, draw, smoothed
 
 def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     path = tmp_path / "run.json"
-    output.write_text(path, "old")
+    _files.write_text(path, "old")
 
     def fail():
-        with output.atomic_path(path) as temporary:
+        with _files.atomic_path(path) as temporary:
             temporary.write_text("half of the n")
             raise RuntimeError("disk")
 

@@ -59,10 +59,10 @@ def test_split_is_disjoint_complete_and_fixed_by_the_seed():
 
 def test_rows_are_padded_to_one_width():
     parts = split(["abc", "abcdefghij", "abcdefg"])
-    ids_T, length = parts.training[0]
+    ids_T, marks_2 = parts.training[0]
     assert ids_T.shape == (11,)
-    assert ids_T.dtype == length.dtype == torch.int64
-    assert (ids_T[int(length) :] == TOKENS.pad_id).all()
+    assert ids_T.dtype == marks_2.dtype == torch.int64
+    assert (ids_T[int(marks_2[0]) :] == TOKENS.pad_id).all()
 
 
 def test_passages_of_a_document_can_be_limited():

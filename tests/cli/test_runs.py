@@ -16,7 +16,7 @@ from ghostclip.finetune import progress
 from ghostclip.finetune.checkpoint import ResumePoint
 from ghostclip.finetune.training import PrivateTraining
 from ghostclip.privacy.ledger_file import Entry, LedgerFile
-from tests.cli.conftest import TEXT, TINY, TINY_MODEL
+from tests.cli.conftest import TEXT, TINY, TINY_GIVEN, TINY_MODEL
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.integration
@@ -58,12 +58,11 @@ def weights(folder):
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 def test_run_writes_what_it_promises(finetune, text_file, tmp_path, record_of, model):
     out = tmp_path / "out"
-    result = finetune("--data", text_file, "--output", out, "--model", model, *TINY)
+    result = finetune("--data", text_file, "--output", out, "--toy", model, *TINY)
     assert result.status == 0, result.err
     for words in (
         "passage",
         "perplexity",
-        "ε = ",
         "Poisson",
         "σ",
         "Not protected",
@@ -76,7 +75,7 @@ def test_run_writes_what_it_promises(finetune, text_file, tmp_path, record_of, m
     privacy = record["privacy"]
     assert privacy["private"] is True
     assert 7.9 < privacy["epsilon_lower_bound"] <= privacy["epsilon"] <= 8.0
-    assert f"(ε ≤ {math.ceil(privacy['epsilon'] * 1e4) / 1e4:.4f}, δ = " in result.out
+    assert f"ε ≤ {math.ceil(privacy['epsilon'] * 1e4) / 1e4:.4f} at δ = " in result.out
     assert "no accountant could report less" in " ".join(result.out.split())
     assert privacy["delta"] == pytest.approx(1 / (10 * record["data"]["training"]))
     assert privacy["sample_rate"] == pytest.approx(7 / record["data"]["training"])
@@ -158,7 +157,7 @@ def test_local_model_and_tokenizer(finetune, tmp_path, record_of):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("\n".join(json.dumps({"body": f"he says that {i} says that"}) for i in range(40)))
     words = ["--data", rows, "--text-column", "body", "--model", tmp_path / "base", "--max-passages-per-document", "1"]
-    result = finetune(*words, *TINY, "--output", tmp_path / "out")
+    result = finetune(*words, *TINY_GIVEN, "--output", tmp_path / "out")
     assert result.status == 0, result.err
     assert "Assumed: the initial weights do not depend on this text" in result.out
     record = record_of(tmp_path / "out")

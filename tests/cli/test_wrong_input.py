@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
-from tests.cli.conftest import TINY
+from tests.cli.conftest import TINY, TINY_GIVEN
+
+BYTES = [*TINY_GIVEN, "--tokenizer", "bytes"]
 
 
 def assert_refused(result, *parts):
@@ -44,10 +46,10 @@ def assert_refused(result, *parts):
         (["--dtype", "float16"], ["--dtype is 'float16'", "bfloat16"]),
         (["--device", "quantum"], ["--device quantum: not usable"]),
         (["--seed", "-1"], ["--seed is -1"]),
-        (["--model", "gpt9"], ["--model gpt9: unknown architecture (known: gpt2, llama)"]),
+        (["--toy", "gpt3"], ["--toy is 'gpt3'", "did you mean 'gpt2'?"]),
         (["--hidden-size", "19"], ["--hidden-size 19 is no multiple of --heads 3"]),
-        (["--model", "llama", "--hidden-size", "9"], ["--hidden-size 9", "rotary"]),
-        (["--tokenizer", "nowhere"], ["--tokenizer nowhere: no such file or folder"]),
+        (["--toy", "llama", "--hidden-size", "9"], ["--hidden-size 9", "rotary"]),
+        (["--tokenizer", "nowhere"], ["--tokenizer nowhere: no such file or folder", "cache of Hugging Face"]),
         (["--text-colum", "body"], ["unrecognized arguments: --text-colum body"]),
         (["--resume", "--overwrite"], ["--overwrite", "--resume"]),
         (["--secure-noise", "--unsafe-noise-seed", "1"], ["--secure-noise"]),
@@ -103,13 +105,13 @@ def test_nothing_to_resume_is_said(finetune, tmp_path):
 
 
 def test_folder_without_a_model_is_refused(finetune, text_file, tmp_path):
-    result = finetune("--data", text_file, "--output", tmp_path / "out", "--model", tmp_path, *TINY)
+    result = finetune("--data", text_file, "--output", tmp_path / "out", "--model", tmp_path, *BYTES)
     assert_refused(result, "config.json is missing")
 
 
 def test_damaged_model_is_refused(finetune, text_file, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": ')
-    result = finetune("--data", text_file, "--output", tmp_path / "out", "--model", tmp_path, *TINY)
+    result = finetune("--data", text_file, "--output", tmp_path / "out", "--model", tmp_path, *BYTES)
     assert_refused(result, "cannot be loaded as a causal language model")
 
 
@@ -120,7 +122,7 @@ def test_model_that_looks_ahead_is_refused(finetune, text_file, tmp_path):
         max_position_embeddings=32,
     )  # fmt: skip
     transformers.BertLMHeadModel(config).save_pretrained(tmp_path / "bert")
-    result = finetune("--data", text_file, "--output", tmp_path / "out", "--model", tmp_path / "bert", *TINY)
+    result = finetune("--data", text_file, "--output", tmp_path / "out", "--model", tmp_path / "bert", *BYTES)
     assert_refused(result, "BertLMHeadModel", "from later ones")
     assert not (tmp_path / "out").exists()
 
@@ -149,7 +151,7 @@ def test_vocabulary_that_is_too_small_is_refused(finetune, text_file, tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(vocab_size=50, n_embd=8, n_layer=1, n_head=1, n_positions=32)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "small")
-    result = finetune("--data", text_file, "--output", tmp_path / "out", "--model", tmp_path / "small", *TINY)
+    result = finetune("--data", text_file, "--output", tmp_path / "out", "--model", tmp_path / "small", *BYTES)
     assert_refused(result, "vocabulary has 50 rows", "bytes needs 259")
 
 

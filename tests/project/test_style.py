@@ -79,7 +79,7 @@ def test_nothing_unwanted_is_left(path):
 def test_library_does_not_print_or_configure_logging(path):
     """Printing belongs to the programs; a logger is taken by the module's own name and never configured."""
     if module_name(path).startswith(
-        ("ghostclip.cli", "ghostclip.commands", "ghostclip.finetune", "ghostclip.__main__")
+        ("ghostclip.cli", "ghostclip.commands", "ghostclip.finetune", "ghostclip.terminal", "ghostclip.__main__")
     ):
         return
     text = path.read_text(encoding="utf-8")

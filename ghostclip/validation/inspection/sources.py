@@ -112,12 +112,14 @@ def _from_factory(request: Request) -> Source:
 
 def _module_and_name(text: str) -> tuple[ModuleType, str]:
     place, _, name = text.rpartition(":")
+    if not place or not name:
+        raise InvalidOptionError(f"{text}: name both the file or module and the function: path/to/file.py:factory")
     if not place.endswith(".py"):
         sys.path.insert(0, "")
         try:
             return importlib.import_module(place), name
-        except ImportError as error:
-            raise InvalidOptionError(f"{text}: {error}") from None
+        except Exception as error:
+            raise InvalidOptionError(f"{text}: {place} cannot be imported ({type(error).__name__}: {error})") from error
         finally:
             sys.path.remove("")
     path = Path(place)

@@ -1,0 +1,139 @@
+"""Files that a person asked for: refused before the work begins where they cannot be written, and written whole."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from ghostclip.errors import InvalidOptionError, OutputError
+
+PICTURES = (".png", ".pdf", ".svg")
+_REASONS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EROFS: "the file system is read-only",
+    errno.EACCES: "no permission",
+    errno.EPERM: "no permission",
+    errno.ENOENT: "no such file or folder",
+    errno.ENOTDIR: "a part of the path is a file",
+    errno.EISDIR: "it is a folder",
+    errno.EFBIG: "larger than files may be there",
+}
+
+
+def reason_of(error: BaseException) -> str:
+    """Return in plain words why a file could not be read or written.
+
+    Args:
+        error: What was raised; the error of the system may lie behind it.
+
+    Returns:
+        A reason without a number.
+    """
+    behind: BaseException | None = error
+    while behind is not None:
+        if isinstance(behind, OSError) and behind.errno is not None:
+            return _REASONS.get(behind.errno, (behind.strerror or str(behind)).lower())
+        behind = behind.__cause__ or behind.__context__
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def require_writable(path: Path, option: str) -> None:
+    """Refuse a file that could not be written; changes nothing.
+
+    Args:
+        path: The file.
+        option: The option that names it, for the message.
+
+    Raises:
+        OutputError: Its folder is missing or cannot be written, or a folder lies there.
+    """
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise OutputError(f"{option} {path}: is a folder; name a file in it.")
+    if not folder.is_dir():
+        why = "there is no folder" if not folder.exists() else "a file, not a folder, is"
+        raise OutputError(f"{option} {path}: {why} {folder}; make the folder, or name another one.")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise OutputError(f"{option} {path}: the folder {folder} cannot be written; name another one.")
+
+
+def require_plotting() -> None:
+    """Fail before the work begins where no picture can be drawn after it.
+
+    Raises:
+        InvalidOptionError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise InvalidOptionError(
+            "the plot needs matplotlib, which is not installed: pip install 'ghostclip[transformers]'"
+        ) from error
+
+
+def require_picture(path: Path, option: str) -> None:
+    """Refuse a picture that could not be drawn or written; changes nothing.
+
+    Args:
+        path: The file; its ending says the format.
+        option: The option that names it, for the message.
+
+    Raises:
+        InvalidOptionError: The ending is none of `PICTURES`, or matplotlib is not installed.
+    """
+    if path.suffix.lower() not in PICTURES:
+        given = f"the ending {path.suffix!r}" if path.suffix else "no ending"
+        raise InvalidOptionError(f"{option} {path}: {given}; a picture ends in {', '.join(PICTURES)}.")
+    require_plotting()
+    require_writable(path, option)
+
+
+@contextlib.contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Give a temporary path beside ``path`` that takes its place when the block ends well, and vanishes otherwise.
+
+    Args:
+        path: The file to be written.
+
+    Yields:
+        Where to write it; the suffix is that of ``path``.
+
+    Raises:
+        OutputError: It could not be written; the file that lay there before still does.
+    """
+    try:
+        handle, name = tempfile.mkstemp(prefix=".", suffix=path.suffix, dir=path.parent)
+        os.close(handle)
+        temporary = Path(name)
+        try:
+            yield temporary
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            temporary.chmod(0o666 & ~_umask())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise OutputError(f"{path}: could not be written ({reason_of(error)}).") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 file atomically.
+
+    Args:
+        path: The file.
+        text: What it will hold.
+    """
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

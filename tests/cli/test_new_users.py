@@ -1,0 +1,218 @@
+"""What a new user meets: one plain line for every mistake, and files that are refused before the work."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ghostclip
+from ghostclip import _files
+from ghostclip.cli import main
+from ghostclip.errors import DataError, OutputError
+from ghostclip.privacy import checkpoints
+from tests.cli.conftest import TINY
+
+ROOT = Path(__file__).parents[2]
+EPSILON = ["epsilon", "--noise-multiplier", "1", "--sample-rate", "0.01", "--steps", "10"]
+CALIBRATE = ["calibrate", "--target-epsilon", "2", "--sample-rate", "0.01", "--steps", "10"]
+
+
+@pytest.fixture
+def ghost(capfd):
+    """Run the command; give status, output and errors."""
+
+    def run(*words):
+        capfd.readouterr()
+        try:
+            status = main([*map(str, words)])
+        except SystemExit as stopped:
+            status = int(stopped.code or 0)
+        return status, *capfd.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def scores(tmp_path):
+    path = tmp_path / "scores.csv"
+    path.write_text("score,member\n1,0\n2,1\n3,1\n0,0\n")
+    return path
+
+
+def assert_one_line(result, *parts, status=2):
+    assert result[0] == status, result
+    lines = result[2].strip().splitlines()
+    assert len(lines) == 1, result[2]
+    assert ": error: " in lines[0]
+    assert "Errno" not in lines[0]
+    for part in parts:
+        assert part in lines[0]
+
+
+@pytest.mark.parametrize("name", ["epsilon", "calibrate", "audit"])
+@pytest.mark.parametrize(
+    ("option", "place", "part"),
+    [
+        ("--plot", "x.docx", "the ending '.docx'; a picture ends in .png, .pdf, .svg"),
+        ("--plot", "picture", "no ending"),
+        ("--plot", "nowhere/x.png", "there is no folder"),
+        ("--json", "nowhere/x.json", "there is no folder"),
+        ("--json", "", "is a folder"),
+        ("--json", "scores.csv/x", "a file, not a folder, is"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_first(ghost, scores, name, option, place, part):
+    tmp_path = scores.parent
+    words = {"epsilon": EPSILON, "calibrate": CALIBRATE, "audit": ["audit", scores]}[name]
+    result = ghost(*words, option, tmp_path / place)
+    assert_one_line(result, option, part)
+    assert result[1] == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["scores.csv"]
+
+
+@pytest.mark.parametrize("words", [EPSILON, ["audit", "scores.csv"]], ids=["epsilon", "audit"])
+def test_a_picture_without_matplotlib(ghost, scores, tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert_one_line(ghost(*words, "--plot", "x.png"), "needs matplotlib", "pip install 'ghostclip[transformers]'")
+
+
+@pytest.mark.parametrize(("ending", "start"), [(".pdf", b"%PDF"), (".svg", b"<?xml"), (".PNG", b"\x89PNG")])
+def test_the_ending_says_the_format(ghost, scores, tmp_path, ending, start):
+    path = tmp_path / f"audit{ending}"
+    assert ghost("audit", scores, "--plot", path)[0] == 0
+    assert path.read_bytes().startswith(start)
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe\x00"])
+def test_a_schedule_that_cannot_be_read(ghost, tmp_path, content):
+    path = tmp_path / "schedule.txt"
+    if content is not None:
+        path.write_bytes(content)
+    assert_one_line(ghost("epsilon", "--schedule", path), str(path))
+
+
+@pytest.mark.parametrize(("model", "part"), [(":factory", "name both"), ("os:", "name both"), ("./x:f", "imported")])
+def test_half_a_factory(ghost, model, part):
+    assert_one_line(ghost("inspect", model), model, part)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_checkpoint_on_a_full_disk_leaves_the_one_before(tmp_path):
+    path = tmp_path / "state.pt"
+    checkpoints.save({"number": 1}, path, {})
+    before = path.read_bytes()
+    (tmp_path / "state.pt.unfinished").symlink_to("/dev/full")
+    with pytest.raises(OutputError, match=r"state\.pt: the checkpoint could not be written \(the disk is full\)"):
+        checkpoints.save({"number": torch.ones(10**5)}, path, {})
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["state.pt"]
+
+
+def disk_full(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_at_the_first_resume_point_leaves_nothing(finetune, text_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints.os, "fsync", disk_full)
+    result = finetune("--data", text_file, "--output", tmp_path / "out", *TINY)
+    assert result.status == 1
+    assert result.err.strip().splitlines()[-1] == (
+        f"ghostclip finetune: error: --output {tmp_path / 'out'}: cannot be written (the disk is full)"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_at_the_end_can_be_gone_on_from(finetune, text_file, tmp_path, monkeypatch, record_of):
+    out = tmp_path / "out"
+    with monkeypatch.context() as full:
+        full.setattr("ghostclip.finetune.output.save_model", disk_full)
+        result = finetune("--data", text_file, "--output", out, *TINY)
+    assert result.status == 1
+    assert (
+        f"(the disk is full); once it can be, continue with: ghostclip finetune --resume --output {out}" in result.err
+    )
+    assert finetune("--resume", "--output", out).status == 0
+    assert record_of(out)["privacy"]["steps_spent"] == 5
+
+
+def test_output_that_nobody_reads_and_output_on_a_full_disk():
+    """As a shell sees it: quiet where the reader has gone, one line where the disk is full, no traceback."""
+    command = [sys.executable, "-m", "ghostclip", *EPSILON]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as gone:
+        gone.stdout.close()
+        said = gone.stderr.read()
+    assert (gone.returncode, said) == (141, "")
+    if Path("/dev/full").exists():
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+        assert done.stderr == "ghostclip epsilon: error: the output: the disk is full\n"
+        assert done.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["epsilno"], "did you mean 'epsilon'?"),
+        (["epsilon", "--noise-multiplir", "1"], "did you mean --noise-multiplier?"),
+        (["epsilon", "--noise-multiplir=1"], "did you mean --noise-multiplier?"),
+        (["finetune", "--text-colum", "body"], "did you mean --text-column?"),
+        ([*EPSILON, "--accountant", "rpd"], "did you mean 'rdp'?"),
+        ([*EPSILON, "--neighbours", "zeroout"], "did you mean 'zero_out'?"),
+        (["audit", "x.csv", "--method", "on-run"], "did you mean 'one-run'?"),
+        (["inspect", "gpt2", "--strategy", "bookeeping"], "did you mean 'bookkeeping'?"),
+    ],
+)
+def test_what_was_probably_meant(ghost, words, meant):
+    assert_one_line(ghost(*words), meant)
+
+
+def test_what_nothing_is_near_to(ghost):
+    result = ghost("epsilon", "--xyzzy")
+    assert_one_line(result, "unrecognized arguments: --xyzzy")
+    assert "did you mean" not in result[2]
+
+
+def test_version(ghost):
+    status, out, _ = ghost("--version")
+    assert status == 0
+    assert out.startswith(f"ghostclip {ghostclip.__version__} (torch ")
+
+
+@pytest.mark.parametrize("words", [[], ["finetune"], ["inspect"], ["epsilon"], ["calibrate"], ["audit"]], ids=str)
+def test_every_help_has_examples(ghost, words):
+    status, out, _ = ghost(*words, "--help")
+    assert status == 0
+    examples = out[out.index("examples:") :]
+    assert f"  ghostclip {' '.join(words)}".rstrip() in examples
+
+
+@pytest.mark.parametrize("loader", [[1, 2], torch.ones(4, 2), iter([1])], ids=["list", "tensor", "iterator"])
+def test_a_loader_that_is_none_is_refused_with_the_one_to_make(loader):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(DataError, match=r"Give DataLoader\(data_set, batch_size=B\)"):
+        ghostclip.PrivacyEngine().make_private(
+            module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+        )
+
+
+def test_what_the_demo_writes_is_ignored_by_git():
+    ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    assert "/ghostclip-run*/" in ignored
+    demo = (ROOT / "Makefile").read_text(encoding="utf-8").split("\ndemo:")[1].split("\n\n")[0]
+    assert "--output" not in demo
+
+
+def test_reasons_are_words():
+    wrapped = RuntimeError("unexpected pos 10688")
+    wrapped.__context__ = OSError(errno.ENOSPC, "No space left on device")
+    assert _files.reason_of(wrapped) == "the disk is full"
+    assert _files.reason_of(RuntimeError("one\ntwo")) == "one"

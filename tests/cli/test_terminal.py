@@ -1,0 +1,76 @@
+"""Long work says what it does and for how long; short work says nothing."""
+
+from __future__ import annotations
+
+import io
+import logging
+
+import pytest
+
+from ghostclip import terminal
+from ghostclip.accounting import get_noise_multiplier
+from ghostclip.cli import main
+from ghostclip.terminal import Working
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    monkeypatch.setattr(terminal, "_FIRST", 0.0)
+    monkeypatch.setattr(terminal, "_TERMINAL", 0.001)
+    monkeypatch.setattr(terminal, "_LOG", 0.001)
+
+
+def search():
+    return get_noise_multiplier(target_epsilon=2, target_delta=1e-5, sample_rate=0.01, steps=200, accountant="rdp")
+
+
+def test_short_work_shows_nothing():
+    stream = Terminal()
+    with Working("counting", stream=stream):
+        pass
+    assert stream.getvalue() == ""
+
+
+def test_long_work_shows_what_and_how_long_and_how_far_and_vanishes(at_once):
+    stream = Terminal()
+    with Working("searching", logger="ghostclip.accounting.calibration", stream=stream):
+        while "epsilon = " not in stream.getvalue():
+            search()
+    shown = stream.getvalue()
+    assert "searching: 0 s, epsilon = " in shown
+    assert "at noise multiplier" in shown
+    assert "200 steps" in shown
+    assert shown.endswith("\r\x1b[2K")
+
+
+def test_a_log_gets_lines(at_once):
+    stream = io.StringIO()
+    with Working("searching", stream=stream):
+        while not stream.getvalue():
+            pass
+    assert stream.getvalue() == "searching: 0 s\n"
+
+
+def test_the_logger_is_left_as_it_was():
+    logger = logging.getLogger("ghostclip.accounting.calibration")
+    before = (logger.level, logger.propagate, list(logger.handlers))
+    with pytest.raises(KeyError), Working("searching", logger=logger.name):
+        raise KeyError
+    assert (logger.level, logger.propagate, logger.handlers) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["epsilon", "--noise-multiplier", "1"], "bounding epsilon: 0 s"),
+        (["calibrate", "--target-epsilon", "2"], "searching: 0 s"),
+    ],
+)
+def test_commands_show_it(at_once, capfd, words, shown):
+    assert main([*words, "--sample-rate", "0.01", "--steps", "300"]) == 0
+    assert shown in capfd.readouterr().err
