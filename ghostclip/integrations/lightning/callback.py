@@ -68,13 +68,6 @@ class PrivacyCallback:
         >>> Trainer(max_epochs=3, callbacks=[privacy]).fit(module, datamodule)
     """
 
-    def __new__(cls, **_: Any) -> PrivacyCallback:
-        """Make an instance of the class that also derives from Lightning's."""
-        bases = callback_bases()
-        kind: Any = cls if issubclass(cls, bases) else joined(cls, bases)  # type: ignore[arg-type]
-        made: PrivacyCallback = object.__new__(kind)
-        return made
-
     def __init__(  # noqa: PLR0913 - every option of the mechanism by its name
         self,
         *,
@@ -89,6 +82,10 @@ class PrivacyCallback:
         ledger: str | None = None,
         reproducible_seed: int | None = None,
     ) -> None:
+        bases = callback_bases()
+        if not isinstance(self, bases):
+            # A Trainer takes what derives from the Callback of its library, which is not imported before.
+            self.__class__ = joined(type(self), bases)  # type: ignore[arg-type]
         super().__init__()
         _validate.positive(max_grad_norm, "max_grad_norm")
         self._options = PrivacyArguments(
