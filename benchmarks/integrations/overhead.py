@@ -226,8 +226,8 @@ def main(arguments: list[str] | None = None) -> int:
         f"{machine['versions']['transformers']}, torch {machine['versions']['torch']}; commit "
         f"{str(machine['commit'])[:10]}.\n\n"
         f"GPT-2, 4 layers, d 256, T {_LENGTH}, V {_VOCABULARY}, Poisson batches of {_BATCH} on average, "
-        f"{options.rounds} steps of each in turns on the same draws, CPU time from step to step, logs with ε every 10.\n\n"
-        f"| loop | CPU, ms a step |\n|---|---:|\n"
+        f"{options.rounds} steps of each in turns on the same draws, CPU time from step to step, ε logged every 10.\n"
+        f"\n| loop | CPU, ms a step |\n|---|---:|\n"
         + "".join(f"| {name} | {mean:.1f} |\n" for name, mean in means.items())
         + f"\nDPTrainer / plain private loop: {report['ratio_of_sums']:.4f} of the sums, {report['median_ratio']:.4f} "
         "in the median step.\n"

@@ -9,14 +9,18 @@ Needs transformers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from ghostclip.errors import LossReductionError, NotOfferedError
+from ghostclip.data.out_of_memory import is_out_of_memory
+from ghostclip.errors import LossReductionError, NotOfferedError, ResumeError
 from ghostclip.integrations._versions import warn_if_untested
 from ghostclip.integrations.peft import is_adapted, watch_adapters
 from ghostclip.integrations.training.arguments import PrivacyArguments
@@ -33,12 +37,14 @@ from ghostclip.optim.wrapped import WrappedOptimizer
 
 try:
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+    from transformers.trainer_utils import get_last_checkpoint
 except ImportError as error:
     raise NotOfferedError(
         f"ghostclip.integrations.transformers: transformers' Trainer cannot be imported ({error}). Install it: "
         "pip install 'transformers[torch]'."
     ) from error
 
+_log = logging.getLogger(__name__)
 # How far a loss may differ by rounding, in 32 bits and in 16.
 _ALIKE, _ALIKE_16 = 1e-4, 3e-2
 
@@ -116,6 +122,7 @@ class DPTrainer(Trainer):
         for library in ("transformers", "accelerate"):
             warn_if_untested(library)
         refuse(self)
+        self._require_account(resume_from_checkpoint)
         try:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         finally:
@@ -148,6 +155,16 @@ class DPTrainer(Trainer):
             "hyperparameter_search: each trial on the same records costs ε of its own, and so does choosing by them. "
             "Make a trainer for each setting and add their ε up."
         )
+
+    def _require_account(self, checkpoint: str | bool | None) -> None:  # noqa: FBT001 - as Trainer has it
+        """Refuse to go on from a checkpoint whose optimizer, and with it the account, was not saved."""
+        place = get_last_checkpoint(self.args.output_dir) if checkpoint is True else checkpoint
+        if place and Path(place).is_dir() and not (Path(place) / "optimizer.pt").is_file():
+            raise ResumeError(
+                f"{place} holds no optimizer.pt, and so no account of what its weights have cost already; ε must not "
+                "start at zero for them. Save with save_only_model=False, or load the weights into the model if they "
+                "were trained on other data."
+            )
 
     # Batches
 
@@ -220,11 +237,14 @@ class DPTrainer(Trainer):
         bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         if not self._loss_is_known:
             self.check_losses(bare)
+            if int(self.args.train_batch_size) == 1:
+                self._rehearse(bare)
             self._loss_is_known = True
         self._computing = True
         try:
             main_input = getattr(self.model, "main_input_name", "input_ids")
-            return self.private_run.compute(lambda part: self._backward(bare, part), inputs, main_input)
+            with _apart(self.accelerator):
+                return self.private_run.compute(lambda part: self._backward(bare, part), inputs, main_input)
         finally:
             self._computing = False
 
@@ -319,6 +339,17 @@ class DPTrainer(Trainer):
             if lengths_differ:
                 require_padding_without_effect(batch, ours=ours, tolerance=tolerance)
 
+    def _rehearse(self, model: nn.Module) -> None:
+        """Let the engine prove on two records that samples do not mix, which batches of one record never show."""
+        assert self.private_run is not None, "called in a private step"
+        batch = self._prepare_inputs(self._checked_example()[0])
+        try:
+            self.private_run.rehearse(lambda: self._record_losses(model, batch, smoothing=0.0)[0])
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            _log.warning("two records do not fit in memory: not checked that records of a batch do not mix")
+
     def _checked_example(self) -> tuple[Any, bool]:
         """Return a batch that losses are checked on, and whether its records differ in length."""
         assert self.private_run is not None, "called in a private training"
@@ -346,6 +377,30 @@ class DPTrainer(Trainer):
 
 class DPSeq2SeqTrainer(Seq2SeqTrainer, DPTrainer):
     """`Seq2SeqTrainer` that trains with differential privacy, as `DPTrainer` does."""
+
+
+@contextmanager
+def _apart(accelerator: Any) -> Iterator[None]:
+    """Let what gathers metrics from all ranks return this rank's own: ranks compute different numbers of parts.
+
+    Args:
+        accelerator: The trainer's.
+
+    Yields:
+        Nothing.
+    """
+    names = ("gather", "gather_for_metrics") if accelerator.num_processes > 1 else ()
+    for name in names:
+        setattr(accelerator, name, _as_it_is)
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(accelerator, name)
+
+
+def _as_it_is(values: Any) -> Any:
+    return values
 
 
 def _mean(loss: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 from benchmarks.loops.hugging import padded
 from benchmarks.loops.models import gpt2, lm_records
 from benchmarks.loops.world import World
-from tests.integrations.rows_transformers import _train
+from tests.integrations.rows_transformers import _resumed, _train
 from tests.integrations.table import Row, row
 from tests.integrations.trainings import exact, next_token_losses, refused
 
@@ -110,7 +110,21 @@ def prefix(folder: Path) -> None:
 @row(ROWS, **(_HOST | {"hosts": (*_HOST["hosts"], "bitsandbytes")}), outcome="exact", note=_SUMS)
 def qlora(folder: Path) -> None:
     """QLoRA (bitsandbytes nf4)."""
-    raise AssertionError("not written down yet what 4 bits do on this device")
+    from peft import prepare_model_for_kbit_training
+    from transformers import BitsAndBytesConfig, GPT2LMHeadModel
+
+    gpt2().float().save_pretrained(folder / "base")
+
+    def make() -> nn.Module:
+        four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        model = GPT2LMHeadModel.from_pretrained(folder / "base", quantization_config=four_bits)
+        return adapted(_lora, lambda: prepare_model_for_kbit_training(model))
+
+    def train(world: World) -> None:
+        records = lm_records(world)
+        _train(world, make, records, padded, next_token_losses(records))
+
+    exact(train, tolerance=1e-2)
 
 
 def _plain_loop(world: World, *, held: bool, model_first: bool = False) -> None:
@@ -205,3 +219,20 @@ def saved_and_merged(folder: Path) -> None:
         merged = trainer.model.merge_and_unload()(**batch).logits
         assert torch.allclose(loaded(**batch).logits, found, atol=1e-6)
     assert torch.allclose(merged, found, atol=1e-9)
+
+
+@row(ROWS, **_HOST, outcome="exact", note="adapters, logs and ε bit-equal to the undisturbed training")
+def resumed(folder: Path) -> None:
+    """LoRA through DPTrainer, killed in an epoch and resumed."""
+    _resumed(folder, 2, make=lambda: adapted(_lora).float())
+
+
+@row(ROWS, **_HOST, outcome="exact", note=_SUMS, ranks=2, slow=True)
+def two_processes(folder: Path) -> None:
+    """LoRA on two processes (torchrun, gloo)."""
+    exact(_lora_on_ranks, ranks=2)
+
+
+def _lora_on_ranks(world: World) -> None:
+    records = lm_records(world)
+    _train(world, lambda: adapted(_lora), records, padded, next_token_losses(records))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.loops.hugging import padded
+from benchmarks.loops.hugging import padded, quiet
 from benchmarks.loops.models import gpt2, lm_means, lm_records
 from benchmarks.loops.world import CLASSES, VOCABULARY, World
 from tests.integrations.table import Row, row
-from tests.integrations.trainings import arguments_of, exact, own_losses, refused, releases_of, run
+from tests.integrations.trainings import arguments_of, exact, own_losses, refused, releases_of, run, silent
 
 ROWS: list[Row] = []
 _HOST = {"tool": "transformers", "hosts": ("transformers", "accelerate")}
@@ -381,7 +382,7 @@ def sgd(folder: Path) -> None:
     exact(lambda world: _causal(world, optim="sgd", lr_scheduler_type="cosine", warmup_steps=1))
 
 
-@row(ROWS, **_HOST, outcome="exact", note=_SUMS, ranks=2)
+@row(ROWS, **_HOST, outcome="exact", note=_SUMS, ranks=2, slow=True)
 def two_processes(folder: Path) -> None:
     """Two processes (torchrun, gloo)."""
     exact(_causal, ranks=2)
@@ -616,12 +617,19 @@ def compiled(folder: Path) -> None:
 # What stays as ever
 
 
-def _run(folder: Path, *, dies_at: int = 0, resume: bool | None = None, seed: int = 3, **options: Any) -> Any:
+def _run(
+    folder: Path,
+    *,
+    dies_at: int = 0,
+    resume: bool | None = None,
+    seed: int = 3,
+    make: Callable[[], nn.Module] = lambda: gpt2().float(),
+    **options: Any,
+) -> Any:
     """Train a model with dropout, with noise, and return its trainer."""
     from transformers import TrainerCallback
 
     from ghostclip.integrations.transformers import DPTrainer, DPTrainingArguments
-    from tests.integrations.trainings import silent
 
     class KilledError(RuntimeError):
         pass
@@ -635,7 +643,7 @@ def _run(folder: Path, *, dies_at: int = 0, resume: bool | None = None, seed: in
     given = {"save_strategy": "steps", "save_steps": 1, "max_steps": 6, "reproducible_seed": seed}
     arguments = arguments_of(world, DPTrainingArguments, **(given | options))
     torch.manual_seed(1)
-    model = gpt2().float()
+    model = make()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.3
@@ -751,3 +759,173 @@ def tokens_counted(folder: Path) -> None:
     trainer = _run(folder, include_num_input_tokens_seen="non_padding", save_strategy="no")
     assert 6 * 2 < trainer.state.num_input_tokens_seen < 6 * 24 * 14
     assert trainer.state.total_flos > 0
+
+
+@row(ROWS, **_HOST, outcome="exact", note=_SUMS + "; two records were tried first, for what one cannot show")
+def one_at_once(folder: Path) -> None:
+    """per_device_train_batch_size=1, gradient_accumulation_steps=6."""
+    given = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 6}
+
+    def train(world: World) -> None:
+        trainer = _causal(world, **given)
+        assert "fewer than two" not in trainer.privacy_engine.summary(1e-3)
+
+    exact(train)
+
+
+@row(ROWS, **_HOST, outcome="refused", note="depends on")
+def mixing_one_at_once(folder: Path) -> None:
+    """A model that looks at the whole batch, one record at once."""
+
+    def make() -> nn.Module:
+        model = gpt2()
+        model.transformer.wte.register_forward_hook(lambda module, args, output: output - output.mean(0, keepdim=True))
+        return model
+
+    given = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 6}
+    refused(lambda world: _causal(world, make=make, **given))
+
+
+@row(ROWS, **_HOST, outcome="refused", note="no account")
+def resumed_without_account(folder: Path) -> None:
+    """Resumed from a checkpoint of save_only_model=True."""
+    _run(folder, dies_at=2, save_only_model=True)
+    _run(folder, resume=True)
+
+
+@row(ROWS, **_HOST, outcome="refused", note="without an account")
+def resumed_from_public(folder: Path) -> None:
+    """Resumed from a checkpoint of a plain Trainer."""
+    from transformers import Trainer, TrainingArguments
+
+    quiet()
+    records = lm_records(World())
+    arguments = TrainingArguments(
+        str(folder / "run"), use_cpu=True, report_to=[], disable_tqdm=True, max_steps=2, save_steps=2
+    )
+    trainer = Trainer(gpt2().float(), arguments, train_dataset=records, data_collator=padded)
+    silent(trainer)
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer.train()
+    _run(folder, resume=True)
+
+
+@row(ROWS, **_HOST, outcome="exact", note="as with a model that is given")
+def made_by_trainer(folder: Path) -> None:
+    """model_init."""
+    from ghostclip.integrations.transformers import DPTrainer, DPTrainingArguments
+
+    world = World(sigma=1.0, clip=0.5, folder=str(folder))
+    trainer = DPTrainer(
+        model_init=lambda: gpt2().float(),
+        args=arguments_of(world, DPTrainingArguments),
+        train_dataset=lm_records(world),
+        data_collator=padded,
+    )
+    run(world, trainer)
+    assert len(trainer.privacy_engine.accountant) == 3
+
+
+@row(ROWS, **_HOST, outcome="exact", note="ROUGE-like evaluation by generation runs beside private steps")
+def generated(folder: Path) -> None:
+    """Seq2SeqTrainer with predict_with_generate."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    from ghostclip.integrations.transformers import DPSeq2SeqTrainer, DPSeq2SeqTrainingArguments
+
+    world = World(sigma=1.0, clip=0.5, folder=str(folder))
+    config = T5Config(
+        vocab_size=_IDS, d_model=8, d_kv=4, d_ff=12, num_layers=1, num_heads=2, pad_token_id=0, decoder_start_token_id=0
+    )
+    records = lm_records(world)
+    given = {"predict_with_generate": True, "eval_strategy": "steps", "eval_steps": 2}
+    seen: list[Any] = []
+
+    def count(prediction: Any) -> dict[str, float]:
+        seen.append(prediction.predictions.shape)
+        return {"tokens": float(prediction.predictions.size)}
+
+    trainer = DPSeq2SeqTrainer(
+        T5ForConditionalGeneration(config),
+        arguments_of(world, DPSeq2SeqTrainingArguments, **given),
+        train_dataset=records,
+        eval_dataset=records[:4],
+        data_collator=padded,
+        compute_metrics=count,
+    )
+    run(world, trainer)
+    assert seen, "nothing was generated"
+    assert any("eval_tokens" in logs for logs in trainer.state.log_history)
+
+
+@row(ROWS, **_HOST, outcome="exact", note=_SUMS)
+def override_of_the_loss(folder: Path) -> None:
+    """compute_loss overridden, with a loss that is a mean over records."""
+    from ghostclip.integrations.transformers import DPTrainer
+    from ghostclip.losses import token_losses
+
+    class Own(DPTrainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            labels = inputs.pop("labels")
+            outputs = model(**inputs)
+            loss = token_losses(outputs.logits, labels).mean()
+            return (loss, outputs) if return_outputs else loss
+
+    exact(lambda world: _causal(world, kind=Own))
+
+
+@row(ROWS, **_HOST, outcome="refused", note="loss")
+def override_that_adds(folder: Path) -> None:
+    """compute_loss overridden, with a term of the whole batch added to DPTrainer's."""
+    from ghostclip.integrations.transformers import DPTrainer
+
+    class Own(DPTrainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **given: Any) -> Any:
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **given)
+            loss = loss + 0.1 * outputs.logits.mean((0, 1)).square().sum()
+            return (loss, outputs) if return_outputs else loss
+
+    refused(lambda world: _causal(world, kind=Own))
+
+
+@row(ROWS, **_HOST, outcome="refused", note="BatchNorm|batch_norm|normalization|mixes")
+def batch_norm(folder: Path) -> None:
+    """ResNet with BatchNorm."""
+
+    def make() -> nn.Module:
+        from transformers import ResNetConfig, ResNetForImageClassification
+
+        config = ResNetConfig(
+            num_channels=1, embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic", num_labels=CLASSES
+        )
+        return ResNetForImageClassification(config).double()
+
+    def train(world: World) -> None:
+        from transformers import default_data_collator
+
+        images = torch.randn(24, 1, 32, 32).double()
+        records = [{"pixel_values": image, "labels": 1} for image in images]
+        _train(world, make, records, default_data_collator, None)
+
+    refused(train)
+
+
+_refusal("max_grad_norm=0 (Trainer's way to switch its clipping off)", "max_grad_norm", max_grad_norm=0.0)
+_refusal("A noise_multiplier below 0", "noise_multiplier", noise_multiplier=-1.0)
+
+
+@row(ROWS, **_HOST, outcome="refused", note="private already")
+def private_optimizer(folder: Path) -> None:
+    """An optimizer that make_private has made."""
+    from ghostclip.integrations.transformers import DPTrainer, DPTrainingArguments
+
+    def train(world: World) -> None:
+        model, records = world.watch(gpt2), lm_records(world)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = world.loader(records, collate_fn=padded)
+        _, optimizer, _ = world.private(model, optimizer, loader, wrap_model=False)
+        arguments = arguments_of(world, DPTrainingArguments)
+        given = {"train_dataset": records, "data_collator": padded, "optimizers": (optimizer, None)}
+        run(world, DPTrainer(model, arguments, **given))
+
+    refused(train)

@@ -251,3 +251,25 @@ def _dpo_refusal(kind: str) -> None:
 
 for _kind in ("aot", "sft", "ipo"):
     _dpo_refusal(_kind)
+
+
+def _sft_on_ranks(world: World) -> None:
+    _supervised(
+        world, lambda: adapted(_lora), _next(world), per_device_train_batch_size=1, gradient_accumulation_steps=3
+    )
+
+
+@row(ROWS, **_HOST, outcome="exact", note=_SUMS, ranks=2, slow=True)
+def sft_two_processes(folder: Path) -> None:
+    """SFT with LoRA on two processes, whose parts differ in number."""
+    exact(_sft_on_ranks, ranks=2)
+
+
+def _dpo_on_ranks(world: World) -> None:
+    _preferences(world, per_device_train_batch_size=1, gradient_accumulation_steps=3)
+
+
+@row(ROWS, **_HOST, outcome="exact", note=_SUMS, ranks=2, slow=True)
+def dpo_two_processes(folder: Path) -> None:
+    """DPO on two processes, whose parts differ in number."""
+    exact(_dpo_on_ranks, ranks=2)

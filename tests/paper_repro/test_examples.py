@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from paper_repro.examples import data
 
 TINY = ["--epochs", "1", "--samples", "96", "--batch-size", "48"]
 HERE = ("mnist", "cifar_resnet", "bert_text", "char_lstm", "dcgan")
+HOSTS = {"hf_trainer": "transformers", "peft_lora": "peft", "trl_sft": "trl", "trl_dpo": "trl"}
 
 
 @pytest.mark.parametrize("name", HERE)
@@ -52,6 +54,34 @@ def test_the_example_of_timm_runs(capsys):
     stand_in.timm()
     assert 0 < program.run("mnist_timm", TINY)["found"]["epsilon"] < 1000
     assert "can be trained privately" in capsys.readouterr().out
+
+
+@pytest.mark.integration
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", HOSTS)
+def test_the_examples_of_trainers_run(name):
+    pytest.importorskip(HOSTS[name])
+    found = program.run(name, TINY)["found"]
+    assert 7 < found["epsilon"] <= 8
+
+
+@pytest.mark.parametrize("name", [*HOSTS, "mnist_lightning", "mnist_fabric", "mnist_accelerate", "mnist_timm"])
+def test_the_examples_of_trainers_are_short(name):
+    lines = (Path(program.__file__).parent / f"{name}.py").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 60
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", HOSTS)
+def test_an_example_of_trainers_learns(name):
+    pytest.importorskip(HOSTS[name])
+    found = program.run(name)["found"]
+    if "accuracy" in found:
+        assert found["accuracy"] > 1.3 * found["chance"]
+    else:
+        assert found["perplexity"] < 0.97 * found["before"]
 
 
 @pytest.mark.slow

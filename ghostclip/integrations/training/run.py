@@ -21,7 +21,7 @@ from ghostclip.data import BatchMemoryManager, DPDataLoader
 from ghostclip.data.out_of_memory import count_rows
 from ghostclip.engine import PrivacyEngine
 from ghostclip.errors import DataError, InvalidOptionError
-from ghostclip.integrations.training.collation import unlike_pair
+from ghostclip.integrations.training.collation import own_randomness, unlike_pair
 from ghostclip.optim import DPOptimizer, release_of
 from ghostclip.privacy.budget import Budget
 
@@ -168,6 +168,17 @@ class PrivateRun:
     def example(self) -> tuple[Any, bool]:
         """Return a batch of two records, of different lengths if there are, and whether lengths differ."""
         return unlike_pair(*self._records)
+
+    def rehearse(self, losses: Callable[[], Tensor]) -> None:
+        """Run a forward and backward whose sums are dropped; the engine's checks see it.
+
+        Args:
+            losses: Runs the model and returns the loss of each record, or a mean of them.
+        """
+        assert self.optimizer is not None, "made private before the first step"
+        with own_randomness(), self.optimizer.rehearsal():
+            self.optimizer.clipper.backward(losses())
+            self.optimizer.clipper.reset()
 
     def close(self) -> None:
         """End the pass over the data; what was not released is dropped."""
