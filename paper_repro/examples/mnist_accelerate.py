@@ -1,6 +1,5 @@
 """The network of `mnist` through accelerate; the same script runs on several processes (`accelerate launch`)."""
 
-
 from __future__ import annotations
 
 from collections.abc import Sequence

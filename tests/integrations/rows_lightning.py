@@ -134,6 +134,38 @@ def automatic(folder: Path) -> None:
     exact(_fit, clips=(0.5, 0.1))
 
 
+@row(ROWS, tool="Lightning", hosts=("pytorch_lightning",), outcome="exact", note="releases, and ε of each step")
+def under_its_other_name(folder: Path) -> None:
+    """Imported as pytorch_lightning."""
+    import pytorch_lightning
+
+    from ghostclip.integrations.lightning import PrivacyCallback
+
+    class Classifier(pytorch_lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp()
+
+        def training_step(self, batch: Any, _: int) -> Tensor:
+            return functional.cross_entropy(self.body(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    privacy = PrivacyCallback(noise_multiplier=1.0, target_delta=DELTA, max_grad_norm=1.0)
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+    }
+    trainer = pytorch_lightning.Trainer(accelerator="cpu", max_epochs=1, callbacks=[privacy], **quiet)
+    trainer.fit(Classifier(), DataLoader(World().data, batch_size=BATCH))
+    assert trainer.global_step == len(privacy.training.engine.accountant) == 4
+    assert privacy.epsilon > 0
+
+
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS)
 def loader_given_to_fit(folder: Path) -> None:
     """A DataLoader given to fit(), with two batches more than it is long."""
@@ -154,9 +186,8 @@ def loader_of_the_module(folder: Path) -> None:
 
         def configure(module: Any) -> Any:
             optimizer = torch.optim.SGD(module.body.parameters(), lr=0.1)
-            schedule = torch.optim.lr_scheduler.LinearLR(
-                optimizer, total_iters=module.trainer.estimated_stepping_batches
-            )
+            steps = module.trainer.estimated_stepping_batches
+            schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
         hooks = {"train_dataloader": lambda _: world.loader(), "configure_optimizers": configure}
@@ -397,6 +428,16 @@ _refusal(
     lambda world: _fit(world, hooks={"training_step": lambda module, batch, _: None}),
     "training_step returns None.",
 )
+
+
+@row(ROWS, **_HOST, outcome="refused", note="precision='16-mixed'.*bf16-mixed")
+def adaptive_loss_scale(folder: Path) -> None:
+    """precision="16-mixed" (on a CPU Lightning makes bf16-mixed of it)."""
+    from ghostclip.integrations.lightning.refusals import refuse
+
+    trainer = trainer_of(World(folder=str(folder)))
+    trainer.precision_plugin.precision = "16-mixed"
+    refuse(trainer)
 
 
 def _with_callback(world: World, name: str, **options: Any) -> None:

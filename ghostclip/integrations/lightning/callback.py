@@ -264,8 +264,7 @@ class PrivacyCallback:
                     "training_step: it returned no loss, which skips the batch. Whether a draw is left out would "
                     "depend on its records. Return a loss for every batch; one of no records is a step of noise."
                 )
-            scaler = getattr(trainer.precision_plugin, "scaler", None)
-            pl_module.backward(loss if scaler is None else scaler.scale(loss))
+            pl_module.backward(loss)
             return (dict(output, loss=loss.detach()) if isinstance(output, Mapping) else loss.detach()), rows
 
         def step(batch: Any, *more: Any) -> Any:
