@@ -343,7 +343,9 @@ def epsilon_in_the_logs(folder: Path) -> None:
     assert all(name in row for row in rows for name in ("train_loss_step", "train_loss_epoch"))
 
 
-def _saved(folder: Path, name: str, *, steps: int, every: int, resume: Path | None = None) -> tuple[Tensor, float, Any]:
+def _saved(
+    folder: Path, name: str, *, steps: int, every: int, resume: Path | None = None, **others: Any
+) -> tuple[Tensor, float, Any]:
     """Train a model with dropout, save on the way, and return its parameters, ε and the history."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -352,7 +354,7 @@ def _saved(folder: Path, name: str, *, steps: int, every: int, resume: Path | No
     body = dropping()
     kept = ModelCheckpoint(dirpath=folder / name, every_n_train_steps=every, save_top_k=-1, filename="{step}")
     privacy = privacy_of(world)
-    options = {"max_steps": steps, "enable_checkpointing": True, "limit_val_batches": 1.0}
+    options = {"max_steps": steps, "enable_checkpointing": True, "limit_val_batches": 1.0} | others
     trainer = trainer_of(world, [privacy, kept], **options)
     hooks = {"validation_step": lambda module, batch, _: None, "configure_optimizers": _adam}
     trainer.fit(module_of(body, **hooks), data_of(world, generator=None), ckpt_path=resume)
@@ -378,6 +380,32 @@ def resumed(folder: Path) -> None:
         assert torch.equal(again[0], whole), f"resumed at step {step}: other parameters"
         assert again[1] == epsilon, f"resumed at step {step}: ε {again[1]}, undisturbed {epsilon}"
         assert again[2].history == account.history
+
+
+def _resume_on_ranks(world: World) -> None:
+    """Train, and train once more from a checkpoint on the way; what differs is said."""
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+    from torch import distributed
+
+    place = [world.folder]
+    distributed.broadcast_object_list(place)
+    several = {"strategy": "ddp", "devices": 2, "plugins": [TorchElasticEnvironment()]}
+    folder = Path(place[0])
+    whole = _saved(folder, "whole", steps=6, every=1, **several)
+    again = _saved(folder, "again", steps=6, every=9, resume=folder / "whole" / "step=3.ckpt", **several)
+    if not torch.equal(again[0], whole[0]) or again[1] != whole[1] or again[2].history != whole[2].history:
+        world.said = (
+            f"resumed: ε {again[1]}, undisturbed {whole[1]}; parameters equal: {torch.equal(again[0], whole[0])}"
+        )
+    distributed.barrier()
+
+
+@row(ROWS, **_HOST, ranks=2, slow=True, outcome="exact", note="parameters bit by bit on each rank, ε and history")
+def resumed_on_two_processes(folder: Path) -> None:
+    """Killed and resumed by fit(ckpt_path=...); strategy="ddp", two processes."""
+    seen = see_on_ranks(Loop("row", "", _resume_on_ranks, ranks=2), World(sigma=1.0))
+    assert not seen.error, f"{seen.error} ({seen.where})"
+    assert not seen.said, seen.said
 
 
 @row(
