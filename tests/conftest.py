@@ -76,7 +76,7 @@ def _seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def _without_an_accelerator() -> Iterator[None]:
-    """accelerate's state is one for the whole process: what a test set up does not outlive it."""
+    """The state of accelerate is one for the whole process: what a test set up does not outlive it."""
     yield
     state = sys.modules.get("accelerate.state")
     if state is not None:
