@@ -32,7 +32,7 @@ from ghostclip.integrations.training.loss_checks import (
 )
 from ghostclip.integrations.training.record_losses import losses_of, task_of
 from ghostclip.integrations.training.refusals import refuse, unexpected
-from ghostclip.integrations.training.run import PrivateRun, Ticket
+from ghostclip.integrations.training.run import PrivateRun, Ticket, Tickets
 from ghostclip.optim.wrapped import WrappedOptimizer
 
 try:
@@ -189,10 +189,8 @@ class DPTrainer(Trainer):
         Returns:
             Records; of the training loader those that are drawn from.
         """
-        tickets = self.private_run is not None and isinstance(
-            dataloader.dataset, type(self.private_run.tickets().dataset)
-        )
-        return len(self.train_dataset) if tickets else super().num_examples(dataloader)
+        drawn_from = isinstance(dataloader.dataset, Tickets)
+        return len(self.train_dataset) if drawn_from else super().num_examples(dataloader)
 
     # A step
 

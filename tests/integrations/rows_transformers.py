@@ -624,6 +624,7 @@ def _run(
     resume: bool | None = None,
     seed: int = 3,
     make: Callable[[], nn.Module] = lambda: gpt2().float(),
+    collate: Callable[[Any], Any] = padded,
     **options: Any,
 ) -> Any:
     """Train a model with dropout, with noise, and return its trainer."""
@@ -649,7 +650,7 @@ def _run(
             module.p = 0.3
     records = lm_records(world)
     trainer = DPTrainer(
-        model, arguments, train_dataset=records, eval_dataset=records, data_collator=padded, callbacks=[Killer()]
+        model, arguments, train_dataset=records, eval_dataset=records, data_collator=collate, callbacks=[Killer()]
     )
     silent(trainer)
     with contextlib.suppress(KilledError):
@@ -695,6 +696,18 @@ def resumed_in_an_epoch(folder: Path) -> None:
 def resumed_between_epochs(folder: Path) -> None:
     """Killed between epochs and resumed."""
     _resumed(folder, 4)
+
+
+@row(ROWS, **_HOST, outcome="exact", note="weights, logs and ε bit-equal to the undisturbed training, random masks too")
+def resumed_with_masks(folder: Path) -> None:
+    """A collator that masks at random, killed in an epoch and resumed."""
+
+    def collate(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
+        made = padded(batch)
+        made["labels"] = made["labels"].masked_fill(torch.rand(made["labels"].shape) < 0.5, -100)
+        return made
+
+    _resumed(folder, 2, make=lambda: _bert("BertForMaskedLM").float(), collate=collate)
 
 
 @row(ROWS, **_HOST, outcome="refused", note="noise|sample|mechanism")

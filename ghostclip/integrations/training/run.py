@@ -43,7 +43,7 @@ class Ticket(dict[str, Any]):
         self.is_last = is_last
 
 
-class _Tickets(Dataset[Ticket]):
+class Tickets(Dataset[Ticket]):
     """The tickets of an epoch.
 
     Args:
@@ -92,7 +92,7 @@ class PrivateRun:
     def tickets(self) -> DataLoader[Ticket]:
         """Return the loader that the host iterates over: as many batches as it expects, without records."""
         parts = int(self._arguments.gradient_accumulation_steps)
-        tickets = _Tickets(self.steps, parts)
+        tickets = Tickets(self.steps, parts)
         # One by one by a sampler: a resumed training passes over the first ones of it.
         return DataLoader(tickets, batch_sampler=[[number] for number in range(len(tickets))], collate_fn=_only)
 
