@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from ghostclip.facade import GradSampleModule
     from ghostclip.optim import DPOptimizer
     from ghostclip.rules import register_rule
+    from ghostclip.validation.check import check
     from ghostclip.validation.fixers import ModuleValidator
     from ghostclip.validation.inspection.inspect import inspect_model
+    from ghostclip.validation.physical_batch import find_physical_batch
     from ghostclip.validation.validate import validate
 
 __version__ = "0.1.0"
@@ -32,6 +34,8 @@ __all__ = [
     "ModuleValidator",
     "PhysicalBatches",
     "PrivacyEngine",
+    "check",
+    "find_physical_batch",
     "get_noise_multiplier",
     "inspect_model",
     "register_rule",
@@ -49,6 +53,8 @@ _HOME_OF = {
     "ModuleValidator": "ghostclip.validation.fixers",
     "PhysicalBatches": "ghostclip.data",
     "PrivacyEngine": "ghostclip.engine",
+    "check": "ghostclip.validation.check",
+    "find_physical_batch": "ghostclip.validation.physical_batch",
     "get_noise_multiplier": "ghostclip.accounting",
     "inspect_model": "ghostclip.validation.inspection.inspect",
     "register_rule": "ghostclip.rules",

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from ghostclip.data.dealt import TakenAsItIs
 from ghostclip.data.out_of_memory import run_in_parts
 from ghostclip.data.resumed import started
 from ghostclip.data.sampler import PrivateSampler
@@ -111,7 +112,7 @@ class _TokenCollate:
         return fetched.token, self._collate_fn(fetched.samples)
 
 
-class PhysicalBatchLoader(DataLoader[Any]):
+class PhysicalBatchLoader(TakenAsItIs, DataLoader[Any]):
     """Iterates over physical batches and tells the optimizer which of them complete a logical batch.
 
     A loop that is left early (`break`, an exception) leaves nothing behind: what was accumulated of its unfinished
@@ -142,6 +143,10 @@ class PhysicalBatchLoader(DataLoader[Any]):
             generator=loader.generator,
             **worker_options(loader),
         )
+        # Each batch comes with a token, which no framework knows how to hand on.
+        sampler = self._logical_batches
+        self.take_as_it_is(rank=getattr(sampler, "rank", 0), replicas=getattr(sampler, "num_replicas", 1))
+        self.device = getattr(loader, "device", None)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._optimizer.discard_pending()
@@ -156,7 +161,7 @@ class PhysicalBatchLoader(DataLoader[Any]):
                     return
                 self._optimizer.begin_physical_batch(token)
                 self._policy.before()
-                yield batch
+                yield self.placed(batch)
                 self._policy.after(token.size)
             self._optimizer.require_released()
         finally:

@@ -24,7 +24,6 @@ from ghostclip.errors import LossReductionError, NotOfferedError, ResumeError
 from ghostclip.integrations._versions import warn_if_untested
 from ghostclip.integrations.peft import is_adapted, watch_adapters
 from ghostclip.integrations.training.arguments import PrivacyArguments
-from ghostclip.integrations.training.collation import require_apart
 from ghostclip.integrations.training.loss_checks import (
     evaluating,
     require_own_loss,
@@ -176,7 +175,6 @@ class DPTrainer(Trainer):
                 dataset = self._remove_unused_columns(dataset, description="training")
             else:
                 collate = self._get_collator_with_removed_columns(collate, description="training")
-            require_apart(dataset, collate)
             self.private_run = PrivateRun(dataset, collate, self.args)
         return self.private_run.tickets()
 

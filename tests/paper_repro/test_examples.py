@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from benchmarks.timm_families import stand_in
 from paper_repro.examples import __main__ as program
 from paper_repro.examples import data
 
@@ -35,9 +37,23 @@ def test_the_example_of_two_processes_runs(capfd):
 
 @pytest.mark.integration
 @pytest.mark.filterwarnings("ignore")
-def test_the_example_of_lightning_runs():
-    pytest.importorskip("lightning", reason="Lightning is an extra of its own")
-    assert 0 < program.run("mnist_lightning", TINY)["found"]["epsilon"] < 1000
+@pytest.mark.parametrize(
+    ("name", "host"),
+    [("mnist_lightning", "lightning"), ("mnist_fabric", "lightning"), ("mnist_accelerate", "accelerate")],
+)
+def test_an_example_of_a_host_runs(name, host):
+    pytest.importorskip(host, reason="an extra of its own")
+    assert 0 < program.run(name, TINY)["found"]["epsilon"] < 1000
+
+
+@pytest.mark.integration
+@pytest.mark.filterwarnings("ignore")
+def test_the_example_of_timm_runs(capsys):
+    if find_spec("timm") is None:
+        pytest.skip("timm is not installed")
+    stand_in.timm()
+    assert 0 < program.run("mnist_timm", TINY)["found"]["epsilon"] < 1000
+    assert "can be trained privately" in capsys.readouterr().out
 
 
 @pytest.mark.integration
