@@ -942,3 +942,85 @@ def private_optimizer(folder: Path) -> None:
         run(world, DPTrainer(model, arguments, **given))
 
     refused(train)
+
+
+def _set_later(name: str, value: Any, note: str) -> None:
+    """A refusal of an option whose library is not here: set when Trainer has looked at it."""
+
+    def drive(folder: Path) -> None:
+        from ghostclip.integrations.transformers import DPTrainer, DPTrainingArguments
+
+        def train(world: World) -> None:
+            arguments = arguments_of(world, DPTrainingArguments)
+            trainer = DPTrainer(world.watch(gpt2), arguments, train_dataset=lm_records(world), data_collator=padded)
+            setattr(trainer.args, name, value)
+            run(world, trainer)
+
+        refused(train)
+
+    drive.__doc__ = f"{name}={value!r}."
+    row(ROWS, **_HOST, outcome="refused", note=note)(drive)
+
+
+_set_later("deepspeed", {"zero_optimization": {"stage": 2}}, "torchrun")
+_set_later("fsdp", "full_shard", "torchrun")
+_set_later("parallelism_config", "cp_size=2", "torchrun")
+_set_later("optim", "galore_adamw_layerwise", "during the backward")
+_set_later("dataloader_in_order", False, "in order")
+
+
+class _Own(nn.Module):
+    """A model of one's own, whose loss is a mean over records or compares them."""
+
+    def __init__(self, *, contrastive: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+        self.contrastive = contrastive
+
+    def forward(self, features: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        scores = self.inner(features)
+        if self.contrastive:
+            return {"loss": nn.functional.cross_entropy(scores @ scores.T, torch.arange(len(scores)))}
+        return {"loss": nn.functional.cross_entropy(scores, labels), "logits": scores}
+
+
+def _own_model(world: World, *, contrastive: bool) -> None:
+    from transformers import default_data_collator
+
+    records = [{"features": x, "labels": int(y)} for x, y in zip(world.features, world.labels, strict=True)]
+
+    def losses(model: nn.Module, numbers: list[int]) -> Tensor:
+        return torch.stack([model(world.features[[n]], world.labels[[n]])["loss"] for n in numbers])
+
+    _train(world, lambda: _Own(contrastive=contrastive).double(), records, default_data_collator, losses)
+
+
+@row(ROWS, **_HOST, outcome="exact", note=_SUMS)
+def own_model(folder: Path) -> None:
+    """A model of one's own that returns a mean loss."""
+    exact(lambda world: _own_model(world, contrastive=False))
+
+
+@row(ROWS, **_HOST, outcome="refused", note="contrastive|other samples")
+def contrastive(folder: Path) -> None:
+    """A contrastive loss."""
+    refused(lambda world: _own_model(world, contrastive=True))
+
+
+@row(ROWS, **_HOST, outcome="exact", note="ε is on the bar")
+def progress_bar(folder: Path) -> None:
+    """ε on the progress bar."""
+    from transformers import ProgressCallback
+
+    trainer = _run(folder, disable_tqdm=True, save_strategy="no", max_steps=1)
+    shown: list[str] = []
+
+    class Bar:
+        def set_postfix(self, *, epsilon: str, refresh: bool) -> None:
+            shown.append(epsilon)
+
+    trainer.add_callback(ProgressCallback())
+    trainer.callback_handler.callbacks[-1].training_bar = Bar()
+    trainer.callback_handler.callbacks[-1].on_log = lambda *args, **options: None
+    trainer.log({"loss": 1.0})
+    assert shown == [f"{trainer.privacy_engine.get_epsilon(1e-3):.2f}"]
