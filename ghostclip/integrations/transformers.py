@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from ghostclip import _torch
 from ghostclip.data.out_of_memory import is_out_of_memory
 from ghostclip.errors import LossReductionError, NotOfferedError, ResumeError
 from ghostclip.integrations._versions import warn_if_untested
@@ -91,8 +92,8 @@ class DPTrainer(Trainer):
     private_run: PrivateRun | None = None
     _computing = False
     _loss_is_known = False
-    # Losses of the records of a physical batch, and the mean that compute_loss has returned of them.
-    _losses: tuple[Tensor, Tensor] | None = None
+    # Losses of the records of a physical batch, and the mean that compute_loss has returned of them, with its version.
+    _losses: tuple[Tensor, Tensor, int] | None = None
 
     @property
     def privacy_engine(self) -> Any:
@@ -257,7 +258,7 @@ class DPTrainer(Trainer):
         with self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs)
         losses, self._losses = self._losses, None
-        if losses is not None and losses[1] is loss:
+        if losses is not None and losses[1] is loss and losses[2] == _torch.version(loss):
             self.private_run.optimizer.clipper.backward(losses[0])
         else:
             # Somebody else's loss, or a change to ours: proved to be a mean of the records' own.
@@ -295,7 +296,7 @@ class DPTrainer(Trainer):
         """Return the mean of one loss a record, and keep them for the backward; or a scalar loss as it is."""
         mean = _mean(losses)
         if losses.dim():
-            self._losses = losses, mean
+            self._losses = losses, mean, _torch.version(mean)
         return mean
 
     def _record_losses(self, model: nn.Module, inputs: Any, *, smoothing: float) -> tuple[Tensor, Any]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.loops.hugging import padded, quiet
-from benchmarks.loops.models import gpt2, lm_means, lm_records
+from benchmarks.loops.models import gpt2, lm_means, lm_records, shared
 from benchmarks.loops.world import CLASSES, VOCABULARY, World
 from tests.integrations.table import Row, row
 from tests.integrations.trainings import arguments_of, exact, own_losses, refused, releases_of, run, silent
@@ -921,6 +921,24 @@ def batch_norm(folder: Path) -> None:
         _train(world, make, records, default_data_collator, None)
 
     refused(train)
+
+
+@row(ROWS, **_HOST, outcome="exact", note=_SUMS)
+def override_in_place(folder: Path) -> None:
+    """compute_loss overridden, with DPTrainer's loss scaled in place."""
+    from ghostclip.integrations.transformers import DPTrainer
+
+    class Own(DPTrainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **given: Any) -> Any:
+            loss = super().compute_loss(model, inputs, return_outputs=False, **given)
+            loss *= 0.5
+            return loss
+
+    def train(world: World) -> None:
+        _train(world, gpt2, lm_records(world), padded, shared(lm_means(world), 2), kind=Own)
+
+    # A bound that clips nobody: of clipped gradients the scale is not seen.
+    exact(train, clips=(50.0,))
 
 
 _refusal("max_grad_norm=0 (Trainer's way to switch its clipping off)", "max_grad_norm", max_grad_norm=0.0)
