@@ -18,21 +18,9 @@ from benchmarks import machine
 from benchmarks.report import machine_line
 
 NAMES: Final = (
-    "mnist",
-    "cifar_resnet",
-    "bert_text",
-    "char_lstm",
-    "dcgan",
-    "mnist_lightning",
-    "mnist_ddp",
-    "mnist_accelerate",
-    "mnist_fabric",
-    "mnist_timm",
-    "hf_trainer",
-    "peft_lora",
-    "trl_sft",
-    "trl_dpo",
-)
+    "mnist", "cifar_resnet", "bert_text", "char_lstm", "dcgan", "mnist_lightning", "mnist_ddp", "mnist_accelerate",
+    "mnist_fabric", "mnist_timm", "hf_trainer", "peft_lora", "trl_sft", "trl_dpo",
+)  # fmt: skip
 RESULTS: Final = Path(__file__).resolve().parents[1] / "results"
 
 
