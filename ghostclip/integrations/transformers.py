@@ -19,12 +19,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from ghostclip import _torch
 from ghostclip.data.out_of_memory import is_out_of_memory
 from ghostclip.errors import LossReductionError, NotOfferedError, ResumeError
 from ghostclip.integrations._versions import warn_if_untested
 from ghostclip.integrations.peft import is_adapted, watch_adapters
 from ghostclip.integrations.training.arguments import PrivacyArguments
-from ghostclip.integrations.training.collation import require_apart
 from ghostclip.integrations.training.loss_checks import (
     evaluating,
     require_own_loss,
@@ -32,7 +32,7 @@ from ghostclip.integrations.training.loss_checks import (
 )
 from ghostclip.integrations.training.record_losses import losses_of, task_of
 from ghostclip.integrations.training.refusals import refuse, unexpected
-from ghostclip.integrations.training.run import PrivateRun, Ticket
+from ghostclip.integrations.training.run import PrivateRun, Ticket, Tickets
 from ghostclip.optim.wrapped import WrappedOptimizer
 
 try:
@@ -92,8 +92,8 @@ class DPTrainer(Trainer):
     private_run: PrivateRun | None = None
     _computing = False
     _loss_is_known = False
-    # Losses of the records of a physical batch, and the mean that compute_loss has returned of them.
-    _losses: tuple[Tensor, Tensor] | None = None
+    # Losses of the records of a physical batch, and the mean that compute_loss has returned of them, with its version.
+    _losses: tuple[Tensor, Tensor, int] | None = None
 
     @property
     def privacy_engine(self) -> Any:
@@ -176,7 +176,6 @@ class DPTrainer(Trainer):
                 dataset = self._remove_unused_columns(dataset, description="training")
             else:
                 collate = self._get_collator_with_removed_columns(collate, description="training")
-            require_apart(dataset, collate)
             self.private_run = PrivateRun(dataset, collate, self.args)
         return self.private_run.tickets()
 
@@ -189,10 +188,8 @@ class DPTrainer(Trainer):
         Returns:
             Records; of the training loader those that are drawn from.
         """
-        tickets = self.private_run is not None and isinstance(
-            dataloader.dataset, type(self.private_run.tickets().dataset)
-        )
-        return len(self.train_dataset) if tickets else super().num_examples(dataloader)
+        drawn_from = isinstance(dataloader.dataset, Tickets)
+        return len(self.train_dataset) if drawn_from else super().num_examples(dataloader)
 
     # A step
 
@@ -261,7 +258,7 @@ class DPTrainer(Trainer):
         with self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs)
         losses, self._losses = self._losses, None
-        if losses is not None and losses[1] is loss:
+        if losses is not None and losses[1] is loss and losses[2] == _torch.version(loss):
             self.private_run.optimizer.clipper.backward(losses[0])
         else:
             # Somebody else's loss, or a change to ours: proved to be a mean of the records' own.
@@ -299,7 +296,7 @@ class DPTrainer(Trainer):
         """Return the mean of one loss a record, and keep them for the backward; or a scalar loss as it is."""
         mean = _mean(losses)
         if losses.dim():
-            self._losses = losses, mean
+            self._losses = losses, mean, _torch.version(mean)
         return mean
 
     def _record_losses(self, model: nn.Module, inputs: Any, *, smoothing: float) -> tuple[Tensor, Any]:

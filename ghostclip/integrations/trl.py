@@ -70,7 +70,7 @@ class PlainHead:
     """Stands for a model whose caller asks for trl's fused head, and computes the same with the model's own.
 
     Attributes:
-        scores: Logits and labels of the last call with gradients; labels are as long as the logits.
+        logits: Of the last call with gradients.
 
     Args:
         model: The model.
@@ -83,7 +83,7 @@ class PlainHead:
         self._model = model
         self._pairs = pairs
         self._trained = trained
-        self.scores: tuple[Tensor, Tensor] | None = None
+        self.logits: Tensor | None = None
 
     def __call__(self, *, fused_lm_head: bool = False, labels: Tensor | None = None, **inputs: Any) -> Any:
         """Run the model.
@@ -98,8 +98,7 @@ class PlainHead:
         """
         if not fused_lm_head:
             outputs = self._model(**inputs)
-            if torch.is_grad_enabled():
-                self.scores = outputs.logits, self.scores[1] if self.scores is not None else outputs.logits
+            self._note(outputs.logits)
             return outputs
         assert labels is not None, "trl's head is asked for the log-probabilities of labels"
         rows = labels.shape[0]
@@ -110,10 +109,13 @@ class PlainHead:
     def _scored(self, inputs: dict[str, Any], labels_BT: Tensor) -> dict[str, Tensor]:
         logits_BTV = self._model(**inputs).logits
         labels_BT = _beside(logits_BTV, labels_BT)
-        if torch.is_grad_enabled():
-            self.scores = logits_BTV, labels_BT
+        self._note(logits_BTV)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self._trained):
             return _token_values(logits_BTV[:, :-1], labels_BT[:, 1:])
+
+    def _note(self, logits_BTV: Tensor) -> None:
+        if torch.is_grad_enabled():
+            self.logits = logits_BTV
 
 
 class DPSFTTrainer(SFTTrainer, DPTrainer):
@@ -183,8 +185,8 @@ class DPSFTTrainer(SFTTrainer, DPTrainer):
         # For its metrics; its loss is divided by the batch's tokens.
         loss = super().compute_loss(head, inputs)
         if self.compute_loss_func is None:
-            assert head.scores is not None, "trl's loss runs the model"
-            loss = self._row_losses(head.scores[0], _beside(head.scores[0], inputs["labels"]))
+            assert head.logits is not None, "trl's loss runs the model"
+            loss = self._row_losses(head.logits, _beside(head.logits, inputs["labels"]))
         return self._mean_of(loss)
 
     def _row_losses(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
@@ -283,15 +285,20 @@ def _token_values(logits_BTV: Tensor, labels_BT: Tensor) -> dict[str, Tensor]:
     targets_BT = labels_BT.clamp(min=0)
     losses_BT = functional.cross_entropy(logits_BTV.transpose(1, 2), targets_BT, reduction="none")
     with torch.no_grad():
-        logs_BTV = logits_BTV.log_softmax(-1)
-        about = {
-            "entropy": -(logs_BTV.exp() * logs_BTV).sum(-1),
-            "log_sum_sq_probs": (2 * logs_BTV).logsumexp(-1),
-            "mean_logits": logits_BTV.mean(-1),
-            "is_top1": logits_BTV.argmax(-1) == targets_BT,
-        }
-    values = {"log_probs": -losses_BT, **about}
+        # Row by row: they take as much memory as the logits.
+        about = [_about(logits_TV, targets_T) for logits_TV, targets_T in zip(logits_BTV, targets_BT, strict=True)]
+    values = {"log_probs": -losses_BT, **{name: torch.stack([row[name] for row in about]) for name in about[0]}}
     return {name: value.masked_fill(~mask_BT, 0) for name, value in values.items()} | {"label_mask": mask_BT}
+
+
+def _about(logits_TV: Tensor, targets_T: Tensor) -> dict[str, Tensor]:
+    logs_TV = logits_TV.log_softmax(-1)
+    return {
+        "entropy": -(logs_TV.exp() * logs_TV).sum(-1),
+        "log_sum_sq_probs": (2 * logs_TV).logsumexp(-1),
+        "mean_logits": logits_TV.mean(-1),
+        "is_top1": logits_TV.argmax(-1) == targets_T,
+    }
 
 
 _said: set[str] = set()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.loops.hugging import padded, quiet
-from benchmarks.loops.models import gpt2, lm_means, lm_records
+from benchmarks.loops.models import gpt2, lm_means, lm_records, shared
 from benchmarks.loops.world import CLASSES, VOCABULARY, World
 from tests.integrations.table import Row, row
 from tests.integrations.trainings import arguments_of, exact, own_losses, refused, releases_of, run, silent
@@ -624,6 +624,7 @@ def _run(
     resume: bool | None = None,
     seed: int = 3,
     make: Callable[[], nn.Module] = lambda: gpt2().float(),
+    collate: Callable[[Any], Any] = padded,
     **options: Any,
 ) -> Any:
     """Train a model with dropout, with noise, and return its trainer."""
@@ -649,7 +650,7 @@ def _run(
             module.p = 0.3
     records = lm_records(world)
     trainer = DPTrainer(
-        model, arguments, train_dataset=records, eval_dataset=records, data_collator=padded, callbacks=[Killer()]
+        model, arguments, train_dataset=records, eval_dataset=records, data_collator=collate, callbacks=[Killer()]
     )
     silent(trainer)
     with contextlib.suppress(KilledError):
@@ -695,6 +696,18 @@ def resumed_in_an_epoch(folder: Path) -> None:
 def resumed_between_epochs(folder: Path) -> None:
     """Killed between epochs and resumed."""
     _resumed(folder, 4)
+
+
+@row(ROWS, **_HOST, outcome="exact", note="weights, logs and ε bit-equal to the undisturbed training, random masks too")
+def resumed_with_masks(folder: Path) -> None:
+    """A collator that masks at random, killed in an epoch and resumed."""
+
+    def collate(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
+        made = padded(batch)
+        made["labels"] = made["labels"].masked_fill(torch.rand(made["labels"].shape) < 0.5, -100)
+        return made
+
+    _resumed(folder, 2, make=lambda: _bert("BertForMaskedLM").float(), collate=collate)
 
 
 @row(ROWS, **_HOST, outcome="refused", note="noise|sample|mechanism")
@@ -910,6 +923,24 @@ def batch_norm(folder: Path) -> None:
     refused(train)
 
 
+@row(ROWS, **_HOST, outcome="exact", note=_SUMS)
+def override_in_place(folder: Path) -> None:
+    """compute_loss overridden, with DPTrainer's loss scaled in place."""
+    from ghostclip.integrations.transformers import DPTrainer
+
+    class Own(DPTrainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **given: Any) -> Any:
+            loss = super().compute_loss(model, inputs, return_outputs=False, **given)
+            loss *= 0.5
+            return loss
+
+    def train(world: World) -> None:
+        _train(world, gpt2, lm_records(world), padded, shared(lm_means(world), 2), kind=Own)
+
+    # A bound that clips nobody: of clipped gradients the scale is not seen.
+    exact(train, clips=(50.0,))
+
+
 _refusal("max_grad_norm=0 (Trainer's way to switch its clipping off)", "max_grad_norm", max_grad_norm=0.0)
 _refusal("A noise_multiplier below 0", "noise_multiplier", noise_multiplier=-1.0)
 
@@ -929,3 +960,85 @@ def private_optimizer(folder: Path) -> None:
         run(world, DPTrainer(model, arguments, **given))
 
     refused(train)
+
+
+def _set_later(name: str, value: Any, note: str) -> None:
+    """A refusal of an option whose library is not here: set when Trainer has looked at it."""
+
+    def drive(folder: Path) -> None:
+        from ghostclip.integrations.transformers import DPTrainer, DPTrainingArguments
+
+        def train(world: World) -> None:
+            arguments = arguments_of(world, DPTrainingArguments)
+            trainer = DPTrainer(world.watch(gpt2), arguments, train_dataset=lm_records(world), data_collator=padded)
+            setattr(trainer.args, name, value)
+            run(world, trainer)
+
+        refused(train)
+
+    drive.__doc__ = f"{name}={value!r}."
+    row(ROWS, **_HOST, outcome="refused", note=note)(drive)
+
+
+_set_later("deepspeed", {"zero_optimization": {"stage": 2}}, "torchrun")
+_set_later("fsdp", "full_shard", "torchrun")
+_set_later("parallelism_config", "cp_size=2", "torchrun")
+_set_later("optim", "galore_adamw_layerwise", "during the backward")
+_set_later("dataloader_in_order", False, "in order")
+
+
+class _Own(nn.Module):
+    """A model of one's own, whose loss is a mean over records or compares them."""
+
+    def __init__(self, *, contrastive: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+        self.contrastive = contrastive
+
+    def forward(self, features: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        scores = self.inner(features)
+        if self.contrastive:
+            return {"loss": nn.functional.cross_entropy(scores @ scores.T, torch.arange(len(scores)))}
+        return {"loss": nn.functional.cross_entropy(scores, labels), "logits": scores}
+
+
+def _own_model(world: World, *, contrastive: bool) -> None:
+    from transformers import default_data_collator
+
+    records = [{"features": x, "labels": int(y)} for x, y in zip(world.features, world.labels, strict=True)]
+
+    def losses(model: nn.Module, numbers: list[int]) -> Tensor:
+        return torch.stack([model(world.features[[n]], world.labels[[n]])["loss"] for n in numbers])
+
+    _train(world, lambda: _Own(contrastive=contrastive).double(), records, default_data_collator, losses)
+
+
+@row(ROWS, **_HOST, outcome="exact", note=_SUMS)
+def own_model(folder: Path) -> None:
+    """A model of one's own that returns a mean loss."""
+    exact(lambda world: _own_model(world, contrastive=False))
+
+
+@row(ROWS, **_HOST, outcome="refused", note="contrastive|other samples")
+def contrastive(folder: Path) -> None:
+    """A contrastive loss."""
+    refused(lambda world: _own_model(world, contrastive=True))
+
+
+@row(ROWS, **_HOST, outcome="exact", note="ε is on the bar")
+def progress_bar(folder: Path) -> None:
+    """ε on the progress bar."""
+    from transformers import ProgressCallback
+
+    trainer = _run(folder, disable_tqdm=True, save_strategy="no", max_steps=1)
+    shown: list[str] = []
+
+    class Bar:
+        def set_postfix(self, *, epsilon: str, refresh: bool) -> None:
+            shown.append(epsilon)
+
+    trainer.add_callback(ProgressCallback())
+    trainer.callback_handler.callbacks[-1].training_bar = Bar()
+    trainer.callback_handler.callbacks[-1].on_log = lambda *args, **options: None
+    trainer.log({"loss": 1.0})
+    assert shown == [f"{trainer.privacy_engine.get_epsilon(1e-3):.2f}"]

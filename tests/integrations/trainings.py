@@ -18,7 +18,7 @@ from benchmarks.loops.oracle import measure, see
 from benchmarks.loops.ranks import see_on_ranks
 from benchmarks.loops.world import BATCH, RECORDS, World
 from ghostclip.errors import GhostClipError
-from ghostclip.integrations.training.run import PrivateRun
+from ghostclip.integrations._host import HostTraining
 
 STEPS = 3
 DELTA = 1e-3
@@ -100,12 +100,12 @@ def run(world: World, trainer: Any, resume: bool | None = None) -> Any:
         What `train` returned.
     """
 
-    def generator(_: PrivateRun, purpose: int) -> torch.Generator:
+    def generator(_: HostTraining, purpose: int) -> torch.Generator:
         # As `World.loader` seeds it.
         return world.noise() if purpose else world.loader(list(range(RECORDS))).generator
 
     silent(trainer)
-    with mock.patch.object(PrivateRun, "_generator", generator):
+    with mock.patch.object(HostTraining, "_generator", generator):
         try:
             with contextlib.redirect_stdout(io.StringIO()):
                 return trainer.train(resume_from_checkpoint=resume)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ghostclip.errors import DataError
 
 # Records that are tried as company of the first one, and states of the random generators.
-_TRIED, _SEEDS = 64, 3
+_TRIED, _SEEDS = 32, 3
 
 
 @contextmanager
@@ -28,7 +28,8 @@ def own_randomness(seed: int | None = None) -> Iterator[None]:
         Nothing.
     """
     before = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
         if seed is not None:
             random.seed(seed)
             np.random.seed(seed)
@@ -54,6 +55,12 @@ def require_apart(dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
     """
     if len(dataset) < 3:
         return
+    # Data sets that augment draw random numbers too.
+    with own_randomness():
+        _try_in_company(dataset, collate)
+
+
+def _try_in_company(dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
     first, others = dataset[0], (dataset[number] for number in range(1, min(len(dataset), _TRIED)))
     company: list[Any] = []
     for other in others:
@@ -75,12 +82,13 @@ def unlike_pair(dataset: Any, collate: Callable[[list[Any]], Any]) -> tuple[Any,
     Returns:
         The batch (of one record where there is only one), and whether they do differ.
     """
-    first = dataset[0]
-    shapes = _shapes(_tensors(_collated(collate, [first], 0)))
-    numbers = range(1, min(len(dataset), _TRIED))
-    other = next((n for n in numbers if _shapes(_tensors(_collated(collate, [dataset[n]], 0))) != shapes), None)
-    chosen = [first] if len(dataset) == 1 else [first, dataset[1 if other is None else other]]
-    return _collated(collate, chosen, 0), other is not None
+    with own_randomness():
+        first = dataset[0]
+        shapes = _shapes(_tensors(_collated(collate, [first], 0)))
+        numbers = range(1, min(len(dataset), _TRIED))
+        other = next((n for n in numbers if _shapes(_tensors(_collated(collate, [dataset[n]], 0))) != shapes), None)
+        chosen = [first] if len(dataset) == 1 else [first, dataset[1 if other is None else other]]
+        return _collated(collate, chosen, 0), other is not None
 
 
 def _collated(collate: Callable[[list[Any]], Any], records: list[Any], seed: int) -> Any:

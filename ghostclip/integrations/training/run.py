@@ -16,16 +16,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from ghostclip.accounting import get_noise_multiplier
 from ghostclip.data import BatchMemoryManager, DPDataLoader
 from ghostclip.data.out_of_memory import count_rows
 from ghostclip.engine import PrivacyEngine
-from ghostclip.errors import DataError, InvalidOptionError
+from ghostclip.errors import DataError
+from ghostclip.integrations._host import HostTraining
 from ghostclip.integrations.training.collation import own_randomness, unlike_pair
-from ghostclip.optim import DPOptimizer, release_of
-from ghostclip.privacy.budget import Budget
-
-_GREATEST_SEED = 2**63
+from ghostclip.optim import DPOptimizer
 
 
 class Ticket(dict[str, Any]):
@@ -43,7 +40,7 @@ class Ticket(dict[str, Any]):
         self.is_last = is_last
 
 
-class _Tickets(Dataset[Ticket]):
+class Tickets(Dataset[Ticket]):
     """The tickets of an epoch.
 
     Args:
@@ -65,8 +62,7 @@ class PrivateRun:
     """What makes the training of one trainer private; lives as long as the trainer.
 
     Attributes:
-        engine: Keeps the account.
-        optimizer: The private one, once it is made.
+        training: The engine, the private loader and optimizer.
         steps: Releases of an epoch.
 
     Args:
@@ -78,21 +74,31 @@ class PrivateRun:
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], arguments: Any) -> None:
         self._arguments = arguments
         self._records = dataset, collate
-        self.engine = PrivacyEngine(noise_level=arguments.noise_level, ledger=arguments.ledger)
-        self.optimizer: DPOptimizer | None = None
-        self._loader = self._private_loader(dataset, collate)
-        self.steps = len(self._loader.private_sampler)
+        self.training = HostTraining(
+            arguments, max_grad_norm=arguments.max_grad_norm, rank=lambda: int(arguments.process_index)
+        )
+        self.steps = len(self._private_loader().private_sampler)
         self._pass: Iterator[Any] | None = None
         self._physical: Any = None
         self._manager: BatchMemoryManager | None = None
-        self._epsilon: tuple[int, float] = (-1, 0.0)
+
+    @property
+    def engine(self) -> PrivacyEngine:
+        """What keeps the account."""
+        return self.training.engine
+
+    @property
+    def optimizer(self) -> DPOptimizer | None:
+        """What releases, once it is made."""
+        found: DPOptimizer | None = self.training.optimizer
+        return found
 
     # What the host is given
 
     def tickets(self) -> DataLoader[Ticket]:
         """Return the loader that the host iterates over: as many batches as it expects, without records."""
         parts = int(self._arguments.gradient_accumulation_steps)
-        tickets = _Tickets(self.steps, parts)
+        tickets = Tickets(self.steps, parts)
         # One by one by a sampler: a resumed training passes over the first ones of it.
         return DataLoader(tickets, batch_sampler=[[number] for number in range(len(tickets))], collate_fn=_only)
 
@@ -106,30 +112,14 @@ class PrivateRun:
         Returns:
             The private optimizer.
         """
-        arguments, budget = self._arguments, None
-        noise = arguments.noise_multiplier
-        if noise is None:
-            noise = self._noise_for_budget()
-            budget = Budget(arguments.target_epsilon, arguments.target_delta)
+        arguments, loader = self._arguments, self.training.loader
+        assert loader is not None, "made with the run"
         model.train()
-        made: Any = self.engine.make_private(
-            module=model,
-            optimizer=optimizer,
-            data_loader=self._loader,
-            noise_multiplier=noise,
-            max_grad_norm=arguments.max_grad_norm,
-            clipping=arguments.clipping,
-            grad_sample_mode=arguments.grad_sample_mode,
-            noise_generator=self._generator(1),
-            wrap_model=False,
-            budget=budget,
-        )
-        private = made[1]
-        self.optimizer = release_of(private)
+        _, private = self.training.make_private(model, optimizer, steps=self.planned_steps, wrap_model=False)
         self._manager = BatchMemoryManager(
-            data_loader=self._loader,
+            data_loader=loader,
             max_physical_batch_size=arguments.physical_batch or int(arguments.train_batch_size),
-            optimizer=self.optimizer,
+            optimizer=self.training.optimizer,
         )
         return private
 
@@ -188,10 +178,7 @@ class PrivateRun:
 
     def epsilon(self) -> float:
         """Return ε at the δ that was given, of all releases up to now."""
-        releases = len(self.engine.accountant)
-        if self._epsilon[0] != releases:
-            self._epsilon = (releases, self.engine.get_epsilon(self._arguments.target_delta))
-        return self._epsilon[1]
+        return self.training.epsilon()
 
     def _next_physical(self) -> Any:
         for _ in range(2):
@@ -205,19 +192,6 @@ class PrivateRun:
                 self._pass = None
         raise DataError("the private loader hands out no further batch (a budget is spent?).")
 
-    def _noise_for_budget(self) -> float:
-        arguments = self._arguments
-        event = self._loader.event
-        if arguments.noise_level == "exact":
-            raise InvalidOptionError("target_epsilon with noise_level='exact': give noise_multiplier.")
-        return get_noise_multiplier(
-            target_epsilon=arguments.target_epsilon,
-            target_delta=arguments.target_delta,
-            sample_rate=event.sample_rate,
-            steps=self.planned_steps,
-            relation=event.relation,
-        )
-
     @property
     def planned_steps(self) -> int:
         """Releases of the whole training, as the host counts them."""
@@ -225,38 +199,20 @@ class PrivateRun:
             return int(self._arguments.max_steps)
         return math.ceil(self._arguments.num_train_epochs * self.steps)
 
-    def _private_loader(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> DPDataLoader:
-        arguments = self._arguments
-        parts = (arguments.train_batch_size, arguments.gradient_accumulation_steps, arguments.world_size)
-        expected = math.prod(int(part) for part in parts)
-        if expected > len(dataset):
-            raise DataError(
-                f"per_device_train_batch_size={parts[0]} × gradient_accumulation_steps={parts[1]} × {parts[2]} "
-                f"process(es) = {expected}, of {len(dataset)} records: an expected batch has at most all of them."
-            )
+    def _private_loader(self) -> DPDataLoader:
+        arguments, (dataset, collate) = self._arguments, self._records
         workers = int(arguments.dataloader_num_workers)
-        made = DPDataLoader(
+        each, parts = int(arguments.train_batch_size), int(arguments.gradient_accumulation_steps)
+        plain = DataLoader(
             dataset,
-            batch_size=expected,
+            batch_size=each,
             collate_fn=collate,
-            generator=self._generator(0),
             num_workers=workers,
             pin_memory=arguments.dataloader_pin_memory and torch.cuda.is_available(),
-            persistent_workers=False,
             prefetch_factor=arguments.dataloader_prefetch_factor if workers else None,
         )
-        # Each pass draws a seed for its workers; from the global generator a resumed training would draw one more.
-        made.generator = torch.Generator().manual_seed(int(arguments.seed))
-        return made
-
-    def _generator(self, purpose: int) -> torch.Generator | None:
-        seed = self._arguments.reproducible_seed
-        if seed is None:
-            return None
-        # Of one seed ranks sample alike, and each draws noise of its own.
-        return torch.Generator().manual_seed(
-            (2 * seed + purpose + 1000 * self._arguments.process_index) % _GREATEST_SEED
-        )
+        ranks = int(arguments.world_size)
+        return self.training.private_loader(plain, ranks=ranks, accumulated=parts, place="train_dataset")
 
 
 def _only(batch: list[Ticket]) -> Ticket:
