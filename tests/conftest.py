@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,6 +72,16 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def _seeded() -> None:
     """Each test starts from the same state of torch's global generator, whatever ran before it."""
     torch.manual_seed(20_24)
+
+
+@pytest.fixture(autouse=True)
+def _without_an_accelerator() -> Iterator[None]:
+    """The state of accelerate is one for the whole process: what a test set up does not outlive it."""
+    yield
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
 
 
 @pytest.fixture

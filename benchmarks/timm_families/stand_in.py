@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 import sys
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from typing import Any
 
@@ -53,11 +55,15 @@ def timm() -> Any:
     try:
         importlib.import_module("torchvision")
     except (ImportError, RuntimeError, AttributeError):
-        _put_in_place()
+        with _in_place():
+            return importlib.import_module("timm")
     return importlib.import_module("timm")
 
 
-def _put_in_place() -> None:
+@contextmanager
+def _in_place() -> Iterator[None]:
+    """Let the names be importable, and take them away again: other libraries ask whether there is a torchvision."""
+    before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "torchvision"}
     names = ("torchvision", "torchvision.ops", "torchvision.ops.misc", "torchvision.transforms", "torchvision.datasets")
     for name in (*names, "torchvision.transforms.functional"):
         module = _Module(name)
@@ -69,6 +75,12 @@ def _put_in_place() -> None:
             setattr(sys.modules[parent], own, module)
     sys.modules["torchvision.ops.misc"].FrozenBatchNorm2d = FrozenBatchNorm2d  # type: ignore[attr-defined]
     sys.modules["torchvision.transforms.functional"].InterpolationMode = _Modes  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        sys.modules.update(before)
 
 
 class _Modes:

@@ -174,6 +174,9 @@ def _in_float64(model: nn.Module, batch: Any, loss_fn: LossFn) -> tuple[nn.Modul
 
     Returns:
         The copy, the batch and the precision's name.
+
+    Raises:
+        InvalidOptionError: The loss is no tensor.
     """
     own = str(next(p.dtype for p in model.parameters() if p.requires_grad)).removeprefix("torch.")
     moved = _torch.tree_map(lambda leaf: leaf.double() if _is_floating(leaf) else leaf, batch)
@@ -181,7 +184,11 @@ def _in_float64(model: nn.Module, batch: Any, loss_fn: LossFn) -> tuple[nn.Modul
     try:
         subject = subject.double()
         with torch.no_grad():
-            loss_fn(subject, moved)
+            found = loss_fn(subject, moved)
+        if not isinstance(found, Tensor):
+            raise InvalidOptionError(
+                f"loss: it returned a {type(found).__name__}. Return a tensor: losses of shape (B,), or their mean."
+            )
     except GhostClipError:
         raise
     except Exception:  # noqa: BLE001 - whatever is in the way of float64, the model's own precision is left
@@ -271,4 +278,7 @@ def _cost_lines(ordinary: StepCost | None, private: StepCost | None) -> list[str
 
 
 def _memory(cost: StepCost) -> str:
-    return "" if cost.peak is None else f" and {cost.peak / 2**20:.2f} MiB on top of the model"
+    if cost.peak is None:
+        return ""
+    size = f"{cost.peak / 2**20:.1f} MiB" if cost.peak >= 2**20 else f"{cost.peak / 2**10:.1f} KiB"
+    return f" and {size} on top of the model"

@@ -134,6 +134,38 @@ def automatic(folder: Path) -> None:
     exact(_fit, clips=(0.5, 0.1))
 
 
+@row(ROWS, tool="Lightning", hosts=("pytorch_lightning",), outcome="exact", note="releases, and ε of each step")
+def under_its_other_name(folder: Path) -> None:
+    """Imported as pytorch_lightning."""
+    import pytorch_lightning
+
+    from ghostclip.integrations.lightning import PrivacyCallback
+
+    class Classifier(pytorch_lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp()
+
+        def training_step(self, batch: Any, _: int) -> Tensor:
+            return functional.cross_entropy(self.body(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    privacy = PrivacyCallback(noise_multiplier=1.0, target_delta=DELTA, max_grad_norm=1.0)
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+    }
+    trainer = pytorch_lightning.Trainer(accelerator="cpu", max_epochs=1, callbacks=[privacy], **quiet)
+    trainer.fit(Classifier(), DataLoader(World().data, batch_size=BATCH))
+    assert trainer.global_step == len(privacy.training.engine.accountant) == 4
+    assert privacy.epsilon > 0
+
+
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS)
 def loader_given_to_fit(folder: Path) -> None:
     """A DataLoader given to fit(), with two batches more than it is long."""
@@ -154,9 +186,8 @@ def loader_of_the_module(folder: Path) -> None:
 
         def configure(module: Any) -> Any:
             optimizer = torch.optim.SGD(module.body.parameters(), lr=0.1)
-            schedule = torch.optim.lr_scheduler.LinearLR(
-                optimizer, total_iters=module.trainer.estimated_stepping_batches
-            )
+            steps = module.trainer.estimated_stepping_batches
+            schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
         hooks = {"train_dataloader": lambda _: world.loader(), "configure_optimizers": configure}
@@ -312,7 +343,9 @@ def epsilon_in_the_logs(folder: Path) -> None:
     assert all(name in row for row in rows for name in ("train_loss_step", "train_loss_epoch"))
 
 
-def _saved(folder: Path, name: str, *, steps: int, every: int, resume: Path | None = None) -> tuple[Tensor, float, Any]:
+def _saved(
+    folder: Path, name: str, *, steps: int, every: int, resume: Path | None = None, **others: Any
+) -> tuple[Tensor, float, Any]:
     """Train a model with dropout, save on the way, and return its parameters, ε and the history."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -321,7 +354,7 @@ def _saved(folder: Path, name: str, *, steps: int, every: int, resume: Path | No
     body = dropping()
     kept = ModelCheckpoint(dirpath=folder / name, every_n_train_steps=every, save_top_k=-1, filename="{step}")
     privacy = privacy_of(world)
-    options = {"max_steps": steps, "enable_checkpointing": True, "limit_val_batches": 1.0}
+    options = {"max_steps": steps, "enable_checkpointing": True, "limit_val_batches": 1.0} | others
     trainer = trainer_of(world, [privacy, kept], **options)
     hooks = {"validation_step": lambda module, batch, _: None, "configure_optimizers": _adam}
     trainer.fit(module_of(body, **hooks), data_of(world, generator=None), ckpt_path=resume)
@@ -347,6 +380,32 @@ def resumed(folder: Path) -> None:
         assert torch.equal(again[0], whole), f"resumed at step {step}: other parameters"
         assert again[1] == epsilon, f"resumed at step {step}: ε {again[1]}, undisturbed {epsilon}"
         assert again[2].history == account.history
+
+
+def _resume_on_ranks(world: World) -> None:
+    """Train, and train once more from a checkpoint on the way; what differs is said."""
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+    from torch import distributed
+
+    place = [world.folder]
+    distributed.broadcast_object_list(place)
+    several = {"strategy": "ddp", "devices": 2, "plugins": [TorchElasticEnvironment()]}
+    folder = Path(place[0])
+    whole = _saved(folder, "whole", steps=6, every=1, **several)
+    again = _saved(folder, "again", steps=6, every=9, resume=folder / "whole" / "step=3.ckpt", **several)
+    if not torch.equal(again[0], whole[0]) or again[1] != whole[1] or again[2].history != whole[2].history:
+        world.said = (
+            f"resumed: ε {again[1]}, undisturbed {whole[1]}; parameters equal: {torch.equal(again[0], whole[0])}"
+        )
+    distributed.barrier()
+
+
+@row(ROWS, **_HOST, ranks=2, slow=True, outcome="exact", note="parameters bit by bit on each rank, ε and history")
+def resumed_on_two_processes(folder: Path) -> None:
+    """Killed and resumed by fit(ckpt_path=...); strategy="ddp", two processes."""
+    seen = see_on_ranks(Loop("row", "", _resume_on_ranks, ranks=2), World(sigma=1.0))
+    assert not seen.error, f"{seen.error} ({seen.where})"
+    assert not seen.said, seen.said
 
 
 @row(
@@ -397,6 +456,16 @@ _refusal(
     lambda world: _fit(world, hooks={"training_step": lambda module, batch, _: None}),
     "training_step returns None.",
 )
+
+
+@row(ROWS, **_HOST, outcome="refused", note="precision='16-mixed'.*bf16-mixed")
+def adaptive_loss_scale(folder: Path) -> None:
+    """precision="16-mixed" (on a CPU Lightning makes bf16-mixed of it)."""
+    from ghostclip.integrations.lightning.refusals import refuse
+
+    trainer = trainer_of(World(folder=str(folder)))
+    trainer.precision_plugin.precision = "16-mixed"
+    refuse(trainer)
 
 
 def _with_callback(world: World, name: str, **options: Any) -> None:

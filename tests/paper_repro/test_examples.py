@@ -65,7 +65,7 @@ def test_the_examples_of_trainers_run(name):
     assert 7 < found["epsilon"] <= 8
 
 
-@pytest.mark.parametrize("name", HOSTS)
+@pytest.mark.parametrize("name", [*HOSTS, "mnist_lightning", "mnist_fabric", "mnist_accelerate", "mnist_timm"])
 def test_the_examples_of_trainers_are_short(name):
     lines = (Path(program.__file__).parent / f"{name}.py").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 60

@@ -171,6 +171,7 @@ WRONG = {
     "frozen": (lambda: (_Net().requires_grad_(False), _batch(), nn.CrossEntropyLoss()), "no trainable parameter"),
     "no loss": (lambda: (_Net(), _batch(), None), "loss=None: .* it is a tuple. Give the loss"),
     "not a loss": (lambda: (_Net(), _batch(), "mean"), "loss='mean'"),
+    "no tensor": (lambda: (_Net(), _batch(), lambda model, batch: 0.5), r"returned a float\. Return a tensor"),
     "no pair": (lambda: (_Net(), {"x": torch.randn(2, 5)}, nn.CrossEntropyLoss()), "batch has to be a pair"),
     "one sample": (lambda: (_Net(), _batch(1), nn.CrossEntropyLoss()), "1 sample"),
     "all the same": (lambda: (_Net(), (torch.ones(3, 5), torch.ones(3).long()), nn.CrossEntropyLoss()), "all the same"),

@@ -12,10 +12,11 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from ghostclip import _validate
 from ghostclip.data.out_of_memory import count_rows
+from ghostclip.distributed import world_size
 from ghostclip.errors import InvalidOptionError
 from ghostclip.integrations._host import HostTraining
 from ghostclip.integrations.lightning.bases import callback_bases, joined
@@ -179,11 +180,12 @@ class PrivacyCallback:
             pl_module: Its module.
         """
         del trainer, pl_module
-        if self._randomness is not None:
-            torch.set_rng_state(self._randomness["cpu"])
-            if self._randomness["cuda"] and torch.cuda.is_available():
-                torch.cuda.set_rng_state(self._randomness["cuda"])
-            self._randomness = None
+        if self._randomness is not None and self._rank < len(self._randomness):
+            cpu, cuda = self._randomness[self._rank]
+            torch.set_rng_state(cpu)
+            if cuda is not None and torch.cuda.is_available():
+                torch.cuda.set_rng_state(cuda)
+        self._randomness = None
 
     # What is said, and kept
 
@@ -212,9 +214,18 @@ class PrivacyCallback:
         pl_module.log("epsilon", self.epsilon, prog_bar=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the positions of the random generators that dropout draws from; the account is the optimizer's."""
+        """Return the positions of the generators that dropout draws from, of all ranks; the account is the optimizer's.
+
+        Returns:
+            For each rank the CPU's, and the GPU's or None. Lightning asks on all ranks and saves what the first says.
+        """
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-        return {"cpu": torch.get_rng_state(), "cuda": cuda}
+        own = torch.get_rng_state(), cuda
+        if world_size() == 1:
+            return {"randomness": [own]}
+        states: list[Any] = [None] * world_size()
+        distributed.all_gather_object(states, own)
+        return {"randomness": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the positions until training starts.
@@ -222,7 +233,7 @@ class PrivacyCallback:
         Args:
             state_dict: What `state_dict` returned.
         """
-        self._randomness = dict(state_dict)
+        self._randomness = state_dict["randomness"]
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Leave trainer, module and data as they were.
@@ -264,8 +275,7 @@ class PrivacyCallback:
                     "training_step: it returned no loss, which skips the batch. Whether a draw is left out would "
                     "depend on its records. Return a loss for every batch; one of no records is a step of noise."
                 )
-            scaler = getattr(trainer.precision_plugin, "scaler", None)
-            pl_module.backward(loss if scaler is None else scaler.scale(loss))
+            pl_module.backward(loss)
             return (dict(output, loss=loss.detach()) if isinstance(output, Mapping) else loss.detach()), rows
 
         def step(batch: Any, *more: Any) -> Any:

@@ -16,6 +16,12 @@ _OPTIONS: Final[tuple[tuple[str, Callable[[Any], bool], str, str], ...]] = (
         "Leave it out: PrivacyCallback(max_grad_norm=...) clips each record",
     ),
     (
+        "precision",
+        lambda value: value == "16-mixed",
+        "its loss scale adapts to the data",
+        "Use precision='bf16-mixed'",
+    ),
+    (
         "reload_dataloaders_every_n_epochs",
         bool,
         "the account is of one loader over one data set",
@@ -60,8 +66,6 @@ def refuse(trainer: Any) -> None:
         if found is not None:
             why, remedy = _CALLBACKS[found]
             raise InvalidOptionError(f"callback {found}: {why}. {remedy}.")
-    if sum(callback.__class__.__name__ == "PrivacyCallback" for callback in trainer.callbacks) > 1:
-        raise InvalidOptionError("callbacks: two of PrivacyCallback; one training has one account. Give one.")
     kinds = [kind.__name__ for kind in type(trainer.strategy).__mro__]
     if not any(kind in _STRATEGIES for kind in kinds):
         raise InvalidOptionError(
