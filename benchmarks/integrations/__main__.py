@@ -55,7 +55,7 @@ def _driven(made: Row) -> dict[str, Any]:
         "feature": made.feature,
         "expected": made.outcome,
         "found": found.outcome,
-        "said": found.said,
+        "said": found.said.replace(folder, "…"),
     }
 
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.loops.report import first_sentence
-
 DIFFS = Path(__file__).resolve().parent / "diffs.md"
 """Scripts before and after, written by hand."""
 
@@ -45,6 +43,13 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    said = first_sentence(row["said"]) if row["found"] == "refused" else row["said"].replace("|", "\\|")
+    said = _sentence(row["said"]) if row["found"] == "refused" else row["said"]
     outcome = row["found"] if row["found"] != "wrong" else "**wrong**"
-    return f"| {row['feature']} | {outcome} | {said} |"
+    cells = [cell.replace("|", "\\|") for cell in (row["feature"], outcome, said)]
+    return f"| {' | '.join(cells)} |"
+
+
+def _sentence(text: str) -> str:
+    """Return the first sentence of a refusal, at most 300 characters."""
+    sentence = text.partition(". ")[0].rstrip(".") + "."
+    return sentence if len(sentence) <= 300 else sentence[:297] + "..."

@@ -66,4 +66,9 @@ class PrivacyArguments:
             raise InvalidOptionError(
                 f"physical_batch={self.physical_batch!r}: None or 'auto'; a number is per_device_train_batch_size."
             )
-        _validate.positive(getattr(self, "max_grad_norm", 1.0), "max_grad_norm")
+        bound = getattr(self, "max_grad_norm", 1.0)
+        if bound is None or not bound > 0:
+            raise InvalidOptionError(
+                f"max_grad_norm={bound}: it is C here, the bound of each record's gradient, and the batch's is not "
+                "clipped again. Give a number above 0."
+            )
