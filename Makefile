@@ -31,10 +31,10 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt --build-constrain
 # One stamp for those who run, one for those who develop; each older than what it was made from is made anew.
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
-CHECKED := ghostclip tests benchmarks paper_repro
+CHECKED := ghostclip tests benchmarks paper_repro docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-thorough package test-slow test-kernels test-torch test-all lint format typecheck check bench bench-micro bench-peers paper examples clean distclean
+.PHONY: help demo test test-thorough package test-slow test-kernels test-torch test-all lint format typecheck check docs bench bench-micro bench-peers paper examples clean distclean
 
 help:  ## list what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -106,6 +106,11 @@ package: $(DEV_STAMP)  ## build sdist and wheel, install them in a fresh environ
 
 check: lint typecheck package test-thorough  ## everything CI runs
 
+docs: $(DEV_STAMP)  ## build the pages of docs/, to be read without a network
+	@echo "==> sphinx"
+	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
+	@echo "open docs/_build/html/index.html"
+
 bench: $(DEV_STAMP)  ## time, FLOPs and memory beside non-private PyTorch and Opacus
 	@echo "==> python -m benchmarks $(BENCH_ARGS)"
 	@$(BIN)/python -m benchmarks $(BENCH_ARGS)
@@ -125,7 +130,7 @@ examples: $(DEV_STAMP)  ## run the example trainings, written as users of Opacus
 	@$(BIN)/python -m paper_repro.examples
 
 clean:  ## remove caches and build products
-	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	@rm -rf build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	@find ghostclip tests benchmarks paper_repro -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## remove the environment as well

@@ -1,4 +1,4 @@
-"""Write the committed results into the README: `python -m benchmarks.readme` (`--check` only compares)."""
+"""Write the committed results into README and docs: `python -m benchmarks.readme` (`--check` only compares)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ from pathlib import Path
 
 from benchmarks.architectures.report import OTHERS
 from benchmarks.cases.report import summary
-from benchmarks.headline import headline
+from benchmarks.headline import headline, short_plot, short_table
 
 ROOT = Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
+# Where files of the repository are found by who reads the README elsewhere; pages of the docs say ``repo:``.
+SOURCES, PICTURES = (
+    "https://github.com/ghostclip/ghostclip/blob/main",
+    "https://github.com/ghostclip/ghostclip/raw/main",
+)
+HEADLINE = "benchmarks/results/headline-cpu.png"
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN = "<!-- {name}: written by `python -m benchmarks.readme`, do not edit -->"
 END = "<!-- {name}: end -->"
@@ -21,7 +26,7 @@ REPORTS = ("report-cpu.json", "report-cuda.json")
 
 
 def measured() -> str:
-    """The README's measured part.
+    """The measured part of the docs.
 
     Returns:
         Markdown made from every committed report; a sentence in its place where there is none.
@@ -33,8 +38,8 @@ def measured() -> str:
             report = json.loads(path.read_text(encoding="utf-8"))
             stem = path.with_suffix("").relative_to(ROOT).as_posix()
             parts.append(
-                f"{headline(report)}\nEvery engine on every model: [{path.stem}.md]({stem}.md), made from "
-                f"[{name}]({stem}.json).\n\n![{path.stem}]({stem}.png)\n"
+                f"{headline(report)}\nEvery engine on every model: [{path.stem}.md](repo:{stem}.md), made from "
+                f"[{name}](repo:{stem}.json).\n\n![{path.stem}](../../{stem}.png)\n"
             )
     parts += [_linked(path) for path in sorted(RESULTS.glob("*-cpu.md")) + sorted(RESULTS.glob("*-cuda.md"))]
     return "\n".join(part for part in parts if part) or "No run is committed yet: `python -m benchmarks` makes one.\n"
@@ -44,11 +49,11 @@ def _linked(path: Path) -> str:
     """A line for a further report: curves over T and B, largest batches, large models on a GPU."""
     shown = {"scaling": "Curves over T and B", "capacity": "Largest batch under a cap", "large": "Large models"}
     title = shown.get(path.stem.rpartition("-")[0])
-    return f"{title}: [{path.name}]({path.relative_to(ROOT).as_posix()}).\n" if title else ""
+    return f"{title}: [{path.name}](repo:{path.relative_to(ROOT).as_posix()}).\n" if title else ""
 
 
 def cases() -> str:
-    """The README's table of supported cases.
+    """The table of supported cases.
 
     Returns:
         Markdown made from the committed results of the cases and of the architectures.
@@ -60,12 +65,12 @@ def cases() -> str:
     return (
         f"{summary(about['cases'])}\nError: of the clipped sum against one-sample autograd in float64, the largest of "
         "four strategies. Move: by how much leaving one sample out moves the sum, over the bound. Each case, and how "
-        "its parameters were handled: [cases.md](benchmarks/results/cases.md).\n"
+        "its parameters were handled: [cases.md](repo:benchmarks/results/cases.md).\n"
     )
 
 
 def architectures() -> str:
-    """What the README says of known architectures.
+    """What is said of known architectures.
 
     Returns:
         A sentence made from the committed results.
@@ -84,38 +89,63 @@ def architectures() -> str:
         f"Of {len(rows)} architectures (transformers, vision, audio, multimodal, mixtures of experts, state-space and "
         f"linear-attention models), built small with random weights, {len(exact)} are clipped exactly as they are and "
         f"{len(refused)} are refused by name. Opacus is exact (to {OTHERS:g}) on {opacus[0]} (hooks) and {opacus[1]} "
-        f"(ghost) of the {compared} where both were run: [architectures.md](benchmarks/results/architectures.md).\n"
+        f"(ghost) of the {compared} where both were run: "
+        "[architectures.md](repo:benchmarks/results/architectures.md).\n"
     )
 
 
 _OPACUS = ("hooks", "ghost")
-BLOCKS: dict[str, Callable[[], str]] = {"benchmarks": measured, "cases": cases, "architectures": architectures}
 
 
-def rewritten(text: str) -> str:
+def short() -> str:
+    """The README's few figures.
+
+    Returns:
+        A table and a picture.
+    """
+    path = RESULTS / REPORTS[0]
+    if not path.exists():
+        return "No run is committed yet: `python -m benchmarks` makes one.\n"
+    source = path.with_suffix(".md").relative_to(ROOT).as_posix()
+    return (
+        f"{short_table(json.loads(path.read_text(encoding='utf-8')))}\n![time and memory]({PICTURES}/{HEADLINE})\n\n"
+        f"Four modes of Opacus, torch.func, BackPACK and JAX, with the machine: [{path.stem}.md]({SOURCES}/{source}).\n"
+    )
+
+
+# By page: what stands between which marks.
+PAGES: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"headline": short},
+    "docs/start/memory-and-speed.md": {"benchmarks": measured},
+    "docs/use/supported.md": {"cases": cases, "architectures": architectures},
+}
+
+
+def rewritten(page: str, text: str) -> str:
     """Put each block between its marks.
 
     Args:
-        text: The README.
+        page: The page's path from the top.
+        text: The page.
 
     Returns:
-        The README with the blocks of now.
+        The page with the blocks of now.
 
     Raises:
-        ValueError: If the README does not hold all marks.
+        ValueError: If the page does not hold all marks.
     """
-    for name, block in BLOCKS.items():
+    for name, block in PAGES[page].items():
         first, last = BEGIN.format(name=name), END.format(name=name)
         before, begin, rest = text.partition(first)
         _, end, after = rest.partition(last)
         if not (begin and end):
-            raise ValueError(f"{README.name} lacks the line {first!r} or {last!r}")
+            raise ValueError(f"{page} lacks the line {first!r} or {last!r}")
         text = f"{before}{first}\n\n{block()}\n{last}{after}"
     return text
 
 
 def main() -> int:
-    """Rewrite the README, or compare.
+    """Rewrite the pages, or compare.
 
     Returns:
         The exit status: 1 if `--check` found a difference.
@@ -123,12 +153,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing, exit with 1 if something would change")
     options = parser.parse_args()
-    text = README.read_text(encoding="utf-8")
-    new = rewritten(text)
-    if options.check:
-        return int(new != text)
-    README.write_text(new, encoding="utf-8")
-    return 0
+    differ = False
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        new = rewritten(page, text)
+        differ = differ or new != text
+        if not options.check:
+            (ROOT / page).write_text(new, encoding="utf-8")
+    if not options.check and (RESULTS / REPORTS[0]).exists():
+        short_plot(json.loads((RESULTS / REPORTS[0]).read_text(encoding="utf-8")), ROOT / HEADLINE)
+    return int(options.check and differ)
 
 
 if __name__ == "__main__":

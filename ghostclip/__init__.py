@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ghostclip.accounting import get_noise_multiplier
     from ghostclip.clipper import GhostClipper
-    from ghostclip.data import BatchMemoryManager, DeclaredSampling, DPDataLoader
+    from ghostclip.data import BatchMemoryManager, DeclaredSampling, DPDataLoader, PhysicalBatches
     from ghostclip.engine import PrivacyEngine
     from ghostclip.facade import GradSampleModule
     from ghostclip.optim import DPOptimizer
     from ghostclip.rules import register_rule
+    from ghostclip.validation.check import check
     from ghostclip.validation.fixers import ModuleValidator
     from ghostclip.validation.inspection.inspect import inspect_model
+    from ghostclip.validation.physical_batch import find_physical_batch
     from ghostclip.validation.validate import validate
 
 __version__ = "0.1.0"
@@ -30,7 +32,10 @@ __all__ = [
     "GhostClipper",
     "GradSampleModule",
     "ModuleValidator",
+    "PhysicalBatches",
     "PrivacyEngine",
+    "check",
+    "find_physical_batch",
     "get_noise_multiplier",
     "inspect_model",
     "register_rule",
@@ -46,7 +51,10 @@ _HOME_OF = {
     "GhostClipper": "ghostclip.clipper",
     "GradSampleModule": "ghostclip.facade",
     "ModuleValidator": "ghostclip.validation.fixers",
+    "PhysicalBatches": "ghostclip.data",
     "PrivacyEngine": "ghostclip.engine",
+    "check": "ghostclip.validation.check",
+    "find_physical_batch": "ghostclip.validation.physical_batch",
     "get_noise_multiplier": "ghostclip.accounting",
     "inspect_model": "ghostclip.validation.inspection.inspect",
     "register_rule": "ghostclip.rules",

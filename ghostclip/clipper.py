@@ -198,10 +198,10 @@ class GhostClipper(Diagnostics):
                     ill_conditioned_B = total.refine(found, index_D)
                     break
                 total = found
-                doubtful_B = total.doubtful_B()
-            if doubtful_B is None:
+                imprecise_B = total.imprecise_B()
+            if imprecise_B is None:
                 break
-            index_D = doubtful_B.nonzero().squeeze(1)
+            index_D = imprecise_B.nonzero().squeeze(1)
         weights = self._decisions.weights(total, self._forward_of(norms), scale, ill_conditioned_B)
         expected = norms.seen if same_uses else None
         sums = SumPass(self._store, weights, repeats=repeats, expected=expected, several=norms.several)

@@ -21,6 +21,7 @@ from ghostclip.accounting import (
     delta_too_large,
 )
 from ghostclip.assembly.clipping_options import ClippingOptions
+from ghostclip.assembly.prepared import Prepared
 from ghostclip.assembly.private import (
     Private,
     PrivateWithCriterion,
@@ -193,7 +194,8 @@ class PrivacyEngine:
             noise_level=self.noise_level,
             grad_sample_mode=grad_sample_mode,
         )
-        sampling = self._sampled(data_loader, poisson_sampling=poisson_sampling)
+        given = Prepared.of(optimizer, data_loader)
+        sampling = self._sampled(given.data_loader, poisson_sampling=poisson_sampling)
         options = ClippingOptions(
             clipping=clipping,
             max_grad_norm=max_grad_norm,
@@ -203,10 +205,10 @@ class PrivacyEngine:
             min_clipbound=min_clipbound,
             unclipped_num_std=unclipped_num_std,
         )
-        return self._assemble(
+        private = self._assemble(
             Request(
                 module=module,
-                optimizer=optimizer,
+                optimizer=given.optimizer,
                 criterion=criterion,
                 sampling=sampling,
                 noise_multiplier=noise_multiplier,
@@ -220,6 +222,7 @@ class PrivacyEngine:
             ),
             budget,
         )
+        return given.around(private)
 
     def make_private_with_epsilon(  # noqa: PLR0913 - Opacus's arguments
         self,
@@ -299,7 +302,8 @@ class PrivacyEngine:
             noise_level=self.noise_level,
             grad_sample_mode=grad_sample_mode,
         )
-        sampling = self._sampled(data_loader, poisson_sampling=poisson_sampling)
+        given = Prepared.of(optimizer, data_loader)
+        sampling = self._sampled(given.data_loader, poisson_sampling=poisson_sampling)
         budget = Budget(target_epsilon, target_delta, when_spent=when_spent)
         self._warn_of(target_delta, sampling)
         noise_multiplier = self._account.noise_for(
@@ -314,10 +318,10 @@ class PrivacyEngine:
             min_clipbound=min_clipbound,
             unclipped_num_std=unclipped_num_std,
         )
-        return self._assemble(
+        private = self._assemble(
             Request(
                 module=module,
-                optimizer=optimizer,
+                optimizer=given.optimizer,
                 criterion=criterion,
                 sampling=sampling,
                 noise_multiplier=noise_multiplier,
@@ -331,6 +335,7 @@ class PrivacyEngine:
             ),
             budget,
         )
+        return given.around(private)
 
     @property
     def secure_mode(self) -> bool:

@@ -69,5 +69,10 @@ def token_losses(
         reduction="none",
         label_smoothing=label_smoothing,
     )
-    sums_B = losses_N.view(labels.shape).sum(1)
-    return sums_B if reduction == "sum" else sums_B / (labels != ignore_index).sum(1).clamp(min=1)
+    losses_BT = losses_N.view(labels.shape)
+    counted_BT = labels != ignore_index
+    if reduction == "sum" or counted_BT.shape[1] == 1:
+        return losses_BT.sum(1)
+    # Weights, and no quotient: of a batch of one sample, a divisor with one entry could be anybody's count.
+    shares_BT = counted_BT.to(losses_BT.dtype) / counted_BT.sum(1, keepdim=True).clamp(min=1)
+    return (losses_BT * shares_BT).sum(1)

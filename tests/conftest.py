@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,7 @@ QUICK_SHARE = {
     "accounting/test_edges.py": 3,
     "audit/test_loops.py": 3,
     "cli/test_inspect.py": 3,
+    "integrations/test_rows.py": 6,
     "data/test_one_owner.py": 3,
     "optim/test_no_way_to_a_sum.py": 3,
 }
@@ -99,6 +101,16 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def _seeded() -> None:
     """Each test starts from the same state of torch's global generator, whatever ran before it."""
     torch.manual_seed(20_24)
+
+
+@pytest.fixture(autouse=True)
+def _without_an_accelerator() -> Iterator[None]:
+    """The state of accelerate is one for the whole process: what a test set up does not outlive it."""
+    yield
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
 
 
 @pytest.fixture

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ghostclip import GhostClipper
+from ghostclip import GhostClipper, PhysicalBatches
 from ghostclip.optim import DPOptimizer
 
 # Frames between a loop and torch's backward that are nobody's wish: torch's methods, and the engine's look at losses.
@@ -23,7 +23,8 @@ class Passes:
 
     A pass is a call of `loss.backward()`, `torch.autograd.backward` or the clipper's `backward`; what the engine runs
     inside of these, or to check something, is none. `zero_grad()` throws passes away. A step that only accumulates ends
-    a physical batch, and each record is in one of them: of these the one with the most passes counts.
+    a physical batch, and each record is in one of them: of these the one with the most passes counts, as it does of the
+    parts of a batch that `PhysicalBatches` runs. What is of one number reaches no model and is no pass.
     """
 
     def __init__(self) -> None:
@@ -45,6 +46,7 @@ class Passes:
         places: list[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = [
             (torch.autograd, "backward", self._backward),
             (GhostClipper, "backward", self._whole_backward),
+            (PhysicalBatches, "run", self._run_in_parts),
             (DPOptimizer, "step", self._step),
             (DPOptimizer, "zero_grad", self._zero_grad),
             (nn.Module, "zero_grad", self._zero_grad),
@@ -61,7 +63,7 @@ class Passes:
     def _backward(self, own: Callable[..., Any]) -> Callable[..., Any]:
         # Without functools.wraps: the engine takes what it finds for its own where the attributes are its own.
         def backward(*args: Any, **options: Any) -> Any:
-            if self._depth == 0 and not _asker().startswith("ghostclip."):
+            if self._depth == 0 and not _is_of_a_number(args) and not _asker().startswith("ghostclip."):
                 self._now += 1
             with self._inside():
                 return own(*args, **options)
@@ -76,6 +78,24 @@ class Passes:
                 return own(*args, **options)
 
         return backward
+
+    def _run_in_parts(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def run(parts: Any, batch: Any, work: Callable[[Any], Any]) -> Any:
+            before = most = self._now
+
+            def counted(part: Any) -> Any:
+                nonlocal most
+                self._now = before
+                result = work(part)
+                most = max(most, self._now)
+                return result
+
+            found = own(parts, batch, counted)
+            self._now = most
+            return found
+
+        return run
 
     def _step(self, own: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(own)
@@ -102,6 +122,20 @@ class Passes:
             yield
         finally:
             self._depth -= 1
+
+
+def _is_of_a_number(args: Sequence[Any]) -> bool:
+    """Whether a backward is of one number, or of what was made of it by arithmetic: it reaches no model."""
+    loss = args[0] if args else None
+    if not isinstance(loss, torch.Tensor):
+        return False
+    node = loss.grad_fn
+    while node is not None and node.name() in ("DivBackward0", "MulBackward0"):
+        following = [found for found, _ in node.next_functions if found is not None]
+        node = following[0] if len(following) == 1 else None
+        if node is None:
+            return False
+    return loss.is_leaf if node is None else getattr(node, "variable", torch.ones(1)).dim() == 0
 
 
 def _asker() -> str:

@@ -115,7 +115,8 @@ def accelerator_prepares_first(world: World) -> None:
 
     accelerator = Accelerator(cpu=True)
     model, optimizer = _bare(world)
-    prepared = accelerator.prepare(model, optimizer, world.loader())
+    # accelerate deals batches out to processes: the loader's batch size is that of one.
+    prepared = accelerator.prepare(model, optimizer, world.loader(batch_size=BATCH // 2))
     _train(*world.private(*prepared), accelerator.backward)
 
 

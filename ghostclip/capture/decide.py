@@ -115,7 +115,8 @@ def _consuming(
         maps, order = row_maps(captured.rows, tuple(captured.rows.shape[: captured.num_batch_dims]), known, forward)
         orders.append(order)
         if maps:
-            return ByRule(operation.name, targets, captured, maps, known, operation.run_plain), orders
+            rows, saved = captured.rows, captured.saved
+            return ByRule(operation.name, targets, captured, rows, saved, maps, known, operation.run_plain), orders
         if known < 0 and not operation.is_in_graph:
             # The samples' number stands on an axis that cannot hold samples: a constant.
             return Derive(operation), orders
@@ -289,11 +290,9 @@ class DecisionCache:
                 positional[place] = tracked.origin.value
             else:
                 named[place] = tracked.origin.value
-        plan, form = kept.plan, kept.plan.captured
-        captured = Captured(
-            (rows,) if kept.saves else (), rows, form.num_batch_dims, form.factors, form.form, form.order
-        )
-        return ByRule(plan.name, plan.targets, captured, maps, known, lambda: func(*positional, **named), site)
+        plan, saved = kept.plan, (rows,) if kept.saves else ()
+        call = partial(func, *positional, **named)
+        return ByRule(plan.name, plan.targets, plan.captured, rows, saved, maps, known, call, site)
 
     def put(self, operation: Operation, plan: ByRule, use: ParamUse) -> None:
         """Keep a decision, if it follows from the form of the arguments.
@@ -303,7 +302,7 @@ class DecisionCache:
             plan: What was decided.
             use: The use that it has in this forward.
         """
-        forward, captured = use.forward, plan.captured
+        forward = use.forward
         if forward.batch_size < 2 or in_backward() or not _is_of_form(operation, plan):
             # With one sample every axis may hold it: what is met then says nothing about more.
             return
@@ -316,9 +315,9 @@ class DecisionCache:
                 self._kept.clear()
             arguments: list[tuple[Any, Any]] = [*enumerate(operation.args), *operation.kwargs.items()]
             tracked = [(place, item) for place, item in arguments if isinstance(item, TrackedTensor)]
-            rows = next(place for place, item in arguments if item is captured.rows)
+            rows = next(place for place, item in arguments if item is plan.rows)
             own = key_of(operation.tracked, operation.name)
-            kept = _Kept(_without_data(plan), entry[0], own, tracked, rows, bool(captured.saved))
+            kept = _Kept(_without_data(plan), entry[0], own, tracked, rows, bool(plan.saved))
             self._kept[key] = kept
         numbers = forward.visits["call", kept.key], forward.visits[kept.key]
         kept.calls[numbers] = use.site, plan.known
@@ -329,7 +328,7 @@ _NOTHING: Final = torch.empty(0)
 
 def _without_data(plan: ByRule) -> ByRule:
     captured = replace(plan.captured, saved=(), rows=_NOTHING)
-    return ByRule(plan.name, plan.targets, captured, [], plan.known, _NOTHING.clone)
+    return ByRule(plan.name, plan.targets, captured, _NOTHING, (), [], plan.known, _NOTHING.clone)
 
 
 def _maps_as_ever(rows: Tensor, known: int, num_batch_dims: int, forward: ForwardContext) -> list[RowMap]:
@@ -342,13 +341,13 @@ def _maps_as_ever(rows: Tensor, known: int, num_batch_dims: int, forward: Forwar
 
 def _is_of_form(operation: Operation, plan: ByRule) -> bool:
     """Return whether a plan follows from the form of its arguments alone."""
-    rows = plan.captured.rows
+    rows = plan.rows
     if not follows_from_form(operation.name) or plan.maps[0].kind == "gathered":
         return False
     # Rows that a rule has turned (products, tracked inputs) are another object; what it captures follows sizes.
     if len(operation.plain) != 1 or operation.plain[0] is not rows:
         return False
-    return all(saved is rows for saved in plan.captured.saved) and not any(t.origin.func for t in operation.tracked)
+    return all(saved is rows for saved in plan.saved) and not any(t.origin.func for t in operation.tracked)
 
 
 def _form_of_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

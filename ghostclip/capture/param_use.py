@@ -219,17 +219,18 @@ def register(use: ParamUse) -> None:
     Args:
         use: The use.
     """
-    forward, again = use.forward, in_backward()
-    if not again:
-        # What checkpointing runs again in a backward is no further use: counting it would keep its factors waiting.
+    forward = use.forward
+    if in_backward():
+        # The other kind of checkpointing recomputes under hooks of its own, and what it registers then is dropped.
+        sites = forward.around.sites
+        sites.reentrant = sites.reentrant or not under_checkpoint()
+    else:
+        # What is run again in a backward is no further use: counting it would keep its factors waiting.
         for tracked in use.targets.values():
             for name in tracked.origin.leaves:
                 forward.use_counts[name] += 1
         _note_size(use)
     forward.checkpointed = forward.checkpointed or under_checkpoint()
-    # The other kind recomputes under hooks of its own, and what it registers then is dropped.
-    sites = forward.around.sites
-    sites.reentrant = sites.reentrant or (again and not under_checkpoint())
     forward.unproven = forward.unproven or not use.site.proven
 
 

@@ -89,16 +89,18 @@ class Inside(Plan):
         return self.call()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class ByRule(Plan):
     """A registered rule: factors are formed from the saved input and the gradient.
 
     Attributes:
         name: The operation's name.
         targets: The tracked arguments by the rule's names.
-        captured: What the rule made of it.
+        captured: What the rule made of it; of a plan that is used again, made of another call.
+        rows: The data that it consumes them with.
+        saved: What the backward will want back.
         maps: How rows may map to samples, the preferred one first.
-        known: The axis of its rows that holds samples, as far as it is known.
+        known: The axis of the rows that holds samples, as far as it is known.
         call: Runs it on detached parameters.
         site: Its call site, where that was looked up before.
     """
@@ -106,6 +108,8 @@ class ByRule(Plan):
     name: str
     targets: dict[str, TrackedTensor]
     captured: Captured
+    rows: Tensor
+    saved: tuple[Tensor, ...]
     maps: list[RowMap]
     known: int
     call: Callable[[], Tensor]
@@ -120,16 +124,15 @@ class ByRule(Plan):
         Returns:
             The use.
         """
-        captured, maps = self.captured, self.maps
-        site = self.site
+        captured, rows, maps, site = self.captured, self.rows, self.maps, self.site
         if site is None:
             site = site_of(forward, self.targets.values(), self.name, captured.form, maps[0].gathering)
-        sizes = tuple(captured.rows.shape[: captured.num_batch_dims])
+        sizes = tuple(rows.shape[: captured.num_batch_dims])
         use = ParamUse(
             site, forward, self.targets, captured.factors, captured.num_batch_dims, maps, batch_dim_sizes=sizes
         )
-        use.behind = captured.rows.grad_fn
-        use.wants_input_gradient = wants_gradient([captured.rows], forward)
+        use.behind = rows.grad_fn
+        use.wants_input_gradient = rows.requires_grad or forward.around.rows.samples_of(rows) is not None
         return use
 
     def carry_out(self, use: ParamUse) -> Tensor:
@@ -141,8 +144,7 @@ class ByRule(Plan):
         Returns:
             What the function returns, in the graph.
         """
-        captured = self.captured
-        return carry_out(use, self.call, rows=captured.rows, saved=captured.saved, order=captured.order)
+        return carry_out(use, self.call, rows=self.rows, saved=self.saved, order=self.captured.order)
 
     def run(self, forward: ForwardContext) -> Tensor:
         """Run it with a new use."""
@@ -235,7 +237,8 @@ def wants_gradient(data: Sequence[Tensor], forward: ForwardContext) -> bool:
     Returns:
         Whether any of them is.
     """
-    return any(tensor.requires_grad or forward.around.rows.samples_of(tensor) is not None for tensor in data)
+    rows = forward.around.rows
+    return any(tensor.requires_grad or rows.samples_of(tensor) is not None for tensor in data)
 
 
 def _entered(

@@ -55,11 +55,12 @@ def order_of_rows(tensor: Tensor, axis: int, forward: ForwardContext) -> RowOrde
     """
     if tensor.requires_grad:
         found = origin_of_rows(tensor, axis, forward.batch_size, forward.batch_axis)
-        return RowOrder(None if found is None else found.to(tensor.device), unknown=False, in_graph=True)
+        return IN_ORDER if found is None else RowOrder(found.to(tensor.device), unknown=False, in_graph=True)
     found = forward.around.rows.samples_of(tensor)
-    known = found is None or (found is not UNKNOWN_ORDER and axis == 0 and found.numel() == tensor.shape[0])
-    samples = found.to(tensor.device) if known and found is not None else None
-    return RowOrder(samples, unknown=not known, in_graph=False)
+    if found is None:
+        return IN_ORDER
+    known = found is not UNKNOWN_ORDER and axis == 0 and found.numel() == tensor.shape[0]
+    return RowOrder(found.to(tensor.device) if known else None, unknown=not known, in_graph=False)
 
 
 def row_maps(rows: Tensor, sizes: Sequence[int], known: int, forward: ForwardContext) -> tuple[list[RowMap], RowOrder]:

@@ -4,20 +4,25 @@ Shape letters: B samples, K factors.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
 
 from ghostclip.factors import Factor, Placed, SquaredNorm, inner
-from ghostclip.factors.base import Terms, rounded_up_, terms_side_by_side
+from ghostclip.factors.base import Terms, terms_side_by_side
 from ghostclip.factors.stacked import sum_tensors
 from ghostclip.kernels.bounds import (
     CROSS_ROUNDINGS,
     SUM_ROUNDINGS,
+    Product,
+    Unfinished,
+    finished,
+    product_norms,
     raised,
     root_of_squares,
+    rounded_up_,
     sum_of_squares,
     sum_rounding,
     unit_roundoff,
@@ -42,22 +47,29 @@ class NormSum:
         self._errors: list[Tensor] = []
         self._terms: list[Terms] = []
         self._blocks: list[Tensor] = []
+        self._unfinished: list[Unfinished] = []
+        self._products: list[Product] = []
         self._root_B: Tensor | None = None
         self._found: SquaredNorm | None = None
         self._settled: tuple[Tensor, Tensor] | None = None
 
-    def add(self, norm: SquaredNorm) -> None:
-        """Add one factor's squared norms.
+    def add(self, norm: SquaredNorm | Unfinished | Product) -> None:
+        """Add one factor's squared norms, or what they are worked out from when the sum is asked for.
 
         Args:
-            norm: Squared norms, which must not change afterwards.
+            norm: What must not change afterwards.
         """
         self._root_B = self._found = None
-        self._values.append(norm.value_B)
-        if norm.error_B is not None:
-            self._errors.append(norm.error_B)
-        if norm.terms is not None:
-            self._terms.append(norm.terms)
+        if isinstance(norm, Unfinished):
+            self._unfinished.append(norm)
+        elif isinstance(norm, Product):
+            self._products.append(norm)
+        else:
+            self._values.append(norm.value_B)
+            if norm.error_B is not None:
+                self._errors.append(norm.error_B)
+            if norm.terms is not None:
+                self._terms.append(norm.terms)
 
     def add_blocks(self, norms: Sequence[Tensor]) -> None:
         """Add the squares of norms that need no error bound.
@@ -68,8 +80,26 @@ class NormSum:
         self._root_B = self._found = None
         self._blocks += norms
 
+    def _finish(self) -> None:
+        """Work out the errors of squares that were added without."""
+        for found in _of_kinds(self._unfinished, lambda one: one.kind):
+            bounded = finished(found)
+            self._values += [one.value_N for one in found]
+            self._errors.append(bounded.error_N.sum(0))
+            mass_B = torch.linalg.vector_norm(bounded.mass_N, dim=0)
+            self._terms.append(Terms(mass_B, bounded.scale_N.sum(0), found[0].a_NT.shape[1]))
+        self._unfinished = []
+
+    def _multiply(self) -> None:
+        """Work out the norms of products."""
+        for found in _of_kinds(self._products, lambda one: (one.g_N1.device, one.g_N1.dtype, one.a_NK[0].dtype)):
+            self._blocks += product_norms(found)
+        self._products = []
+
     def total(self) -> SquaredNorm | None:
         """Return the sum of squares and of error bounds, that of the clipped sum among them; None before the first."""
+        self._finish()
+        self._multiply()
         if self._blocks:
             self._values.append(sum_of_squares(_together(self._blocks, self._blocks[0].device)))
             self._blocks = []
@@ -117,7 +147,8 @@ class NormSum:
         Returns:
             Shape ``(B,)``, rounded up; None where squares or error bounds were added as well.
         """
-        if self._root_B is None and self._blocks and not self._values:
+        if self._root_B is None and not (self._values or self._unfinished) and (self._blocks or self._products):
+            self._multiply()
             self._root_B = rounded_up_(root_of_squares(_together(self._blocks, self._blocks[0].device)))
         return self._root_B
 
@@ -130,14 +161,25 @@ class NormSum:
             norm_B = rounded_up_(_at_most_B(total).sqrt())
         return self.with_settled(norm_B)
 
-    def doubtful_B(self) -> Tensor:
+    def imprecise_B(self) -> Tensor:
         """Return which samples' norms are not finite, or may have been changed by more than the tolerance."""
         total = self.total()
         assert total is not None
-        doubtful_B = ~(total.value_B < _most(total.value_B.dtype))
+        imprecise_B = ~(total.value_B < _most(total.value_B.dtype))
         if total.error_B is not None:
-            doubtful_B |= ~(total.error_B <= TOLERANCE[total.value_B.dtype] * total.value_B)
-        return doubtful_B
+            imprecise_B |= ~(total.error_B <= TOLERANCE[total.value_B.dtype] * total.value_B)
+        return imprecise_B
+
+
+_T = TypeVar("_T")
+
+
+def _of_kinds(found: Sequence[_T], kind: Callable[[_T], object]) -> Collection[list[_T]]:
+    """Return what can be worked out in one go, together."""
+    alike: defaultdict[object, list[_T]] = defaultdict(list)
+    for one in found:
+        alike[kind(one)].append(one)
+    return alike.values()
 
 
 def _sum(parts: list[Tensor], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
@@ -183,12 +225,12 @@ class GroupNorms:
         self.largest: float | None = None
         self.sums = [NormSum() for _ in range(1 + max(group_of.values(), default=0))]
 
-    def add(self, name: str, norm: SquaredNorm) -> None:
+    def add(self, name: str, norm: SquaredNorm | Unfinished | Product) -> None:
         """Add the squared norms of one factor of a parameter.
 
         Args:
             name: The parameter's name.
-            norm: Its squared norms.
+            norm: Its squared norms, or what they are worked out from.
         """
         self._changed()
         self.sums[self.group_of.get(name, 0)].add(norm)
@@ -200,9 +242,10 @@ class GroupNorms:
             name: The parameter's name.
             factor: Its per-sample gradients through one use.
         """
-        norms = factor.block_norms()
+        norm = factor.unfinished()
+        norms = factor.block_norms() if norm is None else None
         if norms is None:
-            self.add(name, factor.sqnorm())
+            self.add(name, factor.sqnorm() if norm is None else norm)
         else:
             self._changed()
             self.sums[self.group_of.get(name, 0)].add_blocks(norms)
@@ -281,7 +324,7 @@ class GroupNorms:
             alike[norm.value_B.device, norm.value_B.dtype][number] = norm
         return alike.values()
 
-    def doubtful_B(self) -> Tensor | None:
+    def imprecise_B(self) -> Tensor | None:
         """Return which samples' norms must be computed in float64, in some group; None when there are none.
 
         Where squares of float32 are beyond it, those of float64 are not; what then is not finite never was.
@@ -302,10 +345,10 @@ class GroupNorms:
         self.finite = len(alike) > 0 and all(_certain(list(found.values())) for found in alike)
         if self.finite:
             return None
-        doubtful_B: Tensor | None = None
-        for more_B in (total.doubtful_B() for total in self.sums if total.total() is not None):
-            doubtful_B = more_B if doubtful_B is None else doubtful_B | more_B.to(doubtful_B.device)
-        return None if doubtful_B is None or not bool(doubtful_B.any()) else doubtful_B
+        imprecise_B: Tensor | None = None
+        for more_B in (total.imprecise_B() for total in self.sums if total.total() is not None):
+            imprecise_B = more_B if imprecise_B is None else imprecise_B | more_B.to(imprecise_B.device)
+        return None if imprecise_B is None or not bool(imprecise_B.any()) else imprecise_B
 
 
 def _at_most_B(norm: SquaredNorm) -> Tensor:

@@ -179,9 +179,9 @@ class BookKeeping(Pass):
             crossed = cross_terms(factors)
             if crossed is not None:
                 self.total.add(name, crossed)
-        doubtful_B = self.total.doubtful_B()
-        if doubtful_B is not None:
-            index_D = doubtful_B.nonzero().squeeze(1)
+        imprecise_B = self.total.imprecise_B()
+        if imprecise_B is not None:
+            index_D = imprecise_B.nonzero().squeeze(1)
             exact = exact_norms(self.factors, self.total.group_of, index_D)
             self.ill_conditioned_B = self.total.refine(exact, index_D)
         return self.total

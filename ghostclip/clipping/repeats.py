@@ -72,7 +72,7 @@ class Repeats:
             return
         values = [_some(tensor) for tensor in tensors_of(factor)]
         if self._is_first:
-            self._first[number] = values
+            self._first[number] = [value.clone() for value in values]
             return
         before = self._first.get(number, [])
         if [kept.shape for kept in before] != [kept.shape for kept in values]:
@@ -80,7 +80,7 @@ class Repeats:
             return
         for was, now in zip(before, values, strict=True):
             if was.device.type != "cpu" or not torch.equal(was, now):
-                self._pairs.append((was, now))
+                self._pairs.append((was, now.clone()))
                 self._names.append(name)
 
     def require(self) -> None:
@@ -104,12 +104,12 @@ class Repeats:
 
 
 def _some(tensor: Tensor) -> Tensor:
-    """Return values of a tensor, evenly spread, of all rows of its leading axis; in float64 whole numbers too."""
+    """Return a view of a tensor's values, evenly spread, of all rows of its leading axis; whole numbers in float64."""
     most = _VALUES if tensor.dim() <= 2 else _VALUES_EACH
     for axis, size in enumerate(tensor.shape[1:], start=1):
         if size > most:
             tensor = tensor[(slice(None),) * axis + (slice(None, None, -(-size // most)),)]
-    return tensor.clone() if tensor.is_floating_point() else tensor.double()
+    return tensor if tensor.is_floating_point() else tensor.double()
 
 
 def _differ(was: Tensor, now: Tensor) -> Tensor:

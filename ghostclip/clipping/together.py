@@ -21,6 +21,7 @@ from ghostclip.clipping.norms import GroupNorms
 from ghostclip.errors import TamperedGradientError
 from ghostclip.factors import Outer, SquaredNorm, planner
 from ghostclip.factors.base import end_to_end
+from ghostclip.kernels.bounds import Unfinished, samples_joined
 from ghostclip.kernels.gram import CACHED
 
 # What putting an element beside others costs, and what calling the functions of a Gram costs, in FLOPs.
@@ -128,16 +129,22 @@ def _explain(waiting: _Waiting, flops: int, readers: int) -> None:
             waiting.use.site.statistics[key] = replace(arrived, products=(product,))
 
 
-def _joint(input_NTI: Tensor, others: Sequence[Tensor]) -> SquaredNorm:
+def _joint(input_NTI: Tensor, others: Sequence[Tensor]) -> SquaredNorm | Unfinished:
     """Return the sum of the layers' squared norms, their other tensors side by side for a few samples at a time."""
     positions, inputs = input_NTI.shape[1:]
     outputs = sum(other_NTO.shape[2] for other_NTO in others)
     # In the processor's cache, as the Gram reads them.
     cached = CACHED * torch.get_num_threads() if input_NTI.device.type == "cpu" else planner.WORKSPACE_ELEMENTS
     at_once = max(1, min(planner.WORKSPACE_ELEMENTS, cached) // (positions * (inputs + outputs)))
-    parts = []
+    parts: list[SquaredNorm] = []
+    sums: list[Unfinished] = []
     for start in range(0, max(1, input_NTI.shape[0]), at_once):
         piece = slice(start, start + at_once)
         other_NTO = torch.cat([other_NTO[piece] for other_NTO in others], 2)
-        parts.append(Outer(input_NTI[piece], other_NTO, shape=(outputs, inputs)).gram_sqnorm())
-    return end_to_end(parts)
+        outer = Outer(input_NTI[piece], other_NTO, shape=(outputs, inputs))
+        found = outer.gram_sums()
+        if found is None:
+            parts.append(outer.gram_sqnorm())
+        else:
+            sums.append(found)
+    return end_to_end(parts) if parts else samples_joined(sums)

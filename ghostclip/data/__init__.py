@@ -1,14 +1,15 @@
 """Sampling of records, its meaning to an accountant, and the way of the records to the model.
 
 `PrivateSampler` draws what a scheme (`Poisson`, `FullBatch`, `Shuffled`, `UserPoisson`) says and carries its event;
-`DPDataLoader` hands the draws out, empty ones included; `BatchMemoryManager` cuts them into physical batches that fit
-in memory; `DeclaredSampling` states what a user samples.
+`DPDataLoader` hands the draws out, empty ones included; `BatchMemoryManager` and `PhysicalBatches` cut them into
+physical batches that fit in memory; `DeclaredSampling` states what a user samples.
 """
 
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.data.declared import DeclaredSampling
 from ghostclip.data.empty_batch import EmptyBatchCollate
 from ghostclip.data.loader import DPDataLoader
+from ghostclip.data.physical_batches import PhysicalBatches
 from ghostclip.data.sampler import PoissonSampler, PrivateSampler
 from ghostclip.data.schemes import FullBatch, Poisson, SamplingScheme, Shuffled
 from ghostclip.data.users import UserDataset, UserPoisson
@@ -19,6 +20,7 @@ __all__ = [
     "DeclaredSampling",
     "EmptyBatchCollate",
     "FullBatch",
+    "PhysicalBatches",
     "Poisson",
     "PoissonSampler",
     "PrivateSampler",

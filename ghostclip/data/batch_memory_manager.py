@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -12,70 +10,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from ghostclip import _validate
-from ghostclip.data.memory import PeakMemory, available_bytes
-from ghostclip.data.physical_batch_size import (
-    DEFAULT_SHARE,
-    BatchSizeSearch,
-    find_max_physical_batch_size,
-    memory_limit,
-)
-from ghostclip.data.physical_loader import FixedSize, PhysicalBatchLoader, SizePolicy
+from ghostclip.data.physical_batch_size import find_max_physical_batch_size
+from ghostclip.data.physical_loader import PhysicalBatchLoader
+from ghostclip.data.size_policies import FixedSize, SizePolicy, largest_batch, learned_size
 from ghostclip.errors import InvalidOptionError
 from ghostclip.optim import DPOptimizer, release_of
-
-_log = logging.getLogger(__name__)
-
-# A Poisson batch exceeds its mean by more than this many standard deviations about once in 10^9 draws.
-_DEVIATIONS = 6.0
-
-
-class _LearnedSize:
-    """A physical batch size that grows from one sample while the real training steps are measured.
-
-    Args:
-        search: Decides the next size.
-        device: Where the steps run.
-    """
-
-    def __init__(self, search: BatchSizeSearch, device: torch.device) -> None:
-        self._search = search
-        self._meter = PeakMemory(device)
-        self._measuring = False
-        self._warned = False
-
-    @property
-    def size(self) -> int:
-        """The largest physical batch that the measurements so far allow."""
-        return self._search.size
-
-    def before(self) -> None:
-        """Begin to measure, unless the size is settled."""
-        self._measuring = not self._search.settled
-        if self._measuring:
-            self._meter.start()
-
-    def after(self, size: int) -> None:
-        """Learn from the batch that was processed.
-
-        Args:
-            size: Its number of samples.
-        """
-        if self._measuring and size > 0:
-            self._search.record(size, self._meter.stop())
-            if self._search.settled:
-                _log.info("physical batch size settled at %d", self._search.size)
-            elif self._search.nothing_fits and not self._warned:
-                self._warned = True
-                _log.warning("one sample at a time already exceeds memory_budget; continuing with one")
-
-    def failed(self, size: int) -> None:
-        """Learn that a size does not fit.
-
-        Args:
-            size: Its number of samples.
-        """
-        self._measuring = False
-        self._search.record_failure(size)
 
 
 class BatchMemoryManager:
@@ -89,12 +28,13 @@ class BatchMemoryManager:
         released.
 
     With `max_physical_batch_size="auto"`:
+
     - given `trial_step`, sizes are tried before the loop (`find_max_physical_batch_size`); its gradients are dropped;
     - without it, the first real physical batches are measured: they start at one sample and grow while the budget
       allows, so nothing is computed twice. On CUDA that never provokes an out-of-memory error to recover from, so the
       budget is a share of the free memory there too.
 
-    A batch that runs out of memory all the same is tried again in parts if the loop lets the loader run it:
+    A batch that runs out of memory all the same is tried again in parts if the loop lets the loader run it::
 
         with BatchMemoryManager(...) as loader:
             for batch in loader:
@@ -192,14 +132,10 @@ class BatchMemoryManager:
         if isinstance(self.max_physical_batch_size, int):
             return FixedSize(self.max_physical_batch_size)
         device = self.optimizer.params[0].device
-        expected = self._expected_batch_size()
-        upper = math.ceil(expected + _DEVIATIONS * math.sqrt(expected))
+        upper = largest_batch(self._expected_batch_size())
         if self._trial_step is not None:
             return FixedSize(self._rehearse(self._trial_step, upper, device))
-        budget = self._memory_budget
-        if budget is None and device.type == "cuda":
-            budget = int(DEFAULT_SHARE * (available_bytes(device) or 0))
-        return _LearnedSize(BatchSizeSearch(upper=upper, limit=memory_limit(device, budget)), device)
+        return learned_size(upper=upper, memory_budget=self._memory_budget, device=device)
 
     def _rehearse(self, trial_step: Callable[[int], object], upper: int, device: torch.device) -> int:
         """Find the size with the user's trial step.

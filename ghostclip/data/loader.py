@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from ghostclip._validate import fraction, positive_int
 from ghostclip.accounting.events import SamplingEvent
 from ghostclip.data.accepted import checked_batch_size, dataset_length, record_sampler
+from ghostclip.data.dealt import TakenAsItIs
 from ghostclip.data.empty_batch import EmptyBatchCollate
 from ghostclip.data.resumed import started
 from ghostclip.data.sampler import PrivateSampler, share_sampler
@@ -24,7 +25,7 @@ from ghostclip.errors import DataError, InvalidOptionError
 logger = logging.getLogger(__name__)
 
 
-class DPDataLoader(DataLoader):
+class DPDataLoader(TakenAsItIs, DataLoader):
     """Loader in which every record joins every batch independently with probability `sample_rate`, or as a scheme says.
 
     Everything else (workers, pinned memory, collate function) is torch's. A batch without records is delivered too,
@@ -39,6 +40,7 @@ class DPDataLoader(DataLoader):
         sample_rate: q, the probability with which a record joins a batch.
         stop_when: Asked before each batch is handed out; True ends the pass (a privacy budget is spent).
         batch_sampler: The `PrivateSampler`.
+        device: Where batches are moved; None leaves them where they are.
 
     Args:
         dataset: Map-style data set with a length.
@@ -128,6 +130,8 @@ class DPDataLoader(DataLoader):
             pin_memory_device=pin_memory_device,
             generator=generator,
         )
+        # A loader made anew around the sampler would not tell which draws it hands out.
+        self.take_as_it_is(rank=sampler.rank, replicas=sampler.num_replicas)
 
     @property
     def expected_batch_size(self) -> float:
@@ -215,7 +219,7 @@ class DPDataLoader(DataLoader):
                     return
                 sampler.mark_delivered()
                 sampler.draws.show(batch)
-                yield batch
+                yield self.placed(batch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sampler's key and how many batches were delivered (not: prefetched).

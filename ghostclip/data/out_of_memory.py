@@ -1,15 +1,18 @@
-"""Out of memory in the middle of a logical batch: the same samples again, in smaller parts, each counted once."""
+"""Forward and backward of a batch in parts; where memory runs out, again in smaller ones, each sample counted once."""
 
 from __future__ import annotations
 
 import gc
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from ghostclip.data.size_policies import SizePolicy
 from ghostclip.errors import DataError
+from ghostclip.evidence.dependence import batch_axis_of
 from ghostclip.optim import DPOptimizer
 
 _log = logging.getLogger(__name__)
@@ -32,73 +35,114 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def run_in_parts(
-    optimizer: DPOptimizer, batch: Any, size: int, work: Callable[[Any], Any], failed: Callable[[int], None]
+    optimizer: DPOptimizer, batch: Any, size: int, work: Callable[[Any], Any], policy: SizePolicy
 ) -> list[Any]:
-    """Run forward and backward on a physical batch, on halves of it where memory runs out.
+    """Run forward and backward on a batch, in parts as small as memory asks for.
 
-    Before each attempt the state of the sums is kept, and put back if the attempt fails, wherever it failed: a sample
-    is in the sum once or not at all. Parts share no sample, so that together they count as one pass.
+    Where memory runs out, wherever that is, the sums are put back as they were before the batch and all of it is run
+    again in smaller parts: a sample is in the sum once or not at all. Parts share no sample, so that together they
+    count as one pass.
 
     Args:
         optimizer: The private optimizer.
         batch: What the loader handed out.
         size: Its number of samples.
         work: Runs forward and backward on a part of the batch.
-        failed: Is told the size of each part that did not fit.
+        policy: How large a part may be.
 
     Returns:
-        What `work` returned, part by part.
+        What `work` returned, part by part, of the run that succeeded.
 
     Raises:
         DataError: If the batch cannot be split.
 
     Cost:
-        While other sums of the same logical batch exist, a copy of them in the memory of the CPU.
+        Where other sums of the same logical batch exist, a copy of them in the memory of the CPU.
     """
     clipper = optimizer.clipper
     passes = clipper.backward_passes
+    savepoint = clipper.savepoint()
+    done = 0
     results: list[Any] = []
-    waiting = [(batch, size)]
-    while waiting:
-        part, count = waiting.pop(0)
-        fits, result = _attempt(optimizer, part, count, work)
+    while done < size or not results:
+        count = _next_part(size - done, policy.size)
+        part = batch if count == size else rows_of(batch, size, slice(done, done + count), axis=clipper.axis)
+        policy.before()
+        fits, result = _attempt(part, work, again=count > 1, undo=savepoint.restore)
         if fits:
+            policy.after(count)
+            done += count
             results.append(result)
             continue
-        failed(count)
-        _log.warning("a physical batch did not fit in memory; it is run again in two parts")
+        policy.failed(count)
+        _log.warning("%d samples at once did not fit in memory; the batch is run again in smaller parts", count)
+        done, results = 0, []
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        half = (count + 1) // 2
-        waiting[:0] = [
-            (rows_of(part, count, slice(0, half)), half),
-            (rows_of(part, count, slice(half, count)), count - half),
-        ]
     clipper.merge_passes(since=passes)
     return results
 
 
-def _attempt(optimizer: DPOptimizer, part: Any, count: int, work: Callable[[Any], Any]) -> tuple[bool, Any]:
-    """Run a part; on success return its result, otherwise leave the sums as they were."""
-    savepoint = optimizer.clipper.savepoint()
+def _next_part(left: int, most: int) -> int:
+    """Return the size of the next of nearly equal parts.
+
+    Args:
+        left: Samples that are left.
+        most: The largest part.
+
+    Returns:
+        Samples.
+    """
+    return math.ceil(left / max(1, math.ceil(left / most)))
+
+
+def _attempt(part: Any, work: Callable[[Any], Any], *, again: bool, undo: Callable[[], None]) -> tuple[bool, Any]:
+    """Run a part.
+
+    Args:
+        part: Some samples.
+        work: Runs forward and backward on them.
+        again: Whether fewer of them may be tried where memory runs out.
+        undo: Puts the sums back as they were.
+
+    Returns:
+        True and its result, or False where memory ran out.
+    """
     try:
         return True, work(part)
     except BaseException as error:
-        savepoint.restore()
-        if count <= 1 or not is_out_of_memory(error):
+        undo()
+        if not again or not is_out_of_memory(error):
             raise
     # Outside of the handler: the traceback kept the attempt's tensors alive until here.
     return False, None
 
 
-def rows_of(batch: Any, size: int, rows: slice) -> Any:
+def count_rows(batch: Any, *, axis: int = 0) -> int | None:
+    """Return the number of samples of a batch, which its first tensor tells.
+
+    Args:
+        batch: Tensors, in tuples, lists and mappings of any depth.
+        axis: Where its samples lie.
+
+    Returns:
+        The number; None where there is no tensor with axes.
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[axis if axis < batch.dim() else 0] if batch.dim() else None
+    items = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    return next((found for found in (count_rows(item, axis=axis) for item in items) if found is not None), None)
+
+
+def rows_of(batch: Any, size: int, rows: slice, *, axis: int = 0) -> Any:
     """Return some samples of a batch: of its tensors the rows, of lists with one entry a sample the entries.
 
     Args:
         batch: Tensors, in tuples, lists and mappings of any depth; anything else is kept as it is.
         size: Its number of samples.
         rows: Which samples.
+        axis: Where its samples lie; axis 0 in tensors that have no such axis of that size.
 
     Returns:
         A batch of the same structure.
@@ -110,10 +154,11 @@ def rows_of(batch: Any, size: int, rows: slice) -> Any:
 
     def pick(item: Any) -> Any:
         if isinstance(item, torch.Tensor):
-            if item.dim() == 0 or item.shape[0] != size:
+            place = batch_axis_of(item, batch_size=size, axis=axis)
+            if place is None:
                 return item
             found.append(True)
-            return item[rows]
+            return item[rows] if place == 0 else item.narrow(place, rows.start, rows.stop - rows.start)
         if isinstance(item, Mapping):
             picked = {key: pick(value) for key, value in item.items()}
             return picked if type(item) is dict else type(item)(picked)  # type: ignore[call-arg]
@@ -125,8 +170,8 @@ def rows_of(batch: Any, size: int, rows: slice) -> Any:
     picked = pick(batch)
     if not found:
         raise DataError(
-            f"a batch of {size} samples did not fit in memory and cannot be split: no tensor in it has {size} rows. "
-            "Use a smaller max_physical_batch_size."
+            f"a batch of {size} samples is to be run in parts and cannot be split: no tensor in it has {size} rows. "
+            "Use a max_physical_batch_size that takes it whole."
         )
     return picked
 

@@ -10,67 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from ghostclip.data.dealt import TakenAsItIs
 from ghostclip.data.out_of_memory import run_in_parts
 from ghostclip.data.resumed import started
 from ghostclip.data.sampler import PrivateSampler
+from ghostclip.data.size_policies import SizePolicy
 from ghostclip.data.workers import worker_options
 from ghostclip.errors import DataError, MissingGradientError
 from ghostclip.optim import BatchToken, DPOptimizer
 from ghostclip.optim.draws import DrawLog
-
-
-class SizePolicy(Protocol):
-    """Decides how large a physical batch may be."""
-
-    @property
-    def size(self) -> int:
-        """The largest physical batch to hand out now."""
-
-    def before(self) -> None:
-        """A physical batch is about to be processed."""
-
-    def after(self, size: int) -> None:
-        """A physical batch was processed.
-
-        Args:
-            size: Its number of samples.
-        """
-
-    def failed(self, size: int) -> None:
-        """A physical batch did not fit in memory.
-
-        Args:
-            size: Its number of samples.
-        """
-
-
-class FixedSize:
-    """A physical batch size that was given or found before the loop.
-
-    Args:
-        size: The largest physical batch.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def before(self) -> None:
-        """Nothing to measure."""
-
-    def after(self, size: int) -> None:
-        """Nothing to learn."""
-
-    def failed(self, size: int) -> None:
-        """Hand out batches of half that size from now on.
-
-        Args:
-            size: Number of samples that did not fit.
-        """
-        self.size = min(self.size, max(1, size // 2))
 
 
 class Chunk(NamedTuple):
@@ -160,7 +112,7 @@ class _TokenCollate:
         return fetched.token, self._collate_fn(fetched.samples)
 
 
-class PhysicalBatchLoader(DataLoader[Any]):
+class PhysicalBatchLoader(TakenAsItIs, DataLoader[Any]):
     """Iterates over physical batches and tells the optimizer which of them complete a logical batch.
 
     A loop that is left early (`break`, an exception) leaves nothing behind: what was accumulated of its unfinished
@@ -191,6 +143,10 @@ class PhysicalBatchLoader(DataLoader[Any]):
             generator=loader.generator,
             **worker_options(loader),
         )
+        # Each batch comes with a token, which no framework knows how to hand on.
+        sampler = self._logical_batches
+        self.take_as_it_is(rank=getattr(sampler, "rank", 0), replicas=getattr(sampler, "num_replicas", 1))
+        self.device = getattr(loader, "device", None)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._optimizer.discard_pending()
@@ -205,7 +161,7 @@ class PhysicalBatchLoader(DataLoader[Any]):
                     return
                 self._optimizer.begin_physical_batch(token)
                 self._policy.before()
-                yield batch
+                yield self.placed(batch)
                 self._policy.after(token.size)
             self._optimizer.require_released()
         finally:
@@ -231,7 +187,7 @@ class PhysicalBatchLoader(DataLoader[Any]):
         token = self._optimizer.current_token
         if token is None:
             raise MissingGradientError("run(): no batch of this loader is being processed; call it inside the loop.")
-        return run_in_parts(self._optimizer, batch, token.size, work, self._policy.failed)
+        return run_in_parts(self._optimizer, batch, token.size, work, self._policy)
 
     def _delivered(self, start: Callable[[], Iterator[tuple[BatchToken, Any]]]) -> Iterator[tuple[BatchToken, Any]]:
         """Tell a private sampler which logical batches were handed out, so that a checkpoint knows where to resume."""

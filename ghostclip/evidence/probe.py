@@ -95,7 +95,7 @@ class Probe:
 
         Raises:
             SampleMixingError: Rows of other samples received a gradient under every row map.
-            BatchAxisError: The same where the sizes left only a doubtful row map.
+            BatchAxisError: The same where the sizes left only an uncertain row map.
         """
         if not self.failures:
             return

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ghostclip.kernels.bounds import block_norms, sum_of_squares
+from ghostclip.kernels.bounds import Product, Unfinished, block_norms, sum_of_squares
 
 
 class Terms(NamedTuple):
@@ -65,6 +65,14 @@ class Factor(ABC):
 
         Returns:
             Norms, each of shape ``(B, K)``; None where the squared norm is not made of such.
+        """
+        return None
+
+    def unfinished(self) -> Unfinished | Product | None:
+        """Return squared norms whose errors are cheaper to work out for many parameters together.
+
+        Returns:
+            Those of `sqnorm`, in one slot a sample; None where its errors are worked out otherwise.
         """
         return None
 
@@ -167,18 +175,6 @@ def where_kept(keep_B: Tensor, tensor: Tensor) -> Tensor:
 def no_error(value_B: Tensor) -> SquaredNorm:
     """Return a squared norm whose rounding is covered by the relative margin of the clip factor alone."""
     return SquaredNorm(value_B, None)
-
-
-def rounded_up_(norms: Tensor) -> Tensor:
-    """Make norms larger in place, by more than their rounding.
-
-    Args:
-        norms: float32 or float64, any shape.
-
-    Returns:
-        The tensor itself.
-    """
-    return norms.add_(norms, alpha=8 * torch.finfo(norms.dtype).eps)
 
 
 def square_sums(flat_BP: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ from ghostclip.factors.base import (
     Terms,
     doubled,
     no_error,
-    rounded_up_,
     rows_of,
     to_accumulation,
     where_kept,
@@ -26,12 +25,13 @@ from ghostclip.factors.contraction import contraction
 from ghostclip.factors.dense import Dense
 from ghostclip.kernels.bounds import (
     Bounded,
+    Product,
+    Unfinished,
     block_norms,
     masses,
     position_norms,
-    root_of_squares,
+    product_norms,
     sum_of_squares,
-    vanished,
 )
 
 
@@ -82,12 +82,23 @@ class Outer(Factor):
         """Return norms of blocks of the gradients: at one position products of those of input and output gradient."""
         if self.a_NTI.shape[0] == 0 or self.a_NTI.shape[1] != 1:
             return None
-        # One position meets no other: nothing cancels. Two norms may both be low, and the margin is that of one.
-        a_NK = block_norms(to_accumulation(self.a_NTI.flatten(1)))
-        g_N1 = position_norms(self.g_NTO)
-        norms = [rounded_up_(part_NK * g_N1) for part_NK in a_NK]
-        norms.append(vanished(root_of_squares(a_NK).unsqueeze(1), g_N1, *self.sizes[1:]))
-        return [norm_NK.view(self.batch_size, -1) for norm_NK in norms]
+        return [norm_NK.reshape(self.batch_size, -1) for norm_NK in product_norms([self._product()])]
+
+    def _product(self) -> Product:
+        # One position meets no other: nothing cancels.
+        return Product(block_norms(to_accumulation(self.a_NTI.flatten(1))), position_norms(self.g_NTO), self.sizes[1:])
+
+    def unfinished(self) -> Unfinished | Product | None:
+        """Return the norms of both factors at one position, a Gram's sums at more where that is the cheaper form."""
+        if self.slots > 1 or self.a_NTI.shape[0] == 0:
+            return None
+        if self.a_NTI.shape[1] == 1:
+            return self._product()
+        return self.gram_sums() if planner.prefers_gram(*self.sizes) else None
+
+    def gram_sums(self) -> Unfinished | None:
+        """Return what `gram_sqnorm` is worked out from; None where a kernel works it out."""
+        return kernels.gram_sums(self.a_NTI, self.g_NTO, workspace=planner.WORKSPACE_ELEMENTS)
 
     def gram_sqnorm(self) -> SquaredNorm:
         """Return squared norms from ``sum_{s,t} (a_s·a_t)(g_s·g_t)``, upper triangle only, block by block.

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ghostclip.factors.base import Factor, SquaredNorm, Terms
 from ghostclip.factors.dense import Dense
+from ghostclip.kernels.bounds import Product, Unfinished
 
 
 class Permuted(Factor):
@@ -27,6 +28,10 @@ class Permuted(Factor):
     def sqnorm(self) -> SquaredNorm:
         """Return the inner factor's squared norms: an order of axes changes none."""
         return self.inner.sqnorm()
+
+    def unfinished(self) -> Unfinished | Product | None:
+        """Return the squared norms of the inner factor."""
+        return self.inner.unfinished()
 
     def block_norms(self) -> list[Tensor] | None:
         """Return the inner factor's norms."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ghostclip.factors.base import Factor, SquaredNorm, Terms
 from ghostclip.factors.dense import Dense
+from ghostclip.kernels.bounds import Product, Unfinished
 
 
 class Placed(Factor):
@@ -29,6 +30,10 @@ class Placed(Factor):
     def sqnorm(self) -> SquaredNorm:
         """Return the slice's squared norms: nothing lies outside it."""
         return self.inner.sqnorm()
+
+    def unfinished(self) -> Unfinished | Product | None:
+        """Return the squared norms of the inner factor."""
+        return self.inner.unfinished()
 
     def block_norms(self) -> list[Tensor] | None:
         """Return the inner factor's norms."""

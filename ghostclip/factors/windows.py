@@ -4,7 +4,7 @@ Shape letters: B samples, K rows of a sample (frames), S groups, N = B·S, C cha
 rows), I inputs of a group times the kernel, O outputs of a group.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Final
 
@@ -27,15 +27,15 @@ from ghostclip.factors.base import (
 )
 from ghostclip.factors.convolution import Geometry
 from ghostclip.factors.dense import Dense
-from ghostclip.factors.kernel_gradients import KernelGradients
+from ghostclip.factors.kernel_gradients import KernelGradients, unfolded_channels_last
 from ghostclip.factors.outer import Outer
 from ghostclip.factors.permuted import Permuted
 from ghostclip.kernels.bounds import (
-    Bounded,
-    drift,
-    gram_error,
+    Unfinished,
+    finished_one,
     masses,
     raised,
+    samples_joined,
     sum_rounding,
     unit_roundoff,
 )
@@ -128,33 +128,55 @@ class Windows(Outer):
     def block_norms(self) -> None:
         """Return None: norms are formed from windows or pixels, of many positions."""
 
+    def unfinished(self) -> Unfinished | None:
+        """Return squared norms in the cheapest form, where one group's fit the workspace."""
+        if self.slots > 1 or self.sizes[0] <= 1 or self.x_BKC.numel() == 0 or self.g_BKO.numel() == 0:
+            return None
+        form = self.norm_plan()[0]
+        if form == _INSTANTIATE:
+            return self._formed_sums()
+        if form == _PIXELS:
+            return self._pixel_sums()
+        return self._by_windows().gram_sums() if self.batch_size <= self._at_once() else None
+
     def pixel_sqnorm(self) -> SquaredNorm:
         """Return squared norms from dot products of pixels and of output gradients; only for a stride of 1.
 
         Returns:
             Squared norms of at least zero, shape ``(B,)``, with the error bound of a Gram.
         """
-        entries = max(self.x_BKC.shape[1] * prod(self.x_BKC.shape[3:]), self.sizes[0]) ** 2
-        return self._in_parts(Windows._by_pixels, planner.chunk_of_samples(2 * self.slots * entries))
+        return self._summed(finished_one(self._pixel_sums()))
 
-    def _by_pixels(self) -> SquaredNorm:
+    def _pixel_sums(self) -> Unfinished:
+        entries = max(self.x_BKC.shape[1] * prod(self.x_BKC.shape[3:]), self.sizes[0]) ** 2
+        chunk = planner.chunk_of_samples(2 * self.slots * entries)
+        return samples_joined([part._by_pixels() for part in self._in_parts(chunk)])
+
+    def _by_pixels(self) -> Unfinished:
         _, inputs, outputs = self.sizes
         a_NTT = self.geometry.window_gram(to_accumulation(self.x_BKC), self.g_BKO.shape[3:])
         g_NOT = self.geometry.by_group(to_accumulation(self.g_BKO))
         g_NTT = torch.bmm(g_NOT.mT, g_NOT)
-        a_NT, g_NT = self._position_norms()
-        formed_KNT = torch.stack([gram_NTT.diagonal(dim1=1, dim2=2) for gram_NTT in (a_NTT, g_NTT)])
-        drift_N = drift(formed_KNT, torch.stack([a_NT, g_NT]))
-        measured = masses(a_NT, g_NT, inputs, outputs)
+        square_KNT = torch.stack([gram_NTT.diagonal(dim1=1, dim2=2) for gram_NTT in (a_NTT, g_NTT)])
         value_N = g_NTT.mul_(a_NTT).sum((1, 2))
-        error_N = gram_error(g_NTT.abs_().sum((1, 2)), drift_N, measured, inputs + outputs)
-        return self._summed(Bounded(value_N, error_N, measured.mass_N, measured.scale_N))
+        absolute_N = g_NTT.abs_().sum((1, 2))
+        return Unfinished(value_N, *self._position_norms(), (inputs, outputs), absolute_N, square_KNT)
 
     def gram_sqnorm(self) -> SquaredNorm:
         """Return squared norms from a Gram of windows, unfolded a few samples at a time."""
+        found = [part._by_windows().gram_sqnorm() for part in self._in_parts(self._at_once())]
+        return found[0] if len(found) == 1 else end_to_end(found)
+
+    def _at_once(self) -> int:
         positions, inputs, _ = self.sizes
-        chunk = planner.chunk_of_samples(self.slots * positions * inputs)
-        return self._in_parts(lambda part: part.unfolded().gram_sqnorm(), chunk)
+        return planner.chunk_of_samples(self.slots * positions * inputs)
+
+    def _by_windows(self) -> Outer:
+        # A norm does not depend on the order of a window's entries, and this one is the quickest to copy.
+        windows = unfolded_channels_last(self.geometry, self.x_BKC, self.g_BKO.shape[3:])
+        positions, inputs, _ = self.sizes
+        a_NTI = windows.reshape(self.batch_size * self.slots, positions, inputs)
+        return Outer(a_NTI, self.g_NTO, shape=self.shape, slots=self.slots)
 
     def instantiated_sqnorm(self) -> SquaredNorm:
         """Return squared norms of the gradients, formed a few samples at a time.
@@ -162,15 +184,23 @@ class Windows(Outer):
         Returns:
             Squared norms, shape ``(B,)``, with the error bound of a gradient that is formed twice.
         """
-        x_BKC, g_BKO = to_accumulation(self.x_BKC), to_accumulation(self.g_BKO)
-        value_B = x_BKC.new_zeros(self.batch_size)
-        for piece, grads in KernelGradients(x_BKC, g_BKO, self.geometry).pieces():
-            value_B[piece] = square_sums(grads)
+        if self.sizes[0] <= 1 or self.x_BKC.numel() == 0:
+            return no_error(self._formed_squares())
+        if self.slots == 1:
+            return self._summed(finished_one(self._formed_sums()))
         terms = self.terms()
-        if terms is None:
-            return no_error(value_B)
+        assert terms is not None
+        value_B = self._formed_squares()
         delta_B = sum_rounding(torch.zeros_like(value_B), terms.scale_B, unit_roundoff(value_B.dtype))
         return SquaredNorm(value_B, raised(value_B, delta_B), terms)
+
+    def _formed_sums(self) -> Unfinished:
+        return Unfinished(self._formed_squares(), *self._position_norms(), self.sizes[1:])
+
+    def _formed_squares(self) -> Tensor:
+        x_BKC, g_BKO = to_accumulation(self.x_BKC), to_accumulation(self.g_BKO)
+        found = [square_sums(grads) for _, grads in KernelGradients(x_BKC, g_BKO, self.geometry).pieces()]
+        return torch.cat(found) if found else x_BKC.new_zeros(0)
 
     def terms(self) -> Terms | None:
         """Return the positions' outer products; None where there is one position, or none."""
@@ -256,10 +286,11 @@ class Windows(Outer):
         """Return how many tensor elements the factor keeps alive."""
         return self.x_BKC.numel() + self.g_BKO.numel()
 
-    def _in_parts(self, norm: "Callable[[Windows], SquaredNorm]", chunk: int) -> SquaredNorm:
-        """Put together the norms of a few samples at a time."""
-        found = [
-            norm(Windows(self.x_BKC[start : start + chunk], self.g_BKO[start : start + chunk], self.geometry))
+    def _in_parts(self, chunk: int) -> "list[Windows]":
+        """Return the factors of a few samples at a time."""
+        if chunk >= self.batch_size:
+            return [self]
+        return [
+            Windows(self.x_BKC[start : start + chunk], self.g_BKO[start : start + chunk], self.geometry)
             for start in range(0, self.batch_size, chunk)
         ]
-        return found[0] if len(found) == 1 else end_to_end(found)

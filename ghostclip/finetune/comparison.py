@@ -16,8 +16,8 @@ from functools import partial
 import torch
 from torch import nn
 
+from ghostclip.data.tensor_memory import peak_bytes
 from ghostclip.finetune.losses import losses_for, precision
-from ghostclip.finetune.memory import peak_bytes
 from ghostclip.finetune.options import FinetuneOptions
 from ghostclip.finetune.steps import StepMeasures, adamw, dummy_passages, vocabulary_of
 

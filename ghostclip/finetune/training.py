@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import ghostclip
-from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.data.physical_batch_size import find_max_physical_batch_size
+from ghostclip.data.physical_batches import PhysicalBatches
+from ghostclip.data.size_policies import largest_batch
+from ghostclip.data.tensor_memory import peak_bytes
 from ghostclip.errors import FixedSeedWarning
 from ghostclip.finetune.checkpoint import ResumePoint
 from ghostclip.finetune.interrupts import StopRequest
 from ghostclip.finetune.losses import losses_for, precision
-from ghostclip.finetune.memory import peak_bytes
 from ghostclip.finetune.prepare import Prepared
 from ghostclip.finetune.privacy import ACCOUNTANT
 from ghostclip.finetune.steps import (
@@ -167,28 +168,21 @@ class PrivateTraining:
         if not self._unfinished(stop):
             return
         physical = self.options.physical_batch_size or self._find_physical_batch()
-        self.measures.physical_batch = physical
-        manager = BatchMemoryManager(
-            data_loader=self.loader, max_physical_batch_size=physical, optimizer=self.optimizer
-        )
-        with manager as batches:
-            self._step_began = time.perf_counter()
-            while self._unfinished(stop):
-                for ids_BT, marks_B2 in batches:
-                    self._physical_batch(ids_BT, marks_B2)
-                    if self.optimizer.last_step_was_virtual:
-                        continue
-                    self._finish_step()
-                    on_step()
-                    self._step_began = time.perf_counter()
-                    if not self._unfinished(stop):
-                        break
+        parts = PhysicalBatches(self.optimizer, max_physical_batch_size=physical)
+        self._step_began = time.perf_counter()
+        while self._unfinished(stop):
+            for ids_BT, marks_B2 in self.loader:
+                self._step(parts, ids_BT, marks_B2)
+                self.measures.physical_batch = parts.size
+                self._finish_step()
+                on_step()
+                self._step_began = time.perf_counter()
+                if not self._unfinished(stop):
+                    break
 
     def _find_physical_batch(self) -> int:
         """Find the largest physical batch that fits, or on a CPU the largest that still pays, with dummy passages."""
-        expected = self.mechanism.batch_size
-        # A Poisson batch exceeds its mean by six standard deviations about once in 10^9 draws.
-        upper = math.ceil(expected + 6.0 * math.sqrt(expected))
+        upper = largest_batch(self.mechanism.batch_size)
         budget = None
         if self.device.type == "cuda":
             budget = int(CUDA_SHARE * torch.cuda.mem_get_info(self.device)[0])
@@ -206,26 +200,31 @@ class PrivateTraining:
     def _unfinished(self, stop: StopRequest) -> bool:
         return self.state.step < self.mechanism.steps and not stop.requested
 
-    def _physical_batch(self, ids_BT: Tensor, marks_B2: Tensor) -> None:
+    def _step(self, parts: PhysicalBatches, ids_BT: Tensor, marks_B2: Tensor) -> None:
         rate = learning_rate_at(self.state.step, steps=self.mechanism.steps, peak=self.options.rate)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         if self._session_steps == UNTIMED_STEPS - 1:
-            peak = peak_bytes(lambda: self._forward_backward_step(ids_BT, marks_B2), self.device)
+            peak = peak_bytes(lambda: self._forward_backward_step(parts, ids_BT, marks_B2), self.device)
             self._peak = max(self._peak, peak or 0)
         else:
-            self._forward_backward_step(ids_BT, marks_B2)
+            self._forward_backward_step(parts, ids_BT, marks_B2)
 
-    def _forward_backward_step(self, ids_BT: Tensor, marks_B2: Tensor) -> None:
+    def _forward_backward_step(self, parts: PhysicalBatches, ids_BT: Tensor, marks_B2: Tensor) -> None:
         # A Poisson batch can be empty: then the step is one of noise only, which the optimizer takes by itself.
         if len(ids_BT) > 0:
-            with precision(self.device, self.options.dtype):
-                losses_B = self._losses(self.model, ids_BT.to(self.device), marks_B2.to(self.device))
-            self.optimizer.clipper.backward(losses_B)
-            self._loss_sum += float(losses_B.detach().sum())
+            for losses_B in parts.run((ids_BT, marks_B2), self._forward_backward):
+                self._loss_sum += float(losses_B.sum())
             self._step_samples += len(ids_BT)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+    def _forward_backward(self, part: tuple[Tensor, Tensor]) -> Tensor:
+        ids_BT, marks_B2 = part
+        with precision(self.device, self.options.dtype):
+            losses_B = self._losses(self.model, ids_BT.to(self.device), marks_B2.to(self.device))
+        self.optimizer.clipper.backward(losses_B)
+        return losses_B.detach()
 
     def _finish_step(self) -> None:
         loss = self._loss_sum / self._step_samples if self._step_samples else math.nan

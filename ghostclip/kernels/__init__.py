@@ -11,7 +11,7 @@ from typing import Final
 from ghostclip.kernels import affine, gram, noise, outer, rows
 from ghostclip.kernels.affine import NormAffine, layer_norm_affine, rms_norm_affine
 from ghostclip.kernels.bounds import Bounded
-from ghostclip.kernels.gram import WORKSPACE, gram_entries, gram_levels, symmetric_gram
+from ghostclip.kernels.gram import WORKSPACE, gram_entries, gram_levels, gram_sums, symmetric_gram
 from ghostclip.kernels.noise import add_noise_
 from ghostclip.kernels.outer import outer_square, weighted_sum
 from ghostclip.kernels.rows import row_square
@@ -36,6 +36,7 @@ __all__ = [
     "set_mode",
     "gram_entries",
     "gram_levels",
+    "gram_sums",
     "symmetric_gram",
     "using",
     "weighted_sum",

@@ -72,6 +72,139 @@ class Bounded(NamedTuple):
     scale_N: Tensor
 
 
+class Unfinished(NamedTuple):
+    """Squared norms of sums of outer products, and what their errors and the masses of their terms are worked out from.
+
+    That takes some thirty operations on a few numbers, which are the same thirty for many layers of one size.
+
+    Attributes:
+        value_N: Squared norms, shape ``(N,)``; a Gram sum that cancels may come out slightly negative.
+        a_NT: ``|a_t|``, shape ``(N, T)``.
+        g_NT: ``|g_t|``, same shape.
+        sizes: I and O.
+        absolute_N: ``Σ_{s,t} |(a_s·a_t)(g_s·g_t)|``, shape ``(N,)``; None where gradients were formed, not their Gram.
+        square_KNT: ``a_t·a_t`` and ``g_t·g_t`` as products left them, shape ``(2, N, T)``; None where no diagonal is
+            read.
+        drift: What is taken for the relative error of dot products where no diagonal is read.
+    """
+
+    value_N: Tensor
+    a_NT: Tensor
+    g_NT: Tensor
+    sizes: tuple[int, int]
+    absolute_N: Tensor | None = None
+    square_KNT: Tensor | None = None
+    drift: float | None = None
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What is equal for those that can be finished together."""
+        alike = self.a_NT.shape, self.a_NT.dtype, self.a_NT.device
+        return *alike, self.value_N.dtype, self.absolute_N is None, self.square_KNT is None, self.drift
+
+
+class Product(NamedTuple):
+    """Norms of one outer product a sample, in two factors.
+
+    Attributes:
+        a_NK: Norms of blocks of the layer inputs, shapes ``(N, K)``.
+        g_N1: Norms of the output gradients, shape ``(N, 1)``.
+        sizes: I and O.
+    """
+
+    a_NK: list[Tensor]
+    g_N1: Tensor
+    sizes: tuple[int, int]
+
+
+def product_norms(found: Sequence[Product]) -> list[Tensor]:
+    """Return norms whose squares add up to those of outer products that do not overlap.
+
+    Args:
+        found: One at least, all of one dtype and device; the largest of their sizes stand for those of each.
+
+    Returns:
+        Norms, each of shape ``(N, K)``: products of two norms, rounded up, for both may be low and the margin is that
+        of one; and what may have vanished, of all together.
+    """
+    inputs, outputs = (max(one.sizes[side] for one in found) for side in (0, 1))
+    a_NK, g_NK = _side_by_side([part for one in found for part in one.a_NK]), _side_by_side([one.g_N1 for one in found])
+    a_N1, g_N1 = (torch.linalg.vector_norm(norms_NK, dim=1, keepdim=True) for norms_NK in (a_NK, g_NK))
+    products = _side_by_side([part_NK * one.g_N1 for one in found for part_NK in one.a_NK])
+    return [rounded_up_(products), vanished(a_N1, g_N1, inputs, outputs)]
+
+
+def rounded_up_(norms: Tensor) -> Tensor:
+    """Make norms larger in place, by more than their rounding.
+
+    Args:
+        norms: float32 or float64, any shape.
+
+    Returns:
+        The tensor itself.
+    """
+    return norms.add_(norms, alpha=8 * torch.finfo(norms.dtype).eps)
+
+
+def finished(found: Sequence[Unfinished]) -> Bounded:
+    """Return squared norms with their errors, measured on the diagonals of both Gram matrices where there are such.
+
+    Args:
+        found: L of one kind, one at least; the largest of their sizes stand for those of each.
+
+    Returns:
+        Each of shape ``(L, N)``.
+    """
+    first = found[0]
+    inputs, outputs = (max(one.sizes[side] for one in found) for side in (0, 1))
+    norm_LKNT = torch.stack([x for one in found for x in (one.a_NT, one.g_NT)]).unflatten(0, (-1, 2))
+    measured = masses(norm_LKNT[:, 0], norm_LKNT[:, 1], inputs, outputs)
+    value_LN = torch.stack([one.value_N for one in found])
+    absolute = [one.absolute_N for one in found if one.absolute_N is not None]
+    if not absolute:
+        delta_LN = sum_rounding(measured.lost_N, measured.scale_N, unit_roundoff(value_LN.dtype))
+        return Bounded(value_LN, raised(value_LN, delta_LN), measured.mass_N, measured.scale_N)
+    squares = [one.square_KNT for one in found if one.square_KNT is not None]
+    drift_LN = drift(torch.stack(squares), norm_LKNT) if squares else first.drift
+    assert drift_LN is not None
+    error_LN = gram_error(torch.stack(absolute), drift_LN, measured, inputs + outputs)
+    return Bounded(value_LN, error_LN, measured.mass_N, measured.scale_N)
+
+
+def finished_one(found: Unfinished) -> Bounded:
+    """Return what `finished` does, of one.
+
+    Args:
+        found: The squared norms.
+
+    Returns:
+        Each of shape ``(N,)``.
+    """
+    return Bounded(*(part.squeeze(0) for part in finished([found])))
+
+
+def samples_joined(parts: Sequence[Unfinished]) -> Unfinished:
+    """Return the squared norms of all samples from those of a few at a time, all formed in one way.
+
+    Args:
+        parts: One at least.
+
+    Returns:
+        Their entries end to end.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    absolute = [part.absolute_N for part in parts if part.absolute_N is not None]
+    squares = [part.square_KNT for part in parts if part.square_KNT is not None]
+    return parts[0]._replace(
+        value_N=torch.cat([part.value_N for part in parts]),
+        a_NT=torch.cat([part.a_NT for part in parts]),
+        g_NT=torch.cat([part.g_NT for part in parts]),
+        absolute_N=torch.cat(absolute) if absolute else None,
+        square_KNT=torch.cat(squares, 1) if squares else None,
+    )
+
+
 def unit_roundoff(dtype: torch.dtype) -> float:
     """Return u, the largest relative error of one rounding: 2^-24 for float32, 2^-53 for float64."""
     return torch.finfo(dtype).eps / 2
@@ -100,22 +233,22 @@ def gram_error(absolute_N: Tensor, drift_N: Tensor | float, found: Masses, width
     return error_N.addcmul_(found.lost_N, found.lost_N)
 
 
-def drift(formed_KNT: Tensor, norm_KNT: Tensor) -> Tensor:
+def drift(formed_LKNT: Tensor, norm_LKNT: Tensor) -> Tensor:
     """Return the relative error of squared norms that matrix products formed, over a sample's positions.
 
     Args:
-        formed_KNT: ``x_t·x_t`` of each factor as products left it, shape ``(2, N, T)``.
-        norm_KNT: ``|x_t|``, formed in short sums, same shape.
+        formed_LKNT: ``x_t·x_t`` of each factor as products left it, shape ``(L, 2, N, T)``.
+        norm_LKNT: ``|x_t|``, formed in short sums, same shape.
 
     Returns:
         Root of the mean square over positions, each weighed by the norm of its outer product, added up over both
-        factors, shape ``(N,)``; zero where nothing weighs.
+        factors, shape ``(L, N)``; zero where nothing weighs.
     """
-    weight_NT = norm_KNT[0] * norm_KNT[1]
-    square_KNT = norm_KNT.square()
-    off_KN = torch.linalg.vector_norm((formed_KNT - square_KNT).mul_(weight_NT), dim=2)
-    whole_KN = torch.linalg.vector_norm(square_KNT.mul_(weight_NT), dim=2)
-    return off_KN.div_(whole_KN.clamp_(min=torch.finfo(whole_KN.dtype).tiny)).sum(0)
+    weight_LKNT = norm_LKNT.prod(1, keepdim=True)
+    square_LKNT = norm_LKNT.square()
+    off_LKN = torch.linalg.vector_norm((formed_LKNT - square_LKNT).mul_(weight_LKNT), dim=3)
+    whole_LKN = torch.linalg.vector_norm(square_LKNT.mul_(weight_LKNT), dim=3)
+    return off_LKN.div_(whole_LKN.clamp_(min=torch.finfo(whole_LKN.dtype).tiny)).sum(1)
 
 
 def sum_rounding(mass: Tensor, scale: Tensor, unit: float) -> Tensor:
@@ -165,7 +298,8 @@ def position_norms(x_NTF: Tensor) -> Tensor:
     x_NTF = _along_memory(x_NTF)
     if x_NTF.shape[2] <= (_BLOCK_IN_THREADS if x_NTF.is_cuda else _BLOCK):
         # Widened as they are read: no copy in float32 is made.
-        return torch.linalg.vector_norm(x_NTF, dim=2, dtype=torch.promote_types(x_NTF.dtype, torch.float32))
+        wide = None if x_NTF.dtype == torch.float32 else torch.promote_types(x_NTF.dtype, torch.float32)
+        return torch.linalg.vector_norm(x_NTF, dim=2, dtype=wide)
     return root_of_squares(block_norms(widened(x_NTF).flatten(0, 1))).view(x_NTF.shape[:2])
 
 
@@ -207,17 +341,17 @@ def masses(a_NT: Tensor, g_NT: Tensor, inputs: int, outputs: int) -> Masses:
     """Return what rounding of a sum of outer products is in proportion to.
 
     Args:
-        a_NT: ``|a_t|``, shape ``(N, T)``.
+        a_NT: ``|a_t|``, shape ``(..., N, T)``.
         g_NT: ``|g_t|``, same shape.
         inputs: I.
         outputs: O.
 
     Returns:
-        Three tensors of shape ``(N,)``.
+        Three tensors of shape ``(..., N)``.
     """
     product_NT = a_NT * g_NT
-    lost_N = vanished(a_NT.sum(1), g_NT.sum(1), inputs, outputs)
-    return Masses(product_NT.sum(1).add_(lost_N), product_NT.square_().sum(1), lost_N)
+    lost_N = vanished(a_NT.sum(-1), g_NT.sum(-1), inputs, outputs)
+    return Masses(product_NT.sum(-1).add_(lost_N), product_NT.square_().sum(-1), lost_N)
 
 
 def block_norms(flat_BP: Tensor) -> list[Tensor]:

@@ -15,11 +15,12 @@ from torch import Tensor
 from ghostclip.kernels.bounds import (
     UNSEEN_DRIFT,
     Bounded,
+    Unfinished,
     dots,
-    drift,
-    gram_error,
+    finished_one,
     masses,
     position_norms,
+    samples_joined,
     unit_roundoff,
     widened,
 )
@@ -121,23 +122,27 @@ class _Sums(NamedTuple):
     squares: Tensor | None = None
 
 
-class _Formed(NamedTuple):
-    """What the Gram matrices of some samples left, and what their diagonals are held against.
+def gram_sums(a_NTI: Tensor, g_NTO: Tensor, *, workspace: int = WORKSPACE) -> Unfinished | None:
+    """Return squared norms as `symmetric_gram` does, their errors to be worked out with those of other layers.
 
-    Attributes:
-        value_N: Sums of ``(a·a)(g·g)``.
-        absolute_N: Sums of their absolute values.
-        norm_KNT: ``|a_t|`` and ``|g_t|``, shape ``(2, N, T)``.
-        square_KNT: ``a_t·a_t`` and ``g_t·g_t`` as products left them; None where no diagonal was formed.
+    Args:
+        a_NTI: Layer inputs, shape ``(N, T, I)``, floating-point.
+        g_NTO: Gradients of the layer outputs, shape ``(N, T, O)``.
+        workspace: As for `symmetric_gram`.
+
+    Returns:
+        Squared norms, which may be slightly negative; None where a kernel forms them, or nothing is to be formed.
     """
-
-    value_N: Tensor
-    absolute_N: Tensor
-    norm_KNT: Tensor
-    square_KNT: Tensor | None
+    if a_NTI.shape[1] <= 1 or not len(a_NTI) or TWINS.pick(a_NTI, g_NTO, pays=is_half(a_NTI, g_NTO)) is not _naive:
+        return None
+    return _unfinished(a_NTI, g_NTO, workspace)
 
 
 def _naive(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Bounded:
+    return finished_one(_unfinished(a_NTI, g_NTO, workspace))
+
+
+def _unfinished(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Unfinished:
     samples, positions, inputs = a_NTI.shape
     outputs = g_NTO.shape[2]
     at_once = max(1, samples)
@@ -146,81 +151,67 @@ def _naive(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Bounded:
         at_once = max(1, min(workspace, cached) // max(1, positions * (inputs + outputs)))
     elif is_half(a_NTI, g_NTO):
         at_once = max(1, workspace // max(1, positions * (inputs + outputs)))
+    if at_once >= samples:
+        return _formed(widened(a_NTI), widened(g_NTO), workspace)
     found = [
         _formed(widened(a_NTI[start : start + at_once]), widened(g_NTO[start : start + at_once]), workspace)
-        for start in range(0, max(1, samples), at_once)
+        for start in range(0, samples, at_once)
     ]
-    return _bounded(found[0] if len(found) == 1 else _end_to_end(found), inputs, outputs)
+    return samples_joined(found)
 
 
-def _end_to_end(parts: Sequence[_Formed]) -> _Formed:
-    """Return what was formed of all samples from what was formed of a few at a time."""
-    value, absolute, norms, squares = zip(*parts, strict=True)
-    square_KNT = None if squares[0] is None else torch.cat(squares, 1)
-    return _Formed(torch.cat(value), torch.cat(absolute), torch.cat(norms, 1), square_KNT)
-
-
-def _bounded(formed: _Formed, inputs: int, outputs: int) -> Bounded:
-    """Return squared norms, their errors measured on the diagonals of both Gram matrices."""
-    norm_KNT, square_KNT = formed.norm_KNT, formed.square_KNT
-    drift_N: Tensor | float = UNSEEN_DRIFT * unit_roundoff(norm_KNT.dtype)
-    if square_KNT is not None and norm_KNT.dtype == torch.float32:
-        drift_N = drift(square_KNT, norm_KNT)
-    found = masses(norm_KNT[0], norm_KNT[1], inputs, outputs)
-    error_N = gram_error(formed.absolute_N, drift_N, found, inputs + outputs)
-    return Bounded(formed.value_N, error_N, found.mass_N, found.scale_N)
-
-
-def _formed(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> _Formed:
+def _formed(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Unfinished:
     """Return sums over the Gram matrices of samples that are read at a time."""
     if a_NTI.numel() + g_NTO.numel() <= workspace:
         a_NTI, g_NTO = a_NTI.contiguous(), g_NTO.contiguous()
     a_NT, g_NT = position_norms(a_NTI), position_norms(g_NTO)
     sums = _halved(a_NTI, g_NTO, workspace, a_NT, g_NT)
-    return _Formed(sums.value, sums.absolute, torch.stack([a_NT, g_NT]), sums.squares)
+    unseen = None if sums.squares is not None else UNSEEN_DRIFT * unit_roundoff(a_NT.dtype)
+    sizes = a_NTI.shape[2], g_NTO.shape[2]
+    return Unfinished(sums.value, a_NT, g_NT, sizes, sums.absolute, square_KNT=sums.squares, drift=unseen)
 
 
 def _halved(a_NTI: Tensor, g_NTO: Tensor, workspace: int, a_NT: Tensor, g_NT: Tensor) -> _Sums:
     """Return sums over the Gram matrices, ``(N,)``, and their diagonals, ``(2, N, T)``.
 
-    Where blocks on the diagonal are single entries, no product forms these: they are ``|a_t|²·|g_t|²``.
+    Where blocks on the diagonal are single entries, no product forms these: they are ``|a_t|²·|g_t|²``. Of float64
+    no diagonal is read, as nothing more precise shows how it was rounded.
     """
     samples, positions = a_NTI.shape[:2]
     levels = gram_levels(positions, a_NTI.shape[2] + g_NTO.shape[2])
     leaf = positions >> levels
     whole = leaf << levels
-    first = _front(a_NTI, g_NTO, whole, workspace)
+    seen = leaf > 1 and a_NT.dtype == torch.float32
+    first = (a_NTI, g_NTO) if whole == positions else _front(a_NTI, g_NTO, whole, workspace)
     above, on = [], []
     for level in range(levels):
-        half = whole >> (level + 1)
-        for a_MLI, g_MLO in _pieces(*first, 2 * half):
-            upper, lower = (a_MLI[:, :half], g_MLO[:, :half]), (a_MLI[:, half:], g_MLO[:, half:])
-            above.append(_products(upper, lower, workspace, unseen=leaf == 1))
+        for a_MLI, g_MLO in _pieces(*first, whole >> level):
+            upper, lower = zip(a_MLI.chunk(2, 1), g_MLO.chunk(2, 1), strict=True)
+            above.append(_products(upper, lower, workspace, samples, seen=seen))
     if leaf == 1:
-        square_NT = (a_NT * g_NT)[:, :whole].square()
-        on.append(_Sums(square_NT.flatten(), square_NT.flatten()))
+        square_N = (a_NT * g_NT)[:, :whole].square().sum(1)
+        on.append(_Sums(square_N, square_N.clone()))
     else:
-        on += [_products(block, block, workspace, diagonal=True) for block in _pieces(*first, leaf)]
+        on += [_products(block, block, workspace, samples, seen=seen, diagonal=seen) for block in _pieces(*first, leaf)]
     if whole < positions:
         last = a_NTI[:, whole:], g_NTO[:, whole:]
-        above.append(_products(last, first, workspace, unseen=leaf == 1))
-        on.append(_products(last, last, workspace, diagonal=leaf > 1, unseen=leaf == 1))
-    value, absolute, squares = zip(*on, strict=True)
-    value_N, absolute_N = _total(value, samples), _total(absolute, samples)
+        above.append(_products(last, first, workspace, samples, seen=seen))
+        on.append(_products(last, last, workspace, samples, seen=seen, diagonal=seen))
+    value_N, absolute_N = _total([part.value for part in on]), _total([part.absolute for part in on])
     if above:
-        value_N.add_(_total([part.value for part in above], samples), alpha=2)
-        absolute_N.add_(_total([part.absolute for part in above], samples), alpha=2)
-    if leaf == 1:
+        value_N.add_(_total([part.value for part in above]), alpha=2)
+        absolute_N.add_(_total([part.absolute for part in above]), alpha=2)
+    square_KNT = [part.squares.view(2, samples, -1) for part in on if part.squares is not None]
+    if not square_KNT:
         return _Sums(value_N, absolute_N)
-    square_KNT = [part.reshape(2, samples, -1) for part in squares]
     return _Sums(value_N, absolute_N, square_KNT[0] if len(square_KNT) == 1 else torch.cat(square_KNT, 2))
 
 
-def _total(parts: Sequence[Tensor], samples: int) -> Tensor:
-    """Return sums over all parts, each of shape ``(N·m,)``, sample-major."""
-    if len(parts) == 1:
-        return parts[0].view(samples, -1).sum(1)
-    return torch.cat([part.view(samples, -1) for part in parts], 1).sum(1)
+def _total(parts: list[Tensor]) -> Tensor:
+    """Return the sum of all parts, each of shape ``(N,)``."""
+    if len(parts) <= 2:
+        return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+    return torch.stack(parts).sum(0)
 
 
 def _front(a_NTI: Tensor, g_NTO: Tensor, whole: int, workspace: int) -> Factors:
@@ -241,26 +232,40 @@ def _pieces(a_NTI: Tensor, g_NTO: Tensor, size: int) -> Iterator[Factors]:
 
 
 def _products(
-    rows: Factors, columns: Factors, workspace: int, *, diagonal: bool = False, unseen: bool = False
+    rows: Factors, columns: Factors, workspace: int, samples: int, *, seen: bool, diagonal: bool = False
 ) -> _Sums:
-    """Return sums of ``(a·a)(g·g)`` over all pairs of a row and a column, ``(M,)``, and diagonals, ``(2, M, L)``."""
+    """Return sums of ``(a·a)(g·g)`` over all pairs of a row and a column, ``(N,)``, and diagonals, ``(2, M, L)``.
+
+    Args:
+        rows: Blocks of both factors, M of them, those of one sample side by side.
+        columns: Likewise.
+        workspace: Products that are formed at a time.
+        samples: N.
+        seen: Whether a diagonal shows how products are rounded; where none does, sums are short.
+        diagonal: Whether the diagonals are wanted.
+
+    Returns:
+        The sums.
+    """
     count, height = rows[0].shape[:2]
     width = columns[0].shape[1]
     at_once = max(1, workspace // (height * width))
     lines = height if at_once > 1 else max(1, min(height, workspace // width))
     if at_once >= count and lines == height:
-        return _product(rows, columns, offset=0, diagonal=diagonal, unseen=unseen)
+        return _product(rows, columns, samples, seen=seen, offset=0 if diagonal else None)
     found = []
     for first in range(0, count, at_once):
         piece = slice(first, first + at_once)
         right = columns[0][piece], columns[1][piece]
+        blocks = len(right[0])
         left = [
-            _product(_lines(rows, piece, start, lines), right, offset=start, diagonal=diagonal, unseen=unseen)
+            _product(_lines(rows, piece, start, lines), right, blocks, seen=seen, offset=start if diagonal else None)
             for start in range(0, height, lines)
         ]
         found.append(left[0] if len(left) == 1 else _beside(left))
     value, absolute, squares = zip(*found, strict=True)
-    return _Sums(torch.cat(value), torch.cat(absolute), None if squares[0] is None else torch.cat(squares, 1))
+    value_N, absolute_N = (torch.cat(parts).view(samples, -1).sum(1) for parts in (value, absolute))
+    return _Sums(value_N, absolute_N, None if squares[0] is None else torch.cat(squares, 1))
 
 
 def _lines(rows: Factors, piece: slice, start: int, lines: int) -> Factors:
@@ -279,16 +284,16 @@ def _dots(left_NTF: Tensor, right_NUF: Tensor) -> Tensor:
     return torch.bmm(left_NTF, right_NUF.mT)
 
 
-def _product(rows: Factors, columns: Factors, *, offset: int, diagonal: bool, unseen: bool) -> _Sums:
-    # Where no diagonal is formed on which rounding is seen, sums are short.
-    form = dots if unseen else _dots
+def _product(rows: Factors, columns: Factors, samples: int, *, seen: bool, offset: int | None) -> _Sums:
+    """Return sums over the blocks of each sample, and the diagonals that begin at a column where it is given."""
+    form = _dots if seen else dots
     product, other = form(rows[0], columns[0]), form(rows[1], columns[1])
     square_KML = None
-    if diagonal:
+    if offset is not None:
         square_KML = torch.stack([part.diagonal(offset, dim1=1, dim2=2) for part in (product, other)])
-    entry_ME = product.mul_(other).flatten(1)
-    value_M = entry_ME.sum(1)
-    return _Sums(value_M, entry_ME.abs_().sum(1), square_KML)
+    entry_NE = product.mul_(other).view(samples, -1)
+    value_N = entry_NE.sum(1)
+    return _Sums(value_N, entry_NE.abs_().sum(1), square_KML)
 
 
 def _fast(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Bounded:

@@ -18,6 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 from ghostclip.accounting.events import SamplingEvent
 from ghostclip.data import DeclaredSampling, DPDataLoader, PrivateSampler, Shuffled
 from ghostclip.data.accepted import checked_batch_size, dataset_length, record_sampler, refuse_wrapped
+from ghostclip.data.dealt import TakenAsItIs
 from ghostclip.data.physical_loader import splittable_batches
 from ghostclip.data.workers import worker_options
 from ghostclip.distributed import refused_together, world_size
@@ -324,7 +325,7 @@ def _shuffled(loader: DataLoader[Any]) -> ShuffledSampling:
     return ShuffledSampling(stoppable, passes, float(passes.batch_size))
 
 
-class _StoppableLoader(DataLoader[Any]):
+class _StoppableLoader(TakenAsItIs, DataLoader[Any]):
     """A loader whose passes end when it is told so."""
 
     stop_when: Callable[[], bool] | None = None
@@ -337,7 +338,7 @@ class _StoppableLoader(DataLoader[Any]):
                     return
                 passes.mark_delivered()
                 passes.draws.show(batch)
-                yield batch
+                yield self.placed(batch)
 
 
 class _CountedPasses(Sampler[list[int]]):

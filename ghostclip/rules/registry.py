@@ -112,8 +112,8 @@ def register_rule(
     which factors follow from the gradient of its output. That samples keep apart is proven on the first batches, but
     the factors are taken on trust: compare them with autograd by ``check_per_sample_gradients_are_correct``.
 
-    Example:
-        ```
+    Example::
+
         @register_rule("mylib::scale", arguments="input weight")
         def my_scale(call):
             x = call.values["input"]
@@ -123,9 +123,9 @@ def register_rule(
                 return {"weight": Dense((split(saved[0], num_batch_dims) * split(grad, num_batch_dims)).sum(1))}
 
             return Captured((x,), x, num_batch_dims, factors, "dense")
-        ```
 
-    Privacy: The bound holds for the gradients that the factors stand for; a rule that gives too small ones breaks it.
+    Privacy:
+        The bound holds for the gradients that the factors stand for; a rule that gives too small ones breaks it.
 
     Args:
         *operations: Functions, or their names; of an operator of ``torch.library``, ``"library::operator"``.

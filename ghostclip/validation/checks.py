@@ -22,7 +22,9 @@ _MAX_LEFT_OUT: Final = 8
 
 
 def tolerance_of(subject: Subject) -> float:
-    """Return the relative error that the model's coarsest precision explains."""
+    """Return the relative error up to which gradients count as the same."""
+    if subject.tolerance is not None:
+        return subject.tolerance
     return max(TOLERANCE.get(parameter.dtype, _COARSE) for parameter in subject.trainable)
 
 

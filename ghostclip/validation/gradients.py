@@ -26,12 +26,14 @@ class Subject:
         loss_fn: Called with the model and a batch.
         batch_size: B of the whole batch.
         axis: The batch axis.
+        tolerance: Relative error up to which gradients count as the same; None for what the precision explains.
     """
 
     model: nn.Module
     loss_fn: Callable[[nn.Module, Any], Tensor]
     batch_size: int
     axis: int
+    tolerance: float | None = None
 
     def loss(self, batch: Any) -> Tensor:
         """Return the loss of a batch, with the generators at the same place each time.

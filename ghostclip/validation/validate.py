@@ -29,6 +29,7 @@ def validate(  # noqa: PLR0913 - the public function names every choice
     max_grad_norm: float | None = None,
     loss_reduction: Reduction = "mean",
     batch_first: bool = True,
+    tolerance: float | None = None,
 ) -> Report:
     """Check on one batch that a model can be trained privately with a loss, and that the clipped sums are exact.
 
@@ -53,6 +54,8 @@ def validate(  # noqa: PLR0913 - the public function names every choice
         max_grad_norm: C; by default a value that clips some of the samples.
         loss_reduction: How a scalar loss was reduced over the samples.
         batch_first: Whether samples lie along axis 0 of the model's inputs (else axis 1).
+        tolerance: Up to what relative error a gradient counts as the same; by default what the coarsest precision among
+            the trainable parameters explains.
 
     Returns:
         The report. Wrong arguments, a batch that can show nothing (``DataError``) and a model that has a clipper
@@ -67,7 +70,7 @@ def validate(  # noqa: PLR0913 - the public function names every choice
     """
     batch, loss_fn = batch_as_rows(model, plain_batch(batch), loss_fn)
     axis = 0 if batch_first else 1
-    subject = Subject(model, loss_fn, count_samples(batch, axis=axis), axis)
+    subject = Subject(model, loss_fn, count_samples(batch, axis=axis), axis, tolerance)
     strategies: list[Strategy] = [strategy] if isinstance(strategy, str) else list(strategy)
     for name in strategies:
         GhostClipper(model, max_grad_norm=max_grad_norm or 1.0, strategy=name, loss_reduction=loss_reduction).remove()

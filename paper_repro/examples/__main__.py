@@ -17,7 +17,10 @@ import torch
 from benchmarks import machine
 from benchmarks.report import machine_line
 
-NAMES: Final = ("mnist", "cifar_resnet", "bert_text", "char_lstm", "dcgan", "mnist_lightning", "mnist_ddp")
+NAMES: Final = (
+    "mnist", "cifar_resnet", "bert_text", "char_lstm", "dcgan", "mnist_lightning", "mnist_ddp", "mnist_accelerate",
+    "mnist_fabric", "mnist_timm", "hf_trainer", "peft_lora", "trl_sft", "trl_dpo",
+)  # fmt: skip
 RESULTS: Final = Path(__file__).resolve().parents[1] / "results"
 
 
@@ -77,11 +80,19 @@ def markdown(report: Mapping[str, Any]) -> str:
             lines.append(f"| `{row['name']}` | not run: needs {row['missing']} | | | | |")
             continue
         found = row["found"]
-        reached = f"{found['accuracy']:.1%} right" if "accuracy" in found else f"distance {found['after']:.2f}"
-        chance = f"{found['chance']:.1%}" if "chance" in found else f"{found['before']:.2f}"
+        reached, chance = _reached(found)
         cost = f"{found['epsilon']:.2f} | {row['seconds']:.0f}"
         lines.append(f"| `{row['name']}` | {row['about']} | {reached} | {chance} | {cost} |")
     return "\n".join(lines) + "\n"
+
+
+def _reached(found: Mapping[str, float]) -> tuple[str, str]:
+    """What an example has reached, and what it would have without learning."""
+    if "accuracy" in found:
+        return f"{found['accuracy']:.1%} right", f"{found['chance']:.1%}"
+    if "perplexity" in found:
+        return f"perplexity {found['perplexity']:.0f}", f"{found['before']:.0f}"
+    return f"distance {found['after']:.2f}", f"{found['before']:.2f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -112,7 +112,7 @@ def rows_without_a_bound() -> Iterator[None]:
 def uses_added_one_by_one() -> Iterator[None]:
     """Nobody asks by how much rounding may have changed a norm, or the sum of the uses of a layer."""
     with (
-        mock.patch.object(GroupNorms, "doubtful_B", return_value=None),
+        mock.patch.object(GroupNorms, "imprecise_B", return_value=None),
         mock.patch("ghostclip.clipping.norms._at_most_B", lambda norm: norm.value_B.clamp(min=0)),
     ):
         yield

@@ -113,7 +113,11 @@ def test_what_is_remembered_holds_no_data():
     decisions = clipper._capture._decisions._kept.values()
     assert {kept.plan.name for kept in decisions} == _KINDS
     for kept in decisions:
-        held = list(_tensors_in((kept.plan.captured, kept.plan.maps, kept.plan.call, kept.rule, kept.key), set()))
+        held = list(
+            _tensors_in(
+                (kept.plan.captured, kept.plan.rows, kept.plan.saved, kept.plan.call, kept.rule, kept.key), set()
+            )
+        )
         assert not any(tensor.numel() for tensor in held), kept.plan.name
         assert all(isinstance(tracked, TrackedTensor) for _, tracked in kept.tracked)
 

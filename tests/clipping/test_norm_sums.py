@@ -31,7 +31,7 @@ def test_norm_of_thousands_of_factors_is_never_too_small(asked_every):
     exact = [math.sqrt(math.fsum(part.value_B[b].item() for part in parts)) for b in range(3)]
     for got, want in zip(total.norm_B().tolist(), exact, strict=True):
         assert want <= got <= want * (1 + (1e-4 if asked_every == 1 else 2e-6))
-    assert not total.doubtful_B().any()
+    assert not total.imprecise_B().any()
 
 
 def test_error_bounds_add_up_and_count():
@@ -39,7 +39,7 @@ def test_error_bounds_add_up_and_count():
     for _ in range(4):
         total.add(SquaredNorm(value_B, torch.tensor([0.5, 0.0])))
     assert total.norm_B().tolist() == pytest.approx([math.sqrt(6.0), 2.0], rel=1e-5)
-    assert total.doubtful_B().tolist() == [True, False]
+    assert total.imprecise_B().tolist() == [True, False]
 
 
 def test_what_was_added_stays_as_it_is():
@@ -57,11 +57,11 @@ def test_squares_without_an_error_are_never_in_doubt():
     total = NormSum()
     for _ in range(3):
         total.add(SquaredNorm(torch.tensor([3.0, 0.0]), None))
-    assert total.doubtful_B().tolist() == [False, False]
+    assert total.imprecise_B().tolist() == [False, False]
     assert total.norm_B().tolist() == pytest.approx([3.0, 0.0], rel=1e-5)
     total.add(SquaredNorm(torch.tensor([7.0, 0.0]), torch.tensor([9.0, 1e-30])))
     assert total.norm_B().tolist() == pytest.approx([5.0, 1e-15], rel=1e-5)
-    assert total.doubtful_B().tolist() == [True, True]
+    assert total.imprecise_B().tolist() == [True, True]
     total.settle(torch.tensor([1]), torch.tensor([7.0]))
     assert total.norm_B().tolist() == pytest.approx([5.0, 7.0], rel=1e-5)
 
@@ -72,7 +72,7 @@ def test_error_of_one_dtype_and_squares_of_another_add_up():
     total.add(SquaredNorm(torch.ones(2), torch.tensor([2.0, 0.0])))
     assert total.norm_B().dtype == torch.float64
     assert total.norm_B().tolist() == pytest.approx([2.0, math.sqrt(2.0)], rel=1e-12)
-    assert total.doubtful_B().tolist() == [True, False]
+    assert total.imprecise_B().tolist() == [True, False]
 
 
 LARGEST = torch.finfo(torch.float32).max
@@ -90,8 +90,8 @@ def test_finite_is_noted_only_where_every_group_is(value, finite, error, group_o
     total.add("a", SquaredNorm(torch.ones(2), None))
     total.add("b", SquaredNorm(value_B, None if error is None else error * value_B))
     assert not total.finite
-    doubtful_B = total.doubtful_B()
-    assert doubtful_B is None if finite else doubtful_B.tolist() == [False, True]
+    imprecise_B = total.imprecise_B()
+    assert imprecise_B is None if finite else imprecise_B.tolist() == [False, True]
     assert total.finite == finite
     total.add("a", SquaredNorm(torch.ones(2), None))
     assert not total.finite, "what was added since may be infinite"
@@ -104,8 +104,8 @@ def test_finite_is_noted_only_where_every_group_is(value, finite, error, group_o
 def test_finite_and_largest_of_norms_of_blocks(value, finite):
     total = GroupNorms({})
     total.sums[0].add_blocks([torch.tensor([[1.0, 0.5], [value, 0.0]]), torch.ones(2, 1)])
-    doubtful_B = total.doubtful_B()
-    assert doubtful_B is None if finite else doubtful_B.tolist() == [False, True]
+    imprecise_B = total.imprecise_B()
+    assert imprecise_B is None if finite else imprecise_B.tolist() == [False, True]
     assert total.finite == finite
     assert total.largest == (total.norm_GB(2)[0].max().item() if finite else None)
     total.add("a", SquaredNorm(torch.ones(2), None))
@@ -144,10 +144,10 @@ def test_coefficients_do_not_depend_on_whether_the_largest_norm_is_known(largest
     assert torch.equal(clip_coefficients(norm_B, bound, largest=known), clip_coefficients(norm_B, bound))
 
 
-def test_doubtful_samples_are_told_beside_one_that_is_not_finite():
+def test_imprecise_norms_are_told_beside_one_that_is_not_finite():
     total = GroupNorms({})
     total.add("a", SquaredNorm(torch.tensor([1.0, 1.0, math.nan]), torch.tensor([0.0, 1.0, 0.0])))
-    assert total.doubtful_B().tolist() == [False, True, True], (
+    assert total.imprecise_B().tolist() == [False, True, True], (
         "squares that are not finite in float32 may be in float64"
     )
     assert not total.finite

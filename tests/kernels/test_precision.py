@@ -43,6 +43,15 @@ def test_precision_is_full_inside_and_put_back():
 
 
 @needs_switches
+def test_nothing_is_switched_where_nobody_chose_less():
+    before = _precisions()
+    with full_precision():
+        assert _precisions() == before
+    assert "bf16" not in before
+    assert "tf32" not in before
+
+
+@needs_switches
 @pytest.mark.usefixtures("chosen")
 @pytest.mark.parametrize("strategy", ["bookkeeping", "ghost", "fast", "hooks"])
 def test_no_sample_passes_the_bound_where_the_model_runs_in_less_precision(strategy):

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ghostclip
+from ghostclip.data import DPDataLoader
 from ghostclip.errors import DataError
 from ghostclip.facade import GradSampleModule
 
@@ -138,8 +139,20 @@ def test_what_wraps_the_facade_stays_with_it():
     assert torch.equal(pickle.loads(pickle.dumps(facade))(x), model(x))
 
 
-def test_loader_that_fabric_has_wrapped_is_refused():
+def test_loader_that_fabric_has_wrapped_stays_wrapped():
     fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
     model, optimizer, loader = _parts()
-    with pytest.raises(DataError, match=r"_FabricDataLoader is no .*DataLoader"):
-        _private(model, optimizer, fabric.setup_dataloaders(loader))
+    wrapped = fabric.setup_dataloaders(loader)
+    *_, private = _private(model, optimizer, wrapped)
+    assert type(private) is type(wrapped)
+    assert isinstance(private._dataloader, DPDataLoader)
+
+
+def test_loader_in_an_unknown_wrapping_is_refused():
+    class Around:
+        def __init__(self, loader):
+            self.loader = loader
+
+    model, optimizer, loader = _parts()
+    with pytest.raises(DataError, match=r"Around is no .*DataLoader"):
+        _private(model, optimizer, Around(loader))

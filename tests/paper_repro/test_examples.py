@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
+from benchmarks.timm_families import stand_in
 from paper_repro.examples import __main__ as program
 from paper_repro.examples import data
 
 TINY = ["--epochs", "1", "--samples", "96", "--batch-size", "48"]
 HERE = ("mnist", "cifar_resnet", "bert_text", "char_lstm", "dcgan")
+HOSTS = {"hf_trainer": "transformers", "peft_lora": "peft", "trl_sft": "trl", "trl_dpo": "trl"}
 
 
 @pytest.mark.parametrize("name", HERE)
@@ -33,9 +37,51 @@ def test_the_example_of_two_processes_runs(capfd):
 
 @pytest.mark.integration
 @pytest.mark.filterwarnings("ignore")
-def test_the_example_of_lightning_runs():
-    pytest.importorskip("lightning", reason="Lightning is an extra of its own")
-    assert 0 < program.run("mnist_lightning", TINY)["found"]["epsilon"] < 1000
+@pytest.mark.parametrize(
+    ("name", "host"),
+    [("mnist_lightning", "lightning"), ("mnist_fabric", "lightning"), ("mnist_accelerate", "accelerate")],
+)
+def test_an_example_of_a_host_runs(name, host):
+    pytest.importorskip(host, reason="an extra of its own")
+    assert 0 < program.run(name, TINY)["found"]["epsilon"] < 1000
+
+
+@pytest.mark.integration
+@pytest.mark.filterwarnings("ignore")
+def test_the_example_of_timm_runs(capsys):
+    if find_spec("timm") is None:
+        pytest.skip("timm is not installed")
+    stand_in.timm()
+    assert 0 < program.run("mnist_timm", TINY)["found"]["epsilon"] < 1000
+    assert "can be trained privately" in capsys.readouterr().out
+
+
+@pytest.mark.integration
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", HOSTS)
+def test_the_examples_of_trainers_run(name):
+    pytest.importorskip(HOSTS[name])
+    found = program.run(name, TINY)["found"]
+    assert 7 < found["epsilon"] <= 8
+
+
+@pytest.mark.parametrize("name", [*HOSTS, "mnist_lightning", "mnist_fabric", "mnist_accelerate", "mnist_timm"])
+def test_the_examples_of_trainers_are_short(name):
+    lines = (Path(program.__file__).parent / f"{name}.py").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 60
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", HOSTS)
+def test_an_example_of_trainers_learns(name):
+    pytest.importorskip(HOSTS[name])
+    found = program.run(name)["found"]
+    if "accuracy" in found:
+        assert found["accuracy"] > 1.3 * found["chance"]
+    else:
+        assert found["perplexity"] < 0.97 * found["before"]
 
 
 @pytest.mark.slow

@@ -68,9 +68,10 @@ def test_a_wrong_engine_shows_no_time():
     assert "123" not in text
 
 
-def test_readme_shows_the_committed_results():
-    text = readme.README.read_text(encoding="utf-8")
-    assert readme.rewritten(text) == text, "run `python -m benchmarks.readme`"
+@pytest.mark.parametrize("page", readme.PAGES)
+def test_pages_show_the_committed_results(page):
+    text = (readme.ROOT / page).read_text(encoding="utf-8")
+    assert readme.rewritten(page, text) == text, "run `python -m benchmarks.readme`"
 
 
 def test_committed_results_are_whole():

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ghostclip.clipping import norms
-from ghostclip.factors.base import rounded_up_
 from ghostclip.kernels import bounds
+from ghostclip.kernels.bounds import rounded_up_
 from tests.project.source import ROOT
 
 PAGE = (ROOT / "docs" / "floating-point.md").read_text(encoding="utf-8")

@@ -22,6 +22,7 @@ MAY_FORWARD_OPTIONS = {
     "ghostclip.facade.module:forward",
     "ghostclip.facade.criterion:__call__",
     "ghostclip.distributed.parallel:forward",
+    "ghostclip.integrations.trl:__call__",
 }
 
 # Leftovers of writing, and places that exist on one machine only. Spelt so that this file does not match itself.

@@ -26,9 +26,11 @@ MODULE = PACKAGE / "_torch.py"
 FILES = [path for path in python_files("ghostclip") if path != MODULE]
 UNDOCUMENTED_MODULES = ("torch.utils.weak",)
 UNDOCUMENTED_ATTRIBUTES = {"variable"}
-# Python's named tuples, frames and argument parsers; attributes of Lightning's and transformers' objects.
+# Python's named tuples, frames and argument parsers; attributes of Lightning's, accelerate's and transformers' objects.
 OTHERS = {
     "_fields", "_replace", "_asdict", "_getframe", "_ArgumentGroup", "_forward_module", "_model_mapping",
+    "_prepare_inputs", "_remove_unused_columns", "_get_collator_with_removed_columns",
+    "_dataloader", "_strategy", "_callbacks", "_data_source", "_data_connector", "_num_samples",
 }  # fmt: skip
 
 

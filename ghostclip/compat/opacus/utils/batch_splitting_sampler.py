@@ -9,8 +9,9 @@ from typing import Any
 from torch.utils.data import BatchSampler, Sampler
 
 from ghostclip._validate import positive_int
-from ghostclip.data.physical_loader import FixedSize, SplittingSampler
+from ghostclip.data.physical_loader import SplittingSampler
 from ghostclip.data.sampler import PrivateSampler
+from ghostclip.data.size_policies import FixedSize
 from ghostclip.errors import InvalidOptionError, MissingGradientError
 from ghostclip.optim import BatchToken, DPOptimizer, release_of
 

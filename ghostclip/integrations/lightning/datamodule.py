@@ -6,15 +6,12 @@ the class here takes its base from the data module that it is given, and this fi
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from ghostclip.data import DPDataLoader
-from ghostclip.errors import InvalidOptionError
-
-_LIBRARIES = ("lightning", "pytorch_lightning")
+from ghostclip.integrations.lightning.bases import base_of, joined
 
 
 class DPLightningDataModule:
@@ -37,10 +34,10 @@ class DPLightningDataModule:
     def __new__(cls, datamodule: Any, generator: torch.Generator | None = None) -> DPLightningDataModule:
         """Make an instance of the class that also derives from Lightning's."""
         del generator
-        base = _base_of(datamodule)
+        base = base_of(datamodule)
         kind: Any = cls
         if not issubclass(cls, base):
-            kind = _joined(kind, base)
+            kind = joined(kind, (base,))
         made: DPLightningDataModule = object.__new__(kind)
         return made
 
@@ -137,19 +134,3 @@ class DPLightningDataModule:
             state_dict: Its state.
         """
         self.datamodule.load_state_dict(state_dict)
-
-
-def _base_of(datamodule: Any) -> type:
-    """Return the `LightningDataModule` that a module derives from, of whichever library."""
-    for kind in type(datamodule).__mro__:
-        if kind.__name__ == "LightningDataModule" and kind.__module__.partition(".")[0] in _LIBRARIES:
-            return kind
-    raise InvalidOptionError(
-        f"datamodule {type(datamodule).__name__}: not a LightningDataModule. Give the one that the trainer would get, "
-        "or make the loader private yourself (DPDataLoader.from_data_loader)."
-    )
-
-
-@lru_cache
-def _joined(kind: type, base: type) -> type:
-    return type(kind.__name__, (kind, base), {"__doc__": kind.__doc__, "__module__": kind.__module__})

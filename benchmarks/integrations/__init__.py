@@ -1,0 +1,1 @@
+"""The table of compatibility: tools, their features, and what becomes of them."""

@@ -1,0 +1,51 @@
+"""How the pages are built (`make docs`): Sphinx with MyST, pages in Markdown, and the furo theme."""
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+sys.path[:0] = [str(ROOT), str(HERE)]
+
+from generated import write_pages  # noqa: E402 - found on the path that was just extended
+
+import ghostclip  # noqa: E402 - likewise
+
+project = "ghostclip"
+author = "The ghostclip authors"
+copyright = author  # noqa: A001 - Sphinx's own name
+release = version = ghostclip.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build", "errors.in.md"]
+html_theme = "furo"
+html_title = f"ghostclip {release}"
+html_static_path = ["_static"]
+html_css_files = ["wide-tables.css"]
+html_show_sphinx = False
+html_copy_source = False
+
+# Files of the repository that are no pages of these docs.
+SOURCES = "https://github.com/ghostclip/ghostclip/blob/main/{{path}}"
+myst_enable_extensions = ["deflist"]
+myst_heading_anchors = 3
+myst_url_schemes = {"http": None, "https": None, "repo": SOURCES}
+
+autodoc_typehints = "none"
+autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True, "show-inheritance": True}
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_custom_sections = [("Privacy", "notes_style"), ("Cost", "notes_style"), ("Reference", "notes_style")]
+# Docstrings are written for a terminal: single back-ticks stand for names.
+default_role = "code"
+
+
+def setup(app: object) -> None:
+    """Write the generated pages before Sphinx reads any.
+
+    Args:
+        app: The running Sphinx.
+    """
+    write_pages(HERE)

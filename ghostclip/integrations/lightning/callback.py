@@ -1,0 +1,365 @@
+"""`PrivacyCallback`: one object among a Trainer's callbacks makes its training private.
+
+Lightning's batches become draws, so that its steps, epochs, schedules and logs count releases. In automatic
+optimization a draw is computed in parts that fit in memory: the strategy's `training_step` runs forward and backward of
+each part, and what it returns is the mean loss without a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from ghostclip import _validate
+from ghostclip.data.out_of_memory import count_rows
+from ghostclip.distributed import world_size
+from ghostclip.errors import InvalidOptionError
+from ghostclip.integrations._host import HostTraining
+from ghostclip.integrations.lightning.bases import callback_bases, joined
+from ghostclip.integrations.lightning.refusals import refuse
+from ghostclip.integrations.training.arguments import PrivacyArguments
+
+_ENTIRE = 1.0
+
+
+class PrivacyCallback:
+    """Makes the training of a Lightning Trainer private: ``Trainer(callbacks=[PrivacyCallback(...)])``, nothing else.
+
+    The training loader, wherever it comes from (a data module, the module, `fit`), is replaced by Poisson sampling with
+    its options; what `configure_optimizers` returns is made private. On average a draw has the loader's batch size ×
+    `accumulate_grad_batches` × processes records, of which a process computes at most the loader's batch size at once.
+    ε at `target_delta` is logged as "epsilon", with the progress bar, every `log_every_n_steps` steps and every epoch.
+
+    Checkpoints hold the account and the positions of sampling, noise and dropout; `fit(ckpt_path=...)` goes on as if
+    nothing had happened. They are as secret as the data, since they hold its keys: publish the module's state alone.
+
+    In manual optimization a draw is computed whole, as the module's code says, and `accumulate_grad_batches` is 1.
+
+    Privacy:
+        One record is one entry of the training data set. ε covers the trained parameters; not losses and metrics that
+        are logged, nor what `training_step` mixes before the model sees it (mixup), which nothing here can see. Options
+        of the Trainer that contradict a private training are refused before the first step.
+
+    Attributes:
+        training: Engine, loader and optimizer.
+
+    Args:
+        max_grad_norm: C, the bound of each record's gradient.
+        target_epsilon: ε that all steps of the training may cost together; the noise follows from `max_epochs` or
+            `max_steps`. Give this or `noise_multiplier`.
+        noise_multiplier: σ, the noise's standard deviation in units of C.
+        target_delta: δ, well below 1/N for N records.
+        clipping: As in `PrivacyEngine.make_private`.
+        grad_sample_mode: "auto", "bookkeeping" or "hooks".
+        physical_batch: "auto" measures memory and finds how much is computed at once; None computes the loader's batch
+            size at once. Either way what does not fit is halved.
+        noise_level: "fast", "secure" or "exact".
+        ledger: A file that every release is written to before it is applied.
+        reproducible_seed: What sampling and noise follow from, and so not private against who knows it; for tests.
+
+    Raises:
+        InvalidOptionError: If an option is out of range.
+
+    Example:
+        >>> privacy = PrivacyCallback(target_epsilon=3.0, target_delta=1e-5, max_grad_norm=1.0)
+        >>> Trainer(max_epochs=3, callbacks=[privacy]).fit(module, datamodule)
+    """
+
+    def __init__(  # noqa: PLR0913 - every option of the mechanism by its name
+        self,
+        *,
+        max_grad_norm: float,
+        target_epsilon: float | None = None,
+        noise_multiplier: float | None = None,
+        target_delta: float | None = None,
+        clipping: str = "flat",
+        grad_sample_mode: str = "auto",
+        physical_batch: str | None = None,
+        noise_level: str = "fast",
+        ledger: str | None = None,
+        reproducible_seed: int | None = None,
+    ) -> None:
+        bases = callback_bases()
+        if not isinstance(self, bases):
+            # A Trainer takes what derives from the Callback of its library, which is not imported before.
+            self.__class__ = joined(type(self), bases)  # type: ignore[arg-type]
+        super().__init__()
+        _validate.positive(max_grad_norm, "max_grad_norm")
+        self._options = PrivacyArguments(
+            target_epsilon=target_epsilon,
+            target_delta=target_delta,
+            noise_multiplier=noise_multiplier,
+            clipping=clipping,
+            physical_batch=physical_batch,
+            grad_sample_mode=grad_sample_mode,
+            noise_level=noise_level,
+            ledger=ledger,
+            reproducible_seed=reproducible_seed,
+        )
+        self._rank = 0
+        self.training = HostTraining(self._options, max_grad_norm=max_grad_norm, rank=lambda: self._rank)
+        self._undo: list[Callable[[], None]] = []
+        self._randomness: Any = None
+        self._accumulated = 1
+        self._draws: _Draws | None = None
+
+    @property
+    def epsilon(self) -> float:
+        """ε at the δ that was given, of all releases up to now."""
+        return self.training.epsilon()
+
+    # Before the first step
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuse what contradicts, and replace the training loader wherever it comes from.
+
+        Args:
+            trainer: The trainer.
+            pl_module: Its module.
+            stage: Only "fit" is private.
+        """
+        if stage != "fit":
+            return
+        self._restore()
+        refuse(trainer)
+        self._draws = None
+        self._rank = int(trainer.global_rank)
+        self._accumulated = int(trainer.accumulate_grad_batches)
+        # Lightning would divide losses by it, and step in between.
+        self._replace(trainer, "accumulate_grad_batches", 1)
+        source = trainer.fit_loop._data_source
+        if source.is_module():
+            given = getattr(source.instance, source.name)
+            self._replace(source.instance, source.name, wraps(given)(lambda: self._private(given, trainer)))
+        else:
+            loader = source.instance
+            self._replace(source, "instance", self._private(lambda: loader, trainer))
+        del pl_module
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Make the optimizers private.
+
+        Args:
+            trainer: The trainer; its optimizers are made, and no checkpoint is loaded yet.
+            pl_module: Its module.
+
+        Raises:
+            InvalidOptionError: If there is no optimizer.
+        """
+        if not trainer.optimizers:
+            raise InvalidOptionError(
+                "configure_optimizers: it returned none, so that there is nothing to make private."
+            )
+        if self._draws is None:
+            source = trainer.fit_loop._data_source
+            getattr(source.instance, source.name)()
+        optimizers = list(trainer.optimizers)
+        _, private = self.training.make_private(
+            pl_module,
+            optimizers[0] if len(optimizers) == 1 else optimizers,
+            steps=self._planned_steps(trainer),
+            wrap_model=False,
+        )
+        trainer.optimizers = [private] if len(optimizers) == 1 else list(private)
+        strategy = trainer.strategy
+        if isinstance(strategy.model, nn.parallel.DistributedDataParallel):
+            # Ranks run forward different numbers of times; sums and weights are exchanged at the step.
+            strategy.model = pl_module
+        if pl_module.automatic_optimization:
+            self._replace(strategy, "training_step", self._in_parts(trainer, pl_module, strategy.training_step))
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Continue dropout where a checkpoint left it.
+
+        Args:
+            trainer: The trainer.
+            pl_module: Its module.
+        """
+        del trainer, pl_module
+        if self._randomness is not None and self._rank < len(self._randomness):
+            cpu, cuda = self._randomness[self._rank]
+            torch.set_rng_state(cpu)
+            if cuda is not None and torch.cuda.is_available():
+                torch.cuda.set_rng_state(cuda)
+        self._randomness = None
+
+    # What is said, and kept
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log ε with the step's other values.
+
+        Args:
+            trainer: The trainer.
+            pl_module: Its module.
+            outputs: Of the step.
+            batch: Its batch.
+            batch_idx: Its number.
+        """
+        del outputs, batch, batch_idx
+        if trainer.global_step % max(1, trainer.log_every_n_steps) == 0:
+            pl_module.log("epsilon", self.epsilon, prog_bar=True, batch_size=1)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Log ε with the epoch's other values.
+
+        Args:
+            trainer: The trainer.
+            pl_module: Its module.
+        """
+        del trainer
+        pl_module.log("epsilon", self.epsilon, prog_bar=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the positions of the generators that dropout draws from, of all ranks; the account is the optimizer's.
+
+        Returns:
+            For each rank the CPU's, and the GPU's or None. Lightning asks on all ranks and saves what the first says.
+        """
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+        own = torch.get_rng_state(), cuda
+        if world_size() == 1:
+            return {"randomness": [own]}
+        states: list[Any] = [None] * world_size()
+        distributed.all_gather_object(states, own)
+        return {"randomness": states}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the positions until training starts.
+
+        Args:
+            state_dict: What `state_dict` returned.
+        """
+        self._randomness = state_dict["randomness"]
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Leave trainer, module and data as they were.
+
+        Args:
+            trainer: The trainer.
+            pl_module: Its module.
+            stage: Only "fit" was private.
+        """
+        del trainer, pl_module
+        if stage == "fit":
+            self._restore()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave trainer, module and data as they were.
+
+        Args:
+            trainer: The trainer.
+            pl_module: Its module.
+            exception: What ended the training.
+        """
+        del trainer, pl_module, exception
+        self._restore()
+
+    # A step
+
+    def _in_parts(self, trainer: Any, pl_module: Any, one_step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a step that computes a draw in parts, backward included."""
+        zero_grad = pl_module.optimizer_zero_grad
+        # Lightning discards gradients between forward and backward: here that is before the first part.
+        self._replace(pl_module, "optimizer_zero_grad", wraps(zero_grad)(lambda *_: None))
+
+        def part_of_step(part: Any, more: tuple[Any, ...]) -> tuple[Any, int]:
+            output = one_step(part, *more)
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            rows = count_rows(part) or 0
+            if not isinstance(loss, Tensor):
+                raise InvalidOptionError(
+                    "training_step: it returned no loss, which skips the batch. Whether a draw is left out would "
+                    "depend on its records. Return a loss for every batch; one of no records is a step of noise."
+                )
+            pl_module.backward(loss)
+            return (dict(output, loss=loss.detach()) if isinstance(output, Mapping) else loss.detach()), rows
+
+        def step(batch: Any, *more: Any) -> Any:
+            optimizer = trainer.optimizers[0]
+            zero_grad(trainer.current_epoch, more[0] if more else 0, optimizer)
+            return _together(self.training.run(batch, lambda part: part_of_step(part, more)))
+
+        return step
+
+    def _planned_steps(self, trainer: Any) -> int | None:
+        """Return the releases of the whole training, as Lightning counts them; None where it does not know."""
+        assert self.training.loader is not None, "the loader is made first"
+        length, limit = len(self.training.loader), trainer.limit_train_batches
+        per_epoch = min(length, limit) if isinstance(limit, int) else int(length * (limit or _ENTIRE))
+        bounds = [trainer.max_steps] if trainer.max_steps > 0 else []
+        if trainer.max_epochs is not None and trainer.max_epochs > 0:
+            bounds.append(trainer.max_epochs * per_epoch)
+        return min(bounds) if bounds else None
+
+    def _private(self, given: Callable[[], Any], trainer: Any) -> Any:
+        """Return the draws of this training, made at the first call."""
+        if self._draws is None:
+            ranks = int(trainer.world_size)
+            made = self.training.private_loader(
+                given(), ranks=ranks, accumulated=self._accumulated, place="train_dataloader"
+            )
+            self._draws = _Draws(made)
+        return self._draws
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute until the training ends."""
+        own = vars(owner).get(name)
+        was_own = name in vars(owner)
+
+        def undo() -> None:
+            if was_own:
+                setattr(owner, name, own)
+            elif name in vars(owner):
+                delattr(owner, name)
+
+        setattr(owner, name, value)
+        self._undo.append(undo)
+
+    def _restore(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+        if self.training.optimizer is not None:
+            self.training.optimizer.clipper.remove()
+
+
+class _Draws:
+    """A private loader that Lightning takes as it comes: it would deal a DataLoader out to the processes once more.
+
+    Args:
+        loader: The private loader.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.dataset, self.batch_size = loader.dataset, loader.batch_size
+
+    def __iter__(self) -> Any:
+        return iter(self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+def _together(found: list[tuple[Any, int]]) -> Any:
+    """Return the output of a step made of those of its parts: the mean loss, rows joined, other values of the last."""
+    rows = max(1, sum(count for _, count in found))
+    if not isinstance(found[0][0], Mapping):
+        return _leaf(sum((loss * (count / rows) for loss, count in found), torch.zeros_like(found[0][0])))
+    made = dict(found[-1][0])
+    for name, value in made.items():
+        parts = [(output[name], count) for output, count in found]
+        if all(isinstance(part, Tensor) and part.dim() and part.shape[0] == count for part, count in parts):
+            made[name] = torch.cat([part for part, _ in parts])
+        elif name == "loss":
+            made[name] = sum((part * (count / rows) for part, count in parts), torch.zeros_like(value))
+    made["loss"] = _leaf(made["loss"])
+    return made
+
+
+def _leaf(loss: Tensor) -> Tensor:
+    """Return a loss whose backward, which Lightning calls, reaches nothing."""
+    return loss.detach().requires_grad_()

@@ -1,0 +1,107 @@
+"""Watch over adapters of peft: every one that is trainable has to be trained.
+
+LoRA, DoRA, IA3, prompts and prefixes are ordinary parameters to ghostclip, whichever of `get_peft_model` and
+`make_private` is called first. What goes wrong is quieter: adapters that are trainable and never get a gradient,
+because they were added beside the layer that runs, or because the optimizer was made before them. Losses fall all the
+same where anything else is trained, and ε is spent. `watch_adapters` says so after the first steps; `DPTrainer` calls
+it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import nn
+
+from ghostclip.optim import DPOptimizer, release_of
+
+# An adapter that starts as zero hides the gradient of its other factor until it has moved, which a warm-up that begins
+# with a rate of zero puts off by a step.
+_STEPS = 4
+_NAMED = 5
+
+
+class UntrainedAdapterWarning(UserWarning):
+    """Trainable parameters were not trained in the first private steps."""
+
+
+class AdapterWatch:
+    """Looks at the clipped sums of the first releases, before noise hides what is zero.
+
+    Privacy:
+        The warning names parameters whose sum over a private batch is exactly zero, or that have none. Which these are
+        follows from the model's structure in all but contrived cases; it is not covered by ε.
+
+    Attributes:
+        untrained: Names of the trainable parameters that were not trained, once this is known.
+
+    Args:
+        model: The model, with its adapters.
+        optimizer: The private optimizer.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: DPOptimizer) -> None:
+        self._model = model
+        self._seen = 0
+        self._still: set[str] | None = None
+        self.untrained: list[str] = []
+        optimizer.attach_step_hook(self._look)
+
+    def _look(self, optimizer: DPOptimizer) -> None:
+        if self._seen >= _STEPS or not any(optimizer.clipper.rows_seen):
+            return
+        self._seen += 1
+        trainable = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        if self._seen == 1:
+            held = {id(p) for p in optimizer.params}
+            self._say([n for n, p in trainable.items() if id(p) not in held], "the optimizer does not hold them")
+            silent = [n for n, p in trainable.items() if id(p) in held and not optimizer.clipper.has_sum_of(p)]
+            self._say(silent, "no gradient reached them in the first step")
+        still = {name for name, p in trainable.items() if name not in self.untrained and _is_still(optimizer, p)}
+        self._still = still if self._still is None else self._still & still
+        if self._seen == _STEPS:
+            self._say(sorted(self._still), f"their gradients were exactly zero in the first {_STEPS} steps")
+
+    def _say(self, names: list[str], why: str) -> None:
+        if not names:
+            return
+        self.untrained += names
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        warnings.warn(
+            f"{len(names)} trainable parameter(s) are not trained: {why}. {', '.join(names[:_NAMED])}{more}. ε is "
+            "spent all the same. Call get_peft_model before the optimizer is made, check target_modules against the "
+            "layers that run, and freeze what should not be trained. (An expert without a token is no error.)",
+            UntrainedAdapterWarning,
+            stacklevel=2,
+        )
+
+
+def _is_still(optimizer: DPOptimizer, parameter: nn.Parameter) -> bool:
+    total = optimizer.clipper.summed_gradient(parameter)
+    return total is not None and not bool(total.count_nonzero())
+
+
+def watch_adapters(model: nn.Module, optimizer: Any) -> AdapterWatch:
+    """Warn, in the first steps, of trainable parameters that are not trained.
+
+    Args:
+        model: The model, with its adapters.
+        optimizer: The private optimizer.
+
+    Returns:
+        The watch; its `untrained` names them.
+    """
+    return AdapterWatch(model, release_of(optimizer))
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Return whether a model holds adapters of peft.
+
+    Args:
+        model: Any model.
+
+    Returns:
+        Whether so.
+    """
+    return bool(getattr(model, "peft_config", None))

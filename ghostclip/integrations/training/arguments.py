@@ -1,0 +1,74 @@
+"""The privacy options of a training, as fields that any class of training arguments is joined with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ghostclip import _validate
+from ghostclip.assembly.clipping_options import CLIPPINGS
+from ghostclip.errors import InvalidOptionError
+from ghostclip.noise import LEVELS
+
+_MODES = ("auto", "bookkeeping", "hooks")
+
+
+@dataclass
+class PrivacyArguments:
+    """Privacy options beside those of `TrainingArguments`, whose `max_grad_norm` is C here: the bound of each record.
+
+    The batch's gradient is not clipped a second time. `per_device_train_batch_size` is what is computed at once, times
+    `gradient_accumulation_steps` and the number of processes it is the expected size of a Poisson batch.
+
+    Attributes:
+        target_epsilon: ε that all steps of the training may cost together; the noise follows. Give this or
+            `noise_multiplier`.
+        target_delta: δ, well below 1/N for N records.
+        noise_multiplier: σ, the noise's standard deviation in units of C.
+        clipping: As in `PrivacyEngine.make_private`.
+        physical_batch: "auto" measures memory and finds how much is computed at once; None computes
+            `per_device_train_batch_size` records at once. Either way what does not fit is halved.
+        grad_sample_mode: "auto", "bookkeeping" or "hooks".
+        noise_level: "fast", "secure" or "exact".
+        ledger: A file that every release is written to before it is applied.
+        reproducible_seed: What sampling and noise follow from, and so not private against who knows it; for tests.
+    """
+
+    target_epsilon: float | None = field(default=None, metadata={"help": "ε that the whole training may cost."})
+    target_delta: float | None = field(default=None, metadata={"help": "δ, well below 1 / number of records."})
+    noise_multiplier: float | None = field(default=None, metadata={"help": "σ, in place of target_epsilon."})
+    clipping: str = field(default="flat", metadata={"help": f"How records are clipped: {', '.join(CLIPPINGS)}."})
+    physical_batch: str | None = field(default=None, metadata={"help": '"auto": as large as memory allows.'})
+    grad_sample_mode: str = field(default="auto", metadata={"help": f"Strategy: {', '.join(_MODES)}."})
+    noise_level: str = field(default="fast", metadata={"help": f"Source of noise: {', '.join(LEVELS)}."})
+    ledger: str | None = field(default=None, metadata={"help": "File that every release is written to first."})
+    reproducible_seed: int | None = field(default=None, metadata={"help": "For tests: not private."})
+
+    def __post_init__(self) -> None:
+        # The next in line is the host's, where this is joined with one.
+        following = getattr(super(), "__post_init__", None)
+        if following is not None:
+            following()
+        if (self.target_epsilon is None) == (self.noise_multiplier is None):
+            raise InvalidOptionError(
+                f"target_epsilon={self.target_epsilon}, noise_multiplier={self.noise_multiplier}: give one of the two."
+            )
+        if self.target_delta is None:
+            raise InvalidOptionError("target_delta=None: give δ, well below 1 / number of records (1e-5 for 10,000).")
+        _validate.probability(self.target_delta, "target_delta")
+        if self.target_epsilon is not None:
+            _validate.positive(self.target_epsilon, "target_epsilon")
+        else:
+            _validate.non_negative(self.noise_multiplier, "noise_multiplier")
+        _validate.choice(self.clipping, "clipping", CLIPPINGS)
+        _validate.choice(self.grad_sample_mode, "grad_sample_mode", _MODES)
+        _validate.choice(self.noise_level, "noise_level", LEVELS)
+        if self.physical_batch not in (None, "auto"):
+            raise InvalidOptionError(
+                f"physical_batch={self.physical_batch!r}: None or 'auto'; a number is per_device_train_batch_size."
+            )
+        bound = getattr(self, "max_grad_norm", 1.0)
+        if bound is None or not bound > 0:
+            raise InvalidOptionError(
+                f"max_grad_norm={bound}: it is C here, the bound of each record's gradient, and the batch's is not "
+                "clipped again. Give a number above 0."
+            )

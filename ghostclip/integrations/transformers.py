@@ -1,0 +1,416 @@
+"""Trainers of transformers whose training is private: `DPTrainer`, `DPSeq2SeqTrainer` and their arguments.
+
+A script imports these in the place of `Trainer` and `TrainingArguments` and says what privacy may cost; everything else
+stays. A Trainer of somebody else's becomes private by inheritance: ``class Private(TheirTrainer, DPTrainer)``, because
+the private parts are below all that other trainers add.
+
+Needs transformers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from ghostclip import _torch
+from ghostclip.data.out_of_memory import is_out_of_memory
+from ghostclip.errors import LossReductionError, NotOfferedError, ResumeError
+from ghostclip.integrations._versions import warn_if_untested
+from ghostclip.integrations.peft import is_adapted, watch_adapters
+from ghostclip.integrations.training.arguments import PrivacyArguments
+from ghostclip.integrations.training.loss_checks import (
+    evaluating,
+    require_own_loss,
+    require_padding_without_effect,
+)
+from ghostclip.integrations.training.record_losses import losses_of, task_of
+from ghostclip.integrations.training.refusals import refuse, unexpected
+from ghostclip.integrations.training.run import PrivateRun, Ticket, Tickets
+from ghostclip.optim.wrapped import WrappedOptimizer
+
+try:
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+    from transformers.trainer_utils import get_last_checkpoint
+except ImportError as error:
+    raise NotOfferedError(
+        f"ghostclip.integrations.transformers: transformers' Trainer cannot be imported ({error}). Install it: "
+        "pip install 'transformers[torch]'."
+    ) from error
+
+_log = logging.getLogger(__name__)
+# How far a loss may differ by rounding, in 32 bits and in 16.
+_ALIKE, _ALIKE_16 = 1e-4, 3e-2
+
+__all__ = [
+    "DPSeq2SeqTrainer",
+    "DPSeq2SeqTrainingArguments",
+    "DPTrainer",
+    "DPTrainingArguments",
+    "PrivacyArguments",
+]
+
+
+@dataclass
+class DPTrainingArguments(PrivacyArguments, TrainingArguments):
+    """`TrainingArguments` with the options of `PrivacyArguments`; `max_grad_norm` is C, the bound of each record."""
+
+
+@dataclass
+class DPSeq2SeqTrainingArguments(PrivacyArguments, Seq2SeqTrainingArguments):
+    """`Seq2SeqTrainingArguments` with the options of `PrivacyArguments`."""
+
+
+class DPTrainer(Trainer):
+    """`Trainer` that trains with differential privacy; arguments, callbacks, evaluation and files are Trainer's.
+
+    A step is one Poisson batch, in which each record of `train_dataset` is with the same probability; on average it has
+    `per_device_train_batch_size` × `gradient_accumulation_steps` × processes records, of which each process computes at
+    most `per_device_train_batch_size` at once. An epoch is round(records / expected batch) steps. Losses are means over
+    each record's own labels, not over the batch's tokens; a `compute_loss_func` that returns one loss a record, (B,),
+    or a plain mean is taken. ε at `target_delta` is in logs, progress bar and trainer_state.json as "epsilon".
+
+    Checkpoints hold the account and the positions of sampling and noise (optimizer.pt), and a resumed training goes on
+    as if nothing had happened. optimizer.pt is as secret as the data: it holds their keys.
+
+    Privacy:
+        One record is one entry of `train_dataset`. ε covers the trained parameters, not the losses and metrics that are
+        logged. Options that contradict this are refused before the first step.
+
+    Attributes:
+        private_run: The run, once training has begun.
+    """
+
+    # Of newer versions: what compute_loss returns is not divided by the number of accumulated batches.
+    loss_is_scaled_for_ga = True
+    private_run: PrivateRun | None = None
+    _computing = False
+    _loss_is_known = False
+    # Losses of the records of a physical batch, and the mean that compute_loss has returned of them, with its version.
+    _losses: tuple[Tensor, Tensor, int] | None = None
+
+    @property
+    def privacy_engine(self) -> Any:
+        """The engine that keeps the account; None before training."""
+        return None if self.private_run is None else self.private_run.engine
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,  # noqa: FBT001 - Trainer's signature
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """Train privately.
+
+        Args:
+            resume_from_checkpoint: As Trainer's.
+            trial: As Trainer's.
+            ignore_keys_for_eval: As Trainer's.
+
+        Returns:
+            What Trainer returns; its metrics hold "epsilon".
+
+        Raises:
+            GhostClipError: If options, data or model contradict a private training; nothing was released then.
+        """
+        for library in ("transformers", "accelerate"):
+            warn_if_untested(library)
+        refuse(self)
+        self._require_account(resume_from_checkpoint)
+        try:
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        finally:
+            if self.private_run is not None:
+                self.private_run.close()
+
+    def hyperparameter_search(
+        self,
+        hp_space: Any = None,
+        compute_objective: Any = None,
+        n_trials: int = 20,
+        direction: Any = "minimize",
+        backend: Any = None,
+        hp_name: Any = None,
+    ) -> NoReturn:
+        """Refuse: trials on the same records cost ε.
+
+        Args:
+            hp_space: As Trainer's.
+            compute_objective: As Trainer's.
+            n_trials: As Trainer's.
+            direction: As Trainer's.
+            backend: As Trainer's.
+            hp_name: As Trainer's.
+
+        Raises:
+            NotOfferedError: Always.
+        """
+        raise NotOfferedError(
+            "hyperparameter_search: each trial on the same records costs ε of its own, and so does choosing by them. "
+            "Make a trainer for each setting and add their ε up."
+        )
+
+    def _require_account(self, checkpoint: str | bool | None) -> None:  # noqa: FBT001 - as Trainer has it
+        """Refuse to go on from a checkpoint whose optimizer, and with it the account, was not saved."""
+        place = get_last_checkpoint(self.args.output_dir) if checkpoint is True else checkpoint
+        if place and Path(place).is_dir() and not (Path(place) / "optimizer.pt").is_file():
+            raise ResumeError(
+                f"{place} holds no optimizer.pt, and so no account of what its weights have cost already; ε must not "
+                "start at zero for them. Save with save_only_model=False, or load the weights into the model if they "
+                "were trained on other data."
+            )
+
+    # Batches
+
+    def get_train_dataloader(self) -> Any:
+        """Return what Trainer iterates over: a ticket for each batch, whose records `training_step` draws."""
+        if self.private_run is None:
+            dataset, collate = self.train_dataset, self.data_collator
+            if type(dataset).__module__.partition(".")[0] == "datasets":
+                dataset = self._remove_unused_columns(dataset, description="training")
+            else:
+                collate = self._get_collator_with_removed_columns(collate, description="training")
+            self.private_run = PrivateRun(dataset, collate, self.args)
+        return self.private_run.tickets()
+
+    def num_examples(self, dataloader: Any) -> int:
+        """Return the number of records of a loader.
+
+        Args:
+            dataloader: Any of the trainer's.
+
+        Returns:
+            Records; of the training loader those that are drawn from.
+        """
+        drawn_from = isinstance(dataloader.dataset, Tickets)
+        return len(self.train_dataset) if drawn_from else super().num_examples(dataloader)
+
+    # A step
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        """Create the optimizer and make it private.
+
+        Args:
+            model: As Trainer's.
+
+        Returns:
+            The private optimizer.
+        """
+        plain = super().create_optimizer() if model is None else super().create_optimizer(model)
+        # A second call of train() finds the private one, in accelerate's wrapping.
+        if self.private_run is not None and not isinstance(getattr(plain, "optimizer", plain), WrappedOptimizer):
+            self.optimizer = self.private_run.make_private(self.model, plain)
+            if is_adapted(self.model):
+                warn_if_untested("peft")
+                watch_adapters(self.model, self.optimizer)
+        return self.optimizer
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Compute the clipped sum of a logical batch.
+
+        Args:
+            model: The model, in Trainer's wrapping.
+            inputs: A ticket.
+            num_items_in_batch: Not used: no loss is divided by it.
+
+        Returns:
+            The mean loss.
+
+        Raises:
+            DataError: If the batch is not from the private loader.
+        """
+        del num_items_in_batch
+        if not isinstance(inputs, Ticket) or self.private_run is None:
+            raise unexpected(inputs)
+        if not inputs.is_last:
+            return torch.zeros((), device=self.args.device)
+        # Ranks run forward different numbers of times, so that nothing may be exchanged before the step.
+        bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        if not self._loss_is_known:
+            self.check_losses(bare)
+            if int(self.args.train_batch_size) == 1:
+                self._rehearse(bare)
+            self._loss_is_known = True
+        self._computing = True
+        try:
+            main_input = getattr(self.model, "main_input_name", "input_ids")
+            with _apart(self.accelerator):
+                return self.private_run.compute(lambda part: self._backward(bare, part), inputs, main_input)
+        finally:
+            self._computing = False
+
+    def _backward(self, model: nn.Module, inputs: Any) -> Tensor:
+        """Run forward and backward of a physical batch, as `Trainer.training_step` does, and return the mean loss."""
+        assert self.private_run is not None, "called in a private step"
+        assert self.private_run.optimizer is not None, "called in a private step"
+        model.train()
+        train: Any = getattr(self.optimizer, "train", None)
+        if callable(train):
+            train()
+        inputs = self._prepare_inputs(inputs)
+        self._losses = None
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs)
+        losses, self._losses = self._losses, None
+        if losses is not None and losses[1] is loss and losses[2] == _torch.version(loss):
+            self.private_run.optimizer.clipper.backward(losses[0])
+        else:
+            # Somebody else's loss, or a change to ours: proved to be a mean of the records' own.
+            self.accelerator.backward(loss)
+        return loss.detach()
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,  # noqa: FBT001, FBT002 - Trainer's signature
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """Return the mean of the records' losses in a private step; else what Trainer returns.
+
+        Args:
+            model: The model.
+            inputs: A batch.
+            return_outputs: Whether to return the outputs as well.
+            num_items_in_batch: Not used in a private step.
+
+        Returns:
+            The loss, or the loss and the outputs.
+
+        Raises:
+            LossReductionError: If there is no loss for each record, and no plain mean of such losses.
+        """
+        if not self._computing:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss, outputs = self._record_losses(model, inputs, smoothing=float(self.args.label_smoothing_factor))
+        loss = self._mean_of(loss)
+        return (loss, outputs) if return_outputs else loss
+
+    def _mean_of(self, losses: Tensor) -> Tensor:
+        """Return the mean of one loss a record, and keep them for the backward; or a scalar loss as it is."""
+        mean = _mean(losses)
+        if losses.dim():
+            self._losses = losses, mean, _torch.version(mean)
+        return mean
+
+    def _record_losses(self, model: nn.Module, inputs: Any, *, smoothing: float) -> tuple[Tensor, Any]:
+        """Return the loss of each record, or a mean that the engine will prove, and the outputs."""
+        task = task_of(self.model)
+        if self.compute_loss_func is not None:
+            outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+            return self.compute_loss_func(outputs, inputs.get("labels"), num_items_in_batch=None), outputs
+        if task is not None:
+            return losses_of(model, inputs, task, smoothing=smoothing)
+        return super().compute_loss(model, inputs, return_outputs=True)
+
+    def check_losses(self, model: nn.Module) -> None:
+        """Check the loss on two records, before the first step.
+
+        Args:
+            model: The model.
+
+        Raises:
+            GhostClipError: If it is not the model's own, or another with other records beside it.
+        """
+        assert self.private_run is not None, "called in a private training"
+        half = self.args.bf16 or any(p.dtype.itemsize < 4 for p in model.parameters() if p.is_floating_point())
+        tolerance = _ALIKE_16 if half else _ALIKE
+        example, lengths_differ = self._checked_example()
+        batch = self._prepare_inputs(example)
+
+        def ours(part: dict[str, Any], smoothing: float = 0.0) -> Tensor:
+            return _mean(self._record_losses(model, part, smoothing=smoothing)[0])
+
+        def own(part: dict[str, Any]) -> Tensor | None:
+            return _scalar_loss(model(**part))
+
+        with evaluating(model):
+            if self.compute_loss_func is None and task_of(self.model) is not None:
+                require_own_loss(batch, own=own, ours=ours, tolerance=tolerance)
+            if lengths_differ:
+                require_padding_without_effect(batch, ours=ours, tolerance=tolerance)
+
+    def _rehearse(self, model: nn.Module) -> None:
+        """Let the engine prove on two records that samples do not mix, which batches of one record never show."""
+        assert self.private_run is not None, "called in a private step"
+        batch = self._prepare_inputs(self._checked_example()[0])
+        try:
+            self.private_run.rehearse(lambda: self._record_losses(model, batch, smoothing=0.0)[0])
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            _log.warning("two records do not fit in memory: not checked that records of a batch do not mix")
+
+    def _checked_example(self) -> tuple[Any, bool]:
+        """Return a batch that losses are checked on, and whether its records differ in length."""
+        assert self.private_run is not None, "called in a private training"
+        return self.private_run.example()
+
+    # What is said
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, with ε beside a training loss.
+
+        Args:
+            logs: The values.
+            start_time: As Trainer's.
+        """
+        if self.private_run is not None and logs.keys() & {"loss", "train_loss"}:
+            # Between backward and release there is no gradient whose norm could be logged.
+            logs.pop("grad_norm", None)
+            logs["epsilon"] = epsilon = self.private_run.epsilon()
+            for callback in self.callback_handler.callbacks:
+                bar = getattr(callback, "training_bar", None)
+                if bar is not None:
+                    bar.set_postfix(epsilon=f"{epsilon:.2f}", refresh=False)
+        super().log(logs, start_time)
+
+
+class DPSeq2SeqTrainer(Seq2SeqTrainer, DPTrainer):
+    """`Seq2SeqTrainer` that trains with differential privacy, as `DPTrainer` does."""
+
+
+@contextmanager
+def _apart(accelerator: Any) -> Iterator[None]:
+    """Let what gathers metrics from all ranks return this rank's own: ranks compute different numbers of parts.
+
+    Args:
+        accelerator: The trainer's.
+
+    Yields:
+        Nothing.
+    """
+    names = ("gather", "gather_for_metrics") if accelerator.num_processes > 1 else ()
+    for name in names:
+        setattr(accelerator, name, _as_it_is)
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(accelerator, name)
+
+
+def _as_it_is(values: Any) -> Any:
+    return values
+
+
+def _mean(loss: Tensor) -> Tensor:
+    """Return a scalar loss: the mean of one loss a record, or the scalar itself, which the engine proves."""
+    if loss.dim() > 1:
+        raise LossReductionError(
+            f"loss of shape {tuple(loss.shape)}: return one loss a record, shape (B,), or their mean. For tokens: "
+            "ghostclip.losses.token_losses."
+        )
+    return loss.mean() if loss.dim() else loss
+
+
+def _scalar_loss(outputs: Any) -> Tensor | None:
+    """Return the loss that a model has computed itself, if it has."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
+    return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None

@@ -1,0 +1,310 @@
+"""Trainers of trl whose training is private: `DPSFTTrainer` and `DPDPOTrainer`, with their configurations.
+
+trl computes log-probabilities with a language-model head of its own, an autograd function that hides what each record
+adds to the head's gradient. In a private step the model's own head stands in its place; evaluation keeps trl's.
+
+What a record is: for supervised fine-tuning a row of the prepared data set. With packing that is a *packed row*: ε then
+protects rows, and who wrote texts in several rows, or shares a row with others, is protected as these rows are. For
+preferences it is a pair, prompt included: both answers of a pair are clipped together.
+
+Needs trl.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ghostclip.errors import InvalidOptionError, NotOfferedError
+from ghostclip.integrations._versions import warn_if_untested
+from ghostclip.integrations.training.arguments import PrivacyArguments
+from ghostclip.integrations.transformers import DPTrainer
+from ghostclip.losses import token_losses
+
+try:
+    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+    from trl.trainer.utils import FusedCausalLMOutput
+except ImportError as error:
+    raise NotOfferedError(
+        f"ghostclip.integrations.trl: what it needs of trl cannot be imported ({error}). Install trl, in a version "
+        "that ghostclip was tested with."
+    ) from error
+
+__all__ = ["DPDPOConfig", "DPDPOTrainer", "DPSFTConfig", "DPSFTTrainer"]
+
+_log = logging.getLogger(__name__)
+# Sums over pairs, of terms that a pair's own log-probabilities determine.
+_PAIRWISE = frozenset(
+    {
+        "sigmoid",
+        "hinge",
+        "exo_pair",
+        "nca_pair",
+        "robust",
+        "bco_pair",
+        "sppo_hard",
+        "apo_zero",
+        "apo_down",
+        "discopop",
+    }
+)
+
+
+@dataclass
+class DPSFTConfig(PrivacyArguments, SFTConfig):
+    """`SFTConfig` with the options of `PrivacyArguments`; `max_grad_norm` is C, the bound of each row."""
+
+
+@dataclass
+class DPDPOConfig(PrivacyArguments, DPOConfig):
+    """`DPOConfig` with the options of `PrivacyArguments`; `max_grad_norm` is C, the bound of each pair."""
+
+
+class PlainHead:
+    """Stands for a model whose caller asks for trl's fused head, and computes the same with the model's own.
+
+    Attributes:
+        logits: Of the last call with gradients.
+
+    Args:
+        model: The model.
+        pairs: Whether the rows are those of pairs, all first parts before all second ones: then each half is a call of
+            its own, whose rows are records.
+        trained: Whether log-probabilities are needed with gradients; else only the logits are.
+    """
+
+    def __init__(self, model: nn.Module, *, pairs: bool, trained: bool) -> None:
+        self._model = model
+        self._pairs = pairs
+        self._trained = trained
+        self.logits: Tensor | None = None
+
+    def __call__(self, *, fused_lm_head: bool = False, labels: Tensor | None = None, **inputs: Any) -> Any:
+        """Run the model.
+
+        Args:
+            fused_lm_head: Whether log-probabilities of labels are asked for, in the place of logits.
+            labels: Tokens, (B, T).
+            **inputs: Of the model.
+
+        Returns:
+            What trl's head returns, or the model's outputs.
+        """
+        if not fused_lm_head:
+            outputs = self._model(**inputs)
+            self._note(outputs.logits)
+            return outputs
+        assert labels is not None, "trl's head is asked for the log-probabilities of labels"
+        rows = labels.shape[0]
+        halves = [slice(0, rows // 2), slice(rows // 2, rows)] if self._pairs else [slice(0, rows)]
+        found = [self._scored(_rows(inputs, rows, half), labels[half]) for half in halves]
+        return FusedCausalLMOutput(**{name: torch.cat([part[name] for part in found]) for name in found[0]})
+
+    def _scored(self, inputs: dict[str, Any], labels_BT: Tensor) -> dict[str, Tensor]:
+        logits_BTV = self._model(**inputs).logits
+        labels_BT = _beside(logits_BTV, labels_BT)
+        self._note(logits_BTV)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self._trained):
+            return _token_values(logits_BTV[:, :-1], labels_BT[:, 1:])
+
+    def _note(self, logits_BTV: Tensor) -> None:
+        if torch.is_grad_enabled():
+            self.logits = logits_BTV
+
+
+class DPSFTTrainer(SFTTrainer, DPTrainer):
+    """`SFTTrainer` that trains with differential privacy, as `DPTrainer` does.
+
+    A record is a row of the prepared data set; its loss is the mean over its own counted tokens, or that of
+    `loss_type="dft"`. With `packing=True` (`packing_strategy="wrapped"`) a packed row is a record: a warning says so.
+    """
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,  # noqa: FBT001 - Trainer's signature
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """Train privately, as `DPTrainer.train`.
+
+        Args:
+            resume_from_checkpoint: As Trainer's.
+            trial: As Trainer's.
+            ignore_keys_for_eval: As Trainer's.
+
+        Returns:
+            What Trainer returns; its metrics hold "epsilon".
+
+        Raises:
+            GhostClipError: If options, data or model contradict a private training; nothing was released then.
+        """
+        warn_if_untested("trl")
+        if getattr(self, "padding_free", False) and self.args.packing:
+            raise InvalidOptionError(
+                f"packing_strategy={self.args.packing_strategy!r} puts all packed rows of a batch into one "
+                "(padding-free), so that a batch would count as one record. Use packing_strategy='wrapped', or "
+                "packing=False."
+            )
+        if self.args.packing:
+            warnings.warn(
+                "packing=True: a record is now a packed row, and ε protects one row. Texts of several people share a "
+                "row, and a long text is cut into several: unless each row holds the texts of one person, no person is "
+                "protected as ε says. packing=False makes each text a record.",
+                stacklevel=2,
+            )
+        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,  # noqa: FBT001, FBT002 - Trainer's signature
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """Return the mean of the rows' losses in a private step; else what trl returns.
+
+        Args:
+            model: The model.
+            inputs: A batch.
+            return_outputs: As Trainer's; not in a private step.
+            num_items_in_batch: Not used in a private step.
+
+        Returns:
+            The loss, or the loss and the outputs.
+        """
+        if not self._computing:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        _say_head()
+        head: Any = PlainHead(model, pairs=False, trained=False)
+        # For its metrics; its loss is divided by the batch's tokens.
+        loss = super().compute_loss(head, inputs)
+        if self.compute_loss_func is None:
+            assert head.logits is not None, "trl's loss runs the model"
+            loss = self._row_losses(head.logits, _beside(head.logits, inputs["labels"]))
+        return self._mean_of(loss)
+
+    def _row_losses(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+        if self.args.loss_type != "dft":
+            return token_losses(logits_BTV, labels_BT, label_smoothing=float(self.args.label_smoothing_factor))
+        values = _token_values(logits_BTV[:, :-1], labels_BT[:, 1:])
+        counted_BT = values["label_mask"].to(logits_BTV.dtype)
+        shares_BT = counted_BT / counted_BT.sum(1, keepdim=True).clamp(min=1)
+        return -(values["log_probs"] * values["log_probs"].detach().exp() * shares_BT).sum(1)
+
+
+class DPDPOTrainer(DPOTrainer, DPTrainer):
+    """`DPOTrainer` that trains with differential privacy, as `DPTrainer` does; a pair is a record.
+
+    The model runs once on all chosen answers and once on all rejected ones.
+    """
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,  # noqa: FBT001 - Trainer's signature
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """Train privately, as `DPTrainer.train`.
+
+        Args:
+            resume_from_checkpoint: As Trainer's.
+            trial: As Trainer's.
+            ignore_keys_for_eval: As Trainer's.
+
+        Returns:
+            What Trainer returns; its metrics hold "epsilon".
+
+        Raises:
+            GhostClipError: If options, data or model contradict a private training; nothing was released then.
+        """
+        warn_if_untested("trl")
+        kinds = self.args.loss_type if isinstance(self.args.loss_type, (list, tuple)) else [self.args.loss_type]
+        mixing = [kind for kind in kinds if kind not in _PAIRWISE]
+        if mixing:
+            raise InvalidOptionError(
+                f"loss_type={mixing[0]!r}: compares pairs with each other, or divides by lengths or counts of the "
+                f"batch. Use one of {', '.join(sorted(_PAIRWISE))}."
+            )
+        if getattr(self.args, "use_weighting", False):
+            raise InvalidOptionError("use_weighting=True: weights are computed from the batch. Leave it out.")
+        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,  # noqa: FBT001, FBT002 - Trainer's signature
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """Return the mean of the pairs' losses; the engine proves that it is one.
+
+        Args:
+            model: The model.
+            inputs: A batch of pairs, chosen answers first.
+            return_outputs: As Trainer's; not in a private step.
+            num_items_in_batch: As Trainer's.
+
+        Returns:
+            The loss, or the loss and the outputs.
+        """
+        if not self._computing:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        _say_head()
+        head: Any = PlainHead(model, pairs=True, trained=True)
+        return super().compute_loss(head, inputs)
+
+    def _checked_example(self) -> tuple[Any, bool]:
+        """Each answer as a text of its own, for the checks."""
+        batch, lengths_differ = super()._checked_example()
+        texts = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        return texts | {"labels": texts["input_ids"].masked_fill(texts["attention_mask"] == 0, -100)}, lengths_differ
+
+
+def _rows(inputs: dict[str, Any], rows: int, chosen: slice) -> dict[str, Any]:
+    return {
+        name: value[chosen] if isinstance(value, Tensor) and value.dim() and value.shape[0] == rows else value
+        for name, value in inputs.items()
+    }
+
+
+def _beside(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    """Labels as long as the logits: a soft prompt of peft comes before them, and does not count."""
+    return functional.pad(labels_BT, (logits_BTV.shape[1] - labels_BT.shape[1], 0), value=-100)
+
+
+def _token_values(logits_BTV: Tensor, labels_BT: Tensor) -> dict[str, Tensor]:
+    """Return what trl's head says of each label; zero where a label does not count, as there."""
+    logits_BTV = logits_BTV.float() if logits_BTV.dtype.itemsize < 4 else logits_BTV
+    mask_BT = labels_BT != -100
+    targets_BT = labels_BT.clamp(min=0)
+    losses_BT = functional.cross_entropy(logits_BTV.transpose(1, 2), targets_BT, reduction="none")
+    with torch.no_grad():
+        # Row by row: they take as much memory as the logits.
+        about = [_about(logits_TV, targets_T) for logits_TV, targets_T in zip(logits_BTV, targets_BT, strict=True)]
+    values = {"log_probs": -losses_BT, **{name: torch.stack([row[name] for row in about]) for name in about[0]}}
+    return {name: value.masked_fill(~mask_BT, 0) for name, value in values.items()} | {"label_mask": mask_BT}
+
+
+def _about(logits_TV: Tensor, targets_T: Tensor) -> dict[str, Tensor]:
+    logs_TV = logits_TV.log_softmax(-1)
+    return {
+        "entropy": -(logs_TV.exp() * logs_TV).sum(-1),
+        "log_sum_sq_probs": (2 * logs_TV).logsumexp(-1),
+        "mean_logits": logits_TV.mean(-1),
+        "is_top1": logits_TV.argmax(-1) == targets_T,
+    }
+
+
+_said: set[str] = set()
+
+
+def _say_head() -> None:
+    if not _said:
+        _said.add("head")
+        _log.warning("private steps use the model's own language-model head in the place of trl's fused one")

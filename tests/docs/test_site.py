@@ -1,0 +1,40 @@
+"""The pages build without a warning, and errors have their entries."""
+
+import subprocess
+import sys
+
+import pytest
+
+from ghostclip.errors import GhostClipError
+from tests.docs.pages import DOCS, ROOT
+
+sys.path.insert(0, str(DOCS))
+import generated
+
+
+@pytest.mark.thorough
+def test_pages_build_without_a_warning(tmp_path):
+    pytest.importorskip("sphinx", reason="Sphinx is not installed")
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", str(DOCS), str(tmp_path)],
+        capture_output=True, text=True, cwd=ROOT, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "searchindex.js").exists()
+
+
+@pytest.mark.parametrize("name", generated.classes())
+def test_every_error_has_an_entry_with_a_remedy(name):
+    page = (DOCS / "errors.in.md").read_text(encoding="utf-8")
+    _, heading, entry = page.partition(f"\n## {name}\n")
+    assert heading, f"docs/errors.in.md has no entry for {name}"
+    assert len(entry.partition("\n## ")[0].strip()) > 30
+
+
+@pytest.mark.parametrize("kind", [kind for kind in generated.classes().values() if issubclass(kind, GhostClipError)])
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="notes on exceptions are new in Python 3.11")
+def test_an_error_ends_with_the_link_to_its_entry(kind):
+    with pytest.raises(kind) as caught:
+        raise kind("what is wrong")
+    assert caught.value.__notes__ == [f"https://ghostclip.readthedocs.io/en/latest/errors.html#{kind.__name__.lower()}"]
+    assert str(caught.value) == "what is wrong"

@@ -1,0 +1,275 @@
+"""What becomes of the features of trl's trainers."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.loops.models import gpt2, lm_means, lm_records
+from benchmarks.loops.trl_loops import _tokenizer
+from benchmarks.loops.world import World
+from tests.integrations.rows_peft import _lora, adapted
+from tests.integrations.rows_transformers import _mixtral
+from tests.integrations.table import Row, row
+from tests.integrations.trainings import arguments_of, exact, next_token_losses, refused, run
+
+ROWS: list[Row] = []
+_HOST = {"tool": "trl", "hosts": ("transformers", "accelerate", "peft", "trl", "datasets")}
+_SUMS = "sums against one record at a time, leave-one-out, noise, ε"
+_QUIET = {"bf16": False, "gradient_checkpointing": False}
+
+
+def _supervised(world: World, make: Callable[[], nn.Module] = gpt2, losses: Any = None, **options: Any) -> Any:
+    from datasets import Dataset
+
+    from ghostclip.integrations.trl import DPSFTConfig, DPSFTTrainer
+
+    trainer_options = options.pop("trainer", {})
+    data = options.pop("data", None) or [{"input_ids": r["input_ids"]} for r in lm_records(world)]
+    arguments = arguments_of(world, DPSFTConfig, **(_QUIET | options))
+    model = world.watch(make, losses)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        trainer = DPSFTTrainer(
+            model, arguments, train_dataset=Dataset.from_list(data), processing_class=_tokenizer(), **trainer_options
+        )
+        run(world, trainer)
+    return trainer
+
+
+def _next(world: World) -> Any:
+    return next_token_losses(lm_records(world))
+
+
+@row(ROWS, **_HOST, outcome="exact", note=_SUMS)
+def sft_in_full(folder: Path) -> None:
+    """SFT on all parameters."""
+    exact(lambda world: _supervised(world, losses=lm_means(world)), clips=(0.5, 0.1))
+
+
+@row(ROWS, **_HOST, outcome="exact", note=_SUMS)
+def sft_lora(folder: Path) -> None:
+    """SFT with LoRA."""
+    exact(lambda world: _supervised(world, lambda: adapted(_lora), _next(world)))
+
+
+@row(ROWS, **_HOST, outcome="exact", note="clipped sums, leave-one-out, noise, ε")
+def sft_peft_config(folder: Path) -> None:
+    """SFT with peft_config (trl makes the adapters)."""
+
+    def train(world: World) -> None:
+        trainer = _supervised(world, trainer={"peft_config": _lora()})
+        assert any("lora" in name for name, _ in trainer.model.named_parameters())
+
+    # trl exchanges the model, so that the world has no reference for it.
+    exact(train, tolerance=1e-6)
+
+
+@row(ROWS, **_HOST, outcome="exact", note=_SUMS)
+def sft_checkpointed(folder: Path) -> None:
+    """SFT with trl's default of gradient checkpointing."""
+    exact(lambda world: _supervised(world, losses=lm_means(world), gradient_checkpointing=True))
+
+
+@row(ROWS, **_HOST, outcome="exact", note=_SUMS)
+def sft_completions(folder: Path) -> None:
+    """SFT on prompts and completions (completion_only_loss)."""
+
+    def train(world: World) -> None:
+        records = [
+            {"input_ids": r["input_ids"], "completion_mask": [int(place > 0) for place in range(len(r["input_ids"]))]}
+            for r in lm_records(world)
+        ]
+        _supervised(world, losses=lm_means(world), data=records, completion_only_loss=True)
+
+    exact(train)
+
+
+@row(ROWS, **_HOST, outcome="exact", note=_SUMS)
+def sft_dft(folder: Path) -> None:
+    """SFT with loss_type="dft"."""
+
+    def train(world: World) -> None:
+        records = lm_records(world)
+
+        def losses(model: nn.Module, numbers: list[int]) -> Tensor:
+            found = []
+            for number in numbers:
+                ids = torch.tensor([records[number]["input_ids"]])
+                logs = model(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])
+                found.append(-(logs * logs.exp().detach()).mean())
+            return torch.stack(found)
+
+        _supervised(world, losses=losses, loss_type="dft")
+
+    exact(train)
+
+
+@row(ROWS, **_HOST, outcome="exact", note="sums against one packed row at a time; the warning names rows and people")
+def sft_packed(folder: Path) -> None:
+    """SFT with packing (packing_strategy="wrapped"): a packed row is a record."""
+
+    def train(world: World) -> None:
+        texts = [[1 + (place * number) % 10 for place in range(7)] for number in range(48)]
+        rows = [{"input_ids": one + other} for one, other in zip(texts[::2], texts[1::2], strict=True)]
+        data = [{"input_ids": text} for text in texts]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            given = {"packing": True, "packing_strategy": "wrapped", "max_length": 14}
+            trainer = _supervised(world, losses=next_token_losses(rows), data=data, **given)
+        assert [row["input_ids"] for row in trainer.train_dataset] == [row["input_ids"] for row in rows]
+        assert any("a record is now a packed row" in str(w.message) for w in caught), "no word of packing"
+
+    exact(train)
+
+
+@row(ROWS, **_HOST, outcome="refused", note="packing_strategy='wrapped'")
+def sft_packed_without_padding(folder: Path) -> None:
+    """SFT with packing as trl does it by default (padding-free)."""
+    refused(lambda world: _supervised(world, packing=True, max_length=14))
+
+
+@row(ROWS, **_HOST, outcome="refused", note="padding_free")
+def sft_without_padding(folder: Path) -> None:
+    """SFT with padding_free=True."""
+    refused(lambda world: _supervised(world, padding_free=True, max_length=None))
+
+
+@row(ROWS, **_HOST, outcome="refused", note="router_aux_loss_coef=0.0")
+def sft_balancing(folder: Path) -> None:
+    """SFT of a mixture of experts with its balancing loss (trl's default)."""
+    refused(lambda world: _supervised(world, lambda: _mixtral(router_aux_loss_coef=0.1)))
+
+
+@row(ROWS, **_HOST, outcome="exact", note="entropy, accuracy, tokens and evaluation as of trl's own trainer")
+def sft_metrics(folder: Path) -> None:
+    """SFT's metrics and evaluation."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    world = World(sigma=0.0, clip=0.5, folder=str(folder))
+    data = Dataset.from_list([{"input_ids": r["input_ids"]} for r in lm_records(world)])
+    trainer = _supervised(world, trainer={"eval_dataset": data}, learning_rate=0.0)
+    logs = trainer.state.log_history[0]
+    assert logs["epsilon"] == float("inf")
+    assert logs.keys() >= {"loss", "entropy", "mean_token_accuracy", "num_tokens"}
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        arguments = SFTConfig(str(folder / "plain"), use_cpu=True, report_to=[], disable_tqdm=True, **_QUIET)
+        plain = SFTTrainer(
+            trainer.model, arguments, train_dataset=data, eval_dataset=data, processing_class=_tokenizer()
+        )
+        due, found = plain.evaluate(), trainer.evaluate()
+    for name in ("eval_loss", "eval_entropy", "eval_mean_token_accuracy"):
+        assert abs(due[name] - found[name]) < 1e-6, name
+
+
+# Preferences
+
+
+def _preferences(world: World, make: Callable[[], nn.Module] = gpt2, **options: Any) -> Any:
+    from datasets import Dataset
+
+    from ghostclip.integrations.trl import DPDPOConfig, DPDPOTrainer
+
+    reference = options.pop("reference", gpt2)
+    losses = options.pop("losses", _pair_losses(world, reference))
+    arguments = arguments_of(world, DPDPOConfig, **(_QUIET | options))
+    model = world.watch(make, losses)
+    data = Dataset.from_list([{"prompt": "w1 w2", "chosen": " " + text, "rejected": " w3"} for text in _texts(world)])
+    torch.manual_seed(11)
+    given = None if reference is None else reference()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        trainer = DPDPOTrainer(
+            model, ref_model=given, args=arguments, train_dataset=data, processing_class=_tokenizer()
+        )
+        run(world, trainer)
+    return trainer
+
+
+def _texts(world: World) -> list[str]:
+    return [" ".join(f"w{number}" for number in record["input_ids"]) for record in lm_records(world)]
+
+
+def _pair_losses(world: World, reference: Callable[[], nn.Module] | None) -> Any:
+    """The loss of Rafailov et al. (2023), equation 7, one pair at a time."""
+    ids = [[1, 2, *map(int, record["input_ids"]), 0] for record in lm_records(world)]
+
+    def log_probability(model: nn.Module, tokens: list[int]) -> Tensor:
+        row = torch.tensor([tokens])
+        logs = model(input_ids=row).logits[:, :-1].log_softmax(-1).gather(2, row[:, 1:, None])[0, :, 0]
+        return logs[1:].sum()
+
+    def losses(model: nn.Module, numbers: list[int]) -> Tensor:
+        torch.manual_seed(11)
+        other = reference() if reference is not None else None
+        found = []
+        for number in numbers:
+            margins = []
+            for tokens in (ids[number], [1, 2, 3, 0]):
+                with torch.no_grad():
+                    # Of adapters that are there already trl keeps a copy of their start.
+                    base = log_probability(model if other is None else other, tokens)
+                margins.append(log_probability(model, tokens) - base)
+            found.append(-nn.functional.logsigmoid(0.1 * (margins[0] - margins[1])))
+        return torch.stack(found)
+
+    return losses
+
+
+@row(ROWS, **_HOST, outcome="exact", note=_SUMS)
+def dpo_in_full(folder: Path) -> None:
+    """DPO on all parameters: a pair is a record."""
+    exact(_preferences, clips=(0.5, 0.1))
+
+
+@row(ROWS, **_HOST, outcome="exact", note=_SUMS)
+def dpo_lora(folder: Path) -> None:
+    """DPO with LoRA, the reference being the adapters' start."""
+    # peft copies adapters in 32 bits.
+    exact(lambda world: _preferences(world, lambda: adapted(_lora), reference=None), tolerance=1e-6)
+
+
+@row(ROWS, **_HOST, outcome="exact", note=_SUMS)
+def dpo_checkpointed(folder: Path) -> None:
+    """DPO with trl's default of gradient checkpointing."""
+    exact(lambda world: _preferences(world, gradient_checkpointing=True))
+
+
+def _dpo_refusal(kind: str) -> None:
+    def drive(folder: Path) -> None:
+        refused(lambda world: _preferences(world, loss_type=kind))
+
+    drive.__doc__ = f"DPO with loss_type={kind!r}."
+    row(ROWS, **_HOST, outcome="refused", note="compares pairs")(drive)
+
+
+for _kind in ("aot", "sft", "ipo"):
+    _dpo_refusal(_kind)
+
+
+def _sft_on_ranks(world: World) -> None:
+    _supervised(
+        world, lambda: adapted(_lora), _next(world), per_device_train_batch_size=1, gradient_accumulation_steps=3
+    )
+
+
+@row(ROWS, **_HOST, outcome="exact", note=_SUMS, ranks=2, slow=True)
+def sft_two_processes(folder: Path) -> None:
+    """SFT with LoRA on two processes, whose parts differ in number."""
+    exact(_sft_on_ranks, ranks=2)
+
+
+def _dpo_on_ranks(world: World) -> None:
+    _preferences(world, per_device_train_batch_size=1, gradient_accumulation_steps=3)
+
+
+@row(ROWS, **_HOST, outcome="exact", note=_SUMS, ranks=2, slow=True)
+def dpo_two_processes(folder: Path) -> None:
+    """DPO on two processes, whose parts differ in number."""
+    exact(_dpo_on_ranks, ranks=2)

@@ -1,0 +1,32 @@
+"""Integrations whose library is missing say so when they are imported, and nothing else of the package needs them."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from ghostclip.errors import NotOfferedError
+
+NAMED = {
+    "ghostclip.integrations.transformers": "transformers",
+    "ghostclip.integrations.trl": "trl",
+}
+
+
+@pytest.mark.parametrize("module", NAMED)
+def test_a_missing_library_is_named(module, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, NAMED[module], None)
+    with pytest.raises(NotOfferedError, match=f"(?i){module}.*install.* {NAMED[module]}|{NAMED[module]}.*pip install"):
+        importlib.import_module(module)
+    monkeypatch.undo()
+
+
+def test_what_needs_no_library_loads_none():
+    line = "import sys, ghostclip.integrations.peft; print({'transformers', 'peft', 'trl'} & sys.modules.keys())"
+    found = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"

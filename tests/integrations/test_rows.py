@@ -1,0 +1,32 @@
+"""Every row of the table of compatibility comes out as it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.table import Row, all_rows, outcome_of
+
+
+def _parameters():
+    for made in all_rows():
+        marks = [pytest.mark.integration]
+        marks += [pytest.mark.distributed] if made.ranks > 1 else []
+        marks += [pytest.mark.slow] if made.slow else []
+        yield pytest.param(made, id=made.name, marks=marks)
+
+
+@pytest.mark.parametrize("made", list(_parameters()))
+# What host libraries warn of, and how they leave their files and processes, is theirs.
+@pytest.mark.filterwarnings("ignore")
+def test_a_row_is_as_it_says(made: Row, tmp_path: Path):
+    found = outcome_of(made, tmp_path)
+    if found.outcome == "skipped":
+        pytest.skip(found.said)
+    assert found.outcome == made.outcome, found.said
+
+
+def test_no_two_rows_have_one_name():
+    names = [made.name for made in all_rows()]
+    assert len(set(names)) == len(names)
