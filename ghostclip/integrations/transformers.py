@@ -119,15 +119,19 @@ class DPTrainer(Trainer):
         Raises:
             GhostClipError: If options, data or model contradict a private training; nothing was released then.
         """
-        for library in ("transformers", "accelerate"):
-            warn_if_untested(library)
-        refuse(self)
+        self._require_options()
         self._require_account(resume_from_checkpoint)
         try:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         finally:
             if self.private_run is not None:
                 self.private_run.close()
+
+    def _require_options(self) -> None:
+        """Refuse options that contradict a private training; trainers with options of their own add to it."""
+        for library in ("transformers", "accelerate"):
+            warn_if_untested(library)
+        refuse(self)
 
     def hyperparameter_search(
         self,

@@ -125,25 +125,7 @@ class DPSFTTrainer(SFTTrainer, DPTrainer):
     `loss_type="dft"`. With `packing=True` (`packing_strategy="wrapped"`) a packed row is a record: a warning says so.
     """
 
-    def train(
-        self,
-        resume_from_checkpoint: str | bool | None = None,  # noqa: FBT001 - Trainer's signature
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
-    ) -> Any:
-        """Train privately, as `DPTrainer.train`.
-
-        Args:
-            resume_from_checkpoint: As Trainer's.
-            trial: As Trainer's.
-            ignore_keys_for_eval: As Trainer's.
-
-        Returns:
-            What Trainer returns; its metrics hold "epsilon".
-
-        Raises:
-            GhostClipError: If options, data or model contradict a private training; nothing was released then.
-        """
+    def _require_options(self) -> None:
         warn_if_untested("trl")
         if getattr(self, "padding_free", False) and self.args.packing:
             raise InvalidOptionError(
@@ -158,7 +140,7 @@ class DPSFTTrainer(SFTTrainer, DPTrainer):
                 "protected as ε says. packing=False makes each text a record.",
                 stacklevel=2,
             )
-        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        super()._require_options()
 
     def compute_loss(
         self,
@@ -204,25 +186,7 @@ class DPDPOTrainer(DPOTrainer, DPTrainer):
     The model runs once on all chosen answers and once on all rejected ones.
     """
 
-    def train(
-        self,
-        resume_from_checkpoint: str | bool | None = None,  # noqa: FBT001 - Trainer's signature
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
-    ) -> Any:
-        """Train privately, as `DPTrainer.train`.
-
-        Args:
-            resume_from_checkpoint: As Trainer's.
-            trial: As Trainer's.
-            ignore_keys_for_eval: As Trainer's.
-
-        Returns:
-            What Trainer returns; its metrics hold "epsilon".
-
-        Raises:
-            GhostClipError: If options, data or model contradict a private training; nothing was released then.
-        """
+    def _require_options(self) -> None:
         warn_if_untested("trl")
         kinds = self.args.loss_type if isinstance(self.args.loss_type, (list, tuple)) else [self.args.loss_type]
         mixing = [kind for kind in kinds if kind not in _PAIRWISE]
@@ -233,7 +197,7 @@ class DPDPOTrainer(DPOTrainer, DPTrainer):
             )
         if getattr(self.args, "use_weighting", False):
             raise InvalidOptionError("use_weighting=True: weights are computed from the batch. Leave it out.")
-        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        super()._require_options()
 
     def compute_loss(
         self,
