@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import email
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,26 +23,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 WANTED = ("ghostclip/__init__.py", "ghostclip/py.typed", "ghostclip/cli.py")
 METADATA = ("Project-URL", "License-Expression", "License-File", "Requires-Python", "Keywords", "Classifier", "Summary")
-TRIAL = """
-import importlib.metadata, torch, ghostclip
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
+# Where the package came from, then what the README shows, as pasted.
+ORIGIN = """
+import importlib.metadata, ghostclip
 assert ghostclip.__file__.startswith({prefix!r}), ghostclip.__file__
 assert importlib.metadata.version("ghostclip") == ghostclip.__version__
-model = nn.Linear(4, 2)
-data = TensorDataset(torch.randn(64, 4), torch.randint(2, (64,)))
-engine = ghostclip.PrivacyEngine()
-model, optimizer, loader = engine.make_private(
-    module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=DataLoader(data, batch_size=8),
-    noise_multiplier=1.0, max_grad_norm=1.0,
-)
-for x, y in loader:
-    optimizer.zero_grad()
-    nn.functional.cross_entropy(model(x), y).backward()
-    optimizer.step()
-print(f"epsilon = {{engine.get_epsilon(1e-3):.2f}}")
 """
+
+
+def readme_scripts() -> list[str]:
+    """Give the README's blocks of Python, each a script of its own."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -54,7 +47,7 @@ def run(*command: str | Path, cwd: Path) -> str:
     Returns:
         What it printed.
     """
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run([*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(map(str, command))} failed:\n{done.stdout}{done.stderr}")
@@ -133,10 +126,10 @@ def try_out(folder: Path, wheel: Path) -> list[str]:
     )
     # Folders that a .pth file names come after the environment's own, and their own .pth files are not read.
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    trial = TRIAL.format(prefix=str(packages))
+    run(programs / "python", "-c", ORIGIN.format(prefix=str(packages)), cwd=folder)
     return [
         run(programs / "ghostclip", "--version", cwd=folder),
-        run(programs / "python", "-c", trial, cwd=folder),
+        *(run(programs / "python", "-W", "ignore", "-c", script, cwd=folder) for script in readme_scripts()),
         run(
             programs / "ghostclip",
             "epsilon",
