@@ -32,7 +32,8 @@ QUICK_SHARE = {
     "accounting/test_edges.py": 3,
     "audit/test_loops.py": 3,
     "cli/test_inspect.py": 3,
-    "integrations/test_rows.py": 6,
+    "cli/test_tasks.py": 3,
+    "integrations": 10,
     "data/test_one_owner.py": 3,
     "optim/test_no_way_to_a_sum.py": 3,
 }

@@ -8,7 +8,13 @@ import pytest
 
 from tests.docs.pages import NOT_RUN, PAGES, ROOT, blocks, shown
 
-WITH_CODE = [path for path in PAGES if blocks(path, "python")]
+# What a newcomer pastes first runs in the quick tests, the other pages in `make check`.
+FIRST = ("README.md", "docs/start/quickstart.md")
+WITH_CODE = [
+    pytest.param(path, marks=() if shown(path) in FIRST else pytest.mark.thorough)
+    for path in PAGES
+    if blocks(path, "python")
+]
 
 
 @pytest.mark.parametrize("path", WITH_CODE, ids=shown)
