@@ -21,7 +21,7 @@ from ghostclip.capture.layouts import ArgumentLayout, result_axes
 from ghostclip.capture.nodes import Region
 from ghostclip.capture.operation import Operation
 from ghostclip.capture.param_use import ParamUse, no_axis, register, site_of
-from ghostclip.capture.row_maps import order_of_rows
+from ghostclip.capture.row_maps import order_of_rows, wants_gradient
 from ghostclip.capture.statistics import AT_ONCE_FORM, GENERAL_FORM
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.errors import BatchAxisError
@@ -75,9 +75,7 @@ def in_general(operation: Operation, layout: ArgumentLayout, forward: ForwardCon
         site.forms.update(dict.fromkeys(site.names, AT_ONCE_FORM))
     targets = {str(number): t for number, t in enumerate(tracked)}
     use = ParamUse(site, forward, targets, _unset, 1, [])
-    use.wants_input_gradient = any(
-        tensor.requires_grad or forward.around.rows.samples_of(tensor) is not None for tensor in operation.plain
-    )
+    use.wants_input_gradient = wants_gradient(operation.plain, forward)
     output_maps: list[list[RowMap]] = []
     items: list[Any] = []
     specs: list[Any] = []

@@ -20,6 +20,7 @@ from ghostclip.capture.layouts import ArgumentLayout
 from ghostclip.capture.nodes import source
 from ghostclip.capture.operation import Operation
 from ghostclip.capture.param_use import ParamUse, register, site_of
+from ghostclip.capture.row_maps import wants_gradient
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.capture.writes import write
 from ghostclip.errors import BatchAxisError
@@ -132,7 +133,7 @@ class ByRule(Plan):
             site, forward, self.targets, captured.factors, captured.num_batch_dims, maps, batch_dim_sizes=sizes
         )
         use.behind = rows.grad_fn
-        use.wants_input_gradient = rows.requires_grad or forward.around.rows.samples_of(rows) is not None
+        use.wants_input_gradient = wants_gradient([rows], forward)
         return use
 
     def carry_out(self, use: ParamUse) -> Tensor:
@@ -225,20 +226,6 @@ class General(Plan):
                 raise
             # As many entries as samples, and no room for samples in the result: a constant as well.
             return Derive(self.operation).run(forward)
-
-
-def wants_gradient(data: Sequence[Tensor], forward: ForwardContext) -> bool:
-    """Return whether data is in the graph, or was put into another order on the way to an operation.
-
-    Args:
-        data: Tensors.
-        forward: The forward.
-
-    Returns:
-        Whether any of them is.
-    """
-    rows = forward.around.rows
-    return any(tensor.requires_grad or rows.samples_of(tensor) is not None for tensor in data)
 
 
 def _entered(

@@ -105,3 +105,17 @@ def rows_along(axis: int, sizes: Sequence[int], batch_size: int, expected: int, 
     """
     maps = [row_map for row_map in candidates(sizes, batch_size, axis=expected) if row_map.axis == axis]
     return maps if samples is None else [RowMap("gathered", 0, samples), *maps]
+
+
+def wants_gradient(data: Sequence[Tensor], forward: ForwardContext) -> bool:
+    """Return whether data is in the graph, or was put into another order on the way to an operation.
+
+    Args:
+        data: Tensors.
+        forward: The forward.
+
+    Returns:
+        Whether any of them is.
+    """
+    rows = forward.around.rows
+    return any(tensor.requires_grad or rows.samples_of(tensor) is not None for tensor in data)

@@ -108,7 +108,7 @@ class Evidence:
     def _grown(self, capture: CaptureContext, call: ModuleCall) -> Grown | None:
         """Run a forward with one sample more; None where it cannot."""
         inputs: Any = (call.args, dict(call.kwargs))
-        if next(iter(packed_inputs(inputs)), None) is not None:
+        if _has_packed(inputs):
             return None
         on_rows, *inputs = capture.bags.as_rows(call.module, *inputs)
 
@@ -138,7 +138,7 @@ class Evidence:
     def _refuse_dependence(self, capture: CaptureContext, call: ModuleCall, output: Any, probe: Probe | None) -> None:
         """Refuse a model whose outputs for one sample change with the others."""
         forward, inputs = capture.forward, (call.args, dict(call.kwargs))
-        if next(iter(packed_inputs(inputs)), None) is not None:
+        if _has_packed(inputs):
             self.unchecked.missed("samples of a packed sequence cannot be exchanged", REPLACED, FEWER)
             return
         known = {} if probe is None else {id(start.edge.tensor): start.row_map for start in probe.begun}
@@ -157,6 +157,11 @@ class Evidence:
                 batch,
                 self.unchecked,
             )
+
+
+def _has_packed(inputs: Any) -> bool:
+    """Return whether a packed sequence is among a model's inputs: its samples cannot be repeated or exchanged."""
+    return next(iter(packed_inputs(inputs)), None) is not None
 
 
 def _probe_outputs(capture: CaptureContext, outputs: list[Tensor]) -> Probe | None:
