@@ -17,7 +17,7 @@ copyright = author  # noqa: A001 - Sphinx's own name
 release = version = ghostclip.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build", "errors.in.md"]
+exclude_patterns = ["_build", "**/*.in.md", "*.in.md"]
 html_theme = "furo"
 html_title = f"ghostclip {release}"
 html_static_path = ["_static"]

@@ -1,10 +1,13 @@
 """Pages that are made from the repository: tables of what is supported, errors, the design page, the changelog."""
 
+import ast
 import inspect
 import re
 from pathlib import Path
 
 from ghostclip import errors
+from paper_repro.examples import NAMES
+from paper_repro.examples.audited import NOT_AUDITED
 
 ROOT = Path(__file__).resolve().parents[1]
 # Pages that stand in the package or at the top as well: (source, page, links there and what they become here).
@@ -24,6 +27,8 @@ def write_pages(docs: Path) -> None:
     for source, page, links in COPIED:
         _write(docs / page, _with_links((ROOT / source).read_text(encoding="utf-8"), links))
     _write(docs / "errors.md", errors_page((docs / "errors.in.md").read_text(encoding="utf-8")))
+    template = (docs / "start" / "examples.in.md").read_text(encoding="utf-8")
+    _write(docs / "start" / "examples.md", template.replace("@EXAMPLES@", examples_table()))
 
 
 def _write(path: Path, text: str) -> None:
@@ -62,6 +67,18 @@ def errors_page(template: str) -> str:
 
 
 _PLUMBING = {"Exception", "BaseException", "object"}
+
+
+def examples_table() -> str:
+    """Return the examples with what each trains and whether it is audited."""
+    lines = ["| example | what it trains | |", "|---|---|---|"]
+    for name in NAMES:
+        place = f"paper_repro/examples/{name}.py"
+        about = ast.get_docstring(ast.parse((ROOT / place).read_text(encoding="utf-8"))) or ""
+        why_not = NOT_AUDITED.get(name)
+        badge = "**audited in CI**" if why_not is None else f"not audited: {why_not}"
+        lines.append(f"| [{name}](repo:{place}) | {about.partition(chr(10))[0]} | {badge} |")
+    return "\n".join(lines)
 
 
 def classes() -> dict[str, type[BaseException]]:

@@ -8,11 +8,18 @@ NaN is never in a range.
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import numbers
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 from ghostclip.errors import InvalidOptionError
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def _number(value: object, name: str) -> float:
@@ -166,3 +173,31 @@ def did_you_mean(value: object, known: Iterable[str], *, quote: str = "'") -> st
     names = {name.lower(): name for name in known}
     near = difflib.get_close_matches(value.lower(), names, n=1, cutoff=0.6) if isinstance(value, str) else []
     return f"; did you mean {quote}{names[near[0]]}{quote}?" if near else ""
+
+
+def suggests_options(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let a function that is called with an option it does not have name the nearest one that it has.
+
+    Python does so by itself from 3.13 on.
+
+    Args:
+        function: What users call with many options by name.
+
+    Returns:
+        The function, whose `TypeError` for an unknown option ends with the suggestion.
+    """
+
+    @wraps(function)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            unknown = re.search(r"unexpected keyword argument '(\w+)'$", str(error))
+            # One frame: the call itself has failed, and nothing inside the function has run.
+            below = error.__traceback__ and error.__traceback__.tb_next
+            if unknown is None or below is not None:
+                raise
+            suggestion = did_you_mean(unknown.group(1), inspect.signature(function).parameters)
+            raise TypeError(f"{error}{suggestion}") from None
+
+    return called

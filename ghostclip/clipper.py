@@ -71,6 +71,7 @@ class GhostClipper:
         >>> clipper.backward(losses)
     """
 
+    @_validate.suggests_options
     def __init__(  # noqa: PLR0913 - the public constructor names every choice
         self,
         model: nn.Module,

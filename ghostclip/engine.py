@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from ghostclip._validate import suggests_options
 from ghostclip.accounting import (
     DEFAULT_ACCOUNTANT,
     Bounds,
@@ -97,6 +98,7 @@ class PrivacyEngine:
         ε = 1.78
     """
 
+    @suggests_options
     def __init__(
         self,
         *,
@@ -113,6 +115,7 @@ class PrivacyEngine:
         self._warned_of_delta = False
         self.accountant = create_accountant(mechanism=accountant)
 
+    @suggests_options
     def make_private(  # noqa: PLR0913 - Opacus's arguments
         self,
         *,
@@ -224,6 +227,7 @@ class PrivacyEngine:
         )
         return given.around(private)
 
+    @suggests_options
     def make_private_with_epsilon(  # noqa: PLR0913 - Opacus's arguments
         self,
         *,
@@ -548,6 +552,7 @@ class PrivacyEngine:
                 state[checkpoints.SCHEDULERS[name]] = scheduler.state_dict()
         checkpoints.save(state, path, torch_save_kwargs or {})
 
+    @suggests_options
     def load_checkpoint(  # noqa: PLR0913 - Opacus's arguments and one of ours
         self,
         *,

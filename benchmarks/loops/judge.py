@@ -291,16 +291,17 @@ def _participations(seen: Seen) -> int:
 
 
 @lru_cache(maxsize=64)
-def epsilon_of(rate: float, sigma: float, times: int) -> float:
+def epsilon_of(rate: float, sigma: float, times: int, delta: float = DELTA) -> float:
     """ε of Poisson-sampled Gaussian releases, by another library's accountant.
 
     Args:
         rate: q.
         sigma: Noise multiplier.
         times: Releases.
+        delta: δ.
 
     Returns:
-        ε at `DELTA`, rounded up by at most a thousandth.
+        ε, rounded up by at most a thousandth.
     """
     from dp_accounting import dp_event
     from dp_accounting.pld import PLDAccountant
@@ -308,4 +309,4 @@ def epsilon_of(rate: float, sigma: float, times: int) -> float:
     accountant = PLDAccountant(value_discretization_interval=1e-3)
     step = dp_event.PoissonSampledDpEvent(rate, dp_event.GaussianDpEvent(sigma))
     accountant.compose(step, times)
-    return float(accountant.get_epsilon(DELTA))
+    return float(accountant.get_epsilon(delta))

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable
 
-from ghostclip._validate import fraction, positive, positive_int, probability
+from ghostclip._validate import fraction, positive, positive_int, probability, suggests_options
 from ghostclip.accounting.history import steps_per_epoch
 from ghostclip.accounting.registry import DEFAULT_ACCOUNTANT, bounding_accountant
 from ghostclip.errors import BudgetError, InvalidOptionError
@@ -19,6 +19,7 @@ MIN_RATE = 1e-12
 MOST_STEPS = 10**9
 
 
+@suggests_options
 def get_noise_multiplier(  # noqa: PLR0913 - the arguments that existing scripts pass
     *,
     target_epsilon: float,

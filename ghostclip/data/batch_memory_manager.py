@@ -67,6 +67,7 @@ class BatchMemoryManager:
         ...         optimizer.step()
     """
 
+    @_validate.suggests_options
     def __init__(
         self,
         *,

@@ -83,6 +83,7 @@ class DPOptimizer(WrappedOptimizer):
         UncoveredParameterError: If a trainable parameter of the optimizer is not clipped by the clipper.
     """
 
+    @_validate.suggests_options
     def __init__(  # noqa: PLR0913 - the public constructor mirrors the mechanism, one argument per part
         self,
         optimizer: Optimizer,

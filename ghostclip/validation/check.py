@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip import _torch
+from ghostclip._validate import suggests_options
 from ghostclip.clipper import GhostClipper, Reduction, Strategy
 from ghostclip.errors import GhostClipError, InvalidOptionError
 from ghostclip.validation.cost import StepCost, ordinary_cost, private_cost
@@ -96,6 +97,7 @@ class Check:
         return "\n".join([*lines, *(f"Note: {note}" for note in report.notes)])
 
 
+@suggests_options
 def check(  # noqa: PLR0913 - the public function names every choice
     model: nn.Module,
     batch: Any,

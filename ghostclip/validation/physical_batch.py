@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ghostclip._validate import suggests_options
 from ghostclip.clipper import GhostClipper
 from ghostclip.data.out_of_memory import count_rows
 from ghostclip.data.physical_batch_size import find_max_physical_batch_size
@@ -19,6 +20,7 @@ from ghostclip.validation.losses import as_loss_fn
 from ghostclip.validation.samples import plain_batch, take
 
 
+@suggests_options
 def find_physical_batch(
     model: nn.Module,
     batch: Any,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ghostclip._validate import suggests_options
 from ghostclip.capture.bags import batch_as_rows
 from ghostclip.clipper import GhostClipper, Reduction, Strategy
 from ghostclip.errors import GhostClipError, LossReductionError, SampleMixingError
@@ -20,6 +21,7 @@ from ghostclip.validation.samples import count_samples, plain_batch
 from ghostclip.validation.state import preserved, without_dropout
 
 
+@suggests_options
 def validate(  # noqa: PLR0913 - the public function names every choice
     model: nn.Module,
     batch: Any,

@@ -16,11 +16,8 @@ import torch
 
 from benchmarks import machine
 from benchmarks.report import machine_line
+from paper_repro.examples import NAMES, audited
 
-NAMES: Final = (
-    "mnist", "cifar_resnet", "bert_text", "char_lstm", "dcgan", "mnist_lightning", "mnist_ddp", "mnist_accelerate",
-    "mnist_fabric", "mnist_timm", "hf_trainer", "peft_lora", "trl_sft", "trl_dpo",
-)  # fmt: skip
 RESULTS: Final = Path(__file__).resolve().parents[1] / "results"
 
 
@@ -72,18 +69,53 @@ def markdown(report: Mapping[str, Any]) -> str:
         "# Examples\n",
         f"`{report['command']}` on {machine_line(report)} Each is a file of "
         "`paper_repro/examples`, with its defaults.\n",
-        "| example | what it trains | reached | without learning | ε at δ = 1e-5 | CPU, s |",
-        "|---|---|---|---|---:|---:|",
+        "| example | what it trains | reached | without learning | ε at δ = 1e-5 | CPU, s | audit of a short run |",
+        "|---|---|---|---|---:|---:|---|",
     ]
     for row in report["examples"]:
         if "missing" in row:
-            lines.append(f"| `{row['name']}` | not run: needs {row['missing']} | | | | |")
+            lines.append(f"| `{row['name']}` | not run: needs {row['missing']} | | | | | |")
             continue
         found = row["found"]
         reached, chance = _reached(found)
         cost = f"{found['epsilon']:.2f} | {row['seconds']:.0f}"
-        lines.append(f"| `{row['name']}` | {row['about']} | {reached} | {chance} | {cost} |")
+        lines.append(f"| `{row['name']}` | {row['about']} | {reached} | {chance} | {cost} | {_audit(row)} |")
     return "\n".join(lines) + "\n"
+
+
+def _audit(row: Mapping[str, Any]) -> str:
+    """What the audit of an example has shown, in a line."""
+    if row["audit"] is None:
+        return f"not audited: {audited.NOT_AUDITED[row['name']]}"
+    seen = row["audit"]
+    return "; ".join(seen["problems"]) or (
+        f"passed: first sum off by {seen['error']:.0e}, a record moves it by {seen['move']:.6f} C, "
+        f"noise {seen['noise']:.2f} σC, ε {seen['epsilon']:.2f} ({seen['epsilon_due']:.2f} due), "
+        f"canaries prove {seen['canaries']:.2f}"
+    )
+
+
+def audit(name: str) -> dict[str, Any] | None:
+    """Audit an example.
+
+    Args:
+        name: One of `NAMES`.
+
+    Returns:
+        What was measured, in plain values; None for those that are not audited.
+    """
+    if name in audited.NOT_AUDITED:
+        return None
+    seen = audited.audit(name)
+    return {
+        "problems": seen.problems(),
+        "error": seen.error,
+        "move": seen.move,
+        "noise": seen.noise,
+        "epsilon": seen.epsilon,
+        "epsilon_due": seen.epsilon_due,
+        "canaries": seen.canaries.epsilon,
+    }
 
 
 def _reached(found: Mapping[str, float]) -> tuple[str, str]:
@@ -102,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The command line; the process's own by default.
 
     Returns:
-        The exit status: 1 if an example could not run.
+        The exit status: 1 if an example could not run or did not pass its audit.
     """
     parser = argparse.ArgumentParser(prog="python -m paper_repro.examples", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(NAMES)} (default: all)")
@@ -118,7 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = []
     for name in options.names or NAMES:
         print(f"\n== {name}: {summary(name)}", flush=True)
-        rows.append(run(name))
+        row = run(name)
+        rows.append(row if "missing" in row else row | {"audit": audit(name)})
     report = {
         "command": "python -m paper_repro.examples",
         "date": datetime.now(timezone.utc).date().isoformat(),
@@ -133,7 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "examples-cpu.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", "utf-8")
         (folder / "examples-cpu.md").write_text(page, "utf-8")
-    return int(bool(missing))
+    failed = [row for row in rows if row.get("audit") and row["audit"]["problems"]]
+    return int(bool(missing or failed))
 
 
 if __name__ == "__main__":

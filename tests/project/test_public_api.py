@@ -6,8 +6,10 @@ import importlib
 import inspect
 
 import pytest
+import torch
 
 import ghostclip
+from ghostclip._validate import suggests_options
 from tests.project.source import module_name, python_files
 
 PACKAGES = sorted({module_name(path) for path in python_files("ghostclip") if path.name == "__init__.py"})
@@ -111,3 +113,34 @@ def test_every_error_derives_from_the_base_and_a_builtin():
         assert builtin or error is errors.GhostClipError, (
             f"{error.__name__} derives from no built-in a user would catch"
         )
+
+
+@pytest.mark.parametrize(
+    ("call", "meant"),
+    [
+        (lambda: ghostclip.PrivacyEngine(noise_levle="fast"), "noise_level"),
+        (lambda: ghostclip.PrivacyEngine().make_private(noise_multiplyer=1.0), "noise_multiplier"),
+        (lambda: ghostclip.PrivacyEngine().make_private_with_epsilon(target_eps=1.0), "target_epsilon"),
+        (lambda: ghostclip.GhostClipper(torch.nn.Linear(2, 2), max_gradnorm=1.0), "max_grad_norm"),
+        (lambda: ghostclip.BatchMemoryManager(max_physical_batchsize=1), "max_physical_batch_size"),
+        (lambda: ghostclip.get_noise_multiplier(sample_rat=0.1), "sample_rate"),
+    ],
+)
+def test_an_unknown_option_names_the_one_that_is_near(call, meant):
+    with pytest.raises(TypeError, match=f"(?i)did you mean '{meant}'"):
+        call()
+
+
+def test_only_the_call_itself_is_answered_with_a_suggestion():
+    """What goes wrong inside a function keeps its own words."""
+
+    def inner(value: int) -> int:
+        return value
+
+    @suggests_options
+    def outer(values: int) -> int:
+        return inner(valeu=values)
+
+    with pytest.raises(TypeError, match=r"inner\(\) got an unexpected keyword argument 'valeu'") as found:
+        outer(values=1)
+    assert "'values'" not in str(found.value)

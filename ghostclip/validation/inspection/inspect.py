@@ -131,6 +131,7 @@ class Inspection:
         return "\n".join(lines)
 
 
+@_validate.suggests_options
 def inspect_model(
     source: Source,
     *,
