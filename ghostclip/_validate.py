@@ -18,8 +18,8 @@ from typing import ParamSpec, TypeVar
 
 from ghostclip.errors import InvalidOptionError
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def _number(value: object, name: str) -> float:
@@ -175,7 +175,7 @@ def did_you_mean(value: object, known: Iterable[str], *, quote: str = "'") -> st
     return f"; did you mean {quote}{names[near[0]]}{quote}?" if near else ""
 
 
-def suggests_options(function: Callable[_P, _R]) -> Callable[_P, _R]:
+def suggests_options(function: Callable[P, R]) -> Callable[P, R]:
     """Let a function that is called with an option it does not have name the nearest one that it has.
 
     Python does so by itself from 3.13 on.
@@ -188,7 +188,7 @@ def suggests_options(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """
 
     @wraps(function)
-    def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
         except TypeError as error:
