@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -67,3 +67,31 @@ def functions(path: Path) -> Iterator[tuple[tuple[ast.ClassDef, ...], FunctionNo
                 yield from below([*node.body, *node.orelse], owners)
 
     yield from below(tree_of(path).body, ())
+
+
+def _said(check: Callable[[Path], None], path: Path) -> str:
+    """What a check says of a file; nothing where it passes."""
+    try:
+        check(path)
+    except AssertionError as error:
+        return f"{shown(path)}: {error}"
+    return ""
+
+
+def of_every(files: Sequence[Path]) -> Callable[[Callable[[Path], None]], Callable[[], None]]:
+    """Make one test of a check of one file; it names every file that does not pass.
+
+    Args:
+        files: Whose test it is.
+    """
+
+    def decorate(check: Callable[[Path], None]) -> Callable[[], None]:
+        def test() -> None:
+            assert files
+            found = [said for path in files if (said := _said(check, path))]
+            assert not found, "\n".join(found)
+
+        test.__name__, test.__doc__ = check.__name__, check.__doc__
+        return test
+
+    return decorate

@@ -12,9 +12,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-from tests.project.source import FunctionNode, functions, module_name, python_files, shown, tree_of
+from tests.project.source import FunctionNode, functions, module_name, of_every, python_files, shown, tree_of
 
 FILES = python_files("ghostclip")
 # Their meaning is Python's or torch's, not ours to explain again.
@@ -123,7 +121,7 @@ def _problems(node: FunctionNode) -> Iterator[str]:
         yield f"Raises does not name {', '.join(missing)}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=shown)
+@of_every(FILES)
 def test_public_functions_are_documented(path):
     problems = []
     for owners, node in functions(path):
@@ -135,6 +133,6 @@ def test_public_functions_are_documented(path):
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize("path", python_files("ghostclip", "tests", "benchmarks", "paper_repro"), ids=shown)
+@of_every(python_files("ghostclip", "tests", "benchmarks", "paper_repro"))
 def test_every_module_says_what_lives_there(path):
     assert ast.get_docstring(tree_of(path)), f"{shown(path)} has no docstring"

@@ -5,9 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import pytest
-
-from tests.project.source import PACKAGE, imported_modules, module_name, python_files, shown, tree_of
+from tests.project.source import PACKAGE, imported_modules, module_name, of_every, python_files, shown, tree_of
 
 # Lowest first. A module imports from earlier entries, or from its own; a name is a package, a part of one or a file.
 LAYERS = (
@@ -140,7 +138,7 @@ def test_every_module_has_a_layer():
     assert not unknown, f"say in LAYERS where these belong: {sorted(unknown)}"
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if _layer(module_name(path))], ids=shown)
+@of_every([path for path in FILES if _layer(module_name(path))])
 def test_imports_go_downward(path):
     own = _layer(module_name(path))
     for line, layer in _internal_imports(path):
@@ -161,7 +159,7 @@ def _imported_of_its_room(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.parent.name in ORDERED], ids=shown)
+@of_every([path for path in FILES if path.parent.name in ORDERED])
 def test_files_of_a_room_import_downward(path):
     if path.stem == "__init__":
         return
@@ -188,12 +186,12 @@ def test_accounting_needs_no_torch():
         waiting += [other for other in FILES if _layer(module_name(other)) in layers - {""} and other not in reached]
 
 
-@pytest.mark.parametrize("path", FILES, ids=shown)
+@of_every(FILES)
 def test_only_kernels_import_triton(path):
     assert "triton" not in _external_roots(path) or _layer(module_name(path)) == "kernels"
 
 
-@pytest.mark.parametrize("path", FILES, ids=shown)
+@of_every(FILES)
 def test_only_capture_and_evidence_hook_modules(path):
     if _layer(module_name(path)) in {"capture", "evidence"}:
         return
@@ -201,7 +199,7 @@ def test_only_capture_and_evidence_hook_modules(path):
     assert not [name for name in MODULE_HOOKS if name in text], f"{shown(path)} registers module hooks"
 
 
-@pytest.mark.parametrize("path", FILES, ids=shown)
+@of_every(FILES)
 def test_integrations_are_imported_when_used(path):
     """A library that is an extra is imported inside a function, never at the top of a module.
 

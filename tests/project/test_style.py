@@ -5,9 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
-import pytest
-
-from tests.project.source import FunctionNode, functions, module_name, python_files, shown
+from tests.project.source import FunctionNode, functions, module_name, of_every, python_files, shown
 
 FILES = python_files("ghostclip", "tests", "benchmarks", "paper_repro")
 LIBRARY = python_files("ghostclip")
@@ -42,7 +40,7 @@ def _body_lines(node: FunctionNode) -> int:
     return (body[-1].end_lineno or 0) - body[0].lineno + 1
 
 
-@pytest.mark.parametrize("path", LIBRARY, ids=shown)
+@of_every(LIBRARY)
 def test_function_bodies_are_short(path):
     if module_name(path).startswith("ghostclip.kernels"):
         return
@@ -55,7 +53,7 @@ def test_function_bodies_are_short(path):
     assert not long, "\n".join(long)
 
 
-@pytest.mark.parametrize("path", LIBRARY, ids=shown)
+@of_every(LIBRARY)
 def test_no_function_swallows_options(path):
     open_ended = [
         f"{shown(path)}:{node.lineno} {node.name}"
@@ -65,7 +63,7 @@ def test_no_function_swallows_options(path):
     assert not open_ended, "name the options, or say in MAY_FORWARD_OPTIONS why not:\n" + "\n".join(open_ended)
 
 
-@pytest.mark.parametrize("path", FILES, ids=shown)
+@of_every(FILES)
 def test_nothing_unwanted_is_left(path):
     found = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
@@ -75,7 +73,7 @@ def test_nothing_unwanted_is_left(path):
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("path", LIBRARY, ids=shown)
+@of_every(LIBRARY)
 def test_library_does_not_print_or_configure_logging(path):
     """Printing belongs to the programs; a logger is taken by the module's own name and never configured."""
     if module_name(path).startswith(

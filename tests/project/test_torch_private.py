@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.project.source import PACKAGE, imported_modules, python_files, shown, tree_of
+from tests.project.source import PACKAGE, imported_modules, of_every, python_files, shown, tree_of
 
 MODULE = PACKAGE / "_torch.py"
 FILES = [path for path in python_files("ghostclip") if path != MODULE]
@@ -105,7 +105,7 @@ def _names_torchs(text: str) -> bool:
     return text in TORCHS or text in UNDOCUMENTED_ATTRIBUTES or text.startswith(("_saved_", "_raw_saved_"))
 
 
-@pytest.mark.parametrize("path", FILES, ids=shown)
+@of_every(FILES)
 def test_private_names_of_torch_stand_in_one_module(path):
     found = list(_found(path))
     assert not found, f"move these to ghostclip/_torch.py: {shown(path)}: " + "; ".join(found)
