@@ -154,11 +154,13 @@ class GhostClipper:
         per_sample = loss.dim() == 1
         if not per_sample:
             self._examiner.examine(self._capture, [loss], [], [forward])
-        elif forward.batch_size > 1:
-            refuse_common_factor(loss)
-            if self._losses_to_probe > 0:
-                self._losses_to_probe -= 1
-                probe_losses(self._evidence, self._capture, loss)
+        else:
+            if forward.batch_size > 1:
+                refuse_common_factor(loss)
+                if self._losses_to_probe > 0:
+                    self._losses_to_probe -= 1
+                    probe_losses(self._evidence, self._capture, loss)
+            self._evidence.look_at_loss(self._capture, [loss], forward)
         strategy = self.resolve_strategy()
         if strategy in _TWO_PASS:
             self._two_passes(loss.sum(), per_sample=per_sample, instantiate=strategy == "fast")

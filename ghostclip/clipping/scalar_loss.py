@@ -78,7 +78,8 @@ class LossExaminer:
 
         Raises:
             LossReductionError: Its scale, or its form, is not shown to be independent of other samples.
-            SampleMixingError: One sample's loss depends on other samples' outputs.
+            SampleMixingError: One sample's loss depends on other samples' outputs or targets.
+            UncoveredParameterError: It goes through a trainable parameter that is no part of the model.
         """
         forward = forwards[0]
         if forward.is_dummy:
@@ -91,6 +92,7 @@ class LossExaminer:
             raise LossReductionError(f"the loss has too many terms to be followed. {remedy(self._reduction)}") from None
         if forward.batch_size > 1 and (forward.unproven or self._is_new(found, forward)):
             self._prove(capture, found, forward)
+        self._evidence.look_at_loss(capture, roots, forward)
         for key, path in found.items():
             seen = self._seen.setdefault(key, _Seen())
             placed = _placed(path, seen)

@@ -4,18 +4,21 @@ Before such a forward runs, it is run without gradients with one sample more (wh
 after it, gradients of some samples alone, other batches and buffers are looked at.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ghostclip.capture.bags import as_flat
 from ghostclip.capture.context import CaptureContext, ModuleCall, outputs_of
+from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.growth import Grown, compared, shapes_of
 from ghostclip.capture.packed import packed_inputs
 from ghostclip.evidence.buffers import Buffers
 from ghostclip.evidence.dependence import where_dependence_starts
 from ghostclip.evidence.growth import grown
 from ghostclip.evidence.independence import Batch, refuse_dependence
+from ghostclip.evidence.loss_graph import Sizes, refuse_beyond_outputs
 from ghostclip.evidence.probe import Probe, ask, starts
 from ghostclip.evidence.unchecked import FEWER, REPLACED, ROWS, Unchecked
 
@@ -26,6 +29,7 @@ class Evidence:
     Attributes:
         probes: Whether any is asked for.
         unchecked: What could not be asked.
+        loss_sizes: What was seen of losses: see `ghostclip.evidence.loss_graph`.
     """
 
     def __init__(self, *, probes: bool) -> None:
@@ -36,11 +40,13 @@ class Evidence:
         """
         self.probes = probes
         self.unchecked = Unchecked()
+        self.loss_sizes: Sizes = {}
         self._buffers: Buffers | None = None
 
     def renew(self) -> None:
         """Ask for all evidence anew, from the next forward on: the model was changed."""
         self.unchecked.renew()
+        self.loss_sizes.clear()
 
     def asks(self, capture: CaptureContext) -> bool:
         """Return whether the latest forward is one that evidence is asked for.
@@ -52,6 +58,25 @@ class Evidence:
             False for a forward of one sample as well, which can prove nothing.
         """
         return self.probes and capture.forward.unproven and capture.forward.batch_size > 1
+
+    def look_at_loss(self, capture: CaptureContext, roots: Sequence[Any], forward: ForwardContext) -> None:
+        """Look for what has no place between a loss and a model's outputs.
+
+        Args:
+            capture: Whose model it is.
+            roots: Where the backward starts.
+            forward: Whose outputs the loss is made of.
+
+        Raises:
+            UncoveredParameterError: A trainable parameter that is no part of the model.
+            SampleMixingError: A comparison of samples with other samples' targets.
+        """
+        if self.probes and not forward.is_dummy:
+
+            def is_own(parameter: nn.Parameter) -> bool:
+                return any(parameter is own for own in capture.model.parameters())
+
+            refuse_beyond_outputs(roots, forward, self.loss_sizes, is_own=is_own)
 
     def begin(self, capture: CaptureContext, call: ModuleCall) -> None:
         """Decide whether to ask, and run the forward with one sample more.

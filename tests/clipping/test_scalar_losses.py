@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import ghostclip
 from ghostclip.clipping.scalar_loss import LossExaminer
-from ghostclip.errors import LossReductionError, SampleMixingError
+from ghostclip.errors import LossReductionError, SampleMixingError, UncoveredParameterError
 from tests.reference import clip_and_sum, per_sample_gradients, take, whole_norm
 
 B, T, V, F = 5, 3, 4, 6
@@ -212,6 +212,15 @@ REFUSALS = {
     ),
     "contrastive": (_rows, _contrast, True, "loss of one sample depends on other samples"),
     "ranking": (_rows, _ranking, True, "They meet in 'mm'"),
+    "all_targets": (
+        _rows,
+        lambda o, b: functional.mse_loss(*torch.broadcast_tensors(o[:, :1], b["z"][:, 0])),
+        True,
+        r"\(5, 1\) becomes \(5, 5\)",
+    ),
+    "all_targets_subtracted": (_rows, lambda o, b: (o[:, :1] - b["z"][:, 0]).square().mean(), True, "squeeze"),
+    "all_targets_a_row": (_rows, lambda o, b: (o[:, :1] - b["z"][:, 0]).square().mean(1).mean(), True, "squeeze"),
+    "other_targets": (_rows, lambda o, b: (o @ b["z"].T).softmax(1).diagonal().log().mean(), True, "becomes"),
     # What sends no gradient in this batch may in the next.
     "idle_hinge": (_rows, lambda o, b: functional.relu(_differences(o) - 1e3).mean(), False, "They meet in 'sub'"),
     "idle_pairs": (_rows, lambda o, b: functional.softplus(_differences(o) * 0 * b["y"]).mean(), False, "They meet"),
@@ -274,3 +283,54 @@ def test_refused_loss_breaks_the_bound(name, monkeypatch):
         clipper.max_grad_norm = bound
         moves.append(max(_moves(model, clipper, loss, batch)))
     assert max(moves) > 1 + 1e-3
+
+
+def _thresholds(o, b):
+    """Four thresholds for each output: as many as four samples."""
+    return (o[:, :1] - torch.arange(4.0, dtype=o.dtype)).sigmoid().mean()
+
+
+def test_an_axis_that_was_of_another_length_holds_no_samples():
+    model, clipper = _attached("bookkeeping", 1.0)
+    for size in (5, 4, 3):
+        batch = take(_rows(), list(range(size)), {})
+        assert all(grad.isfinite().all() for grad in _back(model, clipper, _thresholds, batch).values())
+
+
+def test_an_axis_that_was_always_as_long_as_the_batch_may_hold_samples():
+    model, clipper = _attached("bookkeeping", 1.0)
+    with pytest.raises(REFUSED, match="begin with a batch of another size"):
+        _back(model, clipper, _thresholds, take(_rows(), list(range(4)), {}))
+
+
+FOREIGN = {
+    "temperature": lambda own: lambda o, y: functional.cross_entropy(o * own, y),
+    "criterion_with_weights": lambda own: lambda o, y: functional.cross_entropy(o + own, y) + own,
+    "head": lambda own: lambda o, y: functional.cross_entropy(functional.linear(o, own * torch.eye(V).double()), y),
+    "losses_of_samples": lambda own: lambda o, y: functional.cross_entropy(o * own, y, reduction="none"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("size", [1, 5])
+def test_a_trainable_parameter_of_the_loss_itself_is_refused(name, size):
+    batch = take(_rows(), list(range(size)), {})
+    model, clipper = _attached("ghost", 1.0)
+    own = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+    with pytest.raises(UncoveredParameterError, match="no part of the private model"):
+        clipper.backward(FOREIGN[name](own)(model(batch["x"]), batch["y"]))
+    assert own.grad is None
+
+
+def test_what_is_not_trained_may_take_part_in_the_loss():
+    """A frozen teacher, one called without gradients, and inputs that want a gradient are nobody's parameters."""
+    batch, (model, clipper) = _rows(), _attached("bookkeeping", 1.0)
+    frozen = torch.nn.Parameter(torch.ones((), dtype=torch.float64), requires_grad=False)
+    trained = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def loss(o, b):
+        with torch.no_grad():
+            target = trained * b["z"]
+        return functional.mse_loss(o * frozen, target)
+
+    assert any(grad.any() for grad in _back(model, clipper, loss, batch).values())

@@ -89,6 +89,7 @@ ORDERED = {
         "dropout",
         "gradient_edges",
         "linear_paths",
+        "loss_graph",
         "randomness",
         "unchecked",
         "buffers",

@@ -1,0 +1,108 @@
+"""The part of the graph between a loss and a model's outputs: what there has no place in a private training.
+
+Proofs by gradients see which outputs a sample's loss depends on. They do not see the targets, which have no gradient,
+nor parameters that belong to nobody's model.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import Any, Final
+
+from torch import nn
+
+from ghostclip import _torch
+from ghostclip.capture.backward_entry import is_output
+from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.nodes import Edge, edge_of, shape_at
+from ghostclip.errors import SampleMixingError, UncoveredParameterError
+
+# They put values side by side: an axis of two is no axis of two samples.
+_SIDE_BY_SIDE: Final = frozenset({"CatBackward0", "StackBackward0"})
+# A loss has some dozens of nodes; one that has more is proved by gradients alone.
+_MAX_NODES: Final = 4096
+_THEIRS_AND_ANOTHER: Final = 2
+_FOREIGN: Final = (
+    "the loss goes through a trainable parameter of shape {} that is no part of the private model: its gradient would "
+    "be neither clipped nor noised, and what it learns tells of the data. Put the module that holds it (a head, a "
+    "criterion with weights, a temperature) into the model that is made private; one that is not to be trained: "
+    "requires_grad_(False), or call it under torch.no_grad()."
+)
+_CROSSED: Final = (
+    "the loss pairs each of the {} samples with {} rows of something else: {}. If these are the targets, each sample's "
+    "loss depends on all targets, and removing a sample changes every other's gradient: bring outputs and targets to "
+    "one shape, as outputs.squeeze(1) of shape (B,) for targets (B,). If that axis holds no samples, it only happens "
+    "to be as long: begin with a batch of another size."
+)
+# For an operation of a loss, by its number and name: how many samples there were when no other axis was as long.
+Sizes = dict[tuple[int, str], int]
+
+
+def refuse_beyond_outputs(
+    roots: Sequence[Any], forward: ForwardContext, seen: Sizes, *, is_own: Callable[[nn.Parameter], bool]
+) -> None:
+    """Refuse trainable parameters of the loss itself, and a loss that compares samples with other samples' targets.
+
+    ``mse_loss`` of outputs (B, 1) and targets (B,) is the usual case: it compares all outputs with all targets. What
+    gives it away is a second axis as long as the samples' own, which the values it was made from do not have. An axis
+    that had another length for another number of samples is no such axis.
+
+    Args:
+        roots: Where the backward starts.
+        forward: Whose outputs the loss is made of.
+        seen: What was seen of earlier losses; noted in it.
+        is_own: Tells the model's parameters, which are guarded otherwise.
+
+    Raises:
+        UncoveredParameterError: The loss goes through a trainable parameter that is no part of the model.
+        SampleMixingError: It pairs each sample with as many rows of something else as there are samples.
+
+    Cost:
+        One look at each node of the loss, none of the model's.
+    """
+    size, crossed = forward.batch_size, ""
+    for number, (node, inputs) in enumerate(_above_outputs(roots)):
+        if not inputs:
+            leaf = _torch.leaf_of(node)
+            if isinstance(leaf, nn.Parameter) and leaf.requires_grad and not is_own(leaf):
+                raise UncoveredParameterError(_FOREIGN.format(tuple(leaf.shape)))
+        elif size > 1 and not crossed:
+            crossed = _crossed(node, inputs, number, size, seen)
+    if crossed:
+        raise SampleMixingError(_CROSSED.format(size, size, crossed))
+
+
+def _crossed(node: Any, inputs: Sequence[Edge], number: int, size: int, seen: Sizes) -> str:
+    """Return from which shapes to which an operation pairs all samples with as many rows; nothing where it does not."""
+    after = shape_at((node, 0)) or ()
+    met = _axes_of_samples(after, size)
+    if met < _THEIRS_AND_ANOTHER:
+        seen.setdefault((number, node.name()), size)
+        return ""
+    before = [shape_at(edge) or () for edge in inputs]
+    if met <= max(_axes_of_samples(shape, size) for shape in before) or node.name() in _SIDE_BY_SIDE:
+        return ""
+    # A view has as many values as what it shows.
+    is_view = any(prod(after) == prod(shape) for shape in before)
+    if is_view or seen.get((number, node.name()), size) != size:
+        return ""
+    return f"{' and '.join(map(str, before))} becomes {after}"
+
+
+def _axes_of_samples(shape: Sequence[int], size: int) -> int:
+    """Return how many axes are as long as each other and hold a whole number of positions of every sample."""
+    return max((list(shape).count(length) for length in shape if length and length % size == 0), default=0)
+
+
+def _above_outputs(roots: Sequence[Any]) -> Iterator[tuple[Any, list[Edge]]]:
+    """Yield the nodes between a loss and a model's outputs, in an order that does not depend on the data."""
+    pending: list[Edge] = [edge_of(root) for root in reversed(roots)]
+    visited: set[Any] = set()
+    while pending and len(visited) < _MAX_NODES:
+        edge = pending.pop()
+        node = edge[0]
+        if node is None or node in visited or is_output(edge):
+            continue
+        visited.add(node)
+        inputs = [following for following in node.next_functions if following[0] is not None]
+        yield node, inputs
+        pending += reversed(inputs)
