@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ghostclip._files import reason_of, require_plotting
+from ghostclip._files import reason_of, require_plotting, write_text
 from ghostclip.errors import InvalidOptionError, OutputError
 from ghostclip.finetune import output as files
 from ghostclip.finetune.models import require_known_model
@@ -189,6 +189,7 @@ def _memory_advice(prepared: Prepared, reason: str) -> str:
 
 def _finish(prepared: Prepared, training: PrivateTraining, comparison: Comparison) -> Outcome:
     """Evaluate, write the checkpoint, compare, and write plot and record; then the run cannot be resumed any more."""
+    from ghostclip.finetune import card
     from ghostclip.finetune.prepare import evaluate
     from ghostclip.finetune.record import write_record
 
@@ -200,6 +201,7 @@ def _finish(prepared: Prepared, training: PrivateTraining, comparison: Compariso
     outcome = _outcome(prepared, training, comparison, after)
     draw(_curves(outcome), prepared.output / files.PLOT)
     write_record(outcome, prepared.output / files.RECORD)
+    write_text(prepared.output / card.NAME, card.card(outcome, pad_id=prepared.tokens.pad_id))
     files.forget_resume(prepared.output)
     return outcome
 

@@ -214,6 +214,9 @@ def _config(options: FinetuneOptions, tokens: Tokens) -> PretrainedConfig:
 def _load(name: str, labels: list[str]) -> PreTrainedModel:
     import transformers
 
+    if Path(name).is_dir():
+        # Adapters remember where their model lies, and are loaded from other folders.
+        name = str(Path(name).resolve())
     kind: Any = transformers.AutoModelForCausalLM
     what, more = "a causal language model", {}
     if labels:

@@ -18,9 +18,11 @@ from ghostclip.finetune.tokens import Tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-RECORD = "run.json"
-PLOT = "plot.png"
-RESUME_FOLDER = "resume"
+# What tells of the data: beside the model, so that nobody shares it with the model.
+PRIVATE = "private"
+RECORD = f"{PRIVATE}/run.json"
+PLOT = f"{PRIVATE}/plot.png"
+RESUME_FOLDER = f"{PRIVATE}/resume"
 RESUME_STATE = "state.pt"
 
 
@@ -45,7 +47,8 @@ def choose_folder(given: Path | None, *, resume: bool) -> Path:
         states = list(base.parent.glob(f"{base.name}*/{RESUME_FOLDER}/{RESUME_STATE}"))
         if not states:
             raise ResumeError(f"no interrupted run {base.name}* lies in this folder: name its folder with --output")
-        return max(states, key=lambda state: state.stat().st_mtime).parent.parent
+        newest = max(states, key=lambda state: state.stat().st_mtime)
+        return newest.parents[len(Path(RESUME_FOLDER).parts)]
     number = 1
     folder = base
     while _occupied(folder):
@@ -87,7 +90,7 @@ def start_anew(folder: Path) -> None:
     Args:
         folder: The output folder.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder / PRIVATE).mkdir(parents=True, exist_ok=True)
     forget_resume(folder)
 
 

@@ -6,6 +6,8 @@ import math
 import textwrap
 from collections.abc import Callable
 
+from ghostclip.finetune.card import NAME as CARD
+from ghostclip.finetune.card import loader_of
 from ghostclip.finetune.checkpoint import RunState
 from ghostclip.finetune.options import FinetuneOptions
 from ghostclip.finetune.output import PLOT, RECORD
@@ -130,13 +132,11 @@ def _peaks(outcome: Outcome) -> tuple[float | None, float | None]:
 
 def _file_lines(outcome: Outcome) -> list[str]:
     folder, options = outcome.output, outcome.options
-    kind = "SequenceClassification" if options.task == "classify" else "CausalLM"
-    loader = f"transformers.AutoModelFor{kind}" if options.lora is None else f"peft.AutoPeftModelFor{kind}"
     what = "" if options.lora is None else "adapters alone; "
+    how = f"{what}{loader_of(options)}.from_pretrained loads it, as {CARD} shows"
     return [
-        _item("checkpoint", f"{folder} ({what}{loader}.from_pretrained loads it)"),
-        _item("plot", f"{folder / PLOT} (exact losses: as private as the data)"),
-        _item("record", f"{folder / RECORD} (exact losses: as private as the data)"),
+        _item("checkpoint", f"{folder} ({how})"),
+        _item("keep secret", f"{folder / PLOT}, {folder / RECORD} (exact losses: as private as the data)"),
     ]
 
 

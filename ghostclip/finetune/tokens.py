@@ -176,7 +176,9 @@ class GivenTokenizer:
         return np.concatenate((_one(self.start_id), self.encode(prompt + "\n"))), after
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer beside the model."""
+        """Write the tokenizer beside the model; a batch of texts can be padded by it even if its own could not."""
+        if self._tokenizer.pad_token_id is None:
+            self._tokenizer.pad_token = self._tokenizer.convert_ids_to_tokens(self.pad_id)
         self._tokenizer.save_pretrained(str(folder))
 
 

@@ -60,7 +60,7 @@ def record_of():
     """Read the record that a run wrote."""
 
     def read(folder: Path) -> dict:
-        return json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        return json.loads((folder / "private" / "run.json").read_text(encoding="utf-8"))
 
     return read
 

@@ -57,8 +57,8 @@ def test_default_folder_is_the_first_free_one(tmp_path, monkeypatch):
     assert output.choose_folder(None, resume=False).name == "ghostclip-run-2"
     with pytest.raises(ResumeError, match="no interrupted run"):
         output.choose_folder(None, resume=True)
-    (tmp_path / "ghostclip-run-2" / "resume").mkdir(parents=True)
-    (tmp_path / "ghostclip-run-2" / "resume" / "state.pt").write_text("")
+    (tmp_path / "ghostclip-run-2" / "private" / "resume").mkdir(parents=True)
+    (tmp_path / "ghostclip-run-2" / "private" / "resume" / "state.pt").write_text("")
     assert output.choose_folder(None, resume=True).name == "ghostclip-run-2"
 
 

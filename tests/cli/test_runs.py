@@ -63,8 +63,8 @@ def test_run_writes_what_it_promises(finetune, text_file, tmp_path, record_of, m
     assert record["cost"]["private"]["seconds_per_step"] > 0
     assert record["cost"]["private"]["peak_bytes_above_weights_and_optimizer"] > 10_000
     assert record["cost"]["ordinary"]["seconds_per_step"] > 0
-    assert (out / "plot.png").read_bytes().startswith(b"\x89PNG")
-    assert not (out / "resume").exists()
+    assert (out / "private" / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert not (out / "private" / "resume").exists()
     assert not [file for file in out.iterdir() if file.name.startswith(".")]
 
 
@@ -229,7 +229,7 @@ def test_resume_without_the_whole_ledger_is_refused(finetune, text_file, tmp_pat
     out = tmp_path / "out"
     after_step(2, interrupt)
     assert finetune("--data", text_file, "--output", out, *TINY).status == 130
-    damage(out / "resume" / "ledger.txt")
+    damage(out / "private" / "resume" / "ledger.txt")
     refused = finetune("--resume", "--output", out)
     assert refused.status == 2
     assert part in refused.err
@@ -261,11 +261,11 @@ def test_resume_with_another_mechanism_is_refused(finetune, text_file, tmp_path,
     out = tmp_path / "out"
     after_step(1, interrupt)
     assert finetune("--data", text_file, "--output", out, *TINY).status == 130
-    before = (out / "resume" / "state.pt").read_bytes()
+    before = (out / "private" / "resume" / "state.pt").read_bytes()
     result = finetune("--resume", "--output", out, *options)
     assert result.status == 2
     assert part in result.err
-    assert (out / "resume" / "state.pt").read_bytes() == before
+    assert (out / "private" / "resume" / "state.pt").read_bytes() == before
 
 
 def test_resume_with_other_data_or_a_damaged_state_is_refused(finetune, text_file, tmp_path, after_step):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 import shutil
 import signal
 from dataclasses import replace
@@ -214,13 +215,17 @@ def test_what_is_written_is_loaded(finetune, given, tmp_path, kind, loader, said
     closing = text[text.index("Neighbours:") :]
     for once in ("is public", "Poisson", "σ = ", "fast (a statistical generator)", "batch sizes", "rounding or timing"):
         assert closing.count(once) == 1, once
-    package, name = loader.split(".")
-    more = {"num_labels": 2} if kind == "classify-lora" else {}
-    model = getattr({"peft": peft, "transformers": transformers}[package], name).from_pretrained(out, **more)
-    assert model(input_ids=torch.ones(1, 3, dtype=torch.int64)).logits.isfinite().all()
-    assert json.loads((out / "run.json").read_text())["privacy"]["unit"] == "row"
-    if kind == "classify":
+    code = re.search(r"```python\n(.*?)```", (out / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    loaded = {}
+    exec(code.group(1).replace('"."', repr(str(out))), loaded)
+    model, tokenizer = loaded["model"], loaded["tokenizer"]
+    two = tokenizer(["a text", "a longer text of words"], padding=True, return_tensors="pt")
+    assert model(input_ids=two["input_ids"], attention_mask=two["attention_mask"]).logits.isfinite().all()
+    assert json.loads((out / "private" / "run.json").read_text())["privacy"]["unit"] == "row"
+    assert sorted(path.name for path in (out / "private").iterdir()) == ["plot.png", "run.json"]
+    if "classify" in kind:
         assert model.config.id2label == {0: "neg", 1: "pos"}
+    if kind == "classify":
         assert "the list of labels, which was read from the data" in text
 
 

@@ -93,11 +93,11 @@ def test_folder_in_use_is_refused_and_untouched(finetune, text_file, tmp_path):
 
 def test_wrong_option_beside_overwrite_touches_nothing(finetune, tmp_path):
     out = tmp_path / "out"
-    (out / "resume").mkdir(parents=True)
-    (out / "resume" / "state.pt").write_text("precious")
+    (out / "private" / "resume").mkdir(parents=True)
+    (out / "private" / "resume" / "state.pt").write_text("precious")
     result = finetune("--data", tmp_path / "gone.txt", "--output", out, "--overwrite", *TINY)
     assert_refused(result, "no such file")
-    assert (out / "resume" / "state.pt").read_text() == "precious"
+    assert (out / "private" / "resume" / "state.pt").read_text() == "precious"
 
 
 def test_nothing_to_resume_is_said(finetune, tmp_path):
