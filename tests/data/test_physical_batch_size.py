@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ghostclip.data.memory import PeakMemory, _ResidentSampler, available_bytes
 from ghostclip.data.physical_batch_size import BatchSizeSearch, find_max_physical_batch_size, memory_limit
 from ghostclip.errors import InvalidOptionError
+from tests.randomised import given, st
 
 CPU = torch.device("cpu")
 MIB = 2**20
