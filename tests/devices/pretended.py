@@ -49,7 +49,7 @@ _TENSOR: Any = Tensor
 _PLACES: dict[int, torch.device | None] = {}
 
 
-class MixedDevices(RuntimeError):
+class MixedDevicesError(RuntimeError):
     """An operation met tensors of two devices."""
 
 
@@ -222,7 +222,7 @@ class PretendedDevice(TorchDispatchMode):
         written = func._schema.is_mutable and isinstance(args[0], Tensor) and self._known(args[0]) == CPU
         if packet in _ALIKE or written or any(tensor.dim() > 0 for tensor in on_host):
             sizes = [(str(self.place(tensor)), tuple(tensor.shape)) for tensor in given]
-            raise MixedDevices(f"{func}: {sizes}\n{_where(str(func))}")
+            raise MixedDevicesError(f"{func}: {sizes}\n{_where(str(func))}")
 
     def _moved(self, packet: Any, args: Any) -> torch.device | None:
         if packet is not _aten.copy_:
@@ -241,7 +241,9 @@ class PretendedDevice(TorchDispatchMode):
         for index in args[1]:
             found = None if index is None else self._known(index)
             if own == CPU and found is not None and found.type == "cuda":
-                raise MixedDevices(f"{packet}: indices of the device for a tensor of the host\n{_where(str(packet))}")
+                raise MixedDevicesError(
+                    f"{packet}: indices of the device for a tensor of the host\n{_where(str(packet))}"
+                )
             if own is not None and own.type == "cuda" and index is not None:
                 if found == CPU and index.dim() > 0:
                     self.moves.append(_where(str(packet)))
@@ -249,7 +251,7 @@ class PretendedDevice(TorchDispatchMode):
                     self.reads.append(_where(f"{packet} of a mask"))
         values = [value for value in args[2:3] if isinstance(value, Tensor)]
         if own is not None and any(self._known(v) not in (own, None) and v.dim() > 0 for v in values):
-            raise MixedDevices(f"{packet}: values of another device\n{_where(str(packet))}")
+            raise MixedDevicesError(f"{packet}: values of another device\n{_where(str(packet))}")
         return own
 
 
