@@ -1,15 +1,14 @@
-"""What a GPU can do at most: of its data sheet where it is known, measured where not; and what a step needs at least."""
+"""What a GPU can do at most, from its data sheet or measured, and what a step needs at least."""
 
 from __future__ import annotations
 
 import re
-import time
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from benchmarks.timing import synchronize
+from benchmarks.gpu.timed import seconds
 
 
 @dataclass(frozen=True)
@@ -67,24 +66,12 @@ def measured(device: torch.device, *, quick: bool) -> Peak:
     rates = [2 * size**3 / _seconds_of_product(device, size, dtype) for dtype in (torch.bfloat16, torch.float32)]
     count = (1 << 16) if quick else (1 << 28)
     source, target = (torch.empty(count, dtype=torch.float32, device=device) for _ in range(2))
-    return Peak(*rates, 8 * count / _quickest(lambda: target.copy_(source), device), "measured")
+    return Peak(*rates, 8 * count / seconds(lambda: target.copy_(source), device, rounds=5), "measured")
 
 
 def _seconds_of_product(device: torch.device, size: int, dtype: torch.dtype) -> float:
     one, two = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return _quickest(lambda: one @ two, device)
-
-
-def _quickest(work: object, device: torch.device) -> float:
-    assert callable(work)
-    taken = []
-    for _ in range(5):
-        synchronize(device)
-        started = time.perf_counter()
-        work()
-        synchronize(device)
-        taken.append(time.perf_counter() - started)
-    return min(taken)
+    return seconds(lambda: one @ two, device, rounds=5)
 
 
 def peak_of(device: torch.device, *, quick: bool = False) -> Peak:
