@@ -23,6 +23,8 @@ def markdown(report: Row) -> str:
     parts = [f"# On a GPU, in {report['minutes']:g} minutes\n\n{heading(report)}"]
     if "stopped" in report:
         parts.append(f"**Stopped {report['stopped']}.**\n")
+    if report["missing"]:
+        parts.append(f"Not installed: {', '.join(report['missing'])}.\n")
     decided = [line for stage in report["stages"] for line in _answer(stage)]
     parts.append("## What it says\n\n" + "".join(f"- {line}\n" for line in decided))
     parts += [

@@ -147,7 +147,7 @@ def test_peak_is_seen_although_the_memory_is_free_again(sampled):
     assert 48 * MIB < peak - before < 160 * MIB
 
 
-@pytest.mark.gpu
+@pytest.mark.cuda
 def test_cuda_limits_are_found_by_trying():
     device = torch.device("cuda")
     free, _ = torch.cuda.mem_get_info(device)
