@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -56,7 +57,9 @@ def _answer(stage: Row) -> Iterator[str]:
                 f"{times(_held(row) / _held(base))} memory of ordinary training"
             )
     yield from (f"{row['case']}: {_why(row)}" for row in rows if row["status"] != "ok" and "engine" in row)
-    yield from (f"**{_why(row)}**" for row in bad if "engine" not in row)
+    # The same reason many times, as of a compiler that is missing, is one line.
+    said = Counter(_why(row) for row in bad if "engine" not in row)
+    yield from (f"**{why}** ({count} times)" if count > 1 else f"**{why}**" for why, count in said.items())
 
 
 def _why(row: Row) -> str:

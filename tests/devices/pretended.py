@@ -39,7 +39,16 @@ _ALIKE = {
 _INDEXED = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_, _aten._unsafe_index}
 # Sizes of a packed sequence lie on the host wherever its data lie.
 _PACKING = {_aten._pack_padded_sequence, _aten._pad_packed_sequence}
-_OF_SIZES = {*_PACKING, _aten._pack_padded_sequence_backward, _aten.lstm, _aten.gru, _aten.rnn_tanh, _aten.rnn_relu}
+# torch 2.15 turns `x[[0, 2]] = 0` into this, with an index that it makes itself.
+_OF_SIZES = {
+    _aten.index_fill_,
+    *_PACKING,
+    _aten._pack_padded_sequence_backward,
+    _aten.lstm,
+    _aten.gru,
+    _aten.rnn_tanh,
+    _aten.rnn_relu,
+}
 _FACTORIES = (
     *("zeros", "ones", "empty", "full", "arange", "tensor", "as_tensor", "scalar_tensor", "rand", "randn", "randint"),
     *("randperm", "eye", "linspace", "logspace", "empty_strided", "tril_indices", "triu_indices"),
@@ -93,6 +102,7 @@ class PretendedDevice(TorchDispatchMode):
         for name in _FACTORIES:
             yield torch, name, _named(functools.partial(self._made, getattr(torch, name)), getattr(torch, name))
         yield torch, "Generator", _Generator
+        yield torch.backends.cudnn, "is_acceptable", lambda tensor: False
         for name, value in _OF_CUDA.items():
             yield torch.cuda, name, value
 

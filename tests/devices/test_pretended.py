@@ -15,8 +15,6 @@ from tests.devices.pretended import CPU, CUDA, MixedDevicesError, PretendedDevic
 from tests.engine.training import parameters_of, small_data
 from tests.exactness.runs import STRATEGIES, engine, expected, gradients, relative_error
 
-# A GPU's layers of cuDNN are not pretended.
-pytestmark = pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN:UserWarning")
 # What these ask of transformers depends on whether there is a GPU, or has no kernel of the CPU for what they ask.
 NOT_PRETENDED = {"hf_mixtral_grouped"}
 CASES = [case for case in ALL_CASES if not case.refused and case.name not in NOT_PRETENDED]
