@@ -72,13 +72,21 @@ def test_smaller_parts_than_asked_for_count_as_measured():
     assert search.size == 6
 
 
-def test_out_of_memory_is_survived_and_backed_off_from():
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"),
+    ],
+    ids=["of the allocator", "of a library beside it"],
+)
+def test_out_of_memory_is_survived_and_backed_off_from(error):
     tried = []
 
     def step(samples: int) -> None:
         tried.append(samples)
         if samples > 21:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+            raise error
 
     found = find_max_physical_batch_size(step, upper=1000, memory_budget=2**40)
     assert 19 <= found <= 21
