@@ -34,6 +34,7 @@ QUICK_SHARE = {
     "audit/test_loops.py": 3,
     "cli/test_inspect.py": 3,
     "cli/test_tasks.py": 3,
+    "devices/test_pretended.py": 6,
     "integrations": 10,
     "data/test_one_owner.py": 3,
     "optim/test_no_way_to_a_sum.py": 3,
