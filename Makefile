@@ -12,6 +12,7 @@
 #   DEMO_ARGS="--epsilon 3"     options handed to `ghostclip finetune`
 #   TEST_ARGS="-k embedding"    options handed to pytest
 #   TORCH="2.8.0 2.15.0"        versions of torch that `make test-torch` runs the core tests on
+#   DEVICE=cuda                 where `make test-gpu` runs its tests; cpu rehearses them
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -19,6 +20,7 @@ TORCH_INDEX ?=
 DEMO_ARGS ?=
 TEST_ARGS ?=
 TORCH ?=
+DEVICE ?= cuda
 BENCH_ARGS ?=
 PAPER_ARGS ?=
 # More workers than this only take memory: every one of them loads torch.
@@ -34,7 +36,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 CHECKED := ghostclip tests benchmarks paper_repro docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-thorough package test-slow test-kernels test-torch test-all lint format typecheck check docs bench bench-micro bench-peers paper examples clean distclean
+.PHONY: help demo test test-thorough package test-slow test-kernels test-gpu test-torch test-all lint format typecheck check docs bench bench-micro bench-peers paper examples clean distclean
 
 help:  ## list what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -77,6 +79,10 @@ test-kernels: $(DEV_STAMP)  ## run the Triton kernels in Triton's interpreter (i
 	@$(INSTALL) "triton"
 	@echo "==> pytest, kernels"
 	@$(BIN)/python -m pytest -q tests/kernels $(TEST_ARGS)
+
+test-gpu: $(DEV_STAMP)  ## run the tests that run on any device on a GPU (another device: DEVICE=cpu)
+	@echo "==> pytest on $(DEVICE)"
+	@$(BIN)/python -m pytest -q --device $(DEVICE) -m "(gpu or cuda) and not slow" $(TEST_ARGS)
 
 test-torch:  ## run the core tests on other versions of torch: make test-torch TORCH="2.8.0 2.15.0"
 	@test -n "$(TORCH)" || { echo 'name versions: make test-torch TORCH="2.8.0 2.15.0"' >&2; exit 1; }

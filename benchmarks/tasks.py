@@ -46,7 +46,8 @@ def per_sample_losses(model: nn.Module, batch: Batch) -> Tensor:
     """
     inputs, target = batch
     losses = F.cross_entropy(model(inputs).flatten(0, -2), target.flatten(), reduction="none")
-    return losses.view(target.shape[0], -1).mean(dim=1)
+    # An empty batch, which Poisson sampling draws, has as many positions as any other.
+    return losses.view(target.shape[0], target.shape[1:].numel()).mean(dim=1)
 
 
 @dataclass(frozen=True)

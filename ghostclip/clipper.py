@@ -291,6 +291,7 @@ class GhostClipper:
 
     def _groups(self) -> Mapping[str, int]:
         """Return the clip group of every trainable parameter, as the policy says for those that are trainable now."""
+        self._decisions.device = next(self.model.parameters()).device
         if type(self.policy.grouping) is Whole:
             return self._decisions.open([]).group_of
         named = self.model.named_parameters()

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
 
+from ghostclip.kernels.precision import full_precision
 from tests.exactness.runs import STRATEGIES
+from tests.randomised import settings
 
 HERE = Path(__file__).parent
 # transformers builds from configs only; should anything ask for a file, it is not to be looked for.
@@ -33,6 +34,7 @@ QUICK_SHARE = {
     "audit/test_loops.py": 3,
     "cli/test_inspect.py": 3,
     "cli/test_tasks.py": 3,
+    "devices/test_pretended.py": 6,
     "integrations": 10,
     "data/test_one_owner.py": 3,
     "optim/test_no_way_to_a_sum.py": 3,
@@ -42,25 +44,39 @@ settings.register_profile("ghostclip", deadline=None, derandomize=True, max_exam
 settings.load_profile("ghostclip")
 
 
-def _devices() -> list[object]:
-    """A machine with a GPU tests more, without a flag."""
-    devices: list[object] = ["cpu"]
-    if torch.cuda.is_available():
-        devices.append(pytest.param("cuda", marks=pytest.mark.gpu))
-    return devices
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """One device for every test that takes a device."""
+    parser.addoption(
+        "--device",
+        default=os.environ.get("GHOSTCLIP_TEST_DEVICE"),
+        help="run the tests that can run on any device on this one (cuda, cuda:1, cpu; also: GHOSTCLIP_TEST_DEVICE)",
+    )
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """One thread a process: the tensors of the tests are too small to gain from a second one."""
     torch.set_num_threads(1)
+    chosen = config.getoption("--device")
+    if chosen and torch.device(chosen).type == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError(f"--device {chosen}: torch {torch.__version__} sees no CUDA device")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give a test that takes a device the one that was asked for, marked `gpu`, or else every one of this machine."""
+    if "device" not in metafunc.fixturenames:
+        return
+    chosen = metafunc.config.getoption("--device")
+    marked = [chosen] if chosen else (["cuda"] if torch.cuda.is_available() else [])
+    names = [pytest.param(name, marks=pytest.mark.gpu) for name in marked]
+    metafunc.parametrize("device", names if chosen else ["cpu", *names], indirect=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `gpu` where there is none, let torch's remarks pass, and mark what is `thorough`."""
+    """Skip what is marked `cuda` where there is none, let torch's remarks pass, and mark what is `thorough`."""
     for item in items:
         for rule in _TORCH_SAYS:
             item.add_marker(pytest.mark.filterwarnings(rule))
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        if item.get_closest_marker("cuda") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
         if not _is_quick(item) or _is_further_strategy(item):
             item.add_marker(pytest.mark.thorough)
@@ -92,10 +108,11 @@ def strategy(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(params=_devices())
-def device(request: pytest.FixtureRequest) -> torch.device:
-    """Every device of this machine in turn."""
-    return torch.device(request.param)
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """The device of `--device`, or every device of this machine in turn; a model's float32 is not TF32 on it."""
+    with full_precision():
+        yield torch.device(request.param)
 
 
 @pytest.fixture(autouse=True)

@@ -61,7 +61,9 @@ def take(batch: Batch, samples: Iterable[int], axes: Mapping[str, int | None]) -
 
     def pick(key: str, value: object) -> object:
         axis = axes.get(key, 0)
-        return value.index_select(axis, index) if isinstance(value, Tensor) and axis is not None else value
+        if not isinstance(value, Tensor) or axis is None:
+            return value
+        return value.index_select(axis, index.to(value.device))
 
     return {key: pick(key, value) for key, value in batch.items()}
 

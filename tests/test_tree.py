@@ -2,11 +2,11 @@
 
 from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
-from transformers.modeling_outputs import CausalLMOutput
 
 from ghostclip import _torch, _tree
 
@@ -16,12 +16,15 @@ TREES = {
     "nested": {"a": A, "rest": [B, "text", (C, None, 3)]},
     "named tuple": (Pair(A, [B]), C),
     "ordered dict": OrderedDict(z=A, y=(B, C)),
-    "registered output": [CausalLMOutput(loss=A, logits=B), C],
     "slices": (A, slice(1, 2), ..., torch.float32, B, {"c": C}),
     "parameters": (torch.nn.Parameter(A), B, C),
     "packed": (pack_sequence([B, A]), C),
     "empty": ((), [], {}),
 }
+if find_spec("transformers") is not None:
+    from transformers.modeling_outputs import CausalLMOutput
+
+    TREES["registered output"] = [CausalLMOutput(loss=A, logits=B), C]
 
 
 @pytest.mark.parametrize("name", TREES)

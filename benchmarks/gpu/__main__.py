@@ -1,7 +1,9 @@
-"""Tests, kernels, the report and large models on a GPU, within a budget of time: `python -m benchmarks.gpu --help`.
+"""What a first GPU has to answer, within eight minutes: `python -m benchmarks.gpu --help`.
 
-Every stage is a process with its own limit and writes its own files as it goes; a stage that fails or is cut short does
-not keep the next one from running.
+Six stages, ordered by what they decide: does the default path agree with float64 (if not, nothing else is run), which
+products and kernels are right and quick, time and memory of two large models beside ordinary and compiled training, a
+profile. Every measurement is a process of its own with its own limit; the report is written after every row, so that a
+run that is cut short leaves what it measured. Nothing but torch, numpy, scipy and opt_einsum is needed.
 """
 
 from __future__ import annotations
@@ -12,112 +14,159 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks import options
-from benchmarks.files import RESULTS, head, stem, write
-from benchmarks.report import heading
-from ghostclip.kernels import switch
+from benchmarks.files import RESULTS, head, write
+from benchmarks.gpu.page import markdown
+from benchmarks.gpu.rows import Row, read
+from benchmarks.gpu.stages import Job, Stage, stages
+from benchmarks.memory import ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[2]
-ENGINES = ("bookkeeping", "ghost", "opacus-hooks", "opacus-ghost")
+POLL_SECONDS = 0.25
+FEWEST_SECONDS = 2.0
+WRONG = 2
+# Without them something is left out.
+OF_USE = ("opacus", "triton", "transformers", "accelerate", "hypothesis", "pytest")
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One command.
+def name_of(device: torch.device, *, quick: bool) -> str:
+    """The name of the report's files: of the GPU and not of "cuda", so that two GPUs have two reports.
+
+    Args:
+        device: What is measured on.
+        quick: Whether it is a rehearsal.
+
+    Returns:
+        Without an ending.
+    """
+    full = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    words = [word for word in full.lower().replace("nvidia", "").replace("-", " ").split() if word]
+    return "-".join(["gpu", *words, *(["quick"] if quick else [])])
+
+
+class Run:
+    """Runs stages one after the other and keeps the report on disk.
 
     Attributes:
-        name: Short name.
-        arguments: Of Python.
-        seconds: It is ended after this time.
-        interpreted: Whether Triton interprets its kernels on a CPU.
+        report: Plain values, what is written.
     """
 
-    name: str
-    arguments: tuple[str, ...]
-    seconds: float
-    interpreted: bool = False
+    def __init__(self, report: Row, folder: Path, name: str) -> None:
+        """Begin.
+
+        Args:
+            report: Its head.
+            folder: Receives the report, and a log of what every stage printed.
+            name: Of the files.
+        """
+        self.report, self._folder, self._name = report, folder, name
+        self.report["stages"] = []
+
+    def stage(self, stage: Stage, seconds: float) -> Row:
+        """Run the jobs of a stage.
+
+        Args:
+            stage: What is run.
+            seconds: No job begins, and none goes on, after these.
+
+        Returns:
+            The stage's part of the report.
+        """
+        began = time.monotonic()
+        found: Row = {"name": stage.name, "title": stage.title, "rows": []}
+        self.report["stages"].append(found)
+        for number, job in enumerate(stage.jobs):
+            left = seconds - (time.monotonic() - began)
+            before = list(found["rows"])
+            if left < FEWEST_SECONDS:
+                found["rows"] = [*before, {"case": job.name, "status": "left out", "problem": "no time was left"}]
+                continue
+            place = self._folder / f"{self._name}-{stage.name}-{number}.rows"
+            place.unlink(missing_ok=True)
+
+            def keep(
+                rows: list[Row],
+                before: list[Row] = before,
+                found: Row = found,  # bound now, not when called
+            ) -> None:
+                found["rows"] = [*before, *_latest(rows)]
+                found["seconds"] = round(time.monotonic() - began, 1)
+                self.write()
+
+            keep([*_run(job, min(left, job.seconds), place, self._log(stage), keep)])
+            place.unlink(missing_ok=True)
+        found["seconds"] = round(time.monotonic() - began, 1)
+        self.write()
+        return found
+
+    def _log(self, stage: Stage) -> Path:
+        return self._folder / f"{self._name}-{stage.name}.log"
+
+    def write(self) -> None:
+        """Write the report."""
+        write(self._folder, self._name, self.report, markdown(self.report))
 
 
-def stages(device: torch.device, out: Path, *, quick: bool) -> list[Stage]:
-    """What is run, the most important first.
-
-    Args:
-        device: Where.
-        out: Folder for the files.
-        quick: Whether small models are meant.
-
-    Returns:
-        The stages; kernels on a CPU only in a quick run, where Triton interprets them and nothing is timed.
-    """
-    shared = ("--device", str(device), "--out", str(out), *(["--quick"] if quick else []))
-    engines = tuple(part for name in ENGINES for part in ("--engine", name))
-    found = [
-        Stage("large", ("-m", "benchmarks.gpu.large", *shared), 240.0),
-        Stage("tests", ("-m", "pytest", "-q", "-m", "gpu and not slow", "tests/kernels" if quick else "tests"), 90.0),
-        Stage(
-            "report",
-            ("-m", "benchmarks", "--task", "gpt", "--task", "resnet", *engines, "--seconds", "8", *shared),
-            120.0,
-        ),
-    ]
-    if device.type == "cuda" or (quick and switch.installed()):
-        quickly = ("--quick",) if quick else ()
-        kernels = ("-m", "benchmarks.kernels", "--out", str(out), *quickly)
-        found.insert(2, Stage("kernels", kernels, 75.0, interpreted=device.type != "cuda"))
-    return found
+def _latest(rows: list[Row]) -> list[Row]:
+    """Rows of which a later one takes the place of an earlier one of the same case."""
+    return list({row["case"]: row for row in rows}.values())
 
 
-def run(stage: Stage, seconds: float, log: Path) -> dict[str, object]:
-    """Run a stage.
-
-    Args:
-        stage: What is run.
-        seconds: It is ended after this time.
-        log: Receives what it prints.
-
-    Returns:
-        Its name, status ("ok", "failed", "cut short") and seconds.
-    """
-    started = time.monotonic()
-    with log.open("w", encoding="utf-8") as file:
-        command = [sys.executable, *stage.arguments]
-        # In a session of its own, so that what the stage started ends with it and holds no memory of the GPU.
-        environment = {**os.environ, **({"TRITON_INTERPRET": "1"} if stage.interpreted else {})}
+def _run(job: Job, seconds: float, place: Path, log: Path, keep: Callable[[list[Row]], None]) -> list[Row]:
+    """Run one job; return its rows, the last of which says so if it did not end by itself."""
+    command = [sys.executable, *job.arguments]
+    command += ["--rows", str(place)] if job.writes_rows else []
+    environment = {**os.environ, **ENVIRONMENT, **job.environment}
+    end, written = time.monotonic() + seconds, -1
+    with log.open("a", encoding="utf-8") as file:
+        # In a session of its own, so that what it started ends with it and holds no memory of the GPU.
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            code = process.wait(seconds)
-            # pytest's 5: nothing was selected, as on a machine without a GPU.
-            status = "ok" if code == 0 or (stage.name == "tests" and code == 5) else "failed"
-        except subprocess.TimeoutExpired:
-            status = "cut short"
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return {"stage": stage.name, "status": status, "seconds": round(time.monotonic() - started, 1)}
+            while process.poll() is None and time.monotonic() < end:
+                time.sleep(POLL_SECONDS)
+                if place.exists() and place.stat().st_size != written:
+                    written = place.stat().st_size
+                    keep(read(place))
+        finally:
+            cut_short = process.poll() is None
+            _end(process)
+    return [*read(place), *_remark(job, process.returncode, log, seconds if cut_short else None)]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run every stage.
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
-    Args:
-        arguments: The command line; that of the process by default.
 
-    Returns:
-        The exit status: 1 if a stage failed.
-    """
+def _remark(job: Job, code: int, log: Path, cut_after: float | None) -> list[Row]:
+    if cut_after is not None:
+        return [{"case": job.name, "status": "cut short", "problem": f"not done after {cut_after:.0f} s"}]
+    last = (log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it printed nothing"])[-1]
+    if job.writes_rows and code == 0:
+        return []
+    if not job.writes_rows and code in job.good:
+        return [{"case": job.name, "status": "ok", "problem": last[:200]}]
+    return [{"case": job.name, "status": "failed", "problem": f"ended with {code}: {last}"[:300]}]
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--device", default="cuda", help="cuda (the default), cuda:1; with --quick also cpu")
     parser.add_argument(
-        "--budget", type=options.positive, default=480.0, help="seconds for everything (default: %(default)s)"
+        "--minutes", type=options.positive, default=8.0, help="for everything; it stops then (default: %(default)s)"
     )
-    parser.add_argument("--stage", action="append", choices=("large", "tests", "kernels", "report"), help="only this")
-    parser.add_argument("--quick", action="store_true", help="small models: does it run")
+    parser.add_argument("--stage", action="append", help="only this one; may be given several times")
+    parser.add_argument("--quick", action="store_true", help="a rehearsal with tiny models: does everything run")
     parser.add_argument(
         "--out", type=options.folder, default=RESULTS, help="folder for the files (default: %(default)s)"
     )
@@ -125,27 +174,72 @@ def main(arguments: list[str] | None = None) -> int:
     if given.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("no CUDA device. `--device cpu --quick` shows that everything runs.")
     try:
-        device = options.device(given.device)
+        given.device = options.device(given.device)
     except argparse.ArgumentTypeError as problem:
         parser.error(f"argument --device: {problem}")
-    if device.type != "cuda" and not given.quick:
-        parser.error(f"on {device} the large models take hours: add --quick.")
-    report = head("benchmarks.gpu", sys.argv[1:] if arguments is None else arguments, device, quick=given.quick)
-    report["stages"] = done = []
-    name, end = stem("gpu", device, quick=given.quick), time.monotonic() + given.budget
-    for stage in stages(device, given.out.resolve(), quick=given.quick):
+    if given.device.type != "cuda" and not given.quick:
+        parser.error(f"on {given.device} the large models take hours: add --quick.")
+    there = [stage.name for stage in stages(given.device, quick=given.quick)]
+    options.refuse_unknown(parser, "--stage", given.stage, there)
+    return given
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run every stage within the time.
+
+    Args:
+        arguments: The command line; that of the process by default.
+
+    Returns:
+        The exit status: 2 if the default path does not agree with float64, 1 if something else failed or was wrong.
+    """
+    given = _options(arguments)
+    end = time.monotonic() + 60 * given.minutes
+    # A run that is ended from outside ends what it started, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    report: dict[str, Any] = head(
+        "benchmarks.gpu", sys.argv[1:] if arguments is None else arguments, given.device, quick=given.quick
+    )
+    report["minutes"] = given.minutes
+    report["missing"] = [name for name in OF_USE if find_spec(name) is None]
+    given.out.mkdir(parents=True, exist_ok=True)
+    name = name_of(given.device, quick=given.quick)
+    run = Run(report, given.out.resolve(), name)
+    for stage in stages(given.device, quick=given.quick):
         if given.stage and stage.name not in given.stage:
             continue
         left = end - time.monotonic()
-        if left < 1:
-            done.append({"stage": stage.name, "status": "left out: the budget was spent", "seconds": 0.0})
-        else:
-            done.append(run(stage, min(stage.seconds, left), given.out / f"{name}-{stage.name}.log"))
-        print(" ".join(str(part) for part in done[-1].values()), flush=True)
-        lines = [f"| {row['stage']} | {row['status']} | {row['seconds']} |" for row in done]
-        table = "\n".join(["| stage | status | seconds |", "|---|---|---:|", *lines])
-        write(given.out, name, report, f"# On a GPU\n\n{heading(report)}\n{table}\n")
-    return int(any(row["status"] == "failed" for row in done))
+        found = run.stage(stage, min(left, stage.share * 60 * given.minutes))
+        said = ", ".join(f"{row['case']}: {row['status']}" for row in found["rows"] if row["status"] != "ok")
+        print(f"{stage.name}: {len(found['rows'])} rows, {found['seconds']:.0f} s. {said[:300]}", flush=True)
+        if stage.decides and not _holds(found["rows"], stage.decides):
+            report["stopped"] = f"after {stage.name}: {stage.decides} failed, so that nothing else is worth measuring"
+            run.write()
+            break
+    print(f"\n{markdown(report)}\nwritten: {given.out / name}.json, .md")
+    return status_of(report)
+
+
+def _holds(rows: list[Row], decisive: str) -> bool:
+    """Whether the cases that decide are all right, as far as time sufficed, and there is one."""
+    statuses = {row["status"] for row in rows if row["case"].endswith(decisive)}
+    return "ok" in statuses and statuses <= {"ok", "cut short", "left out"}
+
+
+def status_of(report: Row) -> int:
+    """The exit status of a report.
+
+    Args:
+        report: As it was written.
+
+    Returns:
+        2 if the run was stopped, 1 if something of ours failed or was wrong; a device that is too small, a package that
+        is missing and time that ran out are none of these.
+    """
+    if "stopped" in report:
+        return WRONG
+    bad = [row for stage in report["stages"] for row in stage["rows"] if row["status"] in ("failed", "wrong")]
+    return int(any(not str(row.get("engine", "")).startswith("opacus") for row in bad))
 
 
 if __name__ == "__main__":

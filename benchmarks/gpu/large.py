@@ -1,43 +1,71 @@
-"""Time, memory and largest batch of large models: `python -m benchmarks.gpu.large --help`.
+"""Stages 4 and 5: one way to train a large model: its time, its memory, and the largest batch that fits.
 
-Each engine runs in a process of its own, which first checks it on a small model of the same class in float32. The file
-is written after every engine, so that a run that is cut short has what it measured.
+Each way runs in a process of its own. "compiled" is ordinary training with the blocks and the loss compiled, which
+takes as long as one block takes to compile.
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
-import json
 import statistics
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from benchmarks import machine
 from benchmarks.capacity import Bounds, search
-from benchmarks.correctness import reference
-from benchmarks.engines import Engine
-from benchmarks.files import RESULTS, head, stem, write
-from benchmarks.gpu.models import Large, large_models
-from benchmarks.memory import in_new_process, load_what_a_step_loads, peaks
-from benchmarks.peers import every_engine
-from benchmarks.report import MEGABYTE, heading, times, why_not
-from benchmarks.run import checked
-from benchmarks.tasks import Task
-from benchmarks.timing import synchronize
+from benchmarks.engines import NON_PRIVATE, CannotDo, Engine, engines, trainable
+from benchmarks.gpu.models import Large, large_model, large_models
+from benchmarks.gpu.peaks import flops_of_step, peak_of
+from benchmarks.gpu.rows import Job, Row, started
+from benchmarks.memory import load_what_a_step_loads, peaks
+from benchmarks.tasks import Batch, Task, per_sample_losses
+from benchmarks.timing import steps
+from ghostclip.kernels import switch
 
-ENGINES = ("bookkeeping", "ghost", "opacus-ghost")
-CAP = 48 * 1024.0
-QUICK_CAP = 16.0
 ROUNDS = 5
+MEGABYTE = 2**20
+# Of the device, for steps above the loaded model; the rest is the driver's, and what fragments.
+SHARE = 0.9
+
+
+class _Compiled:
+    """Ordinary training, its blocks and its loss compiled."""
+
+    def __init__(self, model: nn.Module, max_grad_norm: float) -> None:
+        del max_grad_norm
+        self.model = model
+        # On a CPU, where this is a rehearsal, without the code generation that takes a minute there.
+        backend = "inductor" if next(model.parameters()).is_cuda else "aot_eager"
+        for block in model.get_submodule("blocks").children():
+            block.compile(backend=backend)
+        self._losses: Callable[[Tensor, Tensor], Tensor] = torch.compile(_losses_of, backend=backend)
+
+    def step(self, batch: Batch) -> None:
+        self.model.zero_grad(set_to_none=True)
+        self._losses(self.model(batch[0]), batch[1]).mean().backward()
+
+    def result(self) -> list[Tensor | None]:
+        return [parameter.grad for parameter in trainable(self.model)]
+
+
+def _losses_of(logits: Tensor, target: Tensor) -> Tensor:
+    return per_sample_losses(nn.Identity(), (logits, target))
+
+
+COMPILED = Engine("compiled", "PyTorch, not private, compiled", False, _Compiled)
+
+
+def ways() -> dict[str, Engine]:
+    """The ways by name: ordinary and compiled training, every engine that is here.
+
+    Returns:
+        Them.
+    """
+    return {engine.name: engine for engine in [*engines(), COMPILED]}
 
 
 def _made_on(device: torch.device, make: Callable[[], nn.Module]) -> nn.Module:
@@ -46,146 +74,72 @@ def _made_on(device: torch.device, make: Callable[[], nn.Module]) -> nn.Module:
         return make()
 
 
-def _seconds(engine: Engine, task: Task, device: torch.device) -> dict[str, Any]:
-    """Peaks of first and later steps, then the median time of further ones."""
+def _engine(name: str) -> Engine:
+    found = ways().get(name)
+    if found is None:
+        raise CannotDo("not installed (pip install opacus)" if "opacus" in name else f"no engine is called {name}")
+    return found
+
+
+def _timed(engine: Engine, task: Task, device: torch.device) -> Row:
     batch = task.batch(device)
     runner = engine.attach(task.model(device), 1.0)
-    found: dict[str, Any] = peaks(runner, batch, device)
-    taken = []
-    for _ in range(ROUNDS):
-        synchronize(device)
-        started = time.perf_counter()
-        runner.step(batch)
-        synchronize(device)
-        taken.append(time.perf_counter() - started)
-    return {**found, "wall_seconds": statistics.median(taken), "rounds": taken}
+    found: Row = dict(peaks(runner, batch, device))
+    taken = [steps(runner, batch, device)[0] for _ in range(ROUNDS)]
+    return {**found, "batch_size": task.batch_size, "seconds": statistics.median(taken), "rounds": taken}
 
 
-def _in_this_process(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    machine.exact_float32()
-    case = next(case for case in large_models() if case.name == options.case[0])
-    engine = next(engine for engine in every_engine() if engine.name == options.one)
-    row: dict[str, Any] = checked(engine, case.small, device, reference(case.small, device))
-    if row["status"] != "ok":
-        return row
-    task = case.quick if options.quick else case.task
-    task = replace(task, make_model=partial(_made_on, device, task.make_model))
-    load_what_a_step_loads(engine, case.small, device)
-    try:
-        row.update(_seconds(engine, task, device))
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        row.update(search(engine, task, device, Bounds(options.cap * MEGABYTE, options.most, first=task.batch_size)))
-    except Exception as problem:  # noqa: BLE001 - whatever an engine raises on a large model is a result
-        row |= {"status": "failed", "problem": f"{type(problem).__name__}: {problem}"[:300]}
-    return row
+def _roof(case: Large, task: Task, device: torch.device, *, quick: bool) -> Row:
+    """The time of an ordinary step's products at the device's largest rate."""
+    with torch.device("meta"):
+        model = task.make_model()
+    ids_BT, _ = case.small.batch(torch.device("cpu")) if quick else (torch.empty(1, 1024), None)
+    flops = flops_of_step(model, task.batch_size, ids_BT.shape[1])
+    return {"flops": flops, "roof_seconds": flops / peak_of(device, quick=quick).bf16}
 
 
-def _measured(case: Large, engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
-    arguments = ["--one", engine.name, "--case", case.name, "--cap", str(options.cap), "--most", str(options.most)]
-    arguments += ["--device", options.device, *(["--quick"] if options.quick else [])]
-    row = {"name": engine.name, "title": engine.title, "private": engine.private}
-    found = in_new_process("benchmarks.gpu.large", arguments, seconds=options.limit)
-    problem = found.pop("process_problem", None)
-    return {**row, "status": "failed", "problem": problem} if problem else found
+def _largest(engine: Engine, task: Task, job: Job) -> Row:
+    free = torch.cuda.mem_get_info(job.device)[0] if job.device.type == "cuda" else 256 * MEGABYTE
+    most = 8 if job.quick else 512
+    bounds = Bounds(SHARE * free, most, first=task.batch_size, seconds=job.arguments.seconds)
+    found = search(engine, task, job.device, bounds)
+    found.pop("peaks")
+    return found
 
 
-def _line(row: Mapping[str, Any], base: Mapping[str, Any]) -> str:
-    if row["status"] != "ok":
-        return f"| {row['title']} | {why_not(row)} | | | | | | |\n"
-    held, own = (other.get("steady_bytes", other["peak_bytes"]) for other in (base, row))
-    cells = [
-        row["title"],
-        f"{row['wall_seconds'] * 1e3:.1f}",
-        times(row["wall_seconds"] / base["wall_seconds"]),
-        f"{own / MEGABYTE:.0f}",
-        times(own / held),
-        str(row["largest_batch"]),
-        times(row["largest_batch"] / base["largest_batch"]) if base["largest_batch"] else "",
-        f"{row['error']:.0e}" if "error" in row else "",
+def main(given: list[str] | None = None) -> int:
+    """Measure one way.
+
+    Args:
+        given: The command line; that of the process by default.
+
+    Returns:
+        The exit status: 0.
+    """
+    own: list[tuple[str, dict[str, Any]]] = [
+        ("--case", {"choices": [case.name for case in large_models()], "required": True}),
+        ("--engine", {"default": NON_PRIVATE.name}),
+        ("--kernels", {"choices": switch.MODES, "default": "off"}),
+        ("--largest", {"action": "store_true", "help": "search for the largest batch, in the place of a time"}),
+        ("--seconds", {"type": float, "default": 30.0, "help": "for that search"}),
     ]
-    return f"| {' | '.join(cells)} |\n"
-
-
-def markdown(report: Mapping[str, Any]) -> str:
-    """The report as tables.
-
-    Args:
-        report: A report as read from its file.
-
-    Returns:
-        One table a model.
-    """
-    parts = [f"# Large models\n\n{heading(report)}"]
-    for case in report["cases"]:
-        rows = case["engines"]
-        base = rows[0] if rows and rows[0]["status"] == "ok" else None
-        header = (
-            f"**{case['title']}**, B {case['batch_size']}; largest batch within {report['cap_megabytes']:g} MB above "
-            "the loaded model\n\n"
-            "| engine | step, ms | time | memory, MB | memory | largest batch | of non-private | error |\n"
-            "|---|---:|---:|---:|---:|---:|---:|---:|\n"
-        )
-        body = (
-            [_line(row, base) for row in rows] if base else [f"| {why_not(row)} | | | | | | | |\n" for row in rows[:1]]
-        )
-        parts.append(header + "".join(body))
-    parts.append(
-        "time, memory: times the non-private step; memory: peak of the whole process's tensors, weights included, in "
-        "later steps. error: of the clipped sum on a small model of the same class in float32.\n"
-    )
-    return "\n".join(parts)
-
-
-def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.large", description=__doc__)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--case", action="append", choices=[case.name for case in large_models()], help="only this one")
-    parser.add_argument("--engine", action="append", help=f"beside the non-private one (default: {', '.join(ENGINES)})")
-    parser.add_argument("--cap", type=float, help=f"MB above the loaded model (default: {CAP:g})")
-    parser.add_argument("--most", type=int, default=512, help="try no larger batch (default: %(default)s)")
-    parser.add_argument("--limit", type=float, default=75.0, help="seconds for each engine (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="the small models: does it run")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the files (default: %(default)s)")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    options.cap = options.cap or (QUICK_CAP if options.quick else CAP)
-    return options
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Measure every engine on every large model.
-
-    Args:
-        arguments: The command line; that of the process by default.
-
-    Returns:
-        The exit status: 1 if an engine of ghostclip failed or computed something wrong.
-    """
-    options = _options(arguments)
-    device = torch.device(options.device)
-    if options.one:
-        print(json.dumps(_in_this_process(options, device)))
-        return 0
-    names = options.engine or ENGINES
-    wanted = [engine for engine in every_engine() if not engine.private or engine.name in names]
-    given = sys.argv[1:] if arguments is None else arguments
-    report = head("benchmarks.gpu.large", given, device, quick=options.quick)
-    report |= {"cap_megabytes": options.cap, "cases": []}
-    for case in large_models():
-        if options.case and case.name not in options.case:
-            continue
-        task = case.quick if options.quick else case.task
-        rows: list[dict[str, Any]] = []
-        report["cases"].append({"title": task.title, "batch_size": task.batch_size, "engines": rows})
-        for engine in wanted:
-            rows.append(_measured(case, engine, options))
-            write(options.out, stem("large", device, quick=options.quick), report, markdown(report))
-            print(f"   {case.name}, {engine.title}: {rows[-1]['status']}", file=sys.stderr, flush=True)
-    print(markdown(report))
-    rows = [row for case in report["cases"] for row in case["engines"]]
-    return int(any(row["status"] != "ok" and row["title"].startswith("ghostclip") for row in rows))
+    job = started("benchmarks.gpu.large", __doc__, *own, given=given)
+    chosen, case = job.arguments, large_model(job.arguments.case)
+    task = case.quick if job.quick else case.task
+    title = f"{task.title}: {chosen.engine}, kernels {chosen.kernels}"
+    with job.case(f"{title}, largest batch" if chosen.largest else title) as row:
+        row |= {"engine": chosen.engine, "kernels": chosen.kernels}
+        engine = _engine(chosen.engine)
+        switch.set_mode(chosen.kernels)
+        task = replace(task, make_model=partial(_made_on, job.device, task.make_model))
+        if engine is not COMPILED:
+            load_what_a_step_loads(engine, case.small, job.device)
+        if chosen.largest:
+            row.update(_largest(engine, task, job))
+        else:
+            row.update(_timed(engine, task, job.device))
+            row.update(_roof(case, task, job.device, quick=job.quick))
+    return 0
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ class Decisions:
         non_finite_total: The same, over all backwards.
         layout: The clip groups of the last backward.
         plain: Whether sums without any bound are those of the gradients as they arrive: what autograd leaves.
+        device: Where norms lie when no gradient has arrived.
     """
 
     def __init__(self, policy: ClipPolicy, relation: str) -> None:
@@ -55,6 +56,7 @@ class Decisions:
         self.non_finite_total = 0
         self.layout = Layout({}, (), ())
         self.plain = False
+        self.device: torch.device | None = None
         self._sensitivities: list[float] = []
         self._rows: list[int] = []
         self._noted: list[list[Any]] = []
@@ -89,7 +91,7 @@ class Decisions:
         Returns:
             The weights, for the gradients as they arrived.
         """
-        norm_GB = _scaled(total.norm_GB(forward.batch_size), scale)
+        norm_GB = _scaled(total.norm_GB(forward.batch_size, self.device), scale)
         layout = self.layout
         largest = None if total.largest is None else total.largest * scale
         coef_GB = self.policy.coefficients(norm_GB, layout.bounds, largest=largest)

@@ -294,19 +294,21 @@ class GroupNorms:
         ill_B = torch.stack(_together(found, found[0].device)).any(0)
         return ill_B if bool(ill_B.any()) else None
 
-    def norm_GB(self, batch_size: int) -> list[Tensor]:
+    def norm_GB(self, batch_size: int, device: torch.device | None = None) -> list[Tensor]:
         """Return the norms of every group, rounded up; zeros for a group that nothing arrived for.
 
         Args:
             batch_size: B.
+            device: Where the zeros lie when nothing arrived for any group; None for the CPU.
 
         Returns:
             One tensor of shape ``(B,)`` for each group.
         """
         if len(self.sums) == 1:
-            return [torch.zeros(batch_size) if self.sums[0].total() is None else self.sums[0].norm_B()]
+            nothing = self.sums[0].total() is None
+            return [torch.zeros(batch_size, device=device) if nothing else self.sums[0].norm_B()]
         alike = self._alike()
-        like = next((norm.value_B for found in alike for norm in found.values()), torch.zeros(0))
+        like = next((norm.value_B for found in alike for norm in found.values()), torch.zeros(0, device=device))
         norm_GB = [like.new_zeros(batch_size)] * len(self.sums)
         for found in alike:
             square_KB = torch.stack([_at_most_B(norm) for norm in found.values()])

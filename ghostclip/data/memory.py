@@ -11,6 +11,22 @@ import torch
 
 _SELF = Path("/proc/self")
 _SAMPLING_SECONDS = 0.002
+# What libraries below torch say, which raise no error of its own class: they ask for memory beside its allocator.
+_MESSAGES = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an exception says that memory ran out, on whatever device.
+
+    Args:
+        error: The exception.
+
+    Returns:
+        Whether a smaller piece of the same work may succeed.
+    """
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _MESSAGES)
 
 
 def status_bytes(field: str) -> int | None:

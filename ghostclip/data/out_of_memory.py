@@ -10,28 +10,13 @@ from typing import Any
 
 import torch
 
+from ghostclip.data.memory import is_out_of_memory
 from ghostclip.data.size_policies import SizePolicy
 from ghostclip.errors import DataError
 from ghostclip.evidence.dependence import batch_axis_of
 from ghostclip.optim import DPOptimizer
 
 _log = logging.getLogger(__name__)
-
-_MESSAGES = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception says that memory ran out, on whatever device.
-
-    Args:
-        error: The exception.
-
-    Returns:
-        Whether a smaller piece of the same work may succeed.
-    """
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _MESSAGES)
 
 
 def run_in_parts(

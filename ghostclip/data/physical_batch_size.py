@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from ghostclip import _validate
-from ghostclip.data.memory import PeakMemory, available_bytes
+from ghostclip.data.memory import PeakMemory, available_bytes, is_out_of_memory
 from ghostclip.errors import InvalidOptionError
 
 DEFAULT_SHARE = 0.5
@@ -187,8 +187,8 @@ def _peak_of(step_fn: Callable[[int], object], size: int, meter: PeakMemory) -> 
     meter.start()
     try:
         step_fn(size)
-    except torch.OutOfMemoryError:
-        if size == 1:
+    except BaseException as error:
+        if size == 1 or not is_out_of_memory(error):
             raise
         fits = False
     else:

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from ghostclip.data.memory import is_out_of_memory
 from ghostclip.data.tensor_memory import peak_bytes
 from ghostclip.finetune.losses import losses_for, precision
 from ghostclip.finetune.options import FinetuneOptions
@@ -153,7 +154,9 @@ class Comparison:
                     copy = self._make_copy().to(self._device)
                     self._steps = OrdinarySteps(copy, self._options, width=self._width, physical_batch=physical_batch)
                 self._steps.measure(count - before)
-            except (torch.OutOfMemoryError, MemoryError):
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
                 self.missing = "not measured (out of memory)"
         return not self.missing
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip import _torch
-from ghostclip.data.out_of_memory import is_out_of_memory
+from ghostclip.data.memory import is_out_of_memory
 from ghostclip.errors import LossReductionError, NotOfferedError, ResumeError
 from ghostclip.integrations._versions import warn_if_untested
 from ghostclip.integrations.peft import is_adapted, watch_adapters

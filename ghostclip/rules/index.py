@@ -44,7 +44,8 @@ class Pick:
         Returns:
             ``Rows``, or the tensor itself where it is no larger than the rows.
         """
-        found: Factor = Rows(ids_BT, g_BTI, shape=self.shape)
+        # A tensor of a GPU may be indexed by one of the host.
+        found: Factor = Rows(ids_BT.to(g_BTI.device), g_BTI, shape=self.shape)
         if ids_BT.shape[1] * self.features >= prod(self.shape):
             found = Dense(found.materialize())
         return self._in_place(found)
@@ -147,9 +148,11 @@ def _of_brackets(index: Any, shape: torch.Size) -> Pick | None:
         return None
     if skipped:
         return _along(entries[0], skipped, shape) if len(entries) == 1 else None
-    ids = torch.zeros((), dtype=torch.int64, device=entries[0].device)
+    # A tensor of a GPU may be indexed by some of the GPU and some of the host together.
+    device = next((entry.device for entry in entries if entry.device.type != "cpu"), entries[0].device)
+    ids = torch.zeros((), dtype=torch.int64, device=device)
     for entry, size in zip(entries, shape, strict=False):
-        ids = ids * size + entry.long() % size
+        ids = ids * size + entry.to(device).long() % size
     return Pick(ids, shape, prod(shape[len(entries) :])) if ids.dim() else None
 
 

@@ -6,11 +6,10 @@ import math
 import warnings
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ghostclip.accounting import create_accountant, get_noise_multiplier, steps_per_epoch
 from ghostclip.errors import BudgetError, InvalidOptionError
+from tests.randomised import given, settings, st
 
 
 def epsilon(sigma, rate, steps, delta):

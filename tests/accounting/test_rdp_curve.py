@@ -7,11 +7,10 @@ import math
 import mpmath
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from scipy.integrate import trapezoid
 
 from ghostclip.accounting import DEFAULT_ORDERS, rdp_curve
+from tests.randomised import given, st
 
 # Numerical error is below 1e-11; what is left is the margin that rounds upwards.
 MARGIN = 2e-9

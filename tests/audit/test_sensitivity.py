@@ -77,9 +77,9 @@ def _released(case, model, optimizer, batch):
 
 @pytest.mark.parametrize("strategy", ["bookkeeping", "ghost"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_of_layers(name, strategy):
+def test_every_family_of_layers(name, strategy, device):
     """The first sample is the one that is added, its loss multiplied by what an attacker would choose."""
-    case = by_name(name)
+    case = by_name(name).on(device)
     model, batch = case.model(torch.float32), case.data(torch.float32)
     clipper = GhostClipper(model, max_grad_norm=1.0, strategy=strategy, batch_first=case.batch_first)
     clipper.backward(case.losses(model, batch))

@@ -201,7 +201,7 @@ def test_counts_and_names_of_tasks_are_checked_as_well(capsys):
     [
         (["--device", "cpu"], "add --quick"),
         (["--device", "nowhere", "--quick"], "argument --device: 'nowhere' is no device"),
-        (["--device", "cpu", "--quick", "--budget", "0"], "argument --budget: '0' is no number above zero"),
+        (["--device", "cpu", "--quick", "--minutes", "0"], "argument --minutes: '0' is no number above zero"),
     ],
 )
 def test_the_command_for_a_gpu_says_in_one_line_what_is_wrong(arguments, said, capsys):

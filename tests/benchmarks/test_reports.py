@@ -7,8 +7,6 @@ import mmap
 import platform
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +15,6 @@ from benchmarks import __main__ as program
 from benchmarks import capacity, memory, run, scaling
 from benchmarks.engines import NON_PRIVATE
 from benchmarks.files import stem
-from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import large
 from benchmarks.headline import fastest_peer, summary
 from benchmarks.report import absent, markdown, memory_ratio
 from benchmarks.tasks import block, find, tasks
@@ -35,17 +31,15 @@ def _same_process(monkeypatch):
     def here(module, arguments, *, seconds=None):
         if module == "benchmarks.memory":
             return dict(PEAKS)
-        if module == "benchmarks.capacity":
-            return {
-                "largest_batch": 3,
-                "largest_batch_is_limit": False,
-                "search_cut_short": False,
-                "samples_per_second": 7.5,
-            }
-        options = large._options(arguments)
-        return large._in_this_process(options, torch.device(options.device))
+        assert module == "benchmarks.capacity"
+        return {
+            "largest_batch": 3,
+            "largest_batch_is_limit": False,
+            "search_cut_short": False,
+            "samples_per_second": 7.5,
+        }
 
-    for place in (memory, capacity, large):
+    for place in (memory, capacity):
         monkeypatch.setattr(place, "in_new_process", here)
 
 
@@ -81,64 +75,6 @@ def test_capacity_runs_from_end_to_end(tmp_path):
     assert capacity.main(["--quick", "--task", "mlp", "--engine", "ghost", "--out", str(tmp_path)]) == 0
     text = (tmp_path / "capacity-cpu-quick.md").read_text(encoding="utf-8")
     assert "| ghostclip ghost | 3 | 1.00× | 8 |" in text
-
-
-@pytest.mark.usefixtures("_same_process")
-@pytest.mark.integration
-@pytest.mark.parametrize("name", ["gpt2-large", pytest.param("llama-1b", marks=pytest.mark.slow)])
-def test_large_models_run_small(tmp_path, name):
-    options = ["--device", "cpu", "--quick", "--most", "1", "--engine", "bookkeeping", "--out", str(tmp_path)]
-    assert large.main([*options, "--case", name]) == 0
-    report = json.loads((tmp_path / "large-cpu-quick.json").read_text(encoding="utf-8"))
-    (case,) = report["cases"]
-    assert [row["status"] for row in case["engines"]] == ["ok", "ok"], case
-    assert case["engines"][1]["error"] <= 1e-5
-    assert {"wall_seconds", "steady_bytes", "largest_batch"} <= set(case["engines"][1])
-
-
-def test_a_stage_that_fails_or_hangs_keeps_nobody_from_running(tmp_path, monkeypatch, capsys):
-    found = [
-        gpu.Stage("large", ("-c", "import time; time.sleep(60)"), 0.3),
-        gpu.Stage("tests", ("-c", "raise SystemExit(3)"), 60.0),
-        gpu.Stage("report", ("-c", "print('here')"), 60.0),
-    ]
-    monkeypatch.setattr(gpu, "stages", lambda device, out, *, quick: found)
-    assert gpu.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 1
-    done = json.loads((tmp_path / "gpu-cpu-quick.json").read_text(encoding="utf-8"))["stages"]
-    assert [row["status"] for row in done] == ["cut short", "failed", "ok"]
-    assert (tmp_path / "gpu-cpu-quick-report.log").read_text(encoding="utf-8") == "here\n"
-    assert "report ok" in capsys.readouterr().out
-
-
-def test_what_a_stage_started_ends_with_it(tmp_path):
-    """What is left running would hold a GPU's memory."""
-    inner = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
-    code = f"import subprocess, sys; subprocess.run([sys.executable, '-SE', '-c', {inner!r}])"
-    log = tmp_path / "log"
-    assert gpu.run(gpu.Stage("report", ("-SE", "-c", code), 60.0), 4.0, log)["status"] == "cut short"
-    stat = Path(f"/proc/{int(log.read_text())}/stat")
-    for _ in range(50):
-        # Gone, or dead and not yet collected by whoever adopted it.
-        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
-            return
-        time.sleep(0.1)
-    raise AssertionError("still running")
-
-
-def test_no_stage_starts_when_the_budget_is_spent(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "stages", lambda device, out, *, quick: [gpu.Stage("large", ("-c", "1/0"), 9.0)])
-    assert gpu.main(["--device", "cpu", "--quick", "--budget", "0.5", "--out", str(tmp_path)]) == 0
-    (row,) = json.loads((tmp_path / "gpu-cpu-quick.json").read_text(encoding="utf-8"))["stages"]
-    assert row["status"] == "left out: the budget was spent"
-
-
-def test_stages_fit_the_commands_they_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu.switch, "installed", lambda: True)
-    for device in (CPU, torch.device("cuda")):
-        found = {stage.name: stage for stage in gpu.stages(device, tmp_path, quick=True)}
-        assert found["kernels"].interpreted == (device.type == "cpu")
-        large._options(list(found["large"].arguments[2:]))
-        program._options(list(found["report"].arguments[2:]))
 
 
 def test_a_process_that_dies_or_hangs_is_a_result(monkeypatch):

@@ -22,7 +22,9 @@ class SelfAttention(nn.Module):
         """Map (B, T, 6) to itself."""
         h = self.inp(x_BTI)
         h = h if self.attention.batch_first else h.transpose(0, 1)
-        causal = nn.Transformer.generate_square_subsequent_mask(x_BTI.shape[1], dtype=h.dtype) if self.masked else None
+        causal = (
+            nn.Transformer.generate_square_subsequent_mask(x_BTI.shape[1], h.device, h.dtype) if self.masked else None
+        )
         out, _ = self.attention(h, h, h, attn_mask=causal, need_weights=not self.masked)
         return out if self.attention.batch_first else out.transpose(0, 1)
 
@@ -64,7 +66,7 @@ class Packed(nn.Module):
 
     def forward(self, x_BTI: Tensor, lengths_B: Tensor) -> Tensor:
         """Map (B, T, 4) and lengths to (B, T, 5)."""
-        packed = pack_padded_sequence(x_BTI, lengths_B, batch_first=True, enforce_sorted=False)
+        packed = pack_padded_sequence(x_BTI, lengths_B.cpu(), batch_first=True, enforce_sorted=False)
         return pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=x_BTI.shape[1])[0]
 
 

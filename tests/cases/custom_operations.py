@@ -113,6 +113,10 @@ class TwoInputs(nn.Module):
         return self.bilinear(self.left(x).tanh(), x)
 
 
+def _every_second(x: Tensor) -> Tensor:
+    return torch.tensor([True, False, True, False, True], device=x.device)
+
+
 _EXPRESSIONS: dict[str, tuple[tuple[int, ...], Callable[[Tensor, Tensor], Tensor]]] = {
     "transposed": ((5, 5), lambda p, x: functional.linear(x, p.t())),
     "matmul": ((5, 5), lambda p, x: x @ p),
@@ -135,7 +139,7 @@ _EXPRESSIONS: dict[str, tuple[tuple[int, ...], Callable[[Tensor, Tensor], Tensor
     "stacked": ((5,), lambda p, x: torch.stack([p * x[:, t] for t in range(x.shape[1])], 1)),
     "conv_functional": ((4, 3, 2), lambda p, x: functional.pad(functional.conv1d(x, p), (0, 1))),
     "layer_norm_functional": ((5,), lambda p, x: functional.layer_norm(x, (5,), p)),
-    "where_constant_mask": ((5,), lambda p, x: torch.where(torch.tensor([True, False, True, False, True]), p, x)),
+    "where_constant_mask": ((5,), lambda p, x: torch.where(_every_second(x), p, x)),
     "masked_fill": ((), lambda p, x: x.masked_fill(x < 0, p)),
     "spectrum": ((5,), lambda p, x: torch.fft.irfft(torch.fft.rfft(x) * torch.fft.rfft(p), n=5)),
     "input_requires_grad": ((5,), lambda p, x: functional.layer_norm(x.detach().requires_grad_(), (5,), p)),

@@ -21,7 +21,7 @@ class Positions(nn.Module):
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         """Map ids (B, T) to (B, T, 3)."""
-        ids_T = torch.arange(ids_BT.shape[1])
+        ids_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
         position = self.positions(ids_T[None] if self.leading_one else ids_T)
         return self.head((self.tokens(ids_BT) + position).tanh())
 
@@ -37,7 +37,7 @@ class SoftPrompt(nn.Module):
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         """Map ids (B, T) to (B, 3 + T, 4)."""
-        prompt = self.prompt(torch.arange(3)[None]).expand(ids_BT.shape[0], -1, -1)
+        prompt = self.prompt(torch.arange(3, device=ids_BT.device)[None]).expand(ids_BT.shape[0], -1, -1)
         return self.mix(torch.cat([prompt, self.tokens(ids_BT)], 1)).tanh()
 
 
@@ -51,7 +51,7 @@ class FlatBag(nn.Module):
     def forward(self, ids_BT: Tensor) -> Tensor:
         """Map ids (B, T) to (B, 2, 4)."""
         half = ids_BT.shape[1] // 2
-        offsets = torch.arange(0, ids_BT.numel(), half)
+        offsets = torch.arange(0, ids_BT.numel(), half, device=ids_BT.device)
         return self.bag(ids_BT.reshape(-1), offsets).view(-1, 2, 4)
 
 

@@ -48,7 +48,7 @@ class PackedRows(nn.Module):
         """Map (B, T, ...) and lengths to (B, features)."""
         first, total = self.rnn.batch_first, x.shape[1]
         x = x if first else x.transpose(0, 1)
-        packed = pack_padded_sequence(x, lengths_B, batch_first=first, enforce_sorted=False)
+        packed = pack_padded_sequence(x, lengths_B.cpu(), batch_first=first, enforce_sorted=False)
         packed = packed._replace(data=self.before(packed.data).tanh())
         out, ends = self.rnn(packed)
         out = out._replace(data=self.rows(out.data))
@@ -70,7 +70,7 @@ class SortedByHand(nn.Module):
     def forward(self, x_BTI: Tensor, lengths_B: Tensor) -> Tensor:
         """Map (B, T, 4) and lengths to (B, 2)."""
         order = lengths_B.argsort(descending=True)
-        packed = pack_padded_sequence(x_BTI[order], lengths_B[order], batch_first=True)
+        packed = pack_padded_sequence(x_BTI[order], lengths_B[order].cpu(), batch_first=True)
         out, (h, _) = self.rnn(packed)
         if self.undo == "before the head":
             return self.head(h[-1][order.argsort()])
@@ -135,7 +135,7 @@ class WithState(nn.Module):
             made = self.init(x_BTI[:, 0, :3]).tanh().view(size, self.states, 2, 5)
             states = [made[:, k].transpose(0, 1).contiguous() for k in range(self.states)]
         lengths = (x_BTI[:, 0, 0] > 0).long() * 2 + 2
-        x = pack_padded_sequence(x_BTI, lengths, batch_first=True, enforce_sorted=False) if self.packed else x_BTI
+        x = pack_padded_sequence(x_BTI, lengths.cpu(), batch_first=True, enforce_sorted=False) if self.packed else x_BTI
         out, ends = self.rnn(x, tuple(states) if self.states == 2 else states[0])
         out = out.data.sum() * 0 if self.packed else out.flatten(1)
         return out + (ends if self.states == 1 else torch.cat(ends)).transpose(0, 1).flatten(1).repeat(1, 7)[:, :20]
@@ -177,7 +177,7 @@ class CellLoop(nn.Module):
 
     def forward(self, x_BTI: Tensor) -> Tensor:
         """Map (B, T, 4) to (B, 5)."""
-        state, g, h = None, None, torch.zeros(x_BTI.shape[0], 4, dtype=x_BTI.dtype)
+        state, g, h = None, None, torch.zeros(x_BTI.shape[0], 4, dtype=x_BTI.dtype, device=x_BTI.device)
         for t in range(x_BTI.shape[1]):
             state = self.lstm(x_BTI[:, t], state)
             g = self.gru(state[0], g)
@@ -302,7 +302,7 @@ def _packed(name: str, build: Callable[[], nn.Module], *, ids: bool = False, ref
 
 
 def _given_packed(model: nn.Module, batch: Batch) -> Tensor:
-    packed = pack_padded_sequence(batch["x"], batch["lengths"], batch_first=True, enforce_sorted=False)
+    packed = pack_padded_sequence(batch["x"], batch["lengths"].cpu(), batch_first=True, enforce_sorted=False)
     return probe_loss(model(packed))
 
 

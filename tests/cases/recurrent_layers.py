@@ -35,7 +35,7 @@ class CausalAttention(Attention):
 
     def mask(self, x_BTI: Tensor) -> dict[str, object]:
         """Return a mask of all samples."""
-        hidden = torch.ones(x_BTI.shape[1], x_BTI.shape[1], dtype=torch.bool).triu(1)
+        hidden = torch.ones(x_BTI.shape[1], x_BTI.shape[1], dtype=torch.bool, device=x_BTI.device).triu(1)
         return {"attn_mask": hidden, "is_causal": True, "need_weights": False}
 
 
@@ -46,10 +46,13 @@ class MaskedHeads(Attention):
         """Return masks that follow from the data."""
         size, steps = x_BTI.shape[:2]
         far = (x_BTI[:, :, None, 0] - x_BTI[:, None, :, 0]).abs() > 1.5
-        padded = torch.arange(steps) >= 3 + (x_BTI[:, :1, 1] > 0)
-        heads = far.repeat_interleave(self.attention.num_heads, 0) & ~torch.eye(steps, dtype=torch.bool)
+        place_T = torch.arange(steps, device=x_BTI.device)
+        padded = place_T >= 3 + (x_BTI[:, :1, 1] > 0)
+        heads = far.repeat_interleave(self.attention.num_heads, 0) & ~torch.eye(
+            steps, dtype=torch.bool, device=x_BTI.device
+        )
         assert heads.shape[0] == size * self.attention.num_heads
-        return {"attn_mask": heads & (torch.arange(steps) > 0), "key_padding_mask": padded}
+        return {"attn_mask": heads & (place_T > 0), "key_padding_mask": padded}
 
 
 class WithBias(nn.Module):

@@ -30,17 +30,17 @@ def _selected(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _flipped(x: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.flip(x, (0,)), torch.arange(len(x)).flip(0)
+    return torch.flip(x, (0,)), torch.arange(len(x), device=x.device).flip(0)
 
 
 def _rolled(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.roll(1, 0), torch.arange(len(x)).roll(1).argsort()
+    return x.roll(1, 0), torch.arange(len(x), device=x.device).roll(1).argsort()
 
 
 def _parted(x: Tensor) -> tuple[Tensor, Tensor]:
     """Split by content, as a batch of two kinds of rows is."""
     kind = x.flatten(1).float().mean(1) > x.float().mean()
-    number = torch.arange(len(x))
+    number = torch.arange(len(x), device=x.device)
     return torch.cat([x[kind], x[~kind]]), torch.cat([number[kind], number[~kind]]).argsort()
 
 
@@ -69,7 +69,7 @@ class _Chosen(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         chosen = ids[:, 0] > 4
         h = self.head(self.embedding(ids[chosen])).mean(1)
-        return torch.zeros(len(ids), 3, dtype=h.dtype).index_put((chosen.nonzero()[:, 0],), h)
+        return h.new_zeros(len(ids), 3).index_put((chosen.nonzero()[:, 0],), h)
 
 
 def _ids(name: str, order: Order) -> Case:

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from tests.reference import Batch, batch_size
 
 BOTH_DTYPES = (torch.float64, torch.float32)
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Case:
         refused: Where the engine refuses the case, what its error says (a regular expression).
         train: run in training mode.
         reference_build: makes the same model from operations that have a float64 kernel, where `build` has not.
+        device: where model and batch are moved after they are made, so that their values are the same everywhere.
     """
 
     name: str
@@ -48,6 +50,11 @@ class Case:
     refused: str = ""
     train: bool = True
     reference_build: Callable[[], nn.Module] | None = None
+    device: torch.device = CPU
+
+    def on(self, device: torch.device) -> "Case":
+        """Return the same case on a device."""
+        return replace(self, device=device)
 
     def reference_model(self) -> nn.Module:
         """Build the float64 model of the reference, with the same weights as `model`."""
@@ -60,7 +67,7 @@ class Case:
             with torch.no_grad():
                 for p in model.parameters():
                     p.add_(0.05 * torch.randn_like(p))
-        return model.to(dtype).train(self.train)
+        return model.to(self.device, dtype).train(self.train)
 
     def data(self, dtype: torch.dtype) -> Batch:
         """Make the batch with the case's own seed; "weight" `[B]` spreads the norms of the samples."""
@@ -68,7 +75,7 @@ class Case:
             batch = self.batch()
         size = batch_size(batch, self.axes)
         batch["weight"] = torch.linspace(0.4, 1.9, size)[torch.arange(size) * 7 % size if size % 7 else slice(None)]
-        return {key: _as_dtype(value, dtype) for key, value in batch.items()}
+        return {key: _moved(value, self.device, dtype) for key, value in batch.items()}
 
     def losses(self, model: nn.Module, batch: Batch) -> Tensor:
         """Compute the weighted per-sample losses `[B]`; random masks are the same at every call."""
@@ -107,14 +114,16 @@ def _seeded(text: str):
         yield
 
 
-def _as_dtype(value: object, dtype: torch.dtype) -> object:
-    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+def _moved(value: object, device: torch.device, dtype: torch.dtype) -> object:
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(device, dtype) if value.is_floating_point() else value.to(device)
 
 
 def probe_loss(output: Tensor, *, axis: int = 0) -> Tensor:
     """Return a loss per sample `[B]` that no normalisation or symmetry of the model makes constant."""
     flat = output.movedim(axis, 0).flatten(1)
-    wave = torch.cos(torch.arange(flat.shape[1], dtype=torch.float64)).to(flat.dtype)
+    wave = torch.cos(torch.arange(flat.shape[1], dtype=torch.float64, device=flat.device)).to(flat.dtype)
     return (flat * wave + 0.5 * flat.square()).mean(1)
 
 

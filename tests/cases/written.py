@@ -20,26 +20,26 @@ class _Assembled(nn.Module):
 
 
 def _rows_set(p: Tensor, h: Tensor) -> Tensor:
-    w = torch.zeros(6, 6, dtype=h.dtype)
+    w = torch.zeros(6, 6, dtype=h.dtype, device=h.device)
     w[:4] = p
     return h @ w
 
 
 def _skew_symmetric(p: Tensor, h: Tensor) -> Tensor:
-    w = torch.zeros(6, 6, dtype=h.dtype)
+    w = torch.zeros(6, 6, dtype=h.dtype, device=h.device)
     upper = torch.triu_indices(6, 6, 1)
     w[upper[0], upper[1]] = p.flatten()[:15]
     return h @ (w - w.T)
 
 
 def _copied(p: Tensor, h: Tensor) -> Tensor:
-    w = torch.empty(4, 6, dtype=h.dtype)
+    w = torch.empty(4, 6, dtype=h.dtype, device=h.device)
     w.copy_(p)
     return h @ w.t()
 
 
 def _put(p: Tensor, h: Tensor) -> Tensor:
-    w = torch.ones(6, 6, dtype=h.dtype)
+    w = torch.ones(6, 6, dtype=h.dtype, device=h.device)
     w.index_put_((torch.tensor([5, 0, 2, 2]),), p, accumulate=True)
     return h @ w
 

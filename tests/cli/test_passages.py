@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ghostclip.errors import DataError
 from ghostclip.finetune.passages import cut, split_passages
 from ghostclip.finetune.tokens import ByteTokens
+from tests.randomised import given, st
 
 TOKENS = ByteTokens()
 

@@ -2,16 +2,17 @@
 
 import inspect
 
-import opacus.layers
 import pytest
 import torch
-from opacus.layers import dp_rnn as opacus_rnn
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import ghostclip
 from ghostclip.compat.opacus import layers
 from ghostclip.errors import UnsupportedModelError
+
+opacus = pytest.importorskip("opacus")
+opacus_rnn = pytest.importorskip("opacus.layers.dp_rnn")
 
 RECURRENT = {"DPLSTM": nn.LSTM, "DPGRU": nn.GRU, "DPRNN": nn.RNN}
 OPTIONS = [

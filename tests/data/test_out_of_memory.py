@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 from ghostclip import PrivacyEngine
 from ghostclip.clipping.passes import ClipWeights
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
-from ghostclip.data.out_of_memory import is_out_of_memory, rows_of
+from ghostclip.data.memory import is_out_of_memory
+from ghostclip.data.out_of_memory import rows_of
 from ghostclip.errors import DataError, MissingGradientError
 from tests.engine.training import clipped_sum, parameters_of, small_data, small_model
 

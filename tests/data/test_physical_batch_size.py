@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ghostclip.data.memory import PeakMemory, _ResidentSampler, available_bytes
 from ghostclip.data.physical_batch_size import BatchSizeSearch, find_max_physical_batch_size, memory_limit
 from ghostclip.errors import InvalidOptionError
+from tests.randomised import given, st
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -73,13 +72,21 @@ def test_smaller_parts_than_asked_for_count_as_measured():
     assert search.size == 6
 
 
-def test_out_of_memory_is_survived_and_backed_off_from():
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"),
+    ],
+    ids=["of the allocator", "of a library beside it"],
+)
+def test_out_of_memory_is_survived_and_backed_off_from(error):
     tried = []
 
     def step(samples: int) -> None:
         tried.append(samples)
         if samples > 21:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+            raise error
 
     found = find_max_physical_batch_size(step, upper=1000, memory_budget=2**40)
     assert 19 <= found <= 21
@@ -148,7 +155,7 @@ def test_peak_is_seen_although_the_memory_is_free_again(sampled):
     assert 48 * MIB < peak - before < 160 * MIB
 
 
-@pytest.mark.gpu
+@pytest.mark.cuda
 def test_cuda_limits_are_found_by_trying():
     device = torch.device("cuda")
     free, _ = torch.cuda.mem_get_info(device)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.cases import Case, by_name
+from tests.cases.table import CPU
 from tests.exactness import tolerances
 from tests.reference import (
     Batch,
@@ -62,9 +63,9 @@ def engine(strategy: str, *, loss_reduction: str = "mean", batch_first: bool = T
 
 
 @functools.lru_cache(maxsize=512)
-def expected(name: str) -> Reference:
-    """Return the float64 reference of the case called `name`; one clipping norm C for all its runs."""
-    case = by_name(name)
+def expected(name: str, device: torch.device = CPU) -> Reference:
+    """Return the float64 reference of the case called `name`; one clipping norm C for all its runs on a device."""
+    case = by_name(name).on(device)
     model, batch = case.reference_model(), case.data(torch.float64)
     with case.numerics(torch.float64):
         return clip_and_sum(per_sample_gradients(model, batch, case.losses, axes=case.axes, mode=case.reference))
@@ -110,7 +111,7 @@ def backward(case: Case, model: nn.Module, clipper: object, batch: Batch, dtype:
 def run(case: Case, make: MakeClipper, dtype: torch.dtype, batch: Batch | None = None) -> Outcome:
     """Attach a fresh clipper to a fresh model, run one backward, and detach."""
     model = case.model(dtype)
-    clipper = make(model, expected(case.name).max_grad_norm)
+    clipper = make(model, expected(case.name, case.device).max_grad_norm)
     outcome = backward(case, model, clipper, case.data(dtype) if batch is None else batch, dtype)
     clipper.remove()
     return outcome
@@ -153,7 +154,7 @@ def moved(case: Case, make: MakeClipper, dtype: torch.dtype, *, samples: int = 4
     One clipper sees all the batches in turn, so that whatever it keeps from one step would show in the next.
     """
     model, batch = case.model(dtype), case.data(dtype)
-    bound = expected(case.name).max_grad_norm
+    bound = expected(case.name, case.device).max_grad_norm
     clipper = make(model, bound)
     size = batch_size(batch, case.axes)
     whole = backward(case, model, clipper, batch, dtype).clipped

@@ -22,17 +22,17 @@ def _unless_refused(case, check):
 
 
 @pytest.mark.parametrize(("case", "dtype"), _RUNS)
-def test_matches_one_sample_autograd(case, dtype, strategy):
+def test_matches_one_sample_autograd(case, dtype, strategy, device):
     def check():
-        outcome = run(case, engine(strategy, batch_first=case.batch_first), dtype)
-        check_sum(outcome, expected(case.name), dtype)
-        check_norms(outcome, expected(case.name), dtype)
+        outcome = run(case.on(device), engine(strategy, batch_first=case.batch_first), dtype)
+        check_sum(outcome, expected(case.name, device), dtype)
+        check_norms(outcome, expected(case.name, device), dtype)
 
     _unless_refused(case, check)
 
 
 @pytest.mark.parametrize("case", _REPEATABLE, ids=lambda case: case.name)
-def test_one_sample_moves_the_sum_by_at_most_the_bound(case, strategy):
+def test_one_sample_moves_the_sum_by_at_most_the_bound(case, strategy, device):
     """Held in float32, where rounding could break it."""
     make = engine(strategy, batch_first=case.batch_first)
-    _unless_refused(case, lambda: check_sensitivity(case, make, torch.float32))
+    _unless_refused(case, lambda: check_sensitivity(case.on(device), make, torch.float32))

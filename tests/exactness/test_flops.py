@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
@@ -12,6 +10,7 @@ from benchmarks.models import GPT
 from ghostclip import GhostClipper
 from tests.cases import CORE_CASES
 from tests.exactness.runs import engine, expected
+from tests.randomised import given, settings, st
 
 # Operations over those of a non-private step (54.38 GFLOP).
 LIMITS = {"bookkeeping": 1.11, "ghost": 1.45, "fast": 1.68, "hooks": 1.01}

@@ -44,9 +44,10 @@ def _check_bound(case, model, batch, clipper, losses_of):
 
 @core
 @pytest.mark.parametrize("clip_all", [False, True])
-def test_bfloat16_model_keeps_the_bound(case, strategy, clip_all):
+def test_bfloat16_model_keeps_the_bound(case, strategy, clip_all, device):
+    case = case.on(device)
     model, batch = case.model(BF16), case.data(BF16)
-    clipper = engine(strategy)(model, expected(case.name).max_grad_norm * (0.1 if clip_all else 1.0))
+    clipper = engine(strategy)(model, expected(case.name, device).max_grad_norm * (0.1 if clip_all else 1.0))
     clipper.own_gradients()
     assert clipper.max_grad_norm > 0
     _check_bound(case, model, batch, clipper, lambda part: case.losses(model, part))
@@ -54,20 +55,22 @@ def test_bfloat16_model_keeps_the_bound(case, strategy, clip_all):
 
 @core
 @pytest.mark.parametrize("clip_all", [False, True])
-def test_autocast_keeps_the_bound(case, strategy, clip_all):
+def test_autocast_keeps_the_bound(case, strategy, clip_all, device):
+    case = case.on(device)
     model, batch = case.model(torch.float32), case.data(torch.float32)
-    clipper = engine(strategy)(model, expected(case.name).max_grad_norm * (0.1 if clip_all else 1.0))
+    clipper = engine(strategy)(model, expected(case.name, device).max_grad_norm * (0.1 if clip_all else 1.0))
     clipper.own_gradients()
 
     def losses(part):
-        with torch.autocast("cpu", dtype=BF16):
+        with torch.autocast(device.type, dtype=BF16):
             return case.losses(model, part)
 
     _check_bound(case, model, batch, clipper, losses)
 
 
 @core
-def test_norms_are_kept_in_float32(case, strategy):
+def test_norms_are_kept_in_float32(case, strategy, device):
+    case = case.on(device)
     model, batch = case.model(BF16), case.data(BF16)
     clipper = engine(strategy)(model, 1.0)
     clipper.backward(case.losses(model, batch))
@@ -80,13 +83,12 @@ def test_norms_are_kept_in_float32(case, strategy):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", ["linear_3d", "custom_vit", "inplace_residual", "shared_linear_twice"])
-def test_sample_that_is_not_finite_contributes_nothing(name, bad, strategy):
-    case = by_name(name)
+def test_sample_that_is_not_finite_contributes_nothing(name, bad, strategy, device):
+    case = by_name(name).on(device)
     model, batch = case.model(torch.float64), case.data(torch.float64)
-    size = len(expected(name).norms_B)
-    clean = clip_and_sum(
-        per_sample_gradients(model, take(batch, range(1, size), {}), case.losses, axes={}), expected(name).max_grad_norm
-    )
+    size = len(expected(name, device).norms_B)
+    bound = expected(name, device).max_grad_norm
+    clean = clip_and_sum(per_sample_gradients(model, take(batch, range(1, size), {}), case.losses, axes={}), bound)
     batch["x"][0].view(-1)[0] = bad
     clipper = engine(strategy)(model, clean.max_grad_norm)
     outcome = backward(case, model, clipper, batch, torch.float64)
@@ -154,14 +156,17 @@ def _as_double(model):
 
 
 @core
-def test_float32_matches_at_large_and_small_scales(case, strategy):
+def test_float32_matches_at_large_and_small_scales(case, strategy, device):
+    case = case.on(device)
     """Losses 1e6 times larger or smaller neither overflow nor vanish."""
     for scale in (1e6, 1e-6):
         model, batch = case.model(torch.float32), case.data(torch.float32)
         batch["weight"] = batch["weight"] * scale
-        clipper = engine(strategy)(model, expected(case.name).max_grad_norm * scale)
+        clipper = engine(strategy)(model, expected(case.name, device).max_grad_norm * scale)
         outcome = backward(case, model, clipper, batch, torch.float32)
-        per_sample = [{k: v * scale for k, v in gradient.items()} for gradient in expected(case.name).per_sample]
+        per_sample = [
+            {k: v * scale for k, v in gradient.items()} for gradient in expected(case.name, device).per_sample
+        ]
         reference = clip_and_sum(per_sample, clipper.max_grad_norm)
         check_sum(outcome, reference, torch.float32)
         check_norms(outcome, reference, torch.float32)

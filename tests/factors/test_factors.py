@@ -4,13 +4,12 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ghostclip import kernels
 from ghostclip.factors import Dense, Diagonal, Outer, Permuted, Placed, Rows, Stacked, inner, planner
 from ghostclip.factors.base import square_sums
 from tests.factors.largest import LargestTensor
+from tests.randomised import given, st
 
 F64 = torch.float64
 B = 3

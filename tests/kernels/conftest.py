@@ -20,7 +20,7 @@ def interpreter() -> Iterator[Callable[..., Any]]:
         yield call
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def fast(request: pytest.FixtureRequest, poisoned_memory: None) -> Callable[..., Any]:
     """Call a kernel by name: tensors go to its device and the results come back."""
     del poisoned_memory

@@ -6,11 +6,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ghostclip.errors import InvalidOptionError
 from ghostclip.noise import ExactNoise, Grid
+from tests.randomised import given, st
 
 SHAPES = ((3, 5), (7,), ())
 

@@ -7,8 +7,6 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
@@ -18,6 +16,7 @@ from ghostclip import GhostClipper
 from ghostclip.errors import InvalidOptionError
 from ghostclip.planning import plan as planning
 from tests.exactness.live import peak_of
+from tests.randomised import given, st
 
 SAMPLES, TOKENS, VOCABULARY = 4, 24, 300
 

@@ -18,6 +18,7 @@ from ghostclip.clipping import policies
 from ghostclip.compat.opacus import schedulers
 from ghostclip.errors import ResumeError
 from ghostclip.privacy.ledger_file import LedgerFile
+from tests.cases.table import CPU
 from tests.engine.training import parameters_of, small_data
 
 DATA = small_data(50)
@@ -33,9 +34,10 @@ OPTIONS = {
 class Run:
     """A private training with dropout and Adam."""
 
-    def __init__(self, folder=None, lr=0.05, **options):
+    def __init__(self, folder=None, lr=0.05, device=CPU, **options):
+        self.device = device
         self.engine = PrivacyEngine(ledger=None if folder is None else folder / "ledger")
-        model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Dropout(0.3), nn.Linear(7, 3))
+        model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Dropout(0.3), nn.Linear(7, 3)).to(device)
         arguments = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, **options}
         private = self.engine.make_private(
             module=model,
@@ -50,7 +52,8 @@ class Run:
         last = self.optimizer.releases + steps
         while self.optimizer.releases < last:
             for inputs, targets in self.loader:
-                losses = nn.functional.cross_entropy(self.model(inputs), targets, reduction="none")
+                logits = self.model(inputs.to(self.device))
+                losses = nn.functional.cross_entropy(logits, targets.to(self.device), reduction="none")
                 self.optimizer.zero_grad()
                 self.optimizer.clipper.backward(losses)
                 self.optimizer.step()
@@ -72,11 +75,11 @@ class Run:
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("at", [3, 5])
-def test_resumed_run_equals_the_uninterrupted_one(name, at, tmp_path):
-    run = Run(**OPTIONS[name])
+def test_resumed_run_equals_the_uninterrupted_one(name, at, device, tmp_path):
+    run = Run(device=device, **OPTIONS[name])
     run.train_and_save(at + 9, at, tmp_path / "run.pt")
     torch.rand(13)
-    resumed = Run(**OPTIONS[name])
+    resumed = Run(device=device, **OPTIONS[name])
     resumed.load(tmp_path / "run.pt")
     resumed.train(9)
     assert torch.equal(parameters_of(resumed.model), parameters_of(run.model))
