@@ -28,7 +28,7 @@ from ghostclip.factors.base import (
 from ghostclip.factors.convolution import Geometry
 from ghostclip.factors.dense import Dense
 from ghostclip.factors.kernel_gradients import KernelGradients, unfolded_channels_last
-from ghostclip.factors.outer import Outer
+from ghostclip.factors.outer import INSTANTIATE, Outer
 from ghostclip.factors.permuted import Permuted
 from ghostclip.kernels.bounds import (
     Unfinished,
@@ -42,7 +42,6 @@ from ghostclip.kernels.bounds import (
 
 # Gradients of so few elements in all are kept whatever they replace (float32: 8 MiB).
 _SMALL: Final = 1 << 21
-_INSTANTIATE: Final = "instantiate"
 _WINDOWS: Final = "symmetric Gram of windows"
 _PIXELS: Final = "Gram of pixels"
 
@@ -94,9 +93,11 @@ class Windows(Outer):
         if positions == 0 or self.batch_size == 0:
             return False
         gradient = self.slots * inputs * outputs
-        if gradient * self.batch_size <= self.element_count():
+        sides = self.x_BKC, self.g_BKO
+        if gradient * self.batch_size * max(4, self.x_BKC.element_size()) <= sum(x.nbytes for x in sides):
             return True
-        small = gradient * self.batch_size <= _SMALL or planner.keeps_per_sample(positions, inputs, outputs)
+        itemsize = min(side.element_size() for side in sides)
+        small = gradient * self.batch_size <= _SMALL or planner.keeps_per_sample(positions, inputs, outputs, itemsize)
         return small and self.norm_plan()[1] > positions * inputs * outputs
 
     def norm_plan(self) -> tuple[str, int]:
@@ -107,10 +108,10 @@ class Windows(Outer):
 
     def _costs(self) -> dict[str, int]:
         positions, inputs, outputs = self.sizes
-        costs = {_INSTANTIATE: 2 * positions * inputs * outputs}
+        costs = {INSTANTIATE: 2 * positions * inputs * outputs}
         costs[_WINDOWS] = planner.gram_flops(positions, inputs, outputs)
         pixels = self.x_BKC.shape[1] * prod(self.x_BKC.shape[3:])
-        fits = max(pixels, positions) ** 2 <= planner.WORKSPACE_ELEMENTS
+        fits = max(pixels, positions) ** 2 <= planner.workspace(self.x_BKC.device)
         if fits and all(step == 1 for step in self.geometry.stride):
             costs[_PIXELS] = 2 * (pixels**2 * self.geometry.shape[1] + positions**2 * outputs)
         return costs
@@ -122,7 +123,7 @@ class Windows(Outer):
         """
         if self.x_BKC.numel() == 0 or self.g_BKO.numel() == 0:
             return no_error(to_accumulation(self.x_BKC.new_zeros(self.batch_size)))
-        forms = {_INSTANTIATE: self.instantiated_sqnorm, _WINDOWS: self.gram_sqnorm, _PIXELS: self.pixel_sqnorm}
+        forms = {INSTANTIATE: self.instantiated_sqnorm, _WINDOWS: self.gram_sqnorm, _PIXELS: self.pixel_sqnorm}
         return forms[self.norm_plan()[0]]()
 
     def block_norms(self) -> None:
@@ -133,7 +134,7 @@ class Windows(Outer):
         if self.slots > 1 or self.sizes[0] <= 1 or self.x_BKC.numel() == 0 or self.g_BKO.numel() == 0:
             return None
         form = self.norm_plan()[0]
-        if form == _INSTANTIATE:
+        if form == INSTANTIATE:
             return self._formed_sums()
         if form == _PIXELS:
             return self._pixel_sums()
@@ -149,7 +150,7 @@ class Windows(Outer):
 
     def _pixel_sums(self) -> Unfinished:
         entries = max(self.x_BKC.shape[1] * prod(self.x_BKC.shape[3:]), self.sizes[0]) ** 2
-        chunk = planner.chunk_of_samples(2 * self.slots * entries)
+        chunk = planner.chunk_of_samples(2 * self.slots * entries, self.x_BKC.device)
         return samples_joined([part._by_pixels() for part in self._in_parts(chunk)])
 
     def _by_pixels(self) -> Unfinished:
@@ -169,7 +170,7 @@ class Windows(Outer):
 
     def _at_once(self) -> int:
         positions, inputs, _ = self.sizes
-        return planner.chunk_of_samples(self.slots * positions * inputs)
+        return planner.chunk_of_samples(self.slots * positions * inputs, self.x_BKC.device)
 
     def _by_windows(self) -> Outer:
         # A norm does not depend on the order of a window's entries, and this one is the quickest to copy.
@@ -215,6 +216,14 @@ class Windows(Outer):
         g_BSKT = to_accumulation(self.g_BKO).square().unflatten(2, (self.slots, -1)).sum(3).transpose(1, 2)
         groups = self.batch_size * self.slots
         return a_BSKT.reshape(groups, -1).sqrt(), g_BSKT.reshape(groups, -1).sqrt()
+
+    def _by_units(self) -> bool:
+        """Return False: pixels are widened, but for Grams of unfolded windows, which say so."""
+        return False
+
+    def _weighting(self) -> int:
+        """Return 1: terms are weighted in float32."""
+        return 1
 
     def materialize(self) -> Tensor:
         """Return the per-sample gradients, shape ``(B, *P)``. Cost: 2·T·I·O a sample and group."""

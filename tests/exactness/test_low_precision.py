@@ -53,6 +53,12 @@ def test_bfloat16_model_keeps_the_bound(case, strategy, clip_all):
 
 
 @core
+@pytest.mark.usefixtures("units")
+def test_bfloat16_model_keeps_the_bound_on_matrix_units(case, strategy):
+    test_bfloat16_model_keeps_the_bound(case, strategy, clip_all=True)
+
+
+@core
 @pytest.mark.parametrize("clip_all", [False, True])
 def test_autocast_keeps_the_bound(case, strategy, clip_all):
     model, batch = case.model(torch.float32), case.data(torch.float32)
