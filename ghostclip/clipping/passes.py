@@ -74,8 +74,8 @@ class Pass(ABC):
         if use.forward not in self.forwards:
             self.admit(use.forward)
         with full_precision():
-            if torch.is_grad_enabled() or torch.is_autocast_enabled(grad.device.type):
-                with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
+            if torch.is_grad_enabled():
+                with torch.no_grad():
                     self._take(use, grad)
             else:
                 self._take(use, grad)

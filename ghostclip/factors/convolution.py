@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ghostclip.kernels.precision import full_convolutions
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -159,7 +161,8 @@ class Geometry:
 
     def _kernel_gradient(self, x: Tensor, g: Tensor, kernel: Tensor, pads: list[int], groups: int) -> Tensor:
         places = (self.stride, pads, self.dilation, False, [0] * len(pads), groups)
-        found: Any = torch.ops.aten.convolution_backward(g, x, kernel, None, *places, [False, True, False])
+        with full_convolutions():
+            found: Any = torch.ops.aten.convolution_backward(g, x, kernel, None, *places, [False, True, False])
         gradient: Tensor = found[1]
         return gradient
 
