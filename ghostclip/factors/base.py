@@ -161,6 +161,20 @@ def over_positions(x_BTF: Tensor) -> Tensor:
     return x_BTF.squeeze(1) if x_BTF.shape[1] == 1 else x_BTF.sum(1)
 
 
+def sum_over_positions(x_BTF: Tensor) -> Tensor:
+    """Return the sum over positions in the accumulation dtype, of 16-bit values without a copy of each.
+
+    Args:
+        x_BTF: Shape ``(B, T, *F)``.
+
+    Returns:
+        Shape ``(B, *F)``; a view where there is one position that is wide enough.
+    """
+    if x_BTF.element_size() != 2 or x_BTF.shape[1] == 1:
+        return over_positions(to_accumulation(x_BTF))
+    return x_BTF.sum(1, dtype=torch.float32)
+
+
 def where_kept(keep_B: Tensor, tensor: Tensor) -> Tensor:
     """Return ``tensor`` with dropped samples set to zero; unlike a product, this removes NaN.
 

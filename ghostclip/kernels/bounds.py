@@ -341,11 +341,17 @@ def position_norms(x_NTF: Tensor) -> Tensor:
         Shape ``(N, T)``, float64 for float64, float32 otherwise.
     """
     x_NTF = _along_memory(x_NTF)
-    if x_NTF.shape[2] <= (_BLOCK_IN_THREADS if x_NTF.is_cuda else _BLOCK):
+    if x_NTF.shape[2] <= _block(x_NTF.device):
         # Widened as they are read: no copy in float32 is made.
         wide = None if x_NTF.dtype == torch.float32 else torch.promote_types(x_NTF.dtype, torch.float32)
         return torch.linalg.vector_norm(x_NTF, dim=2, dtype=wide)
-    return root_of_squares(block_norms(widened(x_NTF).flatten(0, 1))).view(x_NTF.shape[:2])
+    # On a CPU a copy is quicker than blocks that are widened as they are read.
+    flat_BP = (widened(x_NTF) if x_NTF.device.type == "cpu" else x_NTF).flatten(0, 1)
+    return root_of_squares(block_norms(flat_BP)).view(x_NTF.shape[:2])
+
+
+def _block(device: torch.device) -> int:
+    return _BLOCK if device.type == "cpu" else _BLOCK_IN_THREADS
 
 
 def vanished(a: Tensor, g: Tensor, inputs: int, outputs: int) -> Tensor:
@@ -406,23 +412,25 @@ def block_norms(flat_BP: Tensor) -> list[Tensor]:
     which would let a sample through above the bound; over blocks of 16 squares in each lane the error stays below 5e-7.
 
     Args:
-        flat_BP: Values, shape ``(B, P)``, float32 or float64, real or complex.
+        flat_BP: Values, shape ``(B, P)``, floating-point, real or complex.
 
     Returns:
-        Norms, each of shape ``(B, K)``, same dtype (real for complex values).
+        Norms, each of shape ``(B, K)``, same dtype (real for complex values, float32 for 16-bit ones).
     """
     flat_BP = _along_memory(flat_BP)
-    size, values = _BLOCK_IN_THREADS if flat_BP.is_cuda else _BLOCK, flat_BP.shape[1]
+    size, values = _block(flat_BP.device), flat_BP.shape[1]
+    wide = torch.float32 if flat_BP.element_size() == 2 else None
     if values <= size:
-        return [torch.linalg.vector_norm(flat_BP, dim=1, keepdim=True)]
+        return [torch.linalg.vector_norm(flat_BP, dim=1, keepdim=True, dtype=wide)]
     # Blocks of one size where they come out even, and one operation does.
     even = _even_blocks(values, size)
     if even:
-        return [torch.linalg.vector_norm(flat_BP.view(len(flat_BP), even, values // even), dim=2)]
+        return [torch.linalg.vector_norm(flat_BP.view(len(flat_BP), even, values // even), dim=2, dtype=wide)]
     blocks, rest = divmod(values, size)
     whole_BKP = flat_BP[:, : blocks * size].unflatten(1, (blocks, size))
     last_BP = flat_BP[:, -rest:]
-    return [torch.linalg.vector_norm(whole_BKP, dim=2), torch.linalg.vector_norm(last_BP, dim=1, keepdim=True)]
+    last_B1 = torch.linalg.vector_norm(last_BP, dim=1, keepdim=True, dtype=wide)
+    return [torch.linalg.vector_norm(whole_BKP, dim=2, dtype=wide), last_B1]
 
 
 def _along_memory(x: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ NARROW: Final = 1024
 LARGEST_LEAF: Final = 1024
 """Positions of the largest: it must fit the workspace."""
 
-UNDIVIDED: Final = 512
+UNDIVIDED: Final = 1024
 """Positions up to which matrix units form the whole Gram matrix: what halving saves is less than what it starts."""
 
 WORKSPACE: Final = 1 << 22
@@ -313,7 +313,9 @@ def _product(rows: Factors, columns: Factors, samples: int, *, seen: bool, offse
         square_KML = torch.stack([part.diagonal(offset, dim1=1, dim2=2) for part in (product, other)])
     entry_NE = product.mul_(other).view(samples, -1)
     value_N = entry_NE.sum(1)
-    return _Sums(value_N, entry_NE.abs_().sum(1), square_KML)
+    if entry_NE.device.type == "cpu":
+        return _Sums(value_N, entry_NE.abs_().sum(1), square_KML)
+    return _Sums(value_N, torch.linalg.vector_norm(entry_NE, 1, dim=1), square_KML)
 
 
 def _fast(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Bounded:

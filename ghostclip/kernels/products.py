@@ -87,8 +87,12 @@ def batched(left_NTF: Tensor, right_NFU: Tensor) -> Tensor:
     pairs = zip(left_NTF.split(UNIT_CHAIN, 2), right_NFU.split(UNIT_CHAIN, 1), strict=True)
     total_NTU: Tensor | None = None
     for left, right in pairs:
-        part_NTU = torch.bmm(left, right, out_dtype=torch.float32)
-        total_NTU = part_NTU if total_NTU is None else total_NTU.add_(part_NTU)
+        if total_NTU is None:
+            total_NTU = torch.bmm(left, right, out_dtype=torch.float32)
+        elif _ADDS:
+            torch.baddbmm(total_NTU, left, right, out_dtype=torch.float32, out=total_NTU)
+        else:
+            total_NTU.add_(torch.bmm(left, right, out_dtype=torch.float32))
     assert total_NTU is not None
     return total_NTU
 

@@ -46,7 +46,8 @@ class Emulated:
         self._library = torch.library.Library("aten", "IMPL")
         for name, kernel in (("bmm.dtype", self._bmm), ("mm.dtype", self._mm), ("mm.dtype_out", self._mm_out)):
             self._library.impl(name, kernel, "CPU")
-        self._library.impl("addmm.dtype_out", self._addmm_out, "CPU")
+        for name in ("addmm.dtype_out", "baddbmm.dtype_out"):
+            self._library.impl(name, self._added_out, "CPU")
 
     def close(self) -> None:
         """Take the kernels away again."""
@@ -65,7 +66,7 @@ class Emulated:
     def _mm_out(self, left: Tensor, right: Tensor, out_dtype: torch.dtype, *, out: Tensor) -> Tensor:
         return out.copy_(self._mm(left, right, out_dtype))
 
-    def _addmm_out(
+    def _added_out(
         self,
         added: Tensor,
         left: Tensor,
@@ -76,4 +77,5 @@ class Emulated:
         alpha: float = 1,
         out: Tensor,
     ) -> Tensor:
-        return out.copy_(beta * added + alpha * self._mm(left, right, out_dtype))
+        form = self._mm if left.dim() == 2 else self._bmm
+        return out.copy_(beta * added + alpha * form(left, right, out_dtype))
