@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ghostclip.kernels import products
 from ghostclip.kernels.precision import full_convolutions
 
 
@@ -197,7 +198,7 @@ class Geometry:
         """
         x_NCP = self.by_group(x_BKC)
         rows, space, dims = x_BKC.shape[1], x_BKC.shape[3:], len(positions)
-        gram = torch.bmm(x_NCP.mT, x_NCP).view(-1, rows, *space, rows, *space)
+        gram = products.batched(x_NCP.mT, x_NCP).view(-1, rows, *space, rows, *space)
         for place in range(dims):
             if self.kernel[place] > 1 or space[place] != positions[place]:
                 gram = self._along(gram, place, positions[place])

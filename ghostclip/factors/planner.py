@@ -99,5 +99,13 @@ def block_rows(positions: int, samples: int, device: torch.device) -> int:
 
 
 def chunk_of_samples(elements_per_sample: int, device: torch.device) -> int:
-    """Return how many samples may be instantiated at a time within the workspace."""
+    """Return how many samples may be instantiated at a time within the workspace.
+
+    Args:
+        elements_per_sample: Elements of one.
+        device: Where they are formed.
+
+    Returns:
+        One at least.
+    """
     return max(1, workspace(device) // max(1, elements_per_sample))

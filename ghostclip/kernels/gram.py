@@ -170,28 +170,30 @@ def _unfinished(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Unfinished:
 
 def _formed(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Unfinished:
     """Return sums over the Gram matrices of samples that are read at a time."""
-    rounds = weighting(a_NTI, g_NTO)
-    a_NTI, g_NTO = products.operand(a_NTI), products.operand(g_NTO)
-    by_units = a_NTI.dtype in products.HALF or g_NTO.dtype in products.HALF
+    rounds, by_units = 1, False
+    if a_NTI.dtype != torch.float32 or g_NTO.dtype != torch.float32:
+        rounds = weighting(a_NTI, g_NTO)
+        a_NTI, g_NTO = products.operand(a_NTI), products.operand(g_NTO)
+        by_units = a_NTI.dtype in products.HALF or g_NTO.dtype in products.HALF
     if a_NTI.numel() + g_NTO.numel() <= workspace:
         a_NTI, g_NTO = a_NTI.contiguous(), g_NTO.contiguous()
     a_NT, g_NT = position_norms(a_NTI), position_norms(g_NTO)
-    sums = _halved(a_NTI, g_NTO, workspace, a_NT, g_NT)
+    levels = gram_levels(a_NTI.shape[1], a_NTI.shape[2] + g_NTO.shape[2], by_units=by_units)
+    sums = _halved((a_NTI, g_NTO), (a_NT, g_NT), levels, workspace)
     unseen = None if sums.squares is not None else UNSEEN_DRIFT * unit_roundoff(a_NT.dtype)
     sizes = a_NTI.shape[2], g_NTO.shape[2]
     found = Unfinished(sums.value, a_NT, g_NT, sizes, sums.absolute, square_KNT=sums.squares, drift=unseen)
     return found._replace(by_units=by_units, weighting=rounds) if by_units else found
 
 
-def _halved(a_NTI: Tensor, g_NTO: Tensor, workspace: int, a_NT: Tensor, g_NT: Tensor) -> _Sums:
+def _halved(factors: Factors, norms: Factors, levels: int, workspace: int) -> _Sums:
     """Return sums over the Gram matrices, ``(N,)``, and their diagonals, ``(2, N, T)``.
 
     Where blocks on the diagonal are single entries, no product forms these: they are ``|a_t|²·|g_t|²``. Of float64
     no diagonal is read, as nothing more precise shows how it was rounded.
     """
+    (a_NTI, g_NTO), (a_NT, g_NT) = factors, norms
     samples, positions = a_NTI.shape[:2]
-    by_units = a_NTI.dtype in products.HALF or g_NTO.dtype in products.HALF
-    levels = gram_levels(positions, a_NTI.shape[2] + g_NTO.shape[2], by_units=by_units)
     leaf = positions >> levels
     whole = leaf << levels
     seen = leaf > 1 and a_NT.dtype == torch.float32

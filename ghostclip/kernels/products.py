@@ -38,7 +38,15 @@ def _suits(device: torch.device) -> bool:
 
 
 def takes(left: Tensor, right: Tensor) -> bool:
-    """Return whether matrix units multiply two tensors as they are."""
+    """Return whether matrix units multiply two tensors as they are.
+
+    Args:
+        left: Any tensor.
+        right: Another, on the same device.
+
+    Returns:
+        True for two 16-bit tensors of one dtype on a GPU with such units.
+    """
     dtype = left.dtype
     return dtype in HALF and dtype == right.dtype and has_units(left.device)
 
@@ -82,6 +90,8 @@ def batched(left_NTF: Tensor, right_NFU: Tensor) -> Tensor:
     Returns:
         Shape ``(N, T, U)``, float32, or the wider type of the two; on matrix units in sums of `UNIT_CHAIN` products.
     """
+    if left_NTF.dtype == right_NFU.dtype == torch.float32:
+        return torch.bmm(left_NTF, right_NFU)
     if not takes(left_NTF, right_NFU):
         return torch.bmm(widened(left_NTF), widened(right_NFU))
     pairs = zip(left_NTF.split(UNIT_CHAIN, 2), right_NFU.split(UNIT_CHAIN, 1), strict=True)

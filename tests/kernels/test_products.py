@@ -172,3 +172,40 @@ def test_no_sample_passes_the_bound(units, strategy, data):
         moved = sum((one - other).square().sum() for one, other in zip(whole, rest, strict=True)).sqrt()
         assert moved <= 1 + 2e-5
         assert moved >= 1 - 2e-3
+
+
+def _convolution(dtype, *, groups, kernel, stride):
+    from ghostclip.factors import Windows
+    from ghostclip.factors.convolution import Geometry
+
+    shape = torch.Size((6, 8 // groups, kernel, kernel))
+    padding = ((kernel // 2, kernel // 2),) * 2
+    geometry = Geometry(shape, (stride,) * 2, padding, (1, 1), groups)
+    x, g = torch.randn(3, 1, 8, 10, 10), torch.randn(3, 1, 6, -(-10 // stride), -(-10 // stride))
+    return Windows(x.to(dtype), g.to(dtype), geometry)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (3, 2), (1, 1)])
+def test_convolutions(units, dtype, groups, kernel, stride):
+    """Norms in each form, gradients and weighted sums, against the same numbers in float64."""
+    torch.manual_seed(0)
+    windows = _convolution(dtype, groups=groups, kernel=kernel, stride=stride)
+    exact = windows.in_double().materialize()
+    exact_B = exact.flatten(1).square().sum(1)
+    forms = [windows.instantiated_sqnorm, windows.gram_sqnorm, *([windows.pixel_sqnorm] if stride == 1 else [])]
+    for form in forms:
+        units.calls = 0
+        found = form()
+        assert units.calls
+        assert (found.value_B + found.error_B >= exact_B).all()
+        assert (found.error_B <= 1e-3 * found.value_B).all()
+        assert found.terms.by_units
+    torch.testing.assert_close(windows.materialize().double(), exact, rtol=1e-5, atol=1e-4)
+    coef = torch.tensor([0.5, 2.0, 0.0])
+    for start in (0.0, 1.0):
+        out = torch.full(windows.shape, start)
+        (windows.add_clipped_sum_ if start else windows.write_clipped_sum_)(coef, out)
+        wanted = (exact * coef.double().view(-1, 1, 1, 1, 1)).sum(0) + start
+        torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-4)

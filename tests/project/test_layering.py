@@ -51,6 +51,7 @@ LAYERS = (
 ORDERED = {
     "capture": [
         "batch_axis",
+        "casts",
         "eager",
         "growth",
         "packed",
