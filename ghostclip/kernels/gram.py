@@ -38,8 +38,12 @@ NARROW: Final = 1024
 LARGEST_LEAF: Final = 1024
 """Positions of the largest: it must fit the workspace."""
 
-UNDIVIDED: Final = 1024
-"""Positions up to which matrix units form the whole Gram matrix: what halving saves is less than what it starts."""
+UNDIVIDED: Final = 33
+"""Products, as a power of two, up to which matrix units form the whole Gram matrix of a sample: what halving it saves is
+less than what it starts. Twice as many are worth another level."""
+
+THINNEST: Final = 128
+"""Positions of the smallest blocks on the diagonal that matrix units form."""
 
 WORKSPACE: Final = 1 << 22
 """Elements of the Gram matrices that the twin holds at a time (float32: 16 MiB)."""
@@ -86,10 +90,11 @@ def gram_levels(positions: int, width: int, *, by_units: bool = False) -> int:
 
     Returns:
         Three times or more for long sequences, so that at most an eighth of the lower triangle is formed; twice for
-        shorter ones, as often as possible for the shortest. On matrix units once for every doubling of `UNDIVIDED`.
+        shorter ones, as often as possible for the shortest. On matrix units as often as there is much to be saved.
     """
     if by_units:
-        return max(0, ((positions - 1) // UNDIVIDED).bit_length())
+        wanted = (positions * positions * width).bit_length() - UNDIVIDED
+        return max(0, min(wanted, 4, (positions // THINNEST).bit_length() - 1))
     if positions < 8 * LEAF:
         return min(2, max(0, positions.bit_length() - 1))
     fewest = 4 if positions >= 32 * LEAF or width <= NARROW else 3

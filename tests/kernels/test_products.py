@@ -7,7 +7,7 @@ import torch
 
 from ghostclip import GhostClipper
 from ghostclip.factors import Outer
-from ghostclip.kernels import products
+from ghostclip.kernels import gram, products
 from ghostclip.kernels.bounds import UNIT_LOSS, unit_steps
 from tests.kernels.units import product
 
@@ -209,3 +209,20 @@ def test_convolutions(units, dtype, groups, kernel, stride):
         (windows.add_clipped_sum_ if start else windows.write_clipped_sum_)(coef, out)
         wanted = (exact * coef.double().view(-1, 1, 1, 1, 1)).sum(0) + start
         torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("positions", [256, 300, 513])
+def test_grams_in_halves(units, monkeypatch, positions):
+    """As much work as is worth it: blocks on and above the diagonal, and what is left over."""
+    monkeypatch.setattr(gram, "UNDIVIDED", 10)
+    gram.gram_levels.cache_clear()
+    try:
+        assert gram.gram_levels(positions, 24, by_units=True) > 0
+        torch.manual_seed(0)
+        a, g = (x.to(torch.bfloat16) for x in _random(2, positions, 13, 11))
+        found = Outer(a, g, shape=(11, 13)).gram_sqnorm()
+    finally:
+        gram.gram_levels.cache_clear()
+    assert_covered(found, a, g)
+    assert (found.error_B <= 1e-4 * found.value_B).all()
+    torch.testing.assert_close(found.value_B.double(), _exact(a, g).square().sum((1, 2)), rtol=1e-5, atol=0)
