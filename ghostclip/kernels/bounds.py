@@ -24,12 +24,13 @@ A matrix unit truncates once for every 16 products, by half a last place on aver
 UNIT_STEP: Final = 16
 """Products that a matrix unit adds up at once, to what it has added up before."""
 
-UNIT_LOSS: Final = 2.0**-22
-"""What such a step may take, as a share of the largest of what it adds: numbers are aligned to that, each cut off two
-bits behind the last place (of 17: 17·2^-25), and the sum once more (2^-23)."""
+UNIT_LOSS: Final = 2.0**-20
+"""What such a step may take, as a share of the largest of what it adds. Hopper aligns 17 numbers to that, each cut off
+two bits behind the last place (17·2^-25), and cuts off the sum (2^-23): a fifth of it. Ampere adds eight at a time."""
 
 UNIT_CHAIN: Final = 4096
-"""Products that matrix units add up before a new sum is started: at most 256 steps, 6e-5 of the largest partial sum."""
+"""Products that matrix units add up before a new sum is started: at most 256 steps, 2.5e-4 of the largest partial
+sum."""
 
 SPLIT_ROUNDINGS: Final = 1 + 2**8
 """Roundings (of 2^-24) of a term that is weighted in two parts of 8 bits each, the second being what the first leaves

@@ -39,8 +39,8 @@ LARGEST_LEAF: Final = 1024
 """Positions of the largest: it must fit the workspace."""
 
 UNDIVIDED: Final = 33
-"""Products, as a power of two, up to which matrix units form the whole Gram matrix of a sample: what halving it saves is
-less than what it starts. Twice as many are worth another level."""
+"""Products, as a power of two, up to which matrix units form a sample's whole Gram matrix: what halving it saves is less
+than what it starts. Twice as many are worth another level."""
 
 THINNEST: Final = 128
 """Positions of the smallest blocks on the diagonal that matrix units form."""

@@ -9,7 +9,7 @@ from ghostclip import GhostClipper
 from ghostclip.factors import Outer
 from ghostclip.kernels import gram, products
 from ghostclip.kernels.bounds import UNIT_LOSS, unit_steps
-from tests.kernels.units import product
+from tests.kernels.units import AMPERE, HOPPER, product
 
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -55,8 +55,10 @@ def test_the_emulated_unit_cuts_off():
 @pytest.mark.parametrize("data", DATA)
 @pytest.mark.parametrize("positions", [2, 7, 64, 130])
 @pytest.mark.parametrize("form", ["gram_sqnorm", "instantiated_sqnorm"])
-def test_norms_are_not_underestimated(units, dtype, data, positions, form):
+@pytest.mark.parametrize("kind", [HOPPER, AMPERE])
+def test_norms_are_not_underestimated(units, dtype, data, positions, form, kind):
     torch.manual_seed(0)
+    units.kind = kind
     a, g = (x.to(dtype) for x in data(3, positions, 272, 40))
     outer = Outer(a, g, shape=(40, 272))
     found = getattr(outer, form)()
@@ -68,8 +70,10 @@ def test_norms_are_not_underestimated(units, dtype, data, positions, form):
 
 
 @pytest.mark.parametrize("data", DATA)
-def test_long_sums_are_cut_into_chains(units, data):
+@pytest.mark.parametrize("kind", [HOPPER, AMPERE])
+def test_long_sums_are_cut_into_chains(units, data, kind):
     """Of 6,000 features and positions, none in more than 256 steps."""
+    units.kind = kind
     torch.manual_seed(0)
     a, g = (x.to(torch.bfloat16) for x in data(1, 2, 6000, 4))
     assert_covered(Outer(a, g, shape=(4, 6000)).gram_sqnorm(), a, g)
@@ -224,5 +228,5 @@ def test_grams_in_halves(units, monkeypatch, positions):
     finally:
         gram.gram_levels.cache_clear()
     assert_covered(found, a, g)
-    assert (found.error_B <= 1e-4 * found.value_B).all()
+    assert (found.error_B <= 3e-4 * found.value_B).all()
     torch.testing.assert_close(found.value_B.double(), _exact(a, g).square().sum((1, 2)), rtol=1e-5, atol=0)

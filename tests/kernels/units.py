@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-STEP = 16
-# Bits behind the last place of the largest that an adder keeps while it aligns numbers (Hopper: two at least).
-EXTRA = 2
+# Products that are added at a time, and bits behind the last place of the largest that are kept while numbers are
+# aligned to it.
+HOPPER, AMPERE = (16, 2), (8, 1)
 
 
 def cut_off(x: Tensor, place: Tensor) -> Tensor:
@@ -20,16 +20,17 @@ def _last_place(x: Tensor, bits: int) -> Tensor:
     return torch.ldexp(torch.ones_like(x), exponent.clamp(min=-1000))
 
 
-def product(left_NTF: Tensor, right_NFU: Tensor) -> Tensor:
+def product(left_NTF: Tensor, right_NFU: Tensor, kind: tuple[int, int] = HOPPER) -> Tensor:
     """Return the products of matrices as such units leave them, float32."""
+    step, extra = kind
     left, right = left_NTF.double(), right_NFU.double()
     total = left.new_zeros(*left.shape[:2], right.shape[2])
-    for start in range(0, left.shape[2], STEP):
-        piece = slice(start, start + STEP)
+    for start in range(0, left.shape[2], step):
+        piece = slice(start, start + step)
         terms = left[:, :, None, piece] * right[:, piece].mT[:, None]
         terms = torch.cat([total.unsqueeze(3), terms], 3)
         largest = terms.abs().amax(3, keepdim=True)
-        aligned = cut_off(terms, _last_place(largest, 24 + EXTRA)).sum(3)
+        aligned = cut_off(terms, _last_place(largest, 24 + extra)).sum(3)
         total = cut_off(aligned, _last_place(aligned, 24))
     return total.float()
 
@@ -39,10 +40,11 @@ class Emulated:
 
     Attributes:
         calls: How often one was run.
+        kind: Which units.
     """
 
     def __init__(self) -> None:
-        self.calls = 0
+        self.calls, self.kind = 0, HOPPER
         self._library = torch.library.Library("aten", "IMPL")
         for name, kernel in (("bmm.dtype", self._bmm), ("mm.dtype", self._mm), ("mm.dtype_out", self._mm_out)):
             self._library.impl(name, kernel, "CPU")
@@ -58,7 +60,7 @@ class Emulated:
         assert left.dtype in (torch.bfloat16, torch.float16)
         assert out_dtype == torch.float32
         self.calls += 1
-        return product(left, right)
+        return product(left, right, self.kind)
 
     def _mm(self, left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
         return self._bmm(left.unsqueeze(0), right.unsqueeze(0), out_dtype).squeeze(0)

@@ -41,8 +41,8 @@ def test_what_is_said_in_words():
     assert norms.TOLERANCE[torch.float64] == 1e-12
     assert "`UNBOUNDED` = 2⁻²¹" in PAGE
     assert norms.UNBOUNDED == 2.0**-21
-    assert "`UNIT_LOSS` = 2⁻²²" in PAGE
-    assert bounds.UNIT_LOSS == 2.0**-22
+    assert "`UNIT_LOSS` = 2⁻²⁰" in PAGE
+    assert bounds.UNIT_LOSS == 2.0**-20
     assert "`TOLERANCE_BY_UNITS` = 2⁻⁹" in PAGE
     assert norms.TOLERANCE_BY_UNITS == 2.0**-9
     assert "128 values in 8 lanes, 256 in 16" in PAGE
