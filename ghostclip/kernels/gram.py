@@ -39,8 +39,8 @@ LARGEST_LEAF: Final = 1024
 """Positions of the largest: it must fit the workspace."""
 
 UNDIVIDED: Final = 33
-"""Products, as a power of two, up to which matrix units form a sample's whole Gram matrix: what halving it saves is less
-than what it starts. Twice as many are worth another level."""
+"""Products, as a power of two, up to which matrix units form a sample's whole Gram matrix: what halving it saves costs
+more to start. Twice as many are worth another level."""
 
 THINNEST: Final = 128
 """Positions of the smallest blocks on the diagonal that matrix units form."""
@@ -162,7 +162,7 @@ def _unfinished(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Unfinished:
     if a_NTI.device.type == "cpu":
         cached = CACHED * torch.get_num_threads()
         at_once = max(1, min(workspace, cached) // max(1, positions * (inputs + outputs)))
-    elif is_half(a_NTI, g_NTO) and not products.takes(a_NTI, g_NTO):
+    elif is_half(a_NTI, g_NTO) and not (products.is_taken(a_NTI) and products.is_taken(g_NTO)):
         at_once = max(1, workspace // max(1, positions * (inputs + outputs)))
     if at_once >= samples:
         return _formed(a_NTI, g_NTO, workspace)

@@ -143,11 +143,11 @@ def summed_by_units(a_NTI: Tensor, g_NTO: Tensor, coef_B: Tensor, out: Tensor, *
         return False
     slots, row = len(a_NTI) // len(coef_B), out.view(1, -1)
     samples_at_once = max(1, workspace.elements(out.device) // max(1, out.numel()))
-    a_NTI, g_NTO = products.aligned(a_NTI), products.aligned(g_NTO)
     for start in range(0, len(coef_B), samples_at_once):
         piece = slice(start * slots, (start + samples_at_once) * slots)
         some_B = coef_B[start : start + samples_at_once]
-        grad_BP = products.batched(g_NTO[piece].mT, a_NTI[piece]).view(len(some_B), -1)
+        a, g = products.aligned(a_NTI[piece]), products.aligned(g_NTO[piece])
+        grad_BP = products.batched(g.mT, a).view(len(some_B), -1)
         if fresh and start == 0:
             torch.mm(some_B.unsqueeze(0), grad_BP, out=row)
         else:

@@ -64,20 +64,24 @@ def operand(x_NTF: Tensor) -> Tensor:
     return aligned(x_NTF) if takes(x_NTF, x_NTF) else widened(x_NTF)
 
 
+def is_taken(x_NTF: Tensor) -> bool:
+    """Return whether matrix units read a tensor where it lies: 16 bits, rows or columns at multiples of 16 bytes."""
+    if not takes(x_NTF, x_NTF):
+        return False
+    per_load = _ALIGNED // x_NTF.element_size()
+    samples, across, along = x_NTF.stride()
+    return samples % per_load == 0 and (
+        (along == 1 and across % per_load == 0) or (across == 1 and along % per_load == 0)
+    )
+
+
 def aligned(x_NTF: Tensor) -> Tensor:
     """Return a 16-bit tensor whose rows begin at multiples of 16 bytes: a copy where its own do not (V = 50,257)."""
-    per_load = _ALIGNED // x_NTF.element_size()
-    fits = x_NTF.stride(2) == 1 and x_NTF.stride(1) % per_load == 0 and x_NTF.stride(0) % per_load == 0
-    if fits or x_NTF.numel() == 0 or x_NTF.shape[2] < per_load or _lies_across(x_NTF, per_load):
+    features, per_load = x_NTF.shape[2], _ALIGNED // x_NTF.element_size()
+    if is_taken(x_NTF) or x_NTF.numel() == 0 or features < per_load:
         return x_NTF
-    features = x_NTF.shape[2]
     width = -(-features // per_load) * per_load
     return x_NTF.new_empty(*x_NTF.shape[:2], width)[:, :, :features].copy_(x_NTF)
-
-
-def _lies_across(x_NTF: Tensor, per_load: int) -> bool:
-    """Return whether columns lie side by side as matrix units read them."""
-    return x_NTF.stride(1) == 1 and x_NTF.stride(2) % per_load == 0 and x_NTF.stride(0) % per_load == 0
 
 
 def batched(left_NTF: Tensor, right_NFU: Tensor) -> Tensor:

@@ -145,7 +145,7 @@ def test_small_and_large_numbers_of_float16_are_weighted_in_float32(units):
 
 
 @pytest.mark.parametrize("features", [7, 13, 64, 50])
-def test_rows_that_begin_elsewhere_are_copied_to_where_units_read_them(features):
+def test_rows_that_begin_elsewhere_are_copied_to_where_units_read_them(units, features):
     x = torch.randn(3, 5, features).bfloat16()
     found = products.aligned(x)
     assert torch.equal(found, x)
