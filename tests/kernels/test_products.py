@@ -230,3 +230,20 @@ def test_grams_in_halves(units, monkeypatch, positions):
     assert_covered(found, a, g)
     assert (found.error_B <= 3e-4 * found.value_B).all()
     torch.testing.assert_close(found.value_B.double(), _exact(a, g).square().sum((1, 2)), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("positions", [30, 600])
+def test_sums_where_torch_cannot_add_into_float32(units, monkeypatch, positions):
+    """Torch before 2.10: a product of its own is added then."""
+    monkeypatch.setattr(products, "_ADDS", False)
+    monkeypatch.setattr(products, "UNIT_CHAIN", 64)
+    torch.manual_seed(0)
+    a, g = (x.to(torch.bfloat16) for x in _random(3, positions, 100, 12))
+    outer, out = Outer(a, g, shape=(12, 100)), torch.ones(12, 100)
+    coef = torch.tensor([0.3, 1.0, 2.0])
+    outer.add_clipped_sum_(coef, out)
+    torch.testing.assert_close(
+        out.double(), 1 + (_exact(a, g) * coef.double().view(-1, 1, 1)).sum(0), rtol=1e-4, atol=2e-3
+    )
+    assert_covered(outer.gram_sqnorm(), a, g)
+    assert_covered(outer.instantiated_sqnorm(), a, g)
