@@ -141,3 +141,14 @@ def poisoned_memory() -> Iterator[None]:
     yield
     torch.utils.deterministic.fill_uninitialized_memory = fill
     torch.use_deterministic_algorithms(enabled)
+
+
+@pytest.fixture
+def units(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+    """Let the CPU have matrix units of a GPU, as those are known to add."""
+    from tests.kernels.units import Emulated
+
+    emulated = Emulated()
+    monkeypatch.setattr("ghostclip.kernels.products.has_units", lambda device: True)
+    yield emulated
+    emulated.close()

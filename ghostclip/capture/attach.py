@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ghostclip.capture.casts import may_cast
 from ghostclip.capture.nodes import enter_graph, keep, own
 from ghostclip.capture.param_use import ParamUse, register
 from ghostclip.capture.row_origin import METADATA_KEY, leads_to
@@ -17,6 +18,7 @@ def carry_out(
     rows: Tensor,
     saved: Sequence[Tensor],
     order: tuple[int, ...],
+    product: bool = False,
 ) -> Tensor:
     """Run an operation and register its use.
 
@@ -26,10 +28,15 @@ def carry_out(
         rows: The data that it consumes them with.
         saved: What the backward will want back.
         order: Axes of the output, those of its rows first; empty where rows lead already.
+        product: Whether it is a product of matrices, which autocast forms in 16 bits and which changes no input.
 
     Returns:
         The operation's output, in the graph, with the use on its node.
     """
+    if product and saved and may_cast(saved[0]):
+        output, casts = run(), use.forward.casts
+        use.node = keep([casts.of(tensor, output.dtype) for tensor in saved])
+        return attached(use, output, rows=rows, hook=delivery(use, order))
     # Kept before the operation runs, which may change its input in place (then reading it back is an error).
     use.node = keep(saved) if saved else None
     return attached(use, run(), rows=rows, hook=delivery(use, order))

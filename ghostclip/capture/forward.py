@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ghostclip.capture.call_sites import CallSites
+from ghostclip.capture.casts import Casts
 from ghostclip.capture.growth import Grown
 from ghostclip.capture.row_tracker import RowTracker
 
@@ -67,6 +68,7 @@ class ForwardContext:
         sizes: Parameters and leading sizes of every use of a rule, in order.
         unplanned: Elements of the per-sample gradients of all other uses.
         readers: How many uses keep an input of many positions that begins at an address.
+        casts: What autocast made of inputs.
     """
 
     around: Surroundings
@@ -90,6 +92,7 @@ class ForwardContext:
     sizes: list[tuple[tuple[str, ...], tuple[int, ...]]] = field(default_factory=list)
     unplanned: int = 0
     readers: defaultdict[int, int] = field(default_factory=_counts)
+    casts: Casts = field(default_factory=Casts)
 
     @property
     def runs_again(self) -> bool:

@@ -145,7 +145,8 @@ class ByRule(Plan):
         Returns:
             What the function returns, in the graph.
         """
-        return carry_out(use, self.call, rows=self.rows, saved=self.saved, order=self.captured.order)
+        order, product = self.captured.order, self.captured.form.startswith("outer product")
+        return carry_out(use, self.call, rows=self.rows, saved=self.saved, order=order, product=product)
 
     def run(self, forward: ForwardContext) -> Tensor:
         """Run it with a new use."""

@@ -166,7 +166,7 @@ def _kind(part: Factor) -> str:
 
 def _product(outer: Outer) -> Product:
     count = outer.batch_size * outer.slots
-    if not isinstance(outer, Windows):
+    if not isinstance(outer, Windows) and min(outer.a_NTI.element_size(), outer.g_NTO.element_size()) >= 4:
         return Product(count, *outer.sizes)
     plan, flops = outer.norm_plan()
     return Product(count, *outer.sizes, kept=outer.keeps_gradient(), norm=flops, plan=plan)

@@ -31,6 +31,8 @@ from ghostclip.kernels.bounds import (
 # Rounding may add this share to a squared norm before the norm is computed again, in float64. Half of it is what a norm
 # may come out too large by, which with all other rounding stays below the 1e-5 that clipped sums in float32 promise.
 TOLERANCE: Final = {torch.float32: 1.2e-5, torch.float64: 1e-12}
+# The same where matrix units formed products of 16-bit numbers, each of which was rounded to 2^-8 of itself before.
+TOLERANCE_BY_UNITS: Final = 2.0**-9
 # What a sample's contribution, formed in float64, may be off by, as a share of its norm: 2^-21.
 UNBOUNDED: Final = 2.0**-21
 
@@ -87,7 +89,10 @@ class NormSum:
             self._values += [one.value_N for one in found]
             self._errors.append(bounded.error_N.sum(0))
             mass_B = torch.linalg.vector_norm(bounded.mass_N, dim=0)
-            self._terms.append(Terms(mass_B, bounded.scale_N.sum(0), found[0].a_NT.shape[1]))
+            first = found[0]
+            if first.weighting > 1:
+                mass_B = mass_B * first.weighting
+            self._terms.append(Terms(mass_B, bounded.scale_N.sum(0), first.a_NT.shape[1], first.by_units))
         self._unfinished = []
 
     def _multiply(self) -> None:
@@ -167,7 +172,7 @@ class NormSum:
         assert total is not None
         imprecise_B = ~(total.value_B < _most(total.value_B.dtype))
         if total.error_B is not None:
-            imprecise_B |= ~(total.error_B <= TOLERANCE[total.value_B.dtype] * total.value_B)
+            imprecise_B |= ~(total.error_B <= _tolerance(total) * total.value_B)
         return imprecise_B
 
 
@@ -284,7 +289,7 @@ class GroupNorms:
         for own, better in zip(self.sums, exact.sums, strict=True):
             before, after = own.total(), better.total()
             if before is not None and after is not None:
-                norm_D, ill_D = _settled(after, before.value_B.dtype)
+                norm_D, ill_D = _settled(after, before, index_D)
                 own.settle(index_D, norm_D)
                 # Numbers whose squares are beyond float32 are not multiplied in float32 either.
                 ill_B = ~(_at_most_B(before) < _most(before.value_B.dtype))
@@ -373,7 +378,12 @@ def _certain(norms: Sequence[SquaredNorm]) -> bool:
         # The largest of numbers one of which is NaN is NaN, and below nothing.
         return value_KB.numel() == 0 or value_KB.amax().item() < limit
     error_KB, scale_KB = (_stacked(list(parts)) for parts in zip(*bounded, strict=True))
-    small_KB = error_KB <= TOLERANCE[value_KB.dtype] * scale_KB
+    tolerances = [_tolerance(norm) for norm in norms if norm.error_B is not None]
+    if len(set(tolerances)) == 1:
+        most_KB = tolerances[0] * scale_KB
+    else:
+        most_KB = torch.stack([share * scale_B for share, scale_B in zip(tolerances, scale_KB.unbind(), strict=True)])
+    small_KB = error_KB <= most_KB
     return bool((value_KB < limit).all().logical_and_(small_KB.all()))
 
 
@@ -386,22 +396,33 @@ def _stacked(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.stack(parts)
 
 
-def _settled(norm: SquaredNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _tolerance(norm: SquaredNorm) -> float:
+    """Return the share of a squared norm that its error may be."""
+    by_units = norm.terms is not None and norm.terms.by_units
+    return TOLERANCE_BY_UNITS if by_units else TOLERANCE[norm.value_B.dtype]
+
+
+def _settled(norm: SquaredNorm, before: SquaredNorm, index_D: Tensor) -> tuple[Tensor, Tensor]:
     """Decide how samples whose norms were computed in float64 are summed.
 
     Args:
         norm: Their squared norms, float64, with terms.
-        dtype: What their contributions would be summed in otherwise.
+        before: The squared norms of all samples before, in the type that contributions would be summed in otherwise.
+        index_D: Which of them they are.
 
     Returns:
         Their norms, rounded up, with what the sum may round, in ``dtype``; and which samples are ill-conditioned.
     """
-    square_D, terms = norm.value_B, norm.terms
+    square_D, terms, dtype = norm.value_B, norm.terms, before.value_B.dtype
     error_D = torch.zeros_like(square_D) if norm.error_B is None else norm.error_B
     ill_D = torch.zeros_like(square_D, dtype=torch.bool)
     if terms is not None:
-        narrow_D = raised(square_D, sum_rounding(terms.mass_B, terms.scale_B, unit_roundoff(dtype)))
-        ill_D = ~(narrow_D <= TOLERANCE[dtype] * square_D)
+        mass_D = terms.mass_B
+        if before.terms is not None and before.terms.by_units:
+            # Weighted in less than float32.
+            mass_D = torch.maximum(mass_D, before.terms.mass_B[index_D.to(before.value_B.device)].to(mass_D))
+        narrow_D = raised(square_D, sum_rounding(mass_D, terms.scale_B, unit_roundoff(dtype)))
+        ill_D = ~(narrow_D <= _tolerance(before) * square_D)
         # Every term is weighted and added once, in any order: twice as often as there are terms, whatever else is.
         wide_D = unit_roundoff(torch.float64) * (2 * terms.number + 64) * terms.mass_B
         unbounded_D = ill_D & ~(wide_D <= UNBOUNDED * square_D.sqrt())
@@ -449,8 +470,8 @@ def terms_of_uses(factors: Sequence[Factor]) -> Terms:
         Their sums.
     """
     found = [factor.terms() or _whole(factor) for factor in factors]
-    mass_B = sum_tensors([terms.mass_B for terms in found])
-    return Terms(mass_B, sum_tensors([terms.scale_B for terms in found]), sum(terms.number for terms in found))
+    mass_B, scale_B = (sum_tensors(list(parts)) for parts in zip(*(terms[:2] for terms in found), strict=True))
+    return Terms(mass_B, scale_B, sum(terms.number for terms in found), any(terms.by_units for terms in found))
 
 
 def _whole(factor: Factor) -> Terms:

@@ -21,6 +21,7 @@ from ghostclip.clipping.repeats import Repeats
 from ghostclip.clipping.together import Together
 from ghostclip.errors import BatchAxisError, GhostClipError, TamperedGradientError
 from ghostclip.factors import Dense, Factor, Outer, Permuted, Placed, SquaredNorm, joined
+from ghostclip.kernels import workspace
 from ghostclip.kernels.precision import full_precision
 
 KeptLayers: TypeAlias = Callable[[ParamUse, Tensor], frozenset[str]]
@@ -61,6 +62,7 @@ class Pass(ABC):
     def __init__(self) -> None:
         """Make a pass that has heard of no use."""
         self.forwards: list[ForwardContext] = []
+        workspace.renew()
 
     def receive(self, use: ParamUse, grad: Tensor) -> None:
         """Take the gradient of a use's output and pass its factors on.
@@ -72,8 +74,8 @@ class Pass(ABC):
         if use.forward not in self.forwards:
             self.admit(use.forward)
         with full_precision():
-            if torch.is_grad_enabled() or torch.is_autocast_enabled(grad.device.type):
-                with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
+            if torch.is_grad_enabled():
+                with torch.no_grad():
                     self._take(use, grad)
             else:
                 self._take(use, grad)

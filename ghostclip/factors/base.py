@@ -18,14 +18,17 @@ class Terms(NamedTuple):
     """What a gradient that is a sum of terms may be rounded by when it is added up anew, weighted.
 
     Attributes:
-        mass_B: Sum of the terms' norms, shape ``(B,)``, float32 or float64.
+        mass_B: Sum of the terms' norms, shape ``(B,)``, float32 or float64: times the roundings that a term takes when
+            it is weighted, where those are more than one.
         scale_B: Sum of their squared norms, same shape.
         number: Terms of a sample, at most.
+        by_units: Whether matrix units form products of 16-bit numbers, for norms or for the clipped sum.
     """
 
     mass_B: Tensor
     scale_B: Tensor
     number: int
+    by_units: bool = False
 
 
 class SquaredNorm(NamedTuple):
@@ -158,6 +161,20 @@ def over_positions(x_BTF: Tensor) -> Tensor:
     return x_BTF.squeeze(1) if x_BTF.shape[1] == 1 else x_BTF.sum(1)
 
 
+def sum_over_positions(x_BTF: Tensor) -> Tensor:
+    """Return the sum over positions in the accumulation dtype, of 16-bit values without a copy of each.
+
+    Args:
+        x_BTF: Shape ``(B, T, *F)``.
+
+    Returns:
+        Shape ``(B, *F)``; a view where there is one position that is wide enough.
+    """
+    if x_BTF.element_size() != 2 or x_BTF.shape[1] == 1:
+        return over_positions(to_accumulation(x_BTF))
+    return x_BTF.sum(1, dtype=torch.float32)
+
+
 def where_kept(keep_B: Tensor, tensor: Tensor) -> Tensor:
     """Return ``tensor`` with dropped samples set to zero; unlike a product, this removes NaN.
 
@@ -221,7 +238,8 @@ def terms_side_by_side(found: Sequence[Terms], device: torch.device) -> Terms | 
         return found[0] if found else None
     mass_KB = torch.stack([terms.mass_B.to(device) for terms in found])
     scale_KB = torch.stack([terms.scale_B.to(device) for terms in found])
-    return Terms(torch.linalg.vector_norm(mass_KB, dim=0), scale_KB.sum(0), max(terms.number for terms in found))
+    number, by_units = max(terms.number for terms in found), any(terms.by_units for terms in found)
+    return Terms(torch.linalg.vector_norm(mass_KB, dim=0), scale_KB.sum(0), number, by_units)
 
 
 def end_to_end(parts: Sequence[SquaredNorm]) -> SquaredNorm:
@@ -240,6 +258,7 @@ def end_to_end(parts: Sequence[SquaredNorm]) -> SquaredNorm:
             torch.cat([part.mass_B for part in terms]),
             torch.cat([part.scale_B for part in terms]),
             max(part.number for part in terms),
+            any(part.by_units for part in terms),
         )
         if terms
         else None

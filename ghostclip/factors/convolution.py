@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ghostclip.kernels import products
+from ghostclip.kernels.precision import full_convolutions
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -159,7 +162,8 @@ class Geometry:
 
     def _kernel_gradient(self, x: Tensor, g: Tensor, kernel: Tensor, pads: list[int], groups: int) -> Tensor:
         places = (self.stride, pads, self.dilation, False, [0] * len(pads), groups)
-        found: Any = torch.ops.aten.convolution_backward(g, x, kernel, None, *places, [False, True, False])
+        with full_convolutions():
+            found: Any = torch.ops.aten.convolution_backward(g, x, kernel, None, *places, [False, True, False])
         gradient: Tensor = found[1]
         return gradient
 
@@ -194,7 +198,7 @@ class Geometry:
         """
         x_NCP = self.by_group(x_BKC)
         rows, space, dims = x_BKC.shape[1], x_BKC.shape[3:], len(positions)
-        gram = torch.bmm(x_NCP.mT, x_NCP).view(-1, rows, *space, rows, *space)
+        gram = products.batched(x_NCP.mT, x_NCP).view(-1, rows, *space, rows, *space)
         for place in range(dims):
             if self.kernel[place] > 1 or space[place] != positions[place]:
                 gram = self._along(gram, place, positions[place])

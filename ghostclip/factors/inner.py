@@ -106,7 +106,7 @@ def _outer_outer(first: Outer, second: Outer) -> Product:
         return _dots(first.materialize().flatten(1), second.materialize().flatten(1))
     first, second = (factor.unfolded() if isinstance(factor, Windows) else factor for factor in (first, second))
     a_NUI, g_NUO = to_accumulation(second.a_NTI), to_accumulation(second.g_NTO)
-    rows = planner.block_rows(positions, max(1, a_NUI.shape[0] * other // max(1, positions)))
+    rows = planner.block_rows(positions, max(1, a_NUI.shape[0] * other // max(1, positions)), a_NUI.device)
     parts = []
     for start in range(0, max(1, positions), rows):
         piece = slice(start, start + rows)
@@ -123,7 +123,7 @@ def _outer_rows(outer: Outer, rows: Rows) -> Product:
     """Return ``Σ_{t,u} ⟨a_t, r_u⟩ · g_t[ids_u]``: the embedding-to-head cross term without a V×I tensor."""
     outer = outer.reshaped(rows.matrix)
     a_BTI, r_BUI = to_accumulation(outer.a_NTI), to_accumulation(rows.g_BTI)
-    block = planner.block_rows(a_BTI.shape[1], rows.batch_size)
+    block = planner.block_rows(a_BTI.shape[1], rows.batch_size, a_BTI.device)
     parts = []
     for start in range(0, max(1, a_BTI.shape[1]), block):
         piece = slice(start, start + block)

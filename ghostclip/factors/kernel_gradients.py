@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ghostclip.factors.convolution import Geometry
+from ghostclip.kernels import products
 
 # Elements of unfolded windows, or of gradients in a layout of the backend's own, at a time (float32: 1 MiB, which a
 # cache holds and an allocator keeps; 64 MiB where there are many cores to feed).
@@ -48,7 +49,7 @@ class KernelGradients:
         """Choose the form.
 
         Args:
-            x_BKC: Inputs, shape ``(B, K, S·C, *space)``, in the dtype of the gradients.
+            x_BKC: Inputs, shape ``(B, K, S·C, *space)``, in the dtype of the gradients, or in 16 bits for matrix units.
             g_BKO: Output gradients, shape ``(B, K, S·O, *positions)``.
             geometry: Where the windows lie.
         """
@@ -81,7 +82,8 @@ class KernelGradients:
         samples, chunk = self._x_BKC.shape[0], self._chunk(self._beside)
         if chunk >= samples:
             return self._form(self, slice(0, samples), None).view(samples, -1)
-        full_BP = self._x_BKC.new_empty(samples, self._geometry.shape.numel())
+        wide = torch.promote_types(self._x_BKC.dtype, torch.float32)
+        full_BP = self._x_BKC.new_empty(samples, self._geometry.shape.numel(), dtype=wide)
         for start in range(0, samples, chunk):
             piece = slice(start, start + chunk)
             self._form(self, piece, full_BP[piece])
@@ -140,7 +142,9 @@ class KernelGradients:
     def _product(self, piece: slice, windows_NTI: Tensor, out_BP: Tensor | None) -> Tensor:
         g_NOT = self._geometry.by_group(self._g_BKO[piece])
         if out_BP is None:
-            return torch.bmm(g_NOT, windows_NTI)
+            return products.batched(g_NOT, windows_NTI)
+        if products.takes(g_NOT, windows_NTI):
+            return out_BP.copy_(products.batched(g_NOT, windows_NTI).view(out_BP.shape))
         return torch.bmm(g_NOT, windows_NTI, out=out_BP.view(g_NOT.shape[0], g_NOT.shape[1], windows_NTI.shape[2]))
 
     def _grouped(self, piece: slice, out_BP: Tensor | None) -> Tensor:

@@ -5,6 +5,7 @@ outputs.
 """
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from ghostclip.factors.base import (
 )
 from ghostclip.factors.contraction import contraction
 from ghostclip.factors.dense import Dense
+from ghostclip.kernels import products
 from ghostclip.kernels.bounds import (
     Bounded,
     Product,
@@ -33,6 +35,11 @@ from ghostclip.kernels.bounds import (
     product_norms,
     sum_of_squares,
 )
+from ghostclip.kernels.outer import summed_by_units, weighting
+
+INSTANTIATE: Final = "instantiate"
+SYMMETRIC_GRAM: Final = "symmetric Gram"
+PRODUCT_OF_NORMS: Final = "product of two norms"
 
 
 class Outer(Factor):
@@ -64,7 +71,24 @@ class Outer(Factor):
 
     def keeps_gradient(self) -> bool:
         """Return whether the per-sample gradient is no larger than the two factors, so that it takes their place."""
-        return self.batch_size > 0 and self.sizes[0] > 0 and planner.keeps_per_sample(*self.sizes)
+        return self.batch_size > 0 and self.sizes[0] > 0 and self._keeps()
+
+    def norm_plan(self) -> tuple[str, int]:
+        """Return how the squared norm of one sample and slot is formed, in a few words, and its cost (FLOPs)."""
+        positions, inputs, outputs = self.sizes
+        if positions <= 1:
+            return PRODUCT_OF_NORMS, 0
+        if not self._prefers_gram():
+            return INSTANTIATE, 2 * positions * inputs * outputs
+        by_units = products.takes(self.a_NTI, self.g_NTO)
+        return SYMMETRIC_GRAM, planner.gram_flops(positions, inputs, outputs, by_units=by_units)
+
+    def _keeps(self) -> bool:
+        itemsize = min(self.a_NTI.element_size(), self.g_NTO.element_size())
+        return planner.keeps_per_sample(*self.sizes, itemsize)
+
+    def _prefers_gram(self) -> bool:
+        return planner.prefers_gram(*self.sizes, by_units=products.takes(self.a_NTI, self.g_NTO))
 
     def sqnorm(self) -> SquaredNorm:
         """Return squared norms, by the cheaper of a symmetric Gram and instantiation.
@@ -76,7 +100,7 @@ class Outer(Factor):
         norms = self.block_norms()
         if norms is not None:
             return no_error(sum_of_squares(norms))
-        return self.gram_sqnorm() if planner.prefers_gram(*self.sizes) else self.instantiated_sqnorm()
+        return self.gram_sqnorm() if self._prefers_gram() else self.instantiated_sqnorm()
 
     def block_norms(self) -> list[Tensor] | None:
         """Return norms of blocks of the gradients: at one position products of those of input and output gradient."""
@@ -94,11 +118,12 @@ class Outer(Factor):
             return None
         if self.a_NTI.shape[1] == 1:
             return self._product()
-        return self.gram_sums() if planner.prefers_gram(*self.sizes) else None
+        return self.gram_sums() if self._prefers_gram() else None
 
     def gram_sums(self) -> Unfinished | None:
         """Return what `gram_sqnorm` is worked out from; None where a kernel works it out."""
-        return kernels.gram_sums(self.a_NTI, self.g_NTO, workspace=planner.WORKSPACE_ELEMENTS)
+        workspace = planner.workspace(self.a_NTI.device)
+        return kernels.gram_sums(self.a_NTI, self.g_NTO, workspace=workspace)
 
     def gram_sqnorm(self) -> SquaredNorm:
         """Return squared norms from ``sum_{s,t} (a_s·a_t)(g_s·g_t)``, upper triangle only, block by block.
@@ -110,7 +135,8 @@ class Outer(Factor):
         Returns:
             Squared norms of at least zero, shape ``(B,)``, with their errors and terms.
         """
-        return self._summed(kernels.symmetric_gram(self.a_NTI, self.g_NTO, workspace=planner.WORKSPACE_ELEMENTS))
+        workspace = planner.workspace(self.a_NTI.device)
+        return self._summed(kernels.symmetric_gram(self.a_NTI, self.g_NTO, workspace=workspace))
 
     def instantiated_sqnorm(self) -> SquaredNorm:
         """Return squared norms of the gradients, formed a few samples at a time.
@@ -120,7 +146,7 @@ class Outer(Factor):
         Returns:
             Squared norms, shape ``(B,)``, with their errors and terms.
         """
-        chunk = planner.chunk_of_samples(self.sizes[1] * self.sizes[2])
+        chunk = planner.chunk_of_samples(self.sizes[1] * self.sizes[2], self.a_NTI.device)
         return self._summed(kernels.outer_square(self.a_NTI, self.g_NTO, samples_at_once=chunk))
 
     def terms(self) -> Terms | None:
@@ -135,13 +161,24 @@ class Outer(Factor):
         value_B, error_B = self._per_sample(found.value_N).clamp_(min=0), self._per_sample(found.error_N)
         return SquaredNorm(value_B, error_B, self._terms(found.mass_N, found.scale_N))
 
+    def _by_units(self) -> bool:
+        """Return whether matrix units form products of one of the two tensors at least."""
+        return any(products.takes(x_NTF, x_NTF) for x_NTF in (self.a_NTI, self.g_NTO))
+
     def _terms(self, mass_N: Tensor, scale_N: Tensor) -> Terms:
         mass_B = mass_N if self.slots == 1 else torch.linalg.vector_norm(mass_N.view(-1, self.slots), dim=1)
-        return Terms(mass_B, self._per_sample(scale_N), self.sizes[0])
+        rounds = self._weighting()
+        if rounds > 1:
+            mass_B = mass_B * rounds
+        return Terms(mass_B, self._per_sample(scale_N), self.sizes[0], self._by_units())
+
+    def _weighting(self) -> int:
+        """Return how often a term is rounded when it is weighted for the clipped sum, at most."""
+        return weighting(self.a_NTI, self.g_NTO) if self.slots == 1 else 1
 
     def materialize(self) -> Tensor:
         """Return the per-sample gradients, shape ``(B, *P)``. Cost: 2·T·I·O a sample."""
-        grad_NOI = torch.bmm(to_accumulation(self.g_NTO).mT, to_accumulation(self.a_NTI))
+        grad_NOI = products.batched(self.g_NTO.mT, self.a_NTI)
         return grad_NOI.reshape(self.batch_size, *self.shape)
 
     def instantiated(self) -> Factor:
@@ -153,6 +190,8 @@ class Outer(Factor):
         positions, inputs, outputs = self.sizes
         if self.slots == 1:
             kernels.weighted_sum(self.a_NTI, self.g_NTO, coef_B, out.view(outputs, inputs))
+            return
+        if summed_by_units(self.a_NTI, self.g_NTO, coef_B, out):
             return
         a_NTI, g_NTO = self.a_NTI.to(out.dtype), self.g_NTO.to(out.dtype)
         out_SOI = out.view(self.slots, outputs, inputs)

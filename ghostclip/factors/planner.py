@@ -2,75 +2,110 @@
 
 Per sample, T positions, I inputs, O outputs, h = 2·I·O/(I+O). All counts are multiply-adds ×2 (FLOPs):
 a symmetric Gram of E entries costs 2·E·(I+O), instantiation 2·T·I·O, the backward's own weight gradient 2·T·I·O.
+Matrix units of a GPU make FLOPs so cheap that bytes count beside them.
 """
 
 from typing import Final
 
-from ghostclip import kernels
+import torch
 
-# Elements of the largest temporary a norm may allocate (float32: 16 MiB).
+from ghostclip import kernels
+from ghostclip.kernels import workspace as on_gpu
+
+# Elements of the largest temporary a norm may allocate on a CPU (float32: 16 MiB).
 WORKSPACE_ELEMENTS: Final = kernels.WORKSPACE
 
+BYTE: Final = 200
+"""FLOPs of matrix units in the time of one byte of memory: 600e12 a second beside 3e12 (H100, what is reached)."""
 
-def keeps_per_sample(positions: int, inputs: int, outputs: int) -> bool:
+# A Gram's entries are written by two products, multiplied, and read for two sums, 4 bytes each.
+_BYTES_AN_ENTRY: Final = 24
+# A gradient is written, and read for its norm.
+_BYTES_FORMED: Final = 8
+
+
+def workspace(device: torch.device) -> int:
+    """Return how many elements the largest temporary of a norm may have on a device."""
+    return on_gpu.elements(device) if device.type == "cuda" else WORKSPACE_ELEMENTS
+
+
+def keeps_per_sample(positions: int, inputs: int, outputs: int, itemsize: int = 4) -> bool:
     """Return whether the per-sample gradient is no larger than the two tensors it replaces.
 
     Args:
         positions: T.
         inputs: I.
         outputs: O.
+        itemsize: Bytes of a number of the two tensors; of the gradient 4 at least.
 
     Returns:
-        True when I·O <= T·(I+O): keeping it then costs no memory and saves the second contraction. Never for one
-        position, whose norm is the product of two norms and costs nothing.
+        True when max(itemsize, 4)·I·O <= itemsize·T·(I+O): keeping it then costs no memory and saves the second
+        contraction. Never for one position, whose norm is the product of two norms and costs nothing.
     """
-    return positions > 1 and inputs * outputs <= positions * (inputs + outputs)
+    return positions > 1 and max(itemsize, 4) * inputs * outputs <= itemsize * positions * (inputs + outputs)
 
 
-def prefers_gram(positions: int, inputs: int, outputs: int) -> bool:
+def prefers_gram(positions: int, inputs: int, outputs: int, *, by_units: bool = False) -> bool:
     """Return whether the symmetric Gram norm needs fewer FLOPs than instantiating the gradient.
 
     Args:
         positions: T.
         inputs: I.
         outputs: O.
+        by_units: Whether matrix units form the products; what entries cost in memory then counts as well.
 
     Returns:
         True when the Gram's entries · (I+O) < T·I·O.
     """
+    if by_units and positions > 1:
+        entries = kernels.gram_entries(positions, inputs + outputs, by_units=True)
+        gram = entries * (2 * (inputs + outputs) + _BYTES_AN_ENTRY * BYTE)
+        return gram < inputs * outputs * (2 * positions + _BYTES_FORMED * BYTE)
     return (
         positions == 1
         or kernels.gram_entries(positions, inputs + outputs) * (inputs + outputs) < positions * inputs * outputs
     )
 
 
-def gram_flops(positions: int, inputs: int, outputs: int) -> int:
+def gram_flops(positions: int, inputs: int, outputs: int, *, by_units: bool = False) -> int:
     """Return what the symmetric Gram of one sample costs.
 
     Args:
         positions: T.
         inputs: I.
         outputs: O.
+        by_units: Whether matrix units form it.
 
     Returns:
         FLOPs of its products; none for one position.
     """
-    return 0 if positions <= 1 else 2 * kernels.gram_entries(positions, inputs + outputs) * (inputs + outputs)
+    if positions <= 1:
+        return 0
+    return 2 * kernels.gram_entries(positions, inputs + outputs, by_units=by_units) * (inputs + outputs)
 
 
-def block_rows(positions: int, samples: int) -> int:
+def block_rows(positions: int, samples: int, device: torch.device) -> int:
     """Return how many rows of a T×T product are formed at a time where it is not symmetric.
 
     Args:
         positions: T, of both sides.
         samples: Samples handled together.
+        device: Where it is formed.
 
     Returns:
         As many as the workspace holds, one at least.
     """
-    return max(1, min(positions, WORKSPACE_ELEMENTS // max(1, samples * positions)))
+    return max(1, min(positions, workspace(device) // max(1, samples * positions)))
 
 
-def chunk_of_samples(elements_per_sample: int) -> int:
-    """Return how many samples may be instantiated at a time within the workspace."""
-    return max(1, WORKSPACE_ELEMENTS // max(1, elements_per_sample))
+def chunk_of_samples(elements_per_sample: int, device: torch.device) -> int:
+    """Return how many samples may be instantiated at a time within the workspace.
+
+    Args:
+        elements_per_sample: Elements of one.
+        device: Where they are formed.
+
+    Returns:
+        One at least.
+    """
+    return max(1, workspace(device) // max(1, elements_per_sample))

@@ -66,7 +66,7 @@ class Rows(Factor):
         Cost: one sort of B·T keys (none for one position), 2·B·T·I, and a copy of the repeated rows' gradients alone;
         never a T×T mask, never a B×V×I tensor.
         """
-        if self.g_BTI.is_cuda:
+        if self.g_BTI.device.type != "cpu":
             measured = kernels.row_square(self.ids_BT, self.g_BTI)
             terms = Terms(measured.mass_N, measured.scale_N, self.ids_BT.shape[1])
             return SquaredNorm(measured.value_N, measured.error_N, terms)
@@ -147,7 +147,7 @@ class Rows(Factor):
         """
         matrix = out.view(self.matrix)
         weighted_BTI = self.g_BTI.to(out.dtype) * coef_B.view(-1, 1, 1)
-        found = None if self.g_BTI.is_cuda else self._repeated
+        found = self._repeated if self.g_BTI.device.type == "cpu" else None
         if found is not None:
             weighted_BTI[found.place] = 0
             weighted_KI = self._added_up(found).mul_(coef_B[found.sample_K].unsqueeze(1))

@@ -28,21 +28,13 @@ from ghostclip.factors.base import (
 from ghostclip.factors.convolution import Geometry
 from ghostclip.factors.dense import Dense
 from ghostclip.factors.kernel_gradients import KernelGradients, unfolded_channels_last
-from ghostclip.factors.outer import Outer
+from ghostclip.factors.outer import INSTANTIATE, Outer
 from ghostclip.factors.permuted import Permuted
-from ghostclip.kernels.bounds import (
-    Unfinished,
-    finished_one,
-    masses,
-    raised,
-    samples_joined,
-    sum_rounding,
-    unit_roundoff,
-)
+from ghostclip.kernels import products
+from ghostclip.kernels.bounds import Masses, Unfinished, finished_one, formed_error, masses, samples_joined
 
 # Gradients of so few elements in all are kept whatever they replace (float32: 8 MiB).
 _SMALL: Final = 1 << 21
-_INSTANTIATE: Final = "instantiate"
 _WINDOWS: Final = "symmetric Gram of windows"
 _PIXELS: Final = "Gram of pixels"
 
@@ -94,9 +86,11 @@ class Windows(Outer):
         if positions == 0 or self.batch_size == 0:
             return False
         gradient = self.slots * inputs * outputs
-        if gradient * self.batch_size <= self.element_count():
+        sides = self.x_BKC, self.g_BKO
+        if gradient * self.batch_size * max(4, self.x_BKC.element_size()) <= sum(x.nbytes for x in sides):
             return True
-        small = gradient * self.batch_size <= _SMALL or planner.keeps_per_sample(positions, inputs, outputs)
+        itemsize = min(side.element_size() for side in sides)
+        small = gradient * self.batch_size <= _SMALL or planner.keeps_per_sample(positions, inputs, outputs, itemsize)
         return small and self.norm_plan()[1] > positions * inputs * outputs
 
     def norm_plan(self) -> tuple[str, int]:
@@ -107,10 +101,10 @@ class Windows(Outer):
 
     def _costs(self) -> dict[str, int]:
         positions, inputs, outputs = self.sizes
-        costs = {_INSTANTIATE: 2 * positions * inputs * outputs}
+        costs = {INSTANTIATE: 2 * positions * inputs * outputs}
         costs[_WINDOWS] = planner.gram_flops(positions, inputs, outputs)
         pixels = self.x_BKC.shape[1] * prod(self.x_BKC.shape[3:])
-        fits = max(pixels, positions) ** 2 <= planner.WORKSPACE_ELEMENTS
+        fits = max(pixels, positions) ** 2 <= planner.workspace(self.x_BKC.device)
         if fits and all(step == 1 for step in self.geometry.stride):
             costs[_PIXELS] = 2 * (pixels**2 * self.geometry.shape[1] + positions**2 * outputs)
         return costs
@@ -122,7 +116,7 @@ class Windows(Outer):
         """
         if self.x_BKC.numel() == 0 or self.g_BKO.numel() == 0:
             return no_error(to_accumulation(self.x_BKC.new_zeros(self.batch_size)))
-        forms = {_INSTANTIATE: self.instantiated_sqnorm, _WINDOWS: self.gram_sqnorm, _PIXELS: self.pixel_sqnorm}
+        forms = {INSTANTIATE: self.instantiated_sqnorm, _WINDOWS: self.gram_sqnorm, _PIXELS: self.pixel_sqnorm}
         return forms[self.norm_plan()[0]]()
 
     def block_norms(self) -> None:
@@ -133,7 +127,7 @@ class Windows(Outer):
         if self.slots > 1 or self.sizes[0] <= 1 or self.x_BKC.numel() == 0 or self.g_BKO.numel() == 0:
             return None
         form = self.norm_plan()[0]
-        if form == _INSTANTIATE:
+        if form == INSTANTIATE:
             return self._formed_sums()
         if form == _PIXELS:
             return self._pixel_sums()
@@ -149,18 +143,20 @@ class Windows(Outer):
 
     def _pixel_sums(self) -> Unfinished:
         entries = max(self.x_BKC.shape[1] * prod(self.x_BKC.shape[3:]), self.sizes[0]) ** 2
-        chunk = planner.chunk_of_samples(2 * self.slots * entries)
+        chunk = planner.chunk_of_samples(2 * self.slots * entries, self.x_BKC.device)
         return samples_joined([part._by_pixels() for part in self._in_parts(chunk)])
 
     def _by_pixels(self) -> Unfinished:
         _, inputs, outputs = self.sizes
-        a_NTT = self.geometry.window_gram(to_accumulation(self.x_BKC), self.g_BKO.shape[3:])
-        g_NOT = self.geometry.by_group(to_accumulation(self.g_BKO))
-        g_NTT = torch.bmm(g_NOT.mT, g_NOT)
+        x_BKC, g_BKO = self._operands()
+        a_NTT = self.geometry.window_gram(x_BKC, self.g_BKO.shape[3:])
+        g_NOT = self.geometry.by_group(g_BKO)
+        g_NTT = products.batched(g_NOT.mT, g_NOT)
         square_KNT = torch.stack([gram_NTT.diagonal(dim1=1, dim2=2) for gram_NTT in (a_NTT, g_NTT)])
         value_N = g_NTT.mul_(a_NTT).sum((1, 2))
         absolute_N = g_NTT.abs_().sum((1, 2))
-        return Unfinished(value_N, *self._position_norms(), (inputs, outputs), absolute_N, square_KNT)
+        found = Unfinished(value_N, *self._position_norms(), (inputs, outputs), absolute_N, square_KNT)
+        return found._replace(by_units=self._by_units())
 
     def gram_sqnorm(self) -> SquaredNorm:
         """Return squared norms from a Gram of windows, unfolded a few samples at a time."""
@@ -169,7 +165,7 @@ class Windows(Outer):
 
     def _at_once(self) -> int:
         positions, inputs, _ = self.sizes
-        return planner.chunk_of_samples(self.slots * positions * inputs)
+        return planner.chunk_of_samples(self.slots * positions * inputs, self.x_BKC.device)
 
     def _by_windows(self) -> Outer:
         # A norm does not depend on the order of a window's entries, and this one is the quickest to copy.
@@ -191,16 +187,23 @@ class Windows(Outer):
         terms = self.terms()
         assert terms is not None
         value_B = self._formed_squares()
-        delta_B = sum_rounding(torch.zeros_like(value_B), terms.scale_B, unit_roundoff(value_B.dtype))
-        return SquaredNorm(value_B, raised(value_B, delta_B), terms)
+        found = Masses(terms.mass_B, terms.scale_B, torch.zeros_like(value_B))
+        error_B = formed_error(value_B, found, self.sizes[0] if self._by_units() else 0)
+        return SquaredNorm(value_B, error_B, terms)
 
     def _formed_sums(self) -> Unfinished:
-        return Unfinished(self._formed_squares(), *self._position_norms(), self.sizes[1:])
+        found = Unfinished(self._formed_squares(), *self._position_norms(), self.sizes[1:])
+        return found._replace(by_units=self._by_units())
 
     def _formed_squares(self) -> Tensor:
-        x_BKC, g_BKO = to_accumulation(self.x_BKC), to_accumulation(self.g_BKO)
-        found = [square_sums(grads) for _, grads in KernelGradients(x_BKC, g_BKO, self.geometry).pieces()]
-        return torch.cat(found) if found else x_BKC.new_zeros(0)
+        found = [square_sums(grads) for _, grads in KernelGradients(*self._operands(), self.geometry).pieces()]
+        return torch.cat(found) if found else to_accumulation(self.x_BKC.new_zeros(0))
+
+    def _operands(self) -> tuple[Tensor, Tensor]:
+        """Return input and output gradient as products take them: in 16 bits where matrix units do."""
+        if self._by_units():
+            return self.x_BKC, self.g_BKO
+        return to_accumulation(self.x_BKC), to_accumulation(self.g_BKO)
 
     def terms(self) -> Terms | None:
         """Return the positions' outer products; None where there is one position, or none."""
@@ -215,6 +218,13 @@ class Windows(Outer):
         g_BSKT = to_accumulation(self.g_BKO).square().unflatten(2, (self.slots, -1)).sum(3).transpose(1, 2)
         groups = self.batch_size * self.slots
         return a_BSKT.reshape(groups, -1).sqrt(), g_BSKT.reshape(groups, -1).sqrt()
+
+    def _by_units(self) -> bool:
+        return products.takes(self.x_BKC, self.g_BKO)
+
+    def _weighting(self) -> int:
+        """Return 1: terms are weighted in float32."""
+        return 1
 
     def materialize(self) -> Tensor:
         """Return the per-sample gradients, shape ``(B, *P)``. Cost: 2·T·I·O a sample and group."""
@@ -243,19 +253,31 @@ class Windows(Outer):
         """Return what forms the gradients; None where there is nothing to sum."""
         if self.x_BKC.numel() == 0 or self.g_BKO.numel() == 0:
             return None
-        return KernelGradients(to_accumulation(self.x_BKC), to_accumulation(self.g_BKO), self.geometry)
+        return KernelGradients(*self._operands(), self.geometry)
 
     def add_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:
         """Add the weighted sum of the gradients to ``out``, formed as in a non-private backward. Cost: 2·B·T·I·O."""
-        if self.x_BKC.numel() and self.g_BKO.numel():
+        if self.x_BKC.numel() and self.g_BKO.numel() and not self._add_formed(coef_B, out):
             out += self._weighted(coef_B, out)
 
     def write_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:
         """Set ``out`` to the weighted sum of the gradients. Cost: 2·B·T·I·O."""
-        if self.x_BKC.numel() and self.g_BKO.numel():
-            out.copy_(self._weighted(coef_B, out))
+        if not self.x_BKC.numel() or not self.g_BKO.numel() or self._by_units():
+            self.add_clipped_sum_(coef_B, out.zero_())
         else:
-            out.zero_()
+            out.copy_(self._weighted(coef_B, out))
+
+    def _add_formed(self, coef_B: Tensor, out: Tensor) -> bool:
+        """Add what matrix units form sample by sample, weighted in float32; return whether they do."""
+        if not self._by_units() or out.dtype != torch.float32:
+            return False
+        formed = KernelGradients(*self._operands(), self.geometry)
+        row = torch.zeros_like(out) if formed.channels_last else out
+        for piece, grad_BP in formed.pieces():
+            torch.addmm(row.view(1, -1), coef_B[piece].unsqueeze(0), grad_BP, out=row.view(1, -1))
+        if formed.channels_last:
+            out += formed.in_order(row.view(1, -1)).reshape(out.shape)
+        return True
 
     def _weighted(self, coef_B: Tensor, out: Tensor) -> Tensor:
         return self.geometry.weighted(self.x_BKC.to(out.dtype), self.g_BKO.to(out.dtype), coef_B).view(out.shape)

@@ -21,6 +21,21 @@ CHUNK: Final = 512
 A matrix unit truncates once for every 16 products, by half a last place on average; sums of chunks round to nearest.
 """
 
+UNIT_STEP: Final = 16
+"""Products that a matrix unit adds up at once, to what it has added up before."""
+
+UNIT_LOSS: Final = 2.0**-20
+"""What such a step may take, as a share of the largest of what it adds. Hopper aligns 17 numbers to that, each cut off
+two bits behind the last place (17·2^-25), and cuts off the sum (2^-23): a fifth of it. Ampere adds eight at a time."""
+
+UNIT_CHAIN: Final = 4096
+"""Products that matrix units add up before a new sum is started: at most 256 steps, 2.5e-4 of the largest partial
+sum."""
+
+SPLIT_ROUNDINGS: Final = 1 + 2**8
+"""Roundings (of 2^-24) of a term that is weighted in two parts of 8 bits each, the second being what the first leaves
+over: 2^-16."""
+
 CHAIN: Final = 128
 """Products that a matrix product on a CPU adds up before a new sum is started, where nothing shows how it rounds.
 
@@ -86,6 +101,8 @@ class Unfinished(NamedTuple):
         square_KNT: ``a_t·a_t`` and ``g_t·g_t`` as products left them, shape ``(2, N, T)``; None where no diagonal is
             read.
         drift: What is taken for the relative error of dot products where no diagonal is read.
+        by_units: Whether matrix units formed products.
+        weighting: Roundings of a term when it is weighted for the clipped sum.
     """
 
     value_N: Tensor
@@ -95,11 +112,13 @@ class Unfinished(NamedTuple):
     absolute_N: Tensor | None = None
     square_KNT: Tensor | None = None
     drift: float | None = None
+    by_units: bool = False
+    weighting: int = 1
 
     @property
     def kind(self) -> tuple[object, ...]:
         """What is equal for those that can be finished together."""
-        alike = self.a_NT.shape, self.a_NT.dtype, self.a_NT.device
+        alike = self.a_NT.shape, self.a_NT.dtype, self.a_NT.device, self.by_units, self.weighting
         return *alike, self.value_N.dtype, self.absolute_N is None, self.square_KNT is None, self.drift
 
 
@@ -162,12 +181,12 @@ def finished(found: Sequence[Unfinished]) -> Bounded:
     value_LN = torch.stack([one.value_N for one in found])
     absolute = [one.absolute_N for one in found if one.absolute_N is not None]
     if not absolute:
-        delta_LN = sum_rounding(measured.lost_N, measured.scale_N, unit_roundoff(value_LN.dtype))
-        return Bounded(value_LN, raised(value_LN, delta_LN), measured.mass_N, measured.scale_N)
+        error_LN = formed_error(value_LN, measured, first.a_NT.shape[1] if first.by_units else 0)
+        return Bounded(value_LN, error_LN, measured.mass_N, measured.scale_N)
     squares = [one.square_KNT for one in found if one.square_KNT is not None]
     drift_LN = drift(torch.stack(squares), norm_LKNT) if squares else first.drift
     assert drift_LN is not None
-    error_LN = gram_error(torch.stack(absolute), drift_LN, measured, inputs + outputs)
+    error_LN = gram_error(torch.stack(absolute), drift_LN, measured, inputs + outputs, by_units=first.by_units)
     return Bounded(value_LN, error_LN, measured.mass_N, measured.scale_N)
 
 
@@ -210,7 +229,33 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-def gram_error(absolute_N: Tensor, drift_N: Tensor | float, found: Masses, width: int) -> Tensor:
+def formed_error(value_N: Tensor, found: Masses, by_units: int = 0) -> Tensor:
+    """Return how much of the squared norm of a sum of outer products that was formed rounding may have hidden.
+
+    Args:
+        value_N: Squared norms of the sums.
+        found: Norms of the positions' outer products, added up, same shapes.
+        by_units: Positions, where matrix units added them up; 0 where nothing did that cuts off.
+
+    Returns:
+        A bound on the error, same shape.
+    """
+    delta_N = sum_rounding(found.lost_N, found.scale_N, unit_roundoff(value_N.dtype))
+    if by_units:
+        # Partial sums of terms that do not conspire are no larger than the sum or the root of the terms' squares.
+        largest_N = found.scale_N.sqrt().add_(value_N.clamp(min=0).sqrt())
+        delta_N = delta_N.add_(largest_N, alpha=UNIT_LOSS * unit_steps(by_units))
+    return raised(value_N, delta_N)
+
+
+def unit_steps(products: int) -> int:
+    """Return how often matrix units add to one sum of so many products."""
+    return -(-min(products, UNIT_CHAIN) // UNIT_STEP)
+
+
+def gram_error(
+    absolute_N: Tensor, drift_N: Tensor | float, found: Masses, width: int, *, by_units: bool = False
+) -> Tensor:
     """Return how much of a Gram sum rounding may have hidden.
 
     Errors of dot products are of two kinds. Those that depend on what the products have in common (their positions
@@ -223,11 +268,12 @@ def gram_error(absolute_N: Tensor, drift_N: Tensor | float, found: Masses, width
         drift_N: Relative error of the dot products ``a_t·a_t`` and ``g_t·g_t`` together, shape ``(N,)`` or one number.
         found: Norms of the positions' outer products, added up.
         width: I + O.
+        by_units: Whether matrix units formed the products, which round by `UNIT_LOSS` and not by u.
 
     Returns:
         A bound on the error of the squared norm, same shape.
     """
-    unit = unit_roundoff(absolute_N.dtype)
+    unit = UNIT_LOSS if by_units else unit_roundoff(absolute_N.dtype)
     share_N = drift_N * DRIFT_MARGIN + PRODUCT_ROUNDINGS * unit
     error_N = (absolute_N * share_N).add_(found.scale_N, alpha=unit * (4 + sqrt(width) / 4))
     return error_N.addcmul_(found.lost_N, found.lost_N)
@@ -296,11 +342,17 @@ def position_norms(x_NTF: Tensor) -> Tensor:
         Shape ``(N, T)``, float64 for float64, float32 otherwise.
     """
     x_NTF = _along_memory(x_NTF)
-    if x_NTF.shape[2] <= (_BLOCK_IN_THREADS if x_NTF.is_cuda else _BLOCK):
+    if x_NTF.shape[2] <= _block(x_NTF.device):
         # Widened as they are read: no copy in float32 is made.
         wide = None if x_NTF.dtype == torch.float32 else torch.promote_types(x_NTF.dtype, torch.float32)
         return torch.linalg.vector_norm(x_NTF, dim=2, dtype=wide)
-    return root_of_squares(block_norms(widened(x_NTF).flatten(0, 1))).view(x_NTF.shape[:2])
+    # On a CPU a copy is quicker than blocks that are widened as they are read.
+    flat_BP = (widened(x_NTF) if x_NTF.device.type == "cpu" else x_NTF).flatten(0, 1)
+    return root_of_squares(block_norms(flat_BP)).view(x_NTF.shape[:2])
+
+
+def _block(device: torch.device) -> int:
+    return _BLOCK if device.type == "cpu" else _BLOCK_IN_THREADS
 
 
 def vanished(a: Tensor, g: Tensor, inputs: int, outputs: int) -> Tensor:
@@ -361,23 +413,25 @@ def block_norms(flat_BP: Tensor) -> list[Tensor]:
     which would let a sample through above the bound; over blocks of 16 squares in each lane the error stays below 5e-7.
 
     Args:
-        flat_BP: Values, shape ``(B, P)``, float32 or float64, real or complex.
+        flat_BP: Values, shape ``(B, P)``, floating-point, real or complex.
 
     Returns:
-        Norms, each of shape ``(B, K)``, same dtype (real for complex values).
+        Norms, each of shape ``(B, K)``, same dtype (real for complex values, float32 for 16-bit ones).
     """
     flat_BP = _along_memory(flat_BP)
-    size, values = _BLOCK_IN_THREADS if flat_BP.is_cuda else _BLOCK, flat_BP.shape[1]
+    size, values = _block(flat_BP.device), flat_BP.shape[1]
+    wide = torch.float32 if flat_BP.element_size() == 2 else None
     if values <= size:
-        return [torch.linalg.vector_norm(flat_BP, dim=1, keepdim=True)]
+        return [torch.linalg.vector_norm(flat_BP, dim=1, keepdim=True, dtype=wide)]
     # Blocks of one size where they come out even, and one operation does.
     even = _even_blocks(values, size)
     if even:
-        return [torch.linalg.vector_norm(flat_BP.view(len(flat_BP), even, values // even), dim=2)]
+        return [torch.linalg.vector_norm(flat_BP.view(len(flat_BP), even, values // even), dim=2, dtype=wide)]
     blocks, rest = divmod(values, size)
     whole_BKP = flat_BP[:, : blocks * size].unflatten(1, (blocks, size))
     last_BP = flat_BP[:, -rest:]
-    return [torch.linalg.vector_norm(whole_BKP, dim=2), torch.linalg.vector_norm(last_BP, dim=1, keepdim=True)]
+    last_B1 = torch.linalg.vector_norm(last_BP, dim=1, keepdim=True, dtype=wide)
+    return [torch.linalg.vector_norm(whole_BKP, dim=2, dtype=wide), last_B1]
 
 
 def _along_memory(x: Tensor) -> Tensor:

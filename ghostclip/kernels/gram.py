@@ -12,6 +12,7 @@ from typing import Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from ghostclip.kernels import products
 from ghostclip.kernels.bounds import (
     UNSEEN_DRIFT,
     Bounded,
@@ -22,8 +23,8 @@ from ghostclip.kernels.bounds import (
     position_norms,
     samples_joined,
     unit_roundoff,
-    widened,
 )
+from ghostclip.kernels.outer import weighting
 from ghostclip.kernels.twins import Twins, generator, is_half
 
 Factors: TypeAlias = tuple[Tensor, Tensor]
@@ -36,6 +37,13 @@ NARROW: Final = 1024
 
 LARGEST_LEAF: Final = 1024
 """Positions of the largest: it must fit the workspace."""
+
+UNDIVIDED: Final = 33
+"""Products, as a power of two, up to which matrix units form a sample's whole Gram matrix: what halving it saves costs
+more to start. Twice as many are worth another level."""
+
+THINNEST: Final = 128
+"""Positions of the smallest blocks on the diagonal that matrix units form."""
 
 WORKSPACE: Final = 1 << 22
 """Elements of the Gram matrices that the twin holds at a time (float32: 16 MiB)."""
@@ -72,17 +80,21 @@ def symmetric_gram(a_NTI: Tensor, g_NTO: Tensor, *, workspace: int = WORKSPACE) 
 
 
 @lru_cache(maxsize=4096)
-def gram_levels(positions: int, width: int) -> int:
+def gram_levels(positions: int, width: int, *, by_units: bool = False) -> int:
     """Return how often the twin halves the Gram matrix.
 
     Args:
         positions: T.
         width: I + O.
+        by_units: Whether matrix units form its products.
 
     Returns:
         Three times or more for long sequences, so that at most an eighth of the lower triangle is formed; twice for
-        shorter ones, as often as possible for the shortest.
+        shorter ones, as often as possible for the shortest. On matrix units as often as there is much to be saved.
     """
+    if by_units:
+        wanted = (positions * positions * width).bit_length() - UNDIVIDED
+        return max(0, min(wanted, 4, (positions // THINNEST).bit_length() - 1))
     if positions < 8 * LEAF:
         return min(2, max(0, positions.bit_length() - 1))
     fewest = 4 if positions >= 32 * LEAF or width <= NARROW else 3
@@ -90,18 +102,19 @@ def gram_levels(positions: int, width: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def gram_entries(positions: int, width: int) -> int:
+def gram_entries(positions: int, width: int, *, by_units: bool = False) -> int:
     """Return how many entries of one T×T Gram matrix the twin forms.
 
     Args:
         positions: T.
         width: I + O.
+        by_units: As for `gram_levels`.
 
     Returns:
         The blocks above the diagonal, those on it, and the last rows where T cannot be halved evenly; about
         T²/2·(1 + 2^-levels). A diagonal of single entries needs no product.
     """
-    levels = gram_levels(positions, width)
+    levels = gram_levels(positions, width, by_units=by_units)
     leaf = positions >> levels
     whole = leaf << levels
     above = sum((1 << level) * (whole >> (level + 1)) ** 2 for level in range(levels))
@@ -149,12 +162,12 @@ def _unfinished(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Unfinished:
     if a_NTI.device.type == "cpu":
         cached = CACHED * torch.get_num_threads()
         at_once = max(1, min(workspace, cached) // max(1, positions * (inputs + outputs)))
-    elif is_half(a_NTI, g_NTO):
+    elif is_half(a_NTI, g_NTO) and not (products.is_taken(a_NTI) and products.is_taken(g_NTO)):
         at_once = max(1, workspace // max(1, positions * (inputs + outputs)))
     if at_once >= samples:
-        return _formed(widened(a_NTI), widened(g_NTO), workspace)
+        return _formed(a_NTI, g_NTO, workspace)
     found = [
-        _formed(widened(a_NTI[start : start + at_once]), widened(g_NTO[start : start + at_once]), workspace)
+        _formed(a_NTI[start : start + at_once], g_NTO[start : start + at_once], workspace)
         for start in range(0, samples, at_once)
     ]
     return samples_joined(found)
@@ -162,23 +175,30 @@ def _unfinished(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Unfinished:
 
 def _formed(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Unfinished:
     """Return sums over the Gram matrices of samples that are read at a time."""
+    rounds, by_units = 1, False
+    if a_NTI.dtype != torch.float32 or g_NTO.dtype != torch.float32:
+        rounds = weighting(a_NTI, g_NTO)
+        a_NTI, g_NTO = products.operand(a_NTI), products.operand(g_NTO)
+        by_units = a_NTI.dtype in products.HALF or g_NTO.dtype in products.HALF
     if a_NTI.numel() + g_NTO.numel() <= workspace:
         a_NTI, g_NTO = a_NTI.contiguous(), g_NTO.contiguous()
     a_NT, g_NT = position_norms(a_NTI), position_norms(g_NTO)
-    sums = _halved(a_NTI, g_NTO, workspace, a_NT, g_NT)
+    levels = gram_levels(a_NTI.shape[1], a_NTI.shape[2] + g_NTO.shape[2], by_units=by_units)
+    sums = _halved((a_NTI, g_NTO), (a_NT, g_NT), levels, workspace)
     unseen = None if sums.squares is not None else UNSEEN_DRIFT * unit_roundoff(a_NT.dtype)
     sizes = a_NTI.shape[2], g_NTO.shape[2]
-    return Unfinished(sums.value, a_NT, g_NT, sizes, sums.absolute, square_KNT=sums.squares, drift=unseen)
+    found = Unfinished(sums.value, a_NT, g_NT, sizes, sums.absolute, square_KNT=sums.squares, drift=unseen)
+    return found._replace(by_units=by_units, weighting=rounds) if by_units else found
 
 
-def _halved(a_NTI: Tensor, g_NTO: Tensor, workspace: int, a_NT: Tensor, g_NT: Tensor) -> _Sums:
+def _halved(factors: Factors, norms: Factors, levels: int, workspace: int) -> _Sums:
     """Return sums over the Gram matrices, ``(N,)``, and their diagonals, ``(2, N, T)``.
 
     Where blocks on the diagonal are single entries, no product forms these: they are ``|a_t|²·|g_t|²``. Of float64
     no diagonal is read, as nothing more precise shows how it was rounded.
     """
+    (a_NTI, g_NTO), (a_NT, g_NT) = factors, norms
     samples, positions = a_NTI.shape[:2]
-    levels = gram_levels(positions, a_NTI.shape[2] + g_NTO.shape[2])
     leaf = positions >> levels
     whole = leaf << levels
     seen = leaf > 1 and a_NT.dtype == torch.float32
@@ -224,11 +244,18 @@ def _front(a_NTI: Tensor, g_NTO: Tensor, whole: int, workspace: int) -> Factors:
 
 def _pieces(a_NTI: Tensor, g_NTO: Tensor, size: int) -> Iterator[Factors]:
     """Yield the factors in pieces of ``size`` positions, ``(M, size, ...)``, all together where views allow."""
-    if a_NTI.is_contiguous() and g_NTO.is_contiguous():
+    if _in_one_piece(a_NTI) and _in_one_piece(g_NTO):
         yield a_NTI.view(-1, size, a_NTI.shape[2]), g_NTO.view(-1, size, g_NTO.shape[2])
         return
     for start in range(0, a_NTI.shape[1], size):
         yield a_NTI[:, start : start + size], g_NTO[:, start : start + size]
+
+
+def _in_one_piece(x_NTF: Tensor) -> bool:
+    """Return whether positions of all samples lie one after the other, rows being as long as matrix units read them."""
+    return x_NTF.is_contiguous() or (
+        x_NTF.dtype in products.HALF and x_NTF.stride(0) == x_NTF.shape[1] * x_NTF.stride(1)
+    )
 
 
 def _products(
@@ -281,7 +308,7 @@ def _beside(parts: Sequence[_Sums]) -> _Sums:
 
 
 def _dots(left_NTF: Tensor, right_NUF: Tensor) -> Tensor:
-    return torch.bmm(left_NTF, right_NUF.mT)
+    return products.batched(left_NTF, right_NUF.mT)
 
 
 def _product(rows: Factors, columns: Factors, samples: int, *, seen: bool, offset: int | None) -> _Sums:
@@ -293,7 +320,9 @@ def _product(rows: Factors, columns: Factors, samples: int, *, seen: bool, offse
         square_KML = torch.stack([part.diagonal(offset, dim1=1, dim2=2) for part in (product, other)])
     entry_NE = product.mul_(other).view(samples, -1)
     value_N = entry_NE.sum(1)
-    return _Sums(value_N, entry_NE.abs_().sum(1), square_KML)
+    if entry_NE.device.type == "cpu":
+        return _Sums(value_N, entry_NE.abs_().sum(1), square_KML)
+    return _Sums(value_N, torch.linalg.vector_norm(entry_NE, 1, dim=1), square_KML)
 
 
 def _fast(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Bounded:

@@ -10,21 +10,28 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ghostclip.kernels import products, workspace
 from ghostclip.kernels.bounds import (
+    SPLIT_ROUNDINGS,
     Bounded,
     block_norms,
+    formed_error,
     masses,
     position_norms,
-    raised,
     sum_of_squares,
-    sum_rounding,
-    unit_roundoff,
     widened,
 )
 from ghostclip.kernels.twins import Twins, generator, is_half
 
 SHORT: Final = 16
 """Positions below which a tile of the kernel would be mostly empty."""
+
+FORMED: Final = 512
+"""Positions from which it is quicker to form each sample's gradient, and to weigh that in float32, than to multiply
+weighted terms in two parts: 8 bytes of memory for every entry in the place of 2·T operations of matrix units."""
+
+# Positions whose weighted terms are formed and added at a time.
+_POSITIONS: Final = 1 << 14
 
 
 def outer_square(a_NTI: Tensor, g_NTO: Tensor, *, samples_at_once: int = 1) -> Bounded:
@@ -74,7 +81,7 @@ def _naive_square(a_NTI: Tensor, g_NTO: Tensor, samples_at_once: int) -> Bounded
     pieces = []
     for start in range(0, a_NTI.shape[0], samples_at_once):
         piece = slice(start, start + samples_at_once)
-        grad_NOI = torch.bmm(widened(g_NTO[piece]).mT, widened(a_NTI[piece]))
+        grad_NOI = products.batched(g_NTO[piece].mT, a_NTI[piece])
         pieces.append(sum_of_squares(block_norms(grad_NOI.flatten(1))))
     value_N = torch.cat(pieces) if pieces else widened(a_NTI.new_zeros(0))
     return formed(value_N, a_NTI, g_NTO)
@@ -92,11 +99,87 @@ def formed(value_N: Tensor, a_NTI: Tensor, g_NTO: Tensor) -> Bounded:
         The norms, their errors and the masses of their terms.
     """
     found = masses(position_norms(a_NTI), position_norms(g_NTO), a_NTI.shape[2], g_NTO.shape[2])
-    delta_N = sum_rounding(found.lost_N, found.scale_N, unit_roundoff(value_N.dtype))
-    return Bounded(value_N, raised(value_N, delta_N), found.mass_N, found.scale_N)
+    error_N = formed_error(value_N, found, a_NTI.shape[1] if products.takes(a_NTI, g_NTO) else 0)
+    return Bounded(value_N, error_N, found.mass_N, found.scale_N)
+
+
+def weighting(a_NTI: Tensor, g_NTO: Tensor) -> int:
+    """Return how often a term is rounded, at most, when `weighted_sum` weighs it, in units of 2^-24 of itself.
+
+    Args:
+        a_NTI: Layer inputs, shape ``(N, T, I)``.
+        g_NTO: Gradients of the layer outputs, shape ``(N, T, O)``.
+
+    Returns:
+        1 for a product in float32 (or wider, in its own units), more for two parts of 8 bits.
+    """
+    return SPLIT_ROUNDINGS if _by_units(a_NTI, g_NTO) and not _is_formed(a_NTI) else 1
+
+
+def _by_units(a_NTI: Tensor, g_NTO: Tensor) -> bool:
+    # One position is added whole, rounded once: in float32, which costs little there.
+    return a_NTI.shape[1] > 1 and products.takes(a_NTI, g_NTO)
+
+
+def _is_formed(a_NTI: Tensor) -> bool:
+    # Weighted numbers of float16 may be too small or too large for it.
+    return a_NTI.shape[1] >= FORMED or a_NTI.dtype == torch.float16
+
+
+def summed_by_units(a_NTI: Tensor, g_NTO: Tensor, coef_B: Tensor, out: Tensor, *, fresh: bool = False) -> bool:
+    """Add the weighted sum of gradients that lie side by side in slots, if matrix units form them.
+
+    Args:
+        a_NTI: Layer inputs, shape ``(B·S, T, I)``, sample-major.
+        g_NTO: Gradients of the layer outputs, shape ``(B·S, T, O)``.
+        coef_B: Coefficients, float32, shape ``(B,)``.
+        out: What is added to, of S·O·I elements in that order, contiguous.
+        fresh: Whether it is written, whatever its memory held.
+
+    Returns:
+        Whether it was added; False for what must be widened.
+    """
+    if out.dtype != torch.float32 or not _by_units(a_NTI, g_NTO) or not len(a_NTI):
+        return False
+    slots, row = len(a_NTI) // len(coef_B), out.view(1, -1)
+    samples_at_once = max(1, workspace.elements(out.device) // max(1, out.numel()))
+    for start in range(0, len(coef_B), samples_at_once):
+        piece = slice(start * slots, (start + samples_at_once) * slots)
+        some_B = coef_B[start : start + samples_at_once]
+        a, g = products.aligned(a_NTI[piece]), products.aligned(g_NTO[piece])
+        grad_BP = products.batched(g.mT, a).view(len(some_B), -1)
+        if fresh and start == 0:
+            torch.mm(some_B.unsqueeze(0), grad_BP, out=row)
+        else:
+            torch.addmm(row, some_B.unsqueeze(0), grad_BP, out=row)
+    return True
+
+
+def _split_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor, *, fresh: bool) -> None:
+    """Add what `weighted_sum` does from two bfloat16 parts of the weighted terms, on matrix units."""
+    at_once = max(1, _POSITIONS // a_NTI.shape[1])
+    for start in range(0, len(a_NTI), at_once):
+        piece = slice(start, start + at_once)
+        coef, sides = coef_N[piece].view(-1, 1, 1), [products.aligned(x[piece]) for x in (g_NTO, a_NTI)]
+        # The coefficients go to the smaller side.
+        place = 1 if a_NTI.shape[2] < g_NTO.shape[2] else 0
+        whole = sides[place]
+        high = torch.mul(whole, coef, out=torch.empty_like(whole))
+        # Less the term: what is left over, its sign turned.
+        low = torch.addcmul(high, whole, coef, value=-1, out=torch.empty_like(whole))
+        for part, sign in ((high, 1), (low, -1)):
+            sides[place] = part
+            g_TO, a_TI = (side.flatten(0, 1) for side in sides)
+            products.add_product_(out_OI, g_TO.mT, a_TI, fresh=fresh and start == 0 and sign == 1, sign=sign)
 
 
 def _naive_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor, *, fresh: bool = False) -> Tensor:
+    if len(a_NTI) and out_OI.dtype == torch.float32 and out_OI.is_contiguous() and _by_units(a_NTI, g_NTO):
+        if not _is_formed(a_NTI):
+            _split_sum(a_NTI, g_NTO, coef_N, out_OI, fresh=fresh)
+        else:
+            summed_by_units(a_NTI, g_NTO, coef_N, out_OI, fresh=fresh)
+        return out_OI
     if a_NTI.dtype != out_OI.dtype or g_NTO.dtype != out_OI.dtype:
         a_NTI, g_NTO = a_NTI.to(out_OI.dtype), g_NTO.to(out_OI.dtype)
     coef = coef_N.view(-1, 1, 1)

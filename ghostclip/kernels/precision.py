@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, Final, TypeAlias
 
@@ -13,23 +13,50 @@ _Switch: TypeAlias = tuple[Any, str, tuple[Any, ...]]
 """What decides on precision: where it lies, its name, and the values of full precision, the one that is set first."""
 
 _AS_IT_IS: Final = nullcontext()
+# Devices for which autocast may be on.
+_KINDS: Final = ("cpu", "cuda")
 
 
 def full_precision() -> AbstractContextManager[None]:
-    """Keep backends from rounding float32 to TF32 or bfloat16 while norms and clipped sums are formed.
+    """Keep backends and autocast from rounding what norms and clipped sums are formed of.
 
     ``torch.set_float32_matmul_precision("high")``, usual in training scripts, lets a product of two matrices round its
-    operands to 10 bits, "medium" to 7: norms would be too small by 3e-4 of themselves. The model's own forward and
-    backward keep what was chosen for them, so that this is entered for every layer.
+    operands to 10 bits, "medium" and autocast to 7: norms would be too small by 3e-4 of themselves. The model's own
+    forward and backward keep what was chosen for them, so that this is entered for every layer. (Of the other switches
+    of torch two do not matter to products with a float32 result: those of reductions in 16 bits.)
 
     Returns:
         What the products go inside of; nothing is switched where nothing has to be.
     """
-    switches = _switches()
+    kinds = [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
+    if kinds:
+        return _without_autocast(kinds)
+    return _full(_switches())
+
+
+def full_convolutions() -> AbstractContextManager[None]:
+    """Do for backends' convolutions what `full_precision` does for products; on a GPU they use TF32 unless told not to.
+
+    Returns:
+        What they go inside of.
+    """
+    return _full(_convolution_switches())
+
+
+def _full(switches: Sequence[_Switch]) -> AbstractContextManager[None]:
     for place, name, full in switches:
         if getattr(place, name) not in full:
             return _switched(switches)
     return _AS_IT_IS
+
+
+@contextmanager
+def _without_autocast(kinds: Sequence[str]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(_full(_switches()))
+        yield
 
 
 @contextmanager
@@ -47,14 +74,27 @@ def _switched(switches: Sequence[_Switch]) -> Iterator[None]:
 @lru_cache(maxsize=1)
 def _switches() -> list[_Switch]:
     backends: Any = torch.backends
-    if hasattr(backends.cudnn, "conv"):
-        # The newer switches; reading the older ones is an error where somebody used the newer. "none" says that nobody
-        # chose anything, here or for all backends, which on a GPU is not always full precision.
-        cpu, gpu = [backends.mkldnn.matmul, backends.mkldnn.conv], [backends.cuda.matmul, backends.cudnn.conv]
-        found = [(place, "fp32_precision", ("ieee", "none")) for place in cpu]
-        return [*found, *((place, "fp32_precision", ("ieee",)) for place in gpu if backends.cuda.is_built())]
-    older = (backends.cuda.matmul, backends.cudnn)
-    return [*((place, "allow_tf32", (False,)) for place in older), (_MatmulPrecision(), "chosen", ("highest",))]
+    gpu = backends.cuda.matmul
+    if not hasattr(backends.cudnn, "conv"):
+        return [(gpu, "allow_tf32", (False,)), (_MatmulPrecision(), "chosen", ("highest",)), *_accumulation(gpu)]
+    # The newer switches; reading the older ones is an error where somebody used the newer. "none" says that nobody
+    # chose anything, here or for all backends, which on a GPU is not always full precision.
+    cpu = (backends.mkldnn.matmul, "fp32_precision", ("ieee", "none"))
+    return [cpu, (gpu, "fp32_precision", ("ieee",)), *_accumulation(gpu)] if backends.cuda.is_built() else [cpu]
+
+
+def _accumulation(gpu: Any) -> list[_Switch]:
+    # Sums of float16 products in float16, from torch 2.7 on.
+    return [(gpu, "allow_fp16_accumulation", (False,))] if hasattr(gpu, "allow_fp16_accumulation") else []
+
+
+@lru_cache(maxsize=1)
+def _convolution_switches() -> list[_Switch]:
+    backends: Any = torch.backends
+    if not hasattr(backends.cudnn, "conv"):
+        return [(backends.cudnn, "allow_tf32", (False,))]
+    cpu = (backends.mkldnn.conv, "fp32_precision", ("ieee", "none"))
+    return [cpu, (backends.cudnn.conv, "fp32_precision", ("ieee",))] if backends.cuda.is_built() else [cpu]
 
 
 class _MatmulPrecision:

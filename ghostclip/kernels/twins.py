@@ -16,13 +16,12 @@ from torch import Tensor
 
 from ghostclip.kernels import switch
 from ghostclip.kernels.bounds import Bounded
+from ghostclip.kernels.products import HALF
 
 _log = logging.getLogger(__name__)
 
 AGREEMENT: Final = 1e-4
 """Largest relative difference of a kernel from its twin, over a tensor: rounding is far below, mistakes far above."""
-
-_HALF: Final = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Twins:
     naive: Callable[..., Any]
     fast: Callable[..., Any]
     example: Callable[[torch.device], tuple[Any, ...]]
-    dtypes: tuple[torch.dtype, ...] = (torch.float32, *_HALF)
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, *HALF)
     _trusted: dict[torch.device, bool] = field(default_factory=dict)
 
     def pick(self, *tensors: Tensor, pays: bool = True) -> Callable[..., Any]:
@@ -145,4 +144,4 @@ def generator() -> torch.Generator:
 
 def is_half(*tensors: Tensor) -> bool:
     """Return whether all tensors are 16-bit: matrix units take them as they are, the twin copies them to 32 bits."""
-    return all(tensor.dtype in _HALF for tensor in tensors)
+    return all(tensor.dtype in HALF for tensor in tensors)

@@ -23,6 +23,7 @@ from ghostclip.capture.param_use import ParamUse
 from ghostclip.errors import InvalidOptionError
 from ghostclip.factors import planner
 from ghostclip.factors.base import accumulation_dtype
+from ghostclip.kernels import products
 from ghostclip.planning.footprint import Footprint, footprint_from, footprint_of
 
 MEMORY_BUDGET: Final = 1.05
@@ -37,8 +38,12 @@ _MOVED: Final = 64
 _PASSES_KEPT: Final = 4
 # Input and output gradient are read by every level of the Gram, and by the contraction.
 _PASSES_FACTORED: Final = 5
+# The same on matrix units, an element of 4 bytes.
+_MOVED_BY_UNITS: Final = 4 * planner.BYTE
 # What calling one torch function costs, in FLOPs, and how many there are: small layers are all calls.
 _CALL: Final = 250_000
+# The same where 5 microseconds go by on matrix units.
+_CALL_BY_UNITS: Final = 3_000_000_000
 _CALLS_KEPT: Final = 4
 _CALLS_A_LEVEL: Final = 6
 
@@ -176,7 +181,7 @@ def _held(footprint: Footprint, forward: ForwardContext) -> tuple[list[int], lis
             continue
         name, shape = found
         needed = shape.samples * shape.inputs * shape.outputs * accumulation_dtype(shape.dtype).itemsize
-        if planner.keeps_per_sample(shape.positions, shape.inputs, shape.outputs):
+        if planner.keeps_per_sample(shape.positions, shape.inputs, shape.outputs, shape.dtype.itemsize):
             gathered += needed
             continue
         gathered += moment.arriving + inputs
@@ -242,10 +247,12 @@ def _knapsack(items: Sequence[tuple[Item, float]], free: Any, limit: float) -> f
 def _estimated(shape: Shape) -> float:
     """Return what keeping saves, in FLOPs, moved elements counted as such."""
     positions, inputs, outputs = shape.positions, shape.inputs, shape.outputs
+    by_units = shape.dtype in products.HALF and products.has_units(shape.device)
+    moved, call = (_MOVED_BY_UNITS, _CALL_BY_UNITS) if by_units else (_MOVED, _CALL)
     product = 2 * positions * inputs * outputs
-    norm = min(planner.gram_flops(positions, inputs, outputs), product)
-    factored = norm + product + _MOVED * _PASSES_FACTORED * positions * (inputs + outputs)
-    kept = product + _MOVED * _PASSES_KEPT * inputs * outputs
-    levels = kernels.gram_levels(positions, inputs + outputs)
+    norm = min(planner.gram_flops(positions, inputs, outputs, by_units=by_units), product)
+    factored = norm + product + moved * _PASSES_FACTORED * positions * (inputs + outputs)
+    kept = product + moved * _PASSES_KEPT * inputs * outputs
+    levels = kernels.gram_levels(positions, inputs + outputs, by_units=by_units)
     calls = _CALLS_A_LEVEL * (levels + 1) - _CALLS_KEPT
-    return float(shape.samples * (factored - kept) + _CALL * calls)
+    return float(shape.samples * (factored - kept) + call * calls)

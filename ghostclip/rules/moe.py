@@ -35,10 +35,10 @@ def grouped_mm(call: Call) -> Captured | None:
         # Rows that only pad a sample carry zeros in both factors, so the expert they count to receives nothing.
         expert_BT = split(expert_n, 1)
         parts: dict[int, Factor] = {}
-        for expert in torch.unique(expert_n).tolist():
-            if expert >= shape[0]:
+        for expert, longest in enumerate(_longest(expert_n, expert_BT, shape[0])):
+            if not longest:
                 continue
-            order_BT, valid_BT = _positions_of(expert_BT == expert)
+            order_BT, valid_BT = _positions_of(expert_BT == expert, longest)
             g, a = _pick(g_BTO, order_BT, valid_BT), _pick(a_BTI, order_BT, valid_BT)
             parts[expert] = Outer(g, a, shape=shape[1:])
         return {"weight": Stacked(parts, shape=shape, like=g_BTO)}
@@ -46,10 +46,21 @@ def grouped_mm(call: Call) -> Captured | None:
     return Captured((x,), x, 1, factors, "outer products of experts")
 
 
-def _positions_of(mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+def _longest(expert_n: Tensor, expert_BT: Tensor, experts: int) -> list[int]:
+    """Return the most positions that an expert has of one sample, 0 where it has no row: one read for all experts."""
+    if not expert_BT.numel():
+        return [0] * experts
+    # Rows behind the last expert's are counted beside.
+    counts_BE = expert_BT.new_zeros(expert_BT.shape[0], experts + 1)
+    counts_BE.scatter_add_(1, expert_BT.clamp(max=experts), torch.ones_like(expert_BT))
+    has_rows_E = expert_n.new_zeros(experts + 1).scatter_(0, expert_n.clamp(max=experts), 1)
+    found: list[int] = (counts_BE.amax(0) * has_rows_E)[:experts].tolist()
+    return found
+
+
+def _positions_of(mask_BT: Tensor, longest: int) -> tuple[Tensor, Tensor]:
     """Return each sample's positions where the mask holds, padded to the largest count, and which are real."""
     counts_B = mask_BT.sum(1)
-    longest = int(counts_B.max()) if counts_B.numel() else 0
     order_BT = torch.argsort(~mask_BT, dim=1, stable=True)[:, :longest]
     return order_BT, torch.arange(longest, device=mask_BT.device) < counts_B.unsqueeze(1)
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ghostclip.errors import SampleMixingError
 from ghostclip.factors import Dense, Factor
-from ghostclip.factors.base import over_positions, to_accumulation
+from ghostclip.factors.base import over_positions, sum_over_positions, to_accumulation
 from ghostclip.rules.registry import Call, Captured, Split, register_op
 
 
@@ -38,12 +38,13 @@ def _feature_affine(call: Call, shape: list[int], normalize: Callable[[Tensor], 
     tracked, num_batch_dims = call.tracked, x.dim() - len(shape)
 
     def factors(saved: Sequence[Tensor], grad: Tensor, split: Split) -> Mapping[str, Factor]:
-        g = to_accumulation(grad)
         found: dict[str, Factor] = {}
         if "weight" in tracked:
-            found["weight"] = Dense(over_positions(split(normalize(to_accumulation(saved[0])).mul_(g), num_batch_dims)))
+            # The product is as wide as what was normalised, whatever the gradient is.
+            product = normalize(to_accumulation(saved[0])).mul_(grad)
+            found["weight"] = Dense(over_positions(split(product, num_batch_dims)))
         if "bias" in tracked:
-            found["bias"] = Dense(over_positions(split(g, num_batch_dims)))
+            found["bias"] = Dense(sum_over_positions(split(grad, num_batch_dims)))
         return found
 
     return Captured((x,) if "weight" in call.tracked else (), x, num_batch_dims, factors, "dense")

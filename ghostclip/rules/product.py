@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from ghostclip.factors import Dense, Factor, Outer, Permuted
-from ghostclip.factors.base import over_positions, to_accumulation
+from ghostclip.factors.base import sum_over_positions, to_accumulation
 from ghostclip.factors.contraction import contraction
 from ghostclip.rules.registry import Call, Captured, Split
 
 
 def position_sum(g_BTO: Tensor) -> Dense:
     """Return the factor of a bias: the gradient summed over positions (a bias norm never needs a Gram)."""
-    return Dense(over_positions(to_accumulation(g_BTO)))
+    return Dense(sum_over_positions(g_BTO))
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,12 @@ def test_bfloat16_model_keeps_the_bound(case, strategy, clip_all, device):
 
 
 @core
+@pytest.mark.usefixtures("units")
+def test_bfloat16_model_keeps_the_bound_on_matrix_units(case, strategy):
+    test_bfloat16_model_keeps_the_bound(case, strategy, clip_all=True)
+
+
+@core
 @pytest.mark.parametrize("clip_all", [False, True])
 def test_autocast_keeps_the_bound(case, strategy, clip_all, device):
     case = case.on(device)

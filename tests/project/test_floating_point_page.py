@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ghostclip.clipping import norms
-from ghostclip.kernels import bounds
+from ghostclip.kernels import bounds, outer
 from ghostclip.kernels.bounds import rounded_up_
 from tests.project.source import ROOT
 
@@ -22,6 +22,10 @@ CONSTANTS = {
     "CROSS_ROUNDINGS": bounds.CROSS_ROUNDINGS,
     "LEAST": bounds.LEAST,
     "TOLERANCE": norms.TOLERANCE[torch.float32],
+    "UNIT_STEP": bounds.UNIT_STEP,
+    "UNIT_CHAIN": bounds.UNIT_CHAIN,
+    "SPLIT_ROUNDINGS": bounds.SPLIT_ROUNDINGS,
+    "FORMED": outer.FORMED,
 }
 
 
@@ -37,6 +41,10 @@ def test_what_is_said_in_words():
     assert norms.TOLERANCE[torch.float64] == 1e-12
     assert "`UNBOUNDED` = 2⁻²¹" in PAGE
     assert norms.UNBOUNDED == 2.0**-21
+    assert "`UNIT_LOSS` = 2⁻²⁰" in PAGE
+    assert bounds.UNIT_LOSS == 2.0**-20
+    assert "`TOLERANCE_BY_UNITS` = 2⁻⁹" in PAGE
+    assert norms.TOLERANCE_BY_UNITS == 2.0**-9
     assert "128 values in 8 lanes, 256 in 16" in PAGE
     assert bounds._BLOCK in {128, 256}
     one = torch.ones(1, dtype=torch.float64)

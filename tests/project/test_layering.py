@@ -49,6 +49,7 @@ LAYERS = (
 ORDERED = {
     "capture": [
         "batch_axis",
+        "casts",
         "eager",
         "growth",
         "packed",

@@ -1,0 +1,75 @@
+"""What autocast makes of an operation's input, to be kept in the place of the input itself."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ghostclip import _torch
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Casts:
+    """The latest tensor that was cast for an operation: what several read (queries, keys, values) is cast once.
+
+    The gradient of the weight of ``y = x Wᵀ``, run by autocast in 16 bits, is that through the cast input: the float32
+    input of twice the size took no part, and an ordinary backward does not hold it.
+    """
+
+    __slots__ = ("__weakref__", "_cast", "_source", "_version")
+
+    def __init__(self) -> None:
+        """Hold nothing."""
+        self._source: Any = None
+        self._version = -1
+        self._cast: Tensor | None = None
+
+    def of(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a tensor as it took part in an operation.
+
+        Args:
+            tensor: An input of the operation.
+            dtype: Of what it returned.
+
+        Returns:
+            The tensor outside the graph, in 16 bits, where autocast brought it from float32 to that; else itself.
+        """
+        if tensor.dtype != torch.float32 or dtype not in _HALF:
+            return tensor
+        (version,) = _torch.versions([tensor])
+        cast = self._cast
+        if cast is None or cast.dtype != dtype or self._version != version or self._source() is not tensor:
+            with _torch.subclasses_off():
+                cast = tensor.detach().to(dtype)
+            self._source, self._version, self._cast = weakref.ref(tensor, _dropping(self)), version, cast
+        return cast
+
+    def drop(self, source: Any) -> None:
+        """Let the cast go: what it was made of is gone.
+
+        Args:
+            source: The weak reference to that.
+        """
+        if self._source is source:
+            self._source = self._cast = None
+
+
+def _dropping(casts: Casts) -> Callable[[Any], None]:
+    # A bound method would hold its object, which holds the reference that holds it.
+    held = weakref.ref(casts)
+
+    def drop(source: Any) -> None:
+        alive = held()
+        if alive is not None:
+            alive.drop(source)
+
+    return drop
+
+
+def may_cast(tensor: Tensor) -> bool:
+    """Return whether autocast may bring an operation's input to 16 bits."""
+    wide = tensor.dtype == torch.float32 and torch.is_autocast_enabled(tensor.device.type)
+    return wide and not tensor.is_inference()

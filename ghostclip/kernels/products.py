@@ -1,0 +1,129 @@
+"""Products of matrices in float32 at least: where two tensors are widened first, and where matrix units take them.
+
+Matrix units of a GPU multiply 16-bit numbers some ten times as fast as float32, and a product of two such numbers is
+exact in float32. What they are given as it is comes out in float32; what they may lose is in `bounds`.
+
+Shape letters: N samples (times slots), T positions, F features, U columns.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ghostclip.kernels.bounds import UNIT_CHAIN, widened
+
+HALF: Final = (torch.float16, torch.bfloat16)
+
+_OUT_DTYPE: Final = "dtype" in torch.ops.aten.bmm.overloads()
+# Before, what is added to had to be of 16 bits, or was not read (torch, pull request 167931).
+_ADDS: Final = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10)
+# Loads of matrix units are of so many bytes; rows that begin elsewhere are loaded number by number.
+_ALIGNED: Final = 16
+_FIRST: Final = (8, 0)
+"""Compute capability of the first GPUs whose matrix units take bfloat16."""
+
+
+def has_units(device: torch.device) -> bool:
+    """Return whether a device multiplies 16-bit matrices into float32."""
+    return device.type == "cuda" and _OUT_DTYPE and _suits(device)
+
+
+@lru_cache(maxsize=64)
+def _suits(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= _FIRST
+
+
+def takes(left: Tensor, right: Tensor) -> bool:
+    """Return whether matrix units multiply two tensors as they are.
+
+    Args:
+        left: Any tensor.
+        right: Another, on the same device.
+
+    Returns:
+        True for two 16-bit tensors of one dtype on a GPU with such units.
+    """
+    dtype = left.dtype
+    return dtype in HALF and dtype == right.dtype and has_units(left.device)
+
+
+def operand(x_NTF: Tensor) -> Tensor:
+    """Return what products with tensors of the same dtype are to be formed of: widened, or the tensor as it is.
+
+    Args:
+        x_NTF: Floating or complex, shape ``(N, T, F)``.
+
+    Returns:
+        The tensor itself where matrix units take it, in memory where its rows begin as they read them; else in 32 bits
+        a number at least.
+    """
+    return aligned(x_NTF) if takes(x_NTF, x_NTF) else widened(x_NTF)
+
+
+def is_taken(x_NTF: Tensor) -> bool:
+    """Return whether matrix units read a tensor where it lies: 16 bits, rows or columns at multiples of 16 bytes."""
+    if not takes(x_NTF, x_NTF):
+        return False
+    per_load = _ALIGNED // x_NTF.element_size()
+    samples, across, along = x_NTF.stride()
+    return samples % per_load == 0 and (
+        (along == 1 and across % per_load == 0) or (across == 1 and along % per_load == 0)
+    )
+
+
+def aligned(x_NTF: Tensor) -> Tensor:
+    """Return a 16-bit tensor whose rows begin at multiples of 16 bytes: a copy where its own do not (V = 50,257)."""
+    features, per_load = x_NTF.shape[2], _ALIGNED // x_NTF.element_size()
+    if is_taken(x_NTF) or x_NTF.numel() == 0 or features < per_load:
+        return x_NTF
+    width = -(-features // per_load) * per_load
+    return x_NTF.new_empty(*x_NTF.shape[:2], width)[:, :, :features].copy_(x_NTF)
+
+
+def batched(left_NTF: Tensor, right_NFU: Tensor) -> Tensor:
+    """Return the product of each pair of matrices, accumulated in float32 at least.
+
+    Args:
+        left_NTF: Shape ``(N, T, F)``.
+        right_NFU: Shape ``(N, F, U)``.
+
+    Returns:
+        Shape ``(N, T, U)``, float32, or the wider type of the two; on matrix units in sums of `UNIT_CHAIN` products.
+    """
+    if left_NTF.dtype == right_NFU.dtype == torch.float32:
+        return torch.bmm(left_NTF, right_NFU)
+    if not takes(left_NTF, right_NFU):
+        return torch.bmm(widened(left_NTF), widened(right_NFU))
+    pairs = zip(left_NTF.split(UNIT_CHAIN, 2), right_NFU.split(UNIT_CHAIN, 1), strict=True)
+    total_NTU: Tensor | None = None
+    for left, right in pairs:
+        if total_NTU is None:
+            total_NTU = torch.bmm(left, right, out_dtype=torch.float32)
+        elif _ADDS:
+            torch.baddbmm(total_NTU, left, right, out_dtype=torch.float32, out=total_NTU)
+        else:
+            total_NTU.add_(torch.bmm(left, right, out_dtype=torch.float32))
+    assert total_NTU is not None
+    return total_NTU
+
+
+def add_product_(out_OI: Tensor, left_OT: Tensor, right_TI: Tensor, *, fresh: bool = False, sign: int = 1) -> None:
+    """Add the product of two 16-bit matrices to a float32 one, on matrix units.
+
+    Args:
+        out_OI: What is added to.
+        left_OT: Shape ``(O, T)``.
+        right_TI: Shape ``(T, I)``, the same dtype.
+        fresh: Whether ``out_OI`` is written, whatever its memory held; the sign must be 1 then.
+        sign: 1, or -1 to subtract.
+    """
+    if fresh:
+        torch.mm(left_OT, right_TI, out_dtype=torch.float32, out=out_OI)
+    elif _ADDS:
+        torch.addmm(out_OI, left_OT, right_TI, out_dtype=torch.float32, alpha=sign, out=out_OI)
+    else:
+        out_OI.add_(torch.mm(left_OT, right_TI, out_dtype=torch.float32), alpha=sign)
