@@ -231,15 +231,19 @@ class GhostClipper:
         def add() -> None:
             self._listen(sums, loss.backward)
             sums.streams.join()
-            self._doubt = repeats.require()
             with torch.no_grad(), full_precision():
                 sums.finish()
-                if self._doubt is not None:
-                    self._store.drop_if(self._doubt.differs_K.any())
+                self._require(repeats)
 
         self._all_or_nothing(add)
         sums.streams.part()
         self._close(norms)
+
+    def _require(self, repeats: Repeats) -> None:
+        """Drop the sums of a second backward that brought other gradients; where asking waits, it is asked later."""
+        self._doubt = repeats.require()
+        if self._doubt is not None:
+            self._store.drop_if(self._doubt.differs_K.any())
 
     def _imprecise_B(self, total: GroupNorms) -> Tensor | None:
         """Ask which norms must be computed in float64, and at the same time whether the step before repeated itself."""
