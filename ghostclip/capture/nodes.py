@@ -139,10 +139,10 @@ class Kept:
         return first.data_ptr() if plain and first.dim() > 2 else 0
 
     @property
-    def form(self) -> tuple[tuple[torch.Size, torch.dtype], int]:
-        """Shape and type of the first tensor, and its number of elements."""
+    def form(self) -> tuple[torch.Size, int]:
+        """Shape of the first tensor, and its number of elements."""
         first = self._tensors[0]
-        return (first.shape, first.dtype), first.numel()
+        return first.shape, first.numel()
 
     @property
     def saved_tensors(self) -> tuple[Tensor, ...]:

@@ -153,7 +153,7 @@ class ParamUse:
             return row_map.split(tensor, num_batch_dims, batch_size)
 
         pairs: list[tuple[str, Factor]] = []
-        is_explained = self.is_explained(grad, saved)
+        is_explained = self.site.sizes == self.sizes(grad, saved)
         for key, factor in self.factors(saved, grad, split).items():
             pulled = self._pulled(key, factor)
             if not is_explained:
@@ -161,20 +161,16 @@ class ParamUse:
             pairs += pulled
         return pairs
 
-    def _sizes(self, grad: Tensor, saved: Sequence[Tensor]) -> tuple[Any, ...]:
-        return self.forward.batch_size, grad.shape, *[tensor.shape for tensor in saved]
-
-    def is_explained(self, grad: Tensor, saved: Sequence[Tensor]) -> bool:
-        """Return whether a gradient of these sizes came in at the call site before.
+    def sizes(self, grad: Tensor, saved: Sequence[Tensor] | None = None) -> tuple[Any, ...]:
+        """Return the sizes that what came in follows from, see `CallSite.sizes`.
 
         Args:
             grad: Gradient of the output.
-            saved: What was kept for it.
-
-        Returns:
-            Whether nothing has to be noted of it.
+            saved: What was kept for it; None to look it up.
         """
-        return self.site.sizes == self._sizes(grad, saved)
+        if saved is None:
+            saved = self.node.saved_tensors if self.node is not None else ()
+        return self.forward.batch_size, grad.shape, *[tensor.shape for tensor in saved]
 
     def explain(self, key: str, factor: Factor, grad: Tensor, saved: Sequence[Tensor], pulled: Factor | None) -> None:
         """Note, for whoever asks what a layer costs, what came in.
@@ -189,7 +185,7 @@ class ParamUse:
         self.site.statistics[key] = statistics_of(
             self.targets[key], factor, grad, where=self._circumstances(key, saved), pulled=pulled
         )
-        self.site.sizes = self._sizes(grad, saved)
+        self.site.sizes = self.sizes(grad, saved)
 
     def _pulled(self, key: str, factor: Factor) -> list[tuple[str, Factor]]:
         """Return the factors of the trainable parameters behind a target."""

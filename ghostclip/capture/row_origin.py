@@ -36,11 +36,15 @@ UNKNOWN_ORDER: Final = torch.empty(0, dtype=torch.int64)
 _names: dict[type, str] = {}
 
 
-def _name_is(node: Any, names: frozenset[str]) -> bool:
+def _name_of(node: Any) -> str:
     kind = type(node)
     if kind not in _names:
         _names[kind] = node.name()
-    return _names[kind] in names
+    return _names[kind]
+
+
+def _name_is(node: Any, names: frozenset[str]) -> bool:
+    return _name_of(node) in names
 
 
 def origin_of_rows(x: Tensor, axis: int, batch_size: int, expected_axis: int) -> Tensor | None:
@@ -63,11 +67,12 @@ def origin_of_rows(x: Tensor, axis: int, batch_size: int, expected_axis: int) ->
 
 def _samples(node: Any, output_nr: int, rows: int, batch_size: int, expected_axis: int) -> Tensor | None:
     for _ in range(_MAX_NODES):
-        if node.metadata or _name_is(node, _PACKED):
+        name = _name_of(node)
+        if node.metadata or name in _PACKED:
             is_known, samples = _noted(node, rows)
             if is_known:
                 return samples
-        if _name_is(node, _SELECTING):
+        if name in _SELECTING:
             if _is_last_state(node, output_nr):
                 return _of_first_step(node, rows, batch_size, expected_axis)
             joined = _joined(node, rows, batch_size, expected_axis)
@@ -78,7 +83,7 @@ def _samples(node: Any, output_nr: int, rows: int, batch_size: int, expected_axi
                 index, parent_rows = selection
                 parent = _parent_samples(node, parent_rows, batch_size, expected_axis)
                 return parent if parent is None or parent is UNKNOWN_ORDER else parent.to(index.device)[index]
-        if _name_is(node, _VIEWS) and tuple(_torch.saved(node, "self_sym_sizes")[:2]) == (1, rows):
+        if name in _VIEWS and tuple(_torch.saved(node, "self_sym_sizes")[:2]) == (1, rows):
             return _of_one_block(node.next_functions[0][0], rows, batch_size, expected_axis)
         following = _same_rows(node, rows)
         if following is None:

@@ -26,7 +26,7 @@ from ghostclip.factors.base import accumulation_dtype
 
 # Elements of a layer's input, output gradient and parameters up to which copying costs less than calls do. A GPU copies
 # more in the time that it takes to be told to.
-_SMALL: Final = {"cpu": 1 << 15}
+_SMALL: Final = 1 << 15
 _SMALL_ON_A_GPU: Final = 1 << 21
 # So many of the largest small layers wait at a time.
 _WAITING: Final = 32
@@ -135,20 +135,21 @@ class Alike:
         """
         if use.alike is None:
             return False
-        elements, data = grad.numel() + use.alike.elements, None
-        if use.node is not None:
-            if type(use.node) is not Kept:
+        elements, node, data = grad.numel() + use.alike.elements, use.node, None
+        if node is not None:
+            if type(node) is not Kept:
                 return False
-            data, more = use.node.form
+            data, more = node.form
             elements += more
-        most = _SMALL.get(grad.device.type, _SMALL_ON_A_GPU)
+        most = _SMALL if grad.is_cpu else _SMALL_ON_A_GPU
         if elements > most or len(self._total.sums) > 1 or not _stands_alone(use):
             return False
         row_map = use.row_map
         if row_map.axis or row_map.kind not in _IN_FRONT:
             return False
-        always = kept and tuple([name in kept for name in use.site.names])
-        key = use.alike, row_map.kind, always, use.forward.batch_size, grad.shape, grad.dtype, data
+        always = kept and tuple(name in kept for name in use.site.names)
+        # What else is to be equal follows from these: sizes of parameters, types and devices are those of the form.
+        key = use.alike, row_map.kind, always, grad.shape, grad.dtype, data
         self._waiting[key].append(_Waiting(use, grad, _torch.version(grad)))
         self._elements += elements
         self._most = most * _WAITING
@@ -195,7 +196,7 @@ class Alike:
             for key, target in first.targets.items()
         ):
             return False
-        names = {key: [use.targets[key].origin.names[0] for use, *_ in found] for key in formed}
+        names = {key: [next(iter(use.targets[key].origin.leaves)) for use, *_ in found] for key in formed}
         _explain(found, formed)
         for key, factor in formed.items():
             kept = self._form(names[key][0], factor)
@@ -233,10 +234,11 @@ def _trains(waiting: _Waiting) -> bool:
 def _explain(found: Sequence[_Waiting], formed: Mapping[str, Factor]) -> None:
     """Note what came in at every call site where its sizes are new."""
     parts: dict[str, list[Factor]] = {}
+    sizes = found[0].use.sizes(found[0].grad)
     for number, (use, grad, _) in enumerate(found):
-        saved = () if use.node is None else use.node.saved_tensors
-        if use.is_explained(grad, saved):
+        if use.site.sizes == sizes:
             continue
+        saved = () if use.node is None else use.node.saved_tensors
         parts = parts or {key: apart(factor, len(found)) for key, factor in formed.items()}
         for key, factors in parts.items():
             use.explain(key, factors[number], grad, saved, factors[number])
