@@ -201,7 +201,7 @@ class CaptureContext:
 
     def _inner_calls_say_nothing(self) -> bool:
         """Return whether nothing is made of calls inside the outermost one: no sampler, no rank, no unit of its own."""
-        return not (any_samplers() or self.substitution.units or _torch.several_ranks())
+        return not (any_samplers(self._watch.kinds) or self.substitution.units or _torch.several_ranks())
 
     def _start(self, *inputs: Any) -> None:
         """Substitute the parameters and watch what is done with them and with the data."""

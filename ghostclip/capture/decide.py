@@ -420,7 +420,9 @@ def _alike(operation: Operation, plan: ByRule, forward: ForwardContext) -> Form 
     if any(not tracked.origin.value.is_contiguous() for tracked in operation.tracked):
         return None
     arguments = [*enumerate(operation.args), *operation.kwargs.items()]
-    form = [(place, _form_of(item)) for place, item in arguments if type(item) is not TrackedTensor]
+    # Of data in the graph and outside it the factors are the same.
+    forms = [(place, _form_of(item)) for place, item in arguments if type(item) is not TrackedTensor]
+    form = [(place, (one.dims, one.dtype, one.layout) if type(one) is _DataForm else one) for place, one in forms]
     values = [(place, item.origin.value) for place, item in arguments if type(item) is TrackedTensor]
     own = [(place, value.shape, value.dtype, value.device) for place, value in values]
     if any(part is NotImplemented for _, part in form):

@@ -46,10 +46,14 @@ class Watch:
     """The hooks on the modules of a model; those of inner modules are off while the outermost one runs.
 
     A call inside a call begins and ends nothing, and a module without hooks is called ten times as quickly.
+
+    Attributes:
+        kinds: The classes of the modules.
     """
 
     def __init__(self) -> None:
         """Watch no module yet."""
+        self.kinds: set[type[nn.Module]] = set()
         self._handles: list[RemovableHandle] = []
         self._watched: list[tuple[nn.Module, int, int]] = []
         self._off: list[tuple[nn.Module, tuple[int, _Hook], tuple[int, _Hook]]] = []
@@ -71,6 +75,7 @@ class Watch:
         after = module.register_forward_hook(_Hook(leave), with_kwargs=True, always_call=True)
         self._handles += [before, after]
         self._watched.append((module, before.id, after.id))
+        self.kinds.add(type(module))
 
     def extend(self, handles: list[RemovableHandle]) -> None:
         """Remove other hooks together with these."""

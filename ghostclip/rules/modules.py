@@ -6,6 +6,7 @@ Opacus's, so that its samplers can be registered here unchanged.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -95,9 +96,9 @@ def norm_samplers() -> dict[type[nn.Module], Sampler]:
     return _NORMS
 
 
-def any_samplers() -> bool:
-    """Return whether a sampler is registered for any module class."""
-    return bool(_GRADIENTS or _NORMS)
+def any_samplers(kinds: AbstractSet[type[nn.Module]]) -> bool:
+    """Return whether a sampler is registered for any of some module classes."""
+    return not (kinds.isdisjoint(_GRADIENTS) and kinds.isdisjoint(_NORMS))
 
 
 def samplers_of(module: nn.Module) -> Samplers | None:
