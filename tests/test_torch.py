@@ -823,3 +823,62 @@ def test_a_compiler_that_was_never_loaded_is_not_loaded():
         "t.mark_untraced(lambda: None, reason=''); assert 'torch._dynamo' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---------------------------------------------------------------- what spares the host calls
+
+
+def test_a_hook_that_is_heard_of_sees_the_gradient_and_stands_beside_others():
+    heard = []
+
+    def hear(grad):
+        heard.append(("ours", grad.clone()))
+        return grad * 2
+
+    x = _leaf(3)
+    y = x * 3
+    node = _torch.hear_gradient(y, hear)
+    y.register_hook(lambda grad: heard.append(("other", grad.clone())))
+    assert node is y.grad_fn
+    y.add_(1)
+    y.sum().backward()
+    assert [(name, grad.tolist()) for name, grad in heard] == [("ours", [1.0] * 3), ("other", [2.0] * 3)]
+    assert x.grad.tolist() == [6.0] * 3
+
+
+def test_a_hook_that_is_heard_of_keeps_those_that_were_there():
+    heard = []
+    y = _leaf(3) * 3
+    y.register_hook(lambda grad: heard.append("first"))
+    _torch.hear_gradient(y, lambda grad: heard.append("second"))
+    y.sum().backward()
+    assert heard == ["first", "second"]
+
+
+def test_hooks_that_were_taken_come_back_in_their_places():
+    module, order = nn.Linear(2, 2), []
+
+    def note(name):
+        return lambda *args: order.append(name)
+
+    module.register_forward_pre_hook(note("before"))
+    first = module.register_forward_pre_hook(note("first"), with_kwargs=True, prepend=True)
+    module.register_forward_hook(note("after"))
+    last = module.register_forward_hook(note("last"), with_kwargs=True, always_call=True)
+    taken = _torch.take_hooks(module, first.id, last.id)
+    assert _torch.take_hooks(module, first.id, last.id) is None
+    module(torch.ones(1, 2))
+    _torch.put_hooks_back(module, (first.id, taken[0]), (last.id, taken[1]))
+    module(torch.ones(1, 2))
+    assert order == ["before", "after", "first", "before", "after", "last"]
+    first.remove(), last.remove()
+    module(torch.ones(1, 2))
+    assert order[-2:] == ["before", "after"]
+
+
+def test_one_process_is_not_one_of_several_ranks():
+    assert not _torch.several_ranks()
+
+
+def test_a_cpu_has_no_stream():
+    assert _torch.current_stream(torch.device("cpu")) is None

@@ -4,7 +4,7 @@ Proofs by gradients see which outputs a sample's loss depends on. They do not se
 nor parameters that belong to nobody's model.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from typing import Any, Final
 
@@ -37,10 +37,24 @@ _CROSSED: Final = (
 Sizes = dict[tuple[int, str], int]
 
 
-def refuse_beyond_outputs(
-    roots: Sequence[Any], forward: ForwardContext, seen: Sizes, *, is_own: Callable[[nn.Parameter], bool]
-) -> None:
-    """Refuse trainable parameters of the loss itself, and a loss that compares samples with other samples' targets.
+def refuse_foreign_parameters(ends: Iterable[Edge], is_own: Callable[[nn.Parameter], bool]) -> None:
+    """Refuse trainable parameters of the loss itself, whose gradients tell of the data.
+
+    Args:
+        ends: Values that the loss is linear in, and that lead to a model's outputs. A term of parameters alone is none.
+        is_own: Tells the model's parameters, which are guarded otherwise.
+
+    Raises:
+        UncoveredParameterError: A trainable parameter that is no part of the model takes part in one of them.
+    """
+    for node, inputs in _above_outputs(ends):
+        leaf = None if inputs else _torch.leaf_of(node)
+        if isinstance(leaf, nn.Parameter) and leaf.requires_grad and not is_own(leaf):
+            raise UncoveredParameterError(_FOREIGN.format(tuple(leaf.shape)))
+
+
+def refuse_crossed(roots: Sequence[Any], forward: ForwardContext, seen: Sizes) -> None:
+    """Refuse a loss that compares samples with other samples' targets.
 
     ``mse_loss`` of outputs (B, 1) and targets (B,) is the usual case: it compares all outputs with all targets. What
     gives it away is a second axis as long as the samples' own, which the values it was made from do not have. An axis
@@ -50,25 +64,20 @@ def refuse_beyond_outputs(
         roots: Where the backward starts.
         forward: Whose outputs the loss is made of.
         seen: What was seen of earlier losses; noted in it.
-        is_own: Tells the model's parameters, which are guarded otherwise.
 
     Raises:
-        UncoveredParameterError: The loss goes through a trainable parameter that is no part of the model.
         SampleMixingError: It pairs each sample with as many rows of something else as there are samples.
 
     Cost:
         One look at each node of the loss, none of the model's.
     """
-    size, crossed = forward.batch_size, ""
-    for number, (node, inputs) in enumerate(_above_outputs(roots)):
-        if not inputs:
-            leaf = _torch.leaf_of(node)
-            if isinstance(leaf, nn.Parameter) and leaf.requires_grad and not is_own(leaf):
-                raise UncoveredParameterError(_FOREIGN.format(tuple(leaf.shape)))
-        elif size > 1 and not crossed:
-            crossed = _crossed(node, inputs, number, size, seen)
-    if crossed:
-        raise SampleMixingError(_CROSSED.format(size, size, crossed))
+    size = forward.batch_size
+    if size == 1:
+        return
+    for number, (node, inputs) in enumerate(_above_outputs(map(edge_of, roots))):
+        crossed = _crossed(node, inputs, number, size, seen) if inputs else ""
+        if crossed:
+            raise SampleMixingError(_CROSSED.format(size, size, crossed))
 
 
 def _crossed(node: Any, inputs: Sequence[Edge], number: int, size: int, seen: Sizes) -> str:
@@ -93,9 +102,9 @@ def _axes_of_samples(shape: Sequence[int], size: int) -> int:
     return max((list(shape).count(length) for length in shape if length and length % size == 0), default=0)
 
 
-def _above_outputs(roots: Sequence[Any]) -> Iterator[tuple[Any, list[Edge]]]:
-    """Yield the nodes between a loss and a model's outputs, in an order that does not depend on the data."""
-    pending: list[Edge] = [edge_of(root) for root in reversed(roots)]
+def _above_outputs(begun: Iterable[Edge]) -> Iterator[tuple[Any, list[Edge]]]:
+    """Yield the nodes between values of a loss and a model's outputs, in an order that does not depend on the data."""
+    pending = list(begun)[::-1]
     visited: set[Any] = set()
     while pending and len(visited) < _MAX_NODES:
         edge = pending.pop()

@@ -6,6 +6,7 @@ Opacus's, so that its samplers can be registered here unchanged.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -93,6 +94,11 @@ def grad_samplers() -> dict[type[nn.Module], Sampler]:
 def norm_samplers() -> dict[type[nn.Module], Sampler]:
     """Return the registered samplers of norms, by module class: the registry itself."""
     return _NORMS
+
+
+def any_samplers(kinds: AbstractSet[type[nn.Module]]) -> bool:
+    """Return whether a sampler is registered for any of some module classes."""
+    return not (kinds.isdisjoint(_GRADIENTS) and kinds.isdisjoint(_NORMS))
 
 
 def samplers_of(module: nn.Module) -> Samplers | None:
