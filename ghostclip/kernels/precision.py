@@ -44,10 +44,8 @@ def full_convolutions() -> AbstractContextManager[None]:
 
 
 def _full(switches: Sequence[_Switch]) -> AbstractContextManager[None]:
-    for place, name, full in switches:
-        if getattr(place, name) not in full:
-            return _switched(switches)
-    return _AS_IT_IS
+    lower = [switch for switch in switches if getattr(switch[0], switch[1]) not in switch[2]]
+    return _switched(lower) if lower else _AS_IT_IS
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.gpu.counted import ENGINES, count, main
 from benchmarks.gpu.models import large_models
 
+pytest.importorskip("transformers")
 CASES = [replace(case, task=case.quick) for case in large_models()]
 
 
