@@ -167,6 +167,9 @@ class ParamUse:
         Args:
             grad: Gradient of the output.
             saved: What was kept for it; None to look it up.
+
+        Returns:
+            The number of samples, and the shapes.
         """
         if saved is None:
             saved = self.node.saved_tensors if self.node is not None else ()

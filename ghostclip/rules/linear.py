@@ -49,8 +49,8 @@ def addmm(call: Call) -> Captured | None:
     bias = "input" if "input" in call.tracked else ""
     if bias and call.values["input"].dim() != 1:
         return None
-    if call.tracked == {"input", "mat2"}:
-        return _addmm_of_data(call.values["mat1"], call.values["mat2"].shape)
+    if "mat2" in call.tracked and "mat1" not in call.tracked:
+        return _addmm_of_data(call.values["mat1"], call.values["mat2"].shape, bias=bool(bias))
     if not call.tracked - {"input"}:
         # The bias alone is trained: nothing but the gradient is wanted.
         x, weight = call.values["mat1"], call.values["mat2"]
@@ -58,12 +58,13 @@ def addmm(call: Call) -> Captured | None:
     return capture_bilinear(call, Equation("bi", ("io",), "bo"), ("mat1", "mat2"), bias=bias)
 
 
-def _addmm_of_data(x: Tensor, shape: Sequence[int]) -> Captured:
+def _addmm_of_data(x: Tensor, shape: Sequence[int], *, bias: bool) -> Captured:
     """Return the capture of ``b + x W`` of a weight stored (I, O): the roles of the two factors are exchanged."""
 
     def factors(saved: Sequence[Tensor], grad: Tensor, split: Split) -> Mapping[str, Factor]:
         g_BTO = split(grad, 1)
-        return {"input": position_sum(g_BTO), "mat2": Outer(g_BTO, split(saved[0], 1), shape=shape)}
+        weight = Outer(g_BTO, split(saved[0], 1), shape=shape)
+        return {"input": position_sum(g_BTO), "mat2": weight} if bias else {"mat2": weight}
 
     return Captured((x,), x, 1, factors, "outer product")
 

@@ -200,3 +200,33 @@ def test_constants_stay_constants(size):
         per_sample = per_sample_gradients(copy.deepcopy(model), {"x": x}, _losses_of_rows, axes={})
         norms_B = torch.stack([whole_norm(gradient) for gradient in per_sample])
         assert torch.allclose(clipper.per_sample_norms, norms_B, rtol=1e-9)
+
+
+class _Addmm(nn.Module):
+    """As transformers' ``Conv1D`` writes it: a weight stored (I, O)."""
+
+    def __init__(self, frozen=()):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(6))
+        for name in frozen:
+            getattr(self, name).requires_grad_(False)
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x.view(-1, 4), self.weight).view(len(x), -1, 6).sum(1)
+
+
+@pytest.mark.parametrize("frozen", [(), ("bias",), ("weight",)])
+def test_addmm_is_decided_once(strategy, frozen):
+    """Its weight is used the other way round, and its rows are folded."""
+    torch.manual_seed(0)
+    model = _Addmm(frozen).double()
+    clipper = engine(strategy)(model, 0.1)
+    for size in (3, 5, 3, 4):
+        x = torch.randn(size, 2, 4, dtype=torch.float64)
+        clipper.backward(model(x).square().sum(1))
+        model.zero_grad()
+        per_sample = per_sample_gradients(copy.deepcopy(model), {"x": x}, _losses_of_rows, axes={})
+        norms_B = torch.stack([whole_norm(gradient) for gradient in per_sample])
+        assert torch.allclose(clipper.per_sample_norms, norms_B, rtol=1e-9)
+    kept = [kept for found in clipper._capture._decisions._kept.values() for kept in found]
+    assert {one.plan.name for one in kept} == ({"addmm"} if model.weight.requires_grad else set())
