@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ghostclip import kernels
-from ghostclip.kernels.noise import BLOCK, chacha_state
+from ghostclip.kernels.noise import BLOCK, SECURE_ROUNDS, chacha_state
 
 # Samples, positions, inputs, outputs.
 LAYERS: Final = {
@@ -111,7 +111,7 @@ def _pointwise_cases(shape: tuple[int, int, int], rows: int, dtype: torch.dtype)
 def _noise_case(elements: int) -> Case:
     def make(device: torch.device) -> tuple[Any, ...]:
         part_N = _random((elements,), torch.float32, device)
-        return part_N, chacha_state(bytes(range(32)), 11), (2.0, 64.0), (0, elements), BLOCK
+        return part_N, chacha_state(bytes(range(32)), 11), (2.0, 64.0), (0, elements), (BLOCK, SECURE_ROUNDS)
 
     return Case(_by_name()["add_noise_"], "noise of a parameter", (elements,), torch.float32, make)
 
