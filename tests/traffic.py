@@ -35,14 +35,15 @@ class Traffic(TorchDispatchMode):
             self.reads.append((name, sum(_size(tensor) for tensor in on_gpu)))
         if func.is_view or name in _FREE or not (on_gpu or any(tensor.is_cuda for tensor in made)):
             return out
+        named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (kwargs or {})
         written = [
             leaf
-            for argument, value in zip(func._schema.arguments, args, strict=False)
+            for argument in func._schema.arguments
             if argument.alias_info is not None and argument.alias_info.is_write
-            for leaf in tree_leaves(value)
+            for leaf in tree_leaves(named[argument.name])
         ]
         fresh = [tensor for tensor in made if all(tensor is not one for one in written)]
-        overwritten = written if name in _OVERWRITES else []
+        overwritten = written if name in _OVERWRITES or "out" in named else []
         self.launches += 1
         self.names.append(name)
         self.bytes += sum(_size(tensor) for tensor in (*given, *fresh, *written))
