@@ -21,6 +21,7 @@ from ghostclip.factors.rows import Rows
 from ghostclip.factors.stacked import Stacked, sum_tensors
 from ghostclip.factors.windows import Windows
 from ghostclip.kernels.bounds import dots
+from ghostclip.kernels.rows import add_rows_
 
 
 class Product(NamedTuple):
@@ -143,7 +144,7 @@ def _rows_rows(first: Rows, second: Rows) -> Product:
         return Product(zero_B, zero_B)
     met_K1 = (pairs_2[place] == pairs_1).unsqueeze(1)
     found = _added(sums_1 * sums_2[place] * met_K1)
-    return Product(*(zero_B.index_add(0, pairs_1 // first.matrix[0], part_K) for part_K in found))
+    return Product(*(add_rows_(zero_B.clone(), pairs_1 // first.matrix[0], part_K) for part_K in found))
 
 
 def _dense_rows(dense: Dense, rows: Rows) -> Product:
