@@ -16,7 +16,7 @@ from ghostclip.kernels._compiled import affine, gram, noise, outer, rows
 
 SIZES = ("positions", "inputs", "outputs", "tiles", "programs", "samples", "splits", "features", "share")
 TYPES = dict.fromkeys((*SIZES, "first_block", "block_size", "offset", "count"), "i32")
-TYPES |= dict.fromkeys(("value_ptr", "scale_ptr", "drift_ptr", "square_ptr", "scales_ptr"), "*fp64")
+TYPES |= dict.fromkeys(("value_ptr", "absolute_ptr", "scale_ptr", "drift_ptr", "square_ptr", "scales_ptr"), "*fp64")
 TYPES |= dict.fromkeys(("coef_ptr", "out_ptr", "weight_ptr", "bias_ptr", "sum_ptr"), "*fp32")
 TYPES |= dict.fromkeys(("order_ptr", "first_ptr", "end_ptr", "state_ptr"), "*i64") | {"eps": "fp32", "total": "i64"}
 TYPES |= dict.fromkeys((*(f"k{number}" for number in range(8)), "low", "high"), "i32")
