@@ -56,43 +56,50 @@ def row_fingerprints(tensors: Sequence[Tensor]) -> Tensor:
     return (bits_KBV + _SHIFT).mul_(bits_KBV).mul_(weight_V).sum(2)
 
 
-def content_prints(flat_N: Tensor) -> Tensor:
-    """Return two numbers that tell a tensor's content: Σ_m mix(Σ_v w_v·x_mv + (m + 1)·c) modulo 2^64 for two c.
+def content_prints(flats: Sequence[Tensor]) -> Tensor:
+    """Return two numbers that tell the content of tensors: Σ_m mix(Σ_v w_v·x_mv + (m + 1)·c) modulo 2^64 for two c.
 
-    x_mv are the bits of value v of row m, of `WIDTH` values each. Contents that differ by chance share both numbers
-    with probability about 2^-64 or less; nothing keeps somebody from making up two that do.
+    x_mv are the bits of value v of row m; each tensor is cut into rows of `WIDTH` values, the last one shorter, and
+    rows are counted over all of them. Contents that differ by chance share both numbers with probability about 2^-64
+    or less; nothing keeps somebody from making up two that do.
 
     Args:
-        flat_N: Contiguous, real, shape ``(N,)``.
+        flats: Contiguous tensors of one axis, on one device, at least one.
 
     Returns:
-        Shape ``(2,)``, int64, on the tensor's device.
+        Shape ``(2,)``, int64, on their device.
 
     Cost:
         One pass, two operations and 20 bytes of traffic a 32-bit value; bounded temporary memory; no device wait.
     """
-    bits_N = flat_N.detach().view(_BITS[flat_N.element_size()])
-    weight_V = _weights_of_row(flat_N.device)
-    whole = len(bits_N) // WIDTH
-    step = _ROWS.get(flat_N.device.type, _ROWS_ON_GPU)
-    rows_MV = bits_N.narrow(0, 0, whole * WIDTH).view(whole, WIDTH)
-    product_MV = bits_N.new_empty((min(step, whole), WIDTH), dtype=torch.int64)
-    parts = []
-    for part_MV in rows_MV.split(step) if whole else ():
-        # Of different types, so that no copy in 64 bits is made first.
-        product = torch.mul(part_MV, weight_V, out=product_MV.narrow(0, 0, len(part_MV)))
-        parts.append(product.sum(1))
-    rest = len(bits_N) - whole * WIDTH
-    if rest:
-        parts.append((bits_N.narrow(0, whole * WIDTH, rest) * weight_V.narrow(0, 0, rest)).sum(0, keepdim=True))
+    parts = [part for flat_N in flats for part in _row_sums(flat_N.detach())]
     if not parts:
-        return bits_N.new_zeros(2, dtype=torch.int64)
+        return torch.zeros(2, dtype=torch.int64).to(flats[0].device)
     sums_M = torch.cat(parts)
     place_M = torch.ones_like(sums_M).cumsum_(0)
     mixed_CM = torch.stack([place_M * c for c in _PLACES]).add_(sums_M)
     for multiplier in _MIXING:
         mixed_CM = (mixed_CM ^ ((mixed_CM >> 31) & (2**33 - 1))).mul_(multiplier)
     return (mixed_CM ^ ((mixed_CM >> 32) & (2**32 - 1))).sum(1)
+
+
+def _row_sums(flat_N: Tensor) -> list[Tensor]:
+    """Return the weighted sums of a tensor's rows, one after the other."""
+    bits_N = flat_N.view(_BITS.get(flat_N.element_size(), torch.int64))
+    weight_V = _weights_of_row(flat_N.device)
+    whole, rest = divmod(len(bits_N), WIDTH)
+    parts = []
+    if whole:
+        rows_MV = bits_N.narrow(0, 0, whole * WIDTH).view(whole, WIDTH)
+        step = min(whole, _ROWS.get(flat_N.device.type, _ROWS_ON_GPU))
+        product_MV = bits_N.new_empty((step, WIDTH), dtype=torch.int64)
+        for part_MV in rows_MV.split(step):
+            # Of different types, so that no copy in 64 bits is made first.
+            product = torch.mul(part_MV, weight_V, out=product_MV.narrow(0, 0, len(part_MV)))
+            parts.append(product.sum(1))
+    if rest:
+        parts.append((bits_N.narrow(0, whole * WIDTH, rest) * weight_V.narrow(0, 0, rest)).sum(0, keepdim=True))
+    return parts
 
 
 def read_prints(prints: Sequence[Tensor]) -> list[list[int]]:

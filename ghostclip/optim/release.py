@@ -143,6 +143,8 @@ def fingerprint(released: Sequence[torch.Tensor]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for tensor in released:
         digest.update(f"{tuple(tensor.shape)} {tensor.dtype};".encode())
-    found = packs([tensor.detach() for tensor in released], lambda _: _PACK)
-    digest.update(repr(read_prints([content_prints(flattened(pack)) for pack in found])).encode())
+    flats: dict[torch.device, list[torch.Tensor]] = {}
+    for pack in packs([tensor.detach() for tensor in released], lambda _: _PACK):
+        flats.setdefault(pack[0].device, []).append(flattened(pack))
+    digest.update(repr(read_prints([content_prints(found) for found in flats.values()])).encode())
     return digest.hexdigest()

@@ -33,7 +33,7 @@ def digest_of(state: Mapping[str, Any]) -> str:
     digest, prints = hashlib.blake2b(digest_size=16), []
 
     def add_values(values: Tensor) -> None:
-        prints.append(content_prints(values))
+        prints.append(content_prints([values]))
 
     _add(digest, state, add_values)
     digest.update(repr(read_prints(prints)).encode())

@@ -37,14 +37,21 @@ def _plain(values):
 @pytest.mark.parametrize("count", [0, 1, WIDTH - 1, WIDTH, 2 * WIDTH + 5])
 def test_they_are_the_formula(count, dtype, device):
     values = torch.randn(count, generator=torch.Generator().manual_seed(count)).mul(100).to(dtype)
-    assert content_prints(values.to(device)).tolist() == _plain(values)
+    assert content_prints([values.to(device)]).tolist() == _plain(values)
 
 
 def test_parts_of_any_size_give_the_same(monkeypatch):
     values = torch.randn(41 * WIDTH + 3)
-    found = content_prints(values)
+    found = content_prints([values])
     monkeypatch.setattr(fingerprints, "_ROWS", {"cpu": 7})
-    assert torch.equal(content_prints(values), found)
+    assert torch.equal(content_prints([values]), found)
+
+
+def test_rows_are_counted_over_all_tensors():
+    values = torch.randn(2 * WIDTH)
+    apart = content_prints([values[:WIDTH], values[WIDTH:]])
+    assert torch.equal(apart, content_prints([values]))
+    assert not torch.equal(apart, content_prints([values[WIDTH:], values[:WIDTH]]))
 
 
 def test_any_change_is_seen():
@@ -60,7 +67,7 @@ def test_any_change_is_seen():
     rows = values[: 3 * WIDTH].view(3, WIDTH)
     changed += [flipped, values.flip(0), values[:-1], torch.cat((rows[[1, 0, 2]].flatten(), values[3 * WIDTH :]))]
     changed += [torch.cat((values, torch.zeros(1)))[1:], torch.zeros_like(values), -torch.zeros_like(values)]
-    told = {tuple(content_prints(one).tolist()) for one in [values, *changed]}
+    told = {tuple(content_prints([one]).tolist()) for one in [values, *changed]}
     assert len(told) == len(changed) + 1
 
 
@@ -110,11 +117,11 @@ def test_values_stay_on_the_gpu(read, of):
     assert read[0] <= 2 * len(tensors)
     assert traffic.bytes / values < 20.5
     assert traffic.peak <= 8 * WIDTH * fingerprints._ROWS_ON_GPU
-    assert traffic.launches < 2 * values / (WIDTH * fingerprints._ROWS_ON_GPU) + 25 * len(tensors)
+    assert traffic.launches < 2 * values / (WIDTH * fingerprints._ROWS_ON_GPU) + 25 * len(read) * read[0]
 
 
 def test_numbers_are_read_once_for_each_device():
-    prints = [content_prints(torch.randn(5)) for _ in range(4)]
+    prints = [content_prints([torch.randn(5)]) for _ in range(4)]
     assert fingerprints.read_prints(prints) == [one.tolist() for one in prints]
     assert fingerprints.read_prints([]) == []
 
