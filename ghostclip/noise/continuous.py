@@ -107,9 +107,10 @@ class FastNoise(KeyedNoise):
         """Return what ranks that add one noise have in common.
 
         Returns:
-            The level, the key's fingerprint, the position and where noise on a GPU comes from.
+            The level, the key's fingerprint, the position and, if it is not the device's generator, where noise on a
+            GPU comes from.
         """
-        return f"{super().fingerprint()} from {self._stream}"
+        return super().fingerprint() + " from one key stream" * (self._stream == "counter")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the noise that follows a saved state, from the stream that it was drawn from.
