@@ -9,6 +9,7 @@ benchmarks/results/torch-versions.md.
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
@@ -231,6 +232,31 @@ def order_of(node: Any) -> int:
 
 
 # ---------------------------------------------------------------- the backward
+
+
+def hear_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> Any:
+    """Call a hook with a tensor's gradient, at half the cost of ``Tensor.register_hook``: ``Node._register_hook_dict``.
+
+    Args:
+        tensor: A tensor in the graph.
+        hook: Returns what takes the gradient's place.
+
+    Returns:
+        The node that made the tensor.
+    """
+    node: Any = tensor.grad_fn
+    if tensor._backward_hooks is not None:
+        tensor.register_hook(hook)
+        return node
+    # Its key is none of the numbers that handles of other hooks have.
+    tensor._backward_hooks = OrderedDict(ghostclip=hook)
+    node._register_hook_dict(tensor)
+    return node
+
+
+def current_stream(device: torch.device) -> Any:
+    """Return the stream that work on a device is put into, None where it has none: ``torch.cuda.current_stream``."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def run_backward(outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
@@ -469,6 +495,35 @@ def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     return list(module._forward_hooks.values())
 
 
+def take_hooks(module: nn.Module, before: int, after: int) -> tuple[Any, Any] | None:
+    """Take two hooks out of a module's tables: ``Module._forward_pre_hooks``, ``Module._forward_hooks``.
+
+    Args:
+        module: The module.
+        before: The number of the hook that runs before its forward, which its handle has.
+        after: That of the hook after it.
+
+    Returns:
+        The hooks; None where one of them is not there.
+    """
+    pre, post = module._forward_pre_hooks, module._forward_hooks
+    return (pre.pop(before), post.pop(after)) if before in pre and after in post else None
+
+
+def put_hooks_back(module: nn.Module, before: tuple[int, Any], after: tuple[int, Any]) -> None:
+    """Put back what `take_hooks` took, first and last: ``Module._forward_pre_hooks``, ``Module._forward_hooks``.
+
+    Args:
+        module: The module.
+        before: Number and hook.
+        after: Likewise.
+    """
+    pre: Any = module._forward_pre_hooks
+    pre[before[0]] = before[1]
+    pre.move_to_end(before[0], last=False)
+    module._forward_hooks[after[0]] = after[1]
+
+
 # The hooks that a call runs, and what they are called with.
 _HOOKS: Final = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
@@ -525,6 +580,11 @@ def is_call_of(frame: FrameType, module: Any) -> bool:
 def state_metadata(state: Mapping[str, Any]) -> Any:
     """Return the versions of a model's parts, None where a mapping has none: ``_metadata`` of ``state_dict()``."""
     return getattr(state, "_metadata", None)
+
+
+def several_ranks() -> bool:
+    """Return whether this process is one of several of a training: ``torch.distributed.is_initialized``."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def running_wrapper() -> Any:

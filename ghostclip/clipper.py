@@ -21,7 +21,7 @@ from ghostclip.clipping.loss_scale import refuse_common_factor
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, Pass, SumPass
 from ghostclip.clipping.policies import ClipPolicy, policy_of
-from ghostclip.clipping.repeats import Repeats
+from ghostclip.clipping.repeats import Repeats, Verdict
 from ghostclip.clipping.savepoint import Savepoint
 from ghostclip.clipping.scalar_loss import LossExaminer
 from ghostclip.clipping.store import GradientStore
@@ -83,6 +83,7 @@ class GhostClipper:
         relation: str = "zero_out",
         probe: bool = True,
         memory_budget: float = MEMORY_BUDGET,
+        device_only: bool = False,
     ) -> None:
         """Attach to a model.
 
@@ -98,9 +99,12 @@ class GhostClipper:
                 False only for a model that `ghostclip.validate` found sound in the same layout.
             memory_budget: The most that book-keeping may hold, over what an ordinary backward holds, in return for
                 fewer operations: see `ghostclip.planning.plan.Planner`.
+            device_only: Read no value of a tensor in a backward, as a CUDA graph asks: a sample whose norm is not
+                finite, or may have been changed by rounding by more than the tolerance, contributes nothing, where
+                otherwise it is measured again in float64. Not for strategies of two backwards, whose likeness is read.
 
         Raises:
-            InvalidOptionError: An option has a value that is not listed.
+            InvalidOptionError: An option has a value that is not listed, or contradicts another one.
             UnsupportedModelError: The model has no trainable parameter, or has a clipper already.
         """
         _validate.choice(strategy, "strategy", get_args(Strategy))
@@ -108,7 +112,9 @@ class GhostClipper:
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise UnsupportedModelError(f"{type(model).__name__} has no trainable parameter: nothing to clip.")
         self.model = model
+        self.device_only = device_only
         self._decisions = Decisions(policy_of(max_grad_norm, policy), relation)
+        self._refuse_readers(strategy, self.policy)
         self.strategy = strategy
         self.loss_reduction = loss_reduction
         self.batch_first = batch_first
@@ -116,6 +122,7 @@ class GhostClipper:
         self._losses_to_probe = 1 if probe else 0
         self._said: set[str] = set()
         self.generation = 0
+        self._doubt: Verdict | None = None
         self._evidence = Evidence(probes=probe)
         self._examiner = LossExaminer(loss_reduction, self._evidence)
         self._capture = CaptureContext(
@@ -129,6 +136,20 @@ class GhostClipper:
         self._zero_grad = ZeroGrad(model)
         self.planner = Planner(memory_budget)
         self._groups()
+
+    def _refuse_readers(self, strategy: str, policy: ClipPolicy) -> None:
+        """Refuse what reads values where none may be read."""
+        if not self.device_only:
+            return
+        if strategy in _TWO_PASS:
+            raise InvalidOptionError(
+                f"strategy={strategy!r} with device_only=True: two backwards are compared, and the answer is read. Use "
+                "strategy='bookkeeping'."
+            )
+        if policy.adaptation is not None:
+            raise InvalidOptionError(
+                "policy with device_only=True: an adaptive bound is a number that every step reads. Use a fixed one."
+            )
 
     # -- backward -------------------------------------------------------------------------------------------------
 
@@ -160,6 +181,7 @@ class GhostClipper:
                 probe_losses(self._evidence, self._capture, loss)
         strategy = self.resolve_strategy()
         if strategy in _TWO_PASS:
+            self._refuse_readers(strategy, self.policy)
             self._two_passes(loss.sum(), per_sample=per_sample, instantiate=strategy == "fast")
             return
         listener = self._one_pass(strategy, loss)
@@ -191,13 +213,14 @@ class GhostClipper:
                 repeats.begin_again(anew=total is None)
                 continue
             repeats.begin_again()
+            norms.streams.join()
             with torch.no_grad(), full_precision():
                 found = norms.norms()
                 if total is not None and index_D is not None:
                     ill_conditioned_B = total.refine(found, index_D)
                     break
                 total = found
-                imprecise_B = total.imprecise_B()
+                imprecise_B = self._imprecise_B(total)
             if imprecise_B is None:
                 break
             index_D = imprecise_B.nonzero().squeeze(1)
@@ -207,28 +230,47 @@ class GhostClipper:
 
         def add() -> None:
             self._listen(sums, loss.backward)
-            repeats.require()
+            sums.streams.join()
             with torch.no_grad(), full_precision():
                 sums.finish()
+                self._require(repeats)
 
         self._all_or_nothing(add)
+        sums.streams.part()
         self._close(norms)
+
+    def _require(self, repeats: Repeats) -> None:
+        """Drop the sums of a second backward that brought other gradients; where asking waits, it is asked later."""
+        self._doubt = repeats.require()
+        if self._doubt is not None:
+            self._store.drop_if(self._doubt.differs_K.any())
+
+    def _imprecise_B(self, total: GroupNorms) -> Tensor | None:
+        """Ask which norms must be computed in float64, and at the same time whether the step before repeated itself."""
+        doubt, self._doubt = self._doubt, None
+        imprecise_B = total.imprecise_B(None if doubt is None else doubt.differs_K.any())
+        if doubt is not None and not total.finite:
+            doubt.require()
+        return imprecise_B
 
     def _listen(self, listener: Pass, run: Callable[[], bool | None]) -> bool | None:
         with self._capture.listening(listener), self._capture.substituted():
             return run()
 
     def _one_pass(self, strategy: str, loss: Tensor | None) -> BookKeeping:
-        if strategy != "hooks":
-            parameters = self._capture.substitution.parameters
-            if loss is None:
-                return BookKeeping(
-                    self._groups(), kept_layers=lambda use, grad: self.planner.during(use, grad, parameters)
-                )
-            keep = self.planner.before(loss, self._capture.forward, parameters)
-            return BookKeeping(self._groups(), kept_layers=lambda use, grad: keep)
-        self._store.drop_stale_samples()
-        return Hooks(self._groups())
+        if self._doubt is not None:
+            doubt, self._doubt = self._doubt, None
+            doubt.require()
+        if strategy == "hooks":
+            self._store.drop_stale_samples()
+            return Hooks(self._groups(), device_only=self.device_only)
+        parameters = self._capture.substitution.parameters
+        keep = None if loss is None else self.planner.before(loss, self._capture.forward, parameters)
+
+        def kept_layers(use: ParamUse, grad: Tensor) -> frozenset[str]:
+            return self.planner.during(use, grad, parameters) if keep is None else keep
+
+        return BookKeeping(self._groups(), kept_layers=kept_layers, device_only=self.device_only)
 
     def _open_implicit_pass(self, use: ParamUse | None) -> None:
         """Begin listening to a plain ``loss.backward()``; it completes when that backward ends."""
@@ -254,10 +296,14 @@ class GhostClipper:
         _torch.at_the_end(complete)
 
     def _complete(self, listener: BookKeeping, *, per_sample: bool) -> None:
+        listener.streams.join()
         with torch.no_grad(), full_precision():
             scale = self._scale(per_sample=per_sample)
             total = listener.norms()
-            weights = self._decisions.weights(total, self._forward_of(listener), scale, listener.ill_conditioned_B)
+            forward = self._forward_of(listener)
+            weights = self._decisions.weights(
+                total, forward, scale, listener.ill_conditioned_B, certain_B=listener.certain_B
+            )
             self._all_or_nothing(lambda: listener.add_sums(self._store, weights, scale))
         self._close(listener)
 
@@ -270,6 +316,7 @@ class GhostClipper:
             raise
 
     def _close(self, listener: Pass) -> None:
+        listener.streams.part()
         for forward in listener.forwards:
             forward.consumed = True
             backward_entry.forget(forward)
@@ -356,6 +403,7 @@ class GhostClipper:
     def policy(self, value: ClipPolicy) -> None:
         if self.has_clipped_sum:
             raise InvalidOptionError("policy: a batch was clipped by the present one. Replace it after the step.")
+        self._refuse_readers(self.strategy, value)
         self._decisions.policy = value
         self._groups()
 

@@ -1,10 +1,10 @@
 """Run an operation whose use is described, and attach the use to its output."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import Tensor
 
+from ghostclip import _torch
 from ghostclip.capture.nodes import enter_graph, keep, own
 from ghostclip.capture.param_use import ParamUse, register
 from ghostclip.capture.row_origin import METADATA_KEY, leads_to
@@ -53,8 +53,7 @@ def attached(use: ParamUse, output: Tensor, *, rows: Tensor, hook: Callable[[Ten
     else:
         output = enter_graph(output, anchor)
     register(use)
-    output.register_hook(hook)
-    node: Any = output.grad_fn
+    node = _torch.hear_gradient(output, hook)
     node.metadata[METADATA_KEY] = use
     return output
 

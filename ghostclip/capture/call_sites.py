@@ -34,7 +34,7 @@ class CallSite:
     attempts: int = 0
     at_once: bool = False
     statistics: dict[str, Statistics] = field(default_factory=dict)
-    sizes: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    sizes: tuple[Any, ...] = ()
 
     @property
     def proven(self) -> bool:
@@ -46,6 +46,17 @@ class CallSite:
         return f"parameter '{', '.join(self.names)}' in {self.operation}"
 
 
+@dataclass(frozen=True, eq=False)
+class Form:
+    """What operations have in common that may differ in their parameters alone.
+
+    Attributes:
+        elements: Elements of the parameters of one of them.
+    """
+
+    elements: int
+
+
 class CallSites:
     """What is remembered from forward to forward.
 
@@ -55,6 +66,7 @@ class CallSites:
         outputs: The same for the model's outputs.
         reentrant: Activation checkpointing of the reentrant kind was met.
         told: Parameters of whose slow sites the user was told.
+        forms: Forms of operations that may differ in their parameters alone, by what makes each: one object each.
     """
 
     def __init__(self) -> None:
@@ -64,12 +76,22 @@ class CallSites:
         self.outputs: tuple[int, ...] = ()
         self.reentrant = False
         self.told: set[tuple[str, ...]] = set()
+        self.forms: dict[Any, Form] = {}
 
     def forget(self) -> None:
         """Ask for all evidence anew: the model was changed."""
         self.table.clear()
         self.layouts.clear()
         self.outputs = ()
+
+    def forget_since(self, count: int) -> None:
+        """Forget the call sites of a forward that was misread.
+
+        Args:
+            count: How many sites there were before it.
+        """
+        for number in list(self.table)[count:]:
+            del self.table[number]
 
     def at(self, number: tuple[Any, int], tracked: Iterable[TrackedTensor], form: str, gathered: str) -> CallSite:
         """Return a call site, made on first sight.

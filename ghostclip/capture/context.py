@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ghostclip import _torch, _tree
 from ghostclip.capture import backward_entry, eager, hooks
@@ -31,6 +30,7 @@ from ghostclip.capture.running import Running
 from ghostclip.capture.substitution import Substitution, untouched_grads
 from ghostclip.capture.tracked import TrackedTensor, plain, without_samples
 from ghostclip.errors import GhostClipError, UncoveredParameterError, UnsupportedModelError
+from ghostclip.rules.modules import any_samplers
 from ghostclip.rules.registry import operation_name
 
 
@@ -127,22 +127,22 @@ class CaptureContext:
         self._listening: ExitStack | None = None
         self._full_backward = False
         self._running: Running | None = None
+        self._sites_before = 0
         self._compiler: Any = None
-        self._handles: list[RemovableHandle] = []
+        self._watch = hooks.Watch()
         self._attach()
         for unit in units:
-            self._handles += hooks.attach_inside(unit, self._enter_unit, self.substitution.give_back)
+            self._watch.extend(hooks.attach_inside(unit, self._enter_unit, self.substitution.give_back))
         backward_entry.attach(self)
 
     def _attach(self) -> None:
         """Put hooks on the modules that have none yet."""
-        self._handles += hooks.attach(self.model, self._enter, self._leave, attached=bool(self._handles))
+        hooks.attach(self.model, self._enter, self._leave, self._watch)
+        self._rows.always |= any(isinstance(module, nn.RNNBase) for module in self.model.modules())
 
     def close(self) -> None:
         """Remove every hook."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._watch.remove()
         backward_entry.detach(self)
         self.substitution.close()
         self._decisions.forget()
@@ -150,7 +150,7 @@ class CaptureContext:
     @property
     def attached(self) -> bool:
         """Whether hooks are on the model."""
-        return bool(self._handles)
+        return bool(self._watch)
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -191,10 +191,17 @@ class CaptureContext:
             except BaseException:
                 self._break_off()
                 raise
+        self._sites_before = len(self.sites.table)
         self._running = Running(call.module, call.kwargs, self._break_off)
         token = self._running.hand_over()
         self._start(call.args, call.kwargs)
+        if self._inner_calls_say_nothing():
+            self._watch.inner_off(call.module)
         return call.args, token
+
+    def _inner_calls_say_nothing(self) -> bool:
+        """Return whether nothing is made of calls inside the outermost one: no sampler, no rank, no unit of its own."""
+        return not (any_samplers() or self.substitution.units or _torch.several_ranks())
 
     def _start(self, *inputs: Any) -> None:
         """Substitute the parameters and watch what is done with them and with the data."""
@@ -202,19 +209,28 @@ class CaptureContext:
             self._adopt()
         self._forget_old_plans()
         forward, tensors = self.forward, _tree.tensors(inputs)
-        self._rows.begin(forward.batch_size, forward.batch_axis, tensors, dummy=forward.is_dummy, grown=forward.grown)
-        if not inputs:
-            return
-        forward.inputs = frozenset(map(id, tensors))
-        if len(forward.inputs) > 1:
-            for packed in packed_inputs(inputs):  # A packed sequence is a tuple of tensors.
-                self._rows.admit(packed)
+        if inputs:
+            forward.inputs = frozenset(map(id, tensors))
+        # A packed sequence is a tuple of tensors.
+        packed = list(packed_inputs(inputs)) if len(tensors) > 1 else []
+        watched = bool(packed) or forward.unproven or not inputs
+        self._rows.begin(
+            forward.batch_size,
+            forward.batch_axis,
+            tensors,
+            dummy=forward.is_dummy,
+            grown=forward.grown,
+            watched=watched,
+        )
+        for sequence in packed:
+            self._rows.admit(sequence)
 
     def _adopt(self) -> None:
         """Watch modules that came into the model, and ask for evidence as of a new one."""
         self._attach()
         self.forward.unproven = True
         self.sites.forget()
+        self._rows.renew()
         if self._prover is not None:
             self._prover.renew()
 
@@ -235,6 +251,7 @@ class CaptureContext:
 
     def _break_off(self) -> None:
         """End a forward that was interrupted without any hook being called."""
+        self._watch.inner_on()
         self.substitution.break_off()
         self._opaque.break_off()
         self._rows.end()
@@ -246,6 +263,7 @@ class CaptureContext:
         captured = self._opaque.leave(module, output, self.forward)
         left = None
         if self.substitution.leave():
+            self._watch.inner_on()
             self._rows.end()
             try:
                 failed = output is None or not torch.is_grad_enabled()
@@ -263,7 +281,11 @@ class CaptureContext:
             self._running = None
         if failed:
             return None
-        result = output if self._prover is None else self._prover.end(self, call, output)
+        read = output
+        if self._rows.missed:
+            self.sites.forget_since(self._sites_before)
+            read = self.again(call)
+        result = read if self._prover is None else self._prover.end(self, call, read)
         forward = self.forward
         for leaf in outputs_of(result):
             if leaf.requires_grad:

@@ -7,6 +7,7 @@ batch axis of their own), the general way of ``general.py``.
 `DecisionCache` keeps the decisions that hold for all forwards, whatever their number of samples.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,7 +19,7 @@ from torch import Tensor
 from ghostclip import _torch, _tree
 from ghostclip.capture import broadcast
 from ghostclip.capture.batch_axis import RowMap
-from ghostclip.capture.call_sites import CallSite, key_of
+from ghostclip.capture.call_sites import CallSite, Form, key_of
 from ghostclip.capture.decompose import decompose
 from ghostclip.capture.derive import reorders_copies
 from ghostclip.capture.forward import ForwardContext
@@ -29,8 +30,8 @@ from ghostclip.capture.operation import Operation
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.capture.plans import Broadcast, ByRule, Derive, General, Inside, OwnCopies, Plain, Plan, Write
 from ghostclip.capture.rewrite import rewritten
-from ghostclip.capture.row_maps import RowOrder, order_of_rows, row_maps
-from ghostclip.capture.row_tracker import UNKNOWN_ORDER
+from ghostclip.capture.row_maps import RowOrder, order_of_rows, row_maps, rows_along
+from ghostclip.capture.row_origin import UNKNOWN_ORDER, origin_of_rows
 from ghostclip.capture.tracked import TrackedTensor, plain
 from ghostclip.capture.writes import refuse_data
 from ghostclip.errors import GhostClipError
@@ -40,6 +41,8 @@ from ghostclip.rules import Call, Captured, Rule, follows_from_form, rule_for
 _LIKE: Final = frozenset({"to", "type_as", "view_as", "reshape_as", "expand_as"})
 # More forms than this are no forms: something in the arguments is new each time.
 _MOST: Final = 4096
+# Forms of factors that several parameters can have together.
+_TOGETHER: Final = frozenset({"outer product", "dense"})
 _VALUES: Final = frozenset({type(None), bool, int, float, str})
 
 
@@ -69,7 +72,9 @@ def decide(operation: Operation, layout: ArgumentLayout, forward: ForwardContext
     Raises:
         UnsupportedModelError: It writes per-sample data into what was computed from parameters.
     """
-    orders = tuple(order for tensor in operation.plain if (order := _unknown_order(tensor, forward)) is not None)
+    orders = tuple(
+        order for tensor in operation.plain if (order := _unknown_order(tensor, layout, forward)) is not None
+    )
     data = [tensor for tensor in operation.plain if is_data(tensor, layout, operation.name, forward)]
     if not data or reorders_copies(operation, forward.batch_size):
         return Decision(Write(operation) if operation.is_in_place else Derive(operation), orders)
@@ -92,10 +97,10 @@ def _inside(run: Callable[[], Any], forward: ForwardContext) -> Any:
         return run()
 
 
-def _unknown_order(tensor: Tensor, forward: ForwardContext) -> RowOrder | None:
+def _unknown_order(tensor: Tensor, layout: ArgumentLayout, forward: ForwardContext) -> RowOrder | None:
     if forward.batch_size < 2 or tensor.requires_grad:
         return None
-    unknown = forward.around.rows.samples_of(tensor) is UNKNOWN_ORDER
+    unknown = forward.around.rows.samples_of(tensor, constant=layout.axis(tensor) == CONSTANT) is UNKNOWN_ORDER
     return RowOrder(None, unknown=True, in_graph=False) if unknown else None
 
 
@@ -116,7 +121,9 @@ def _consuming(
         orders.append(order)
         if maps:
             rows, saved = captured.rows, captured.saved
-            return ByRule(operation.name, targets, captured, rows, saved, maps, known, operation.run_plain), orders
+            by_rule = ByRule(operation.name, targets, captured, rows, saved, maps, known, operation.run_plain)
+            by_rule.alike = _alike(operation, by_rule, forward)
+            return by_rule, orders
         if known < 0 and not operation.is_in_graph:
             # The samples' number stands on an axis that cannot hold samples: a constant.
             return Derive(operation), orders
@@ -219,6 +226,15 @@ def _grown_axis(data: Sequence[Tensor], dims: int, layout: ArgumentLayout) -> tu
     return None
 
 
+class _DataForm(NamedTuple):
+    """The form of an argument that is data."""
+
+    dims: int
+    dtype: torch.dtype
+    requires_grad: bool
+    layout: torch.layout
+
+
 @dataclass(eq=False)
 class _Kept:
     """The decision for one form of an operation on its parameters.
@@ -227,8 +243,10 @@ class _Kept:
         plan: The plan, without tensors of data.
         rule: The rule that made it.
         key: The names of its parameters, and its own: see `key_of`.
-        tracked: Where they stand among the arguments: numbers of positions, names of keywords.
-        rows: Where its data stands.
+        form: The forms of its positional arguments, see `_form_of`.
+        named: Those of its keyword arguments.
+        values: Its arguments with parameters detached: positional and keyword ones.
+        rows: Where its data stands: the number of a position, the name of a keyword.
         saves: Whether the backward wants the data back.
         calls: Its call site, and the axis that holds samples, by the number of the call and of the site.
     """
@@ -236,10 +254,37 @@ class _Kept:
     plan: ByRule
     rule: Rule
     key: Any
-    tracked: list[tuple[Any, TrackedTensor]]
+    form: list[Any]
+    named: dict[str, Any]
+    values: tuple[list[Any], dict[str, Any]]
     rows: Any
     saves: bool
     calls: dict[tuple[int, int], tuple[CallSite, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Note under which key the operation is counted."""
+        self.call_key = "call", self.key
+
+    def fits(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Return whether arguments have the form that was decided on."""
+        if len(args) != len(self.form) or kwargs.keys() != self.named.keys():
+            return False
+        for form, item in zip(self.form, args, strict=True):
+            if item is not form and not _has_form(item, form):
+                return False
+        return not kwargs or all(
+            item is self.named[key] or _has_form(item, self.named[key]) for key, item in kwargs.items()
+        )
+
+    def call(self, func: Callable[..., Any], rows: Tensor) -> Callable[[], Tensor]:
+        """Return what runs the operation on other data and detached parameters."""
+        args, kwargs = self.values
+        if type(self.rows) is int:
+            args = args.copy()
+            args[self.rows] = rows
+        else:
+            kwargs = {**kwargs, self.rows: rows}
+        return partial(func, *args, **kwargs)
 
 
 class DecisionCache:
@@ -251,11 +296,20 @@ class DecisionCache:
 
     def __init__(self) -> None:
         """Make an empty cache."""
-        self._kept: dict[Any, _Kept] = {}
+        self._kept: defaultdict[Any, list[_Kept]] = defaultdict(list)
+        self._size = 0
 
     def forget(self) -> None:
         """Decide anew on everything: evidence speaks against a decision, or parameters were exchanged."""
         self._kept.clear()
+        self._size = 0
+
+    def _find(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Kept | None:
+        """Return the decision for arguments of this form."""
+        for kept in self._kept.get(_key_of_call(func, args, kwargs), ()):
+            if kept.fits(args, kwargs):
+                return kept
+        return None
 
     def get(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], forward: ForwardContext
@@ -271,28 +325,21 @@ class DecisionCache:
         Returns:
             The plan with the data of this call; None where it must be decided on.
         """
-        kept = self._kept.get(_form_of_call(func, args, kwargs))
+        kept = self._find(func, args, kwargs)
         if kept is None or in_backward() or not torch.is_grad_enabled() or forward.grown is not None:
             return None
-        visits, call_key, entry = forward.visits, ("call", kept.key), rule_for(kept.plan.name)
-        numbers = visits[call_key] + 1, visits[kept.key] + 1
-        site, known = kept.calls.get(numbers, (None, UNKNOWN))
-        rows: Tensor = args[kept.rows] if type(kept.rows) is int else kwargs[kept.rows]
+        visits, call_key, plan = forward.visits, kept.call_key, kept.plan
+        numbers, entry = (visits[call_key] + 1, visits[kept.key] + 1), rule_for(plan.name)
+        site, known = kept.calls.get(numbers, _NO_SITE)
         if site is None or not site.proven or entry is None or entry[0] is not kept.rule:
             return None
-        maps = _maps_as_ever(rows, known, kept.plan.captured.num_batch_dims, forward)
+        rows: Tensor = args[kept.rows] if type(kept.rows) is int else kwargs[kept.rows]
+        maps = _maps_as_ever(rows, known, plan.captured.num_batch_dims, forward)
         if not maps:
             return None
         visits[call_key], visits[kept.key] = numbers
-        positional, named = list(args), dict(kwargs)
-        for place, tracked in kept.tracked:
-            if type(place) is int:
-                positional[place] = tracked.origin.value
-            else:
-                named[place] = tracked.origin.value
-        plan, saved = kept.plan, (rows,) if kept.saves else ()
-        call = partial(func, *positional, **named)
-        return ByRule(plan.name, plan.targets, plan.captured, rows, saved, maps, known, call, site)
+        saved, call = (rows,) if kept.saves else (), kept.call(func, rows)
+        return ByRule(plan.name, plan.targets, plan.captured, rows, saved, maps, known, call, site, plan.alike)
 
     def put(self, operation: Operation, plan: ByRule, use: ParamUse) -> None:
         """Keep a decision, if it follows from the form of the arguments.
@@ -306,33 +353,49 @@ class DecisionCache:
         if forward.batch_size < 2 or in_backward() or not _is_of_form(operation, plan):
             # With one sample every axis may hold it: what is met then says nothing about more.
             return
-        key, entry = _form_of_call(operation.func, operation.args, operation.kwargs), rule_for(operation.name)
-        if key is None or entry is None:
+        func, args, kwargs, entry = operation.func, operation.args, operation.kwargs, rule_for(operation.name)
+        form, named = list(map(_form_of, args)), {name: _form_of(item) for name, item in kwargs.items()}
+        if entry is None or any(part is NotImplemented for part in (*form, *named.values())):
             return
-        kept = self._kept.get(key)
+        kept = self._find(func, args, kwargs)
         if kept is None or kept.rule is not entry[0]:
-            if len(self._kept) >= _MOST:
-                self._kept.clear()
-            arguments: list[tuple[Any, Any]] = [*enumerate(operation.args), *operation.kwargs.items()]
-            tracked = [(place, item) for place, item in arguments if isinstance(item, TrackedTensor)]
-            rows = next(place for place, item in arguments if item is plan.rows)
+            if self._size >= _MOST:
+                self.forget()
+            places: list[tuple[Any, Any]] = [*enumerate(args), *kwargs.items()]
+            rows = next(place for place, item in places if item is plan.rows)
+            # Data is put in its place in each call.
+            values = _without(plan.rows, list(plain(args))), dict(plain(kwargs))
+            if type(rows) is str:
+                values[1][rows] = None
             own = key_of(operation.tracked, operation.name)
-            kept = _Kept(_without_data(plan), entry[0], own, tracked, rows, bool(plan.saved))
-            self._kept[key] = kept
+            kept = _Kept(_without_data(plan), entry[0], own, form, named, values, rows, bool(plan.saved))
+            found = self._kept[_key_of_call(func, args, kwargs)]
+            found[:] = [kept, *(other for other in found if not other.fits(args, kwargs))]
+            self._size += 1
         numbers = forward.visits["call", kept.key], forward.visits[kept.key]
         kept.calls[numbers] = use.site, plan.known
 
 
 _NOTHING: Final = torch.empty(0)
+_NO_SITE: Final = (None, UNKNOWN)
+
+
+def _without(data: Tensor, arguments: list[Any]) -> list[Any]:
+    return [None if item is data else item for item in arguments]
 
 
 def _without_data(plan: ByRule) -> ByRule:
     captured = replace(plan.captured, saved=(), rows=_NOTHING)
-    return ByRule(plan.name, plan.targets, captured, _NOTHING, (), [], plan.known, _NOTHING.clone)
+    return ByRule(plan.name, plan.targets, captured, _NOTHING, (), [], plan.known, _NOTHING.clone, alike=plan.alike)
 
 
 def _maps_as_ever(rows: Tensor, known: int, num_batch_dims: int, forward: ForwardContext) -> list[RowMap]:
     """Return the row maps of data of a known form; empty where something is different now."""
+    if known >= 0 and rows.requires_grad:
+        size, axis = forward.batch_size, forward.batch_axis
+        if known == 0 and origin_of_rows(rows, 0, size, axis) is not None:
+            return []
+        return rows_along(known, rows.shape[:num_batch_dims], size, axis, None)
     if not rows.requires_grad and (known < 0 or forward.around.rows.samples_of(rows) is not None):
         return []
     maps, order = row_maps(rows, tuple(rows.shape[:num_batch_dims]), known, forward)
@@ -350,33 +413,56 @@ def _is_of_form(operation: Operation, plan: ByRule) -> bool:
     return all(saved is rows for saved in plan.saved) and not any(t.origin.func for t in operation.tracked)
 
 
-def _form_of_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return what tells a call from others: the function, its parameters, the form of everything else.
+def _alike(operation: Operation, plan: ByRule, forward: ForwardContext) -> Form | None:
+    """Return what is equal for operations whose captures differ in nothing but the parameters: see `ParamUse.alike`."""
+    if plan.captured.form not in _TOGETHER or plan.captured.order or not _is_of_form(operation, plan):
+        return None
+    if any(not tracked.origin.value.is_contiguous() for tracked in operation.tracked):
+        return None
+    arguments = [*enumerate(operation.args), *operation.kwargs.items()]
+    form = [(place, _form_of(item)) for place, item in arguments if type(item) is not TrackedTensor]
+    values = [(place, item.origin.value) for place, item in arguments if type(item) is TrackedTensor]
+    own = [(place, value.shape, value.dtype, value.device) for place, value in values]
+    if any(part is NotImplemented for _, part in form):
+        return None
+    elements = sum(value.numel() for _, value in values)
+    return forward.around.sites.forms.setdefault((rule_for(operation.name), tuple(form), tuple(own)), Form(elements))
 
-    None where an argument is a container of tensors, or an object whose value is not its own.
-    """
-    key: list[Any] = [func]
+
+def _key_of_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, int]:
+    """Return the function and the number (``id``) of its first parameter."""
     for item in args:
-        form = _form_of(item)
-        if form is NotImplemented:
-            return None
-        key.append(form)
-    for name, item in kwargs.items():
-        form = _form_of(item)
-        if form is NotImplemented:
-            return None
-        key.append((name, form))
-    return tuple(key)
+        if type(item) is TrackedTensor:
+            return func, id(item)
+    return func, next((id(item) for item in kwargs.values() if type(item) is TrackedTensor), 0)
 
 
 def _form_of(item: Any) -> Any:
+    """Return what an argument must be for a decision to hold: itself, or the form of data.
+
+    Not implemented where it is a container of tensors, or an object whose value is not its own.
+    """
     kind = type(item)
-    if kind is TrackedTensor:
-        return id(item)
+    if kind is TrackedTensor or kind in _VALUES:
+        return item
     if kind is Tensor:
-        return Tensor, item.dim(), item.dtype, item.requires_grad, item.layout
-    if kind in _VALUES:
-        return kind, item
+        return _DataForm(item.dim(), item.dtype, item.requires_grad, item.layout)
     if (kind is tuple or kind is list or kind is torch.Size) and all(type(part) is int for part in item):
         return tuple(item)
     return NotImplemented
+
+
+def _has_form(item: Any, form: Any) -> bool:
+    """Return whether an argument that is another object than its form is of that form."""
+    kind = type(item)
+    if kind is Tensor:
+        return (
+            type(form) is _DataForm
+            and item.dim() == form.dims
+            and item.dtype is form.dtype
+            and item.requires_grad is form.requires_grad
+            and item.layout is form.layout
+        )
+    if kind in _VALUES:
+        return kind is type(form) and item == form
+    return (kind is tuple or kind is list or kind is torch.Size) and type(form) is tuple and tuple(item) == form

@@ -17,7 +17,7 @@ from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.growth import CONSTANT, UNKNOWN, Key, Shapes
 from ghostclip.capture.inputs import in_backward
 from ghostclip.capture.operation import Operation
-from ghostclip.capture.row_tracker import UNKNOWN_ORDER
+from ghostclip.capture.row_origin import UNKNOWN_ORDER
 from ghostclip.capture.tracked import TrackedTensor
 
 
@@ -111,7 +111,8 @@ def is_data(tensor: Tensor, layout: ArgumentLayout, name: str, forward: ForwardC
     """
     if tensor.requires_grad:
         return True
-    rows, known = forward.around.rows.samples_of(tensor), layout.axis(tensor)
+    known = layout.axis(tensor)
+    rows = forward.around.rows.samples_of(tensor, constant=known == CONSTANT)
     if rows is not None and rows is not UNKNOWN_ORDER:
         return True
     size, axis = forward.batch_size, forward.batch_axis

@@ -139,6 +139,12 @@ class Kept:
         return first.data_ptr() if plain and first.dim() > 2 else 0
 
     @property
+    def form(self) -> tuple[torch.Size, int]:
+        """Shape of the first tensor, and its number of elements."""
+        first = self._tensors[0]
+        return first.shape, first.numel()
+
+    @property
     def saved_tensors(self) -> tuple[Tensor, ...]:
         """The tensors; as autograd does, a RuntimeError where one was changed in place since."""
         if _torch.versions(self._tensors) != self._versions:

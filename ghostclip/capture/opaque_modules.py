@@ -295,7 +295,7 @@ def _factors(rows: _Rows) -> dict[str, Factor]:
         return {name: rows.summed(grads_n) for name, grads_n in rows.gradients().items()}
     sums = _Sums(rows)
     return {
-        name: Sampled(norm_B, _Source(rows, name, sums), shape=rows.call.tracked[name].shape)
+        name: Sampled(norm_B, _Source(rows, name, sums), shape=rows.call.tracked[name].origin.value.shape)
         for name, norm_B in rows.ask(norms, norms=True).items()
     }
 

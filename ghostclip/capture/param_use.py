@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ghostclip import _torch
 from ghostclip.capture.batch_axis import RowMap
-from ghostclip.capture.call_sites import CallSite, key_of
+from ghostclip.capture.call_sites import CallSite, Form, key_of
 from ghostclip.capture.derive import pull_back
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.inputs import in_backward, under_checkpoint
@@ -89,6 +89,7 @@ class ParamUse:
         batch_dim_sizes: Sizes of the leading axes.
         wants_input_gradient: Whether its data is in the graph, or was put into another order.
         versions: How often each target had been changed in place.
+        alike: What is equal for uses whose factors can be formed together; None where none can be.
     """
 
     site: CallSite
@@ -102,6 +103,7 @@ class ParamUse:
     batch_dim_sizes: tuple[int, ...] = ()
     wants_input_gradient: bool = True
     versions: dict[str, int] = field(default_factory=dict)
+    alike: Form | None = None
 
     def __post_init__(self) -> None:
         """Note how often each target that was computed from parameters had been changed in place by now."""
@@ -150,22 +152,40 @@ class ParamUse:
         def split(tensor: Tensor, num_batch_dims: int) -> Tensor:
             return row_map.split(tensor, num_batch_dims, batch_size)
 
-        found = self.factors(saved, grad, split)
-        sizes = (batch_size, grad.shape, *(tensor.shape for tensor in saved))
         pairs: list[tuple[str, Factor]] = []
-        for key, factor in found.items():
+        is_explained = self.site.sizes == self.sizes(grad, saved)
+        for key, factor in self.factors(saved, grad, split).items():
             pulled = self._pulled(key, factor)
-            if self.site.sizes.get(key) != sizes:
-                self.site.statistics[key] = statistics_of(
-                    self.targets[key],
-                    factor,
-                    grad,
-                    where=self._circumstances(key, saved),
-                    pulled=pulled[0][1] if len(pulled) == 1 else None,
-                )
-                self.site.sizes[key] = sizes
+            if not is_explained:
+                self.explain(key, factor, grad, saved, pulled[0][1] if len(pulled) == 1 else None)
             pairs += pulled
         return pairs
+
+    def sizes(self, grad: Tensor, saved: Sequence[Tensor] | None = None) -> tuple[Any, ...]:
+        """Return the sizes that what came in follows from, see `CallSite.sizes`.
+
+        Args:
+            grad: Gradient of the output.
+            saved: What was kept for it; None to look it up.
+        """
+        if saved is None:
+            saved = self.node.saved_tensors if self.node is not None else ()
+        return self.forward.batch_size, grad.shape, *[tensor.shape for tensor in saved]
+
+    def explain(self, key: str, factor: Factor, grad: Tensor, saved: Sequence[Tensor], pulled: Factor | None) -> None:
+        """Note, for whoever asks what a layer costs, what came in.
+
+        Args:
+            key: The argument.
+            factor: Its per-sample gradients.
+            grad: Gradient of the output.
+            saved: What was kept for it.
+            pulled: The factor of the parameter behind the argument where there is one only.
+        """
+        self.site.statistics[key] = statistics_of(
+            self.targets[key], factor, grad, where=self._circumstances(key, saved), pulled=pulled
+        )
+        self.site.sizes = self.sizes(grad, saved)
 
     def _pulled(self, key: str, factor: Factor) -> list[tuple[str, Factor]]:
         """Return the factors of the trainable parameters behind a target."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from ghostclip.capture import broadcast
 from ghostclip.capture.attach import carry_out, delivery
 from ghostclip.capture.batch_axis import RowMap
-from ghostclip.capture.call_sites import CallSite
+from ghostclip.capture.call_sites import CallSite, Form
 from ghostclip.capture.derive import derive
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.general import in_general
@@ -104,6 +104,7 @@ class ByRule(Plan):
         known: The axis of the rows that holds samples, as far as it is known.
         call: Runs it on detached parameters.
         site: Its call site, where that was looked up before.
+        alike: See `ParamUse`.
     """
 
     name: str
@@ -115,6 +116,7 @@ class ByRule(Plan):
     known: int
     call: Callable[[], Tensor]
     site: CallSite | None = None
+    alike: Form | None = None
 
     def use_in(self, forward: ForwardContext) -> ParamUse:
         """Return the use of its parameters, not registered yet.
@@ -130,10 +132,17 @@ class ByRule(Plan):
             site = site_of(forward, self.targets.values(), self.name, captured.form, maps[0].gathering)
         sizes = tuple(rows.shape[: captured.num_batch_dims])
         use = ParamUse(
-            site, forward, self.targets, captured.factors, captured.num_batch_dims, maps, batch_dim_sizes=sizes
+            site,
+            forward,
+            self.targets,
+            captured.factors,
+            captured.num_batch_dims,
+            maps,
+            batch_dim_sizes=sizes,
+            alike=self.alike,
         )
         use.behind = rows.grad_fn
-        use.wants_input_gradient = wants_gradient([rows], forward)
+        use.wants_input_gradient = rows.requires_grad or wants_gradient([rows], forward)
         return use
 
     def carry_out(self, use: ParamUse) -> Tensor:

@@ -1,14 +1,14 @@
 """Which samples the rows of an operation's data may belong to, before there is any evidence."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from torch import Tensor
 
 from ghostclip.capture.batch_axis import RowMap, candidates
 from ghostclip.capture.forward import ForwardContext
-from ghostclip.capture.row_origin import origin_of_rows
-from ghostclip.capture.row_tracker import UNKNOWN_ORDER
+from ghostclip.capture.row_origin import UNKNOWN_ORDER, origin_of_rows
 
 
 class RowOrder(NamedTuple):
@@ -55,7 +55,11 @@ def order_of_rows(tensor: Tensor, axis: int, forward: ForwardContext) -> RowOrde
     """
     if tensor.requires_grad:
         found = origin_of_rows(tensor, axis, forward.batch_size, forward.batch_axis)
-        return IN_ORDER if found is None else RowOrder(found.to(tensor.device), unknown=False, in_graph=True)
+        if found is None:
+            return IN_ORDER
+        if found is UNKNOWN_ORDER:
+            return RowOrder(None, unknown=True, in_graph=True)
+        return RowOrder(found.to(tensor.device), unknown=False, in_graph=True)
     found = forward.around.rows.samples_of(tensor)
     if found is None:
         return IN_ORDER
@@ -103,8 +107,13 @@ def rows_along(axis: int, sizes: Sequence[int], batch_size: int, expected: int, 
     Returns:
         Row maps, the preferred one first.
     """
-    maps = [row_map for row_map in candidates(sizes, batch_size, axis=expected) if row_map.axis == axis]
+    maps = _candidates_along(axis, tuple(sizes), batch_size, expected)
     return maps if samples is None else [RowMap("gathered", 0, samples), *maps]
+
+
+@lru_cache(maxsize=4096)
+def _candidates_along(axis: int, sizes: tuple[int, ...], batch_size: int, expected: int) -> list[RowMap]:
+    return [row_map for row_map in candidates(sizes, batch_size, axis=expected) if row_map.axis == axis]
 
 
 def wants_gradient(data: Sequence[Tensor], forward: ForwardContext) -> bool:

@@ -28,15 +28,23 @@ _SELECTING: Final = frozenset(
 _VIEWS: Final = frozenset({"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"})
 _SELECT: Final = frozenset({"SelectBackward0"})
 _LEAVES: Final = frozenset({"AccumulateGrad", "torch::autograd::AccumulateGrad"})
+# Its output has the rows of padded sequences in another order, which is noted on it by who sees it made.
+_PACKED: Final = frozenset({"PackPaddedSequenceBackward0"})
+# Stands for an order that is not known.
+UNKNOWN_ORDER: Final = torch.empty(0, dtype=torch.int64)
 # A node's name is made anew each time it is asked for; its class tells the same.
 _names: dict[type, str] = {}
 
 
-def _name_is(node: Any, names: frozenset[str]) -> bool:
+def _name_of(node: Any) -> str:
     kind = type(node)
     if kind not in _names:
         _names[kind] = node.name()
-    return _names[kind] in names
+    return _names[kind]
+
+
+def _name_is(node: Any, names: frozenset[str]) -> bool:
+    return _name_of(node) in names
 
 
 def origin_of_rows(x: Tensor, axis: int, batch_size: int, expected_axis: int) -> Tensor | None:
@@ -49,7 +57,8 @@ def origin_of_rows(x: Tensor, axis: int, batch_size: int, expected_axis: int) ->
         expected_axis: The model's batch axis (0 or 1).
 
     Returns:
-        Sample numbers, shape ``(x.shape[axis],)``, int64; None when no selection was found.
+        Sample numbers, shape ``(x.shape[axis],)``, int64; None when no selection was found, `UNKNOWN_ORDER` where rows
+        were put into an order that nobody noted.
     """
     if x.grad_fn is None or axis != 0 or x.dim() == 0:
         return None
@@ -58,14 +67,12 @@ def origin_of_rows(x: Tensor, axis: int, batch_size: int, expected_axis: int) ->
 
 def _samples(node: Any, output_nr: int, rows: int, batch_size: int, expected_axis: int) -> Tensor | None:
     for _ in range(_MAX_NODES):
-        notes = node.metadata
-        use = notes.get(METADATA_KEY)
-        if use is not None:
-            return use.gathered_samples(rows)
-        marked = notes.get(ROWS_KEY)
-        if marked is not None:
-            return marked[1] if marked[0] == 0 and marked[1].numel() == rows else None
-        if _name_is(node, _SELECTING):
+        name = _name_of(node)
+        if node.metadata or name in _PACKED:
+            is_known, samples = _noted(node, rows)
+            if is_known:
+                return samples
+        if name in _SELECTING:
             if _is_last_state(node, output_nr):
                 return _of_first_step(node, rows, batch_size, expected_axis)
             joined = _joined(node, rows, batch_size, expected_axis)
@@ -75,14 +82,25 @@ def _samples(node: Any, output_nr: int, rows: int, batch_size: int, expected_axi
             if selection is not None:
                 index, parent_rows = selection
                 parent = _parent_samples(node, parent_rows, batch_size, expected_axis)
-                return None if parent is None else parent.to(index.device)[index]
-        if _name_is(node, _VIEWS) and tuple(_torch.saved(node, "self_sym_sizes")[:2]) == (1, rows):
+                return parent if parent is None or parent is UNKNOWN_ORDER else parent.to(index.device)[index]
+        if name in _VIEWS and tuple(_torch.saved(node, "self_sym_sizes")[:2]) == (1, rows):
             return _of_one_block(node.next_functions[0][0], rows, batch_size, expected_axis)
         following = _same_rows(node, rows)
         if following is None:
             return None
         node, output_nr = following
     return None
+
+
+def _noted(node: Any, rows: int) -> tuple[bool, Tensor | None]:
+    """Return whether it is noted on a node what its output's rows are, and what `origin_of_rows` then says of them."""
+    notes = node.metadata
+    use, marked = notes.get(METADATA_KEY), notes.get(ROWS_KEY)
+    if use is not None:
+        return True, use.gathered_samples(rows)
+    if marked is not None:
+        return True, marked[1] if marked[0] == 0 and marked[1].numel() == rows else None
+    return (True, UNKNOWN_ORDER) if _name_is(node, _PACKED) else (False, None)
 
 
 def columns_of(x: Tensor, axis: int, batch_size: int, expected_axis: int) -> Tensor | None:
@@ -123,7 +141,7 @@ def _of_first_step(node: Any, rows: int, batch_size: int, expected_axis: int) ->
         return None
     total = _torch.outputs_of(gates)[number].shape[0]
     gathered = _samples(gates, number, total, batch_size, expected_axis)
-    return None if gathered is None else gathered[:rows]
+    return gathered if gathered is None or gathered is UNKNOWN_ORDER else gathered[:rows]
 
 
 def samples_at(node: Any, output_nr: int, rows: int, batch_size: int, expected_axis: int) -> Tensor | None:
@@ -139,7 +157,8 @@ def samples_at(node: Any, output_nr: int, rows: int, batch_size: int, expected_a
     Returns:
         As for `origin_of_rows`.
     """
-    return _samples(node, output_nr, rows, batch_size, expected_axis)
+    found = _samples(node, output_nr, rows, batch_size, expected_axis)
+    return None if found is UNKNOWN_ORDER else found
 
 
 def only_sample(node: Any, output_nr: int, batch_size: int, is_output: Callable[[tuple[Any, int]], bool]) -> int | None:
@@ -204,10 +223,13 @@ def leads_to(tensor: Tensor, anchor: Tensor) -> bool:
         node: Any = pending.pop()
         if node is None:
             continue
-        if _torch.leaf_of(node) is anchor or node.metadata.get(METADATA_KEY) is not None:
+        if METADATA_KEY in node.metadata:
             return True
         seen += 1
-        pending += [following for following, _ in reversed(node.next_functions)]
+        if not _name_is(node, _LEAVES):
+            pending += [following for following, _ in reversed(node.next_functions)]
+        elif _torch.leaf_of(node) is anchor:
+            return True
     return False
 
 
@@ -307,7 +329,9 @@ def _part(part: Any, number: int, joiner: str, batch_size: int, expected_axis: i
         return None
     size = _torch.saved(part, "self_sym_sizes")[0]
     parent = _parent_samples(part, size, batch_size, expected_axis)
-    return None if parent is None else parent[_torch.signed(_torch.saved(part, "index")) % size :][:1]
+    if parent is None or parent is UNKNOWN_ORDER:
+        return None
+    return parent[_torch.signed(_torch.saved(part, "index")) % size :][:1]
 
 
 def _selection(node: Any, output_nr: int, rows: int) -> tuple[Tensor, int] | None:

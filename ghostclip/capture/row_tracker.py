@@ -5,6 +5,10 @@ not there: a model that sorts its batch by length, drops rows or repeats them wo
 samples. While a forward runs, every selection along the batch axis of such a tensor is therefore seen, and its result
 carries the sample of each row. What cannot be followed is of *unknown order*: meeting a parameter, it makes the forward
 one that is proved by evidence.
+
+Seeing every function of a forward costs as much as a small layer does. Where a watched forward has shown that data
+reaches parameters as it came in (token ids, images; as they are or reshaped), later ones are not watched; one in which
+something else meets a parameter all the same is run once more, and watched.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from ghostclip import _torch, _tree
 from ghostclip.capture.growth import Calls, Grown, Key, Layout, shapes_of
 from ghostclip.capture.packed import PACK, PAD, positions, rows_of, with_a_step
-from ghostclip.capture.row_origin import ROWS_KEY, columns_of, origin_of_rows
+from ghostclip.capture.row_origin import ROWS_KEY, UNKNOWN_ORDER, columns_of, origin_of_rows
 from ghostclip.capture.tracked import TrackedTensor
 
 _PICKS = {
@@ -42,8 +46,6 @@ _JOINS = {torch.cat, torch.concat, torch.concatenate}
 _PACKING = {PACK, PAD}
 _SEEN = _PICKS | _SORTS | _PACKING | {torch.Tensor.__setitem__}
 _OURS = frozenset({TrackedTensor, Tensor, torch.nn.Parameter})
-# Stands for an order that is not known.
-UNKNOWN_ORDER = torch.empty(0, dtype=torch.int64)
 
 
 class _RowsOf:
@@ -70,12 +72,18 @@ class RowTracker(TorchFunctionMode):
     """Active during a forward; knows the sample of every row of data that was put into another order.
 
     Attributes:
-        active: Whether a forward is being watched.
+        active: Whether a forward is running.
+        always: Whether to watch every forward.
+        missed: Whether the latest forward was not watched and should have been.
     """
 
     def __init__(self) -> None:
         """Make a tracker that has seen no forward."""
         super().__init__()
+        self.always = self.missed = False
+        self._watched = True
+        self._seen, self._changed = False, False
+        self._came_in: dict[int, int] = {}
         self._rows = _RowsOf()
         # Of padded batches with their sequences on axis 1, about to be packed: the sample of each.
         self._columns: Any = _torch.weak_table()
@@ -97,8 +105,9 @@ class RowTracker(TorchFunctionMode):
         *,
         dummy: bool = False,
         grown: Grown | None = None,
+        watched: bool = True,
     ) -> None:
-        """Watch a new forward.
+        """Follow the rows of a new forward.
 
         Args:
             batch_size: B.
@@ -106,7 +115,11 @@ class RowTracker(TorchFunctionMode):
             inputs: The tensors that the model was called with.
             dummy: The batch was empty, and its one sample is a dummy.
             grown: The same forward with one sample more, where there is one.
+            watched: Whether to watch it whatever earlier ones have shown.
         """
+        self._watched = watched or self.always or self._changed or not self._seen
+        self.missed = False
+        self._came_in = {id(tensor): _torch.version(tensor) for tensor in inputs}
         self._grown, self._calls, self._key, self._depth = grown, Calls(), (), 0
         if self._rows.told:
             self._rows = _RowsOf()
@@ -114,7 +127,12 @@ class RowTracker(TorchFunctionMode):
             self._columns = _torch.weak_table()
         self._batch_size, self._axis, self._inputs, self._dummy = batch_size, axis, inputs, dummy
         self.active = True
-        _torch.begin_mode(self)
+        if self._watched:
+            _torch.begin_mode(self)
+
+    def renew(self) -> None:
+        """Watch forwards as those of a new model."""
+        self._seen = self._changed = False
 
     def layout(self, tree: Any) -> Layout | None:
         """Return where samples lie in the arguments of the call that runs, as far as a grown forward tells.
@@ -159,19 +177,41 @@ class RowTracker(TorchFunctionMode):
 
     def end(self) -> None:
         """Stop watching; what is known of tensors that still live stays known until the next forward."""
-        self._inputs, self.active = (), False
+        if self._watched and self.active:
+            self._seen = True
+            self._changed |= self._rows.told or len(self._columns) > 0
+        self._inputs, self._came_in, self.active = (), {}, False
         _torch.end_mode(self)
 
-    def samples_of(self, tensor: Tensor) -> Tensor | None:
+    def samples_of(self, tensor: Tensor, *, constant: bool = False) -> Tensor | None:
         """Return the sample of each row of a tensor.
 
         Args:
             tensor: A tensor outside the graph.
+            constant: Whether shapes have shown that it does not grow with the batch.
 
         Returns:
             Shape ``(rows,)``, int64; None where rows are in the samples' own order, ``UNKNOWN_ORDER`` where unknown.
         """
-        return self._rows.get(tensor) if self._rows.told and not tensor.requires_grad else None
+        if tensor.requires_grad:
+            return None
+        if self._batch_size > 1 and self.active and not (constant or self._is_as_it_came(tensor)):
+            self._changed = True
+            if not self._watched:
+                self.missed = True
+                return UNKNOWN_ORDER
+        return self._rows.get(tensor) if self._rows.told else None
+
+    def _is_as_it_came(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is an input of the model, or one of another shape on all of its memory."""
+        whole: Tensor | None = tensor
+        if id(tensor) not in self._came_in:
+            whole = _torch.base_of(tensor)
+            if whole is None or id(whole) not in self._came_in or whole.numel() != tensor.numel():
+                return False
+            if not (whole.is_contiguous() and tensor.is_contiguous()):
+                return False
+        return _torch.version(tensor) == self._came_in[id(whole)]
 
     def admit(self, packed: PackedSequence) -> None:
         """Note the rows of a packed sequence that is an input of the model.
@@ -199,6 +239,7 @@ class RowTracker(TorchFunctionMode):
         if self._batch_size > 1:
             with _torch.overrides_off():
                 if func in _PACKING:
+                    self._changed = True
                     (self._packed if func == PACK else self._unpacked)(args, result)
                 else:
                     self._note(func, args, kwargs, result)

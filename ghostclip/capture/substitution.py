@@ -60,7 +60,7 @@ class Substitution:
         self._model, self._interceptor = model, interceptor
         self._depth = 0
         self._substituted: dict[nn.Module, _Unit] = {}
-        self._tracked: dict[nn.Parameter, TrackedTensor] = {}
+        self._tracked: dict[int, tuple[TrackedTensor, tuple[Any, ...]]] = {}
         self._guards: dict[int, RemovableHandle] = {}
         self.roster = Roster(model)
         for name, parameter in model.named_parameters():
@@ -158,14 +158,11 @@ class Substitution:
 
     def _tracked_for(self, name: str, parameter: nn.Parameter) -> TrackedTensor:
         """Return the tracked tensor, made anew when the parameter's storage was exchanged (``.data = ...``)."""
-        cached = self._tracked.get(parameter)
-        if cached is not None:
-            value = cached.origin.value
-            same = value.data_ptr() == parameter.data_ptr() and value.dtype == parameter.dtype
-            if same and value.shape == parameter.shape and value.stride() == parameter.stride():
-                # Another parameter may have stood at its place meanwhile.
-                self.parameters[name] = parameter
-                return cached
+        cached = self._tracked.get(id(parameter))
+        if cached is not None and cached[1] == _memory_of(parameter):
+            # Another parameter may have stood at its place meanwhile.
+            self.parameters[name] = parameter
+            return cached[0]
         if parameter.is_complex():
             message = (
                 f"parameter '{name}' is complex, and norms and noise are those of real numbers. Hold its real view "
@@ -176,7 +173,8 @@ class Substitution:
         self.parameters[name] = parameter
         self.generation += 1
         tracked = tracked_parameter(name, parameter, self._interceptor)
-        self._tracked[parameter] = tracked
+        # It holds the parameter, whose number is its own as long as it lives.
+        self._tracked[id(parameter)] = tracked, _memory_of(parameter)
         return tracked
 
     def _guard(self, name: str, parameter: nn.Parameter) -> None:
@@ -219,6 +217,10 @@ def _modules_of(model: nn.Module, units: frozenset[nn.Module]) -> list[tuple[str
 
     visit("", model, None)
     return [(prefix, module, unit) for module, (prefix, unit) in found.items()]
+
+
+def _memory_of(parameter: nn.Parameter) -> tuple[Any, ...]:
+    return parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()
 
 
 def _is_substituted(module: nn.RNNBase) -> bool:

@@ -90,8 +90,12 @@ class TrackedTensor(torch.Tensor):
     ) -> Any:
         """Hand the operation to the interceptor of the first tracked argument; refuse it under ``torch.vmap``."""
         kwargs = kwargs or {}
-        near = [item for item in args if isinstance(item, TrackedTensor)]
-        first = near[0] if near else tracked_leaves((args, kwargs))[0]
+        for item in args:
+            if type(item) is TrackedTensor:
+                first = item
+                break
+        else:
+            first = tracked_leaves((args, kwargs))[0]
         if _torch.in_transform():
             raise UnsupportedModelError(_in_transform(first.origin.names, func.__name__))
         with _torch.subclasses_off():

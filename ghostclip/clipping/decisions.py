@@ -30,8 +30,6 @@ class Decisions:
         relation: Which data sets count as neighbours.
         norm_GB: Norms of the last backward, group by group; None before the first.
         coef_GB: Its coefficients.
-        non_finite: How many of its samples had a NaN or infinite gradient.
-        non_finite_total: The same, over all backwards.
         layout: The clip groups of the last backward.
         plain: Whether sums without any bound are those of the gradients as they arrive: what autograd leaves.
     """
@@ -51,14 +49,27 @@ class Decisions:
         self.relation = relation
         self.norm_GB: list[Tensor] | None = None
         self.coef_GB: list[Tensor] | None = None
-        self.non_finite = 0
-        self.non_finite_total = 0
+        self._non_finite: int | Tensor = 0
+        self._non_finite_total = 0
+        self._unread: Tensor | None = None
         self.layout = Layout({}, (), ())
         self.plain = False
         self._sensitivities: list[float] = []
         self._rows: list[int] = []
         self._noted: list[list[Any]] = []
         self._opened: tuple[list[str], ClipPolicy, Grouping, float] | None = None
+
+    @property
+    def non_finite(self) -> int:
+        """How many samples of the last backward had a NaN or infinite gradient, or were left out as uncertain."""
+        return int(self._non_finite)
+
+    @property
+    def non_finite_total(self) -> int:
+        """The same, over all backwards; where they were not read as they came, the device is waited for."""
+        unread, self._unread = self._unread, None
+        self._non_finite_total += 0 if unread is None else int(unread)
+        return self._non_finite_total
 
     def open(self, names: list[str]) -> Layout:
         """Return the clip groups of the backward that begins.
@@ -76,7 +87,13 @@ class Decisions:
         return self.layout
 
     def weights(
-        self, total: GroupNorms, forward: ForwardContext, scale: float, ill_conditioned_B: Tensor | None
+        self,
+        total: GroupNorms,
+        forward: ForwardContext,
+        scale: float,
+        ill_conditioned_B: Tensor | None,
+        *,
+        certain_B: Tensor | None = None,
     ) -> ClipWeights:
         """Decide on the weights of the samples in the clipped sum.
 
@@ -85,6 +102,7 @@ class Decisions:
             forward: The forward they come from.
             scale: What turns the gradients that arrived into those of each sample's own loss.
             ill_conditioned_B: Samples whose gradients nearly cancel, see `ClipWeights`.
+            certain_B: Samples whose norms are certain, where no value may be read: the others are left out.
 
         Returns:
             The weights, for the gradients as they arrived.
@@ -96,28 +114,37 @@ class Decisions:
         if forward.is_dummy:
             self.norm_GB = [norm_B[:0] for norm_B in norm_GB]
             self.coef_GB = [coef_B[:0] for coef_B in coef_GB]
-            self.non_finite = 0
+            self._non_finite = 0
             nothing = [torch.zeros_like(coef_B) for coef_B in coef_GB]
             return ClipWeights(nothing, layout.group_of, torch.zeros_like(norm_GB[0], dtype=torch.bool))
+        if certain_B is not None:
+            certain_B = finite_samples(norm_GB).logical_and_(certain_B.to(norm_GB[0].device))
+            coef_GB = [coef_B.masked_fill(~certain_B.to(coef_B.device), 0.0) for coef_B in coef_GB]
         self.norm_GB, self.coef_GB = norm_GB, coef_GB
-        keep_B = self._finite_B(total)
+        keep_B = self._finite_B(total) if certain_B is None else self._counted(certain_B)
         shown = 1.0 if self.plain and all(map(math.isinf, layout.bounds)) else scale
         return ClipWeights(_scaled(coef_GB, shown), layout.group_of, keep_B, ill_conditioned_B)
+
+    def _counted(self, certain_B: Tensor) -> Tensor:
+        """Count the samples that are left out, on their device."""
+        self._non_finite = left_out = (~certain_B).sum()
+        self._unread = left_out if self._unread is None else self._unread + left_out
+        return certain_B
 
     def _finite_B(self, total: GroupNorms) -> Tensor | None:
         """Count the samples that are not finite and return which are; None when all are."""
         assert self.norm_GB is not None
         adaptation = self.policy.adaptation
-        self.non_finite = 0
+        self._non_finite = 0
         if total.finite and adaptation is None:
             return None
         finite_B = finite_samples(self.norm_GB)
         if adaptation is not None:
             adaptation.observe(self.norm_GB, self.layout.bounds, finite_B)
         if not total.finite:
-            self.non_finite = finite_B.numel() - int(torch.count_nonzero(finite_B))
-            self.non_finite_total += self.non_finite
-        return finite_B if self.non_finite else None
+            self._non_finite = found = finite_B.numel() - int(torch.count_nonzero(finite_B))
+            self._non_finite_total += found
+        return finite_B if self._non_finite else None
 
     def close(self, rows: int, noted: list[Any]) -> None:
         """Note that the sums of a backward are complete, clipped to the bounds that were in force.
@@ -162,14 +189,15 @@ class Decisions:
 
     def snapshot(self) -> Callable[[], None]:
         """Return a function that puts back what is remembered now."""
-        sensitivities, rows, total = list(self._sensitivities), list(self._rows), self.non_finite_total
+        sensitivities, rows = list(self._sensitivities), list(self._rows)
+        total, unread = self._non_finite_total, self._unread
         noted = list(self._noted)
         adaptation = self.policy.adaptation
         count = None if adaptation is None else adaptation.peek()
 
         def restore() -> None:
             self._sensitivities, self._rows, self._noted = list(sensitivities), list(rows), list(noted)
-            self.non_finite_total = total
+            self._non_finite_total, self._unread = total, unread
             if adaptation is not None:
                 adaptation.put(count)
 

@@ -250,6 +250,29 @@ class GroupNorms:
             self._changed()
             self.sums[self.group_of.get(name, 0)].add_blocks(norms)
 
+    def add_norms_of(self, names: Sequence[str], factor: Factor) -> None:
+        """Add the squared norms of several parameters' factors that were formed together, all of the first group.
+
+        Args:
+            names: The parameters' names.
+            factor: Their per-sample gradients, those of one parameter side by side.
+        """
+        self._changed()
+        total, layers = self.sums[0], len(names)
+        norm = factor.unfinished()
+        if norm is not None:
+            for part in _layers_apart(norm, layers):
+                total.add(part)
+            return
+        blocks = factor.block_norms()
+        if blocks is not None:
+            total.add_blocks([norm_NK.unflatten(0, (layers, -1)).transpose(0, 1).flatten(1) for norm_NK in blocks])
+            return
+        square = factor.sqnorm()
+        error, terms = _rest_apart(square, layers)
+        for value_B, error_B, own in zip(square.value_B.chunk(layers), error, terms, strict=True):
+            total.add(SquaredNorm(value_B, error_B, own))
+
     def _changed(self) -> None:
         self.finite, self.largest = False, None
 
@@ -324,17 +347,38 @@ class GroupNorms:
             alike[norm.value_B.device, norm.value_B.dtype][number] = norm
         return alike.values()
 
-    def imprecise_B(self) -> Tensor | None:
+    def certain_B(self, batch_size: int) -> Tensor:
+        """Return which samples' norms are finite and changed by rounding by no more than the tolerance.
+
+        Args:
+            batch_size: B.
+
+        Returns:
+            Shape ``(B,)``, bool; no value is read.
+        """
+        self._changed()
+        norm_B = self.sums[0].of_blocks_B() if len(self.sums) == 1 else None
+        if norm_B is not None:
+            return norm_B < _most(norm_B.dtype) ** 0.5
+        imprecise = [total.imprecise_B() for total in self.sums if total.total() is not None]
+        if not imprecise:
+            return torch.ones(batch_size, dtype=torch.bool)
+        return ~torch.stack(_together(imprecise, imprecise[0].device)).any(0)
+
+    def imprecise_B(self, doubt: Tensor | None = None) -> Tensor | None:
         """Return which samples' norms must be computed in float64, in some group; None when there are none.
 
         Where squares of float32 are beyond it, those of float64 are not; what then is not finite never was.
 
         Whether all are finite is asked at the same time and noted, so that a device is waited for once.
 
+        Args:
+            doubt: What else is to be asked at the same time, one bool; True is found out as an imprecise norm is.
+
         Returns:
             Shape ``(B,)``, bool, on the first group's device.
         """
-        norm_B = self.sums[0].of_blocks_B() if len(self.sums) == 1 else None
+        norm_B = self.sums[0].of_blocks_B() if len(self.sums) == 1 and doubt is None else None
         if norm_B is not None and norm_B.numel() > 0:
             # Without error bounds; the largest of numbers one of which is NaN is NaN, and below nothing.
             largest = norm_B.amax().item()
@@ -342,7 +386,7 @@ class GroupNorms:
             self.largest = largest if self.finite else None
             return None if self.finite else ~(norm_B < _most(norm_B.dtype) ** 0.5)
         alike = self._alike()
-        self.finite = len(alike) > 0 and all(_certain(list(found.values())) for found in alike)
+        self.finite = len(alike) > 0 and all(_certain(list(found.values()), doubt) for found in alike)
         if self.finite:
             return None
         imprecise_B: Tensor | None = None
@@ -351,15 +395,41 @@ class GroupNorms:
         return None if imprecise_B is None or not bool(imprecise_B.any()) else imprecise_B
 
 
+def _layers_apart(norm: Unfinished | Product, layers: int) -> Sequence[Unfinished | Product]:
+    """Return the squared norms of several layers from those of all their samples, of one layer side by side."""
+    if isinstance(norm, Product):
+        blocks = zip(*(a_NK.chunk(layers) for a_NK in norm.a_NK), strict=True)
+        return [
+            Product(list(a_NK), g_N1, norm.sizes) for a_NK, g_N1 in zip(blocks, norm.g_N1.chunk(layers), strict=True)
+        ]
+    parts = {name: getattr(norm, name).chunk(layers) for name in ("value_N", "a_NT", "g_NT")}
+    if norm.absolute_N is not None:
+        parts["absolute_N"] = norm.absolute_N.chunk(layers)
+    if norm.square_KNT is not None:
+        parts["square_KNT"] = norm.square_KNT.chunk(layers, 1)
+    return [norm._replace(**{name: part[number] for name, part in parts.items()}) for number in range(layers)]
+
+
+def _rest_apart(norm: SquaredNorm, layers: int) -> tuple[Sequence[Tensor | None], Sequence[Terms | None]]:
+    """Return the errors and the terms of several layers from those of all their samples."""
+    nothing = [None] * layers
+    error = nothing if norm.error_B is None else norm.error_B.chunk(layers)
+    if norm.terms is None:
+        return error, nothing
+    pairs = zip(norm.terms.mass_B.chunk(layers), norm.terms.scale_B.chunk(layers), strict=True)
+    return error, [Terms(mass_B, scale_B, norm.terms.number) for mass_B, scale_B in pairs]
+
+
 def _at_most_B(norm: SquaredNorm) -> Tensor:
     return norm.value_B if norm.error_B is None else (norm.value_B + norm.error_B).clamp_(min=0)
 
 
-def _certain(norms: Sequence[SquaredNorm]) -> bool:
+def _certain(norms: Sequence[SquaredNorm], doubt: Tensor | None) -> bool:
     """Return whether all norms are finite and changed by rounding by no more than the tolerance.
 
     Args:
         norms: At least one, all of one device and dtype.
+        doubt: What must be False as well, if anything.
 
     Returns:
         True or False; the device is waited for once.
@@ -367,6 +437,11 @@ def _certain(norms: Sequence[SquaredNorm]) -> bool:
     value_KB = _stacked([norm.value_B for norm in norms])
     limit = _most(value_KB.dtype)
     bounded = [(norm.error_B, norm.value_B) for norm in norms if norm.error_B is not None]
+    if doubt is not None:
+        sure = (value_KB < limit).all().logical_and_(~doubt.to(value_KB.device))
+        for error_B, own_B in bounded:
+            sure.logical_and_((error_B <= TOLERANCE[value_KB.dtype] * own_B).all())
+        return bool(sure)
     if not bounded:
         # The largest of numbers one of which is NaN is NaN, and below nothing.
         return value_KB.numel() == 0 or value_KB.amax().item() < limit

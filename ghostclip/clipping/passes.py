@@ -6,7 +6,8 @@ first, then the clipped sums, contracted layer by layer as the same gradients ar
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -15,9 +16,11 @@ from torch import Tensor
 
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.param_use import ParamUse
+from ghostclip.clipping.alike import Alike, Joint
 from ghostclip.clipping.changes import changed_in_place, versions
 from ghostclip.clipping.norms import GroupNorms, cross_terms, exact_norms, exact_sqnorm, terms_of_uses
 from ghostclip.clipping.repeats import Repeats
+from ghostclip.clipping.streams import Streams
 from ghostclip.clipping.together import Together
 from ghostclip.errors import BatchAxisError, GhostClipError, TamperedGradientError
 from ghostclip.factors import Dense, Factor, Outer, Permuted, Placed, SquaredNorm, joined
@@ -39,6 +42,14 @@ class Sums(Protocol):
             float32 or float64, contiguous; a new one holds whatever its memory held, and is to be written at once.
         """
 
+    def add_several(self, names: Sequence[str], sums: Tensor) -> None:
+        """Add the clipped sums of several parameters of one shape.
+
+        Args:
+            names: Their names.
+            sums: Shape ``(L, *P)``, float32 or float64, contiguous; not used any more by who calls.
+        """
+
     def keep_sample_gradients(self, name: str, grad_BP: Tensor) -> None:
         """Take the materialised per-sample gradients of a parameter (hooks only).
 
@@ -53,6 +64,7 @@ class Pass(ABC):
 
     Attributes:
         forwards: The forwards whose uses arrived.
+        streams: The streams that their gradients arrived on.
         final: Whether no other backward follows, so that what uses have saved may go.
     """
 
@@ -61,6 +73,7 @@ class Pass(ABC):
     def __init__(self) -> None:
         """Make a pass that has heard of no use."""
         self.forwards: list[ForwardContext] = []
+        self.streams = Streams()
 
     def receive(self, use: ParamUse, grad: Tensor) -> None:
         """Take the gradient of a use's output and pass its factors on.
@@ -69,16 +82,18 @@ class Pass(ABC):
             use: The use.
             grad: Shape and dtype of the output.
         """
-        if use.forward not in self.forwards:
-            self.admit(use.forward)
-        with full_precision():
-            if torch.is_grad_enabled() or torch.is_autocast_enabled(grad.device.type):
-                with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
-                    self._take(use, grad)
-            else:
-                self._take(use, grad)
+        self._meet(use, grad)
+        with undisturbed(grad.device.type):
+            self._take(use, grad)
         if self.final:
             use.release()
+
+    def _meet(self, use: ParamUse, grad: Tensor) -> None:
+        """Note the forward, and the stream, that a gradient comes from."""
+        if use.forward not in self.forwards:
+            self.admit(use.forward)
+        if grad.is_cuda:
+            self.streams.note(grad.device)
 
     def _take(self, use: ParamUse, grad: Tensor) -> None:
         for name, factor in use.parameter_factors(grad):
@@ -121,18 +136,46 @@ class Pass(ABC):
         """
 
 
+@contextmanager
+def _without_autocast(kind: str) -> Iterator[None]:
+    with full_precision(), torch.no_grad(), torch.autocast(kind, enabled=False):
+        yield
+
+
+def undisturbed(kind: str) -> AbstractContextManager[None]:
+    """Return a context in which factors are formed and measured in their own precision, whatever the model runs in.
+
+    Args:
+        kind: The type of device.
+
+    Returns:
+        The context.
+    """
+    if torch.is_grad_enabled() or torch.is_autocast_enabled(kind):
+        return _without_autocast(kind)
+    return full_precision()
+
+
 class BookKeeping(Pass):
     """One backward: keep every factor (or the per-sample gradient where that is smaller), then contract once."""
 
-    def __init__(self, group_of: Mapping[str, int], *, kept_layers: KeptLayers = lambda use, grad: frozenset()) -> None:
+    def __init__(
+        self,
+        group_of: Mapping[str, int],
+        *,
+        kept_layers: KeptLayers = lambda use, grad: frozenset(),
+        device_only: bool = False,
+    ) -> None:
         """Make a pass that keeps no factor yet.
 
         Args:
             group_of: The parameters' clip groups, see `GroupNorms`.
             kept_layers: Says, when the first gradient arrives, of which parameters per-sample gradients are kept
                 although their factors are smaller; see `Planner`.
+            device_only: Read no value of a tensor: no sample is measured again.
         """
         super().__init__()
+        self._device_only = device_only
         self._kept_layers = kept_layers
         self._keep: frozenset[str] | None = None
         self.factors: defaultdict[str, list[Factor]] = defaultdict(list)
@@ -140,6 +183,9 @@ class BookKeeping(Pass):
         self._waiting: defaultdict[str, list[Factor]] = defaultdict(list)
         self._versions: dict[int, list[int]] = {}
         self._together = Together(self.total)
+        self._alike = Alike(self.total, form=self._kept_form, alone=self._take)
+
+    puts_together = True
 
     def receive(self, use: ParamUse, grad: Tensor) -> None:
         """Take the gradient of a use's output; the first one decides what is kept.
@@ -150,16 +196,26 @@ class BookKeeping(Pass):
         """
         if self._keep is None:
             self._keep = self._kept_layers(use, grad)
-        super().receive(use, grad)
+        if use.alike is None or not self.puts_together or not self._alike.takes(use, grad, self._keep):
+            super().receive(use, grad)
+            return
+        self._meet(use, grad)
+        if self._alike.full:
+            self.streams.join()
+            with undisturbed(grad.device.type):
+                self._alike.finish()
 
     def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
         """Keep a factor and add its squared norm."""
-        kept = smaller_form(factor, always=name in (self._keep or ()))
+        kept = self._kept_form(name, factor)
         if use.forward.use_counts[name] > 1:
             # Its uses are put together first: there may be as many as steps of a sequence.
             self._waiting[name].append(kept)
         else:
             self._add(name, kept, together=use)
+
+    def _kept_form(self, name: str, factor: Factor) -> Factor:
+        return smaller_form(factor, always=name in (self._keep or ()))
 
     def _add(self, name: str, kept: Factor, *, together: ParamUse | None = None) -> None:
         self.factors[name].append(kept)
@@ -168,19 +224,28 @@ class BookKeeping(Pass):
         self._versions[id(kept)] = versions(kept)
 
     ill_conditioned_B: Tensor | None = None
+    certain_B: Tensor | None = None
+    """Samples whose norms are certain, where the others are left out."""
 
     def norms(self) -> GroupNorms:
         """Return the norms of all samples; recomputed in float64 where rounding could matter."""
+        self._alike.finish()
         for name in list(self._waiting):
             for factor in joined(self._waiting.pop(name)):
                 self._add(name, smaller_form(factor))
         self._together.finish()
+        if len(self.forwards) > 1:
+            # A parameter may have been used in each of them.
+            self._take_apart()
         for name, factors in self.factors.items():
             crossed = cross_terms(factors)
             if crossed is not None:
                 self.total.add(name, crossed)
+        if self._leaves_out():
+            return self.total
         imprecise_B = self.total.imprecise_B()
         if imprecise_B is not None:
+            self._take_apart()
             index_D = imprecise_B.nonzero().squeeze(1)
             exact = exact_norms(self.factors, self.total.group_of, index_D)
             self.ill_conditioned_B = self.total.refine(exact, index_D)
@@ -197,6 +262,11 @@ class BookKeeping(Pass):
         Raises:
             TamperedGradientError: A factor was changed in place after its norm had been taken.
         """
+        if weights.ill_conditioned_B is not None:
+            self._take_apart()
+        joints, self._alike.joints = self._alike.joints, []
+        while joints:
+            weights.into_several(sums, joints.pop(0))
         for name in list(self.factors):
             factors = self.factors.pop(name)
             while factors:
@@ -205,9 +275,24 @@ class BookKeeping(Pass):
                     raise TamperedGradientError(changed_in_place(name))
                 weights.into(sums, factor, name, more=bool(factors))
 
+    def _leaves_out(self) -> bool:
+        """Note which samples are certain where no value may be read; returns whether that is so."""
+        if self._device_only and self.forwards:
+            self.certain_B = self.total.certain_B(self.forwards[0].batch_size)
+        return self._device_only
+
+    def _take_apart(self) -> None:
+        """Treat every parameter by itself, as some samples must be."""
+        joints, self._alike.joints = self._alike.joints, []
+        for joint in joints:
+            for name, factor in joint.parts():
+                self.factors[name].append(factor)
+
 
 class Hooks(BookKeeping):
     """Per-sample gradients materialised for every parameter, as Opacus's hooks do."""
+
+    puts_together = False
 
     def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
         """Materialise a factor and add it to the parameter's per-sample gradients."""
@@ -224,6 +309,7 @@ class Hooks(BookKeeping):
         """Return the norms of the materialised gradients."""
         for name, (factor,) in self.factors.items():
             self.total.add_norm_of(name, factor)
+        self._leaves_out()
         return self.total
 
     def add_sums(self, sums: Sums, weights: "ClipWeights", scale: float) -> None:
@@ -399,6 +485,16 @@ class ClipWeights:
         kept.selected(index_D).in_double().add_clipped_sum_(coef_D.to(buffer.device).double(), apart)
         if not more:
             self._add_apart(sums, name)
+
+    def into_several(self, sums: Sums, joint: Joint) -> None:
+        """Add the clipped sums of several parameters of the first group; no sample is ill-conditioned.
+
+        Args:
+            sums: Where sums go.
+            joint: Their per-sample gradients.
+        """
+        kept = joint if self.keep_B is None else joint.masked(self.keep_B)
+        sums.add_several(kept.names, kept.clipped_sums(self._coefficients(0, kept.like)))
 
     def finish(self, sums: Sums) -> None:
         """Add what waited for all uses of a parameter.

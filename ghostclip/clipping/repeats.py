@@ -6,7 +6,7 @@ be applied to other gradients, of any norm. Torch's generators are put back, so 
 whatever else differs is refused.
 """
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from ghostclip.clipping.changes import tensors_of
 from ghostclip.errors import TamperedGradientError
 from ghostclip.evidence.randomness import Randomness
 from ghostclip.factors import Factor
+from ghostclip.kernels import reads
 
 _EVERY: Final = 8
 _VALUES: Final = 64
@@ -79,28 +80,63 @@ class Repeats:
             self._unlike = self._unlike or name
             return
         for was, now in zip(before, values, strict=True):
-            if was.device.type != "cpu" or not torch.equal(was, now):
+            if reads.wait(was) or not torch.equal(was, now):
                 self._pairs.append((was, now.clone()))
                 self._names.append(name)
 
-    def require(self) -> None:
+    def require(self) -> "Verdict | None":
         """Refuse a backward that brought other gradients than the first.
+
+        Returns:
+            Where reading the answer would wait for a device, the answer, to be read with the next value that is read:
+            until then the sums must be nothing where it is yes. None where it is no.
 
         Raises:
             TamperedGradientError: It did; its sums must not be used.
         """
-        differs = [_differ(was, now).cpu() for was, now in self._pairs]
+        differs = [_differ(was, now) for was, now in self._pairs]
+        verdict = None
+        if differs and self._unlike is None:
+            device = differs[0].device
+            verdict = Verdict(torch.stack([one.to(device) for one in differs]), list(self._names))
         self._pairs.clear()
-        if differs and self._unlike is None and bool(torch.stack(differs).any()):
-            self._unlike = self._names[int(torch.stack(differs).int().argmax())]
+        self._names.clear()
         if self._unlike is not None:
-            message = (
-                f"parameter '{self._unlike}': the second backward brought other gradients than the first, whose norms "
-                "it is clipped by. Something in it is drawn anew or changed on the way (by a hook, a function's "
-                "backward, or a forward that is checkpointed). Make it repeat itself, or use strategy='bookkeeping' "
-                "(one backward)."
-            )
-            raise TamperedGradientError(message)
+            raise TamperedGradientError(_unlike(self._unlike))
+        if verdict is not None and not reads.wait(verdict.differs_K):
+            verdict.require()
+            return None
+        return verdict
+
+
+class Verdict(NamedTuple):
+    """Whether a second backward brought other gradients than the first.
+
+    Attributes:
+        differs_K: Whether it did, by what was compared, shape ``(K,)``, bool.
+        names: The parameters.
+    """
+
+    differs_K: Tensor
+    names: list[str]
+
+    def require(self) -> None:
+        """Refuse if it did; the device is waited for.
+
+        Raises:
+            TamperedGradientError: It did.
+        """
+        found = self.differs_K.tolist()
+        if any(found):
+            raise TamperedGradientError(_unlike(self.names[found.index(True)]))
+
+
+def _unlike(name: str) -> str:
+    return (
+        f"parameter '{name}': the second backward brought other gradients than the first, whose norms it is clipped "
+        "by. Something in it is drawn anew or changed on the way (by a hook, a function's backward, or a forward that "
+        "is checkpointed). Make it repeat itself, or use strategy='bookkeeping' (one backward)."
+    )
 
 
 def _some(tensor: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Store of clipped sums: in ``p.grad``, or, once a private optimizer owns them, where no optimizer sees them."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,8 @@ from ghostclip.clipping.savepoint import SumsBefore
 from ghostclip.errors import TamperedGradientError
 
 _FULL_PRECISION = (torch.float32, torch.float64)
+# Elements of sums that may lie in one piece of memory, which is held until the last of them is released.
+_SHARED: Final = 1 << 18
 
 
 class GradientStore:
@@ -81,6 +84,40 @@ class GradientStore:
             kept.before_change(parameter, buffer)
         self._in_progress[parameter] = buffer
         return buffer, is_new
+
+    def add_several(self, names: Sequence[str], sums: Tensor) -> None:
+        """Add the clipped sums of several parameters of one shape.
+
+        Args:
+            names: Their names.
+            sums: Shape ``(L, *P)``, float32 or float64, contiguous, not used any more by who calls; small ones become
+                the accumulators where an optimizer owns these.
+        """
+        old: list[tuple[Tensor, Tensor]] = []
+        new: list[tuple[Tensor, Tensor]] = []
+        for name, part in zip(names, sums.unbind(), strict=True):
+            parameter = self._parameters[name]
+            if self.owned and sums.numel() <= _SHARED and parameter not in self._sums:
+                self._sums[parameter] = part
+                continue
+            buffer, is_new = self.buffer(name)
+            (new if is_new else old).append((buffer, part))
+        if new:
+            _torch.copy_all_(*zip(*new, strict=True))
+        if old:
+            torch._foreach_add_(*map(list, zip(*old, strict=True)))
+
+    def drop_if(self, doubt: Tensor) -> None:
+        """Make every sum zero where something is true, without asking whether it is.
+
+        Args:
+            doubt: One bool.
+        """
+        shown = {parameter: parameter.grad for parameter in self._shown if parameter.grad is not None}
+        for parameter, held in {**self._sums, **shown}.items():
+            for kept in self._kept:
+                kept.before_change(parameter, held)
+            held.masked_fill_(doubt.to(held.device), 0.0)
 
     def _free_buffer(self, parameter: nn.Parameter) -> Tensor | None:
         grad = parameter.grad

@@ -20,12 +20,14 @@ from ghostclip.capture.call_sites import MAX_ATTEMPTS, CallSite
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.growth import CONSTANT, UNKNOWN
 from ghostclip.capture.param_use import ParamUse
-from ghostclip.capture.row_origin import origin_of_rows
+from ghostclip.capture.row_origin import UNKNOWN_ORDER, origin_of_rows
 from ghostclip.errors import BatchAxisError, SampleMixingError
 from ghostclip.evidence.gradient_edges import GradientSource, reduced_sources
 
 # Elements that are looked at together.
 _LOOKED_AT: Final = 1 << 20
+# Devices with a generator of their own.
+_DRAWING: Final = frozenset({"cpu", "cuda"})
 
 
 @dataclass(frozen=True)
@@ -241,7 +243,8 @@ def _certain_map(place: GradientSource, forward: ForwardContext) -> RowMap | Non
     if place.tensor is None:
         return None
     gathered = origin_of_rows(place.tensor, 0, forward.batch_size, forward.batch_axis)
-    return None if gathered is None else RowMap("gathered", 0, gathered)
+    known = gathered is not None and gathered is not UNKNOWN_ORDER
+    return RowMap("gathered", 0, gathered) if known else None
 
 
 def _is_folded(place: GradientSource, forward: ForwardContext) -> bool:
@@ -260,7 +263,7 @@ def cotangents(begun: Sequence[Start], *, batch_size: int, samples: set[int]) ->
     Returns:
         For every output a gradient that is random in the samples' rows and zero elsewhere.
     """
-    generator = torch.Generator().manual_seed(0)
+    generators: dict[torch.device, torch.Generator] = {}
     grads = []
     for start in begun:
         place, axis = start.edge, start.row_map.axis
@@ -268,9 +271,17 @@ def cotangents(begun: Sequence[Start], *, batch_size: int, samples: set[int]) ->
         sample_n = start.row_map.samples_of(rows, batch_size).to(place.device)
         chosen_n = torch.isin(sample_n, torch.tensor(sorted(samples), device=place.device))
         # Never zero, so that no row of a sample can be missed.
-        noise = torch.rand(place.shape, generator=generator).add_(0.5).to(device=place.device, dtype=place.dtype)
+        noise = _random(place, generators).add_(0.5).to(device=place.device, dtype=place.dtype)
         grads.append(noise.mul_(chosen_n.view([-1 if other == axis else 1 for other in range(len(place.shape))])))
     return grads
+
+
+def _random(place: GradientSource, generators: dict[torch.device, torch.Generator]) -> Tensor:
+    """Return random numbers from 0 to 1, drawn where they are used: of a model's logits, the host takes seconds."""
+    device = place.device if place.device.type in _DRAWING else torch.device("cpu")
+    if device not in generators:
+        generators[device] = torch.Generator(device).manual_seed(0)
+    return torch.rand(place.shape, generator=generators[device], device=device)
 
 
 def ask(

@@ -144,7 +144,9 @@ def _rows_rows(first: Rows, second: Rows) -> Product:
         return Product(zero_B, zero_B)
     met_K1 = (pairs_2[place] == pairs_1).unsqueeze(1)
     found = _added(sums_1 * sums_2[place] * met_K1)
-    return Product(*(add_rows_(zero_B.clone(), pairs_1 // first.matrix[0], part_K) for part_K in found))
+    # What belongs to no sample has no gradient.
+    sample_K = (pairs_1 // first.matrix[0]).clamp(max=first.batch_size - 1)
+    return Product(*(add_rows_(zero_B.clone(), sample_K, part_K) for part_K in found))
 
 
 def _dense_rows(dense: Dense, rows: Rows) -> Product:

@@ -25,7 +25,7 @@ from ghostclip.factors.base import (
     to_accumulation,
     where_kept,
 )
-from ghostclip.kernels import rows as row_sums
+from ghostclip.kernels import reads
 from ghostclip.kernels.bounds import position_norms, sum_of_squares
 from ghostclip.kernels.rows import add_rows_
 
@@ -68,7 +68,7 @@ class Rows(Factor):
         Cost: one sort of B·T keys (none for one position), 2·B·T·I, and a copy of the repeated rows' gradients alone;
         never a T×T mask, never a B×V×I tensor.
         """
-        if row_sums.is_parallel(self.g_BTI):
+        if reads.wait(self.g_BTI):
             measured = kernels.row_square(self.ids_BT, self.g_BTI)
             terms = Terms(measured.mass_N, measured.scale_N, self.ids_BT.shape[1])
             return SquaredNorm(measured.value_N, measured.error_N, terms)
@@ -83,6 +83,8 @@ class Rows(Factor):
 
     def terms(self) -> Terms | None:
         """Return the gradients of rows that their sample looks up again; the others are added as they are."""
+        if reads.wait(self.g_BTI):
+            return self.sqnorm().terms
         found = self._repeated
         if found is None:
             return None
@@ -119,13 +121,24 @@ class Rows(Factor):
         """Return the distinct pairs and the gradient added up over each.
 
         Returns:
-            ``pairs_K`` (``sample · V + row``, sorted) and ``sums_KI`` in the accumulation dtype.
+            ``pairs_K`` (``sample · V + row``, sorted) and ``sums_KI`` in the accumulation dtype. Where counting the
+            pairs would wait for a device, there are as many as positions, the last ones of no sample.
         """
+        if reads.wait(self.g_BTI):
+            return self._padded_segments()
         pairs_K, segment = torch.unique(self.pairs().flatten(), return_inverse=True)
         g_BTI = to_accumulation(self.g_BTI)
         sums_KI = g_BTI.new_zeros(pairs_K.numel(), g_BTI.shape[-1])
         add_rows_(sums_KI, segment, g_BTI.reshape(-1, g_BTI.shape[-1]))
         return pairs_K, sums_KI
+
+    def _padded_segments(self) -> tuple[Tensor, Tensor]:
+        g_NI = to_accumulation(self.g_BTI).reshape(-1, self.g_BTI.shape[-1])
+        sorted_N, order_N = self.pairs().flatten().sort()
+        place_N = torch.nn.functional.pad((sorted_N.diff() != 0).long(), (1, 0))[: len(sorted_N)].cumsum(0)
+        nothing = self.batch_size * max(1, self.matrix[0])
+        pairs_N = torch.full_like(sorted_N, nothing).scatter_(0, place_N, sorted_N)
+        return pairs_N, add_rows_(torch.zeros_like(g_NI), place_N, g_NI.index_select(0, order_N))
 
     def _sample(self, pairs_K: Tensor) -> Tensor:
         return pairs_K // max(1, self.matrix[0])
@@ -149,7 +162,7 @@ class Rows(Factor):
         """
         matrix = out.view(self.matrix)
         weighted_BTI = self.g_BTI.to(out.dtype) * coef_B.view(-1, 1, 1)
-        found = None if row_sums.is_parallel(self.g_BTI) else self._repeated
+        found = None if reads.wait(self.g_BTI) else self._repeated
         if found is not None:
             weighted_BTI[found.place] = 0
             weighted_KI = self._added_up(found).mul_(coef_B[found.sample_K].unsqueeze(1))

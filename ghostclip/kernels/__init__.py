@@ -9,7 +9,7 @@ can run. Configurations follow from shapes: nothing is tuned by running a kernel
 from typing import Final
 
 from ghostclip.kernels import affine, gram, noise, outer, rows
-from ghostclip.kernels.affine import NormAffine, layer_norm_affine, rms_norm_affine
+from ghostclip.kernels.affine import NormAffine, is_fused, layer_norm_affine, rms_norm_affine
 from ghostclip.kernels.bounds import Bounded
 from ghostclip.kernels.gram import WORKSPACE, gram_entries, gram_levels, gram_sums, symmetric_gram
 from ghostclip.kernels.noise import add_noise_
@@ -28,6 +28,7 @@ __all__ = [
     "NormAffine",
     "Twins",
     "add_noise_",
+    "is_fused",
     "layer_norm_affine",
     "mode",
     "outer_square",

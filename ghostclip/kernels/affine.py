@@ -65,6 +65,22 @@ def rms_norm_affine(x_BTF: Tensor, g_BTF: Tensor, *, eps: float) -> NormAffine:
     return _either(x_BTF, g_BTF, eps, centred=0)
 
 
+def is_fused(x_BTF: Tensor, g_BTF: Tensor) -> bool:
+    """Return whether the kernel would form the gradients, which reads each tensor once.
+
+    Without it what was normalised, and its product with the gradient, are written and read again: 40 bytes for each
+    value of 16 bits in the place of 4, in six operations in the place of one.
+
+    Args:
+        x_BTF: The layer's input, shape ``(B, T, F)``.
+        g_BTF: Gradient of its output, same shape.
+
+    Returns:
+        False on a CPU.
+    """
+    return x_BTF.shape[2] <= MAX_FEATURES and TWINS.pick(x_BTF, g_BTF) is not _naive
+
+
 def _either(x_BTF: Tensor, g_BTF: Tensor, eps: float, *, centred: int) -> NormAffine:
     if x_BTF.shape[2] > MAX_FEATURES:
         return _naive(x_BTF, g_BTF, eps, centred)

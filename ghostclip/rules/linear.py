@@ -41,7 +41,7 @@ def linear(call: Call) -> Captured | None:
     return Captured((x,) if needs_weight else (), x, num_batch_dims, factors, "outer product")
 
 
-@register_op("addmm", arguments="input mat1 mat2")
+@register_op("addmm", arguments="input mat1 mat2", by_form=True)
 def addmm(call: Call) -> Captured | None:
     """Return the capture of ``y = b + x W``, as transformers' ``Conv1D`` writes it; None for scaled terms."""
     if call.get("alpha", 1) != 1 or call.get("beta", 1) != 1:
@@ -49,11 +49,23 @@ def addmm(call: Call) -> Captured | None:
     bias = "input" if "input" in call.tracked else ""
     if bias and call.values["input"].dim() != 1:
         return None
+    if call.tracked == {"input", "mat2"}:
+        return _addmm_of_data(call.values["mat1"], call.values["mat2"].shape)
     if not call.tracked - {"input"}:
         # The bias alone is trained: nothing but the gradient is wanted.
         x, weight = call.values["mat1"], call.values["mat2"]
         return capture_product(Equation("io", ("bi",), "bo"), [x], weight=("", weight), bias=bias)
     return capture_bilinear(call, Equation("bi", ("io",), "bo"), ("mat1", "mat2"), bias=bias)
+
+
+def _addmm_of_data(x: Tensor, shape: Sequence[int]) -> Captured:
+    """Return the capture of ``b + x W`` of a weight stored (I, O): the roles of the two factors are exchanged."""
+
+    def factors(saved: Sequence[Tensor], grad: Tensor, split: Split) -> Mapping[str, Factor]:
+        g_BTO = split(grad, 1)
+        return {"input": position_sum(g_BTO), "mat2": Outer(g_BTO, split(saved[0], 1), shape=shape)}
+
+    return Captured((x,), x, 1, factors, "outer product")
 
 
 @register_op("bilinear", arguments="input1 input2 weight bias")

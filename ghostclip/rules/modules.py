@@ -95,6 +95,11 @@ def norm_samplers() -> dict[type[nn.Module], Sampler]:
     return _NORMS
 
 
+def any_samplers() -> bool:
+    """Return whether a sampler is registered for any module class."""
+    return bool(_GRADIENTS or _NORMS)
+
+
 def samplers_of(module: nn.Module) -> Samplers | None:
     """Return what is registered for a module's own class, or None."""
     kind = type(module)

@@ -1,16 +1,18 @@
 """Normalisation layers with an affine part: layer, RMS, group and instance norm; batch norm is refused.
 
 What was normalised is computed again from the saved input, which is cheaper than to keep it, and multiplied in place by
-the output's gradient: one temporary of the input's size.
+the output's gradient: one temporary of the input's size. On a GPU a kernel does both and stores neither.
 
 Shape letters: B samples, T positions, C channels, F normalised features, L the leading (row) axes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from torch import Tensor
 from torch.nn import functional
 
+from ghostclip import kernels
 from ghostclip.errors import SampleMixingError
 from ghostclip.factors import Dense, Factor
 from ghostclip.factors.base import over_positions, to_accumulation
@@ -21,23 +23,36 @@ from ghostclip.rules.registry import Call, Captured, Split, register_op
 def layer_norm(call: Call) -> Captured | None:
     """Return the capture of layer norm: both affine parameters ``Dense``; None where the input is tracked."""
     shape, eps = list(call.values["normalized_shape"]), call.get("eps", 1e-5)
-    return _feature_affine(call, shape, lambda x: functional.layer_norm(x, shape, eps=eps))
+    fused = partial(kernels.layer_norm_affine, eps=eps)
+    return _feature_affine(call, shape, lambda x: functional.layer_norm(x, shape, eps=eps), fused)
 
 
 @register_op("rms_norm", arguments="input normalized_shape weight eps", by_form=True)
 def rms_norm(call: Call) -> Captured | None:
     """Return the capture of RMS norm: the weight ``Dense``; None where the input is tracked."""
     shape, eps = list(call.values["normalized_shape"]), call.values.get("eps")
-    return _feature_affine(call, shape, lambda x: functional.rms_norm(x, shape, eps=eps))
+    fused = None if eps is None else partial(kernels.rms_norm_affine, eps=eps)
+    return _feature_affine(call, shape, lambda x: functional.rms_norm(x, shape, eps=eps), fused)
 
 
-def _feature_affine(call: Call, shape: list[int], normalize: Callable[[Tensor], Tensor]) -> Captured | None:
+def _feature_affine(
+    call: Call,
+    shape: list[int],
+    normalize: Callable[[Tensor], Tensor],
+    fused: Callable[[Tensor, Tensor], kernels.NormAffine] | None,
+) -> Captured | None:
     if "input" in call.tracked:
         return None
     x = call.values["input"]
     tracked, num_batch_dims = call.tracked, x.dim() - len(shape)
 
     def factors(saved: Sequence[Tensor], grad: Tensor, split: Split) -> Mapping[str, Factor]:
+        if fused is not None and saved and len(shape) == 1:
+            x_BTF, g_BTF = split(saved[0], num_batch_dims), split(grad, num_batch_dims)
+            if kernels.is_fused(x_BTF, g_BTF):
+                made = fused(x_BTF, g_BTF)
+                given = {"weight": made.weight_BF, "bias": made.bias_BF}
+                return {name: Dense(grad_BF) for name, grad_BF in given.items() if name in tracked}
         g = to_accumulation(grad)
         found: dict[str, Factor] = {}
         if "weight" in tracked:

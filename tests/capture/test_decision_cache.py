@@ -110,7 +110,7 @@ def test_what_is_remembered_holds_no_data():
     model = _Zoo()
     clipper = GhostClipper(model, max_grad_norm=1.0)
     clipper.backward(model(torch.randint(11, (4, 6))))
-    decisions = clipper._capture._decisions._kept.values()
+    decisions = [kept for found in clipper._capture._decisions._kept.values() for kept in found]
     assert {kept.plan.name for kept in decisions} == _KINDS
     for kept in decisions:
         held = list(
@@ -119,7 +119,10 @@ def test_what_is_remembered_holds_no_data():
             )
         )
         assert not any(tensor.numel() for tensor in held), kept.plan.name
-        assert all(isinstance(tracked, TrackedTensor) for _, tracked in kept.tracked)
+        own = [tracked for tracked in kept.form + list(kept.named.values()) if isinstance(tracked, TrackedTensor)]
+        values = [tracked.origin.value for tracked in own]
+        held = _tensors_in((kept.form, kept.named, *kept.values), set())
+        assert all(any(tensor is one for one in own + values) for tensor in held), kept.plan.name
 
 
 def test_exchanged_parameters_are_seen(strategy):
@@ -132,7 +135,8 @@ def test_exchanged_parameters_are_seen(strategy):
     model.double()
     _check(clipper, model, torch.randint(11, (4, 6)))
     decisions = clipper._capture._decisions._kept.values()
-    assert {tracked.origin.value.dtype for kept in decisions for _, tracked in kept.tracked} == {torch.float64}
+    own = [item for found in decisions for kept in found for item in kept.form if isinstance(item, TrackedTensor)]
+    assert {tracked.origin.value.dtype for tracked in own} == {torch.float64}
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.data = parameter.data * 2

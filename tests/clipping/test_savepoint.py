@@ -58,6 +58,15 @@ def test_what_changed_is_put_back_again_and_again():
     assert not store._kept
 
 
+def test_sums_that_are_dropped_for_a_doubt_come_back():
+    store, parameters = _store()
+    restore, _ = store.snapshot()
+    store.drop_if(torch.tensor(True))
+    assert _sums(store, parameters) == {"used": 0.0, "unused": 0.0}
+    restore()
+    assert _sums(store, parameters) == {"used": 1.0, "unused": 1.0}
+
+
 def test_two_at_once():
     store, parameters = _store()
     outer, forget_outer = store.snapshot()

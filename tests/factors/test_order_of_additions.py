@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ghostclip import GhostClipper
 from ghostclip.factors.inner import inner
 from ghostclip.factors.rows import Rows
-from ghostclip.kernels import rows
+from ghostclip.kernels import reads, rows
 
 
 class AnyOrder(TorchDispatchMode):
@@ -42,6 +42,7 @@ class AnyOrder(TorchDispatchMode):
 @pytest.fixture
 def parallel(monkeypatch):
     monkeypatch.setattr(rows, "is_parallel", lambda tensor: True)
+    monkeypatch.setattr(reads, "wait", lambda tensor: True)
 
 
 def test_the_emulation_changes_sums():

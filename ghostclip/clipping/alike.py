@@ -1,0 +1,261 @@
+"""Layers of one form (the blocks of a transformer): their factors are formed, measured and summed together.
+
+Small layers cost what calling torch's functions costs. Where several have one form, their inputs and gradients are put
+end to end along the axis of the samples, as if one layer had seen the samples of all: the rule is asked once, and norms
+and clipped sums take one operation each. What is put together is copied, so that only small layers are.
+
+Shape letters: L layers, B samples, T positions, I inputs, O outputs, ``*P`` the parameters' own shape.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ghostclip import _torch
+from ghostclip.capture.nodes import Kept
+from ghostclip.capture.param_use import ParamUse
+from ghostclip.clipping.changes import changed_in_place
+from ghostclip.clipping.norms import GroupNorms
+from ghostclip.errors import TamperedGradientError
+from ghostclip.factors import Dense, Factor, Outer
+from ghostclip.factors.base import accumulation_dtype
+
+# Elements of a layer's input, output gradient and parameters up to which copying costs less than calls do. A GPU copies
+# more in the time that it takes to be told to.
+_SMALL: Final = 1 << 15
+_SMALL_ON_A_GPU: Final = 1 << 21
+# So many of the largest small layers wait at a time.
+_WAITING: Final = 32
+# Rows of which all of a sample lie together, so that samples of other layers may follow.
+_IN_FRONT: Final = frozenset({"axis", "major"})
+_FORMS: Final = frozenset({"outer product", "dense"})
+
+
+class _Waiting(NamedTuple):
+    """The gradient of one use's output, and how often it had been changed in place by the time it came."""
+
+    use: ParamUse
+    grad: Tensor
+    version: int
+
+
+@dataclass(frozen=True, eq=False)
+class Joint:
+    """Per-sample gradients of L parameters of one shape.
+
+    Attributes:
+        names: Their names.
+        factor: Their gradients, L·B samples, those of one parameter side by side.
+    """
+
+    names: Sequence[str]
+    factor: Dense | Outer
+
+    def parts(self) -> Iterator[tuple[str, Factor]]:
+        """Return the name and the factor of every parameter, for which no element is copied."""
+        return zip(self.names, apart(self.factor, len(self.names)), strict=True)
+
+    def masked(self, keep_B: Tensor) -> "Joint":
+        """Return the same with the samples where ``keep_B`` is False set to zero for every parameter."""
+        return Joint(self.names, self.factor.masked(keep_B.repeat(len(self.names))))
+
+    @property
+    def like(self) -> Tensor:
+        """An empty tensor of the type and on the device of the sums."""
+        tensor = self.factor.grad_BP if isinstance(self.factor, Dense) else self.factor.g_NTO
+        return tensor.new_empty(0, dtype=accumulation_dtype(tensor.dtype))
+
+    def clipped_sums(self, coef_B: Tensor) -> Tensor:
+        """Return ``sum_b coef_B[b] * g_lb`` of every parameter.
+
+        Args:
+            coef_B: Coefficients, shape ``(B,)``, float32 or float64 as the sums are to be.
+
+        Returns:
+            Shape ``(L, *P)``, contiguous.
+        """
+        factor, layers = self.factor, len(self.names)
+        if isinstance(factor, Dense):
+            grad_LBP = factor.grad_BP.reshape(layers, len(coef_B), -1)
+            return torch.bmm(coef_B.expand(layers, 1, -1), grad_LBP.to(coef_B.dtype)).view(layers, *factor.shape)
+        a_NTI, g_NTO = factor.a_NTI.to(coef_B.dtype), factor.g_NTO.to(coef_B.dtype)
+        coef_N = coef_B.repeat(layers).view(-1, 1, 1)
+        if a_NTI.shape[2] < g_NTO.shape[2]:
+            a_NTI = a_NTI * coef_N
+        else:
+            g_NTO = g_NTO * coef_N
+        a_LRI, g_LRO = (x.reshape(layers, -1, x.shape[2]) for x in (a_NTI, g_NTO))
+        return torch.bmm(g_LRO.mT, a_LRI).view(layers, *factor.shape)
+
+
+class Alike:
+    """Holds uses of small layers until there are many, and adds their norms.
+
+    Which layers are put together follows from the sizes of the batch and the form of the model alone, so that a step
+    that is made again rounds as it did.
+
+    Attributes:
+        joints: What is to be summed of those that were put together.
+    """
+
+    def __init__(
+        self,
+        total: GroupNorms,
+        *,
+        form: Callable[[str, Factor], Factor],
+        alone: Callable[[ParamUse, Tensor], None],
+    ) -> None:
+        """Make a collector that holds nothing.
+
+        Args:
+            total: Where norms are added; with several clip groups nothing is put together.
+            form: Returns what is kept of a parameter's factor.
+            alone: Takes a use, and its output's gradient, that no other is like.
+        """
+        self.joints: list[Joint] = []
+        self._total, self._form, self._alone = total, form, alone
+        self._waiting: defaultdict[Any, list[_Waiting]] = defaultdict(list)
+        self._elements = 0
+        self._most = 0
+
+    def takes(self, use: ParamUse, grad: Tensor, kept: frozenset[str]) -> bool:
+        """Take the gradient of a use's output, if it is of a small layer that others may be like.
+
+        Args:
+            use: The use.
+            grad: The gradient; it must not change until it was made a factor of.
+            kept: Names of parameters whose gradients are kept although their factors are smaller.
+
+        Returns:
+            Whether it was taken: its factors are formed by this object then.
+        """
+        if use.alike is None:
+            return False
+        elements, node, data = grad.numel() + use.alike.elements, use.node, None
+        if node is not None:
+            if type(node) is not Kept:
+                return False
+            data, more = node.form
+            elements += more
+        most = _SMALL if grad.is_cpu else _SMALL_ON_A_GPU
+        if elements > most or len(self._total.sums) > 1 or not _stands_alone(use):
+            return False
+        row_map = use.row_map
+        if row_map.axis or row_map.kind not in _IN_FRONT:
+            return False
+        always = kept and tuple(name in kept for name in use.site.names)
+        # What else is to be equal follows from these: sizes of parameters, types and devices are those of the form.
+        key = use.alike, row_map.kind, always, grad.shape, grad.dtype, data
+        self._waiting[key].append(_Waiting(use, grad, _torch.version(grad)))
+        self._elements += elements
+        self._most = most * _WAITING
+        return True
+
+    @property
+    def full(self) -> bool:
+        """Whether as much waits as may."""
+        return self._elements > self._most
+
+    def finish(self) -> None:
+        """Form the factors of all that wait and add their norms.
+
+        Raises:
+            TamperedGradientError: A gradient was changed in place while it waited.
+        """
+        waiting, self._waiting, self._elements = self._waiting, defaultdict(list), 0
+        for found in waiting.values():
+            for use, grad, version in found:
+                if _torch.version(grad) != version:
+                    raise TamperedGradientError(changed_in_place(", ".join(use.site.names)))
+            if len(found) == 1 or not all(map(_trains, found)) or not self._joined(found):
+                for use, grad, _ in found:
+                    self._alone(use, grad)
+            for use, *_ in found:
+                use.release()
+
+    def _joined(self, found: Sequence[_Waiting]) -> bool:
+        """Put uses together; returns False, with nothing done, where their factors are of no form that can be."""
+        first, layers = found[0].use, len(found)
+        saved = [use.node.saved_tensors[0] for use, *_ in found if use.node is not None]
+        samples = layers * first.forward.batch_size
+        formed = first.factors(
+            [torch.cat(saved)] if saved else [],
+            torch.cat([grad for _, grad, _ in found]),
+            lambda tensor, num_batch_dims: first.row_map.split(tensor, num_batch_dims, samples),
+        )
+        if not all(
+            type(factor) is Dense or (type(factor) is Outer and factor.slots == 1) for factor in formed.values()
+        ):
+            return False
+        if any(
+            accumulation_dtype(target.origin.value.dtype) != _dtype(formed[key])
+            for key, target in first.targets.items()
+        ):
+            return False
+        names = {key: [next(iter(use.targets[key].origin.leaves)) for use, *_ in found] for key in formed}
+        _explain(found, formed)
+        for key, factor in formed.items():
+            kept = self._form(names[key][0], factor)
+            assert isinstance(kept, (Dense, Outer))
+            self._total.add_norms_of(names[key], kept)
+            self.joints.append(Joint(names[key], kept))
+        return True
+
+
+def _dtype(factor: Factor) -> torch.dtype | None:
+    """Return the type of a factor's norms and sums; None where it is of no form that can be put together."""
+    if type(factor) is Dense:
+        return accumulation_dtype(factor.grad_BP.dtype)
+    return accumulation_dtype(factor.g_NTO.dtype) if type(factor) is Outer and factor.slots == 1 else None
+
+
+def _stands_alone(use: ParamUse) -> bool:
+    """Return whether nothing else is told of a use's parameters in this backward, nor of its input."""
+    forward, counts = use.forward, use.forward.use_counts
+    if forward.runs_again:
+        return False
+    for name in use.site.names:
+        if counts[name] != 1:
+            return False
+    # Layers that read one input share its Gram, see `ghostclip.clipping.together`.
+    return use.node is None or forward.readers.get(use.node.address, 0) <= 1
+
+
+def _trains(waiting: _Waiting) -> bool:
+    """Return whether all parameters of a use are trained still: one may have been frozen since the forward."""
+    targets = waiting.use.targets.values()
+    return all(leaf.parameter.requires_grad for target in targets for leaf in target.origin.leaves.values())
+
+
+def _explain(found: Sequence[_Waiting], formed: Mapping[str, Factor]) -> None:
+    """Note what came in at every call site where its sizes are new."""
+    parts: dict[str, list[Factor]] = {}
+    sizes = found[0].use.sizes(found[0].grad)
+    for number, (use, grad, _) in enumerate(found):
+        if use.site.sizes == sizes:
+            continue
+        saved = () if use.node is None else use.node.saved_tensors
+        parts = parts or {key: apart(factor, len(found)) for key, factor in formed.items()}
+        for key, factors in parts.items():
+            use.explain(key, factors[number], grad, saved, factors[number])
+
+
+def apart(factor: Factor, layers: int) -> list[Factor]:
+    """Return the factors of several parameters from those that were formed together.
+
+    Args:
+        factor: Of one form, with the samples of all, those of one parameter side by side.
+        layers: How many parameters.
+
+    Returns:
+        Their factors; no element is copied.
+    """
+    if isinstance(factor, Outer):
+        pairs = zip(factor.a_NTI.chunk(layers), factor.g_NTO.chunk(layers), strict=True)
+        return [Outer(a_NTI, g_NTO, shape=factor.shape) for a_NTI, g_NTO in pairs]
+    assert isinstance(factor, Dense)
+    return [Dense(grad_BP) for grad_BP in factor.grad_BP.chunk(layers)]

@@ -1,0 +1,251 @@
+"""A private step waits for the device once: the host reads one value, which says whether all norms are certain."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ghostclip import GhostClipper
+from ghostclip.clipping.norms import GroupNorms
+from ghostclip.errors import InvalidOptionError, TamperedGradientError
+from ghostclip.kernels import reads
+from ghostclip.optim import DPOptimizer
+from tests.host_reads import HostReadError, host_reads
+
+STRATEGIES = ("bookkeeping", "ghost", "fast", "hooks")
+# Every check of the first forwards is over by then.
+PROVED = 5
+
+
+def _gpt2() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            n_layer=2, n_embd=8, n_head=2, vocab_size=19, n_positions=8, resid_pdrop=0, attn_pdrop=0, embd_pdrop=0
+        )
+    )
+
+
+def _llama() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=19, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=8,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def _lora() -> nn.Module:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(_gpt2(), peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    return model
+
+
+class _Tagger(nn.Module):
+    """An LSTM on embedded ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.lstm, self.head = nn.Embedding(19, 6), nn.LSTM(6, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.lstm(self.token(ids))[0])
+
+
+def _cnn() -> nn.Module:
+    layers = [nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 4, 3, groups=2), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(64, 3))
+
+
+MODELS = {
+    "gpt2": (_gpt2, (4, 6)),
+    "llama": (_llama, (4, 6)),
+    "lora": (_lora, (4, 6)),
+    "lstm": (_Tagger, (4, 6)),
+    "embeddings": (lambda: nn.Sequential(nn.Embedding(19, 6), nn.Flatten(), nn.Linear(36, 3)), (4, 6)),
+    "bags": (lambda: nn.Sequential(nn.EmbeddingBag(19, 6), nn.Linear(6, 3)), (4, 6)),
+    "cnn": (_cnn, (4, 3, 8, 8)),
+    "mlp": (lambda: nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3)), (4, 5)),
+}
+
+
+def _losses(model: nn.Module, x: Tensor) -> Tensor:
+    out = model(x)
+    out = getattr(out, "logits", out)
+    return (
+        out.square().flatten(1).mean(1) if out.dim() == 2 else functional.log_softmax(out, 2)[..., 0].square().mean(1)
+    )
+
+
+class _Training:
+    """A private training whose checks are over."""
+
+    def __init__(self, name: str, strategy: str, *, device_only: bool = False) -> None:
+        logging.disable(logging.WARNING)
+        torch.manual_seed(0)
+        make, size = MODELS[name]
+        self.model = make()
+        self.x = torch.randint(19, size) if len(size) == 2 and name != "mlp" else torch.randn(size)
+        self.clipper = GhostClipper(self.model, max_grad_norm=0.1, strategy=strategy, device_only=device_only)
+        inner = torch.optim.SGD([p for p in self.model.parameters() if p.requires_grad], lr=0.01)
+        self.optimizer = DPOptimizer(inner, noise_multiplier=1.0, expected_batch_size=4, clipper=self.clipper)
+        for _ in range(PROVED):
+            self.step()
+        logging.disable(logging.NOTSET)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.clipper.backward(_losses(self.model, self.x))
+        self.optimizer.step()
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_device(monkeypatch):
+    """Whatever asks whether a read waits is told that it does, as on a GPU."""
+    monkeypatch.setattr(reads, "wait", lambda tensor: True)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_reads_one_value(name, strategy):
+    training = _Training(name, strategy)
+    with host_reads() as found:
+        training.step()
+    assert len(found) == 1, f"{len(found)} reads\n{found}"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_scalar_loss_reads_no_more():
+    training = _Training("gpt2", "bookkeeping")
+    for _ in range(2):
+        training.optimizer.zero_grad()
+        with host_reads() as found:
+            _losses(training.model, training.x).mean().backward()
+        training.optimizer.step()
+    assert len(found) == 1, str(found)
+
+
+@pytest.mark.parametrize("strategy", ["bookkeeping", "hooks"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_of_the_device_alone_reads_nothing(name, strategy):
+    """The sums are those of a step that reads, where all samples are certain."""
+    training, other = _Training(name, strategy, device_only=True), _Training(name, strategy)
+    other.model.load_state_dict(training.model.state_dict())
+    for each in (training, other):
+        each.clipper.backward(_losses(each.model, each.x))
+    for parameter, own in zip(
+        training.clipper.trainable_parameters(), other.clipper.trainable_parameters(), strict=True
+    ):
+        got, expected = training.clipper.summed_gradient(parameter), other.clipper.summed_gradient(own)
+        assert torch.allclose(got, expected, rtol=1e-5, atol=1e-8)
+    training.clipper.reset()
+    with host_reads(refused=True):
+        training.step()
+
+
+def test_uncertain_samples_are_left_out_without_a_read():
+    """Samples that are not finite, or whose gradients cancel beyond float32, add nothing, and are counted."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64, bias=False)
+    x, weight = torch.randn(5, 2, 64), torch.randn(5, 2, 64)
+    x[1, 0, 0] = float("nan")
+    # Two positions that oppose each other but for a few last digits.
+    x[3, 1], weight[3, 1] = x[3, 0] * (1 + 1e-6), -weight[3, 0]
+    kept = [0, 2, 4]
+
+    def sums(device_only: bool, rows: list[int]) -> tuple[GhostClipper, Tensor]:
+        model.zero_grad()
+        clipper = GhostClipper(model, max_grad_norm=0.5, strategy="bookkeeping", device_only=device_only, probe=False)
+        losses = (model(x[rows]) * weight[rows]).sum((1, 2))
+        with host_reads(refused=device_only):
+            clipper.backward(losses)
+        clipper.remove()
+        return clipper, model.weight.grad.clone()
+
+    clipper, got = sums(True, list(range(5)))
+    _, expected = sums(False, kept)
+    assert clipper.clip_coefficients[[1, 3]].tolist() == [0.0, 0.0]
+    assert torch.allclose(got, expected, rtol=1e-6, atol=1e-7)
+    assert clipper.non_finite_samples == clipper.non_finite_total == 2
+
+
+@pytest.mark.parametrize("options", [{"strategy": "ghost"}, {"strategy": "fast"}])
+def test_what_must_read_is_refused(options):
+    with pytest.raises(InvalidOptionError, match="device_only"):
+        GhostClipper(nn.Linear(2, 2), max_grad_norm=1.0, device_only=True, **options)
+
+
+def test_a_read_is_found(monkeypatch):
+    """The test above sees a read that somebody adds."""
+    training = _Training("mlp", "bookkeeping", device_only=True)
+    own = GroupNorms.certain_B
+
+    def reading(self: GroupNorms, batch_size: int) -> Tensor:
+        found = own(self, batch_size)
+        assert found.all()
+        return found
+
+    monkeypatch.setattr(GroupNorms, "certain_B", reading)
+    with pytest.raises(HostReadError, match="test_host_reads"), host_reads(refused=True):
+        training.step()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.sum().item(), lambda x: bool(x.any()), lambda x: x.nonzero(), lambda x: x[x > 0],
+        lambda x: x.masked_select(x > 0), lambda x: x.unique(), lambda x: torch.equal(x, x + 1),
+        lambda x: torch.allclose(x, x), lambda x: x.tolist(), lambda x: x.numpy(), lambda x: x.cpu(),
+        lambda x: x.to("cpu"), lambda x: torch.repeat_interleave(x, x.long().abs()), lambda x: float(x[0]),
+        lambda x: x.masked_fill_(x > 0, 0) if x[0] > 0 else x,
+    ],
+)  # fmt: skip
+def test_every_kind_of_read_is_counted(read):
+    with host_reads() as found:
+        read(torch.arange(3.0))
+    assert len(found) >= 1
+
+
+def test_what_reads_nothing_is_not_counted():
+    x = torch.arange(3.0)
+    with host_reads(refused=True):
+        torch.where(x > 0, x, 0.0).masked_fill(x > 1, 0.0)[torch.tensor([0, 2])].sum().clamp(max=x.amax())
+
+
+@pytest.mark.parametrize("strategy", ["ghost", "fast"])
+def test_a_second_backward_that_differs_releases_nothing(strategy):
+    """Its answer is read with the next value that is read; until then the sums are nothing."""
+    torch.manual_seed(0)
+    draws = iter([1.0, 1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0])
+
+    class Noisy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * next(draws)
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    clipper = GhostClipper(model, max_grad_norm=0.5, strategy=strategy, probe=False)
+
+    def backward() -> None:
+        clipper.backward(Noisy.apply(model(torch.randn(4, 3))).square().sum(1))
+
+    backward()
+    assert all(p.grad.abs().sum() > 0 for p in model.parameters())
+    clipper.reset()
+    backward()
+    assert all(not p.grad.any() for p in model.parameters())
+    with pytest.raises(TamperedGradientError, match="second backward"):
+        backward()
