@@ -75,8 +75,9 @@ def test_a_rank_draws_its_slice_of_the_one_draw(launched):
     assert launched == [(1000, (5 * 10**9, 6 * 10**9), (kernels.noise.BLOCK, FAST_ROUNDS))]
 
 
-def test_secure_noise_is_made_on_the_device_without_kernels_too():
+def test_secure_noise_is_made_on_the_device_without_kernels_too(monkeypatch):
     """The plain twin: bounded memory, nothing drawn on the host."""
+    monkeypatch.setattr(kernels.Twins, "pick", lambda self, *tensors, **options: self.naive)
     source = SecureNoise()
     with counted() as traffic:
         sums = [torch.empty(1 << 23, device=GPU)]
