@@ -576,13 +576,18 @@ class GhostClipper:
         self._store.has_sum = True
 
     def savepoint(self) -> Savepoint:
-        """Return what puts the sums, and all that was counted with them, back as they are now."""
+        """Return what puts the sums, which an optimizer owns, and all that was counted with them, back as they are now.
+
+        Returns:
+            A context; see `Savepoint`.
+        """
         generation = self.generation
+        restore_sums, forget = self._store.snapshot()
 
         def restore_generation() -> None:
             self.generation = generation
 
-        return Savepoint(self._store.snapshot(), self._decisions.snapshot(), restore_generation)
+        return Savepoint(restore_sums, self._decisions.snapshot(), restore_generation, forget=forget)
 
     def merge_passes(self, *, since: int) -> None:
         """Count the backwards after the first `since` as one: they went through parts that share no sample."""

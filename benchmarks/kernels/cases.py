@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ghostclip import kernels
-from ghostclip.kernels.noise import BLOCK, chacha_state
+from ghostclip.kernels.noise import BLOCK, FAST_ROUNDS, SECURE_ROUNDS, chacha_state
 
 # Samples, positions, inputs, outputs.
 LAYERS: Final = {
@@ -109,12 +109,12 @@ def _pointwise_cases(shape: tuple[int, int, int], rows: int, dtype: torch.dtype)
     yield Case(named["norm_affine"], "layer norm", shape, dtype, normalised)
 
 
-def _noise_case(elements: int) -> Case:
+def _noise_case(elements: int, level: str, rounds: int) -> Case:
     def make(device: torch.device) -> tuple[Any, ...]:
         part_N = _random((elements,), torch.float32, device)
-        return part_N, chacha_state(bytes(range(32)), 11), (2.0, 64.0), (0, elements), BLOCK
+        return part_N, chacha_state(bytes(range(32)), 11), (2.0, 64.0), (0, elements), (BLOCK, rounds)
 
-    return Case(_by_name()["add_noise_"], "noise of a parameter", (elements,), torch.float32, make)
+    return Case(_by_name()["add_noise_"], f"{level} noise of a parameter", (elements,), torch.float32, make)
 
 
 def cases(*, quick: bool) -> Iterator[Case]:
@@ -132,4 +132,5 @@ def cases(*, quick: bool) -> Iterator[Case]:
         for shape, rows in (((2, 63, 60), 50),) if quick else (((16, 1024, 768), 50257), ((64, 512, 4096), 32000)):
             yield from _pointwise_cases(shape, rows, dtype)
     for elements in (1000,) if quick else (768 * 768, 4096 * 11008):
-        yield _noise_case(elements)
+        yield _noise_case(elements, "fast", FAST_ROUNDS)
+        yield _noise_case(elements, "secure", SECURE_ROUNDS)

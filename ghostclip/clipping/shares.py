@@ -14,6 +14,7 @@ from ghostclip import _torch
 from ghostclip.capture.batch_axis import RowMap
 from ghostclip.errors import LossReductionError
 from ghostclip.evidence.linear_paths import Path
+from ghostclip.kernels.rows import add_rows_
 
 
 def counted_positions(path: Path, row_map: RowMap, batch_size: int) -> int:
@@ -119,4 +120,4 @@ def _by_sample(value: Tensor, row_map: RowMap, axis: int, batch_size: int) -> Te
         return torch.ones(batch_size, dtype=torch.float64)
     rows_N = value.movedim(axis, 0).flatten(1).sum(1) if value.dim() > 1 else value
     sample_N = row_map.samples_of(rows_N.shape[0], batch_size).to(value.device)
-    return torch.zeros(batch_size, dtype=torch.float64, device=value.device).index_add_(0, sample_N, rows_N)
+    return add_rows_(torch.zeros(batch_size, dtype=torch.float64, device=value.device), sample_N, rows_N)

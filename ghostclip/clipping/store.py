@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip import _torch
+from ghostclip.clipping.savepoint import SumsBefore
 from ghostclip.errors import TamperedGradientError
 
 _FULL_PRECISION = (torch.float32, torch.float64)
@@ -48,6 +49,7 @@ class GradientStore:
         self._in_progress: dict[nn.Parameter, Tensor] = {}
         self._sampled: set[nn.Parameter] = set()
         self._samples: dict[nn.Parameter, list[Tensor]] = {}
+        self._kept: list[SumsBefore] = []
         # Their sums live in ``p.grad`` alone: whoever sets that to None has let go of them.
         self._shown: set[nn.Parameter] = set()
 
@@ -58,10 +60,6 @@ class GradientStore:
             samples: Whether it owns per-sample gradients too.
         """
         self.owned, self.samples_apart = True, samples
-
-    def _held(self) -> dict[nn.Parameter, Tensor]:
-        """Return every sum there is, by parameter."""
-        return {**self._sums, **{parameter: parameter.grad for parameter in self._shown if parameter.grad is not None}}
 
     def buffer(self, name: str) -> tuple[Tensor, bool]:
         """Return the accumulator of a parameter, and whether it is new.
@@ -82,6 +80,8 @@ class GradientStore:
         is_new = buffer is None
         if buffer is None:
             buffer = self._new(parameter)
+        for kept in self._kept:
+            kept.before_change(parameter, buffer)
         self._in_progress[parameter] = buffer
         return buffer, is_new
 
@@ -113,7 +113,10 @@ class GradientStore:
         Args:
             doubt: One bool.
         """
-        for held in self._held().values():
+        shown = {parameter: parameter.grad for parameter in self._shown if parameter.grad is not None}
+        for parameter, held in {**self._sums, **shown}.items():
+            for kept in self._kept:
+                kept.before_change(parameter, held)
             held.masked_fill_(doubt.to(held.device), 0.0)
 
     def _free_buffer(self, parameter: nn.Parameter) -> Tensor | None:
@@ -263,6 +266,8 @@ class GradientStore:
             The accumulators themselves, None where nothing contributed.
         """
         sums = [self._sums.get(parameter) for parameter in parameters]
+        for kept in self._kept:
+            kept.give_up()
         self._sums.clear()
         return sums
 
@@ -272,21 +277,26 @@ class GradientStore:
             if hasattr(parameter, "grad_sample"):
                 del parameter.grad_sample
 
-    def snapshot(self) -> Callable[[], None]:
-        """Return a function that puts the sums back as they are now; they are copied to the memory of the CPU."""
-        had_sum = self.has_sum
-        copies = {parameter: kept.to("cpu", copy=True) for parameter, kept in self._held().items()}
+    def snapshot(self) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Return what puts the sums, which an optimizer owns, back as they are now, and what ends that.
+
+        Returns:
+            A function that may be called repeatedly, and one that lets go of what is kept for it.
+
+        Cost:
+            A copy of each sum that is added to before the end, on its device: the size of the trainable parameters.
+        """
+        assert self.owned, "an optimizer runs attempts"
+        kept, had_sum = SumsBefore(self._sums), self.has_sum
+        self._kept.append(kept)
 
         def restore() -> None:
+            sums = kept.put_back()
             self.reset()
-            for parameter, copy in copies.items():
-                self._sums[parameter] = copy.to(parameter.device)
-                if not self.owned:
-                    parameter.grad = self._sums[parameter] if parameter.dtype in _FULL_PRECISION else None
-            if had_sum:
-                self.finish()
+            self._sums.update(sums)
+            self.has_sum = had_sum and not kept.released
 
-        return restore
+        return restore, lambda: self._kept.remove(kept)
 
     def reset(self) -> None:
         """Forget all sums and per-sample gradients; what an owner has released to ``p.grad`` stays."""

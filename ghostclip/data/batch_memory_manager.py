@@ -152,9 +152,13 @@ class BatchMemoryManager:
         # The inner optimizer makes its state in the first real step (Adam: two tensors a parameter); keep room for it.
         missing = 0 if self.optimizer.state else 2
         room = [torch.ones_like(p) for p in self.optimizer.params if p.requires_grad for _ in range(missing)]
+
+        def step(size: int) -> None:
+            # As `run` does: sums that exist are copied before something is added to them.
+            with self.optimizer.clipper.savepoint():
+                trial_step(size)
+
         with self.optimizer.rehearsal():
-            size = find_max_physical_batch_size(
-                trial_step, upper=upper, memory_budget=self._memory_budget, device=device
-            )
+            size = find_max_physical_batch_size(step, upper=upper, memory_budget=self._memory_budget, device=device)
         del room
         return size

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ghostclip.clipping.savepoint import Savepoint
 from ghostclip.data.memory import is_out_of_memory
 from ghostclip.data.size_policies import SizePolicy
 from ghostclip.errors import DataError
@@ -42,16 +43,38 @@ def run_in_parts(
         DataError: If the batch cannot be split.
 
     Cost:
-        Where other sums of the same logical batch exist, a copy of them in the memory of the CPU.
+        Where other sums of the same logical batch exist, a copy of them on their device, made at the end of the first
+        backward.
     """
     clipper = optimizer.clipper
     passes = clipper.backward_passes
-    savepoint = clipper.savepoint()
+    with clipper.savepoint() as savepoint:
+        results = _all_parts(batch, size, work, policy, (savepoint, clipper.axis))
+    clipper.merge_passes(since=passes)
+    return results
+
+
+def _all_parts(
+    batch: Any, size: int, work: Callable[[Any], Any], policy: SizePolicy, place: tuple[Savepoint, int]
+) -> list[Any]:
+    """Run the parts of a batch until all of them fit.
+
+    Args:
+        batch: What the loader handed out.
+        size: Its number of samples.
+        work: Runs forward and backward on a part of the batch.
+        policy: How large a part may be.
+        place: What puts the sums back as they were before the batch, and the axis of the samples.
+
+    Returns:
+        What `work` returned, part by part, of the run that succeeded.
+    """
+    savepoint, axis = place
     done = 0
     results: list[Any] = []
     while done < size or not results:
         count = _next_part(size - done, policy.size)
-        part = batch if count == size else rows_of(batch, size, slice(done, done + count), axis=clipper.axis)
+        part = batch if count == size else rows_of(batch, size, slice(done, done + count), axis=axis)
         policy.before()
         fits, result = _attempt(part, work, again=count > 1, undo=savepoint.restore)
         if fits:
@@ -65,7 +88,6 @@ def run_in_parts(
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    clipper.merge_passes(since=passes)
     return results
 
 

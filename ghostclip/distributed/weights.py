@@ -10,12 +10,7 @@ from torch import distributed, nn
 
 from ghostclip.distributed.agreement import Group, gathered, world_size
 from ghostclip.errors import UnsupportedModelError
-
-_AT_ONCE = 1 << 20
-"""Elements that a digest is formed of at once: bounds what it needs beside the values."""
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-_PLACE, _MIX, _SPREAD = -7046029254386353131, -4658895280553007687, -7723592293110705685
-"""Odd constants, the first two of splitmix64's kind, by which a value and its place become one number."""
+from ghostclip.kernels.fingerprints import content_prints, read_prints
 
 
 class _Entry(NamedTuple):
@@ -87,47 +82,14 @@ def digests(model: nn.Module) -> list[int]:
     """Return a 64-bit digest of each parameter and buffer, equal only for values that are equal to the last bit.
 
     Args:
-        model: The model, on devices of the same kinds wherever digests are compared.
+        model: The model, on any device.
 
     Returns:
         A number for each, parameters first.
     """
     # All are under way before the first is waited for.
-    found = [_digest(tensor.detach()) for _, tensor in _tensors(model)]
-    return [int(number) for number in found]
-
-
-def _digest(tensor: torch.Tensor) -> int | torch.Tensor:
-    """Return a digest of a tensor's bytes: a number, or a tensor of one number on a device that is not waited for."""
-    flat = tensor.contiguous().reshape(-1)
-    if flat.device.type != "cpu":
-        return mixed_sum(flat)
-    digest = hashlib.blake2b(flat.view(torch.uint8).numpy().data if flat.numel() else b"", digest_size=8)
-    return int.from_bytes(digest.digest(), "big")
-
-
-def mixed_sum(flat: torch.Tensor) -> torch.Tensor:
-    """Return the sum modulo 2^64 of numbers that each mix the bits of a value and its place.
-
-    Args:
-        flat: The values, contiguous, shape `[n]`.
-
-    Returns:
-        int64, shape `[]`, on their device.
-
-    Cost:
-        Some ten passes over the values in the device's memory, a million at a time.
-    """
-    words = flat.view(_WORDS.get(flat.element_size(), torch.int64))
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for start in range(0, words.numel(), _AT_ONCE):
-        part = words[start : start + _AT_ONCE].long()
-        place = torch.arange(start + 1, start + 1 + part.numel(), device=part.device)
-        mixed = (part ^ place.mul_(_PLACE)).mul_(_MIX)
-        # High bits into low ones, so that every bit of a value counts in every bit of the sum.
-        mixed.bitwise_xor_(mixed >> 31).mul_(_SPREAD)
-        total += mixed.bitwise_xor_(mixed >> 29).sum()
-    return total
+    found = [content_prints([tensor.detach().contiguous().reshape(-1)]) for _, tensor in _tensors(model)]
+    return [number for number, _ in read_prints(found)]
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -21,6 +21,7 @@ from ghostclip.factors.rows import Rows
 from ghostclip.factors.stacked import Stacked, sum_tensors
 from ghostclip.factors.windows import Windows
 from ghostclip.kernels.bounds import dots
+from ghostclip.kernels.rows import add_rows_
 
 
 class Product(NamedTuple):
@@ -145,7 +146,7 @@ def _rows_rows(first: Rows, second: Rows) -> Product:
     found = _added(sums_1 * sums_2[place] * met_K1)
     # What belongs to no sample has no gradient.
     sample_K = (pairs_1 // first.matrix[0]).clamp(max=first.batch_size - 1)
-    return Product(*(zero_B.index_add(0, sample_K, part_K) for part_K in found))
+    return Product(*(add_rows_(zero_B.clone(), sample_K, part_K) for part_K in found))
 
 
 def _dense_rows(dense: Dense, rows: Rows) -> Product:

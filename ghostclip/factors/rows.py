@@ -27,6 +27,7 @@ from ghostclip.factors.base import (
 )
 from ghostclip.kernels import reads
 from ghostclip.kernels.bounds import position_norms, sum_of_squares
+from ghostclip.kernels.rows import add_rows_
 
 
 class _Repeated(NamedTuple):
@@ -77,7 +78,7 @@ class Rows(Factor):
             return no_error(square_sums(g_BTI.flatten(1)))
         norm_BT = position_norms(g_BTI).index_put(found.place, g_BTI.new_zeros((), dtype=g_BTI.dtype))
         square_B = sum_of_squares([norm_BT]).double()
-        square_B.index_add_(0, found.sample_K, self._added_up(found).square_().sum(1))
+        add_rows_(square_B, found.sample_K, self._added_up(found).square_().sum(1))
         return no_error(square_B.to(norm_BT.dtype))
 
     def terms(self) -> Terms | None:
@@ -88,11 +89,11 @@ class Rows(Factor):
         if found is None:
             return None
         norm_R = position_norms(self.g_BTI)[found.place]
-        mass_K = norm_R.new_zeros(len(found.row_K)).index_add_(0, found.segment_R, norm_R)
+        mass_K = add_rows_(norm_R.new_zeros(len(found.row_K)), found.segment_R, norm_R)
         mass_B, scale_B = norm_R.new_zeros(2, self.batch_size).unbind()
         # Rows do not overlap: their roundings add up as the sides of a box do.
-        mass_B = mass_B.index_add(0, found.sample_K, mass_K.square()).sqrt_()
-        return Terms(mass_B, scale_B.index_add(0, found.place[0], norm_R.square()), self.ids_BT.shape[1])
+        mass_B = add_rows_(mass_B, found.sample_K, mass_K.square()).sqrt_()
+        return Terms(mass_B, add_rows_(scale_B, found.place[0], norm_R.square()), self.ids_BT.shape[1])
 
     @cached_property
     def _repeated(self) -> "_Repeated | None":
@@ -114,7 +115,7 @@ class Rows(Factor):
     def _added_up(self, found: "_Repeated") -> Tensor:
         """Return the sums of the repeated rows' gradients, shape ``(K, I)``, float64."""
         sums_KI = torch.zeros(len(found.row_K), self.g_BTI.shape[-1], dtype=torch.float64, device=self.g_BTI.device)
-        return sums_KI.index_add_(0, found.segment_R, self.g_BTI[found.place].double())
+        return add_rows_(sums_KI, found.segment_R, self.g_BTI[found.place].double())
 
     def segments(self) -> tuple[Tensor, Tensor]:
         """Return the distinct pairs and the gradient added up over each.
@@ -128,7 +129,7 @@ class Rows(Factor):
         pairs_K, segment = torch.unique(self.pairs().flatten(), return_inverse=True)
         g_BTI = to_accumulation(self.g_BTI)
         sums_KI = g_BTI.new_zeros(pairs_K.numel(), g_BTI.shape[-1])
-        sums_KI.index_add_(0, segment, g_BTI.reshape(-1, g_BTI.shape[-1]))
+        add_rows_(sums_KI, segment, g_BTI.reshape(-1, g_BTI.shape[-1]))
         return pairs_K, sums_KI
 
     def _padded_segments(self) -> tuple[Tensor, Tensor]:
@@ -137,7 +138,7 @@ class Rows(Factor):
         place_N = torch.nn.functional.pad((sorted_N.diff() != 0).long(), (1, 0))[: len(sorted_N)].cumsum(0)
         nothing = self.batch_size * max(1, self.matrix[0])
         pairs_N = torch.full_like(sorted_N, nothing).scatter_(0, place_N, sorted_N)
-        return pairs_N, torch.zeros_like(g_NI).index_add_(0, place_N, g_NI.index_select(0, order_N))
+        return pairs_N, add_rows_(torch.zeros_like(g_NI), place_N, g_NI.index_select(0, order_N))
 
     def _sample(self, pairs_K: Tensor) -> Tensor:
         return pairs_K // max(1, self.matrix[0])
@@ -151,11 +152,11 @@ class Rows(Factor):
         """Return the per-sample gradients, shape ``(B, *P)``."""
         g_BTI = to_accumulation(self.g_BTI)
         full = g_BTI.new_zeros(self.batch_size * self.matrix[0], g_BTI.shape[-1])
-        full.index_add_(0, self.pairs().flatten(), g_BTI.reshape(-1, g_BTI.shape[-1]))
+        add_rows_(full, self.pairs().flatten(), g_BTI.reshape(-1, g_BTI.shape[-1]))
         return full.view(self.batch_size, *self.shape)
 
     def add_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:
-        """Add the weighted rows to ``out`` with ``index_add_``, never a one-hot product. Cost: 2·B·T·I.
+        """Add the weighted rows to those of ``out``, never by a one-hot product. Cost: 2·B·T·I.
 
         On a CPU what a sample adds to one row is added up before.
         """
@@ -165,8 +166,8 @@ class Rows(Factor):
         if found is not None:
             weighted_BTI[found.place] = 0
             weighted_KI = self._added_up(found).mul_(coef_B[found.sample_K].unsqueeze(1))
-            matrix.index_add_(0, found.row_K, weighted_KI.to(out.dtype))
-        matrix.index_add_(0, self.ids_BT.flatten(), weighted_BTI.reshape(-1, self.matrix[1]))
+            add_rows_(matrix, found.row_K, weighted_KI.to(out.dtype))
+        add_rows_(matrix, self.ids_BT.flatten(), weighted_BTI.reshape(-1, self.matrix[1]))
 
     def masked(self, keep_B: Tensor) -> "Rows":
         """Return the factor with dropped samples set to zero."""

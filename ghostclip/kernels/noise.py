@@ -1,19 +1,26 @@
-"""Gaussian noise from a ChaCha20 key stream, added to a clipped sum and divided, addressed by (key, position, block).
+"""Gaussian noise from a ChaCha key stream, added to a clipped sum and divided, addressed by (key, position, element).
 
-The noise is the same on every device, and the same as that of noise level "secure" where its key stream is ChaCha20:
-block number n of the tensor at a position has ChaCha20's key, the nonce (position, 256·n) and counters from 0.
+With 20 rounds it is the noise of level "secure", whatever the device: block number n of the tensor at a position has
+ChaCha20's key, the nonce (position, 256·n) and counters from 0. A range of a tensor gets the same noise from whoever
+holds it, so that any number of ranks add one draw.
 
-Shape letters: N elements, W words.
+Key streams are equal to the bit on every device. Logarithm, cosine and sine are those of the device, which differ in
+their last places: a standard normal value by less than 2^-48, and so about one of 10^8 sums in float32 by one unit in
+the last place. On one kind of device, and on one with and without the kernel, the same holds from run to run.
+
+Shape letters: N elements, W words, S key streams, L blocks of a key stream, R its state's sixteen words.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from ghostclip import _torch
 from ghostclip._validate import non_negative, positive
 from ghostclip.errors import InvalidOptionError
 from ghostclip.kernels.twins import Twins, generator
@@ -24,16 +31,31 @@ BLOCK: Final = 1 << 15
 MAX_BLOCKS: Final = 1 << 24
 """Blocks of one tensor: what a nonce tells apart."""
 
+SECURE_ROUNDS: Final = 20
+"""Rounds of ChaCha20, RFC 8439."""
+
+FAST_ROUNDS: Final = 8
+"""Rounds that leave no statistical trace (nobody has told seven from random): noise of level "fast"."""
+
 _CONSTANTS: Final = (0x61707865, 0x3320646E, 0x79622D32, 0x6B206574)
 _MASK: Final = 0xFFFFFFFF
+_AT_ONCE: Final = 128
+"""Blocks of noise that the twin makes at once on a GPU: some 150 MiB for a while."""
 
 
 def add_noise_(
-    part: Tensor, *, key: bytes, position: int, scales: tuple[float, float], extent: tuple[int, int] | None = None
+    part: Tensor,
+    *,
+    key: bytes,
+    position: int,
+    scales: tuple[float, float],
+    extent: tuple[int, int] | None = None,
+    rounds: int = SECURE_ROUNDS,
 ) -> Tensor:
     """Replace a part of a clipped sum by ``(sum + std·noise) / divisor``, in place and in one pass over memory.
 
-    Sum and quotient are formed in float64 and rounded once, so that the result is a function of the noisy value alone.
+    The sum is formed in float64 and rounded once, the quotient is one of the tensor's type: both are functions of the
+    noisy value alone.
 
     Args:
         part: Contiguous floating-point tensor, or a contiguous range of a flattened one.
@@ -41,6 +63,7 @@ def add_noise_(
         position: Number of the tensor, counted over the whole training, in [0, 2^64); never used twice with one key.
         scales: Standard deviation of the noise in the sum, at least 0, and the public divisor, above 0.
         extent: Where the range begins in the whole tensor and how many elements the whole has; all of it if left out.
+        rounds: Of ChaCha; fewer than 20 where the noise need not be cryptographic.
 
     Returns:
         ``part``.
@@ -52,6 +75,10 @@ def add_noise_(
         N(0, std²) in every coordinate of the sum, up to floating-point effects. Radii use 63-bit uniforms: values
         up to 9.42 σ occur, beyond which lies 5e-21. The key reaches the device's memory.
 
+    Cost:
+        With the kernel one launch (two where the size is no multiple of 16), one read and one write of the part. The
+        twin takes some hundred operations on bounded temporary memory for each 2^22 elements on a GPU.
+
     Reference:
         RFC 8439 (2018), section 2.3; Box and Muller (1958).
     """
@@ -59,7 +86,7 @@ def add_noise_(
     offset, total = extent or (0, part.numel())
     _check(part, key, position, (offset, total))
     flat_N = part.view(-1)
-    arguments = (flat_N, chacha_state(key, position), (std, divisor), (offset, total), BLOCK)
+    arguments = (flat_N, chacha_state(key, position), (std, divisor), (offset, total), (BLOCK, rounds))
     TWINS.pick(flat_N)(*arguments)
     return part
 
@@ -88,38 +115,53 @@ def chacha_state(key: bytes, position: int) -> list[int]:
     return [*_CONSTANTS, *words, 0, position & _MASK, position >> 32, 0]
 
 
-def chacha_words(state: list[int], *, stream: int, count: int, device: torch.device) -> Tensor:
-    """Return the first 64-bit words of one key stream, in plain PyTorch.
+def chacha_words(
+    state: list[int], *, streams: Sequence[int], count: int, device: torch.device, rounds: int = SECURE_ROUNDS
+) -> Tensor:
+    """Return the first 64-bit words of some key streams, in plain PyTorch.
+
+    All blocks of all streams are made at once, four 32-bit words by four: 32-bit integers wrap around on every device.
 
     Args:
         state: From `chacha_state`.
-        stream: Last word of the nonce.
-        count: How many words.
+        streams: Last words of the nonces.
+        count: How many words of each.
         device: Where they are made.
+        rounds: An even number.
 
     Returns:
-        Uniform int64, shape ``(count,)``.
+        Uniform int64, shape ``(S, count)``.
     """
-    counters_W = torch.arange(-(-count // 8), device=device)
-    initial = [torch.full_like(counters_W, word) for word in state]
-    initial[12], initial[15] = counters_W & _MASK, torch.full_like(counters_W, stream)
-    x = list(initial)
-    for _ in range(10):
-        for column in range(4):
-            _quarter(x, (column, 4 + column, 8 + column, 12 + column))
-        for column in range(4):
-            _quarter(x, (column, 4 + (column + 1) % 4, 8 + (column + 2) % 4, 12 + (column + 3) % 4))
-    words = [(word + start) & _MASK for word, start in zip(x, initial, strict=True)]
-    longs = [low | (high << 32) for low, high in zip(words[0::2], words[1::2], strict=True)]
-    return torch.stack(longs, 1).flatten()[:count]
+    lanes = -(-count // 8)
+    fixed = torch.tensor([_signed(word) for word in state], dtype=torch.int32).to(device).view(16, 1, 1)
+    counters = torch.arange(lanes, dtype=torch.int32).to(device)
+    nonces = torch.tensor([_signed(stream) for stream in streams], dtype=torch.int32).to(device).unsqueeze(1)
+    parts = (fixed.narrow(0, 0, 12), counters, fixed.narrow(0, 13, 2), nonces)
+    start_RSL = torch.cat([part.expand(-1 if part.dim() == 3 else 1, len(streams), lanes) for part in parts])
+    a, b, c, d = start_RSL.clone().chunk(4)
+    spare = torch.empty_like(a)
+    for _ in range(rounds // 2):
+        _quarters_(a, b, c, d, spare)
+        # Diagonals become columns.
+        b, c, d = b.roll(-1, 0), c.roll(-2, 0), d.roll(-3, 0)
+        _quarters_(a, b, c, d, spare)
+        b, c, d = b.roll(1, 0), c.roll(2, 0), d.roll(3, 0)
+    words_RSL = torch.cat((a, b, c, d)).add_(start_RSL)
+    return words_RSL.permute(1, 2, 0).flatten().view(torch.int64).view(len(streams), -1).narrow(1, 0, count)
 
 
-def _quarter(x: list[Tensor], where: tuple[int, int, int, int]) -> None:
-    a, b, c, d = where
+def _signed(word: int) -> int:
+    return word - (word >> 31 << 32)
+
+
+def _quarters_(a: Tensor, b: Tensor, c: Tensor, d: Tensor, spare: Tensor) -> None:
+    """Do a quarter round on four columns at once, in place."""
     for first, second, third, by in ((a, b, d, 16), (c, d, b, 12), (a, b, d, 8), (c, d, b, 7)):
-        x[first] = (x[first] + x[second]) & _MASK
-        mixed = x[third] ^ x[first]
-        x[third] = ((mixed << by) & _MASK) | (mixed >> (32 - by))
+        first.add_(second)
+        third.bitwise_xor_(first)
+        torch.bitwise_left_shift(third, by, out=spare)
+        # The sign bit is copied into the bits that are cleared then.
+        third.bitwise_right_shift_(32 - by).bitwise_and_((1 << by) - 1).bitwise_or_(spare)
 
 
 def normal_pairs(radius_W: Tensor, angle_W: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,33 +181,52 @@ def normal_pairs(radius_W: Tensor, angle_W: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _naive(
-    part_N: Tensor, state: list[int], scales: tuple[float, float], extent: tuple[int, int], block_size: int
+    part_N: Tensor,
+    state: list[int],
+    scales: tuple[float, float],
+    extent: tuple[int, int],
+    stream: tuple[int, int],
 ) -> Tensor:
     offset, total = extent
-    std, divisor = scales
-    for number in range(offset // block_size, -(-(offset + part_N.numel()) // block_size)):
-        start = number * block_size
-        size = min(block_size, total - start)
-        even = size + size % 2
-        words_W = chacha_words(state, stream=number * 256, count=even, device=part_N.device)
-        noise_N = torch.cat(normal_pairs(*words_W.chunk(2)))[:size]
-        first, last = max(start, offset), min(start + size, offset + part_N.numel())
-        piece = part_N[first - offset : last - offset]
-        piece.copy_((noise_N[first - start : last - start] * std + piece) / divisor)
+    block_size, rounds = stream
+    end, number = offset + part_N.numel(), offset // block_size
+    while number * block_size < end:
+        start, size = number * block_size, min(block_size, total - number * block_size)
+        # The last block may be smaller, and is made by itself.
+        several = min(_AT_ONCE if part_N.is_cuda else 1, -(-end // block_size) - number, total // block_size - number)
+        streams = [(number + index) * 256 & _MASK for index in range(max(1, several))]
+        words_SW = chacha_words(state, streams=streams, count=size + size % 2, device=part_N.device, rounds=rounds)
+        noise_N = torch.cat(normal_pairs(*words_SW.chunk(2, 1)), 1).narrow(1, 0, size).flatten()
+        first, last = max(start, offset), min(start + len(noise_N), end)
+        count = last - first
+        _add_to_(part_N.narrow(0, first - offset, count), noise_N.narrow(0, first - start, count), scales)
+        number += len(streams)
     return part_N
 
 
+def _add_to_(part_N: Tensor, noise_N: Tensor, scales: tuple[float, float]) -> None:
+    std, divisor = scales
+    # Added in float64 and rounded once, in one operation.
+    part_N.add_(noise_N.mul_(std))
+    if divisor != 1:
+        _torch.divide_all_([part_N], divisor)
+
+
 def _fast(
-    part_N: Tensor, state: list[int], scales: tuple[float, float], extent: tuple[int, int], block_size: int
+    part_N: Tensor,
+    state: list[int],
+    scales: tuple[float, float],
+    extent: tuple[int, int],
+    stream: tuple[int, int],
 ) -> Tensor:
     from ghostclip.kernels._compiled.noise import add_noise as kernel
 
-    return kernel(part_N, state, scales, extent, block_size)
+    return kernel(part_N, state, scales, extent, stream)
 
 
-def _example(device: torch.device) -> tuple[Tensor, list[int], tuple[float, float], tuple[int, int], int]:
+def _example(device: torch.device) -> tuple[Tensor, list[int], tuple[float, float], tuple[int, int], tuple[int, int]]:
     part_N = torch.rand(99, generator=generator()).to(device)
-    return part_N, chacha_state(bytes(range(32)), 2**40 + 5), (2.0, 3.0), (20, 150), 64
+    return part_N, chacha_state(bytes(range(32)), 2**40 + 5), (2.0, 3.0), (20, 150), (64, SECURE_ROUNDS)
 
 
 # Triton goes from 64 to 16 bits by way of 32, which rounds twice; clipped sums have 32 at least.

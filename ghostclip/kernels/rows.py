@@ -1,6 +1,6 @@
-"""Squared norms of gradients that add up in rows of a table.
+"""Sums and squared norms of gradients that add up in rows of a table.
 
-Shape letters: B samples, T positions, I features.
+Shape letters: B samples, T positions, I features, R rows that are added.
 """
 
 from __future__ import annotations
@@ -12,6 +12,43 @@ from torch import Tensor
 
 from ghostclip.kernels.bounds import Bounded, position_norms, raised, sum_rounding, unit_roundoff, widened
 from ghostclip.kernels.twins import Twins, generator
+
+
+def is_parallel(tensor: Tensor) -> bool:
+    """Return whether ``index_add_`` would add to a tensor in another order in every run: on a GPU, with atomics."""
+    return tensor.is_cuda
+
+
+def add_rows_(out: Tensor, index_R: Tensor, source: Tensor) -> Tensor:
+    """Add rows to those with given numbers, in place; what meets in one row in the same order in every run.
+
+    A release is then the same to the bit when a step is made again, as a ledger asks after a crash.
+
+    Args:
+        out: What is added to, rows along the first axis.
+        index_R: Row numbers, int64, shape ``(R,)``.
+        source: Shape ``(R, *)``, dtype of ``out``.
+
+    Returns:
+        ``out``.
+
+    Cost:
+        On a GPU a sort of R keys beside the additions; nothing waits for the device.
+
+    Reference:
+        torch.use_deterministic_algorithms: ``index_put_`` with ``accumulate=True`` depends on the order on CPUs alone.
+    """
+    if is_parallel(out):
+        return out.index_put_((index_R,), source, accumulate=True)
+    return out.index_add_(0, index_R, source)
+
+
+def _add_in_samples(out: Tensor, place_BT: Tensor, source: Tensor) -> Tensor:
+    """Add to places within each sample, in place; ``out`` and source of shape ``(B, T)`` or ``(B, T, I)``."""
+    samples, positions = place_BT.shape
+    start_B1 = torch.arange(samples, device=place_BT.device).unsqueeze(1) * positions
+    add_rows_(out.view(samples * positions, *out.shape[2:]), (start_B1 + place_BT).flatten(), source.flatten(0, 1))
+    return out
 
 
 def row_square(ids_BT: Tensor, g_BTI: Tensor) -> Bounded:
@@ -43,7 +80,7 @@ def _runs(ids_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _naive(ids_BT: Tensor, g_BTI: Tensor) -> Bounded:
     order_BT, first_BT, _ = runs = _runs(ids_BT)
     sorted_BTI = widened(g_BTI).take_along_dim(order_BT.unsqueeze(2), 1)
-    sums_BTI = torch.zeros_like(sorted_BTI).scatter_add_(1, first_BT.unsqueeze(2).expand_as(sorted_BTI), sorted_BTI)
+    sums_BTI = _add_in_samples(torch.zeros_like(sorted_BTI), first_BT, sorted_BTI)
     return _bounded(sums_BTI.square().sum((1, 2)), g_BTI, runs)
 
 
@@ -51,7 +88,7 @@ def _bounded(value_B: Tensor, g_BTI: Tensor, runs: tuple[Tensor, Tensor, Tensor]
     """Return squared norms with their masses: rows that stand alone are not rounded, sums of several are."""
     order_BT, first_BT, end_BT = runs
     norm_BT = position_norms(g_BTI).take_along_dim(order_BT, 1) * (end_BT - first_BT > 1)
-    mass_B = torch.linalg.vector_norm(torch.zeros_like(norm_BT).scatter_add_(1, first_BT, norm_BT), dim=1)
+    mass_B = torch.linalg.vector_norm(_add_in_samples(torch.zeros_like(norm_BT), first_BT, norm_BT), dim=1)
     scale_B = norm_BT.square().sum(1)
     delta_B = sum_rounding(torch.zeros_like(scale_B), scale_B, unit_roundoff(scale_B.dtype))
     return Bounded(value_B, raised(value_B, delta_B), mass_B, scale_B)

@@ -5,7 +5,7 @@ Neither claims that floating-point numbers hide what they encode: for that the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,16 @@ import torch
 from numpy.random.bit_generator import ISeedSequence
 from numpy.typing import NDArray
 
+from ghostclip import kernels
 from ghostclip._validate import choice
-from ghostclip.errors import InvalidOptionError
+from ghostclip.errors import InvalidOptionError, ResumeError
+from ghostclip.kernels import switch
+from ghostclip.kernels.noise import FAST_ROUNDS, SECURE_ROUNDS
 from ghostclip.noise.exact import ExactNoise
 from ghostclip.noise.gaussian import box_muller
-from ghostclip.noise.keyed import BLOCK, Block, KeyedNoise, cut
+from ghostclip.noise.keyed import BLOCK, Block, KeyedNoise, Range, cut
 from ghostclip.noise.keys import RandomKey
-from ghostclip.noise.keystream import words_of
+from ghostclip.noise.keystream import cipher_key, words_of
 
 GPU_BLOCK = 1 << 22
 """Elements drawn at once on a GPU: 32 MiB of float64, whatever the size of the parameter."""
@@ -32,6 +35,9 @@ SEED_BYTES = 24
 """Bytes that a generator's first state is made of."""
 
 LEVELS = ("fast", "secure", "exact")
+
+STREAMS = ("device", "counter")
+"""Where fast noise on a GPU comes from: torch's generator of the device, or one key stream for all devices."""
 
 _GPU_BLOCKS = 2**20
 
@@ -63,16 +69,19 @@ def make_noise_source(
 class FastNoise(KeyedNoise):
     """Noise of statistical quality: independent, with true Gaussian tails, but not cryptographic.
 
-    On the CPU numpy's ziggurat in float64 (tails by rejection, to beyond 13 σ); on a GPU torch's float64 normal
-    (53-bit uniforms, to 8.5 σ, beyond which lies 2e-17). torch's float32 normal on the CPU is cut off at 5.77 σ, which
-    voids small δ, and its generator takes 32 bits of a seed, so neither is used. GPUs of one kind draw the same noise.
+    On the CPU numpy's ziggurat in float64 (tails by rejection, to beyond 13 σ). On a GPU, where kernels are switched on
+    when the source is made, float64 Box-Muller of ChaCha8 (to 9.4 σ), the same on every GPU, in one pass over each
+    parameter; otherwise torch's float64 normal (53-bit uniforms, to 8.5 σ, beyond which lies 2e-17), the same on GPUs
+    of one kind. Which of the two is part of the state. torch's float32 normal on the CPU is cut off at 5.77 σ, which
+    voids small δ, and its generator takes 32 bits of a seed, so neither is used.
 
     Privacy:
         The (ε, δ) of the accountant, up to floating-point effects. An attacker who can break the generator from its
         noisy output is not covered: see `SecureNoise`.
 
     Cost:
-        On the CPU less time than torch's float64 normal, more than its float32 normal.
+        On the CPU less time than torch's float64 normal, more than its float32 normal. On a GPU one launch and 8 bytes
+        of traffic a value with the kernel, else three launches for each 2^22 values and 32 bytes a value.
 
     Args:
         seed: Whole number that the noise follows from; warns.
@@ -84,14 +93,53 @@ class FastNoise(KeyedNoise):
     def __init__(self, *, seed: int | None = None, generator: torch.Generator | None = None) -> None:
         super().__init__(RandomKey("noise", seed=seed, generator=generator), generator)
         self._seeds = SeedsAhead(self._key)
+        self._stream = STREAMS[switch.mode() != "off" and switch.installed()]
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return the key, the position and where noise on a GPU comes from.
+
+        Returns:
+            Plain Python values.
+        """
+        return {**super().shared_state(), "stream": self._stream}
+
+    def fingerprint(self) -> str:
+        """Return what ranks that add one noise have in common.
+
+        Returns:
+            The level, the key's fingerprint, the position and, if it is not the device's generator, where noise on a
+            GPU comes from.
+        """
+        return super().fingerprint() + " from one key stream" * (self._stream == "counter")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the noise that follows a saved state, from the stream that it was drawn from.
+
+        Args:
+            state: What `state_dict` or `shared_state` returned.
+
+        Raises:
+            ResumeError: If it is incomplete, of another level, or of a stream that there is not.
+        """
+        stream = state.get("stream", STREAMS[0])
+        if stream not in STREAMS:
+            raise ResumeError(f"noise state: stream {stream!r}; this version of ghostclip has {', '.join(STREAMS)}.")
+        super().load_state_dict(state)
+        self._stream = stream
+
+    def _release_range(self, flat_N: torch.Tensor, scales: tuple[float, float], where: Range) -> None:
+        if flat_N.is_cuda and self._stream == "counter":
+            _add_key_stream(flat_N, self._key, scales, where, rounds=FAST_ROUNDS)
+        else:
+            super()._release_range(flat_N, scales, where)
 
     def _block_size(self, tensor: torch.Tensor) -> int:
         return GPU_BLOCK if tensor.device.type == "cuda" else super()._block_size(tensor)
 
     def _add(self, part_N: torch.Tensor, std: float, block: Block, within: slice) -> None:
-        if part_N.device.type == "cuda":
-            noise_N = _gpu_normal(self._key, block, part_N.device)[within]
-            part_N.copy_(noise_N.mul_(std).add_(part_N))
+        if part_N.is_cuda:
+            # Added in float64 and rounded once, in one operation.
+            part_N.add_(cut(_gpu_normal(self._key, block, std, part_N.device), within))
             return
         noise = _generator(self._seeds, block).standard_normal(block.size)
         _add_in_double(part_N, cut(torch.from_numpy(noise), within), std)
@@ -168,8 +216,8 @@ class _SeedOfBlock(ISeedSequence):
         return np.frombuffer(self._seeds.seed(self._block, n_words * kind.itemsize), dtype=kind)
 
 
-def _gpu_normal(key: RandomKey, block: Block, device: torch.device) -> torch.Tensor:
-    """Draw a block on a GPU from a Philox key of its own.
+def _gpu_normal(key: RandomKey, block: Block, std: float, device: torch.device) -> torch.Tensor:
+    """Draw a block of N(0, std²) on a GPU from a Philox key of its own.
 
     A key has 64 bits there: those of different blocks are consecutive numbers, and so differ with certainty, which
     random ones would not.
@@ -177,29 +225,55 @@ def _gpu_normal(key: RandomKey, block: Block, device: torch.device) -> torch.Ten
     if block.number >= _GPU_BLOCKS:
         raise InvalidOptionError(f"tensor of more than {_GPU_BLOCKS * GPU_BLOCK} elements: add noise to it in parts.")
     first = int.from_bytes(key.digest(0, 8, part=2**63), "little")
-    generator = torch.Generator(device)
-    generator.manual_seed((first + block.position * _GPU_BLOCKS + block.number) % 2**63)
-    return torch.empty(block.size, dtype=torch.float64, device=device).normal_(generator=generator)
+    seed = (first + block.position * _GPU_BLOCKS + block.number) % 2**63
+    noise_N = torch.empty(block.size, dtype=torch.float64, device=device)
+    return noise_N.normal_(0.0, std, generator=_device_generator(device, seed))
+
+
+def _device_generator(device: torch.device, seed: int) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)
+
+
+def _add_key_stream(
+    flat_N: torch.Tensor, key: RandomKey, scales: tuple[float, float], where: Range, *, rounds: int
+) -> None:
+    """Add noise to a range of a tensor and divide it, on its device."""
+    kernels.add_noise_(
+        flat_N,
+        key=cipher_key(key),
+        position=where.position,
+        scales=scales,
+        extent=(where.offset, where.total),
+        rounds=rounds,
+    )
 
 
 class SecureNoise(KeyedNoise):
     """Noise from a cryptographic key stream with a key of the operating system, by float64 Box-Muller.
 
-    The radius uses 63-bit uniforms, so that values up to 9.4 σ occur (2e-21 lies beyond). On a GPU the noise is drawn
-    on the CPU and copied.
+    The radius uses 63-bit uniforms, so that values up to 9.4 σ occur (2e-21 lies beyond). A GPU makes the same key
+    stream, to the bit, and from it the same noise up to the last places of float64 (see `ghostclip.kernels.noise`).
 
     Privacy:
         As `FastNoise`, and noise that was released does not help to predict other noise. Floating-point effects are
-        not covered.
+        not covered. On a GPU the key reaches the device's memory, as the sums do.
 
     Cost:
-        About the time of `FastNoise`; many times that without the package `cryptography` (`ghostclip[secure]`).
+        On the CPU about the time of `FastNoise`; some eight times that without the package `cryptography`
+        (`ghostclip[secure]`). On a GPU one launch and 8 bytes of traffic a value where kernels are switched on; else
+        the key stream is made there by some hundred plain operations for each 2^22 values.
     """
 
     level = "secure"
 
     def __init__(self) -> None:
         super().__init__(RandomKey("secure noise"))
+
+    def _release_range(self, flat_N: torch.Tensor, scales: tuple[float, float], where: Range) -> None:
+        if flat_N.is_cuda:
+            _add_key_stream(flat_N, self._key, scales, where, rounds=SECURE_ROUNDS)
+        else:
+            super()._release_range(flat_N, scales, where)
 
     def _add(self, part_N: torch.Tensor, std: float, block: Block, within: slice) -> None:
         even = block.size + block.size % 2

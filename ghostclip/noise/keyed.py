@@ -61,6 +61,17 @@ class Block(NamedTuple):
     """Elements in the block: all have the same number of them but the last."""
 
 
+class Range(NamedTuple):
+    """A contiguous range of one (flattened) tensor's elements."""
+
+    position: int
+    """Number of the tensor, counted over the whole training."""
+    offset: int
+    """Where the range begins."""
+    total: int
+    """Elements in the whole tensor."""
+
+
 class KeyedNoise:
     """Adds noise that is a function of (key, position, block): the base of all levels.
 
@@ -135,8 +146,7 @@ class KeyedNoise:
         if tensor.numel() == 0:
             return
         target = tensor if tensor.is_contiguous() else tensor.contiguous()
-        for block, within, elements in _blocks(position, offset, tensor.numel(), total, self._block_size(tensor)):
-            self._add(cut(target.view(-1), elements), std, block, within)
+        self._release_range(target.view(-1), (std, 1.0), Range(position, offset, total))
         if target is not tensor:
             tensor.copy_(target)
 
@@ -195,21 +205,34 @@ class KeyedNoise:
             self._check(first)
             position = self._next_position()
             if len(pack) > 1 or not first.is_contiguous():
-                yield partial(self._release_pack, pack, std, divisor, position)
+                yield partial(self._release_pack, pack, (std, divisor), position)
                 continue
-            flat_N, count = first.view(-1), first.numel()
-            for block, _, elements in _blocks(position, 0, count, count, self._block_size(first)):
-                yield partial(self._release_part, cut(flat_N, elements), std, divisor, block)
+            flat_N, whole = first.view(-1), Range(position, 0, first.numel())
+            if first.device.type != "cpu":
+                yield partial(self._release_range, flat_N, (std, divisor), whole)
+                continue
+            for block, within, elements in _blocks(whole, first.numel(), self._block_size(first)):
+                yield partial(self._release_part, cut(flat_N, elements), (std, divisor), block, within)
 
-    def _release_pack(self, pack: list[torch.Tensor], std: float, divisor: float, position: int) -> None:
+    def _release_pack(self, pack: list[torch.Tensor], scales: tuple[float, float], position: int) -> None:
         flat_N = flattened(pack)
-        count = flat_N.numel()
-        for block, _, elements in _blocks(position, 0, count, count, self._block_size(flat_N)):
-            self._release_part(cut(flat_N, elements), std, divisor, block)
+        self._release_range(flat_N, scales, Range(position, 0, flat_N.numel()))
         copy_back_(flat_N, pack)
 
-    def _release_part(self, part_N: torch.Tensor, std: float, divisor: float, block: Block) -> None:
-        self._add(part_N, std, block, slice(0, block.size))
+    def _release_range(self, flat_N: torch.Tensor, scales: tuple[float, float], where: Range) -> None:
+        """Add noise to a range of a tensor and divide it, block by block.
+
+        Args:
+            flat_N: The range, contiguous; overwritten.
+            scales: Standard deviation of the noise, and the divisor.
+            where: Which range of which tensor it is.
+        """
+        for block, within, elements in _blocks(where, flat_N.numel(), self._block_size(flat_N)):
+            self._release_part(cut(flat_N, elements), scales, block, within)
+
+    def _release_part(self, part_N: torch.Tensor, scales: tuple[float, float], block: Block, within: slice) -> None:
+        std, divisor = scales
+        self._add(part_N, std, block, within)
         if divisor != 1:
             # Of a list: `div_` itself multiplies by the reciprocal on a GPU, which is another number.
             _torch.divide_all_([part_N], divisor)
@@ -364,22 +387,22 @@ def cut(tensor_N: torch.Tensor, elements: slice) -> torch.Tensor:
     Returns:
         A view, shape ``(stop - start,)``.
     """
-    return tensor_N if elements.stop - elements.start == len(tensor_N) else tensor_N[elements]
+    count = elements.stop - elements.start
+    return tensor_N if count == len(tensor_N) else tensor_N.narrow(0, elements.start, count)
 
 
-def _blocks(position: int, offset: int, count: int, total: int, size: int) -> Iterator[tuple[Block, slice, slice]]:
+def _blocks(where: Range, count: int, size: int) -> Iterator[tuple[Block, slice, slice]]:
     """Yield the blocks that a range of a tensor touches.
 
     Args:
-        position: Number of the tensor.
-        offset: Where the range begins.
+        where: Which range of which tensor it is.
         count: Elements in the range.
-        total: Elements in the tensor.
         size: Elements in a block.
 
     Yields:
         The block, which of its elements lie in the range, and which elements of the range those are.
     """
+    position, offset, total = where
     for number in range(offset // size, -(-(offset + count) // size)):
         start = number * size
         stop = min(start + size, total)

@@ -37,6 +37,18 @@ def _ciphers() -> Any:
     return ciphers
 
 
+def cipher_key(key: RandomKey) -> bytes:
+    """Return the key of the cipher.
+
+    Args:
+        key: What it is derived from.
+
+    Returns:
+        32 bytes, as secret as the noise.
+    """
+    return hashlib.shake_256(b"chacha20 noise key" + key.secret).digest(32)
+
+
 def words_of(key: RandomKey, block: Block, *, part: int, count: int) -> NDArray[np.uint64]:
     """Return the first words of one stream.
 
@@ -59,15 +71,14 @@ def words_of(key: RandomKey, block: Block, *, part: int, count: int) -> NDArray[
         raise InvalidOptionError(
             f"block {block.number}, part {part}: one tensor's noise ends at {MAX_BLOCKS} and {PARTS}."
         )
-    cipher_key = hashlib.shake_256(b"chacha20 noise key" + key.secret).digest(32)
+    secret = cipher_key(key)
     stream, ciphers = block.number * PARTS + part, _ciphers()
     if ciphers is None:
-        words_W = chacha_words(
-            chacha_state(cipher_key, block.position), stream=stream, count=count, device=torch.device("cpu")
-        )
-        return words_W.numpy().view(np.uint64)
+        state = chacha_state(secret, block.position)
+        words_SW = chacha_words(state, streams=[stream], count=count, device=torch.device("cpu"))
+        return words_SW[0].numpy().view(np.uint64)
     nonce = bytes(4) + block.position.to_bytes(8, "little") + stream.to_bytes(4, "little")
     content = bytearray(8 * count + 63)  # `update_into` asks for room of a block more than the message
-    encryptor = ciphers.Cipher(ciphers.algorithms.ChaCha20(cipher_key, nonce), mode=None).encryptor()
+    encryptor = ciphers.Cipher(ciphers.algorithms.ChaCha20(secret, nonce), mode=None).encryptor()
     encryptor.update_into(bytes(8 * count), content)
     return np.frombuffer(content, dtype="<u8", count=count)

@@ -232,44 +232,72 @@ def are_same(forwards: Sequence[Sequence[Sequence[Prints]]], parts: Sequence[Seq
 
     Returns:
         False where a closer look has to tell.
+
+    Cost:
+        Reads a few numbers of each device at once; of all numbers, and so twice, where the order is another.
     """
     if not parts or len({len(one) for one in forwards}) != 1:
         return False
-    if len(forwards) == len(parts) and all(
-        len(one) == 1 and _are_equal(one[0], part) for one, part in zip(forwards, parts, strict=True)
-    ):
-        return True
-    drawn, told = _checksums(parts), False
-    for of_passes in zip(*forwards, strict=True):
-        for kind, sums in (_checksums(of_passes) or {_NO_KIND: {1}}).items():
+    if len(forwards) == len(parts):
+        pairs = [(one[0] if len(one) == 1 else [], part) for one, part in zip(forwards, parts, strict=True)]
+        if all(found and _can_be_equal(found, part) for found, part in pairs):
+            equal = [_are_equal(found, part) for found, part in pairs]
+            if all(torch.stack([one.to(equal[0].device) for one in equal]).tolist()):
+                return True
+    passes = [list(of_passes) for of_passes in zip(*forwards, strict=True)]
+    drawn, *seen = _checksums([list(parts), *passes])
+    told = False
+    for found in seen:
+        for kind, sums in (found or {_NO_KIND: {1}}).items():
             if not sums <= drawn.get(kind, set()):
                 return False
             told = told or sums != {0}
     return told
 
 
-def _are_equal(found: Sequence[Prints], others: Sequence[Prints]) -> bool:
-    """Return whether all are among others, in the same order of rows and tensors, and say something."""
+def _can_be_equal(found: Sequence[Prints], others: Sequence[Prints]) -> bool:
+    """Return whether all have their likes among others, on one device."""
     same = dict(others)
-    return any(bool(prints_KB.any()) for _, prints_KB in found) and all(
-        kind in same and same[kind].device == prints_KB.device and torch.equal(same[kind], prints_KB)
+    like = (found[0][1], same.get(found[0][0]))
+    return all(
+        kind in same and same[kind].shape == prints_KB.shape and same[kind].device == prints_KB.device == like[0].device
         for kind, prints_KB in found
     )
 
 
-def _checksums(parts: Sequence[Sequence[Prints]]) -> dict[Kind, set[int]]:
-    """Return checksums of the rows of all parts together, by kind; nothing where parts have different tensors."""
-    total: dict[tuple[Kind, int], Tensor] = {}
-    for number, part in enumerate(parts):
-        if number and total.keys() != {(kind, len(prints_KB)) for kind, prints_KB in part}:
-            return {}
-        for kind, prints_KB in part:
+def _are_equal(found: Sequence[Prints], others: Sequence[Prints]) -> Tensor:
+    """Return whether all are those among others, in the same order of rows and tensors, and say something: a scalar."""
+    same = dict(others)
+    equal = torch.stack([(same[kind] == prints_KB).all() for kind, prints_KB in found]).all()
+    return equal & torch.stack([prints_KB.any() for _, prints_KB in found]).any()
+
+
+def _checksums(groups: Sequence[Sequence[Sequence[Prints]]]) -> list[dict[Kind, set[int]]]:
+    """Return checksums of the rows of all parts of each group together, by kind; waits once for each device.
+
+    Args:
+        groups: Parts that belong together.
+
+    Returns:
+        For each group; nothing where its parts have different tensors.
+    """
+    found: list[dict[Kind, set[int]]] = [{} for _ in groups]
+    of_device: dict[torch.device, list[tuple[dict[Kind, set[int]], Kind, Tensor]]] = {}
+    for own, parts in zip(found, groups, strict=True):
+        total: dict[tuple[Kind, int], Tensor] = {}
+        if len({frozenset((kind, len(prints_KB)) for kind, prints_KB in part) for part in parts}) != 1:
+            continue
+        for kind, prints_KB in (prints for part in parts for prints in part):
             # Squared, so that no exchange of features between rows goes unnoticed.
-            sums_K = (prints_KB * prints_KB).sum(1).cpu()
-            total[kind, len(prints_KB)] = total.get((kind, len(prints_KB)), 0) + sums_K
-    found: dict[Kind, set[int]] = {}
-    for (kind, _), sums_K in total.items():
-        found.setdefault(kind, set()).update(sums_K.tolist())
+            sums_K = (prints_KB * prints_KB).sum(1)
+            before = total.get((kind, len(prints_KB)))
+            total[kind, len(prints_KB)] = sums_K if before is None else before.to(sums_K.device) + sums_K
+        for (kind, _), sums_K in total.items():
+            of_device.setdefault(sums_K.device, []).append((own, kind, sums_K))
+    for waiting in of_device.values():
+        numbers = iter(torch.cat([sums_K for *_, sums_K in waiting]).tolist())
+        for own, kind, sums_K in waiting:
+            own.setdefault(kind, set()).update(next(numbers) for _ in range(len(sums_K)))
     return found
 
 

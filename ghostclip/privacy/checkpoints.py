@@ -16,7 +16,7 @@ from ghostclip.errors import OutputError, ResumeError
 from ghostclip.noise.keyed import KeyedNoise
 from ghostclip.optim import DPOptimizer
 from ghostclip.privacy.account import Account, run_of
-from ghostclip.privacy.digest import digest_of
+from ghostclip.privacy.digest import digest_of, is_digest_of
 from ghostclip.privacy.discretisation import coordinates_of
 from ghostclip.privacy.sampling import Sampling
 
@@ -387,7 +387,7 @@ def load(place: Place, options: Mapping[str, Any]) -> dict[str, Any]:
     if missing:
         raise ResumeError(f"{name}: no {', '.join(missing)}; it was not written by save_checkpoint().")
     checked_version(checkpoint)
-    if checkpoint.pop(DIGEST, None) != digest_of(checkpoint):
+    if not is_digest_of(checkpoint.pop(DIGEST, None), checkpoint):
         raise ResumeError(
             f"{name}: it does not hold what save_checkpoint() wrote: it is damaged, or was changed by hand. Restore it "
             "from a copy, or continue from an earlier one."

@@ -16,10 +16,13 @@ from ghostclip.kernels._compiled import affine, gram, noise, outer, rows
 
 SIZES = ("positions", "inputs", "outputs", "tiles", "programs", "samples", "splits", "features", "share")
 TYPES = dict.fromkeys((*SIZES, "first_block", "block_size", "offset", "count"), "i32")
-TYPES |= dict.fromkeys(("value_ptr", "scale_ptr", "drift_ptr", "square_ptr", "scales_ptr"), "*fp64")
+TYPES |= dict.fromkeys(("value_ptr", "absolute_ptr", "scale_ptr", "drift_ptr", "square_ptr", "scales_ptr"), "*fp64")
 TYPES |= dict.fromkeys(("coef_ptr", "out_ptr", "weight_ptr", "bias_ptr", "sum_ptr"), "*fp32")
 TYPES |= dict.fromkeys(("order_ptr", "first_ptr", "end_ptr", "state_ptr"), "*i64") | {"eps": "fp32", "total": "i64"}
+TYPES |= dict.fromkeys((*(f"k{number}" for number in range(8)), "low", "high"), "i32")
+TYPES |= dict.fromkeys(("std_low", "std_high", "by_low", "by_high"), "i32")
 MATRIX = {"BLOCK": 64, "CHUNK": 512}
+NOISE = {"BLOCK": 1 << 15, "DIVIDE": True, "LANES": 128}
 
 
 def _cases(data: str) -> list[tuple[Any, dict[str, Any], int]]:
@@ -34,8 +37,8 @@ def _cases(data: str) -> list[tuple[Any, dict[str, Any], int]]:
             (rows._row_squares, {"BLOCK_R": 4, "BLOCK_I": 1024}, 4),
             (affine._norm_affine, {"CENTRED": True, "WHOLE": True, "BLOCK_T": 4, "BLOCK_F": 1024}, 4),
             (affine._norm_affine, {"CENTRED": False, "WHOLE": False, "BLOCK_T": 1, "BLOCK_F": 8192}, 8),
-            (noise._add_noise, {"ALIGNED": True, "LANES": 128}, 4),
-            (noise._add_noise, {"ALIGNED": False, "LANES": 128}, 4),
+            (noise._add_noise, {**NOISE, "ALIGNED": True, "ROUNDS": 20}, 4),
+            (noise._add_noise, {**NOISE, "ALIGNED": False, "ROUNDS": 8}, 4),
         ]
     return cases
 

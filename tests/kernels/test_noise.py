@@ -23,21 +23,89 @@ def _add(part, **options):
     return kernels.add_noise_(part, **given)
 
 
-def _arguments(count, *, offset=0, total=None, block=32, dtype=torch.float32):
+def _arguments(count, *, offset=0, total=None, block=32, dtype=torch.float32, rounds=20, divisor=3.0):
     state = noise.chacha_state(KEY, 2**40 + 3)
-    return torch.randn(count).to(dtype), state, (2.0, 3.0), (offset, total or count), block
+    return torch.randn(count).to(dtype), state, (2.0, divisor), (offset, total or count), (block, rounds)
 
 
-def test_key_stream_of_the_standard():
-    """RFC 8439, section 2.3.2."""
-    state = noise.chacha_state(KEY, 0)
-    state[13:15] = [0x09000000, 0x4A000000]
-    words = noise.chacha_words(state, stream=0, count=16, device=CPU)
-    expected = "10f1e7e4 d13b5915 500fdd1f a32071c4 c7d1f4c7 33c06803 0422aa9a c3d46c4e"
-    expected += " d2826446 079faa09 14c2d705 d98b02a2 b5129cd1 de164eb9 cbd083e8 a2503c4e"
-    want = [int.from_bytes(bytes.fromhex(word), "little") for word in expected.split()]
-    got = words[8:].view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-    assert got.tolist() == want
+@pytest.mark.parametrize(
+    ("key", "nonce", "counter", "expected"),
+    [
+        # Section 2.3.2.
+        (
+            bytes(range(32)),
+            "000000090000004a00000000",
+            1,
+            "10f1e7e4d13b5915500fdd1fa32071c4c7d1f4c733c068030422aa9ac3d46c4e"
+            "d2826446079faa0914c2d705d98b02a2b5129cd1de164eb9cbd083e8a2503c4e",
+        ),
+        # Appendix A.1, vectors 1 to 3 and 5.
+        (
+            bytes(32),
+            "000000000000000000000000",
+            0,
+            "76b8e0ada0f13d90405d6ae55386bd28bdd219b8a08ded1aa836efcc8b770dc7"
+            "da41597c5157488d7724e03fb8d84a376a43b8f41518a11cc387b669b2ee6586",
+        ),
+        (
+            bytes(32),
+            "000000000000000000000000",
+            1,
+            "9f07e7be5551387a98ba977c732d080dcb0f29a048e3656912c6533e32ee7aed"
+            "29b721769ce64e43d57133b074d839d531ed1f28510afb45ace10a1f4b794d6f",
+        ),
+        (
+            bytes(31) + b"\x01",
+            "000000000000000000000000",
+            1,
+            "3aeb5224ecf849929b9d828db1ced4dd832025e8018b8160b82284f3c949aa5a"
+            "8eca00bbb4a73bdad192b5c42f73f2fd4e273644c8b36125a64addeb006c13a0",
+        ),
+        (
+            bytes(32),
+            "000000000000000000000002",
+            0,
+            "c2c64d378cd536374ae204b9ef933fcd1a8b2288b3dfa49672ab765b54ee27c7"
+            "8a970e0e955c14f3a88e741b97c286f75f8fc299e8148362fa198a39531bed6d",
+        ),
+    ],
+)
+def test_key_streams_of_the_standard(key, nonce, counter, expected):
+    """RFC 8439; each is one of two streams that are made at once."""
+    given = bytes.fromhex(nonce)
+    state = noise.chacha_state(key, 0)
+    first, *middle = (int.from_bytes(given[start : start + 4], "little") for start in (8, 0, 4))
+    state[13:15] = middle
+    words = noise.chacha_words(state, streams=[first ^ 5, first], count=8 * (counter + 1), device=CPU)
+    got = words[1, 8 * counter :].view(torch.uint8).numpy().tobytes()
+    assert got == bytes.fromhex(expected)
+
+
+@pytest.mark.parametrize("rounds", [8, 20])
+def test_key_stream_is_that_of_plain_integers(rounds):
+    """As the standard's pseudo-code has it, one number at a time; other rounds too."""
+    state = noise.chacha_state(bytes(range(200, 232)), 2**63 + 9)
+
+    def rotated(x, by):
+        return ((x << by) | (x >> (32 - by))) & 0xFFFFFFFF
+
+    def block(initial):
+        x = list(initial)
+        for _ in range(rounds // 2):
+            for shift in (0, 1):
+                for column in range(4):
+                    a, b, c, d = (4 * row + (column + row * shift) % 4 for row in range(4))
+                    for i, j, k, by in ((a, b, d, 16), (c, d, b, 12), (a, b, d, 8), (c, d, b, 7)):
+                        x[i] = (x[i] + x[j]) & 0xFFFFFFFF
+                        x[k] = rotated(x[k] ^ x[i], by)
+        return [(after + before) & 0xFFFFFFFF for after, before in zip(x, initial, strict=True)]
+
+    streams = [0, 2**32 - 256]
+    words = noise.chacha_words(state, streams=streams, count=24, device=CPU, rounds=rounds)
+    for row, stream in zip(words, streams, strict=True):
+        want = [word for index in range(3) for word in block([*state[:12], index, *state[13:15], stream])]
+        got = [word & 0xFFFFFFFF for pair in row.tolist() for word in (pair, pair >> 32)]
+        assert got == want
 
 
 def test_twin_draws_the_noise_of_level_secure():
@@ -49,16 +117,25 @@ def test_twin_draws_the_noise_of_level_secure():
     source.add_(torch.zeros(1), 1.0)
     position = source.state_dict()["position"]
     key = hashlib.shake_256(b"chacha20 noise key" + bytes.fromhex(source.state_dict()["key"])).digest(32)
-    source.add_(expected, 1.5)
-    _add(got, key=key, position=position, scales=(1.5, 1.0))
+    source.release_all_([expected], 1.5, 7.3)
+    _add(got, key=key, position=position, scales=(1.5, 7.3))
     assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize(
-    ("count", "dtype"), [(0, torch.float32), (1, torch.float32), (81, torch.float32), (63, torch.float64)], ids=str
+    ("count", "dtype", "options"),
+    [
+        (0, torch.float32, {}),
+        (1, torch.float32, {}),
+        (81, torch.float32, {}),
+        (63, torch.float64, {}),
+        (112, torch.float32, {"rounds": 8}),
+        (48, torch.float32, {"divisor": 1.0, "rounds": 8}),
+    ],
+    ids=str,
 )
-def test_kernel_draws_the_noise_of_the_twin(fast, count, dtype):
-    arguments = _arguments(count, dtype=dtype)
+def test_kernel_draws_the_noise_of_the_twin(fast, count, dtype, options):
+    arguments = _arguments(count, dtype=dtype, **options)
     expected = noise._naive(arguments[0].clone(), *arguments[1:])
     got = fast("add_noise_", *arguments)
     assert got.dtype == dtype
@@ -71,6 +148,15 @@ def test_kernel_draws_a_part(fast, offset, count):
     arguments = _arguments(count, offset=offset, total=80)
     expected = noise._naive(arguments[0].clone(), *arguments[1:])
     torch.testing.assert_close(fast("add_noise_", *arguments), expected, rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("count", "launches"),
+    [(5 * noise.BLOCK, 1), (5 * noise.BLOCK + 48, 1), (80, 1), (7, 1), (5 * noise.BLOCK + 8, 2), (1280 * 50257, 1)],
+)
+def test_a_tensor_is_one_launch(interpreter, count, launches):
+    """Two where the angles of the last block begin in the middle of a block of key stream."""
+    assert interpreter("noise_launches", count) == launches
 
 
 def test_parts_make_the_whole():

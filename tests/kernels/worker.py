@@ -41,10 +41,10 @@ def interpreter() -> Iterator[Callable[..., Any]]:
 
 def call_here(name: str, *arguments: Any, programs: int | None = None, **options: bool) -> Any:
     """Call a kernel in this process, with at most `programs` programs working on all samples."""
-    if name == "normal_pair":
-        from tests.kernels.pairs import normal_pair
+    if name in ("normal_pair", "noise_launches"):
+        from tests.kernels import pairs
 
-        return normal_pair(*arguments)
+        return getattr(pairs, name)(*arguments)
     modules = [importlib.import_module(f"ghostclip.kernels._compiled.{module}") for module in MATRIX_MODULES]
     usual = [module._PROGRAMS for module in modules]
     fast = next(twins.fast for twins in kernels.TWINS if twins.name == name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from ghostclip.kernels.fingerprints import is_readable, row_fingerprints
 from ghostclip.optim.draws import Draw, DrawLog, Match
@@ -205,3 +206,29 @@ def test_a_log_that_is_not_shown_its_batches_counts_rows():
     log.add(Draw(0, 8, 8))
     assert log.prints_of_inputs([IDS[:8]], 8) == []
     assert log.trace(log.match([8]), [[[]]], times=1).spans == {(0, 1)}
+
+
+class Reads(TorchFunctionMode):
+    """Counts what would wait for a GPU, and the values that are read."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in {torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.cpu, torch.Tensor.__bool__, torch.equal}:
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("order", "reads"), [([0, 1, 2, 3, 4, 5, 6, 7], 1), ([3, 1, 2, 0, 7, 5, 6, 4], 2)], ids=["same", "other"]
+)
+def test_a_step_reads_a_few_numbers_at_once(order, reads):
+    """Before, two for each kind of tensor of each forward, and one more for each kind where the order is another."""
+    loop = Loop([IDS, LENGTHS[:, None].repeat(1, 2), CLASSES])
+    kept = [tensor[order] for tensor in loop.draw(*range(8))]
+    with Reads() as counted:
+        assert loop.step(kept).compared
+    assert len(counted.sizes) == reads
+    assert sum(counted.sizes) <= 8

@@ -1,4 +1,4 @@
-"""Gaussian noise from a ChaCha20 key stream, added to a sum and divided in the same pass over memory.
+"""Gaussian noise from a ChaCha key stream, added to a sum and divided in the same pass over memory.
 
 Each program makes 64-byte blocks of key stream: eight words for radii, and the eight that belong to them for angles.
 """
@@ -7,10 +7,10 @@ Each program makes 64-byte blocks of key stream: eight words for radii, and the 
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
 
 import math
+import struct
 from collections.abc import Sequence
 from typing import Final
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -39,39 +39,27 @@ def _quarter(a, b, c, d):
 
 
 @triton.jit
-def _word(state_ptr, index, like):
-    """One 32-bit word of the state, the same in every lane."""
-    return like + tl.load(state_ptr + index).to(tl.uint32)
-
-
-@triton.jit
 def _long(low, high):
     return low.to(tl.uint64) | (high.to(tl.uint64) << 32)
 
 
 @triton.jit
-def key_stream(state_ptr, stream, counter):
-    """Return the eight 64-bit words of ChaCha20 blocks: one state and stream for all lanes, a counter for each."""
+def _spread(word, like):
+    """One 32-bit word, the same in every lane."""
+    return like + word.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def key_stream(k0, k1, k2, k3, k4, k5, k6, k7, low, high, stream, counter, ROUNDS: tl.constexpr):
+    """Return the eight 64-bit words of ChaCha blocks: one key and nonce for all lanes, a counter for each."""
     zero = counter ^ counter
-    s0 = _word(state_ptr, 0, zero)
-    s1 = _word(state_ptr, 1, zero)
-    s2 = _word(state_ptr, 2, zero)
-    s3 = _word(state_ptr, 3, zero)
-    s4 = _word(state_ptr, 4, zero)
-    s5 = _word(state_ptr, 5, zero)
-    s6 = _word(state_ptr, 6, zero)
-    s7 = _word(state_ptr, 7, zero)
-    s8 = _word(state_ptr, 8, zero)
-    s9 = _word(state_ptr, 9, zero)
-    s10 = _word(state_ptr, 10, zero)
-    s11 = _word(state_ptr, 11, zero)
-    s12 = counter
-    s13 = _word(state_ptr, 13, zero)
-    s14 = _word(state_ptr, 14, zero)
-    s15 = zero + stream
+    s0, s1, s2, s3 = zero + 0x61707865, zero + 0x3320646E, zero + 0x79622D32, zero + 0x6B206574
+    s4, s5, s6, s7 = _spread(k0, zero), _spread(k1, zero), _spread(k2, zero), _spread(k3, zero)
+    s8, s9, s10, s11 = _spread(k4, zero), _spread(k5, zero), _spread(k6, zero), _spread(k7, zero)
+    s12, s13, s14, s15 = counter, _spread(low, zero), _spread(high, zero), zero + stream
     x0, x1, x2, x3, x4, x5, x6, x7 = s0, s1, s2, s3, s4, s5, s6, s7
     x8, x9, x10, x11, x12, x13, x14, x15 = s8, s9, s10, s11, s12, s13, s14, s15
-    for _ in range(10):
+    for _ in range(ROUNDS // 2):
         x0, x4, x8, x12 = _quarter(x0, x4, x8, x12)
         x1, x5, x9, x13 = _quarter(x1, x5, x9, x13)
         x2, x6, x10, x14 = _quarter(x2, x6, x10, x14)
@@ -96,21 +84,26 @@ def normal_pair(radius, angle):
 
 
 @triton.jit
-def _add_at(sum_ptr, within, start, size, offset, count, value, std, divisor):
-    """Add to the elements that the block and the part at hand have in common."""
-    place = start + within - offset
-    mask = (within < size) & (place >= 0) & (place < count)
-    given = tl.load(sum_ptr + place, mask=mask, other=0.0)
-    noisy = (given.to(tl.float64) + value * std) / divisor
-    tl.store(sum_ptr + place, noisy.to(given.dtype), mask=mask)
+def _side_by_side(w0, w1, w2, w3, w4, w5, w6, w7):
+    """Eight words of each lane as one tile, so that a lane reads and writes eight neighbours at once."""
+    even = tl.join(tl.join(w0, w4), tl.join(w2, w6))
+    odd = tl.join(tl.join(w1, w5), tl.join(w3, w7))
+    return tl.reshape(tl.join(even, odd), (w0.shape[0], 8))
 
 
 @triton.jit
-def _emit(sum_ptr, radius, angle, within, half, start, size, offset, count, std, divisor):
-    cosine, sine = normal_pair(radius, angle)
-    inside = tl.where(within < half, within, size)
-    _add_at(sum_ptr, inside, start, size, offset, count, cosine, std, divisor)
-    _add_at(sum_ptr, inside + half, start, size, offset, count, sine, std, divisor)
+def _add_at(sum_ptr, place, valid, count, value, std, divisor, DIVIDE: tl.constexpr):
+    """Add to the elements that the block and the part at hand have in common."""
+    mask = valid & (place >= 0) & (place < count)
+    given = tl.load(sum_ptr + place, mask=mask, other=0.0)
+    noisy = (value * std + given.to(tl.float64)).to(given.dtype)
+    if DIVIDE:
+        # The quotient of two numbers of the tensor's type, rounded as the standard says.
+        if given.dtype == tl.float32:
+            noisy = tl.div_rn(noisy, divisor.to(tl.float32))
+        else:
+            noisy = noisy / divisor
+    tl.store(sum_ptr + place, noisy, mask=mask)
 
 
 @triton.jit
@@ -126,33 +119,63 @@ def _one_of(index, x0, x1, x2, x3, x4, x5, x6, x7, y0, y1, y2, y3, y4, y5, y6, y
 
 
 @triton.jit
+def _double(low, high):
+    """The float64 number whose bits are two 32-bit words: numbers arrive in float32 otherwise."""
+    bits = (high.to(tl.int64) << 32) | low.to(tl.uint32, bitcast=True).to(tl.int64)
+    return bits.to(tl.float64, bitcast=True)
+
+
+_VARYING: Final = (
+    *("k0", "k1", "k2", "k3", "k4", "k5", "k6", "k7", "low", "high", "std_low", "std_high", "by_low", "by_high"),
+    *("first_block", "total", "count"),
+)
+
+
+@triton.jit(do_not_specialize=_VARYING)
 def _add_noise(
     sum_ptr,
-    state_ptr,
-    scales_ptr,
+    k0,
+    k1,
+    k2,
+    k3,
+    k4,
+    k5,
+    k6,
+    k7,
+    low,
+    high,
+    std_low,
+    std_high,
+    by_low,
+    by_high,
     first_block,
-    block_size,
     total,
     offset,
     count,
+    BLOCK: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    DIVIDE: tl.constexpr,
     ALIGNED: tl.constexpr,
     LANES: tl.constexpr,
 ):
     number = first_block + tl.program_id(0).to(tl.int64)
-    start = number * block_size
-    size = tl.minimum(block_size, total - start).to(tl.int64)
+    start = number * BLOCK
+    size = tl.minimum(total - start, BLOCK).to(tl.int64)
     half = (size + size % 2) // 2
-    std = tl.load(scales_ptr)
-    divisor = tl.load(scales_ptr + 1)
+    std = _double(std_low, std_high)
+    divisor = _double(by_low, by_high)
     stream = (number * 256).to(tl.uint32)
     lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
-    at = lane.to(tl.int64) * 8
+    r0, r1, r2, r3, r4, r5, r6, r7 = key_stream(
+        k0, k1, k2, k3, k4, k5, k6, k7, low, high, stream, lane.to(tl.uint32), ROUNDS
+    )
     counter = (lane + half // 8).to(tl.uint32)
-    r0, r1, r2, r3, r4, r5, r6, r7 = key_stream(state_ptr, stream, lane.to(tl.uint32))
-    a0, a1, a2, a3, a4, a5, a6, a7 = key_stream(state_ptr, stream, counter)
+    a0, a1, a2, a3, a4, a5, a6, a7 = key_stream(k0, k1, k2, k3, k4, k5, k6, k7, low, high, stream, counter, ROUNDS)
     if not ALIGNED:
         # The angles begin in the middle of a block of key stream, so that each lane needs parts of two.
-        b0, b1, b2, b3, b4, b5, b6, b7 = key_stream(state_ptr, stream, (lane + half // 8 + 1).to(tl.uint32))
+        b0, b1, b2, b3, b4, b5, b6, b7 = key_stream(
+            k0, k1, k2, k3, k4, k5, k6, k7, low, high, stream, counter + 1, ROUNDS
+        )
         k = half % 8
         c0 = _one_of(k, a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7)
         c1 = _one_of(k + 1, a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7)
@@ -163,49 +186,62 @@ def _add_noise(
         c6 = _one_of(k + 6, a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7)
         c7 = _one_of(k + 7, a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7)
         a0, a1, a2, a3, a4, a5, a6, a7 = c0, c1, c2, c3, c4, c5, c6, c7
-    _emit(sum_ptr, r0, a0, at, half, start, size, offset, count, std, divisor)
-    _emit(sum_ptr, r1, a1, at + 1, half, start, size, offset, count, std, divisor)
-    _emit(sum_ptr, r2, a2, at + 2, half, start, size, offset, count, std, divisor)
-    _emit(sum_ptr, r3, a3, at + 3, half, start, size, offset, count, std, divisor)
-    _emit(sum_ptr, r4, a4, at + 4, half, start, size, offset, count, std, divisor)
-    _emit(sum_ptr, r5, a5, at + 5, half, start, size, offset, count, std, divisor)
-    _emit(sum_ptr, r6, a6, at + 6, half, start, size, offset, count, std, divisor)
-    _emit(sum_ptr, r7, a7, at + 7, half, start, size, offset, count, std, divisor)
+    radius = _side_by_side(r0, r1, r2, r3, r4, r5, r6, r7)
+    angle = _side_by_side(a0, a1, a2, a3, a4, a5, a6, a7)
+    cosine, sine = normal_pair(radius, angle)
+    within = lane.to(tl.int64)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    place = start - offset + within
+    valid = within < half
+    _add_at(sum_ptr, place, valid, count, cosine, std, divisor, DIVIDE)
+    _add_at(sum_ptr, place + half, valid & (within + half < size), count, sine, std, divisor, DIVIDE)
+
+
+def _words(number: float) -> tuple[int, int]:
+    """Return the bits of a float64 number as two signed 32-bit words, the low one first."""
+    low, high = struct.unpack("<2i", struct.pack("<d", number))
+    return low, high
 
 
 def add_noise(
-    part_N: Tensor, state: Sequence[int], scales: tuple[float, float], extent: tuple[int, int], block_size: int
+    part_N: Tensor,
+    state: Sequence[int],
+    scales: tuple[float, float],
+    extent: tuple[int, int],
+    stream: tuple[int, int],
 ) -> Tensor:
     """Replace a part of a tensor by (itself + noise) / divisor, in place; the tensor's noise is addressed by block.
 
     Args:
         part_N: Contiguous, one-dimensional, float32 or float64.
-        state: The 16 words of ChaCha20's first state (constants, key, counter, nonce).
+        state: The 16 words of ChaCha's first state (constants, key, counter, nonce).
         scales: Standard deviation of the noise, and the divisor.
         extent: Where the part begins in the whole tensor, and how many elements the whole has.
-        block_size: Elements in a block of noise; a multiple of 16.
+        stream: Elements in a block of noise, a multiple of 16, and rounds of ChaCha.
 
     Returns:
         ``part_N``.
     """
     offset, total = extent
+    block_size, rounds = stream
     count = part_N.numel()
     if count == 0:
         return part_N
-    words = torch.tensor(list(state), dtype=torch.int64).to(part_N.device)
-    numbers = torch.tensor(scales, dtype=torch.float64).to(part_N.device)
+    words = [word - (word >> 31 << 32) for word in (*state[4:12], *state[13:15])]
+    numbers = [word for scale in scales for word in _words(scale)]
     first, end = offset // block_size, triton.cdiv(offset + count, block_size)
-    whole = min(end, total // block_size)
+    # Angles of the last block, if that is smaller, begin with a block of key stream or in the middle of one.
+    rest = total % block_size
+    whole = end if (rest + 1) // 2 % 8 == 0 else min(end, total // block_size)
 
     def launch(start: int, stop: int, size: int) -> None:
         lanes = min(_LANES, triton.next_power_of_2(triton.cdiv(size, 16)))
-        half = (size + 1) // 2
-        grid = (stop - start, triton.cdiv(half, 8 * lanes))
-        arguments = (part_N, words, numbers, start, block_size, total, offset, count)
-        _add_noise[grid](*arguments, ALIGNED=half % 8 == 0, LANES=lanes, num_warps=4)
+        grid = (stop - start, triton.cdiv(size, 16 * lanes))
+        options = {"BLOCK": block_size, "ROUNDS": rounds, "DIVIDE": scales[1] != 1, "LANES": lanes}
+        arguments = (part_N, *words, *numbers, start, total, offset, count)
+        _add_noise[grid](*arguments, ALIGNED=(size + 1) // 2 % 8 == 0, num_warps=4, **options)
 
     if whole > first:
-        launch(first, whole, block_size)
+        launch(first, whole, min(block_size, -(-total // 16) * 16))
     if end > whole:
-        launch(max(first, whole), end, total - whole * block_size)
+        launch(max(first, whole), end, rest)
     return part_N

@@ -1,0 +1,138 @@
+"""Numbers that tell a tensor's content: exact sums, whatever the device, the order of additions or the type."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+
+from ghostclip.kernels import fingerprints
+from ghostclip.kernels.fingerprints import WIDTH, content_prints
+from ghostclip.optim import release
+from ghostclip.privacy import digest
+from tests.traffic import GPU, counted
+
+
+def _plain(values):
+    """By the formula, one whole number after the other."""
+    size = values.element_size()
+    raw = values.contiguous().view(torch.uint8).numpy().tobytes()
+    bits = [int.from_bytes(raw[i : i + size], "little", signed=size > 1) for i in range(0, len(raw), size)]
+    weights = fingerprints._weights_of_row(values.device).tolist()
+    rows = [bits[start : start + WIDTH] for start in range(0, len(bits), WIDTH)]
+    total = []
+    for constant in fingerprints._PLACES:
+        found = 0
+        for number, row in enumerate(rows):
+            mixed = (sum(w * x for w, x in zip(weights, row, strict=False)) + (number + 1) * constant) % 2**64
+            for multiplier in fingerprints._MIXING:
+                mixed = (mixed ^ (mixed >> 31)) * multiplier % 2**64
+            found += mixed ^ (mixed >> 32)
+        total.append((found + 2**63) % 2**64 - 2**63)
+    return total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.bool], ids=str)
+@pytest.mark.parametrize("count", [0, 1, WIDTH - 1, WIDTH, 2 * WIDTH + 5])
+def test_they_are_the_formula(count, dtype, device):
+    values = torch.randn(count, generator=torch.Generator().manual_seed(count)).mul(100).to(dtype)
+    assert content_prints([values.to(device)]).tolist() == _plain(values)
+
+
+def test_parts_of_any_size_give_the_same(monkeypatch):
+    values = torch.randn(41 * WIDTH + 3)
+    found = content_prints([values])
+    monkeypatch.setattr(fingerprints, "_ROWS", {"cpu": 7})
+    assert torch.equal(content_prints([values]), found)
+
+
+def test_rows_are_counted_over_all_tensors():
+    values = torch.randn(2 * WIDTH)
+    apart = content_prints([values[:WIDTH], values[WIDTH:]])
+    assert torch.equal(apart, content_prints([values]))
+    assert not torch.equal(apart, content_prints([values[WIDTH:], values[:WIDTH]]))
+
+
+def test_any_change_is_seen():
+    values = torch.randn(3 * WIDTH + 100)
+    changed = []
+    for place in (0, 5, WIDTH, 3 * WIDTH + 99):
+        for bit in (0, 1, 30):
+            one = values.clone()
+            one.view(torch.int32)[place] ^= 1 << bit
+            changed.append(one)
+    flipped = values.clone()
+    flipped[7:9] *= -1
+    rows = values[: 3 * WIDTH].view(3, WIDTH)
+    changed += [flipped, values.flip(0), values[:-1], torch.cat((rows[[1, 0, 2]].flatten(), values[3 * WIDTH :]))]
+    changed += [torch.cat((values, torch.zeros(1)))[1:], torch.zeros_like(values), -torch.zeros_like(values)]
+    told = {tuple(content_prints([one]).tolist()) for one in [values, *changed]}
+    assert len(told) == len(changed) + 1
+
+
+def test_a_release_is_told_by_its_values_types_and_shapes(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    released = [torch.randn(shape, generator=generator) for shape in ((3, 5), (), (0,), (70, 61), (4,))]
+    same = [tensor.clone().t().contiguous().t() if tensor.dim() == 2 else tensor.clone() for tensor in released]
+    assert release.fingerprint(released) == release.fingerprint(same)
+    assert len(release.fingerprint(released)) == 32
+    others = [
+        [tensor.view(5, 3) if tensor.shape == (3, 5) else tensor for tensor in released],
+        [released[1], released[0], *released[2:]],
+        [*released[:4], released[4].to(torch.float64)],
+        [*released[:3], released[3].nextafter(torch.tensor(9.0)), released[4]],
+        released[:4],
+    ]
+    assert len({release.fingerprint(one) for one in [released, *others]}) == 6
+    monkeypatch.setattr(release, "_PACK", 4000)
+    assert release.fingerprint(same) == release.fingerprint([tensor.clone() for tensor in released])
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """What would be read of a GPU, in numbers for each call."""
+    found = []
+
+    def count(prints):
+        found.append(sum(one.numel() for one in prints))
+        return [[0, 0] for _ in prints]
+
+    for place in (release, digest):
+        monkeypatch.setattr(place, "read_prints", count)
+    yield found
+    # Weights of a fake device must not be found on a real one.
+    fingerprints._weights_of_row.cache_clear()
+
+
+@pytest.mark.parametrize("of", [release.fingerprint, lambda tensors: digest.digest_of({"model": tensors})])
+def test_values_stay_on_the_gpu(read, of):
+    """Before, 4 bytes of every value were copied to the host and hashed there."""
+    with counted() as traffic:
+        tensors = [torch.empty(shape, device=GPU) for shape in ((1280, 5120), (50257, 1280), (1280,), (17,))]
+        of(tensors)
+    values = sum(tensor.numel() for tensor in tensors)
+    assert not traffic.reads
+    assert len(read) == 1
+    assert read[0] <= 2 * len(tensors)
+    assert traffic.bytes / values < 20.5
+    assert traffic.peak <= 8 * WIDTH * fingerprints._ROWS_ON_GPU
+    assert traffic.launches < 2 * values / (WIDTH * fingerprints._ROWS_ON_GPU) + 25 * len(read) * read[0]
+
+
+def test_numbers_are_read_once_for_each_device():
+    prints = [content_prints([torch.randn(5)]) for _ in range(4)]
+    assert fingerprints.read_prints(prints) == [one.tolist() for one in prints]
+    assert fingerprints.read_prints([]) == []
+
+
+def test_digests_of_earlier_versions_are_understood():
+    state = {"model": {"w": torch.arange(3.0), "c": torch.zeros(2, dtype=torch.complex64)}, "n": 3, "none": None}
+    earlier = hashlib.blake2b(digest_size=16)
+    digest._add(earlier, state, lambda values: earlier.update(values.view(torch.uint8).numpy().data))
+    assert earlier.hexdigest() == "5be42653b9f82d2f98bc3c0e6f17002d"
+    for saved in (earlier.hexdigest(), digest.digest_of(state)):
+        assert digest.is_digest_of(saved, state)
+        assert not digest.is_digest_of(saved, {**state, "n": 4})
+        assert not digest.is_digest_of(saved, {**state, "model": {"w": torch.arange(3.0) + 1, "c": torch.zeros(2)}})
+    assert not digest.is_digest_of(None, state)

@@ -1,0 +1,106 @@
+"""What noise costs on a GPU: launches and bytes a value, counted without one, and no copies from or to the host."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ghostclip import kernels
+from ghostclip.kernels.noise import FAST_ROUNDS, SECURE_ROUNDS
+from ghostclip.noise import FastNoise, SecureNoise, add_noise_, continuous
+from tests.traffic import GPU, counted
+
+MATRICES = [(1280, 5120), (5120, 1280), (1280, 3840), (50257, 1280)]
+VECTORS = [(1280,), (5120,), (3840,)] * 4
+
+
+@pytest.fixture(autouse=True)
+def no_generator(monkeypatch):
+    """A generator of a GPU cannot be made without one."""
+    monkeypatch.setattr(continuous, "_device_generator", lambda device, seed: None)
+
+
+def _sums(dtype=torch.float32):
+    sums = [torch.empty(shape, device=GPU, dtype=dtype) for shape in (*MATRICES, *VECTORS)]
+    return sums, sum(tensor.numel() for tensor in sums)
+
+
+def test_plain_fast_noise_moves_half_of_what_it_did():
+    """Four read and write in float64, one generation, one sum, one division for a block: 64 bytes a value before."""
+    source = FastNoise()
+    with counted() as traffic:
+        sums, values = _sums()
+        add_noise_(source, sums, 1.0, 64.0)
+    assert traffic.bytes / values < 32.5
+    assert traffic.peak <= 8 * continuous.GPU_BLOCK
+    assert traffic.launches <= 3 * (values // continuous.GPU_BLOCK + len(MATRICES) + 1) + 3
+    assert not traffic.reads
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Kernels are switched on, and noted where they would start; their one read and write is counted as a sum's."""
+    found = []
+
+    def kernel(part_N, state, scales, extent, stream):
+        found.append((part_N.numel(), extent, stream))
+        return part_N.add_(1.0)
+
+    monkeypatch.setattr(kernels.Twins, "pick", lambda self, *tensors, **options: kernel)
+    monkeypatch.setattr(continuous.switch, "installed", lambda: True)
+    with kernels.using("on"):
+        yield found
+
+
+@pytest.mark.parametrize(("kind", "rounds"), [(FastNoise, FAST_ROUNDS), (SecureNoise, SECURE_ROUNDS)])
+def test_the_kernel_reads_and_writes_every_value_once(launched, kind, rounds):
+    source = kind()
+    with counted() as traffic:
+        sums, values = _sums()
+        add_noise_(source, sums, 1.0, 64.0)
+    assert sum(count for count, *_ in launched) == values
+    assert len(launched) <= len(sums)
+    assert {stream[1] for *_, stream in launched} == {rounds}
+    # Small ones are put together before, and taken apart after it.
+    assert traffic.bytes / values < 8.1
+    assert traffic.launches <= len(sums)
+    assert not traffic.reads
+
+
+def test_a_rank_draws_its_slice_of_the_one_draw(launched):
+    source = FastNoise()
+    with counted():
+        shard = torch.empty(1000, device=GPU)
+        source.add_shard_(shard, 1.0, offset=5 * 10**9, total=6 * 10**9)
+    assert launched == [(1000, (5 * 10**9, 6 * 10**9), (kernels.noise.BLOCK, FAST_ROUNDS))]
+
+
+def test_secure_noise_is_made_on_the_device_without_kernels_too(monkeypatch):
+    """The plain twin: bounded memory, nothing drawn on the host."""
+    monkeypatch.setattr(kernels.Twins, "pick", lambda self, *tensors, **options: self.naive)
+    source = SecureNoise()
+    with counted() as traffic:
+        sums = [torch.empty(1 << 23, device=GPU)]
+        add_noise_(source, sums, 1.0, 64.0)
+    assert traffic.peak <= 2 * 8 * (1 << 22)
+    assert traffic.launches < 2000
+    assert not traffic.reads
+
+
+def test_the_state_says_where_noise_comes_from(monkeypatch):
+    monkeypatch.setattr(continuous.switch, "installed", lambda: True)
+    with kernels.using("off"):
+        plain = FastNoise()
+    with kernels.using("auto"):
+        source = FastNoise()
+        before = source.fingerprint()
+        source.load_state_dict(plain.state_dict())
+    assert plain.state_dict()["stream"] == "device"
+    assert source.state_dict() == plain.state_dict()
+    assert before != source.fingerprint()
+    state = plain.state_dict()
+    del state["stream"]
+    source.load_state_dict(state)
+    assert source.state_dict()["stream"] == "device"
+    with pytest.raises(continuous.ResumeError, match="stream 'other'"):
+        source.load_state_dict({**state, "stream": "other"})
