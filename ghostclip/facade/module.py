@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from ghostclip import _torch
@@ -14,6 +16,7 @@ from ghostclip.facade.handle import ClipperHandle, attached_clipper
 if TYPE_CHECKING:
     from ghostclip.clipper import GhostClipper
 
+_log = logging.getLogger(__name__)
 _PREFIX = "_module."
 
 
@@ -85,7 +88,7 @@ class GradSampleModule(ClipperHandle, nn.Module):
         del force_functorch
         super().__init__()
         attached = attached_clipper(m, clipper, strict=strict, batch_first=batch_first, loss_reduction=loss_reduction)
-        self.__dict__["clipper"] = attached
+        self.__dict__["clipper"], self.__dict__["_said_plain"] = attached, False
         self.train(m.training)
         self.add_module("_module", m)
         self.register_load_state_dict_pre_hook(_with_prefix)
@@ -100,6 +103,13 @@ class GradSampleModule(ClipperHandle, nn.Module):
         Returns:
             What the model returns.
         """
+        if self.clipper is None and self.training and torch.is_grad_enabled() and not self._said_plain:
+            self.__dict__["_said_plain"] = True
+            _log.warning(
+                "a copy of a private %s is an ordinary model: no clipper is attached to it, and what trains it is not "
+                "private",
+                type(self._module).__name__,
+            )
         return self._module(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature

@@ -148,3 +148,18 @@ def test_transformers_model_keeps_its_own_methods(tmp_path):
     facade.save_pretrained(tmp_path)
     loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
     assert torch.equal(loaded.transformer.wte.weight, facade.transformer.wte.weight)
+
+
+def test_a_copy_says_that_it_is_not_private(caplog):
+    wrapped = ghostclip.GradSampleModule(torch.nn.Linear(4, 2))
+    x = torch.randn(3, 4)
+    copied = copy.deepcopy(wrapped)
+    with torch.no_grad():
+        copied(x)
+    copied.eval()(x)
+    assert not caplog.text
+    for _ in range(2):
+        copied.train()(x).sum().backward()
+    assert caplog.text.count("what trains it is not private") == 1
+    wrapped(x).mean().backward()
+    assert caplog.text.count("not private") == 1
