@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONAL = (
@@ -41,6 +42,19 @@ def test_collected_without_any_optional_package():
 def test_collected_without_one(name):
     done = collected(name)
     assert done.returncode == 0, done.stdout[-4000:]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_refused():
+    done = collected("", "--device", "cuda", "tests/test_tree.py")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "sees no CUDA device" in done.stderr
+
+
+def test_tests_on_a_named_device_are_marked():
+    done = collected("", "--device", "cpu", "-m", "gpu", "tests/test_torch.py", "tests/test_tree.py")
+    assert done.returncode == 0
+    assert done.stdout.split() == ["tests/test_torch.py:", "1"]
 
 
 def test_a_package_is_really_not_found():
