@@ -79,6 +79,7 @@ ORDERED = {
         "row_maps",
         "attach",
         "general",
+        "sampler_check",
         "opaque_modules",
         "plans",
         "decide",
