@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from ghostclip import _validate
 from ghostclip._validate import suggests_options
 from ghostclip.accounting import (
     DEFAULT_ACCOUNTANT,
@@ -308,6 +309,8 @@ class PrivacyEngine:
         )
         given = Prepared.of(optimizer, data_loader)
         sampling = self._sampled(given.data_loader, poisson_sampling=poisson_sampling)
+        _validate.positive(target_epsilon, "target_epsilon")
+        _validate.probability(target_delta, "target_delta")
         budget = Budget(target_epsilon, target_delta, when_spent=when_spent)
         self._warn_of(target_delta, sampling)
         noise_multiplier = self._account.noise_for(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -15,6 +16,8 @@ from ghostclip.errors import InvalidOptionError, UncoveredParameterError
 if TYPE_CHECKING:
     from ghostclip.clipper import GhostClipper
     from ghostclip.optim.records import Replay
+
+_log = logging.getLogger(__name__)
 
 FORKED = (
     "Two of them would each report an ε that knows nothing of the other's releases. Call make_private() in the process "
@@ -200,6 +203,21 @@ def warn_about_mechanism(noise_multiplier: float, accumulated: int, said: set[st
         warnings.warn(messages[key], stacklevel=5)
 
 
+def log_non_finite(samples: int, said: set[str]) -> None:
+    """Say once in the log that samples have contributed nothing; how many is not private, and not said.
+
+    Args:
+        samples: Samples so far whose gradients were not finite.
+        said: What was said before; grows.
+    """
+    if samples and "not finite" not in said:
+        said.add("not finite")
+        _log.warning(
+            "samples had gradients that are not finite (NaN or infinite records, or an overflow) and contribute "
+            "nothing to the sums. This is logged once; clipper.non_finite_total counts them, and is not private."
+        )
+
+
 def not_drawn(rows: Sequence[int], waiting: Sequence[int]) -> str:
     """Say that a step's rows are not those that the private loader drew, and what to do.
 
@@ -220,9 +238,11 @@ def not_drawn(rows: Sequence[int], waiting: Sequence[int]) -> str:
     seen = " + ".join(map(str, rows)) if rows else "no"
     return (
         f"step(): the model saw {seen} rows since the last release, but the next batch of the private loader has "
-        f"{waiting[0]} records. One record must be one row, and every batch that is drawn must be stepped on, also an "
-        "empty one: no padding-free or packing collator, no batch skipped, cut, doubled or drawn by another loader, no "
-        "loader sharded again (leave it out of accelerator.prepare on several processes), no skip_first_batches after "
+        f"{waiting[0]} records. After a batch that was skipped or failed (out of memory), begin a new loop over the "
+        "loader, which forgets what was drawn before. One record must be one row, and every batch that is drawn must "
+        "be stepped on, also an empty one: no padding-free or packing collator, no batch skipped, cut, doubled or "
+        "drawn by another loader, no loader sharded again (leave it out of accelerator.prepare on several processes), "
+        "no skip_first_batches after "
         "a resume (the private loader resumes by itself). Rows on another axis: batch_first=False. If you sample the "
         "batches yourself: make_private(data_loader=ghostclip.DeclaredSampling(...), ...)."
     )

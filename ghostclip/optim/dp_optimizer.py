@@ -132,6 +132,8 @@ class DPOptimizer(WrappedOptimizer):
         """Values of the mechanism that a schedule moves, which a saved state may therefore differ in."""
         if max_grad_norm is not None:
             self.max_grad_norm = max_grad_norm
+        # A bound that no noise hides is refused here, before anything is trained.
+        _ = self.noise_std
         checks.refuse_uncovered(clipper, self.params)
         checks.warn_about_parameters_left_out(clipper, self.params)
         watch_other_optimizers(self)
@@ -398,6 +400,7 @@ class DPOptimizer(WrappedOptimizer):
         checks.refuse_uncovered(self.clipper, [p for p in trainable if not self.clipper.has_sum_of(p)])
         self._released.refuse_strangers(self)
         checks.warn_about_mechanism(self.noise_multiplier, self.accumulated_iterations, self._warned)
+        checks.log_non_finite(self.clipper.non_finite_total, self._warned)
         for step_hook in self._step_hooks:
             step_hook(self)
         checks.refuse_changed_noise((noise_multiplier, std), (self.noise_multiplier, self.noise_std))
