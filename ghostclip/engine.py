@@ -309,9 +309,7 @@ class PrivacyEngine:
         )
         given = Prepared.of(optimizer, data_loader)
         sampling = self._sampled(given.data_loader, poisson_sampling=poisson_sampling)
-        _validate.positive(target_epsilon, "target_epsilon")
-        _validate.probability(target_delta, "target_delta")
-        budget = Budget(target_epsilon, target_delta, when_spent=when_spent)
+        budget = _target(target_epsilon, target_delta, when_spent=when_spent)
         self._warn_of(target_delta, sampling)
         noise_multiplier = self._account.noise_for(
             budget, sampling, epochs=epochs, coordinates=coordinates_of(module, self.noise_level)
@@ -693,3 +691,9 @@ class PrivacyEngine:
         if text is not None:
             self._warned_of_delta = True
             warnings.warn(text, stacklevel=4)
+
+
+def _target(epsilon: float, delta: float, *, when_spent: str) -> Budget:
+    """Return the budget of `make_private_with_epsilon`, whose options have names of their own in an error."""
+    epsilon, delta = _validate.positive(epsilon, "target_epsilon"), _validate.probability(delta, "target_delta")
+    return Budget(epsilon, delta, when_spent=when_spent)

@@ -6,7 +6,7 @@ tell.
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,21 @@ class Call(Protocol):
     grad_n: Tensor
 
     def split(self, values_n: Tensor) -> Tensor:
-        """Bring ``(n, *F)`` into ``(B, T, *F)``."""
+        """Bring ``(n, *F)`` into ``(B, T, *F)``.
+
+        Args:
+            values_n: Values of the rows.
+
+        Returns:
+            The same by sample; 0 fills up shorter ones.
+        """
 
     def rerun(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Run the module again; returns its output and its parameters there."""
+        """Run the module again.
+
+        Returns:
+            Its output, rows first, and its parameters there.
+        """
 
 
 def agrees(call: Call, module: nn.Module, factors: Mapping[str, Factor], place: str) -> bool:
@@ -84,11 +95,11 @@ def agrees(call: Call, module: nn.Module, factors: Mapping[str, Factor], place: 
 def _by_autograd(call: Call, module: nn.Module, alone: Tensor) -> dict[str, Tensor]:
     """Return gradients of the parameters that autograd knows; none where the module is random."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    found: Sequence[Tensor | None]
     with torch.random.fork_rng(devices=[alone.device] if alone.is_cuda else []):
         output, own = call.rerun()
         again, _ = call.rerun()
-        found = torch.autograd.grad(output, list(own.values()), alone.to(output.dtype), allow_unused=True)
+        grads = torch.autograd.grad(output, list(own.values()), alone.to(output.dtype), allow_unused=True)
+    found = cast("Sequence[Tensor | None]", grads)
     with torch.no_grad():
         for buffer, value in buffers:
             if not torch.equal(buffer, value):
