@@ -83,8 +83,8 @@ def _uneven(loss: Any, share_B: Tensor) -> str:
         "the loss is a mean over all counted positions of the batch, and the samples count differently many "
         f"(between {share_B.min().item():g} and {share_B.max().item():g}): each sample's gradient would depend on "
         "the others' lengths. Use reduction='none' and average each sample over its own positions, giving (B,): for "
-        "language models losses = ghostclip.losses.token_losses(logits, labels), then clipper.backward(losses), or "
-        "losses.mean().backward() in a plain loop."
+        "language models losses = ghostclip.losses.token_losses(logits, labels), shift=False if each position has its "
+        "own label; then clipper.backward(losses), or losses.mean().backward() in a plain loop."
     )
 
 
