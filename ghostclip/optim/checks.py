@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -16,8 +15,6 @@ from ghostclip.errors import InvalidOptionError, UncoveredParameterError
 if TYPE_CHECKING:
     from ghostclip.clipper import GhostClipper
     from ghostclip.optim.records import Replay
-
-_log = logging.getLogger(__name__)
 
 FORKED = (
     "Two of them would each report an ε that knows nothing of the other's releases. Call make_private() in the process "
@@ -201,21 +198,6 @@ def warn_about_mechanism(noise_multiplier: float, accumulated: int, said: set[st
     for key in messages.keys() - said:
         said.add(key)
         warnings.warn(messages[key], stacklevel=5)
-
-
-def log_non_finite(samples: int, said: set[str]) -> None:
-    """Say once in the log that samples have contributed nothing; how many is not private, and not said.
-
-    Args:
-        samples: Samples so far whose gradients were not finite.
-        said: What was said before; grows.
-    """
-    if samples and "not finite" not in said:
-        said.add("not finite")
-        _log.warning(
-            "samples had gradients that are not finite (NaN or infinite records, or an overflow) and contribute "
-            "nothing to the sums. This is logged once; clipper.non_finite_total counts them, and is not private."
-        )
 
 
 def not_drawn(rows: Sequence[int], waiting: Sequence[int]) -> str:

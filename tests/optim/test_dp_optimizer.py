@@ -371,18 +371,6 @@ def test_a_name_of_opacus_0_says_what_took_its_place():
         Training().optimizer.virtual_step()
 
 
-def test_samples_without_a_finite_gradient_are_logged_once_and_not_counted_there(caplog):
-    training = Training(sigma=1.0)
-    inputs, targets = batch_of(DATA, start=0, stop=4)
-    inputs = inputs.clone()
-    inputs[1] = math.nan
-    for _ in range(2):
-        training.step((inputs, targets))
-    assert caplog.text.count("contribute nothing to the sums") == 1
-    assert training.optimizer.clipper.non_finite_total == 2
-    assert all(bool(p.isfinite().all()) for p in training.model.parameters())
-
-
 def test_losses_of_shape_b_by_one_are_refused():
     training = Training()
     inputs, targets = batch_of(DATA, start=0, stop=4)
