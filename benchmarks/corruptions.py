@@ -48,6 +48,7 @@ class Training:
         self.folder = folder
         data = TensorDataset(torch.linspace(-1, 1, 40 * 3).reshape(40, 3), torch.arange(40) % 2)
         model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        folder.mkdir(parents=True, exist_ok=True)
         self.engine = PrivacyEngine(ledger=folder / "ledger")
         private: Any = self.engine.make_private(
             module=model,

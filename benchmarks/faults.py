@@ -75,6 +75,7 @@ class Training:
         torch.manual_seed(5)
         data = TensorDataset(torch.randn(64, 6), torch.randint(0, 3, (64,)))
         model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Dropout(0.2), nn.Linear(12, 3))
+        folder.mkdir(parents=True, exist_ok=True)
         self.engine = PrivacyEngine(ledger=folder / "ledger")
         private: Any = self.engine.make_private(
             module=model,

@@ -155,24 +155,43 @@ def choice(value: object, name: str, choices: Iterable[str]) -> str:
     allowed = list(choices)
     if not isinstance(value, str) or value not in allowed:
         listed = ", ".join(repr(entry) for entry in allowed)
-        raise InvalidOptionError(f"{name}={value!r}: must be one of {listed}{did_you_mean(value, allowed)}.")
+        raise InvalidOptionError(
+            f"{name}={value!r}: must be one of {listed}{did_you_mean(value, allowed, otherwise='.')}"
+        )
     return value
 
 
-def did_you_mean(value: object, known: Iterable[str], *, quote: str = "'") -> str:
+def nearest(value: object, known: Iterable[str]) -> str | None:
+    """Return the known name that is nearest to what was given: the one that it begins, else the most alike.
+
+    Args:
+        value: What the user gave.
+        known: The names there are.
+
+    Returns:
+        The name, or None where none is near.
+    """
+    if not isinstance(value, str):
+        return None
+    names = {name.lower(): name for name in known}
+    begun = [name for name in names if len(value) > 2 and name.startswith(value.lower())]
+    near = begun if len(begun) == 1 else difflib.get_close_matches(value.lower(), names, n=1, cutoff=0.6)
+    return names[near[0]] if near else None
+
+
+def did_you_mean(value: object, known: Iterable[str], *, otherwise: str = "") -> str:
     """Return a question after the known name that is nearest to what was given.
 
     Args:
         value: What the user gave.
         known: The names there are.
-        quote: What the name is put between.
+        otherwise: How the sentence ends where no name is near.
 
     Returns:
-        "; did you mean 'name'?", or nothing where no name is near.
+        "; did you mean 'name'?", or `otherwise`.
     """
-    names = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(value.lower(), names, n=1, cutoff=0.6) if isinstance(value, str) else []
-    return f"; did you mean {quote}{names[near[0]]}{quote}?" if near else ""
+    name = nearest(value, known)
+    return otherwise if name is None else f"; did you mean '{name}'?"
 
 
 def suggests_options(function: Callable[P, R]) -> Callable[P, R]:

@@ -20,7 +20,7 @@ from typing import Any, Final, NoReturn, TextIO
 
 import ghostclip
 from ghostclip._files import reason_of
-from ghostclip._validate import did_you_mean
+from ghostclip._validate import did_you_mean, nearest
 from ghostclip.errors import GhostClipError, OutputError
 
 EXIT_MACHINE = 1
@@ -79,7 +79,8 @@ class _OneLineParser(argparse.ArgumentParser):
         """
         known = [name for action in self._actions for name in action.option_strings]
         options = [word.split("=")[0] for word in unknown if word.startswith("-")]
-        meant = next(filter(None, (did_you_mean(option, known, quote="") for option in options)), "")
+        names = [name for name in (nearest(option, known) for option in options) if name is not None]
+        meant = f"; did you mean {' '.join(names)}?" if names else ""
         self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
 
 

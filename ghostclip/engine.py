@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from ghostclip import _validate
 from ghostclip._validate import suggests_options
 from ghostclip.accounting import (
     DEFAULT_ACCOUNTANT,
@@ -308,7 +309,7 @@ class PrivacyEngine:
         )
         given = Prepared.of(optimizer, data_loader)
         sampling = self._sampled(given.data_loader, poisson_sampling=poisson_sampling)
-        budget = Budget(target_epsilon, target_delta, when_spent=when_spent)
+        budget = _target(target_epsilon, target_delta, when_spent=when_spent)
         self._warn_of(target_delta, sampling)
         noise_multiplier = self._account.noise_for(
             budget, sampling, epochs=epochs, coordinates=coordinates_of(module, self.noise_level)
@@ -690,3 +691,9 @@ class PrivacyEngine:
         if text is not None:
             self._warned_of_delta = True
             warnings.warn(text, stacklevel=4)
+
+
+def _target(epsilon: float, delta: float, *, when_spent: str) -> Budget:
+    """Return the budget of `make_private_with_epsilon`, whose options have names of their own in an error."""
+    epsilon, delta = _validate.positive(epsilon, "target_epsilon"), _validate.probability(delta, "target_delta")
+    return Budget(epsilon, delta, when_spent=when_spent)

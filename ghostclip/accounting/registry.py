@@ -63,9 +63,9 @@ def create_accountant(mechanism: str = DEFAULT_ACCOUNTANT, *, relation: str = "z
         kind = _ACCOUNTANTS[mechanism]
         return kind(relation=relation) if issubclass(kind, Accountant) else kind()
     known = ", ".join(repr(name) for name in accountant_names())
-    meant = "" if mechanism in _NOT_OFFERED else did_you_mean(mechanism, _ACCOUNTANTS)
+    meant = "." if mechanism in _NOT_OFFERED else did_you_mean(mechanism, _ACCOUNTANTS, otherwise=".")
     reason = f" ({_NOT_OFFERED[mechanism]})" if mechanism in _NOT_OFFERED else ""
-    raise InvalidOptionError(f"accountant={mechanism!r} is not available{reason}; choose from: {known}{meant}.")
+    raise InvalidOptionError(f"accountant={mechanism!r} is not available{reason}; choose from: {known}{meant}")
 
 
 def bounding_accountant(mechanism: str = DEFAULT_ACCOUNTANT, *, relation: str = "zero_out") -> Accountant:

@@ -67,7 +67,7 @@ class ClippingOptions:
             listed = ", ".join(map(repr, CLIPPINGS))
             raise InvalidOptionError(
                 f"clipping={self.clipping!r} is not available: use {listed}, or a ClipPolicy (per_group, an own rule)"
-                f"{did_you_mean(self.clipping, CLIPPINGS)}."
+                f"{did_you_mean(self.clipping, CLIPPINGS, otherwise='.')}"
             )
         if self.max_grad_norm is None:
             raise InvalidOptionError("max_grad_norm=None: give the bound C.")

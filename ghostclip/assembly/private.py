@@ -217,6 +217,10 @@ def _around(
 
 def _bare(module: nn.Module, optimizer: Optimizer) -> nn.Module:
     """Return the model itself, without what an earlier `make_private` put around it."""
+    if not isinstance(module, nn.Module):
+        raise InvalidOptionError(
+            f"module: expected a torch.nn.Module, got {type(module).__name__}. Give module=model, optimizer=optimizer."
+        )
     if not isinstance(module, GradSampleModule):
         return module
     if module.clipper is not None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from ghostclip.capture.growth import UNKNOWN
 from ghostclip.capture.nodes import keep
 from ghostclip.capture.param_use import ParamUse, no_axis, site_of
 from ghostclip.capture.row_maps import row_maps
+from ghostclip.capture.sampler_check import agrees
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.errors import BatchAxisError, UnsupportedModelError
 from ghostclip.factors import Dense, Factor, Sampled
@@ -67,6 +69,7 @@ class OpaqueModules:
         """
         self._unwatched = unwatched
         self._running: list[_Call] = []
+        self._compared: WeakKeyDictionary[nn.Module, Samplers] = WeakKeyDictionary()
 
     def enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], describe: Callable[[str], str]
@@ -137,10 +140,14 @@ class OpaqueModules:
         order.note(forward)
         if not maps:
             raise BatchAxisError(no_axis(site, output, forward))
-        unwatched = self._unwatched
+        unwatched, compared = self._unwatched, self._compared
 
         def factors(saved: Sequence[Tensor], grad: Tensor, split: Any) -> Mapping[str, Factor]:
-            return _factors(_Rows(call, axis, list(saved), grad, lambda x_n: split(x_n, 1), unwatched))
+            given = _Rows(call, axis, list(saved), grad, lambda x_n: split(x_n, 1), unwatched)
+            found = _factors(given)
+            if compared.get(call.module) != call.samplers and agrees(given, call.module, found, call.place):
+                compared[call.module] = call.samplers
+            return found
 
         sizes = tuple(rows.shape[:1])
         use = ParamUse(site, forward, dict(call.tracked), factors, 1, maps, node=call.node, batch_dim_sizes=sizes)

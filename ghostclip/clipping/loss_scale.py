@@ -277,7 +277,8 @@ def _check_number(number: Number, inner: set[int], batch_size: int, reduction: s
 def _contradiction(declared: str, shown: str) -> str:
     return (
         f"loss_reduction={declared!r} was declared, but the loss was reduced over the samples by a {shown}: every norm "
-        f"would be off by the batch size. Pass loss_reduction={shown!r}, or give losses of shape (B,)."
+        f"would be off by the batch size. Pass loss_reduction={shown!r}; or for losses of shape (B,) call "
+        f"losses.{declared}().backward() or clipper.backward(losses)."
     )
 
 

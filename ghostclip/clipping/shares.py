@@ -67,14 +67,26 @@ def check_shares(path: Path, row_map: RowMap, *, batch_size: int, picked: bool, 
         return
     if picked or row_map.kind == "gathered":
         raise LossReductionError(not_over_samples(path.reduced[-1].count, batch_size))
-    message = (
+    raise LossReductionError(_uneven(path.loss, share_B))
+
+
+def _uneven(loss: Any, share_B: Tensor) -> str:
+    """Say that samples have different parts of a divisor of the batch, and what to write in its place."""
+    weighted = _torch.saved(loss, "weight") is not None
+    if weighted or _torch.saved(loss, "target").numel() == share_B.numel():
+        divisor = "the sum of the class weights of" if weighted else "how many samples ignore_index leaves over in"
+        return (
+            f"the loss is divided by {divisor} the batch: each sample's gradient would depend on the others' labels. "
+            "Use reduction='none', with the same weight and ignore_index, and average each sample over its own "
+            "positions if it has several; then losses.mean().backward(), or clipper.backward(losses)."
+        )
+    return (
         "the loss is a mean over all counted positions of the batch, and the samples count differently many "
         f"(between {share_B.min().item():g} and {share_B.max().item():g}): each sample's gradient would depend on "
         "the others' lengths. Use reduction='none' and average each sample over its own positions, giving (B,): for "
-        "language models losses = ghostclip.losses.token_losses(logits, labels), then clipper.backward(losses), or "
-        "losses.mean().backward() in a plain loop."
+        "language models losses = ghostclip.losses.token_losses(logits, labels), shift=False if each position has its "
+        "own label; then clipper.backward(losses), or losses.mean().backward() in a plain loop."
     )
-    raise LossReductionError(message)
 
 
 def not_over_samples(count: int, batch_size: int) -> str:

@@ -82,7 +82,12 @@ def _segments(given: dict[str, Any], setting: Setting) -> list[Segment]:
     if setting.sigma is not None or not segments:
         missing = [name for name, value in one.items() if value is None]
         if missing:
-            raise InvalidOptionError(f"{', '.join(missing)}: needed (or --segment, or --schedule).")
+            instead = {
+                "--steps": "--steps or --epochs",
+                "--sample-rate": "--sample-rate, or --samples and --batch-size",
+            }
+            wanted = "; ".join(instead.get(name, name) for name in missing)
+            raise InvalidOptionError(f"{wanted}: needed (or --segment, or --schedule).")
         segments.insert(0, (setting.sigma or 0.0, setting.rate or 0.0, setting.steps or 0))
     else:
         ignored = [name for name, value in one.items() if value is not None]

@@ -107,8 +107,10 @@ def read_setting(given: dict[str, Any]) -> Setting:
     if rate is not None and batch is not None:
         raise InvalidOptionError("--sample-rate and --batch-size: give one of the two.")
     if batch is not None:
-        if samples is None or not 0 < batch <= samples:
-            raise InvalidOptionError(f"--batch-size {batch}: needs --samples, and at most that many.")
+        if samples is None:
+            raise InvalidOptionError(f"--batch-size {batch}: needs --samples, how many there are in the data set.")
+        if not 0 < batch <= samples:
+            raise InvalidOptionError(f"--batch-size {batch}: must be from 1 to --samples, {samples}.")
         rate = batch / samples
     if rate is not None and not 0 < rate <= 1:
         raise InvalidOptionError(f"--sample-rate {rate}: must be greater than 0 and at most 1.")

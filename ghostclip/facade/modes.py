@@ -43,6 +43,6 @@ def strategy_of(grad_sample_mode: str) -> Strategy:
     if grad_sample_mode in REFUSED_MODES:
         raise InvalidOptionError(f"grad_sample_mode={grad_sample_mode!r}: {REFUSED_MODES[grad_sample_mode]}.")
     if grad_sample_mode not in _STRATEGY_OF:
-        listed, meant = ", ".join(map(repr, MODES)), did_you_mean(grad_sample_mode, MODES)
-        raise InvalidOptionError(f"grad_sample_mode={grad_sample_mode!r}: must be one of {listed}{meant}.")
+        listed, meant = ", ".join(map(repr, MODES)), did_you_mean(grad_sample_mode, MODES, otherwise=".")
+        raise InvalidOptionError(f"grad_sample_mode={grad_sample_mode!r}: must be one of {listed}{meant}")
     return _STRATEGY_OF[grad_sample_mode]

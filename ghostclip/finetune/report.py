@@ -142,7 +142,7 @@ def _file_lines(outcome: Outcome) -> list[str]:
 
 def _beside(private: float | None, ordinary: float | None, unit: Callable[[float], str]) -> str:
     if private is None:
-        return "not measured (too few steps)"
+        return "not measured (too few steps since the start or --resume)"
     if ordinary is None:
         return f"{unit(private)} private, ordinary not measured"
     return f"{unit(private)} private, {unit(ordinary)} ordinary: {private / ordinary:.2f} ×"

@@ -182,9 +182,9 @@ def _require_column(columns: Iterable[str], column: str, place: str) -> None:
     present = [str(name) for name in columns]
     if column not in present:
         raise DataError(
-            f"{place}: no text column {column!r} (found: {', '.join(present) or 'none'})"
-            f"{did_you_mean(column, present)}; name it with --text-column (or --prompt-column, --answer-column, "
-            "--label-column)"
+            f"{place}: no column {column!r} (found: {', '.join(present) or 'none'})"
+            f"{did_you_mean(column, present)}; name it with --text-column, --label-column, --prompt-column or "
+            "--answer-column"
         )
 
 

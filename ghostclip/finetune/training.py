@@ -64,6 +64,7 @@ class PrivateTraining:
         self.device = prepared.device
         self._base_model, self._point = prepared.model, ResumePoint.of(prepared.output)
         self._width, self._vocabulary = prepared.split.training.width, vocabulary_of(prepared.model)
+        self._point.ledger.parent.mkdir(parents=True, exist_ok=True)
         self._engine = ghostclip.PrivacyEngine(
             accountant=ACCOUNTANT, secure_mode=options.secure_noise, ledger=self._point.ledger
         )

@@ -86,7 +86,8 @@ class HostTraining:
         if expected > records:
             raise DataError(
                 f"{place}: batch_size={each} × {accumulated} accumulated × {ranks} process(es) = {expected}, of "
-                f"{records} records: an expected batch has at most all of them. Use a smaller batch_size."
+                f"{records} records: an expected batch has at most all of them. Use a smaller batch "
+                "size (per_device_train_batch_size in a Trainer), or accumulate less."
             )
         made = DPDataLoader.from_data_loader(
             loader,
@@ -137,6 +138,8 @@ class HostTraining:
         self.optimizer = release_of(private)
         at_once = "auto" if options.physical_batch == "auto" else self._at_once
         self._parts = None if at_once is None else PhysicalBatches(self.optimizer, max_physical_batch_size=at_once)
+        # Before anything is trained: it warns of a δ that promises nothing.
+        self.epsilon()
         return cast("nn.Module", module), private
 
     def run(self, batch: Any, work: Callable[[Any], Any]) -> list[Any]:

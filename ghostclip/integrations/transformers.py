@@ -24,7 +24,7 @@ from ghostclip.data.memory import is_out_of_memory
 from ghostclip.errors import LossReductionError, NotOfferedError, ResumeError
 from ghostclip.integrations._versions import warn_if_untested
 from ghostclip.integrations.peft import is_adapted, watch_adapters
-from ghostclip.integrations.training.arguments import PrivacyArguments
+from ghostclip.integrations.training.arguments import PrivacyArguments, suggests_fields
 from ghostclip.integrations.training.loss_checks import (
     evaluating,
     require_own_loss,
@@ -57,11 +57,13 @@ __all__ = [
 ]
 
 
+@suggests_fields
 @dataclass
 class DPTrainingArguments(PrivacyArguments, TrainingArguments):
     """`TrainingArguments` with the options of `PrivacyArguments`; `max_grad_norm` is C, the bound of each record."""
 
 
+@suggests_fields
 @dataclass
 class DPSeq2SeqTrainingArguments(PrivacyArguments, Seq2SeqTrainingArguments):
     """`Seq2SeqTrainingArguments` with the options of `PrivacyArguments`."""

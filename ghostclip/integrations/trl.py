@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from ghostclip.errors import InvalidOptionError, NotOfferedError
 from ghostclip.integrations._versions import warn_if_untested
-from ghostclip.integrations.training.arguments import PrivacyArguments
+from ghostclip.integrations.training.arguments import PrivacyArguments, suggests_fields
 from ghostclip.integrations.transformers import DPTrainer
 from ghostclip.losses import token_losses
 
@@ -56,11 +56,13 @@ _PAIRWISE = frozenset(
 )
 
 
+@suggests_fields
 @dataclass
 class DPSFTConfig(PrivacyArguments, SFTConfig):
     """`SFTConfig` with the options of `PrivacyArguments`; `max_grad_norm` is C, the bound of each row."""
 
 
+@suggests_fields
 @dataclass
 class DPDPOConfig(PrivacyArguments, DPOConfig):
     """`DPOConfig` with the options of `PrivacyArguments`; `max_grad_norm` is C, the bound of each pair."""

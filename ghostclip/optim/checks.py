@@ -220,9 +220,11 @@ def not_drawn(rows: Sequence[int], waiting: Sequence[int]) -> str:
     seen = " + ".join(map(str, rows)) if rows else "no"
     return (
         f"step(): the model saw {seen} rows since the last release, but the next batch of the private loader has "
-        f"{waiting[0]} records. One record must be one row, and every batch that is drawn must be stepped on, also an "
-        "empty one: no padding-free or packing collator, no batch skipped, cut, doubled or drawn by another loader, no "
-        "loader sharded again (leave it out of accelerator.prepare on several processes), no skip_first_batches after "
+        f"{waiting[0]} records. After a batch that was skipped or failed (out of memory), begin a new loop over the "
+        "loader, which forgets what was drawn before. One record must be one row, and every batch that is drawn must "
+        "be stepped on, also an empty one: no padding-free or packing collator, no batch skipped, cut, doubled or "
+        "drawn by another loader, no loader sharded again (leave it out of accelerator.prepare on several processes), "
+        "no skip_first_batches after "
         "a resume (the private loader resumes by itself). Rows on another axis: batch_first=False. If you sample the "
         "batches yourself: make_private(data_loader=ghostclip.DeclaredSampling(...), ...)."
     )

@@ -132,6 +132,8 @@ class DPOptimizer(WrappedOptimizer):
         """Values of the mechanism that a schedule moves, which a saved state may therefore differ in."""
         if max_grad_norm is not None:
             self.max_grad_norm = max_grad_norm
+        if self._noise_multiplier > 0:
+            self._refuse_unbounded(clipper.sensitivity())
         checks.refuse_uncovered(clipper, self.params)
         checks.warn_about_parameters_left_out(clipper, self.params)
         watch_other_optimizers(self)
@@ -171,11 +173,15 @@ class DPOptimizer(WrappedOptimizer):
         if self._noise_multiplier == 0:
             return 0.0
         std = self.clipper.policy.gradient_noise_multiplier(self._noise_multiplier) * self.clipper.sensitivity()
+        self._refuse_unbounded(std)
+        return std
+
+    def _refuse_unbounded(self, std: float) -> None:
+        """Refuse noise that would have to be infinite."""
         if not math.isfinite(std):
             raise InvalidOptionError(
                 f"max_grad_norm={self.max_grad_norm}: no noise hides an unbounded gradient. Set a finite bound."
             )
-        return std
 
     @property
     def accumulated_iterations(self) -> int:

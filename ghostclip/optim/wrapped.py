@@ -7,7 +7,7 @@ from typing import Any, Final, NoReturn, Protocol
 from torch import nn
 from torch.optim import Optimizer
 
-from ghostclip.errors import InvalidOptionError
+from ghostclip.errors import CopyError, InvalidOptionError
 
 ACCOUNT_KEY: Final = "ghostclip_account"
 """Key under which a parameter group of a saved state holds the account of a private training."""
@@ -141,15 +141,20 @@ class WrappedOptimizer(Optimizer):
         """Look up what the wrapper does not have on the wrapped optimizer."""
         if "original_optimizer" not in self.__dict__:
             raise AttributeError(name)
+        if name == "virtual_step":
+            raise AttributeError(
+                f"{type(self).__name__} has no virtual_step (Opacus 0.x): cut large batches with "
+                "ghostclip.BatchMemoryManager, or take the engine of ghostclip.compat.opacus.legacy."
+            )
         return getattr(self.original_optimizer, name)
 
     def __getstate__(self) -> NoReturn:
         """Refuse copies and pickles: a second one would release from the same clipped sums.
 
         Raises:
-            InvalidOptionError: Always.
+            CopyError: Always.
         """
-        raise InvalidOptionError(f"{type(self).__name__} cannot be copied or pickled. Save its state_dict() instead.")
+        raise CopyError(f"{type(self).__name__} cannot be copied or pickled. Save its state_dict() instead.")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.original_optimizer!r})"

@@ -140,7 +140,9 @@ class Budget:
         self.spent = True
         raise BudgetExceededError(
             f"budget of ε = {self.epsilon:g} at δ = {self.delta:g}: {len(accountant)} steps are accounted for and the "
-            "next does not fit; nothing of it was released. Stop here, or use Budget(..., when_spent='stop')."
+            "next does not fit; nothing of it was released. Stop here, or use Budget(..., when_spent='stop'). A step "
+            "after several backwards costs as much as one with that many times less noise: to cut one batch, use "
+            "BatchMemoryManager."
         )
 
     def _within(self, accountant: Accountant, more: Sequence[Charge]) -> bool:

@@ -407,7 +407,13 @@ def checked_version(state: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ResumeError: If another version wrote it.
     """
-    version = state.get(VERSION, 1)
+    if VERSION not in state:
+        raise ResumeError(
+            "checkpoint without a format of ghostclip, as Opacus writes them: it lacks the keys of noise and sampling "
+            "and the mechanism, so that the training cannot go on. Load its module_state_dict into the model and call "
+            "make_private with a new optimizer; what it has spent adds to the new ε."
+        )
+    version = state[VERSION]
     if version != _FORMAT:
         raise ResumeError(
             f"checkpoint of format {version}: this version of ghostclip reads format {_FORMAT}. Continue with the "

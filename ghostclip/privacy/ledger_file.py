@@ -371,7 +371,6 @@ class LedgerFile:
         Returns:
             The file, locked.
         """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         line, _ = encoded({VERSION: FORMAT}, Place(ledger=secrets.token_hex(8)))
         unfinished = self.path.with_name(f"{self.path.name}.{os.getpid()}.unfinished")
         file = unfinished.open("w+b", buffering=0)
@@ -501,7 +500,7 @@ def _refuse_irregular(path: Path, *, given: str | os.PathLike[str]) -> None:
         given: What the user has written.
 
     Raises:
-        InvalidOptionError: If something other than a file lies there.
+        InvalidOptionError: If something other than a file lies there, or its folder does not exist.
     """
     # A device that a shell has redirected to a file is one all the same.
     root, *below = (*Path(given).absolute().parts[1:], "")
@@ -516,6 +515,11 @@ def _refuse_irregular(path: Path, *, given: str | os.PathLike[str]) -> None:
         raise InvalidOptionError(
             f"ledger={os.fspath(given)!r}: a ledger must be a regular file, and this is a folder, a device, a pipe or "
             "a socket, or lies below a file. Name a file."
+        )
+    if not path.parent.is_dir():
+        raise InvalidOptionError(
+            f"ledger={os.fspath(given)!r}: there is no folder {path.parent}. A new ledger is a new account: make the "
+            "folder first, or correct the path if the ledger exists."
         )
 
 

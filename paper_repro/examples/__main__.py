@@ -123,7 +123,7 @@ def _reached(found: Mapping[str, float]) -> tuple[str, str]:
     if "accuracy" in found:
         return f"{found['accuracy']:.1%} right", f"{found['chance']:.1%}"
     if "perplexity" in found:
-        return f"perplexity {found['perplexity']:.0f}", f"{found['before']:.0f}"
+        return f"perplexity {found['perplexity']:.0f} (lower is better)", f"{found['before']:.0f}"
     return f"distance {found['after']:.2f}", f"{found['before']:.2f}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -308,6 +309,14 @@ def test_memory_counts_the_state_of_the_optimizer_and_the_device(inspect):
     assert found["adamw"]["physical_batch"]["1000000000"] == 0
 
 
+def test_a_stand_in_shows_no_costs(inspect):
+    """Those of two layers of width 32 would be taken for the model's."""
+    out = inspect("gpt2", "--device-memory", 24).out
+    assert "fits" not in out
+    assert "expected" not in out
+    assert "--full plans the real sizes" in out
+
+
 def test_memory_is_said_on_the_page(inspect):
     out = inspect("gpt2", "--full", "--sequence-length", 256, "--device-memory", 24, "--device-memory", 1).out
     assert "state of adamw" in out
@@ -327,7 +336,8 @@ def test_wrong_memory(inspect, words, part):
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_page_agrees_with_the_coverage_of_a_clipper(name):
     """The same plan, with what the memory budget keeps, and one ratio wherever it is shown."""
-    source = load_source(Request(name, batch_size=5, sequence_length=24))
+    # Looked at as a model of its own, whose costs are shown.
+    source = replace(load_source(Request(name, batch_size=5, sequence_length=24)), stand_in=False)
     found = inspect_model(source)
     with ghostclip.GhostClipper(source.model, max_grad_norm=1.0) as clipper:
         clipper.backward(losses_of(source.call(), batch_size=5, axis=0))

@@ -56,12 +56,12 @@ def test_csv_field_may_be_long(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "match"),
     [
-        ("rows.jsonl", b'{"text": "a"}\n{"body": "b"}\n', r"line 2: no text column 'text' \(found: body\)"),
+        ("rows.jsonl", b'{"text": "a"}\n{"body": "b"}\n', r"line 2: no column 'text' \(found: body\)"),
         ("rows.jsonl", b'{"text": "a"}\nnot json\n', "line 2: not JSON"),
         ("rows.jsonl", b'["a"]\n', "line 1: holds a list"),
         ("rows.jsonl", b'{"text": 3}\n', "line 1: 'text' holds a int"),
-        ("rows.csv", b"id,body\n1,b\n", r"no text column 'text' \(found: id, body\)"),
-        ("rows.csv", b"", r"no text column 'text' \(found: none\)"),
+        ("rows.csv", b"id,body\n1,b\n", r"no column 'text' \(found: id, body\)"),
+        ("rows.csv", b"", r"no column 'text' \(found: none\)"),
         ("rows.csv", b"text\n", "holds no text"),
         ("a.txt", b"", "holds no text"),
         ("a.txt", b" \n\t ", "holds no text"),

@@ -264,7 +264,7 @@ def test_a_chat_template_is_used(given):
         (["--task", "answer"], ["--task is 'answer'", "did you mean 'answers'?"]),
         (["--task", "answers"], ["--data: needed", "prompt, answer"]),
         (["--task", "answers", "--data", "rows.txt"], ["are read from .jsonl, .csv or .tsv"]),
-        (["--task", "answers", "--data", "rows.jsonl", "--answer-column", "reply"], ["no text column 'reply'"]),
+        (["--task", "answers", "--data", "rows.jsonl", "--answer-column", "reply"], ["no column 'reply'"]),
         (["--task", "classify", "--data", "rows.jsonl", "--labels", "neg,poss"], ["label 'pos'", "mean 'poss'?"]),
         (["--task", "classify", "--data", "rows.jsonl", "--labels", "neg"], ["at least two"]),
         (["--task", "classify", "--data", "one.jsonl"], ["every row has the label 'neg'"]),

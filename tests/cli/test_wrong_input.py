@@ -69,8 +69,8 @@ def test_option_is_refused(finetune, text_file, tmp_path, options, parts):
         ("empty.txt", b"", "holds no text"),
         ("short.txt", b"Hi", "makes 1 passage(s)"),
         ("latin.txt", "Größe".encode("latin-1"), "not UTF-8"),
-        ("rows.csv", b"id,body\n1,b\n", "no text column 'text' (found: id, body)"),
-        ("rows.jsonl", b"{}\n", "no text column 'text' (found: none)"),
+        ("rows.csv", b"id,body\n1,b\n", "no column 'text' (found: id, body)"),
+        ("rows.jsonl", b"{}\n", "no column 'text' (found: none)"),
     ],
 )
 def test_data_is_refused(finetune, tmp_path, name, content, part):

@@ -172,7 +172,13 @@ REFUSALS = {
         _rows,
         lambda o, b: _ce(o, b, weight=torch.tensor([0.1, 1, 4, 20], dtype=DOUBLE)),
         True,
-        "differently many",
+        "sum of the class weights .* reduction='none', with the same weight",
+    ),
+    "ignored_classes": (
+        _rows,
+        lambda o, b: _ce(o, b, ignore_index=int(b["y"].flatten()[0])),
+        True,
+        "how many samples ignore_index leaves",
     ),
     "ignore_index_smoothed": (_tokens, lambda o, b: _cut(o, b, label_smoothing=0.1), True, "lengths"),
     "items_as_number": (

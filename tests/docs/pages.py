@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-GENERATED = {"errors.md", "changelog.md", "inside/design.md", "inside/glossary.md"}
+GENERATED = {"errors.md", "changelog.md", "inside/design.md", "start/examples.md", "inside/glossary.md"}
 PAGES = sorted(
     path
     for path in [ROOT / "README.md", *DOCS.rglob("*.md")]

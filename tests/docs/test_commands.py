@@ -1,9 +1,16 @@
 """Commands that README and docs show are understood: their options exist and their values are accepted."""
 
+import ast
 import re
 import shlex
+import sys
 
 import pytest
+
+try:
+    import tomllib
+except ImportError:
+    tomllib = None
 
 from ghostclip.cli import _parser
 from tests.docs.pages import PAGES, ROOT, blocks, shown
@@ -32,3 +39,43 @@ def test_targets_of_make_exist():
     }
     assert used
     assert used <= known
+
+
+def _needed(path):
+    """The distributions, by their import names, that the Python of a page loads."""
+    trees = [ast.parse(code) for _, code in blocks(path, "python")]
+    names = {
+        name
+        for tree in trees
+        for node in ast.walk(tree)
+        for name in (
+            [alias.name for alias in node.names] if isinstance(node, ast.Import)
+            else [node.module] if isinstance(node, ast.ImportFrom) else []
+        )
+    }  # fmt: skip
+    hosts = {"transformers": ("transformers", "accelerate"), "trl": ("trl",), "lightning": ("lightning",)}
+    integrations = {host for name, own in hosts.items() if f"ghostclip.integrations.{name}" in names for host in own}
+    known = {*sys.stdlib_module_names, "ghostclip", "torch", "numpy", "scipy"}
+    return ({name.partition(".")[0] for name in names} | integrations) - known
+
+
+def _installed(path, extras):
+    """What the lines of a page that call pip bring, extras of ours opened."""
+    found, waiting = set(), re.findall(r"pip install [^#\n]*", path.read_text(encoding="utf-8"))
+    waiting += re.findall(r'"(ghostclip\[[a-z,]+\])"', path.read_text(encoding="utf-8"))
+    while waiting:
+        for word in shlex.split(waiting.pop()):
+            name, _, chosen = word.rstrip("]").partition("[")
+            found.add(re.split(r"[<>=!]", name)[0])
+            if name == "ghostclip" and chosen:
+                waiting += [" ".join(extras[extra]) for extra in chosen.split(",")]
+    return found
+
+
+@pytest.mark.skipif(tomllib is None, reason="tomllib is new in Python 3.11")
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/start/quickstart.md", "docs/start/lora.md", "docs/use/trainers.md"]
+)
+def test_what_a_page_imports_is_what_it_tells_to_install(page):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert _needed(ROOT / page) <= _installed(ROOT / page, project["optional-dependencies"])

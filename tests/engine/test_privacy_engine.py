@@ -298,6 +298,35 @@ def test_default_accountant_is_tight_and_opacus_names_are_served():
     assert spent["best"] < 0.9 * spent["rdp"]
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_grad_norm": math.inf}, "max_grad_norm=inf: no noise hides"),
+        ({"module": torch.optim.SGD(nn.Linear(2, 2).parameters()), "optimizer": nn.ReLU()}, "expected a"),
+        ({"module": "model"}, "module: expected a torch.nn.Module, got str"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_by_make_private(options, said):
+    model = small_model()
+    given = {"module": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), **options}
+    with pytest.raises(InvalidOptionError, match=said):
+        PrivacyEngine().make_private(
+            data_loader=DataLoader(DATA, batch_size=20), noise_multiplier=1.0, **{"max_grad_norm": 1.0, **given}
+        )
+    assert not model[0]._forward_hooks
+
+
+@pytest.mark.parametrize(("name", "value"), [("target_epsilon", -1), ("target_delta", 2.0)])
+def test_a_target_out_of_range_is_named_as_it_was_given(name, value):
+    model = small_model()
+    with pytest.raises(InvalidOptionError, match=f"^{name}={value}"):
+        PrivacyEngine().make_private_with_epsilon(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(DATA, batch_size=20), epochs=1, max_grad_norm=1.0,
+            **{"target_epsilon": 3.0, "target_delta": DELTA, name: value},
+        )  # fmt: skip
+
+
 def test_model_in_evaluation_mode_is_refused():
     with pytest.raises(UnsupportedModelError, match="train"):
         made_private(module=small_model().eval())

@@ -12,6 +12,7 @@ from torch import nn
 
 import ghostclip
 from ghostclip.errors import (
+    CopyError,
     GhostClipError,
     InvalidOptionError,
     LossReductionError,
@@ -288,7 +289,10 @@ def test_options_out_of_range_are_refused(option, value):
 
 
 def test_unbounded_sensitivity_with_noise_is_refused():
-    training = Training(sigma=1.0, bound=float("inf"))
+    with pytest.raises(InvalidOptionError, match="unbounded"):
+        Training(sigma=1.0, bound=float("inf"))
+    training = Training(sigma=0.0, bound=float("inf"))
+    training.optimizer.noise_multiplier = 1.0
     with pytest.raises(InvalidOptionError, match="unbounded"):
         training.step(batch_of(DATA, start=0, stop=2))
 
@@ -358,8 +362,13 @@ def test_grad_scaler_is_refused_when_it_scales():
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, pickle.dumps])
 def test_copies_are_refused(copier):
-    with pytest.raises(InvalidOptionError, match="state_dict"):
+    with pytest.raises(CopyError, match="state_dict"):
         copier(Training().optimizer)
+
+
+def test_a_name_of_opacus_0_says_what_took_its_place():
+    with pytest.raises(AttributeError, match=r"DPOptimizer has no virtual_step.*BatchMemoryManager"):
+        Training().optimizer.virtual_step()
 
 
 def test_losses_of_shape_b_by_one_are_refused():

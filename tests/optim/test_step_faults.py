@@ -31,6 +31,7 @@ class Run:
     """A private training without noise in its values, whose every phase can be made to fail once."""
 
     def __init__(self, folder, strategy="bookkeeping", **options):
+        folder.mkdir(exist_ok=True)
         self.engine = PrivacyEngine(ledger=folder / "ledger")
         model = small_model()
         arguments = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, **options}

@@ -27,6 +27,7 @@ def _entry(number, sigma=1.0):
 
 
 def test_lines_survive_and_equal_steps_are_joined(tmp_path):
+    (tmp_path / "sub").mkdir()
     first = LedgerFile(tmp_path / "sub" / "ledger")
     first.begin_segment({"noise_multiplier": 1.0, "clipping": {"rule": "flat"}})
     for number in range(3):

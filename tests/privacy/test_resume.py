@@ -231,6 +231,17 @@ def test_newer_checkpoints_are_refused(tmp_path):
         run.load(tmp_path / "run.pt")
 
 
+def test_a_checkpoint_of_opacus_is_named_as_one(tmp_path):
+    """Not an old format, to be continued with another version of ghostclip."""
+    run = Run()
+    torch.save(
+        {"module_state_dict": run.model.state_dict(), "privacy_accountant_state_dict": {"history": [(1.0, 0.1, 2)]}},
+        tmp_path / "run.pt",
+    )
+    with pytest.raises(ResumeError, match="as Opacus writes them"):
+        run.load(tmp_path / "run.pt")
+
+
 def test_scheduled_run_resumes_with_value_and_position(tmp_path):
     def scheduled(run):
         noise = schedulers.ExponentialNoise(run.optimizer, gamma=0.9)

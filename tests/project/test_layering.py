@@ -80,6 +80,7 @@ ORDERED = {
         "row_maps",
         "attach",
         "general",
+        "sampler_check",
         "opaque_modules",
         "plans",
         "decide",

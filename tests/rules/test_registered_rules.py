@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ghostclip import GhostClipper
 from ghostclip.errors import GhostClipError, InvalidOptionError, UncoveredParameterError, UnsupportedModelError
 from ghostclip.factors import Dense
 from ghostclip.rules import Captured, modules, register_rule, registry
@@ -143,6 +144,52 @@ def test_wrong_norms_are_named(tables):
     register_norm_sampler(Unregistered)(affine_gradients)
     with pytest.raises(UnsupportedModelError, match=r"shape \(4, 5, 5\) for parameter 'weight', not .* \(4,\)"):
         _compare(Around(Unregistered).double(), "bookkeeping")
+
+
+def _too_small(sampler):
+    return lambda module, a, g: {p: 0.1 * values for p, values in sampler(module, a, g).items()}
+
+
+@pytest.mark.parametrize(
+    ("register", "sampler"), [(register_grad_sampler, affine_gradients), (register_norm_sampler, affine_norms)]
+)
+def test_sampler_that_returns_too_little_is_refused_in_its_first_backward(tables, register, sampler):
+    """Samples would be clipped at a tenth of their norm, and nothing else would tell."""
+    register(Unregistered)(_too_small(sampler))
+    with pytest.raises(UnsupportedModelError, match=r"layer \(Unregistered\).*is not autograd's.*layer_check"):
+        _compare(Around(Unregistered).double(), "bookkeeping")
+
+
+def test_sampler_of_a_random_layer_cannot_be_compared_and_the_log_says_so(tables, caplog):
+    class Random(ByGradients):
+        def forward(self, x):
+            return super().forward(nn.functional.dropout(x, 0.5))
+
+    register_grad_sampler(Random)(affine_gradients)
+    clipper = engine("bookkeeping")(Around(Random).double(), 1.0)
+    for _ in range(2):
+        clipper.backward(_losses(clipper.model, _batch()))
+    assert caplog.text.count("not compared with autograd") == 1
+
+
+def test_comparing_a_sampler_leaves_random_numbers_and_buffers_as_they_were(tables):
+    class Counting(ByGradients):
+        def __init__(self, *sizes):
+            super().__init__(*sizes)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x)
+
+    register_grad_sampler(Counting)(affine_gradients)
+    model = Around(Counting).double()
+    clipper = GhostClipper(model, max_grad_norm=1.0, probe=False)
+    losses = _losses(model, _batch())
+    before, calls = torch.get_rng_state(), float(model.layer.calls)
+    clipper.backward(losses)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert float(model.layer.calls) == calls
 
 
 def test_sampler_for_something_else_is_refused():

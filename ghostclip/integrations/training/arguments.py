@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from ghostclip import _validate
 from ghostclip.assembly.clipping_options import CLIPPINGS
@@ -10,6 +11,7 @@ from ghostclip.errors import InvalidOptionError
 from ghostclip.noise import LEVELS
 
 _MODES = ("auto", "bookkeeping", "hooks")
+_A = TypeVar("_A", bound="PrivacyArguments")
 
 
 @dataclass
@@ -72,3 +74,16 @@ class PrivacyArguments:
                 f"max_grad_norm={bound}: it is C here, the bound of each record's gradient, and the batch's is not "
                 "clipped again. Give a number above 0."
             )
+
+
+def suggests_fields(kind: type[_A]) -> type[_A]:
+    """Let a class of training arguments that is given a field it does not have name the nearest one that it has.
+
+    Args:
+        kind: A dataclass.
+
+    Returns:
+        The same class.
+    """
+    kind.__init__ = _validate.suggests_options(kind.__init__)  # type: ignore[method-assign]
+    return kind

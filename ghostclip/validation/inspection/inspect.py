@@ -42,7 +42,7 @@ class Inspection:
         by_shapes: The plan was made on the meta device.
         memory: Bytes of a private step; None where the model could not be run.
         optimizer: Whose state is counted.
-        devices: Bytes of the devices that are in question.
+        devices: Bytes of the devices that are in question; none for a stand-in, which says nothing of them.
     """
 
     title: str
@@ -119,7 +119,9 @@ class Inspection:
             lines += [f"  remedy: {problem.remedy}"] if problem.remedy else []
         if len(self.coverage.unused) < len(self.coverage):
             lines += ["", _table(self.coverage, priced=self.ok)]
-        if self.plain is not None and self.flop_ratio is not None and self.memory_ratio is not None:
+        if self.ok and not self.devices:
+            lines += ["", "A small stand-in shows no costs: --full plans the real sizes."]
+        elif self.plain is not None and self.flop_ratio is not None and self.memory_ratio is not None:
             base = readable_bytes(self.coverage.base_bytes)
             held = readable_bytes(self.coverage.total.held)
             of = f"the {self.base_flops / 1e9:.4g} GFLOP of a non-private step"
@@ -191,7 +193,7 @@ def inspect_model(
         proof is not None,
         memory,
         optimizer,
-        tuple(devices),
+        () if source.stand_in else tuple(devices),
     )
 
 

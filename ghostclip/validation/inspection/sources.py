@@ -49,12 +49,14 @@ class Source:
         batch: A tensor, a tuple of positional or a mapping of keyword arguments.
         title: What it is, for people.
         batch_axis: Where the batch axis lies.
+        stand_in: Whether the model is smaller than what was asked for, so that its memory says nothing of that.
     """
 
     model: nn.Module
     batch: Any
     title: str
     batch_axis: int = 0
+    stand_in: bool = False
 
     def call(self) -> Any:
         """Return what the model returns on the batch."""
@@ -94,7 +96,7 @@ def load_source(request: Request) -> Source:
     _require_positions(config, request)
     batch = architectures.example_batch(model, batch_size=request.batch_size, sequence_length=length, device=device)
     sizes = "its own sizes, on the meta device" if request.full else "a stand-in of two layers of width 32"
-    return Source(model, batch, f"{request.model} ({type(model).__name__}), {sizes}")
+    return Source(model, batch, f"{request.model} ({type(model).__name__}), {sizes}", stand_in=not request.full)
 
 
 def _require_positions(config: Any, request: Request) -> None:
