@@ -14,13 +14,15 @@ from torch import Tensor
 from ghostclip.factors import planner
 from ghostclip.factors.base import Factor, to_accumulation
 from ghostclip.factors.dense import Dense
+from ghostclip.factors.head import Head
 from ghostclip.factors.outer import Outer
 from ghostclip.factors.permuted import Permuted
 from ghostclip.factors.placed import Placed
 from ghostclip.factors.rows import Rows
 from ghostclip.factors.stacked import Stacked, sum_tensors
 from ghostclip.factors.windows import Windows
-from ghostclip.kernels.bounds import dots
+from ghostclip.kernels.bounds import CROSS_ROUNDINGS, dots, unit_roundoff
+from ghostclip.kernels.head import Tokens, gradient_at
 
 
 class Product(NamedTuple):
@@ -134,6 +136,29 @@ def _outer_rows(outer: Outer, rows: Rows) -> Product:
     return _sum(parts)
 
 
+def _head_rows(head: Head, rows: Rows) -> Product:
+    """Return ``Σ_{t,u} ⟨x_t, r_u⟩ · g_t[ids_u]``: the logits' gradients at the sample's own tokens alone."""
+    positions, dtype = head.x_BTI.shape[1], head.dtype
+    # Roundings that cross terms are not allowed for already, in units of those that they are.
+    unit = 1 / (CROSS_ROUNDINGS * unit_roundoff(dtype))
+    places = torch.arange(len(head.x_BTI), device=head.x_BTI.device) if head.index_D is None else head.index_D
+    block = planner.block_rows(max(positions, rows.ids_BT.shape[1]), 4)
+    found = []
+    for number, sample in enumerate(places.split(1)):
+        r_1UI, ids_1U = to_accumulation(rows.g_BTI[number : number + 1]), rows.ids_BT[number : number + 1]
+        own = head.tokens.of(slice(int(sample), int(sample) + 1))
+        parts = []
+        for start in range(0, max(1, positions), block):
+            tokens = Tokens(*(part[:, start : start + block] for part in own))
+            product_1TU = dots(tokens.x_BTI.to(dtype), r_1UI.to(dtype))
+            entries = gradient_at(tokens, head.table, ids_1U)
+            value_1 = (product_1TU * entries.g_BTU.to(dtype)).flatten(1).sum(1)
+            size_1TU = entries.g_BTU.abs().add_(entries.error_BTU, alpha=unit)
+            parts.append(Product(value_1, product_1TU.abs_().mul_(size_1TU).flatten(1).sum(1)))
+        found.append(_sum(parts))
+    return Product(*(torch.cat(part) for part in zip(*found, strict=True)))
+
+
 def _rows_rows(first: Rows, second: Rows) -> Product:
     pairs_1, sums_1 = first.segments()
     pairs_2, sums_2 = second.segments()
@@ -158,6 +183,7 @@ _PAIRS: Final[dict[tuple[type[Factor], type[Factor]], Callable[..., Product]]] =
     (Stacked, Stacked): _stacked_stacked,
     (Outer, Outer): _outer_outer,
     (Outer, Rows): _outer_rows,
+    (Head, Rows): _head_rows,
     (Rows, Rows): _rows_rows,
     (Dense, Rows): _dense_rows,
 }

@@ -1,0 +1,61 @@
+"""The vocabulary head with its cross-entropy: `ghostclip.kernels.head.vocabulary_losses`, and torch's function.
+
+Shape letters: B samples, T positions, L the leading (row) axes, I features of a hidden state, V entries of the
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ghostclip.factors import Factor, Head, HeadBias
+from ghostclip.factors.head import Shared
+from ghostclip.kernels.head import HeadCall, Table, Tokens
+from ghostclip.rules.registry import Call, Captured, Split, register_op
+
+
+@register_op("vocabulary_losses", arguments="hidden weight bias labels call")
+def vocabulary_losses(call: Call) -> Captured | None:
+    """Return the capture of the loss of every position: weight ``Head``, bias ``Dense``; None for a tracked input."""
+    x, weight, bias = (call.values[name] for name in ("hidden", "weight", "bias"))
+    if "hidden" in call.tracked or x.dim() < 2:
+        return None
+    # The closure must not hold the input: it is kept through autograd, where checkpointing can drop it.
+    run: HeadCall = call.values["call"]
+    labels, num_batch_dims, wants_input = call.values["labels"], x.dim() - 1, x.requires_grad
+    trained, table = call.tracked, Table(weight, bias, run.form)
+
+    def factors(saved: Sequence[Tensor], grad: Tensor, split: Split) -> Mapping[str, Factor]:
+        assert run.lse is not None
+        tokens = Tokens(*(split(part, num_batch_dims) for part in (saved[0].detach(), labels, run.lse, grad)))
+        shared = Shared(wants_input=wants_input, wants_bias="bias" in trained)
+        head = Head(tokens, table, shared)
+        if wants_input:
+            place_BT = split(torch.arange(1, grad.numel() + 1, device=grad.device).view(grad.shape), num_batch_dims)
+            run.arrived = grad, lambda: _in_rows(head.input_gradient(), place_BT, saved[0].shape)
+        found: dict[str, Factor] = {"weight": head} if "weight" in trained else {}
+        if "bias" in trained:
+            found["bias"] = HeadBias(head)
+        return found
+
+    return Captured((x,), x, num_batch_dims, factors, "vocabulary head")
+
+
+def _in_rows(grad_BTI: Tensor, place_BT: Tensor, shape: torch.Size) -> Tensor:
+    """Return the gradient of hidden states where these stood.
+
+    Args:
+        grad_BTI: Positions by sample.
+        place_BT: Number of each one's row, from one on; zero for padding.
+        shape: ``(*L, I)``.
+
+    Returns:
+        A tensor of that shape.
+    """
+    rows = shape.numel() // max(1, shape[-1])
+    out_NI = grad_BTI.new_empty(rows + 1, shape[-1])
+    out_NI[place_BT.flatten()] = grad_BTI.flatten(0, 1)
+    return out_NI[1:].view(shape)
