@@ -75,7 +75,7 @@ def token_losses(
     return _of_samples(losses_N.view(labels.shape), labels, ignore_index=ignore_index, reduction=reduction)
 
 
-def linear_cross_entropy(
+def linear_cross_entropy(  # noqa: PLR0913 - each option is one of the loss's own
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -124,7 +124,12 @@ def linear_cross_entropy(
         torch.Size([2, 5])
     """
     form = _form(Form(ignore_index, label_smoothing, logit_cap, logit_scale, z_loss))
-    if hidden.dim() < 2 or labels.shape != hidden.shape[:-1] or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+    if (
+        hidden.dim() < 2
+        or labels.shape != hidden.shape[:-1]
+        or weight.dim() != 2
+        or weight.shape[1] != hidden.shape[-1]
+    ):
         message = (
             f"linear_cross_entropy: hidden states of shape {tuple(hidden.shape)}, a weight of {tuple(weight.shape)} "
             f"and labels of {tuple(labels.shape)}; expected (*L, I), (V, I) and L, L of one axis at least."

@@ -30,6 +30,7 @@ from ghostclip.kernels.head import (
     Collector,
     InputGradient,
     Table,
+    Tiling,
     Tokens,
     WeightSum,
     gradient_tiles,
@@ -131,11 +132,16 @@ class Head(Factor):
         """The type that norms and sums are formed in."""
         return torch.float64 if self.double else accumulation_dtype(self.x_BTI.dtype)
 
+    @property
+    def _plan(self) -> Tiling:
+        samples, positions = self.label_BT.shape
+        return tiling(samples, positions, self.shape[0])
+
     def _versions(self) -> list[int]:
         return _torch.versions([part for part in self._table[:2] if isinstance(part, Tensor)])
 
     def _chunks(self) -> Iterator[_Chunk]:
-        at_once = tiling(*self.label_BT.shape, self.shape[0]).samples
+        at_once = self._plan.samples
         for start in range(0, len(self.x_BTI), at_once):
             samples = slice(start, start + at_once)
             if self.index_D is None:
@@ -162,8 +168,7 @@ class Head(Factor):
             message = "the weight of a vocabulary head was changed in place between its norm and its clipped sum."
             raise TamperedGradientError(message)
         _require_memory(self._table.weight_VI)
-        columns = tiling(*self.label_BT.shape, self.shape[0]).columns
-        for tile, g_CTK in gradient_tiles(self.tokens.of(chunk.samples), self._table, columns):
+        for tile, g_CTK in gradient_tiles(self.tokens.of(chunk.samples), self._table, self._plan.columns):
             yield tile, (g_CTK if chunk.inside is None else g_CTK[chunk.inside]).to(self.dtype)
 
     def inputs(self, chunk: _Chunk) -> Tensor:
@@ -351,5 +356,3 @@ def _require_memory(weight: Tensor) -> None:
             "a vocabulary head without logits: its weight exists only while its module runs (sharded parameters), and "
             "is needed for the clipped sum. Use strategy='ghost', which forms it while the backward runs."
         )
-
-

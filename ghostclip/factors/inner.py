@@ -145,16 +145,16 @@ def _head_rows(head: Head, rows: Rows) -> Product:
     block = planner.block_rows(max(positions, rows.ids_BT.shape[1]), 4)
     found = []
     for number, sample in enumerate(places.split(1)):
-        r_1UI, ids_1U = to_accumulation(rows.g_BTI[number : number + 1]), rows.ids_BT[number : number + 1]
+        r_BUI, ids_BU = to_accumulation(rows.g_BTI[number : number + 1]), rows.ids_BT[number : number + 1]
         own = head.tokens.of(slice(int(sample), int(sample) + 1))
         parts = []
         for start in range(0, max(1, positions), block):
             tokens = Tokens(*(part[:, start : start + block] for part in own))
-            product_1TU = dots(tokens.x_BTI.to(dtype), r_1UI.to(dtype))
-            entries = gradient_at(tokens, head.table, ids_1U)
-            value_1 = (product_1TU * entries.g_BTU.to(dtype)).flatten(1).sum(1)
-            size_1TU = entries.g_BTU.abs().add_(entries.error_BTU, alpha=unit)
-            parts.append(Product(value_1, product_1TU.abs_().mul_(size_1TU).flatten(1).sum(1)))
+            product_BTU = dots(tokens.x_BTI.to(dtype), r_BUI.to(dtype))
+            entries = gradient_at(tokens, head.table, ids_BU)
+            value_B = (product_BTU * entries.g_BTU.to(dtype)).flatten(1).sum(1)
+            size_BTU = entries.g_BTU.abs().add_(entries.error_BTU, alpha=unit)
+            parts.append(Product(value_B, product_BTU.abs_().mul_(size_BTU).flatten(1).sum(1)))
         found.append(_sum(parts))
     return Product(*(torch.cat(part) for part in zip(*found, strict=True)))
 

@@ -399,9 +399,7 @@ class HeadCall:
         return arrived[1]()
 
 
-def vocabulary_losses(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, call: HeadCall
-) -> Tensor:
+def vocabulary_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, call: HeadCall) -> Tensor:
     """Return the loss of every position: one operation, which whoever clips intercepts.
 
     Args:
@@ -437,7 +435,7 @@ class _Losses(torch.autograd.Function):
         return loss_N.view(labels.shape)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels = ctx.saved_tensors
         call, (grad,) = ctx.call, grads
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]

@@ -162,7 +162,7 @@ class _Gram(_Measured):
             if self._seen:
                 sum_CRU.baddbmm_(g_CTK[:, band], g_CTK[:, : band.stop].mT)
             else:
-                sum_CRU += dots(g_CTK[:, band], g_CTK[:, : band.stop])
+                sum_CRU.add_(dots(g_CTK[:, band], g_CTK[:, : band.stop]))
 
     def found(self) -> Bounded:
         values, absolutes, squares = [], [], []
