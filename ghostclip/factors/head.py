@@ -29,6 +29,7 @@ from ghostclip.kernels.head import (
     BiasGradients,
     Collector,
     InputGradient,
+    RowsAt,
     Table,
     Tiling,
     Tokens,
@@ -268,6 +269,27 @@ class Head(Factor):
             self._shared.norms = found if self._shared.norms is None else self._shared.norms
         assert self._shared.bias_BV is not None
         return self._shared.bias_BV
+
+    def rows_at(self, ids_BU: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a few rows of every gradient, from all tiles. Cost: 2·T·I·V a sample, and 2·T·U·I.
+
+        Args:
+            ids_BU: Which rows of each sample's.
+
+        Returns:
+            The rows, shape ``(B, U, I)``, and the sums of their terms' norms, ``(B, U)``, in `dtype`.
+        """
+        row_BUI = self.x_BTI.new_zeros(*ids_BU.shape, self.shape[1], dtype=self.dtype)
+        mass_BU = row_BUI.new_zeros(ids_BU.shape)
+        for chunk in self._chunks():
+            # A slice is written through, what an index picks is not.
+            place = chunk.places
+            rows, masses = row_BUI[place], mass_BU[place]
+            picked = RowsAt(self.inputs(chunk), ids_BU[place], (rows, masses))
+            for tile, g_CTK in self.tiles(chunk):
+                picked.take(tile, g_CTK)
+            row_BUI[place], mass_BU[place] = rows, masses
+        return row_BUI, mass_BU
 
     def materialize(self) -> Tensor:
         """Return the per-sample gradients, shape ``(B, V, I)``, in tiles of the logits.

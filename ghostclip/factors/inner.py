@@ -21,8 +21,7 @@ from ghostclip.factors.placed import Placed
 from ghostclip.factors.rows import Rows
 from ghostclip.factors.stacked import Stacked, sum_tensors
 from ghostclip.factors.windows import Windows
-from ghostclip.kernels.bounds import CROSS_ROUNDINGS, dots, unit_roundoff
-from ghostclip.kernels.head import Tokens, gradient_at
+from ghostclip.kernels.bounds import dots
 
 
 class Product(NamedTuple):
@@ -137,26 +136,11 @@ def _outer_rows(outer: Outer, rows: Rows) -> Product:
 
 
 def _head_rows(head: Head, rows: Rows) -> Product:
-    """Return ``Σ_{t,u} ⟨x_t, r_u⟩ · g_t[ids_u]``: the logits' gradients at the sample's own tokens alone."""
-    positions, dtype = head.x_BTI.shape[1], head.dtype
-    # Roundings that cross terms are not allowed for already, in units of those that they are.
-    unit = 1 / (CROSS_ROUNDINGS * unit_roundoff(dtype))
-    places = torch.arange(len(head.x_BTI), device=head.x_BTI.device) if head.index_D is None else head.index_D
-    block = planner.block_rows(max(positions, rows.ids_BT.shape[1]), 4)
-    found = []
-    for number, sample in enumerate(places.split(1)):
-        r_BUI, ids_BU = to_accumulation(rows.g_BTI[number : number + 1]), rows.ids_BT[number : number + 1]
-        own = head.tokens.of(slice(int(sample), int(sample) + 1))
-        parts = []
-        for start in range(0, max(1, positions), block):
-            tokens = Tokens(*(part[:, start : start + block] for part in own))
-            product_BTU = dots(tokens.x_BTI.to(dtype), r_BUI.to(dtype))
-            entries = gradient_at(tokens, head.table, ids_BU)
-            value_B = (product_BTU * entries.g_BTU.to(dtype)).flatten(1).sum(1)
-            size_BTU = entries.g_BTU.abs().add_(entries.error_BTU, alpha=unit)
-            parts.append(Product(value_B, product_BTU.abs_().mul_(size_BTU).flatten(1).sum(1)))
-        found.append(_sum(parts))
-    return Product(*(torch.cat(part) for part in zip(*found, strict=True)))
+    """Return ``Σ_u ⟨r_u, row ids_u of the head's gradient⟩``, of rows at the sample's own tokens alone."""
+    row_BUI, mass_BU = head.rows_at(rows.ids_BT)
+    r_BUI = to_accumulation(rows.g_BTI).to(head.dtype)
+    norm_BU = torch.linalg.vector_norm(r_BUI, dim=2)
+    return Product((row_BUI * r_BUI).flatten(1).sum(1), (norm_BU * mass_BU).sum(1))
 
 
 def _rows_rows(first: Rows, second: Rows) -> Product:

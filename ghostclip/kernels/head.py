@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from ghostclip.errors import DataError
-from ghostclip.kernels.bounds import position_norms, unit_roundoff, widened
+from ghostclip.kernels.bounds import position_norms, widened
 from ghostclip.kernels.gram import WORKSPACE
 from ghostclip.kernels.outer import weighted_sum
 
@@ -27,6 +27,9 @@ ROWS: Final = 1024
 
 TILE: Final = WORKSPACE // 4
 """Logits of a tile (float32: 4 MiB); some three tensors of that size are alive at a time."""
+
+NARROWEST: Final = 64
+"""Logits of a position in a tile, at least, however long a sample is."""
 
 
 class Form(NamedTuple):
@@ -94,7 +97,7 @@ def tiling(samples: int, positions: int, vocabulary: int) -> Tiling:
         Chunks of about `ROWS` positions, one sample at least, and tiles of at most `TILE` logits, of equal widths.
     """
     at_once = max(1, min(samples, ROWS // max(1, positions)))
-    widest = max(64, TILE // max(1, at_once * positions))
+    widest = max(NARROWEST, TILE // max(1, at_once * positions))
     tiles = max(1, -(-vocabulary // widest))
     return Tiling(at_once, -(-vocabulary // tiles))
 
@@ -242,55 +245,6 @@ def _probabilities(z: Tensor, weights: _Weights) -> Tensor:
     return p if weights.share is None else p.mul_(weights.share)
 
 
-class Entries(NamedTuple):
-    """Some entries of the gradient of logits, which other products formed than those of the tiles.
-
-    Attributes:
-        g_BTU: The entries.
-        error_BTU: How far each may lie from that of the tiles.
-    """
-
-    g_BTU: Tensor
-    error_BTU: Tensor
-
-
-def gradient_at(tokens: Tokens, table: Table, ids_BU: Tensor) -> Entries:
-    """Return the gradient of a few logits of every position.
-
-    Cost: 2·B·T·U·I.
-
-    Args:
-        tokens: Positions of samples.
-        table: The head.
-        ids_BU: Which entries of the vocabulary, for each sample, int64.
-
-    Returns:
-        Two tensors of shape ``(B, T, U)``. A logit that I products are added up to, in whatever order, is off by at
-        most ``I·u·|x|·|w|``, in the tiles and here; ``tanh``, ``exp`` and factors by a few u more.
-    """
-    form, kind = table.form, torch.promote_types(tokens.x_BTI.dtype, torch.float32)
-    x_BTI, weight_BUI = tokens.x_BTI.to(kind), table.weight_VI[ids_BU].to(kind)
-    z_BTU = torch.bmm(x_BTI, weight_BUI.mT)
-    size_BTU = position_norms(x_BTI).unsqueeze(2) * position_norms(weight_BUI).unsqueeze(1)
-    if table.bias_V is not None:
-        bias_BU = table.bias_V[ids_BU].to(kind)
-        z_BTU += bias_BU.unsqueeze(1)
-        size_BTU += bias_BU.abs().unsqueeze(1)
-    z_BTU *= form.scale
-    slope_BTU: Tensor | float = 1.0
-    if form.cap is not None:
-        capped_BTU = z_BTU.div_(form.cap).tanh_()
-        slope_BTU, z_BTU = 1 - capped_BTU.square(), capped_BTU * form.cap
-    weights = _weights(tokens, form)
-    p_BTU = _probabilities(z_BTU, weights)
-    hit_BTU = tokens.label_BT.unsqueeze(2) == ids_BU.unsqueeze(1)
-    certain_BTU = hit_BTU * (1 - form.smoothing) + form.smoothing / len(table.weight_VI)
-    off_BTU = size_BTU * (2 * unit_roundoff(kind) * (x_BTI.shape[2] + 8) * abs(form.scale))
-    doubt_BTU = p_BTU if form.cap is None else p_BTU + (p_BTU + certain_BTU) * (2 / form.cap)
-    error_BTU = doubt_BTU * (off_BTU + 8 * unit_roundoff(kind)) * weights.grad.abs()
-    return Entries((p_BTU - certain_BTU) * slope_BTU * weights.grad, error_BTU)
-
-
 class Collector(ABC):
     """What is made of the tiles of one chunk."""
 
@@ -363,6 +317,33 @@ class WeightSum(Collector):
     def take(self, tile: slice, g_CTK: Tensor) -> None:
         """Add a tile's share."""
         weighted_sum(self._a_CTI, g_CTK, self._coef_C, self._out_VI[tile])
+
+
+class RowsAt(Collector):
+    """A few rows of every sample's gradient of the weight, ``Σ_t g[t, ids_u]·x_t``. Cost: 2·C·T·U·I."""
+
+    def __init__(self, a_CTI: Tensor, ids_CU: Tensor, out: tuple[Tensor, Tensor]) -> None:
+        """Begin.
+
+        Args:
+            a_CTI: Hidden states, in the type of the tiles that will be taken.
+            ids_CU: Which rows of each sample's.
+            out: Where the rows go, ``(C, U, I)``, and the sums of their terms' norms, ``(C, U)``.
+        """
+        self._a_CTI, self._norm_CT = a_CTI, position_norms(a_CTI)
+        self._ids_CU, self._order_CU = ids_CU.sort(dim=1)
+        self._row_CUI, self._mass_CU = out
+
+    def take(self, tile: slice, g_CTK: Tensor) -> None:
+        """Form the rows that lie in a tile."""
+        edges = self._ids_CU.new_tensor([tile.start, tile.stop]).expand(len(self._ids_CU), 2).contiguous()
+        for sample, (start, stop) in enumerate(torch.searchsorted(self._ids_CU, edges).tolist()):
+            if start == stop:
+                continue
+            place_U = self._order_CU[sample, start:stop]
+            g_TU = g_CTK[sample].index_select(1, self._ids_CU[sample, start:stop] - tile.start)
+            self._row_CUI[sample, place_U] = g_TU.mT @ self._a_CTI[sample]
+            self._mass_CU[sample, place_U] = self._norm_CT[sample] @ g_TU.abs_()
 
 
 class HeadCall:

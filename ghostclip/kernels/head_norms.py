@@ -39,6 +39,9 @@ from ghostclip.kernels.head import Collector
 LARGEST: Final = 4 * WORKSPACE
 """Entries of the largest Gram matrix that is held while tiles are added to it (float32: 64 MiB, at 4096 positions)."""
 
+SUBTILE: Final = WORKSPACE // 4
+"""Elements of gradients that are formed at a time."""
+
 _SEEN: Final = 8
 """Positions from which on a diagonal shows how products are rounded."""
 
@@ -188,7 +191,7 @@ class _Formed(_Measured):
     def __init__(self, a_CTI: Tensor, vocabulary: int) -> None:
         super().__init__(a_CTI, vocabulary)
         self._norms: list[Tensor] = []
-        self._width = max(16, WORKSPACE // 4 // max(1, a_CTI.shape[0] * a_CTI.shape[2]))
+        self._width = max(16, SUBTILE // max(1, a_CTI.shape[0] * a_CTI.shape[2]))
 
     def take(self, tile: slice, g_CTK: Tensor) -> None:
         """Form a tile's gradients."""
