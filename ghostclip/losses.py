@@ -142,6 +142,67 @@ def linear_cross_entropy(  # noqa: PLR0913 - each option is one of the loss's ow
     return vocabulary_losses(hidden, weight, bias, labels.long(), HeadCall(form))
 
 
+def head_losses(  # noqa: PLR0913 - each option is one of the loss's own
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    shift: bool = True,
+    label_smoothing: float = 0.0,
+    logit_scale: float = 1.0,
+    logit_cap: float | None = None,
+    z_loss: float = 0.0,
+    reduction: Literal["mean", "sum"] = "mean",
+) -> Tensor:
+    """`token_losses` from hidden states, without the logits in memory: see `linear_cross_entropy`.
+
+    Privacy:
+        A sample's loss is a function of its own hidden states and labels.
+
+    Args:
+        hidden: Hidden states, shape ``(B, T, I)``.
+        weight: As for `linear_cross_entropy`.
+        labels: Classes, shape ``(B, T)``, int64.
+        bias: As for `linear_cross_entropy`.
+        ignore_index: The label of positions that do not count.
+        shift: As for `token_losses`.
+        label_smoothing: As for ``torch.nn.functional.cross_entropy``.
+        logit_scale: As for `linear_cross_entropy`.
+        logit_cap: As for `linear_cross_entropy`.
+        z_loss: As for `linear_cross_entropy`.
+        reduction: Whether a sample's positions are averaged or summed.
+
+    Returns:
+        Losses, shape ``(B,)``, float32 at least, in nats.
+
+    Raises:
+        LossReductionError: The shapes are others.
+    """
+    _validate.choice(reduction, "reduction", ("mean", "sum"))
+    if hidden.dim() != 3 or labels.shape != hidden.shape[:2]:
+        message = (
+            f"head_losses: hidden states of shape {tuple(hidden.shape)} and labels of shape {tuple(labels.shape)}; "
+            "expected (B, T, I) and (B, T). Do not flatten them: the samples' axis must remain."
+        )
+        raise LossReductionError(message)
+    if shift:
+        hidden, labels = hidden[:, :-1], labels[:, 1:]
+    losses_BT = linear_cross_entropy(
+        hidden,
+        weight,
+        labels,
+        bias=bias,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        logit_scale=logit_scale,
+        logit_cap=logit_cap,
+        z_loss=z_loss,
+    )
+    return _of_samples(losses_BT, labels, ignore_index=ignore_index, reduction=reduction)
+
+
 def _form(form: Form) -> Form:
     if not 0.0 <= form.smoothing <= 1.0:
         raise InvalidOptionError(f"label_smoothing={form.smoothing}: give a number from 0 to 1.")
