@@ -25,8 +25,8 @@ from ghostclip.errors import LossReductionError, NotOfferedError, ResumeError
 from ghostclip.integrations._versions import warn_if_untested
 from ghostclip.integrations.peft import is_adapted, watch_adapters
 from ghostclip.integrations.training.arguments import PrivacyArguments
+from ghostclip.integrations.training.collation import evaluating
 from ghostclip.integrations.training.loss_checks import (
-    evaluating,
     require_own_loss,
     require_padding_without_effect,
 )

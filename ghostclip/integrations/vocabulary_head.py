@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ghostclip.errors import LossReductionError, UnsupportedModelError
-from ghostclip.integrations.training.loss_checks import evaluating
+from ghostclip.integrations.training.collation import evaluating
 from ghostclip.losses import head_losses, token_losses
 
 CHOICES: Final = ("auto", "fused", "logits")
