@@ -323,7 +323,8 @@ class DPTrainer(Trainer):
     def _is_fused(self) -> bool:
         """Return whether the loss is computed without logits; a trainer with a loss of its own may want them."""
         if self._fused is None:
-            allowed = type(self).compute_loss is DPTrainer.compute_loss
+            own = type(self).compute_loss is DPTrainer.compute_loss
+            allowed = own and self.args.grad_sample_mode != "hooks"
             bare = without_adapters(self.model)
             self._fused = is_causal(task_of(self.model)) and use_fused(bare, self.args.vocabulary_head, allowed=allowed)
         return self._fused
