@@ -33,16 +33,16 @@ class Losses(GPT):
     """A GPT that returns the mean loss of each sample, its head computed in one of several ways."""
 
     def __init__(self, sizes: Sizes, head: str, *, tied: bool) -> None:
-        super().__init__(
-            vocabulary=sizes.vocabulary, width=sizes.width, layers=sizes.layers, positions=sizes.positions
-        )
+        super().__init__(vocabulary=sizes.vocabulary, width=sizes.width, layers=sizes.layers, positions=sizes.positions)
         self._way = head
         if tied:
             self.head.weight = self.token.weight
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         """Map ids (B, T) to losses (B,)."""
-        x_BTI = self.token(ids_BT) + self.position(torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT))
+        x_BTI = self.token(ids_BT) + self.position(
+            torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
+        )
         for block in self.blocks:
             x_BTI = block(x_BTI)
         x_BTI, label_BT = self.final_norm(x_BTI), ids_BT.roll(-1, 1)
