@@ -37,7 +37,7 @@ from ghostclip.kernels.head import (
     gradient_tiles,
     tiling,
 )
-from ghostclip.kernels.head_norms import Norms, norms_of
+from ghostclip.kernels.head_norms import Norms, norm_flops, norms_of
 
 LARGEST: Final = 1 << 26
 """Elements of the per-sample gradients of several samples that are still formed (float32: 256 MiB)."""
@@ -127,6 +127,15 @@ class Head(Factor):
     def table(self) -> Table:
         """The head's parameters and form."""
         return self._table
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """T, I and V."""
+        return self.x_BTI.shape[1], self.shape[1], self.shape[0]
+
+    def norm_flops(self) -> int:
+        """Return what the squared norm of one sample costs beside its tiles."""
+        return norm_flops(*self.sizes)
 
     @property
     def dtype(self) -> torch.dtype:
