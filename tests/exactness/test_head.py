@@ -436,7 +436,7 @@ def test_a_whole_training_is_that_from_logits(tied, physical):
         with BatchMemoryManager(data_loader=loader, max_physical_batch_size=physical, optimizer=optimizer) as parts:
             for _ in range(2):
                 for (part,) in parts:
-                    optimizer.backward(private(part))
+                    private(part).mean().backward()
                     optimizer.step()
                     optimizer.zero_grad()
         results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
