@@ -126,17 +126,18 @@ def use_fused(model: nn.Module, choice: str, *, allowed: bool = True) -> bool:
     Args:
         model: A model of transformers.
         choice: One of `CHOICES`.
-        allowed: Whether whoever asks has no need of logits; "auto" computes them otherwise.
+        allowed: Whether whoever asks has no need of logits; "auto" computes them otherwise, "fused" refuses.
 
     Returns:
         Whether it is.
 
     Raises:
-        UnsupportedModelError: "fused" was asked for, and the model does not fit.
+        UnsupportedModelError: "fused" was asked for, and the model does not fit, or logits are needed.
     """
     if choice == "logits" or (choice == "auto" and not allowed):
         return False
-    reason = reason_against(model)
+    needed = "logits are needed (by a compute_loss of the trainer's own, or by grad_sample_mode='hooks')"
+    reason = reason_against(model) if allowed else needed
     if reason and choice == "fused":
         raise UnsupportedModelError(_refusal(model, reason))
     return not reason

@@ -113,6 +113,8 @@ def test_models_fit(name):
     assert use_fused(model, "auto")
     assert not use_fused(model, "auto", allowed=False)
     assert not use_fused(model, "logits")
+    with pytest.raises(UnsupportedModelError, match="logits are needed"):
+        use_fused(model, "fused", allowed=False)
 
 
 def _scaled():
