@@ -1,15 +1,18 @@
 """Losses of one value a sample: what a private backward is given where a scalar would tie samples together.
 
-Shapes: B samples, T positions (tokens) of each, V classes (vocabulary), N = B·T.
+Shapes: B samples, T positions (tokens) of each, V classes (vocabulary), N = B·T, L any axes, I features of a hidden
+state.
 """
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ghostclip import _validate
-from ghostclip.errors import LossReductionError
+from ghostclip.errors import InvalidOptionError, LossReductionError
+from ghostclip.kernels.head import Form, HeadCall, vocabulary_losses
 
 
 def token_losses(
@@ -69,7 +72,147 @@ def token_losses(
         reduction="none",
         label_smoothing=label_smoothing,
     )
-    losses_BT = losses_N.view(labels.shape)
+    return _of_samples(losses_N.view(labels.shape), labels, ignore_index=ignore_index, reduction=reduction)
+
+
+def linear_cross_entropy(  # noqa: PLR0913 - each option is one of the loss's own
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    logit_scale: float = 1.0,
+    logit_cap: float | None = None,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """Cross-entropy of every position from hidden states, without the logits of all positions in memory.
+
+    The same as ``cross_entropy(logit_cap·tanh(logit_scale·linear(hidden, weight, bias)/logit_cap), labels)``, with
+    ``z_loss·lse²`` added, in tiles of logits that are formed, used and dropped. Any weights of positions may be
+    multiplied by what is returned. In a model that ghostclip clips, samples' norms and clipped sums are formed of tiles
+    as well; elsewhere it is an ordinary differentiable function.
+
+    Cost: 2·N·V·I for the losses; their backward as much for the logits again and for each gradient. Privately 5 times
+    2·N·V·I in all, and the norm: min(2·T·V·I, about T²·(V + I)) a sample.
+
+    Privacy:
+        A position's loss is a function of its own hidden state and label.
+
+    Args:
+        hidden: Hidden states, shape ``(*L, I)``.
+        weight: The head's weight, shape ``(V, I)``, in the same dtype.
+        labels: Classes, shape ``L``, int64.
+        bias: The head's bias, shape ``(V,)``.
+        ignore_index: The label of positions that do not count: their loss is 0.
+        label_smoothing: As for ``torch.nn.functional.cross_entropy``.
+        logit_scale: Factor of the logits.
+        logit_cap: What logits are softly capped at, as in Gemma 2; None for no cap.
+        z_loss: Factor of the squared log-sum-exp that is added to the loss (PaLM).
+
+    Returns:
+        Losses, shape ``L``, float64 for float64, else float32, in nats.
+
+    Raises:
+        InvalidOptionError: An option is out of its range.
+        LossReductionError: The shapes do not fit.
+
+    Example:
+        >>> hidden, weight = torch.zeros(2, 5, 3), torch.zeros(7, 3)
+        >>> ghostclip.losses.linear_cross_entropy(hidden, weight, torch.ones(2, 5, dtype=torch.int64)).shape
+        torch.Size([2, 5])
+    """
+    form = _form(Form(ignore_index, label_smoothing, logit_cap, logit_scale, z_loss))
+    if (
+        hidden.dim() < 2
+        or labels.shape != hidden.shape[:-1]
+        or weight.dim() != 2
+        or weight.shape[1] != hidden.shape[-1]
+    ):
+        message = (
+            f"linear_cross_entropy: hidden states of shape {tuple(hidden.shape)}, a weight of {tuple(weight.shape)} "
+            f"and labels of {tuple(labels.shape)}; expected (*L, I), (V, I) and L, L of one axis at least."
+        )
+        raise LossReductionError(message)
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):
+        narrow = torch.get_autocast_dtype(kind)
+        hidden, weight = hidden.to(narrow), weight.to(narrow)
+    return vocabulary_losses(hidden, weight, bias, labels.long(), HeadCall(form))
+
+
+def head_losses(  # noqa: PLR0913 - each option is one of the loss's own
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    shift: bool = True,
+    label_smoothing: float = 0.0,
+    logit_scale: float = 1.0,
+    logit_cap: float | None = None,
+    z_loss: float = 0.0,
+    reduction: Literal["mean", "sum"] = "mean",
+) -> Tensor:
+    """`token_losses` from hidden states, without the logits in memory: see `linear_cross_entropy`.
+
+    Privacy:
+        A sample's loss is a function of its own hidden states and labels.
+
+    Args:
+        hidden: Hidden states, shape ``(B, T, I)``.
+        weight: As for `linear_cross_entropy`.
+        labels: Classes, shape ``(B, T)``, int64.
+        bias: As for `linear_cross_entropy`.
+        ignore_index: The label of positions that do not count.
+        shift: As for `token_losses`.
+        label_smoothing: As for ``torch.nn.functional.cross_entropy``.
+        logit_scale: As for `linear_cross_entropy`.
+        logit_cap: As for `linear_cross_entropy`.
+        z_loss: As for `linear_cross_entropy`.
+        reduction: Whether a sample's positions are averaged or summed.
+
+    Returns:
+        Losses, shape ``(B,)``, float32 at least, in nats.
+
+    Raises:
+        LossReductionError: The shapes are others.
+    """
+    _validate.choice(reduction, "reduction", ("mean", "sum"))
+    if hidden.dim() != 3 or labels.shape != hidden.shape[:2]:
+        message = (
+            f"head_losses: hidden states of shape {tuple(hidden.shape)} and labels of shape {tuple(labels.shape)}; "
+            "expected (B, T, I) and (B, T). Do not flatten them: the samples' axis must remain."
+        )
+        raise LossReductionError(message)
+    if shift:
+        hidden, labels = hidden[:, :-1], labels[:, 1:]
+    losses_BT = linear_cross_entropy(
+        hidden,
+        weight,
+        labels,
+        bias=bias,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        logit_scale=logit_scale,
+        logit_cap=logit_cap,
+        z_loss=z_loss,
+    )
+    return _of_samples(losses_BT, labels, ignore_index=ignore_index, reduction=reduction)
+
+
+def _form(form: Form) -> Form:
+    if not 0.0 <= form.smoothing <= 1.0:
+        raise InvalidOptionError(f"label_smoothing={form.smoothing}: give a number from 0 to 1.")
+    if form.cap is not None and not form.cap > 0.0:
+        raise InvalidOptionError(f"logit_cap={form.cap}: give a positive number, or None for no cap.")
+    return form
+
+
+def _of_samples(losses_BT: Tensor, labels: Tensor, *, ignore_index: int, reduction: str) -> Tensor:
+    """Return each sample's loss from those of its positions."""
     counted_BT = labels != ignore_index
     if reduction == "sum" or counted_BT.shape[1] == 1:
         return losses_BT.sum(1)

@@ -1,16 +1,18 @@
 """Functions that consist of several operations: look inside instead of taking them for one.
 
 Those of ``torch.nn.functional`` that are written in Python run as they are; recurrent layers and cells, which torch has
-as single functions, run as ``ghostclip.rules.recurrent`` writes them out.
+as single functions, run as ``ghostclip.rules.recurrent`` writes them out; ``linear_cross_entropy`` runs without logits.
 """
 
 from collections.abc import Callable
+from functools import partial
 from types import FunctionType
 from typing import Any, Final
 
 from ghostclip import _torch
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.rules import rule_for
+from ghostclip.rules.head import linear_cross_entropy
 from ghostclip.rules.recurrent import LAYERS, WRITTEN_OUT, is_packed
 
 _CHECKS: Final = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
@@ -57,6 +59,8 @@ def inside_of(func: Callable[..., Any], name: str) -> Callable[..., Any] | None:
         return None
     if not any(check in func.__code__.co_names for check in _CHECKS):
         return None
+    if name == "linear_cross_entropy":
+        return _reentered(partial(linear_cross_entropy, otherwise=_without_dispatch(func)))
     return _reentered(_without_dispatch(func))
 
 

@@ -5,12 +5,13 @@ Shape letters: B samples, S slots (groups of a convolution), N = B·S, T positio
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Final
 
 from torch import Tensor
 
 from ghostclip.capture.tracked import TrackedTensor
-from ghostclip.factors import Diagonal, Factor, Outer, Permuted, Placed, Rows, Stacked, Windows
+from ghostclip.factors import Diagonal, Factor, Head, Outer, Permuted, Placed, Rows, Stacked, Windows
 
 # The form that call sites of the general way carry in the coverage table.
 GENERAL_FORM: Final = "one gradient a sample"
@@ -123,7 +124,7 @@ def statistics_of(
     form = where.form
     value = tracked.origin.value
     parts = list(_parts(factor))
-    products = tuple(_product(part) for part in parts if isinstance(part, Outer))
+    products = tuple(_product(part) for part in parts if isinstance(part, (Outer, Head)))
     kind = _kind(parts[0]) if parts else "dense"
     if form in (GENERAL_FORM, AT_ONCE_FORM):
         kind, products = "general", _guessed(value, grad, factor.batch_size)
@@ -156,15 +157,19 @@ def _parts(factor: Factor) -> Iterator[Factor]:
 
 
 def _stays_factored(pulled: Factor | None) -> bool:
-    return pulled is not None and any(isinstance(part, Outer) for part in _parts(pulled))
+    return pulled is not None and any(isinstance(part, (Outer, Head)) for part in _parts(pulled))
 
 
 def _kind(part: Factor) -> str:
-    kinds = {Outer: "outer", Rows: "rows", Diagonal: "diagonal"}
+    kinds = {Outer: "outer", Head: "outer", Rows: "rows", Diagonal: "diagonal"}
     return kinds.get(type(part), "dense")
 
 
-def _product(outer: Outer) -> Product:
+def _product(outer: Outer | Head) -> Product:
+    if isinstance(outer, Head):
+        # Its logits are formed twice more, for the norm and for the sum.
+        norm = outer.norm_flops() + 4 * prod(outer.sizes)
+        return Product(outer.batch_size, *outer.sizes, kept=False, norm=norm, plan="tiles of logits")
     count = outer.batch_size * outer.slots
     if not isinstance(outer, Windows) and min(outer.a_NTI.element_size(), outer.g_NTO.element_size()) >= 4:
         return Product(count, *outer.sizes)
@@ -173,6 +178,8 @@ def _product(outer: Outer) -> Product:
 
 
 def _added_elements(part: Factor) -> int:
+    if isinstance(part, Head):
+        return part.element_count() - part.x_BTI.numel()
     return part.g_NTO.numel() if isinstance(part, Outer) else part.element_count()
 
 

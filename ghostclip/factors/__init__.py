@@ -1,4 +1,4 @@
-"""The three forms a per-sample gradient takes, and every operation on them, written once.
+"""The forms a per-sample gradient takes, and every operation on them, written once.
 
 A rule says which form a parameter's per-sample gradient has and hands over tensors; squared norms, cross terms,
 clipped sums and materialised gradients follow from the form alone.
@@ -6,6 +6,7 @@ clipped sums and materialised gradients follow from the form alone.
 
 from ghostclip.factors.base import Factor, SquaredNorm, accumulation_dtype
 from ghostclip.factors.dense import Dense, Diagonal
+from ghostclip.factors.head import Head, HeadBias
 from ghostclip.factors.inner import inner
 from ghostclip.factors.joined import joined
 from ghostclip.factors.outer import Outer
@@ -20,6 +21,8 @@ __all__ = [
     "Dense",
     "Diagonal",
     "Factor",
+    "Head",
+    "HeadBias",
     "Outer",
     "Permuted",
     "Placed",

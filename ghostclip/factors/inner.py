@@ -14,6 +14,7 @@ from torch import Tensor
 from ghostclip.factors import planner
 from ghostclip.factors.base import Factor, to_accumulation
 from ghostclip.factors.dense import Dense
+from ghostclip.factors.head import Head
 from ghostclip.factors.outer import Outer
 from ghostclip.factors.permuted import Permuted
 from ghostclip.factors.placed import Placed
@@ -135,6 +136,14 @@ def _outer_rows(outer: Outer, rows: Rows) -> Product:
     return _sum(parts)
 
 
+def _head_rows(head: Head, rows: Rows) -> Product:
+    """Return ``Σ_u ⟨r_u, row ids_u of the head's gradient⟩``, of rows at the sample's own tokens alone."""
+    row_BUI, mass_BU = head.rows_at(rows.ids_BT)
+    r_BUI = to_accumulation(rows.g_BTI).to(head.dtype)
+    norm_BU = torch.linalg.vector_norm(r_BUI, dim=2)
+    return Product((row_BUI * r_BUI).flatten(1).sum(1), (norm_BU * mass_BU).sum(1))
+
+
 def _rows_rows(first: Rows, second: Rows) -> Product:
     pairs_1, sums_1 = first.segments()
     pairs_2, sums_2 = second.segments()
@@ -161,6 +170,7 @@ _PAIRS: Final[dict[tuple[type[Factor], type[Factor]], Callable[..., Product]]] =
     (Stacked, Stacked): _stacked_stacked,
     (Outer, Outer): _outer_outer,
     (Outer, Rows): _outer_rows,
+    (Head, Rows): _head_rows,
     (Rows, Rows): _rows_rows,
     (Dense, Rows): _dense_rows,
 }

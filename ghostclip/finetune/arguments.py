@@ -191,6 +191,11 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--strategy", metavar="NAME", help=_default(f"how gradients are clipped: {', '.join(STRATEGIES)}", "strategy")
     )
+    group.add_argument(
+        "--vocabulary-head",
+        metavar="NAME",
+        help=_default("losses of tokens without logits in memory: auto, fused or logits", "vocabulary_head"),
+    )
     group.add_argument("--device", metavar="NAME", help=_default("cpu, cuda, cuda:1, mps or auto", "device"))
     group.add_argument(
         "--dtype", metavar="NAME", help=_default(f"{' or '.join(DTYPES)} (autocast; weights stay float32)", "dtype")

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ghostclip.finetune.passages import PassageDataset
+from ghostclip.integrations.training.record_losses import without_adapters
+from ghostclip.integrations.vocabulary_head import use_fused, without_logits
 from ghostclip.losses import token_losses
 
 _IGNORED = -100
@@ -48,11 +50,15 @@ def _mask_of(ids_BT: Tensor, marks_B2: Tensor) -> Tensor:
     return torch.arange(ids_BT.shape[1], device=ids_BT.device) < marks_B2[:, :1]
 
 
+def _labels(ids_BT: Tensor, marks_B2: Tensor) -> Tensor:
+    given_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device) < marks_B2[:, 1:]
+    return ids_BT.masked_fill(~_mask_of(ids_BT, marks_B2) | given_BT, _IGNORED)
+
+
 def _predictions(model: nn.Module, ids_BT: Tensor, marks_B2: Tensor) -> tuple[Tensor, Tensor]:
     mask_BT = _mask_of(ids_BT, marks_B2)
     logits_BTV = model(input_ids=ids_BT, attention_mask=mask_BT.long(), use_cache=False).logits
-    given_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device) < marks_B2[:, 1:]
-    return logits_BTV, ids_BT.masked_fill(~mask_BT | given_BT, _IGNORED)
+    return logits_BTV, _labels(ids_BT, marks_B2)
 
 
 def next_token_losses(model: nn.Module, ids_BT: Tensor, marks_B2: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,16 +108,35 @@ def class_losses(model: nn.Module, ids_BT: Tensor, marks_B2: Tensor) -> Tensor:
     return functional.cross_entropy(_class_logits(model, ids_BT, marks_B2), marks_B2[:, 1], reduction="none")
 
 
-def losses_for(task: str) -> SampleLosses:
+def losses_for(task: str, inner: nn.Module | None = None, *, vocabulary_head: str = "logits") -> SampleLosses:
     """Return the losses of a task.
 
     Args:
         task: One of ``TASKS``.
+        inner: The model of transformers, or an adapted one, inside of whatever the losses will be of.
+        vocabulary_head: Whether losses of tokens are computed without logits, see ``CHOICES``.
 
     Returns:
         Losses ``[B]`` of a model on a batch.
+
+    Raises:
+        UnsupportedModelError: "fused" was asked for, and the model does not fit.
     """
-    return class_losses if task == "classify" else passage_losses
+    if task == "classify":
+        return class_losses
+    bare = None if inner is None else without_adapters(inner)
+    if bare is None or not use_fused(bare, vocabulary_head):
+        return passage_losses
+
+    def losses(model: nn.Module, ids_BT: Tensor, marks_B2: Tensor) -> Tensor:
+        mask_BT = _mask_of(ids_BT, marks_B2)
+        with without_logits(bare):
+            labels_BT = _labels(ids_BT, marks_B2)
+            outputs = model(input_ids=ids_BT, attention_mask=mask_BT.long(), labels=labels_BT, use_cache=False)
+        found: Tensor = outputs.loss
+        return found
+
+    return losses
 
 
 def _classified(model: nn.Module, ids_BT: Tensor, marks_B2: Tensor) -> tuple[Tensor, Tensor, int]:

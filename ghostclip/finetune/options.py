@@ -17,6 +17,8 @@ TASKS = ("text", "answers", "classify")
 TOYS = ("gpt2", "llama")
 STRATEGIES = ("auto", "bookkeeping", "ghost", "fast", "hooks")
 DTYPES = ("float32", "bfloat16")
+# As in ghostclip.integrations.vocabulary_head, which takes longer to load.
+HEADS = ("auto", "fused", "logits")
 DEFAULT_EPOCHS = 5.0
 # Tokens of a sample; a model that holds fewer sets the length.
 TOY_CONTEXT, DEFAULT_CONTEXT = 64, 128
@@ -70,6 +72,7 @@ class FinetuneOptions:
     physical_batch_size: int | None = None
     learning_rate: float | None = None
     strategy: str = "auto"
+    vocabulary_head: str = "auto"
     device: str = "auto"
     dtype: str = "float32"
     seed: int | None = None
@@ -90,6 +93,12 @@ class FinetuneOptions:
     def unit(self) -> str:
         """What one sample is, and so the unit of privacy."""
         return "passage" if self.task == "text" else "row"
+
+    @property
+    def head(self) -> str:
+        """How losses of tokens are computed; what strategy "hooks" shows of a head needs its logits."""
+        is_shown = self.strategy == "hooks" and self.vocabulary_head == "auto"
+        return "logits" if is_shown else self.vocabulary_head
 
     @property
     def rate(self) -> float:
@@ -151,6 +160,7 @@ class FinetuneOptions:
             ("--task", self.task, TASKS),
             ("--toy", self.toy, TOYS),
             ("--strategy", self.strategy, STRATEGIES),
+            ("--vocabulary-head", self.vocabulary_head, HEADS),
             ("--dtype", self.dtype, DTYPES),
         ):
             if value not in allowed:

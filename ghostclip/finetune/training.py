@@ -60,7 +60,7 @@ class PrivateTraining:
         self.options = options = prepared.options
         self.state = prepared.state
         self.measures = StepMeasures()
-        self._losses = losses_for(options.task)
+        self._losses = losses_for(options.task, prepared.model, vocabulary_head=options.head)
         self.device = prepared.device
         self._base_model, self._point = prepared.model, ResumePoint.of(prepared.output)
         self._width, self._vocabulary = prepared.split.training.width, vocabulary_of(prepared.model)

@@ -25,14 +25,15 @@ from ghostclip.errors import LossReductionError, NotOfferedError, ResumeError
 from ghostclip.integrations._versions import warn_if_untested
 from ghostclip.integrations.peft import is_adapted, watch_adapters
 from ghostclip.integrations.training.arguments import PrivacyArguments, suggests_fields
+from ghostclip.integrations.training.collation import evaluating
 from ghostclip.integrations.training.loss_checks import (
-    evaluating,
     require_own_loss,
     require_padding_without_effect,
 )
-from ghostclip.integrations.training.record_losses import losses_of, task_of
+from ghostclip.integrations.training.record_losses import is_causal, losses_of, task_of, without_adapters
 from ghostclip.integrations.training.refusals import refuse, unexpected
 from ghostclip.integrations.training.run import PrivateRun, Ticket, Tickets
+from ghostclip.integrations.vocabulary_head import use_fused
 from ghostclip.optim.wrapped import WrappedOptimizer
 
 try:
@@ -94,6 +95,8 @@ class DPTrainer(Trainer):
     private_run: PrivateRun | None = None
     _computing = False
     _loss_is_known = False
+    # Whether the loss is computed without logits; None before that was decided.
+    _fused: bool | None = None
     # Losses of the records of a physical batch, and the mean that compute_loss has returned of them, with its version.
     _losses: tuple[Tensor, Tensor, int] | None = None
 
@@ -294,7 +297,8 @@ class DPTrainer(Trainer):
         """
         if not self._computing:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        loss, outputs = self._record_losses(model, inputs, smoothing=float(self.args.label_smoothing_factor))
+        smoothing = float(self.args.label_smoothing_factor)
+        loss, outputs = self._record_losses(model, inputs, smoothing=smoothing, logits=return_outputs)
         loss = self._mean_of(loss)
         return (loss, outputs) if return_outputs else loss
 
@@ -305,15 +309,27 @@ class DPTrainer(Trainer):
             self._losses = losses, mean, _torch.version(mean)
         return mean
 
-    def _record_losses(self, model: nn.Module, inputs: Any, *, smoothing: float) -> tuple[Tensor, Any]:
+    def _record_losses(
+        self, model: nn.Module, inputs: Any, *, smoothing: float, logits: bool = False
+    ) -> tuple[Tensor, Any]:
         """Return the loss of each record, or a mean that the engine will prove, and the outputs."""
         task = task_of(self.model)
         if self.compute_loss_func is not None:
             outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
             return self.compute_loss_func(outputs, inputs.get("labels"), num_items_in_batch=None), outputs
         if task is not None:
-            return losses_of(model, inputs, task, smoothing=smoothing)
+            fused = not logits and self._is_fused()
+            return losses_of(model, inputs, task, smoothing=smoothing, fused=fused)
         return super().compute_loss(model, inputs, return_outputs=True)
+
+    def _is_fused(self) -> bool:
+        """Return whether the loss is computed without logits; a trainer with a loss of its own may want them."""
+        if self._fused is None:
+            own = type(self).compute_loss is DPTrainer.compute_loss
+            allowed = own and self.args.grad_sample_mode != "hooks"
+            bare = without_adapters(self.model)
+            self._fused = is_causal(task_of(self.model)) and use_fused(bare, self.args.vocabulary_head, allowed=allowed)
+        return self._fused
 
     def check_losses(self, model: nn.Module) -> None:
         """Check the loss on two records, before the first step.

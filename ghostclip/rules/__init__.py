@@ -10,6 +10,7 @@ from ghostclip.rules import (  # noqa: F401  (importing a family registers its r
     bag,
     conv,
     embedding,
+    head,
     index,
     linear,
     moe,

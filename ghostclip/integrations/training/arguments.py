@@ -8,6 +8,7 @@ from typing import TypeVar
 from ghostclip import _validate
 from ghostclip.assembly.clipping_options import CLIPPINGS
 from ghostclip.errors import InvalidOptionError
+from ghostclip.integrations.vocabulary_head import CHOICES
 from ghostclip.noise import LEVELS
 
 _MODES = ("auto", "bookkeeping", "hooks")
@@ -30,6 +31,8 @@ class PrivacyArguments:
         physical_batch: "auto" measures memory and finds how much is computed at once; None computes
             `per_device_train_batch_size` records at once. Either way what does not fit is halved.
         grad_sample_mode: "auto", "bookkeeping" or "hooks".
+        vocabulary_head: "auto" computes the loss of causal language models without their logits where that fits,
+            "fused" refuses models where it does not, "logits" never does.
         noise_level: "fast", "secure" or "exact".
         ledger: A file that every release is written to before it is applied.
         reproducible_seed: What sampling and noise follow from, and so not private against who knows it; for tests.
@@ -41,6 +44,7 @@ class PrivacyArguments:
     clipping: str = field(default="flat", metadata={"help": f"How records are clipped: {', '.join(CLIPPINGS)}."})
     physical_batch: str | None = field(default=None, metadata={"help": '"auto": as large as memory allows.'})
     grad_sample_mode: str = field(default="auto", metadata={"help": f"Strategy: {', '.join(_MODES)}."})
+    vocabulary_head: str = field(default="auto", metadata={"help": f"Loss of a head: {', '.join(CHOICES)}."})
     noise_level: str = field(default="fast", metadata={"help": f"Source of noise: {', '.join(LEVELS)}."})
     ledger: str | None = field(default=None, metadata={"help": "File that every release is written to first."})
     reproducible_seed: int | None = field(default=None, metadata={"help": "For tests: not private."})
@@ -63,6 +67,7 @@ class PrivacyArguments:
             _validate.non_negative(self.noise_multiplier, "noise_multiplier")
         _validate.choice(self.clipping, "clipping", CLIPPINGS)
         _validate.choice(self.grad_sample_mode, "grad_sample_mode", _MODES)
+        _validate.choice(self.vocabulary_head, "vocabulary_head", CHOICES)
         _validate.choice(self.noise_level, "noise_level", LEVELS)
         if self.physical_batch not in (None, "auto"):
             raise InvalidOptionError(

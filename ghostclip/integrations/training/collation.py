@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ghostclip.errors import DataError
 
@@ -141,3 +141,23 @@ def _name(collate: Any) -> str:
     # Trainer puts a collator of its own around, which removes columns.
     inner = getattr(collate, "data_collator", collate)
     return getattr(inner, "__name__", type(inner).__name__)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, without gradients and without a trace in the random generators.
+
+    Args:
+        model: The model.
+
+    Yields:
+        Nothing.
+    """
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with own_randomness(), torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True

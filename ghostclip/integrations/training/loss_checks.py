@@ -7,38 +7,15 @@ padded to (a softmax over all positions, positions counted from a padded end), w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ghostclip.data.out_of_memory import count_rows, rows_of
 from ghostclip.errors import LossReductionError, SampleMixingError
-from ghostclip.integrations.training.collation import own_randomness
 from ghostclip.integrations.training.record_losses import OWN
 
 Loss = Callable[[dict[str, Any]], Tensor | None]
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, without gradients and without a trace in the random generators.
-
-    Args:
-        model: The model.
-
-    Yields:
-        Nothing.
-    """
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with own_randomness(), torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def require_own_loss(batch: Mapping[str, Any], *, own: Loss, ours: Loss, tolerance: float) -> None:

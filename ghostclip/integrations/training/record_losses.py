@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ghostclip.errors import DataError, LossReductionError
+from ghostclip.integrations.vocabulary_head import without_logits
 from ghostclip.losses import token_losses
 
 OWN = "pass compute_loss_func=, a function of (outputs, labels, num_items_in_batch) that returns one loss a record"
@@ -65,7 +66,14 @@ def without_adapters(model: nn.Module) -> nn.Module:
     return inner() if callable(inner) else model
 
 
-def losses_of(model: nn.Module, inputs: Mapping[str, Any], task: Task, *, smoothing: float = 0.0) -> tuple[Tensor, Any]:
+def is_causal(task: Task | None) -> bool:
+    """Return whether a task is to predict the next token, so that its head may do without logits."""
+    return task is _CAUSAL
+
+
+def losses_of(
+    model: nn.Module, inputs: Mapping[str, Any], task: Task, *, smoothing: float = 0.0, fused: bool = False
+) -> tuple[Tensor, Any]:
     """Run a model and return the loss of each record.
 
     Args:
@@ -73,9 +81,10 @@ def losses_of(model: nn.Module, inputs: Mapping[str, Any], task: Task, *, smooth
         inputs: A batch, labels included; not changed.
         task: The model's.
         smoothing: Label smoothing.
+        fused: Whether a causal model's losses are computed without logits, which the outputs then do not hold.
 
     Returns:
-        Losses, (B,), and the outputs, which hold no loss.
+        Losses, (B,), and the outputs.
 
     Raises:
         DataError: If labels are missing.
@@ -91,6 +100,10 @@ def losses_of(model: nn.Module, inputs: Mapping[str, Any], task: Task, *, smooth
         raise LossReductionError(f"label_smoothing_factor={smoothing}: not defined for {type(model).__name__}.")
     labels = {name: inputs[name] for name in task.labels}
     bare = without_adapters(model)
+    if fused and is_causal(task):
+        with without_logits(bare, label_smoothing=smoothing):
+            outputs = model(**inputs)
+        return outputs["loss"], outputs
     given = {name: value for name, value in inputs.items() if name not in labels}
     if task is _TRANSLATION and "decoder_input_ids" not in given and "decoder_inputs_embeds" not in given:
         given["decoder_input_ids"] = decoder_inputs(bare, labels["labels"])

@@ -1,0 +1,389 @@
+"""Per-sample gradients of a vocabulary head whose logits are never held: outer products formed tile by tile.
+
+Shape letters: B samples, D of those that are meant, C of a chunk, T and U positions, I features of a hidden state, V
+entries of the vocabulary, K of those in a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ghostclip import _torch
+from ghostclip.errors import TamperedGradientError, UnsupportedModelError
+from ghostclip.factors.base import (
+    Factor,
+    SquaredNorm,
+    Terms,
+    accumulation_dtype,
+    no_error,
+    where_kept,
+)
+from ghostclip.factors.dense import Dense
+from ghostclip.kernels.bounds import Bounded
+from ghostclip.kernels.head import (
+    BiasGradients,
+    Collector,
+    InputGradient,
+    RowsAt,
+    Table,
+    Tiling,
+    Tokens,
+    WeightSum,
+    gradient_tiles,
+    tiling,
+)
+from ghostclip.kernels.head_norms import Norms, norm_flops, norms_of
+
+LARGEST: Final = 1 << 26
+"""Elements of the per-sample gradients of several samples that are still formed (float32: 256 MiB)."""
+
+REMEDY: Final = (
+    "Use strategy='bookkeeping' or 'ghost', which never form them, or compute the logits by F.linear and the loss from "
+    "them."
+)
+
+
+@dataclass(eq=False)
+class Shared:
+    """What all factors of one gradient that arrived at a head have in common.
+
+    Attributes:
+        wants_input: Whether the hidden states' gradient is wanted.
+        wants_bias: Whether the bias is trained.
+        norms: Squared norms of all samples, once they are known.
+        input_BTI: The hidden states' gradient, once it is known.
+        bias_BV: Per-sample gradients of the bias, once they are known.
+        summed: Whether a clipped sum was asked for: no norm is then asked for any more.
+        versions: How often weight and bias had been changed in place.
+    """
+
+    wants_input: bool
+    wants_bias: bool
+    norms: Bounded | None = None
+    input_BTI: Tensor | None = None
+    bias_BV: Tensor | None = None
+    summed: bool = False
+    versions: list[int] = field(default_factory=list)
+
+
+class _Sum(NamedTuple):
+    """Where a clipped sum goes."""
+
+    coef_D: Tensor
+    out_VI: Tensor
+
+
+class _Chunk(NamedTuple):
+    """Samples whose tiles are formed together, and which of them are meant."""
+
+    samples: slice
+    inside: Tensor | None
+    places: slice | Tensor
+
+
+class Head(Factor):
+    """The gradient of sample b is ``Σ_t g[b,t] ⊗ x[b,t]``, ``g[b,t]`` the gradient of the logits of a position.
+
+    The g are formed again for every use, in the same tiles by the same products, so that all uses see the same numbers.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        table: Table,
+        shared: Shared,
+        *,
+        index_D: Tensor | None = None,
+        double: bool = False,
+    ) -> None:
+        """Keep what tiles are formed of.
+
+        Args:
+            tokens: Positions of all samples of the batch, and what arrived for them.
+            table: The head.
+            shared: What factors of the same gradient have in common; of other data a new one.
+            index_D: Samples that are meant; None for all. Tiles are formed of the whole batch whoever is meant.
+            double: Whether norms and sums are formed in float64, of the same tiles.
+        """
+        self.x_BTI, self.label_BT, self.lse_BT, self.grad_BT = tokens
+        self.index_D, self.double = index_D, double
+        self.shape = table.weight_VI.shape
+        self.batch_size = len(self.x_BTI) if index_D is None else len(index_D)
+        self._table, self._shared = table, shared
+        if not shared.versions:
+            shared.versions = self._versions()
+
+    @property
+    def tokens(self) -> Tokens:
+        """What tiles are formed of."""
+        return Tokens(self.x_BTI, self.label_BT, self.lse_BT, self.grad_BT)
+
+    @property
+    def table(self) -> Table:
+        """The head's parameters and form."""
+        return self._table
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """T, I and V."""
+        return self.x_BTI.shape[1], self.shape[1], self.shape[0]
+
+    def norm_flops(self) -> int:
+        """Return what the squared norm of one sample costs beside its tiles."""
+        return norm_flops(*self.sizes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that norms and sums are formed in."""
+        return torch.float64 if self.double else accumulation_dtype(self.x_BTI.dtype)
+
+    @property
+    def _plan(self) -> Tiling:
+        samples, positions = self.label_BT.shape
+        return tiling(samples, positions, self.shape[0])
+
+    def _versions(self) -> list[int]:
+        return _torch.versions([part for part in self._table[:2] if isinstance(part, Tensor)])
+
+    def _chunks(self) -> Iterator[_Chunk]:
+        at_once = self._plan.samples
+        for start in range(0, len(self.x_BTI), at_once):
+            samples = slice(start, start + at_once)
+            if self.index_D is None:
+                yield _Chunk(samples, None, samples)
+                continue
+            places = ((self.index_D >= start) & (self.index_D < start + at_once)).nonzero().squeeze(1)
+            if len(places):
+                yield _Chunk(samples, (self.index_D[places] - start).to(self.x_BTI.device), places)
+
+    def tiles(self, chunk: _Chunk) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the tiles of a chunk's samples that are meant, in `dtype`.
+
+        Args:
+            chunk: One of this factor's.
+
+        Yields:
+            Which entries of the vocabulary, and the gradients of their logits, shape ``(C, T, K)``.
+
+        Raises:
+            TamperedGradientError: The weight or the bias was changed since the gradient arrived.
+            UnsupportedModelError: Their memory was given away.
+        """
+        if self._versions() != self._shared.versions:
+            message = "the weight of a vocabulary head was changed in place between its norm and its clipped sum."
+            raise TamperedGradientError(message)
+        _require_memory(self._table.weight_VI)
+        for tile, g_CTK in gradient_tiles(self.tokens.of(chunk.samples), self._table, self._plan.columns):
+            yield tile, (g_CTK if chunk.inside is None else g_CTK[chunk.inside]).to(self.dtype)
+
+    def inputs(self, chunk: _Chunk) -> Tensor:
+        """Return a chunk's hidden states in `dtype`, shape ``(C, T, I)``."""
+        x_CTI = self.x_BTI[chunk.samples]
+        return (x_CTI if chunk.inside is None else x_CTI[chunk.inside]).to(self.dtype)
+
+    def _sweep(self, *, norms: bool = False, into: _Sum | None = None) -> Bounded | None:
+        """Form all tiles once, for all that is wanted and not known yet.
+
+        Args:
+            norms: Whether squared norms are wanted.
+            into: Where a clipped sum goes; None for none.
+
+        Returns:
+            The squared norms where they are wanted.
+        """
+        shared, whole = self._shared, self.index_D is None and not self.double
+        input_BTI = torch.empty_like(self.x_BTI) if whole and shared.wants_input and shared.input_BTI is None else None
+        bias_BV = None
+        if whole and shared.wants_bias and shared.bias_BV is None:
+            bias_BV = self.x_BTI.new_empty(len(self.x_BTI), self.shape[0], dtype=self.dtype)
+        found: list[tuple[_Chunk, Norms]] = []
+        for chunk in self._chunks():
+            collectors: list[Collector] = []
+            a_CTI = self.inputs(chunk)
+            if input_BTI is not None:
+                collectors.append(InputGradient(self._table, input_BTI[chunk.samples]))
+            if bias_BV is not None:
+                collectors.append(BiasGradients(bias_BV[chunk.samples]))
+            if into is not None:
+                collectors.append(WeightSum(a_CTI, into.coef_D[chunk.places], into.out_VI))
+            if norms:
+                found.append((chunk, norms_of(a_CTI, self.shape[0])))
+                collectors.append(found[-1][1])
+            for tile, g_CTK in self.tiles(chunk):
+                for collector in collectors:
+                    collector.take(tile, g_CTK)
+        shared.input_BTI = shared.input_BTI if input_BTI is None else input_BTI
+        shared.bias_BV = shared.bias_BV if bias_BV is None else bias_BV
+        return self._in_order(found) if norms else None
+
+    def _in_order(self, found: Sequence[tuple[_Chunk, Norms]]) -> Bounded:
+        if self.index_D is None and found:
+            return Bounded(*(torch.cat(parts) for parts in zip(*(norms.found() for _, norms in found), strict=True)))
+        total = Bounded(*(self.x_BTI.new_zeros(4, self.batch_size, dtype=self.dtype).unbind()))
+        for chunk, norms in found:
+            for whole_D, part_C in zip(total, norms.found(), strict=True):
+                whole_D[chunk.places] = part_C.to(whole_D)
+        return total
+
+    def sqnorm(self) -> SquaredNorm:
+        """Return squared norms, from a Gram matrix or from gradients formed and dropped, whichever is cheaper.
+
+        The hidden states' gradient is formed of the same tiles, where it is wanted.
+
+        Cost: 2·T·I·V a sample for the logits, as much for the hidden states' gradient, and
+        `ghostclip.kernels.head_norms.norm_flops`.
+        """
+        if not self.x_BTI.numel() or not self.batch_size:
+            return no_error(self.x_BTI.new_zeros(self.batch_size, dtype=self.dtype))
+        whole = self.index_D is None and not self.double
+        found = self._shared.norms if whole else None
+        if found is None:
+            found = self._sweep(norms=True)
+        assert found is not None
+        if whole:
+            self._shared.norms = found
+        error_B = None if self.x_BTI.shape[1] == 1 else found.error_N
+        return SquaredNorm(found.value_N.clamp(min=0), error_B, self._terms(found))
+
+    def terms(self) -> Terms | None:
+        """Return the positions' outer products; None where there is one position, which is added as it is."""
+        return self.sqnorm().terms
+
+    def _terms(self, found: Bounded) -> Terms | None:
+        return None if self.x_BTI.shape[1] <= 1 else Terms(found.mass_N, found.scale_N, self.x_BTI.shape[1])
+
+    def input_gradient(self) -> Tensor:
+        """Return the gradient of the hidden states, with the norms where these are still to be asked for.
+
+        Returns:
+            Shape ``(B, T, I)``, in the hidden states' dtype.
+        """
+        shared = self._shared
+        if shared.input_BTI is None:
+            found = self._sweep(norms=not shared.summed and self.x_BTI.numel() > 0)
+            shared.norms = found if shared.norms is None else shared.norms
+        input_BTI, shared.input_BTI, shared.wants_input = shared.input_BTI, None, False
+        assert input_BTI is not None
+        return input_BTI
+
+    def bias_gradients(self) -> Tensor:
+        """Return every sample's gradient of the bias, shape ``(B, V)``, with whatever else is wanted."""
+        if self._shared.bias_BV is None:
+            found = self._sweep(norms=not self._shared.summed and self.x_BTI.numel() > 0)
+            self._shared.norms = found if self._shared.norms is None else self._shared.norms
+        assert self._shared.bias_BV is not None
+        return self._shared.bias_BV
+
+    def rows_at(self, ids_BU: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a few rows of every gradient, from all tiles. Cost: 2·T·I·V a sample, and 2·T·U·I.
+
+        Args:
+            ids_BU: Which rows of each sample's.
+
+        Returns:
+            The rows, shape ``(B, U, I)``, and the sums of their terms' norms, ``(B, U)``, in `dtype`.
+        """
+        row_BUI = self.x_BTI.new_zeros(*ids_BU.shape, self.shape[1], dtype=self.dtype)
+        mass_BU = row_BUI.new_zeros(ids_BU.shape)
+        for chunk in self._chunks():
+            # A slice is written through, what an index picks is not.
+            place = chunk.places
+            rows, masses = row_BUI[place], mass_BU[place]
+            picked = RowsAt(self.inputs(chunk), ids_BU[place], (rows, masses))
+            for tile, g_CTK in self.tiles(chunk):
+                picked.take(tile, g_CTK)
+            row_BUI[place], mass_BU[place] = rows, masses
+        return row_BUI, mass_BU
+
+    def materialize(self) -> Tensor:
+        """Return the per-sample gradients, shape ``(B, V, I)``, in tiles of the logits.
+
+        Returns:
+            float32 or float64.
+
+        Raises:
+            UnsupportedModelError: Those of several samples have more than `LARGEST` elements.
+        """
+        features = self.shape[1]
+        if self.batch_size > 1 and self.batch_size * self.shape[0] * features > LARGEST:
+            raise UnsupportedModelError(
+                f"a vocabulary head of {self.shape[0]} x {features} without logits: the gradients of "
+                f"{self.batch_size} samples would be formed one by one, which strategy='hooks' asks for, and a second "
+                f"use of its weight that is no embedding's. {REMEDY}"
+            )
+        grad_DVI = self.x_BTI.new_empty(self.batch_size, *self.shape, dtype=self.dtype)
+        for chunk in self._chunks():
+            a_CTI = self.inputs(chunk)
+            for tile, g_CTK in self.tiles(chunk):
+                grad_DVI[chunk.places, tile] = torch.bmm(g_CTK.mT, a_CTI)
+        return grad_DVI
+
+    def add_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:
+        """Add the weighted sum of the gradients to ``out``. Cost: 4·B·T·I·V: the tiles, and their products."""
+        self._shared.summed = True
+        self._sweep(into=_Sum(coef_B, out))
+
+    def masked(self, keep_B: Tensor) -> Head:
+        """Return the factor with dropped samples set to zero."""
+        if self.index_D is not None:
+            keep_B = torch.ones(len(self.x_BTI), dtype=torch.bool, device=keep_B.device).index_copy(
+                0, self.index_D.to(keep_B.device), keep_B
+            )
+        tokens = Tokens(*(where_kept(keep_B, part) for part in self.tokens))
+        # The hidden states' gradient is asked of the factor that was not masked.
+        self._shared.summed = True
+        shared = Shared(wants_input=False, wants_bias=False)
+        return Head(tokens, self._table, shared, index_D=self.index_D, double=self.double)
+
+    def selected(self, index_D: Tensor) -> Head:
+        """Return the factor of a few samples."""
+        index_D = index_D if self.index_D is None else self.index_D.to(index_D.device)[index_D]
+        return Head(self.tokens, self._table, self._shared, index_D=index_D, double=self.double)
+
+    def in_double(self) -> Head:
+        """Return the factor whose norms and sums are formed in float64, of the same tiles."""
+        return Head(self.tokens, self._table, self._shared, index_D=self.index_D, double=True)
+
+    def reshaped(self, shape: Sequence[int]) -> Factor:
+        """Return the factor of the same values for a parameter of ``shape``."""
+        return self if torch.Size(shape) == self.shape else Dense(self.materialize()).reshaped(shape)
+
+    def element_count(self) -> int:
+        """Return how many tensor elements the factor keeps alive."""
+        return sum(part.numel() for part in self.tokens)
+
+
+class HeadBias(Dense):
+    """The bias of a head, whose per-sample gradients are formed with its weight's norms."""
+
+    def __init__(self, head: Head) -> None:
+        """Keep what forms them.
+
+        Args:
+            head: The factor of the weight, trained or not.
+        """
+        self.head = head
+        self.shape = head.shape[:1]
+        self.batch_size = head.batch_size
+
+    @property
+    def grad_BP(self) -> Tensor:  # type: ignore[override]
+        """The gradients, formed when they are asked for, shape ``(B, V)``."""
+        return self.head.bias_gradients()
+
+    def element_count(self) -> int:
+        """Return how many tensor elements the factor keeps alive."""
+        return self.batch_size * self.shape[0]
+
+
+def _require_memory(weight: Tensor) -> None:
+    if weight.numel() and not weight.untyped_storage().size():
+        raise UnsupportedModelError(
+            "a vocabulary head without logits: its weight exists only while its module runs (sharded parameters), and "
+            "is needed for the clipped sum. Use strategy='ghost', which forms it while the backward runs."
+        )

@@ -1,0 +1,200 @@
+"""Causal language models of transformers whose loss is computed without logits.
+
+Nothing of transformers is imported: a model fits if it names its head (``get_output_embeddings``) and a few tokens have
+the same loss either way.
+
+Shapes: B records, T positions, I features of a hidden state, V entries of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ghostclip.errors import LossReductionError, UnsupportedModelError
+from ghostclip.integrations.training.collation import evaluating
+from ghostclip.losses import head_losses, token_losses
+
+CHOICES: Final = ("auto", "fused", "logits")
+"""Ways to compute the loss of a head: without logits where the model fits, without them or not at all, from logits."""
+
+_IGNORED: Final = -100
+# How far losses may differ by rounding, in 32 bits and in 16.
+_ALIKE, _ALIKE_16 = 1e-4, 3e-2
+
+
+class _Catcher:
+    """Stands for the head during one forward: takes the hidden states and returns scores of one entry."""
+
+    def __init__(self, model: nn.Module, head: nn.Linear, options: dict[str, Any]) -> None:
+        self.losses: Tensor | None = None
+        self._head, self._options = head, options
+        self._form = _form_of(model)
+        self._labels: Tensor | None = None
+
+    def begin(self, labels_BT: Tensor) -> None:
+        """Take the labels of the forward that begins."""
+        self._labels, self.losses = labels_BT, None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Compute the losses of the records."""
+        labels = self._labels
+        if labels is None or hidden.dim() != 3 or hidden.shape[1] < labels.shape[1] or len(hidden) != len(labels):
+            given = None if labels is None else tuple(labels.shape)
+            raise LossReductionError(
+                f"a head without logits: hidden states of shape {tuple(hidden.shape)} for labels of {given}; expected "
+                "(B, T, I) and (B, T). Leave logits_to_keep out, or compute the loss from logits."
+            )
+        # A soft prompt comes before the labels, and does not count.
+        labels_BT = functional.pad(labels, (hidden.shape[1] - labels.shape[1], 0), value=_IGNORED)
+        weight, bias = self._head.weight, self._head.bias
+        self.losses = head_losses(hidden, weight, labels_BT, bias=bias, **self._form, **self._options)
+        return hidden.new_zeros(*hidden.shape[:-1], 1)
+
+
+@contextmanager
+def without_logits(model: nn.Module, *, label_smoothing: float = 0.0, reduction: str = "none") -> Iterator[None]:
+    """Let a causal language model compute its loss through a head without logits, where it is given labels.
+
+    ``model(input_ids, labels=labels)`` then returns an output with ``loss`` and without logits: a loss of each record,
+    the mean over its own counted tokens, or the mean of these. Without labels the model is what it was.
+
+    Privacy:
+        A record's loss is a function of that record alone; transformers' own divides by the batch's tokens.
+
+    Args:
+        model: A model of transformers, not the wrapper of an adapter or of data parallelism around it.
+        label_smoothing: As for ``torch.nn.functional.cross_entropy``.
+        reduction: "none" for losses ``(B,)``, "mean" for their mean.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        UnsupportedModelError: Its head is no plain linear layer.
+
+    Example:
+        >>> with without_logits(model):
+        ...     losses = model(input_ids=ids, labels=ids).loss
+        >>> losses.shape
+        torch.Size([8])
+    """
+    head = _head_of(model)
+    if isinstance(head, str):
+        raise UnsupportedModelError(_refusal(model, head))
+    forward, catcher = model.forward, _Catcher(model, head, {"label_smoothing": label_smoothing})
+
+    def run(*args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
+        if labels is None:
+            return forward(*args, **kwargs)
+        catcher.begin(labels)
+        with _in_place_of(head, catcher):
+            outputs = forward(*args, **kwargs)
+        if catcher.losses is None:
+            raise UnsupportedModelError(_refusal(model, "its forward does not call the head"))
+        outputs["logits"] = None
+        outputs["loss"] = catcher.losses.mean() if reduction == "mean" else catcher.losses
+        catcher.losses = None
+        return outputs
+
+    with _in_place_of(model, run):
+        yield
+
+
+@contextmanager
+def _in_place_of(module: nn.Module, run: Any) -> Iterator[None]:
+    """Let a module's forward be another function."""
+    own = module.__dict__.get("forward")
+    module.forward = run
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.__dict__["forward"]
+        else:
+            module.forward = own
+
+
+def use_fused(model: nn.Module, choice: str, *, allowed: bool = True) -> bool:
+    """Decide whether a model's loss is computed without logits.
+
+    Args:
+        model: A model of transformers.
+        choice: One of `CHOICES`.
+        allowed: Whether whoever asks has no need of logits; "auto" computes them otherwise, "fused" refuses.
+
+    Returns:
+        Whether it is.
+
+    Raises:
+        UnsupportedModelError: "fused" was asked for, and the model does not fit, or logits are needed.
+    """
+    if choice == "logits" or (choice == "auto" and not allowed):
+        return False
+    needed = "logits are needed (by a compute_loss of the trainer's own, or by grad_sample_mode='hooks')"
+    reason = reason_against(model) if allowed else needed
+    if reason and choice == "fused":
+        raise UnsupportedModelError(_refusal(model, reason))
+    return not reason
+
+
+def reason_against(model: nn.Module) -> str:
+    """Say why a model's loss cannot be computed without logits; a few tokens are tried.
+
+    Args:
+        model: A model of transformers.
+
+    Returns:
+        A few words; empty where it can.
+    """
+    head = _head_of(model)
+    if isinstance(head, str):
+        return head
+    ids = torch.arange(10, device=head.weight.device).view(2, 5) % max(2, min(10, len(head.weight)))
+    try:
+        with evaluating(model):
+            plain = token_losses(model(input_ids=ids).logits, ids)
+            with without_logits(model):
+                fused = model(input_ids=ids, labels=ids).loss
+    except Exception as error:  # noqa: BLE001 - whatever it is, such a model is not run that way
+        return f"a trial on a few tokens raised {type(error).__name__}"
+    tolerance = _ALIKE if head.weight.dtype.itemsize >= 4 else _ALIKE_16
+    if not torch.allclose(plain.double(), fused.double(), rtol=tolerance, atol=tolerance):
+        return "its logits are no linear map of the last hidden states, up to a factor and a soft cap in its config"
+    return ""
+
+
+def _head_of(model: nn.Module) -> nn.Linear | str:
+    """Return the vocabulary head of a model, or why there is none to be used."""
+    find: Any = getattr(model, "get_output_embeddings", None)
+    head = find() if callable(find) else None
+    if head is None:
+        return "it names no head (get_output_embeddings)"
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        return f"its head is a {type(head).__name__}, no plain Linear"
+    if type(head.weight) is not nn.Parameter or head.weight.dim() != 2 or not head.weight.numel():
+        return "its head's weight is sharded or quantised"
+    return head
+
+
+def _form_of(model: nn.Module) -> dict[str, Any]:
+    """Return what a model's config says of its logits."""
+    config: Any = getattr(model, "config", None)
+    text: Any = getattr(config, "get_text_config", None)
+    config = text(decoder=True) if callable(text) else config
+    scale = getattr(config, "logit_scale", None) or 1.0
+    divisor = getattr(config, "logits_scaling", None) or 1.0
+    cap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
+    return {"logit_scale": float(scale) / float(divisor), "logit_cap": None if cap is None else float(cap)}
+
+
+def _refusal(model: nn.Module, reason: str) -> str:
+    return (
+        f"{type(model).__name__}: its loss cannot be computed without logits, since {reason}. Let it be computed from "
+        "logits (head='logits', or 'auto', which decides by itself)."
+    )

@@ -1,0 +1,472 @@
+"""The cross-entropy of a vocabulary head in tiles of its logits, which are formed, used and dropped.
+
+Losses take one pass over the tiles, gradients one more, in which each tile is formed again by the same product of the
+same shape: what was measured of a gradient is what is added of it.
+
+Shape letters: B samples, T positions, N rows of all samples, C samples of a chunk, R = C·T, I features of a hidden
+state, V entries of the vocabulary, K of those in a tile.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_variadic
+
+from ghostclip.errors import DataError
+from ghostclip.kernels.bounds import position_norms, widened
+from ghostclip.kernels.gram import WORKSPACE
+from ghostclip.kernels.outer import weighted_sum
+
+ROWS: Final = 1024
+"""Positions that a tile has, where samples are short: thinner products are slower."""
+
+TILE: Final = WORKSPACE // 4
+"""Logits of a tile (float32: 4 MiB); some three tensors of that size are alive at a time."""
+
+NARROWEST: Final = 64
+"""Logits of a position in a tile, at least, however long a sample is."""
+
+
+class Form(NamedTuple):
+    """What is computed from the logits ``y = x·w + b``: ``z = cap·tanh(scale·y/cap)``, and a loss of z.
+
+    Attributes:
+        ignore_index: The label of positions that do not count.
+        smoothing: ε, as for ``torch.nn.functional.cross_entropy``.
+        cap: What logits are softly capped at; None for no cap.
+        scale: Factor of the logits.
+        z_loss: Factor of ``lse²``, which is added to the loss.
+    """
+
+    ignore_index: int = -100
+    smoothing: float = 0.0
+    cap: float | None = None
+    scale: float = 1.0
+    z_loss: float = 0.0
+
+
+class Table(NamedTuple):
+    """The head's parameters, and what is computed from its logits."""
+
+    weight_VI: Tensor
+    bias_V: Tensor | None
+    form: Form
+
+
+class Tokens(NamedTuple):
+    """Positions of samples, and what arrived for them.
+
+    Attributes:
+        x_BTI: Hidden states.
+        label_BT: Labels, int64.
+        lse_BT: The log-sum-exp of every position's logits, as the forward found it.
+        grad_BT: Gradient of every position's loss, float32 or float64.
+    """
+
+    x_BTI: Tensor
+    label_BT: Tensor
+    lse_BT: Tensor
+    grad_BT: Tensor
+
+    def of(self, samples: slice) -> Tokens:
+        """Return the positions of a few samples."""
+        return Tokens(*(part[samples] for part in self))
+
+
+class Tiling(NamedTuple):
+    """How many samples a chunk has, and how many logits of each position a tile has."""
+
+    samples: int
+    columns: int
+
+
+def tiling(samples: int, positions: int, vocabulary: int) -> Tiling:
+    """Choose chunks and tiles; they follow from sizes alone, so that each tile is formed again as it was before.
+
+    Args:
+        samples: B.
+        positions: T.
+        vocabulary: V.
+
+    Returns:
+        Chunks of about `ROWS` positions, one sample at least, and tiles of at most `TILE` logits, of equal widths.
+    """
+    at_once = max(1, min(samples, ROWS // max(1, positions)))
+    widest = max(NARROWEST, TILE // max(1, at_once * positions))
+    tiles = max(1, -(-vocabulary // widest))
+    return Tiling(at_once, -(-vocabulary // tiles))
+
+
+def columns_of(vocabulary: int, width: int) -> Iterator[slice]:
+    """Yield the tiles of a vocabulary.
+
+    Args:
+        vocabulary: V.
+        width: Of a tile.
+
+    Yields:
+        Slices, the last one perhaps narrower.
+    """
+    for start in range(0, vocabulary, max(1, width)):
+        yield slice(start, min(start + width, vocabulary))
+
+
+def product(left_RI: Tensor, right_IK: Tensor) -> Tensor:
+    """Return a product of matrices that is added up, and left, in 32 bits at least.
+
+    Args:
+        left_RI: Shape ``(R, I)``.
+        right_IK: Shape ``(I, K)``, the same dtype.
+
+    Returns:
+        Shape ``(R, K)``, float64 for float64, else float32.
+    """
+    if left_RI.is_cuda and left_RI.dtype.itemsize < 4:
+        return torch.mm(left_RI, right_IK, out_dtype=torch.float32)
+    return torch.mm(widened(left_RI), widened(right_IK))
+
+
+def _scores(x_RI: Tensor, table: Table, columns: slice) -> tuple[Tensor, Tensor | None]:
+    """Return a tile of z, ``(R, K)``, and of ``tanh(scale·y/cap)`` where there is a cap."""
+    form, z_RK = table.form, product(x_RI, table.weight_VI[columns].mT)
+    if table.bias_V is not None:
+        z_RK += table.bias_V[columns]
+    if form.cap is None:
+        return (z_RK if form.scale == 1 else z_RK.mul_(form.scale)), None
+    capped_RK = z_RK.mul_(form.scale / form.cap).tanh_()
+    return capped_RK * form.cap, capped_RK
+
+
+def losses(x_NI: Tensor, label_N: Tensor, table: Table) -> tuple[Tensor, Tensor]:
+    """Return the loss of every position, and the log-sum-exp of its logits.
+
+    Cost: 2·N·I·V.
+
+    Args:
+        x_NI: Hidden states.
+        label_N: Labels, int64.
+        table: The head.
+
+    Returns:
+        Two tensors of shape ``(N,)``, float64 for float64, else float32.
+    """
+    plan = tiling(len(x_NI), 1, len(table.weight_VI))
+    chunks = zip(x_NI.split(plan.samples), label_N.split(plan.samples), strict=True)
+    parts = [_losses(x_RI, label_R, table, plan) for x_RI, label_R in chunks]
+    loss_N, lse_N = (torch.cat(side) for side in zip(*parts, strict=True))
+    return loss_N, lse_N
+
+
+def _losses(x_RI: Tensor, label_R: Tensor, table: Table, plan: Tiling) -> tuple[Tensor, Tensor]:
+    form, vocabulary = table.form, len(table.weight_VI)
+    kind = torch.promote_types(x_RI.dtype, torch.float32)
+    lse_R = torch.full(label_R.shape, -torch.inf, dtype=kind, device=x_RI.device)
+    picked_R, sum_R = torch.zeros_like(lse_R), torch.zeros_like(lse_R)
+    for columns in columns_of(vocabulary, plan.columns):
+        z_RK, _ = _scores(x_RI, table, columns)
+        lse_R = torch.logaddexp(lse_R, z_RK.logsumexp(1))
+        place_R1, inside_R = _places(label_R, columns)
+        picked_R += z_RK.gather(1, place_R1).squeeze(1).where(inside_R, 0.0)
+        if form.smoothing:
+            sum_R += z_RK.sum(1)
+    loss_R = lse_R - (1 - form.smoothing) * picked_R
+    if form.smoothing:
+        loss_R -= sum_R * (form.smoothing / vocabulary)
+    if form.z_loss:
+        loss_R += form.z_loss * lse_R.square()
+    return loss_R.masked_fill(label_R == form.ignore_index, 0.0), lse_R
+
+
+def _places(label_R: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """Return where in a tile labels stand, ``(R, 1)``, and whether they do, ``(R,)``."""
+    place_R = label_R - columns.start
+    inside_R = (place_R >= 0) & (label_R < columns.stop)
+    return place_R.where(inside_R, 0).unsqueeze(1), inside_R
+
+
+def gradient_tiles(tokens: Tokens, table: Table, columns: int) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the gradient of the logits y of a chunk in tiles, each of which may be used until the next is asked for.
+
+    Cost: 2·C·T·I·V.
+
+    Args:
+        tokens: Positions of C samples.
+        table: The head.
+        columns: Width of the tiles.
+
+    Yields:
+        Which entries of the vocabulary, and a tensor of shape ``(C, T, K)``, float64 for float64, else float32.
+    """
+    form, vocabulary = table.form, len(table.weight_VI)
+    x_RI, label_R = tokens.x_BTI.flatten(0, 1), tokens.label_BT.flatten()
+    weights = _weights(Tokens(x_RI, label_R, tokens.lse_BT.flatten(), tokens.grad_BT.flatten()), form)
+    for tile in columns_of(vocabulary, columns):
+        z_RK, capped_RK = _scores(x_RI, table, tile)
+        p_RK = _probabilities(z_RK, weights)
+        if form.smoothing:
+            p_RK -= form.smoothing / vocabulary
+        place_R1, inside_R = _places(label_R, tile)
+        p_RK.scatter_add_(1, place_R1, (inside_R.to(p_RK.dtype) * (form.smoothing - 1)).unsqueeze(1))
+        if capped_RK is not None:
+            p_RK *= capped_RK.square_().neg_().add_(1)
+        p_RK *= weights.grad
+        yield tile, p_RK.view(*tokens.label_BT.shape, -1)
+
+
+class _Weights(NamedTuple):
+    """What every logit of a position has in common, each with one axis of size one more.
+
+    Attributes:
+        lse: Log-sum-exp; infinite where nothing depends on a position, whose logits may have any size.
+        share: Factor of the probabilities; None for one.
+        grad: Gradient of the loss, times the scale of the logits.
+    """
+
+    lse: Tensor
+    share: Tensor | None
+    grad: Tensor
+
+
+def _weights(tokens: Tokens, form: Form) -> _Weights:
+    counts = (tokens.grad_BT != 0) & (tokens.label_BT != form.ignore_index)
+    share = (1 + 2 * form.z_loss * tokens.lse_BT).where(counts, 1.0).unsqueeze(-1) if form.z_loss else None
+    lse = tokens.lse_BT.where(counts, torch.inf).unsqueeze(-1)
+    return _Weights(lse, share, (tokens.grad_BT * form.scale).where(counts, 0.0).unsqueeze(-1))
+
+
+def _probabilities(z: Tensor, weights: _Weights) -> Tensor:
+    """Return probabilities times their factor, in the memory of ``z``."""
+    p = z.sub_(weights.lse).exp_()
+    return p if weights.share is None else p.mul_(weights.share)
+
+
+class Collector(ABC):
+    """What is made of the tiles of one chunk."""
+
+    @abstractmethod
+    def take(self, tile: slice, g_CTK: Tensor) -> None:
+        """Take one tile, which must not be changed.
+
+        Args:
+            tile: Which entries of the vocabulary.
+            g_CTK: Gradient of their logits.
+        """
+
+
+class InputGradient(Collector):
+    """The hidden states' gradient, ``Σ_v g_v·w_v``. Cost: 2·C·T·I·V."""
+
+    def __init__(self, table: Table, out_CTI: Tensor) -> None:
+        """Begin with nothing.
+
+        Args:
+            table: The head.
+            out_CTI: Where the gradient goes, in the hidden states' dtype, contiguous.
+        """
+        self._table, self._out_CTI = table, out_CTI
+        kind = torch.promote_types(out_CTI.dtype, torch.float32)
+        rows_RI = out_CTI.flatten(0, 1)
+        # Added up in its place where its type is one that sums are kept in.
+        self._sum_RI = rows_RI.zero_() if out_CTI.dtype == kind else torch.zeros_like(rows_RI, dtype=kind)
+
+    def take(self, tile: slice, g_CTK: Tensor) -> None:
+        """Add a tile's share."""
+        weight_KI = self._table.weight_VI[tile]
+        if weight_KI.is_cuda and weight_KI.dtype.itemsize < 4:
+            self._sum_RI += product(g_CTK.flatten(0, 1).to(weight_KI.dtype), weight_KI)
+        else:
+            self._sum_RI.addmm_(g_CTK.flatten(0, 1), widened(weight_KI))
+        if tile.stop == len(self._table.weight_VI) and self._sum_RI.dtype != self._out_CTI.dtype:
+            self._out_CTI.copy_(self._sum_RI.view_as(self._out_CTI))
+
+
+class BiasGradients(Collector):
+    """Every sample's gradient of the bias, ``Σ_t g_t``."""
+
+    def __init__(self, out_CV: Tensor) -> None:
+        """Begin.
+
+        Args:
+            out_CV: Where they go.
+        """
+        self._out_CV = out_CV
+
+    def take(self, tile: slice, g_CTK: Tensor) -> None:
+        """Set a tile's entries."""
+        torch.sum(g_CTK, 1, out=self._out_CV[:, tile])
+
+
+class WeightSum(Collector):
+    """The weighted sum of the weight's gradients. Cost: 2·C·T·I·V."""
+
+    def __init__(self, a_CTI: Tensor, coef_C: Tensor, out_VI: Tensor) -> None:
+        """Begin.
+
+        Args:
+            a_CTI: Hidden states.
+            coef_C: Coefficients, in ``out_VI``'s dtype.
+            out_VI: What is added to.
+        """
+        self._a_CTI, self._coef_C, self._out_VI = a_CTI, coef_C, out_VI
+
+    def take(self, tile: slice, g_CTK: Tensor) -> None:
+        """Add a tile's share."""
+        weighted_sum(self._a_CTI, g_CTK, self._coef_C, self._out_VI[tile])
+
+
+class RowsAt(Collector):
+    """A few rows of every sample's gradient of the weight, ``Σ_t g[t, ids_u]·x_t``. Cost: 2·C·T·U·I."""
+
+    def __init__(self, a_CTI: Tensor, ids_CU: Tensor, out: tuple[Tensor, Tensor]) -> None:
+        """Begin.
+
+        Args:
+            a_CTI: Hidden states, in the type of the tiles that will be taken.
+            ids_CU: Which rows of each sample's.
+            out: Where the rows go, ``(C, U, I)``, and the sums of their terms' norms, ``(C, U)``.
+        """
+        self._a_CTI, self._norm_CT = a_CTI, position_norms(a_CTI)
+        self._ids_CU, self._order_CU = ids_CU.sort(dim=1)
+        self._row_CUI, self._mass_CU = out
+
+    def take(self, tile: slice, g_CTK: Tensor) -> None:
+        """Form the rows that lie in a tile."""
+        edges = self._ids_CU.new_tensor([tile.start, tile.stop]).expand(len(self._ids_CU), 2).contiguous()
+        for sample, (start, stop) in enumerate(torch.searchsorted(self._ids_CU, edges).tolist()):
+            if start == stop:
+                continue
+            place_U = self._order_CU[sample, start:stop]
+            g_TU = g_CTK[sample].index_select(1, self._ids_CU[sample, start:stop] - tile.start)
+            self._row_CUI[sample, place_U] = g_TU.mT @ self._a_CTI[sample]
+            self._mass_CU[sample, place_U] = self._norm_CT[sample] @ g_TU.abs_()
+
+
+class HeadCall:
+    """What one run of the head shares with its backward and with whoever clips it.
+
+    Attributes:
+        form: What is computed from the logits.
+        lse: The log-sum-exp of every position's logits, once the forward has run.
+        arrived: A gradient of the losses that arrived, and what gives the hidden states' gradient for it.
+    """
+
+    def __init__(self, form: Form) -> None:
+        """Begin.
+
+        Args:
+            form: What is computed from the logits.
+        """
+        self.form = form
+        self.lse: Tensor | None = None
+        self.arrived: tuple[Tensor, Callable[[], Tensor]] | None = None
+
+    def known_gradient(self, grad: Tensor) -> Tensor | None:
+        """Return the hidden states' gradient where whoever clips has seen, or will see, the same tiles.
+
+        Args:
+            grad: The gradient of the losses.
+
+        Returns:
+            The gradient; None where nobody has asked for tiles, or for those of another gradient.
+        """
+        arrived, self.arrived = self.arrived, None
+        if arrived is None or arrived[0].data_ptr() != grad.data_ptr() or arrived[0].shape != grad.shape:
+            return None
+        return arrived[1]()
+
+
+def vocabulary_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, call: HeadCall) -> Tensor:
+    """Return the loss of every position: one operation, which whoever clips intercepts.
+
+    Args:
+        hidden: Hidden states, shape ``(*L, I)``.
+        weight: Shape ``(V, I)``.
+        bias: Shape ``(V,)``, or None.
+        labels: Shape ``L``, int64.
+        call: What this run shares; made for it alone.
+
+    Returns:
+        Shape ``L``, float64 for float64, else float32.
+    """
+    if has_torch_function_variadic(hidden, weight, bias):
+        result: Tensor = handle_torch_function(
+            vocabulary_losses, (hidden, weight, bias), hidden, weight, bias, labels, call
+        )
+        return result
+    return _Losses.apply(hidden, weight, bias, labels, call)
+
+
+class _Losses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, call: HeadCall
+    ) -> Tensor:
+        features, table = hidden.shape[-1], Table(weight, bias, call.form)
+        _require_labels(labels, len(weight), call.form)
+        with torch.autocast(hidden.device.type, enabled=False):
+            loss_N, lse_N = losses(hidden.reshape(-1, features), labels.reshape(-1), table)
+        call.lse = lse_N.view(labels.shape)
+        ctx.save_for_backward(hidden, weight, bias, labels)
+        ctx.call = call
+        return loss_N.view(labels.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels = ctx.saved_tensors
+        call, (grad,) = ctx.call, grads
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        found: list[Tensor | None] = [None] * 5
+        with torch.autocast(hidden.device.type, enabled=False):
+            if needs_hidden and not (needs_weight or needs_bias):
+                found[0] = call.known_gradient(grad)
+            if found[0] is None:
+                needs, table = (needs_hidden, needs_weight, needs_bias), Table(weight, bias, call.form)
+                found[:3] = _gradients(hidden, labels, table, (call.lse, grad), needs)
+        return tuple(found)
+
+
+def _require_labels(labels: Tensor, vocabulary: int, form: Form) -> None:
+    """Refuse labels outside the vocabulary where that can be seen without waiting for a device."""
+    if labels.device.type == "cpu":
+        outside = ((labels < 0) | (labels >= vocabulary)) & (labels != form.ignore_index)
+        if bool(outside.any()):
+            value = int(labels[outside][0])
+            raise DataError(
+                f"a label is {value}; the head has {vocabulary} entries, 0 to {vocabulary - 1}. Mark positions that do "
+                f"not count with ignore_index={form.ignore_index}."
+            )
+
+
+def _gradients(
+    hidden: Tensor, labels: Tensor, table: Table, arrived: tuple[Tensor, Tensor], needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """Return the gradients of hidden states, weight and bias that are needed, summed over all positions."""
+    x_N1I = hidden.reshape(-1, 1, hidden.shape[-1])
+    tokens = Tokens(x_N1I, *(part.reshape(-1, 1) for part in (labels, *arrived)))
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    out_N1I = hidden.new_empty(x_N1I.shape) if needs[0] else None
+    out_VI = table.weight_VI.new_zeros(table.weight_VI.shape, dtype=wide) if needs[1] else None
+    sum_V = hidden.new_zeros(len(table.weight_VI), dtype=wide) if needs[2] else None
+    plan = tiling(len(x_N1I), 1, len(table.weight_VI))
+    for start in range(0, len(x_N1I), plan.samples):
+        chunk = tokens.of(slice(start, start + plan.samples))
+        collectors: list[Collector] = []
+        if out_N1I is not None:
+            collectors.append(InputGradient(table, out_N1I[start : start + plan.samples]))
+        if out_VI is not None:
+            collectors.append(WeightSum(chunk.x_BTI, out_VI.new_ones(len(chunk.x_BTI)), out_VI))
+        for tile, g_CTK in gradient_tiles(chunk, table, plan.columns):
+            for collector in collectors:
+                collector.take(tile, g_CTK)
+            if sum_V is not None:
+                sum_V[tile] += g_CTK.sum((0, 1))
+    return [
+        None if out_N1I is None else out_N1I.view(hidden.shape),
+        None if out_VI is None else out_VI.to(table.weight_VI.dtype),
+        None if sum_V is None or table.bias_V is None else sum_V.to(table.bias_V.dtype),
+    ]

@@ -1,0 +1,457 @@
+"""A vocabulary head whose logits are never held: values, norms and sums in many tiles, memory, and operations."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.flops import counter
+from benchmarks.models import GPT
+from ghostclip import BatchMemoryManager, GhostClipper, PrivacyEngine
+from ghostclip.clipping.norms import exact_sqnorm
+from ghostclip.errors import (
+    DataError,
+    InvalidOptionError,
+    LossReductionError,
+    TamperedGradientError,
+    UnsupportedModelError,
+)
+from ghostclip.factors import Head, Rows, inner
+from ghostclip.factors import head as head_factors
+from ghostclip.factors.head import Shared
+from ghostclip.kernels import head, head_norms
+from ghostclip.kernels.head import Form, Table, Tokens
+from ghostclip.losses import head_losses, linear_cross_entropy, token_losses
+from tests.cases import by_name
+from tests.cases.head import CASES
+from tests.cases.head import Head as Model
+from tests.exactness import tolerances
+from tests.exactness.runs import check_norms, check_sensitivity, check_sum, engine, expected, run
+
+OPTIONS = {"label_smoothing": 0.1, "logit_scale": 1.4, "logit_cap": 1.5, "z_loss": 0.02}
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Many tiles and chunks, as of a large vocabulary."""
+    monkeypatch.setattr(head, "TILE", 60)
+    monkeypatch.setattr(head, "ROWS", 20)
+    monkeypatch.setattr(head, "NARROWEST", 3)
+    monkeypatch.setattr(head_norms, "SUBTILE", 100)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_many_tiles_match_one_sample_autograd(case, dtype, strategy):
+    outcome = run(case, engine(strategy), dtype)
+    check_sum(outcome, expected(case.name), dtype)
+    check_norms(outcome, expected(case.name), dtype)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("name", ["head_tied_bias_long", "head_every_option", "head_picked", "head_checkpointed"])
+def test_norms_from_gram_matrices_match_one_sample_autograd(name, strategy, monkeypatch):
+    """Of a vocabulary as small as these the gradient is the cheaper form."""
+    monkeypatch.setattr(head_norms, "prefers_gram", lambda *sizes: True)
+    for dtype in (torch.float64, torch.float32):
+        outcome = run(by_name(name), engine(strategy), dtype)
+        check_sum(outcome, expected(name), dtype)
+        check_norms(outcome, expected(name), dtype)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("name", ["head_tied", "head_every_option", "head_tied_bias_long", "head_picked"])
+def test_one_sample_moves_the_sum_of_many_tiles_by_at_most_the_bound(name, strategy):
+    check_sensitivity(by_name(name), engine(strategy), torch.float32)
+
+
+# Values
+
+
+def _plain(hidden, weight, labels, bias, options):
+    """The same loss from logits."""
+    z = functional.linear(hidden, weight, bias).to(torch.promote_types(hidden.dtype, torch.float32))
+    z = z * options.get("logit_scale", 1.0)
+    if "logit_cap" in options:
+        z = torch.tanh(z / options["logit_cap"]) * options["logit_cap"]
+    losses = functional.cross_entropy(
+        z.flatten(0, -2), labels.flatten(), reduction="none", label_smoothing=options.get("label_smoothing", 0.0)
+    )
+    return losses.view(labels.shape) + options.get("z_loss", 0.0) * z.logsumexp(-1).square() * (labels != -100)
+
+
+def _data(dtype, *, samples=3, positions=7, features=5, vocabulary=150):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(samples, positions, features, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(vocabulary, features, generator=generator).to(dtype).requires_grad_()
+    bias = torch.randn(vocabulary, generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(vocabulary, (samples, positions), generator=generator)
+    labels[0, positions // 3] = -100
+    grad = torch.randn(samples, positions, generator=generator).to(torch.promote_types(dtype, torch.float32))
+    return hidden, weight, bias, labels, grad
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "options"])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 5e-2)], ids=str
+)
+def test_value_and_ordinary_gradients_are_those_of_the_plain_formula(dtype, tolerance, options):
+    hidden, weight, bias, labels, grad = _data(dtype)
+    ours = linear_cross_entropy(hidden, weight, labels, bias=bias, **options)
+    plain = _plain(hidden, weight, labels, bias, options)
+    torch.testing.assert_close(ours, plain, rtol=tolerance, atol=tolerance)
+    pairs = zip(
+        torch.autograd.grad(ours, (hidden, weight, bias), grad),
+        torch.autograd.grad(plain, (hidden, weight, bias), grad),
+        strict=True,
+    )
+    for got, want in pairs:
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance * want.abs().max().item())
+
+
+def test_no_positions():
+    hidden, weight, bias, labels, _ = _data(torch.float64)
+    losses = linear_cross_entropy(hidden[:, :0], weight, labels[:, :0], bias=bias)
+    assert losses.shape == (3, 0)
+    assert all(grad.abs().sum() == 0 for grad in torch.autograd.grad(losses.sum(), (weight, bias)))
+
+
+def test_autocast_takes_its_dtype_and_keeps_losses_in_32_bits():
+    hidden, weight, bias, labels, _ = _data(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = linear_cross_entropy(hidden, weight, labels, bias=bias)
+    assert losses.dtype == torch.float32
+    narrow = linear_cross_entropy(hidden.bfloat16(), weight.bfloat16(), labels, bias=bias)
+    torch.testing.assert_close(losses, narrow, rtol=0, atol=0)
+    assert torch.autograd.grad(losses.sum(), weight)[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("label", [150, -1])
+def test_label_outside_the_vocabulary_is_refused(label):
+    hidden, weight, _, labels, _ = _data(torch.float32)
+    labels[1, 1] = label
+    with pytest.raises(DataError, match=f"a label is {label}; the head has 150 entries"):
+        linear_cross_entropy(hidden, weight, labels)
+
+
+def test_options_and_shapes_are_checked():
+    hidden, weight, _, labels, _ = _data(torch.float32)
+    with pytest.raises(InvalidOptionError, match=r"label_smoothing=1\.5"):
+        linear_cross_entropy(hidden, weight, labels, label_smoothing=1.5)
+    with pytest.raises(InvalidOptionError, match="logit_cap=0"):
+        linear_cross_entropy(hidden, weight, labels, logit_cap=0)
+    with pytest.raises(LossReductionError, match="hidden states of shape"):
+        linear_cross_entropy(hidden, weight, labels[:, 1:])
+
+
+# Factors
+
+
+def _factor(dtype, *, positions=40, bias=True, **options):
+    hidden, weight, bias_V, labels, grad = _data(dtype, positions=positions, samples=4)
+    hidden, weight, bias_V = hidden.detach(), weight.detach(), bias_V.detach() if bias else None
+    form = Form(
+        -100,
+        *(
+            options.get(name, default)
+            for name, default in (("label_smoothing", 0.0), ("logit_cap", None), ("logit_scale", 1.0), ("z_loss", 0.0))
+        ),
+    )
+    table = Table(weight, bias_V, form)
+    lse = head.losses(hidden.flatten(0, 1), labels.flatten(), table)[1].view(labels.shape)
+    return Head(Tokens(hidden, labels, lse, grad), table, Shared(wants_input=True, wants_bias=False))
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("gram", [True, False])
+@pytest.mark.parametrize("positions", [1, 2, 7, 33, 100])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_norms_are_never_below_those_of_the_gradients_that_are_added(dtype, positions, gram, monkeypatch):
+    monkeypatch.setattr(head_norms, "prefers_gram", lambda *sizes: gram)
+    factor = _factor(dtype, positions=positions, **OPTIONS)
+    true_B = factor.in_double().materialize().flatten(1).square().sum(1)
+    found = factor.sqnorm()
+    error_B = 0 if found.error_B is None else found.error_B
+    assert (found.value_B.double() * (1 + 1e-6) + error_B >= true_B).all()
+    torch.testing.assert_close(found.value_B.double(), true_B, rtol=1e-12 if dtype == torch.float64 else 1e-5, atol=0.0)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("gram", [True, False])
+def test_positions_that_oppose_each_other(gram, monkeypatch):
+    """What is left of a sum that cancels is rounding, which the error must cover."""
+    monkeypatch.setattr(head_norms, "prefers_gram", lambda *sizes: gram)
+    factor = _factor(torch.float32, positions=64, bias=False)
+    x_BTI, label_BT, lse_BT, grad_BT = (part.clone() for part in factor.tokens)
+    x_BTI[:], label_BT[:], lse_BT[:] = x_BTI[:, :1], label_BT[:, 1:2], lse_BT[:, :1]
+    grad_BT[:, 1::2] = -grad_BT[:, ::2]
+    x_BTI += 1e-5 * torch.randn(x_BTI.shape, generator=torch.Generator().manual_seed(1))
+    factor = Head(Tokens(x_BTI, label_BT, lse_BT, grad_BT), factor.table, Shared(wants_input=False, wants_bias=False))
+    true_B = factor.in_double().materialize().flatten(1).square().sum(1)
+    found = factor.sqnorm()
+    assert found.error_B is not None
+    assert found.terms is not None
+    assert (found.value_B + found.error_B >= true_B).all()
+    exact = exact_sqnorm(factor, torch.tensor([2, 0]))
+    torch.testing.assert_close(exact.value_B, true_B[[2, 0]], rtol=1e-5, atol=0.0)
+
+
+class _Opposed(nn.Module):
+    """A head on hidden states that are given, whose losses are weighted by numbers that are given."""
+
+    def __init__(self, *, bias):
+        super().__init__()
+        self.head = nn.Linear(12, 70, bias=bias)
+
+    def forward(self, x, labels, shares):
+        return (linear_cross_entropy(x, self.head.weight, labels, bias=self.head.bias) * shares).sum(1)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("gram", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rest", [0.0, 1e-7, 1e-6, 1e-4, 1e-2])
+def test_positions_that_oppose_each_other_keep_the_bound(rest, bias, gram, strategy, monkeypatch):
+    monkeypatch.setattr(head_norms, "prefers_gram", lambda *sizes: gram)
+    torch.manual_seed(3)
+    x = 5 * torch.randn(3, 40, 12)
+    x[0] = x[0, :1] + rest * torch.randn(40, 12)
+    labels, shares = torch.randint(70, (3, 40)), torch.randn(3, 40)
+    labels[0], shares[0, 1::2] = 5, -shares[0, ::2]
+    model, bound = _Opposed(bias=bias), 1e-4
+    for samples in ([0], [0, 1, 2], [1, 2]):
+        model.zero_grad()
+        with GhostClipper(model, max_grad_norm=bound, strategy=strategy, probe=False) as clipper:
+            clipper.backward(model(x[samples], labels[samples], shares[samples]))
+        total = torch.cat([p.grad.double().flatten() for p in model.parameters()])
+        if samples == [0]:
+            assert total.norm() <= bound * (1 + tolerances.SENSITIVITY[torch.float32])
+        elif len(samples) == 3:
+            whole = total
+    assert (whole - total).norm() <= bound * (1 + tolerances.SENSITIVITY_OF_DIFFERENCE[torch.float32])
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "options"])
+def test_cross_term_with_an_embedding(dtype, options, monkeypatch):
+    factor = _factor(dtype, **options)
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(150, (4, 9), generator=generator)
+    rows = Rows(ids, torch.randn(4, 9, 5, generator=generator).to(dtype), shape=(150, 5))
+    want_B = (factor.in_double().materialize() * rows.in_double().materialize()).flatten(1).sum(1)
+    monkeypatch.setattr(Head, "materialize", None)
+    for found in (inner(factor, rows), inner(rows, factor)):
+        torch.testing.assert_close(found.value_B.double(), want_B, rtol=1e-4, atol=1e-5)
+        assert ((found.value_B - want_B).abs() <= 4 * torch.finfo(dtype).eps * found.absolute_B).all()
+    few = inner(factor.selected(torch.tensor([3, 1])), rows.selected(torch.tensor([3, 1])))
+    torch.testing.assert_close(few.value_B.double(), want_B[[3, 1]], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_tiles_are_formed_again_bit_for_bit():
+    """Of a few samples, in float64, masked: what is added is what was measured."""
+    factor = _factor(torch.float32, positions=7, **OPTIONS)
+    whole = factor.materialize()
+    again = torch.zeros_like(whole)
+    index = torch.tensor([2, 0])
+    for numbers, part in (([2, 0], factor.selected(index)), ([1, 3], factor.masked(torch.tensor([0, 1, 0, 1]) > 0))):
+        tiles = [tile for chunk in part._chunks() for tile in part.tiles(chunk)]
+        assert tiles
+        rows = part.materialize() if part.index_D is not None else part.materialize()[numbers]
+        again[numbers] = rows
+    assert torch.equal(whole, again)
+    chunk = next(factor._chunks())
+    for (_, narrow), (_, wide) in zip(factor.tiles(chunk), factor.in_double().tiles(chunk), strict=True):
+        assert torch.equal(narrow.double(), wide)
+
+
+def test_padding_and_positions_without_a_gradient_leave_zeros():
+    factor = _factor(torch.float32)
+    x_BTI, label_BT, lse_BT, grad_BT = factor.tokens
+    grad_BT[1], lse_BT[1] = 0.0, -1e4
+    few = Head(Tokens(x_BTI, label_BT, lse_BT, grad_BT), factor.table, Shared(wants_input=False, wants_bias=False))
+    assert few.sqnorm().value_B[1] == 0
+    assert few.materialize()[1].abs().sum() == 0
+
+
+def test_gradients_of_many_samples_are_refused_beyond_a_size(monkeypatch):
+    monkeypatch.setattr(head_factors, "LARGEST", 1000)
+    model, ids = Model(), torch.randint(23, (9, 5))
+    with (
+        GhostClipper(model, max_grad_norm=1.0, strategy="hooks") as clipper,
+        pytest.raises(UnsupportedModelError, match="strategy='bookkeeping' or 'ghost'"),
+    ):
+        clipper.backward(model(ids, ids).mean(1))
+
+
+def test_weight_that_changes_between_norm_and_sum_is_refused():
+    model, ids = Model(), torch.randint(23, (4, 5))
+    model.embedding.weight.register_hook(lambda grad: None)
+
+    class Changes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            with torch.no_grad():
+                model.head.weight.mul_(1.5)
+            return grad
+
+    whole = model.hidden
+    model.hidden = lambda ids: whole(ids) + Changes.apply(model.mix(model.embedding(ids)))
+    with (
+        GhostClipper(model, max_grad_norm=1.0, strategy="bookkeeping", probe=False) as clipper,
+        pytest.raises(TamperedGradientError, match="vocabulary head"),
+    ):
+        clipper.backward(model(ids, ids).mean(1))
+
+
+# What it costs
+
+
+class _Small(TorchDispatchMode):
+    """Fails where a tensor of so many elements is made."""
+
+    def __init__(self, limit):
+        super().__init__()
+        self.limit, self.largest = limit, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for item in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(item, torch.Tensor) and 0 not in item.stride():
+                self.largest = max(self.largest, item.numel())
+                assert item.numel() < self.limit, f"{func}: {tuple(item.shape)}"
+        return result
+
+
+class FusedGPT(GPT):
+    """A GPT that returns the mean loss of each sample."""
+
+    def forward(self, ids_BT, labels_BT):
+        """Map ids and labels (B, T) to losses (B,)."""
+        places_BT = torch.arange(ids_BT.shape[1]).expand_as(ids_BT)
+        x_BTI = self.token(ids_BT) + self.position(places_BT)
+        for block in self.blocks:
+            x_BTI = block(x_BTI)
+        return linear_cross_entropy(self.final_norm(x_BTI), self.head.weight, labels_BT).mean(1)
+
+
+def _gpt(*, tied, vocabulary=9000, positions=64):
+    torch.manual_seed(0)
+    model = FusedGPT(vocabulary=vocabulary, width=32, heads=2, layers=1, positions=positions)
+    if tied:
+        model.head.weight = model.token.weight
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("strategy", ["bookkeeping", "ghost", "fast"])
+def test_no_tensor_as_large_as_the_logits_is_ever_made(strategy, tied, monkeypatch):
+    """Of the first step, with its proofs, and of the next: not even those of one sample."""
+    monkeypatch.setattr(head, "TILE", 1 << 16)
+    model = _gpt(tied=tied)
+    ids = torch.randint(9000, (8, 64))
+    with GhostClipper(model, max_grad_norm=1.0, strategy=strategy) as clipper, _Small(9000 * 64) as seen:
+        for _ in range(2):
+            clipper.backward(model(ids, ids.roll(-1, 1)))
+    # The largest are gradients of parameters.
+    assert seen.largest == 9000 * 32
+
+
+class _HeadAlone(nn.Module):
+    """An embedding and a head."""
+
+    def __init__(self, *, tied):
+        super().__init__()
+        self.token, self.head = nn.Embedding(9000, 32), nn.Linear(32, 9000, bias=False)
+        if tied:
+            self.head.weight = self.token.weight
+
+    def forward(self, ids_BT):
+        return linear_cross_entropy(self.token(ids_BT).tanh(), self.head.weight, ids_BT).mean(1)
+
+
+def _units(step, *, positions, samples=4):
+    """Count operations in units of 2·B·T·V·d."""
+    ids_BT = torch.randint(9000, (samples, positions))
+    with counter() as counted:
+        step(ids_BT)
+    return counted.get_total_flops() / (2 * samples * positions * 9000 * 32)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("strategy", "products"), [("bookkeeping", 5), ("ghost", 6)])
+@pytest.mark.parametrize("positions", [16, 64, 128])
+def test_operations_of_the_head(strategy, products, tied, positions):
+    """Forward, logits again, hidden states, norm, logits again, weight; ghost has one more backward.
+
+    A tied embedding wants the logits once more, for its cross term.
+    """
+    model = _HeadAlone(tied=tied)
+    with GhostClipper(model, max_grad_norm=1.0, strategy=strategy, probe=False) as clipper:
+        units = _units(lambda ids: clipper.backward(model(ids)), positions=positions)
+        costs = [row.cost.private for row in clipper.coverage() if row.plan == "tiles of logits, contract"]
+    norm = head_norms.norm_flops(positions, 32, 9000) / (2 * positions * 9000 * 32)
+    assert norm <= 1.0
+    assert tied or costs == [pytest.approx((products + norm) * 2 * 4 * positions * 9000 * 32)]
+    products += tied * (1 + positions / 9000 * (1 + 1 / 32))
+    assert units == pytest.approx(products + norm)
+
+
+def test_ordinary_training_costs_four_products_and_no_logits(monkeypatch):
+    monkeypatch.setattr(head, "TILE", 1 << 16)
+    model = _HeadAlone(tied=False)
+    with _Small(9000 * 64):
+        units = _units(lambda ids: model(ids).mean().backward(), positions=64)
+    assert units == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("physical", [16, 4])
+@pytest.mark.filterwarnings("ignore::ghostclip.errors.FixedSeedWarning")
+def test_a_whole_training_is_that_from_logits(tied, physical):
+    """Poisson batches, microbatches, noise: the same records and noise, the same weights."""
+    results = []
+    for fused in (True, False):
+        torch.manual_seed(4)
+        model = _Trained(tied=tied, fused=fused)
+        ids = torch.randint(23, (64, 7))
+        private, optimizer, loader = PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+            data_loader=DataLoader(TensorDataset(ids), batch_size=16, generator=torch.Generator().manual_seed(1)),
+            noise_multiplier=0.5,
+            max_grad_norm=1.0,
+            noise_generator=torch.Generator().manual_seed(2),
+        )
+        with BatchMemoryManager(data_loader=loader, max_physical_batch_size=physical, optimizer=optimizer) as parts:
+            for _ in range(2):
+                for (part,) in parts:
+                    private(part).mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+class _Trained(Model):
+    """A small language model, its losses from logits or without."""
+
+    def __init__(self, *, tied, fused):
+        super().__init__(tied=tied, bias=True)
+        self.fused = fused
+
+    def forward(self, ids_BT):
+        hidden = self.hidden(ids_BT)
+        if self.fused:
+            return head_losses(hidden, self.head.weight, ids_BT, bias=self.head.bias)
+        return token_losses(self.head(hidden), ids_BT)
