@@ -109,6 +109,21 @@ def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(targets), list(sources))
 
 
+def add_all_(targets: Sequence[Tensor], more: Sequence[Tensor]) -> None:
+    """Add to every target, in place: ``torch._foreach_add_``.
+
+    Args:
+        targets: Tensors that are changed.
+        more: As many, of the same shapes.
+    """
+    torch._foreach_add_(list(targets), list(more))
+
+
+def autocast_is_on(kind: str) -> bool:
+    """Return whether autocast is on for a type of device: ``torch.is_autocast_enabled``, which knows no "meta"."""
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
 def divide_all_(tensors: Sequence[Tensor], divisor: float) -> None:
     """Divide every tensor by a number, in place: ``torch._foreach_div_``.
 

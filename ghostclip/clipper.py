@@ -10,10 +10,8 @@ from torch import Tensor, nn
 
 from ghostclip import _torch, _validate
 from ghostclip.capture import backward_entry
-from ghostclip.capture.backward_entry import is_output, leads_to_forward
 from ghostclip.capture.context import CaptureContext
 from ghostclip.capture.forward import ForwardContext
-from ghostclip.capture.nodes import edge_of
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.capture.roster import Roster
 from ghostclip.clipping.decisions import Decisions, columns
@@ -29,7 +27,6 @@ from ghostclip.clipping.scalar_loss import LossExaminer
 from ghostclip.clipping.store import GradientStore
 from ghostclip.clipping.zero_grad import ZeroGrad
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
-from ghostclip.evidence.linear_paths import Path, paths
 from ghostclip.evidence.losses import probe_losses
 from ghostclip.evidence.prover import Evidence
 from ghostclip.evidence.unchecked import Unchecked
@@ -184,8 +181,7 @@ class GhostClipper:
                 if self._losses_to_probe > 0:
                     self._losses_to_probe -= 1
                     probe_losses(self._evidence, self._capture, loss)
-            ends = [end for path in paths([(edge_of(loss), Path())], is_output) for end in path.ends]
-            self._evidence.look_at_loss(self._capture, [loss], filter(leads_to_forward, ends), forward)
+            self._evidence.look_at_loss(self._capture, [loss], forward)
         strategy = self.resolve_strategy()
         if strategy in _TWO_PASS:
             self._refuse_readers(strategy, self.policy)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ghostclip import _validate
+from ghostclip import _torch, _validate
 from ghostclip.errors import InvalidOptionError, LossReductionError
 from ghostclip.kernels.head import Form, HeadCall, vocabulary_losses
 
@@ -136,7 +136,7 @@ def linear_cross_entropy(  # noqa: PLR0913 - each option is one of the loss's ow
         )
         raise LossReductionError(message)
     kind = hidden.device.type
-    if torch.is_autocast_enabled(kind):
+    if _torch.autocast_is_on(kind):
         narrow = torch.get_autocast_dtype(kind)
         hidden, weight = hidden.to(narrow), weight.to(narrow)
     return vocabulary_losses(hidden, weight, bias, labels.long(), HeadCall(form))

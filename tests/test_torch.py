@@ -119,6 +119,19 @@ def test_copy_all_gives_each_target_its_source():
     assert all(now > then for now, then in zip(_torch.versions(targets), before, strict=True))
 
 
+def test_add_all_adds_to_each_target():
+    targets = [torch.ones(2), torch.ones(3)]
+    _torch.add_all_(targets, [torch.full((2,), 2.0), torch.full((3,), 4.0)])
+    assert [t.tolist() for t in targets] == [[3.0] * 2, [5.0] * 3]
+
+
+def test_autocast_is_never_on_for_meta():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert _torch.autocast_is_on("cpu")
+        assert not _torch.autocast_is_on("meta")
+    assert not _torch.autocast_is_on("cpu")
+
+
 def test_divide_all_rounds_the_quotient_itself(device):
     x = torch.linspace(-3, 3, 1001, device=device)
     y = x.clone()

@@ -280,13 +280,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--samples", type=int, default=SAMPLES)
     given = parser.parse_args(arguments)
-    logging.getLogger("ghostclip").setLevel(logging.ERROR)
     rows: dict[str, dict[str, Counted]] = {}
-    layers = {}
-    for case in large_models():
-        rows[case.name] = {engine: count(case, engine, given.samples) for engine in ENGINES}
-        with torch.device("meta"):
-            layers[case.name] = _blocks(case.task.make_model())
+    layers, log = {}, logging.getLogger("ghostclip")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        for case in large_models():
+            rows[case.name] = {engine: count(case, engine, given.samples) for engine in ENGINES}
+            with torch.device("meta"):
+                layers[case.name] = _blocks(case.task.make_model())
+    finally:
+        log.setLevel(level)
     text = _text(rows, layers)
     print(text)
     report = head("benchmarks.gpu.counted", arguments or [], torch.device("cpu"), quick=False)

@@ -19,12 +19,12 @@ class Casts:
     input of twice the size took no part, and an ordinary backward does not hold it.
     """
 
-    __slots__ = ("__weakref__", "_cast", "_source", "_version")
+    __slots__ = ("__weakref__", "_cast", "_changes", "_source")
 
     def __init__(self) -> None:
         """Hold nothing."""
         self._source: Any = None
-        self._version = -1
+        self._changes = -1
         self._cast: Tensor | None = None
 
     def of(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -41,10 +41,10 @@ class Casts:
             return tensor
         (version,) = _torch.versions([tensor])
         cast = self._cast
-        if cast is None or cast.dtype != dtype or self._version != version or self._source() is not tensor:
+        if cast is None or cast.dtype != dtype or self._changes != version or self._source() is not tensor:
             with _torch.subclasses_off():
                 cast = tensor.detach().to(dtype)
-            self._source, self._version, self._cast = weakref.ref(tensor, _dropping(self)), version, cast
+            self._source, self._changes, self._cast = weakref.ref(tensor, _dropping(self)), version, cast
         return cast
 
     def drop(self, source: Any) -> None:
@@ -71,5 +71,5 @@ def _dropping(casts: Casts) -> Callable[[Any], None]:
 
 def may_cast(tensor: Tensor) -> bool:
     """Return whether autocast may bring an operation's input to 16 bits."""
-    wide = tensor.dtype == torch.float32 and torch.is_autocast_enabled(tensor.device.type)
+    wide = tensor.dtype == torch.float32 and _torch.autocast_is_on(tensor.device.type)
     return wide and not tensor.is_inference()

@@ -92,8 +92,7 @@ class LossExaminer:
             raise LossReductionError(f"the loss has too many terms to be followed. {remedy(self._reduction)}") from None
         if forward.batch_size > 1 and (forward.unproven or self._is_new(found, forward)):
             self._prove(capture, found, forward)
-        ends = [end for path in found.values() for end in path.ends]
-        self._evidence.look_at_loss(capture, roots, ends, forward)
+        self._evidence.look_at_loss(capture, roots, forward)
         for key, path in found.items():
             seen = self._seen.setdefault(key, _Seen())
             placed = _placed(path, seen)

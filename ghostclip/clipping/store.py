@@ -105,7 +105,7 @@ class GradientStore:
         if new:
             _torch.copy_all_(*zip(*new, strict=True))
         if old:
-            torch._foreach_add_(*map(list, zip(*old, strict=True)))
+            _torch.add_all_(*map(list, zip(*old, strict=True)))
 
     def drop_if(self, doubt: Tensor) -> None:
         """Make every sum zero where something is true, without asking whether it is.

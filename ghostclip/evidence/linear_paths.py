@@ -5,7 +5,7 @@ shows the linear part: sums, means, views, selections, products with constants. 
 where it ends, with every factor on the way, so that what is left to prove concerns those values alone.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import prod
@@ -176,6 +176,30 @@ def paths(roots: Sequence[tuple[Edge, Path]], is_output: Callable[[Edge], bool])
             pending += [
                 (onward, _reached_by(then, (edge, len(path.picked), path.way))) for onward, then in reversed(following)
             ]
+
+
+def linear_ends(roots: Iterable[Edge], is_output: Callable[[Edge], bool]) -> Iterator[Edge]:
+    """Follow a loss down to the values that it is linear in, without looking at any factor.
+
+    Args:
+        roots: Where a backward starts.
+        is_output: Tells a model's output, beyond which nothing is followed.
+
+    Yields:
+        Each of them once.
+    """
+    pending, visited = list(roots), set[Edge]()
+    while pending:
+        edge = pending.pop()
+        if edge[0] is None or edge in visited:
+            continue
+        visited.add(edge)
+        name, behind = edge[0].name(), [following for following in edge[0].next_functions if following[0] is not None]
+        linear = name in _LINEAR or name in _REDUCING or (name in _SCALED and len(behind) == 1)
+        if linear and not is_output(edge):
+            pending += behind
+        else:
+            yield edge
 
 
 def _reached_by(path: Path, way: Any) -> Path:

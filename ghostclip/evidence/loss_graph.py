@@ -11,10 +11,11 @@ from typing import Any, Final
 from torch import nn
 
 from ghostclip import _torch
-from ghostclip.capture.backward_entry import is_output
+from ghostclip.capture.backward_entry import is_output, leads_to_forward
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import Edge, edge_of, shape_at
 from ghostclip.errors import SampleMixingError, UncoveredParameterError
+from ghostclip.evidence.linear_paths import linear_ends
 
 # They put values side by side: an axis of two is no axis of two samples.
 _SIDE_BY_SIDE: Final = frozenset({"CatBackward0", "StackBackward0"})
@@ -37,16 +38,20 @@ _CROSSED: Final = (
 Sizes = dict[tuple[int, str], int]
 
 
-def refuse_foreign_parameters(ends: Iterable[Edge], is_own: Callable[[nn.Parameter], bool]) -> None:
+def refuse_foreign_parameters(roots: Sequence[Any], is_own: Callable[[nn.Parameter], bool]) -> None:
     """Refuse trainable parameters of the loss itself, whose gradients tell of the data.
 
+    A term of parameters alone, and one that is added to outputs of which the loss is a sum, has a gradient that does
+    not depend on the data.
+
     Args:
-        ends: Values that the loss is linear in, and that lead to a model's outputs. A term of parameters alone is none.
+        roots: Where the backward starts.
         is_own: Tells the model's parameters, which are guarded otherwise.
 
     Raises:
         UncoveredParameterError: A trainable parameter that is no part of the model takes part in one of them.
     """
+    ends = filter(leads_to_forward, linear_ends(map(edge_of, roots), is_output))
     for node, inputs in _above_outputs(ends):
         leaf = None if inputs else _torch.leaf_of(node)
         if isinstance(leaf, nn.Parameter) and leaf.requires_grad and not is_own(leaf):

@@ -4,7 +4,7 @@ Before such a forward runs, it is run without gradients with one sample more (wh
 after it, gradients of some samples alone, other batches and buffers are looked at.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from ghostclip.capture.bags import as_flat
 from ghostclip.capture.context import CaptureContext, ModuleCall, outputs_of
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.growth import Grown, compared, shapes_of
-from ghostclip.capture.nodes import Edge
 from ghostclip.capture.packed import packed_inputs
 from ghostclip.evidence.buffers import Buffers
 from ghostclip.evidence.dependence import where_dependence_starts
@@ -60,15 +59,12 @@ class Evidence:
         """
         return self.probes and capture.forward.unproven and capture.forward.batch_size > 1
 
-    def look_at_loss(
-        self, capture: CaptureContext, roots: Sequence[Any], ends: Iterable[Edge], forward: ForwardContext
-    ) -> None:
+    def look_at_loss(self, capture: CaptureContext, roots: Sequence[Any], forward: ForwardContext) -> None:
         """Look for what has no place between a loss and a model's outputs.
 
         Args:
             capture: Whose model it is.
             roots: Where the backward starts.
-            ends: Values that the loss is linear in.
             forward: Whose outputs the loss is made of.
 
         Raises:
@@ -80,7 +76,7 @@ class Evidence:
             def is_own(parameter: nn.Parameter) -> bool:
                 return any(parameter is own for own in capture.model.parameters())
 
-            refuse_foreign_parameters(ends, is_own)
+            refuse_foreign_parameters(roots, is_own)
             refuse_crossed(roots, forward, self.loss_sizes)
 
     def begin(self, capture: CaptureContext, call: ModuleCall) -> None:

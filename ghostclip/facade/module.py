@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _PREFIX = "_module."
+# Copies that were said to be ordinary models.
+_TOLD: WeakSet[GradSampleModule] = WeakSet()
 
 
 class GradSampleHooks(ClipperHandle):
@@ -88,7 +91,7 @@ class GradSampleModule(ClipperHandle, nn.Module):
         del force_functorch
         super().__init__()
         attached = attached_clipper(m, clipper, strict=strict, batch_first=batch_first, loss_reduction=loss_reduction)
-        self.__dict__["clipper"], self.__dict__["_said_plain"] = attached, False
+        self.__dict__["clipper"] = attached
         self.train(m.training)
         self.add_module("_module", m)
         self.register_load_state_dict_pre_hook(_with_prefix)
@@ -103,8 +106,8 @@ class GradSampleModule(ClipperHandle, nn.Module):
         Returns:
             What the model returns.
         """
-        if self.clipper is None and self.training and torch.is_grad_enabled() and not self._said_plain:
-            self.__dict__["_said_plain"] = True
+        if self.clipper is None and self.training and torch.is_grad_enabled() and self not in _TOLD:
+            _TOLD.add(self)
             _log.warning(
                 "a copy of a private %s is an ordinary model: no clipper is attached to it, and what trains it is not "
                 "private",

@@ -121,8 +121,8 @@ def uses_added_one_by_one() -> Iterator[None]:
 def huge_parts_meet_the_sum() -> Any:
     """Norms are those of float64, but what they are of is added with all others' in float32."""
 
-    def settled(norm: SquaredNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return norm.value_B.sqrt().to(dtype), torch.zeros_like(norm.value_B, dtype=torch.bool)
+    def settled(norm: SquaredNorm, before: SquaredNorm, _: Tensor) -> tuple[Tensor, Tensor]:
+        return norm.value_B.sqrt().to(before.value_B.dtype), torch.zeros_like(norm.value_B, dtype=torch.bool)
 
     return mock.patch("ghostclip.clipping.norms._settled", settled)
 

@@ -96,8 +96,8 @@ def test_a_plot_is_written(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        (("epsilon",), "--noise-multiplier, --sample-rate, --steps: needed"),
-        (("epsilon", *SETTING), "--steps: needed"),
+        (("epsilon",), "--noise-multiplier; --sample-rate, or --samples and --batch-size; --steps or --epochs: needed"),
+        (("epsilon", *SETTING), "--steps or --epochs: needed"),
         (("epsilon", *SETTING, "--steps", 0), "--steps 0"),
         (("epsilon", *SETTING, "--steps", 1, "--epochs", 1), "one of the two"),
         (("epsilon", *SETTING, "--steps", 1, "--batch-size", 3), "one of the two"),

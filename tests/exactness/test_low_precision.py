@@ -55,8 +55,8 @@ def test_bfloat16_model_keeps_the_bound(case, strategy, clip_all, device):
 
 @core
 @pytest.mark.usefixtures("units")
-def test_bfloat16_model_keeps_the_bound_on_matrix_units(case, strategy):
-    test_bfloat16_model_keeps_the_bound(case, strategy, clip_all=True)
+def test_bfloat16_model_keeps_the_bound_on_matrix_units(case, strategy, device):
+    test_bfloat16_model_keeps_the_bound(case, strategy, clip_all=True, device=device)
 
 
 @core
