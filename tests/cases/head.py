@@ -63,7 +63,7 @@ class Picked(Head):
         """Map ids and labels (B, T) to losses (B, T), 0 where they do not count."""
         counted = labels != -100
         losses = self.losses(self.hidden(ids)[counted], labels[counted])
-        return torch.zeros(labels.shape, dtype=losses.dtype).masked_scatter(counted, losses)
+        return losses.new_zeros(labels.shape).masked_scatter(counted, losses)
 
 
 class OnePosition(Head):

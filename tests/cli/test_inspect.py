@@ -133,8 +133,9 @@ def test_architectures(inspect, name):
     assert lines[0].startswith(f"{name} (")
     assert "stand-in" in lines[0]
     assert "nothing is refused" in lines[1]
-    assert "expected FLOPs" in result.out
-    assert "expected memory" in result.out
+    # It is small and slow in another way than the real sizes.
+    assert "expected FLOPs" not in result.out
+    assert "shows no costs: --full" in result.out
     assert "not used yet" not in result.out
 
 
