@@ -7,10 +7,7 @@ torch's dispatcher, which are exact, and CPU time, the least of many short turns
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +15,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import machine
+from benchmarks.tree_worker import TreeWorker
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -136,51 +134,6 @@ _ENVIRONMENT = {
 }
 
 
-class _Worker:
-    """A process that makes steps in one tree when it is asked to."""
-
-    def __init__(self, tree: Path, shape: str, strategy: str) -> None:
-        """Start it.
-
-        Args:
-            tree: Root of a checkout.
-            shape: A call of the worker's model functions.
-            strategy: How it clips.
-        """
-        environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": str(tree)}
-        command = [sys.executable, "-c", _WORKER, shape, strategy]
-        self._process = subprocess.Popen(
-            command, cwd=tree, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-
-    def ask(self, question: str) -> float:
-        """Ask one thing.
-
-        Args:
-            question: A line.
-
-        Returns:
-            The number that is answered.
-
-        Raises:
-            RuntimeError: The process ended.
-        """
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(question, file=self._process.stdin, flush=True)
-        answer = self._process.stdout.readline()
-        if not answer:
-            message = "a worker ended; its error is above"
-            raise RuntimeError(message)
-        return float(json.loads(answer))
-
-    def end(self) -> None:
-        """Let the process end."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-
-
 @dataclass
 class _Cell:
     """One shape and strategy.
@@ -198,7 +151,7 @@ def _measured(trees: Sequence[Path], shape: str, strategy: str, rounds: int) -> 
     cell = _Cell([0] * len(trees), [float("inf")] * len(trees))
     # Where a process's tensors happen to lie is worth some hundredths: the least of several processes.
     for _ in range(PROCESSES):
-        workers = [_Worker(tree, shape, strategy) for tree in trees]
+        workers = [TreeWorker(tree, _WORKER, [shape, strategy], _ENVIRONMENT) for tree in trees]
         try:
             cell.calls = [int(worker.ask("count")) for worker in workers]
             once = max(worker.ask("3") for worker in workers)

@@ -54,14 +54,7 @@ def token_losses(
         tensor([1.9459, 1.9459])
     """
     _validate.choice(reduction, "reduction", ("mean", "sum"))
-    if logits.dim() != 3 or labels.shape != logits.shape[:2]:
-        message = (
-            f"token_losses: logits of shape {tuple(logits.shape)} and labels of shape {tuple(labels.shape)}; expected "
-            "(B, T, V) and (B, T). Do not flatten them: the samples' axis must remain."
-        )
-        raise LossReductionError(message)
-    if shift:
-        logits, labels = logits[:, :-1], labels[:, 1:]
+    logits, labels = _aligned(logits, labels, "token_losses: logits", "(B, T, V)", shift=shift)
     scores_NV = logits.flatten(0, 1)
     if scores_NV.dtype.itemsize < 4:
         scores_NV = scores_NV.float()
@@ -181,14 +174,7 @@ def head_losses(  # noqa: PLR0913 - each option is one of the loss's own
         LossReductionError: The shapes are others.
     """
     _validate.choice(reduction, "reduction", ("mean", "sum"))
-    if hidden.dim() != 3 or labels.shape != hidden.shape[:2]:
-        message = (
-            f"head_losses: hidden states of shape {tuple(hidden.shape)} and labels of shape {tuple(labels.shape)}; "
-            "expected (B, T, I) and (B, T). Do not flatten them: the samples' axis must remain."
-        )
-        raise LossReductionError(message)
-    if shift:
-        hidden, labels = hidden[:, :-1], labels[:, 1:]
+    hidden, labels = _aligned(hidden, labels, "head_losses: hidden states", "(B, T, I)", shift=shift)
     losses_BT = linear_cross_entropy(
         hidden,
         weight,
@@ -219,3 +205,14 @@ def _of_samples(losses_BT: Tensor, labels: Tensor, *, ignore_index: int, reducti
     # Weights, and no quotient: of a batch of one sample, a divisor with one entry could be anybody's count.
     shares_BT = counted_BT.to(losses_BT.dtype) / counted_BT.sum(1, keepdim=True).clamp(min=1)
     return (losses_BT * shares_BT).sum(1)
+
+
+def _aligned(values: Tensor, labels: Tensor, what: str, expected: str, *, shift: bool) -> tuple[Tensor, Tensor]:
+    """Return what every position's prediction is made from, and what it is to predict."""
+    if values.dim() != 3 or labels.shape != values.shape[:2]:
+        message = (
+            f"{what} of shape {tuple(values.shape)} and labels of shape {tuple(labels.shape)}; expected {expected} and "
+            "(B, T). Do not flatten them: the samples' axis must remain."
+        )
+        raise LossReductionError(message)
+    return (values[:, :-1], labels[:, 1:]) if shift else (values, labels)

@@ -8,20 +8,19 @@ reach torch's dispatcher; and values that the host reads in a step, for each of 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from benchmarks import options
 from benchmarks.files import RESULTS, head, write
 from benchmarks.report import heading
+from benchmarks.tree_worker import TreeWorker
 
 ROOT = Path(__file__).resolve().parents[2]
 STRATEGIES = ("bookkeeping", "ghost")
@@ -120,42 +119,7 @@ for line in sys.stdin:
 """
 
 
-class _Worker:
-    """A process that makes steps in one tree when it is asked to."""
-
-    def __init__(self, tree: Path, model: str, strategy: str, layers: int) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "5", "PYTHONPATH": str(tree)}
-        command = [sys.executable, "-c", _WORKER, model, strategy, str(layers), str(ROOT / "tests" / "host_reads.py")]
-        self._process = subprocess.Popen(
-            command, cwd=tree, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-
-    def ask(self, question: str) -> list[float]:
-        """Ask one thing.
-
-        Args:
-            question: "count" or "time".
-
-        Returns:
-            Operations of an ordinary and of a private step, and the values read; or the CPU seconds of both.
-
-        Raises:
-            RuntimeError: The process ended.
-        """
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(question, file=self._process.stdin, flush=True)
-        answer = self._process.stdout.readline()
-        if not answer:
-            message = "a worker ended; its error is above"
-            raise RuntimeError(message)
-        return list(json.loads(answer))
-
-    def end(self) -> None:
-        """Let the process end."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+_ENVIRONMENT: Final = {"OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "5"}
 
 
 def measured(trees: Sequence[Path], model: str, strategy: str, *, rounds: int, layers: int) -> list[dict[str, Any]]:
@@ -171,7 +135,10 @@ def measured(trees: Sequence[Path], model: str, strategy: str, *, rounds: int, l
     Returns:
         One row a tree.
     """
-    workers = [_Worker(tree, model, strategy, layers) for tree in trees]
+    workers = [
+        TreeWorker(tree, _WORKER, [model, strategy, str(layers), str(ROOT / "tests" / "host_reads.py")], _ENVIRONMENT)
+        for tree in trees
+    ]
     try:
         counts = [worker.ask("count") for worker in workers]
         times: list[list[list[float]]] = [[] for _ in workers]

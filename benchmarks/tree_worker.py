@@ -1,0 +1,60 @@
+"""A process that measures one checkout of this repository, so that several can take turns."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class TreeWorker:
+    """Answers questions, a line each, about the code of one checkout.
+
+    Args:
+        tree: The checkout.
+        program: Python code that reads questions from its standard input and prints an answer in JSON for each.
+        arguments: Of the program.
+        environment: Variables of its own.
+    """
+
+    def __init__(self, tree: Path, program: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        variables = {**os.environ, **environment, "PYTHONPATH": str(tree)}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", program, *arguments],
+            cwd=tree,
+            env=variables,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+
+    def ask(self, question: str) -> Any:
+        """Ask one thing.
+
+        Args:
+            question: A line.
+
+        Returns:
+            The answer.
+
+        Raises:
+            RuntimeError: The process ended.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(question, file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        if not answer:
+            message = "a worker ended; its error is above"
+            raise RuntimeError(message)
+        return json.loads(answer)
+
+    def end(self) -> None:
+        """Let the process end."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
