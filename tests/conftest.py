@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,7 @@ _TORCH_SAYS = (
 # One in so many tests of a folder or file is quick: there each is one more example of the same. 0: none.
 QUICK_SHARE = {
     "architectures": 6,
-    "loops": 6,
+    "loops": 12,
     "benchmarks": 0,
     "paper_repro": 0,
     "clipping/test_clip_policies.py": 3,
@@ -35,10 +35,23 @@ QUICK_SHARE = {
     "cli/test_inspect.py": 3,
     "cli/test_tasks.py": 3,
     "devices/test_pretended.py": 6,
-    "integrations": 10,
+    "integrations": 20,
+    "docs/test_code.py": 4,
+    "docs/test_readme.py": 3,
+    "cli/test_runs.py": 3,
+    "data/test_physical_batches.py": 3,
+    "data/test_physical_batch_size.py": 3,
+    "data/test_out_of_memory.py": 3,
+    "validation/test_find_physical_batch.py": 3,
+    "exactness/test_head.py": 3,
+    "exactness/test_sensitivity_search.py": 3,
+    "kernels/test_products.py": 3,
+    "accounting/test_history_kinds.py": 3,
     "data/test_one_owner.py": 3,
     "optim/test_no_way_to_a_sum.py": 3,
 }
+# One in so many is run by CI, the others with those marked `slow`: each is one more example of what others hold too.
+CI_SHARE = {"devices/test_pretended.py": 3}
 
 settings.register_profile("ghostclip", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("ghostclip")
@@ -80,13 +93,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
         if not _is_quick(item) or _is_further_strategy(item):
             item.add_marker(pytest.mark.thorough)
+            if not _is_of_share(item, CI_SHARE):
+                item.add_marker(pytest.mark.slow)
 
 
 def _is_quick(item: pytest.Item) -> bool:
+    return _is_of_share(item, QUICK_SHARE)
+
+
+def _is_of_share(item: pytest.Item, shares: Mapping[str, int]) -> bool:
     if HERE not in item.path.parents:
         return True
     place = item.path.relative_to(HERE)
-    share = QUICK_SHARE.get(place.as_posix(), QUICK_SHARE.get(place.parts[0], 1))
+    share = shares.get(place.as_posix(), shares.get(place.parts[0], 1))
     return share > 0 and zlib.crc32(item.name.encode()) % share == 0
 
 

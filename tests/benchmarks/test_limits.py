@@ -210,6 +210,7 @@ def test_the_command_for_a_gpu_says_in_one_line_what_is_wrong(arguments, said, c
     assert said in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_every_engine_runs_once_a_round_after_changing_neighbours():
     """An engine that leaves threads spinning must not always hit the same one."""
     ran = []

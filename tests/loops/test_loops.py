@@ -7,12 +7,21 @@ import pytest
 from benchmarks.loops.loop import Loop
 from benchmarks.loops.table import LOOPS, outcome_of, shortfall
 
+# They start processes, half a minute each; CI runs three of their kind, `make test-slow` all.
+FURTHER_OF_TWO_RANKS = {
+    "accelerator prepares first",
+    "accelerator prepares the private loader",
+    "ddp second",
+    "two ranks",
+    "two ranks shuffled",
+}
+
 
 def _parameters():
     for loop in LOOPS:
         marks = [pytest.mark.integration] if loop.hosts else []
         marks += [pytest.mark.distributed] if loop.ranks > 1 else []
-        marks += [pytest.mark.slow] if loop.slow else []
+        marks += [pytest.mark.slow] if loop.slow or loop.name in FURTHER_OF_TWO_RANKS else []
         yield pytest.param(loop, id=loop.name.replace(" ", "_"), marks=marks)
 
 
@@ -30,3 +39,4 @@ def test_names_are_names():
     names = [loop.name for loop in LOOPS]
     assert len(set(names)) == len(names)
     assert all(loop.about for loop in LOOPS)
+    assert set(names) >= FURTHER_OF_TWO_RANKS
