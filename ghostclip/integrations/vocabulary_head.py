@@ -21,6 +21,8 @@ from ghostclip.integrations.training.collation import evaluating
 from ghostclip.losses import head_losses, token_losses
 
 CHOICES: Final = ("auto", "fused", "logits")
+LARGE: Final = 8192
+"""Words from which logits are worth forming in tiles: of fewer they are no larger than other activations."""
 """Ways to compute the loss of a head: without logits where the model fits, without them or not at all, from logits."""
 
 _IGNORED: Final = -100
@@ -140,7 +142,10 @@ def use_fused(model: nn.Module, choice: str, *, allowed: bool = True) -> bool:
     reason = reason_against(model) if allowed else needed
     if reason and choice == "fused":
         raise UnsupportedModelError(_refusal(model, reason))
-    return not reason
+    if reason or choice == "fused":
+        return not reason
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    return bool(head.weight.shape[0] >= LARGE)
 
 
 def reason_against(model: nn.Module) -> str:

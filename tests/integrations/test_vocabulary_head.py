@@ -15,6 +15,7 @@ pytestmark = pytest.mark.integration
 
 from ghostclip.finetune import options as finetune_options  # noqa: E402
 from ghostclip.finetune.losses import losses_for  # noqa: E402
+from ghostclip.integrations import vocabulary_head  # noqa: E402
 from ghostclip.integrations.vocabulary_head import (  # noqa: E402
     CHOICES,
     reason_against,
@@ -31,6 +32,18 @@ _SIZES = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
 }
+
+
+@pytest.fixture(autouse=True)
+def _small_vocabularies_count_as_large(monkeypatch):
+    monkeypatch.setattr(vocabulary_head, "LARGE", 0)
+
+
+def test_a_small_vocabulary_keeps_its_logits_by_itself(monkeypatch):
+    monkeypatch.undo()
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=259, n_embd=8, n_layer=1, n_head=1))
+    assert not use_fused(model, "auto")
+    assert use_fused(model, "fused")
 
 
 def _gpt2():
