@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ghostclip import errors
 from paper_repro.examples import NAMES
-from paper_repro.examples.audited import NOT_AUDITED
+from paper_repro.examples.audited import NOT_AUDITED, NOT_IN_CI
 
 ROOT = Path(__file__).resolve().parents[1]
 # Pages that stand in the package or at the top as well: (source, page, links there and what they become here).
@@ -76,7 +76,7 @@ def examples_table() -> str:
         place = f"paper_repro/examples/{name}.py"
         about = ast.get_docstring(ast.parse((ROOT / place).read_text(encoding="utf-8"))) or ""
         why_not = NOT_AUDITED.get(name)
-        badge = "**audited in CI**" if why_not is None else f"not audited: {why_not}"
+        badge = NOT_IN_CI.get(name, "**audited in CI**") if why_not is None else f"not audited: {why_not}"
         lines.append(f"| [{name}](repo:{place}) | {about.partition(chr(10))[0]} | {badge} |")
     return "\n".join(lines)
 
