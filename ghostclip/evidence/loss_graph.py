@@ -38,51 +38,55 @@ _CROSSED: Final = (
 Sizes = dict[tuple[int, str], int]
 
 
-def refuse_foreign_parameters(roots: Sequence[Any], is_own: Callable[[nn.Parameter], bool]) -> None:
-    """Refuse trainable parameters of the loss itself, whose gradients tell of the data.
+def refuse_beyond_outputs(
+    roots: Sequence[Any], forward: ForwardContext, seen: Sizes, *, is_own: Callable[[nn.Parameter], bool]
+) -> None:
+    """Refuse trainable parameters of the loss itself, and a loss that compares samples with other samples' targets.
 
     A term of parameters alone, and one that is added to outputs of which the loss is a sum, has a gradient that does
     not depend on the data.
 
-    Args:
-        roots: Where the backward starts.
-        is_own: Tells the model's parameters, which are guarded otherwise.
-
-    Raises:
-        UncoveredParameterError: A trainable parameter that is no part of the model takes part in one of them.
-    """
-    ends = filter(leads_to_forward, linear_ends(map(edge_of, roots), is_output))
-    for node, inputs in _above_outputs(ends):
-        leaf = None if inputs else _torch.leaf_of(node)
-        if isinstance(leaf, nn.Parameter) and leaf.requires_grad and not is_own(leaf):
-            raise UncoveredParameterError(_FOREIGN.format(tuple(leaf.shape)))
-
-
-def refuse_crossed(roots: Sequence[Any], forward: ForwardContext, seen: Sizes) -> None:
-    """Refuse a loss that compares samples with other samples' targets.
-
-    ``mse_loss`` of outputs (B, 1) and targets (B,) is the usual case: it compares all outputs with all targets. What
-    gives it away is a second axis as long as the samples' own, which the values it was made from do not have. An axis
-    that had another length for another number of samples is no such axis.
+    ``mse_loss`` of outputs (B, 1) and targets (B,) is the usual case of the other: it compares all outputs with all
+    targets. What gives it away is a second axis as long as the samples' own, which the values it was made from do not
+    have. An axis that had another length for another number of samples is no such axis.
 
     Args:
         roots: Where the backward starts.
         forward: Whose outputs the loss is made of.
         seen: What was seen of earlier losses; noted in it.
+        is_own: Tells the model's parameters, which are guarded otherwise.
 
     Raises:
-        SampleMixingError: It pairs each sample with as many rows of something else as there are samples.
+        UncoveredParameterError: A trainable parameter that is no part of the model decides on gradients of outputs.
+        SampleMixingError: The loss pairs each sample with as many rows of something else as there are samples.
 
     Cost:
         One look at each node of the loss, none of the model's.
     """
+    nodes = list(_above_outputs(map(edge_of, roots)))
+    if any(_foreign(node, inputs, is_own) for node, inputs in nodes):
+        _refuse_foreign(roots, is_own)
     size = forward.batch_size
     if size == 1:
         return
-    for number, (node, inputs) in enumerate(_above_outputs(map(edge_of, roots))):
+    for number, (node, inputs) in enumerate(nodes):
         crossed = _crossed(node, inputs, number, size, seen) if inputs else ""
         if crossed:
             raise SampleMixingError(_CROSSED.format(size, size, crossed))
+
+
+def _foreign(node: Any, inputs: Sequence[Edge], is_own: Callable[[nn.Parameter], bool]) -> bool:
+    """Return whether a node is the end of a trainable parameter that is no part of the model."""
+    leaf = None if inputs else _torch.leaf_of(node)
+    return isinstance(leaf, nn.Parameter) and leaf.requires_grad and not is_own(leaf)
+
+
+def _refuse_foreign(roots: Sequence[Any], is_own: Callable[[nn.Parameter], bool]) -> None:
+    """Refuse such a parameter below a value that the loss is linear in and that leads to outputs."""
+    ends = filter(leads_to_forward, linear_ends(map(edge_of, roots), is_output))
+    for node, inputs in _above_outputs(ends):
+        if _foreign(node, inputs, is_own):
+            raise UncoveredParameterError(_FOREIGN.format(tuple(_torch.leaf_of(node).shape)))  # type: ignore[union-attr]
 
 
 def _crossed(node: Any, inputs: Sequence[Edge], number: int, size: int, seen: Sizes) -> str:

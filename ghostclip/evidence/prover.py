@@ -18,7 +18,7 @@ from ghostclip.evidence.buffers import Buffers
 from ghostclip.evidence.dependence import where_dependence_starts
 from ghostclip.evidence.growth import grown
 from ghostclip.evidence.independence import Batch, refuse_dependence
-from ghostclip.evidence.loss_graph import Sizes, refuse_crossed, refuse_foreign_parameters
+from ghostclip.evidence.loss_graph import Sizes, refuse_beyond_outputs
 from ghostclip.evidence.probe import Probe, ask, starts
 from ghostclip.evidence.unchecked import FEWER, REPLACED, ROWS, Unchecked
 
@@ -76,8 +76,7 @@ class Evidence:
             def is_own(parameter: nn.Parameter) -> bool:
                 return any(parameter is own for own in capture.model.parameters())
 
-            refuse_foreign_parameters(roots, is_own)
-            refuse_crossed(roots, forward, self.loss_sizes)
+            refuse_beyond_outputs(roots, forward, self.loss_sizes, is_own=is_own)
 
     def begin(self, capture: CaptureContext, call: ModuleCall) -> None:
         """Decide whether to ask, and run the forward with one sample more.
