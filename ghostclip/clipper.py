@@ -1,5 +1,6 @@
 """``GhostClipper``: attach to a model, call backward, find the clipped sum in ``.grad``."""
 
+import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -24,7 +25,7 @@ from ghostclip.clipping.policies import ClipPolicy, policy_of
 from ghostclip.clipping.repeats import Repeats, Verdict
 from ghostclip.clipping.savepoint import Savepoint
 from ghostclip.clipping.scalar_loss import LossExaminer
-from ghostclip.clipping.store import GradientStore
+from ghostclip.clipping.store import GradientStore, Sharded
 from ghostclip.clipping.zero_grad import ZeroGrad
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
 from ghostclip.evidence.losses import probe_losses
@@ -85,6 +86,7 @@ class GhostClipper:
         probe: bool = True,
         memory_budget: float = MEMORY_BUDGET,
         device_only: bool = False,
+        sharded: Sharded | None = None,
     ) -> None:
         """Attach to a model.
 
@@ -103,6 +105,7 @@ class GhostClipper:
             device_only: Read no value of a tensor in a backward, as a CUDA graph asks: a sample whose norm is not
                 finite, or may have been changed by rounding by more than the tolerance, contributes nothing, where
                 otherwise it is measured again in float64. Not for strategies of two backwards, whose likeness is read.
+            sharded: The ranks that hold the model's parameters in parts: `ghostclip.distributed.ShardedModel(model)`.
 
         Raises:
             InvalidOptionError: An option has a value that is not listed, or contradicts another one.
@@ -112,7 +115,13 @@ class GhostClipper:
         _validate.choice(loss_reduction, "loss_reduction", get_args(Reduction))
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise UnsupportedModelError(f"{type(model).__name__} has no trainable parameter: nothing to clip.")
+        if sharded is None and any(map(_torch.is_sharded_tensor, model.parameters())):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has parameters that several ranks hold in parts (DTensor). Call make_private, "
+                "or say GhostClipper(model, sharded=ghostclip.distributed.ShardedModel(model), ...)."
+            )
         self.model = model
+        self._sharded = sharded
         self.device_only = device_only
         self._decisions = Decisions(policy_of(max_grad_norm, policy), relation)
         self._refuse_readers(strategy, self.policy)
@@ -132,8 +141,14 @@ class GhostClipper:
             on_backward=self._open_implicit_pass,
             on_loss=lambda *loss: self._examiner.examine(self._capture, *loss),
             prover=self._evidence,
+            gathering=sharded,
         )
-        self._store = GradientStore(self._capture.substitution.parameters)
+        substitution = self._capture.substitution
+        self._store = GradientStore(
+            substitution.parameters,
+            present=substitution.present,
+            delivery=None if sharded is None else sharded.delivery,
+        )
         self._zero_grad = ZeroGrad(model)
         self.planner = Planner(memory_budget)
         self._groups()
@@ -224,7 +239,13 @@ class GhostClipper:
                     break
                 total = found
                 imprecise_B = self._imprecise_B(total)
+            if not self._any_rank(imprecise_B is not None, norms):
+                break
             if imprecise_B is None:
+                # Another rank measures some of its samples again, and parameters are gathered for that.
+                listener = NormPass(group_of, shared=self._shared, repeats=repeats)
+                self._listen(listener, lambda: self._capture.run_backward([loss], [None]))
+                repeats.begin_again()
                 break
             index_D = imprecise_B.nonzero().squeeze(1)
         weights = self._decisions.weights(total, self._forward_of(norms), scale, ill_conditioned_B)
@@ -242,10 +263,31 @@ class GhostClipper:
         sums.streams.part()
         self._close(norms)
 
+    def _any_rank(self, again: bool, norms: NormPass) -> bool:  # noqa: FBT001 - what is asked, no option
+        """Return whether a rank needs the backward again: where parameters are gathered for it, all take part.
+
+        Args:
+            again: Whether this rank does.
+            norms: Has heard of the parameters in an order that their sums may come in, if all ranks have it.
+
+        Returns:
+            True if any does.
+        """
+        if self._sharded is None:
+            return again
+        order = int.from_bytes(hashlib.blake2b(repr(norms.order).encode(), digest_size=7).digest(), "big")
+        found = self._sharded.agree("second backward", 2 * order + again)
+        self._sharded.delivery.order(at_once=len({value // 2 for value in found}) == 1)
+        return any(value % 2 for value in found)
+
     def _require(self, repeats: Repeats) -> None:
         """Drop the sums of a second backward that brought other gradients; where asking waits, it is asked later."""
         self._doubt = repeats.require()
-        if self._doubt is not None:
+        if self._doubt is not None and self._sharded is not None:
+            # Other ranks hold a part of these sums, and wait for no later answer.
+            doubt, self._doubt = self._doubt, None
+            doubt.require()
+        elif self._doubt is not None:
             self._store.drop_if(self._doubt.differs_K.any())
 
     def _imprecise_B(self, total: GroupNorms) -> Tensor | None:
@@ -267,7 +309,7 @@ class GhostClipper:
         if strategy == "hooks":
             self._store.drop_stale_samples()
             return Hooks(self._groups(), device_only=self.device_only)
-        parameters = self._capture.substitution.parameters
+        parameters = self._capture.substitution.present
         keep = None if loss is None else self.planner.before(loss, self._capture.forward, parameters)
 
         def kept_layers(use: ParamUse, grad: Tensor) -> frozenset[str]:
@@ -327,6 +369,7 @@ class GhostClipper:
         noted = [one.noted for one in listener.forwards if one.noted is not None]
         self._decisions.close(0 if forward.is_dummy else forward.batch_size, noted)
         self._store.finish()
+        self._capture.let_go()
 
     def _scale(self, *, per_sample: bool) -> float:
         """A mean divided every sample's gradient by B; undo it."""
@@ -488,7 +531,8 @@ class GhostClipper:
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that are clipped: all that require grad."""
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        held = self._capture.substitution.held
+        return [held(parameter) for parameter in self.model.parameters() if parameter.requires_grad]
 
     # -- the optimizer's side -------------------------------------------------------------------------------------
 
@@ -566,6 +610,11 @@ class GhostClipper:
             Those of each backward, shape ``(B, *P)``, P the parameter's.
         """
         return self._store.take_samples(parameter)
+
+    def rest(self) -> None:
+        """See to it that the model has the parameters that an optimizer holds, not what was gathered from them."""
+        if self._sharded is not None:
+            self._sharded.rest()
 
     def mark_empty_batch(self) -> None:
         """Count a batch without samples as a clipped sum of zero."""

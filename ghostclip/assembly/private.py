@@ -22,6 +22,7 @@ from ghostclip.distributed import (
     refuse_sharded,
     refused_together,
     require_agreement,
+    sharded_model,
 )
 from ghostclip.errors import (
     IllegalModuleConfigurationError,
@@ -171,6 +172,7 @@ def _attached(module: nn.Module, request: Request) -> GhostClipper:
         batch_first=request.batch_first,
         relation=request.sampling.event.relation,
         probe=request.probe,
+        sharded=sharded_model(module),
     )
 
 

@@ -75,7 +75,7 @@ class Watch:
         after = module.register_forward_hook(_Hook(leave), with_kwargs=True, always_call=True)
         self._handles += [before, after]
         self._watched.append((module, before.id, after.id))
-        self.kinds.add(type(module))
+        self.kinds.add(_torch.class_of(module))
 
     def extend(self, handles: list[RemovableHandle]) -> None:
         """Remove other hooks together with these."""

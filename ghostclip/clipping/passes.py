@@ -51,6 +51,13 @@ class Sums(Protocol):
             sums: Shape ``(L, *P)``, float32 or float64, contiguous; not used any more by who calls.
         """
 
+    def complete(self, name: str) -> None:
+        """Note that nothing will be added to a parameter's sum any more in this backward.
+
+        Args:
+            name: The parameter's name.
+        """
+
     def keep_sample_gradients(self, name: str, grad_BP: Tensor) -> None:
         """Take the materialised per-sample gradients of a parameter (hooks only).
 
@@ -267,6 +274,7 @@ class BookKeeping(Pass):
                 if self._versions.get(id(factor)) not in (None, versions(factor)):
                     raise TamperedGradientError(changed_in_place(name))
                 weights.into(sums, factor, name, more=bool(factors))
+            sums.complete(name)
 
     def _leaves_out(self) -> bool:
         """Note which samples are certain where no value may be read; returns whether that is so."""
@@ -342,6 +350,7 @@ class NormPass(Pass):
         self.arrived: set[str] = set()
         self.late: set[str] = set()
         self.several: set[str] = set()
+        self.order: list[str] = []
         self._shared, self._repeats = shared, repeats
         self._instantiate, self._index_D = instantiate, index_D
         self._together = Together(self.total)
@@ -351,6 +360,7 @@ class NormPass(Pass):
         """Add a factor's squared norm and drop it, or keep it for cross terms."""
         self._repeats.note(name, factor)
         self.seen.add(id(use))
+        self.order.append(name)
         if name in self.arrived:
             # A second use came after the first one was dropped: only the whole pass again can give the cross term.
             self.late.add(name)
@@ -419,6 +429,8 @@ class SumPass(Pass):
             raise GhostClipError(message)
         self._repeats.note(name, factor)
         self._weights.into(self._sums, factor, name, more=name in self._several)
+        if name not in self._several:
+            self._sums.complete(name)
 
     def finish(self) -> None:
         """Add what waited for all uses of a parameter."""

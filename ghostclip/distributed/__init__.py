@@ -12,14 +12,20 @@ from ghostclip.distributed.agreement import (
 )
 from ghostclip.distributed.draws import Share, require_one_draw
 from ghostclip.distributed.parallel import DifferentiallyPrivateDistributedDataParallel
-from ghostclip.distributed.release import noisy_shard, noisy_sum_, noisy_sums_
+from ghostclip.distributed.placement import Box, MeshAxis, Placement, placement_of
+from ghostclip.distributed.release import noisy_parts_, noisy_shard, noisy_sum_, noisy_sums_
+from ghostclip.distributed.sharded import ShardedModel, sharded_model
 from ghostclip.distributed.shared import SharedNoise, noise_for
 from ghostclip.distributed.weights import broadcast_parameters, require_equal_weights
 from ghostclip.distributed.wrappers import copy_inside, refuse_sharded
 
 __all__ = [
+    "Box",
     "DifferentiallyPrivateDistributedDataParallel",
+    "MeshAxis",
+    "Placement",
     "Share",
+    "ShardedModel",
     "SharedNoise",
     "broadcast_parameters",
     "copy_inside",
@@ -27,15 +33,18 @@ __all__ = [
     "gathered",
     "is_first",
     "noise_for",
+    "noisy_parts_",
     "noisy_shard",
     "noisy_sum_",
     "noisy_sums_",
+    "placement_of",
     "refuse_sharded",
     "refused_together",
     "require_agreement",
     "require_equal_weights",
     "require_one_draw",
     "share_noise",
+    "sharded_model",
     "telling",
     "world_size",
 ]

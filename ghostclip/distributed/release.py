@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import distributed
 
+from ghostclip import _torch
 from ghostclip.distributed.agreement import Group, world_size
+from ghostclip.distributed.placement import Box, placement_of
 from ghostclip.errors import InvalidOptionError
 from ghostclip.noise.keyed import KeyedNoise, skip_noise
-from ghostclip.noise.packs import add_noise_
+from ghostclip.noise.packs import add_noise_, packs
 
 
 @torch.no_grad()
@@ -94,6 +96,62 @@ def noisy_shard(
     shard = total[start : start + size].clone()
     source.add_shard_(shard, std, offset=start, total=total.numel())
     return shard, start
+
+
+@torch.no_grad()
+def noisy_parts_(sums: Sequence[torch.Tensor], std: float, source: KeyedNoise, *, group: Group = None) -> None:
+    """Make releases of sums of which some are held in parts: every rank draws the noise of its own part alone.
+
+    The noise is that of one machine, which adds it to all whole sums at once: to the bit, for any number of ranks.
+
+    Args:
+        sums: Sums over all ranks as DTensors, and this rank's parts of sums of what every rank has whole, in the same
+            order on all ranks; overwritten.
+        std: Standard deviation of the noise in one coordinate.
+        source: This rank's source, of which all share the key.
+        group: The ranks that train together.
+
+    Raises:
+        InvalidOptionError: If a sum has a 16-bit type, or the noise is of level "exact".
+
+    Cost:
+        Noise of a part that is a range of the parameter, or as much as the parameter's where it is none.
+    """
+    if source.level == "exact":
+        raise InvalidOptionError(
+            "noise_level='exact' with parameters that ranks hold in parts: integers are summed for whole parameters. "
+            "Use noise_level='secure'."
+        )
+    for total in sums:
+        _require_wide(total)
+        if world_size(group) > 1 and not _torch.is_sharded_tensor(total):
+            _all_reduce(total, group)
+    if std == 0:
+        return
+    for pack in packs(sums, source._block_size):
+        parts = [(_torch.local(total), _box_of(total)) for total in pack]
+        first, box = parts[0]
+        offset = box.offset
+        if len(pack) == 1 and offset is not None:
+            source.add_shard_(first, std, offset=offset, total=pack[0].numel())
+            continue
+        flat_N = torch.zeros(sum(total.numel() for total in pack), dtype=first.dtype, device=first.device)
+        wholes = [
+            whole.view(box.whole)[box.slices]
+            for whole, (_, box) in zip(flat_N.split([total.numel() for total in pack]), parts, strict=True)
+        ]
+        for whole, (part, _) in zip(wholes, parts, strict=True):
+            whole.copy_(part)
+        source.add_(flat_N, std)
+        for whole, (part, _) in zip(wholes, parts, strict=True):
+            part.copy_(whole)
+
+
+def _box_of(total: torch.Tensor) -> Box:
+    if _torch.is_sharded_tensor(total):
+        return placement_of("sum", total).here
+    shape = tuple(total.shape)
+    return Box((0,) * len(shape), shape, shape)
 
 
 def _require_wide(tensor: torch.Tensor) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ghostclip import _torch
 from ghostclip.distributed.agreement import Group, require_agreement, share_noise, world_size
 from ghostclip.distributed.draws import Share, digest_of, require_one_draw
 from ghostclip.distributed.parallel import DifferentiallyPrivateDistributedDataParallel
-from ghostclip.distributed.release import noisy_sums_
+from ghostclip.distributed.release import noisy_parts_, noisy_sums_
 from ghostclip.distributed.weights import require_equal_weights
 from ghostclip.errors import InvalidOptionError
 from ghostclip.noise.keyed import KeyedNoise, NoiseSource
@@ -60,7 +61,8 @@ class SharedNoise:
         if not self._agreed:
             require_agreement("noise", self._source.fingerprint(), self._group)
             self._agreed = True
-        noisy_sums_(tensors, std, self._source, group=self._group)
+        in_parts = any(map(_torch.is_sharded_tensor, tensors))
+        (noisy_parts_ if in_parts else noisy_sums_)(tensors, std, self._source, group=self._group)
 
     def require_one_draw(self, share: Share | None) -> None:
         """Refuse a step for which the ranks hold different draws, mechanisms or noise; called on all of them.
@@ -123,7 +125,8 @@ def noise_for(replicas: int, module: nn.Module, source: KeyedNoise) -> NoiseSour
         UnsupportedModelError: If their models differ.
     """
     ranks = world_size()
-    together = isinstance(module, (nn.parallel.DistributedDataParallel, DifferentiallyPrivateDistributedDataParallel))
+    wrappers = (nn.parallel.DistributedDataParallel, DifferentiallyPrivateDistributedDataParallel)
+    together = isinstance(module, wrappers) or bool(_torch.gathered_modules(module))
     if replicas != ranks and (replicas > 1 or together):
         raise InvalidOptionError(
             f"module {type(module).__name__} on {ranks} ranks, batches shared by {replicas}: every rank must take its "

@@ -87,6 +87,8 @@ class Evidence:
         """
         forward = capture.forward
         forward.unproven = self.unchecked.begin(forward.batch_size, probes=self.probes)
+        if self.probes and capture.gathering is not None:
+            forward.unproven = capture.gathering.hold(able=forward.batch_size > 1)
         asks = self.asks(capture)
         self._buffers = Buffers(capture.model) if asks else None
         if asks and not capture.sites.layouts:
@@ -139,7 +141,7 @@ class Evidence:
 
         def run(given: Any) -> list[Tensor]:
             own, args, kwargs = as_flat(on_rows, *given)
-            return outputs_of(own.forward(*args, **kwargs))
+            return outputs_of(capture.run(own, args, kwargs))
 
         forward = capture.forward
         with capture.substitution.unwatched():
@@ -178,7 +180,7 @@ class Evidence:
         with capture.substitution.unwatched():
             refuse_dependence(
                 capture.model,
-                lambda given: outputs_of(call.module.forward(*given[0], **given[1])),
+                lambda given: outputs_of(capture.run(call.module, *given)),
                 batch,
                 self.unchecked,
             )

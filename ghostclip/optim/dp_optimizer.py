@@ -310,6 +310,7 @@ class DPOptimizer(WrappedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 closure()
+        self.clipper.rest()
         try:
             with self._agreeing():
                 self._require_gradient()

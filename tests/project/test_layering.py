@@ -51,6 +51,7 @@ ORDERED = {
         "batch_axis",
         "casts",
         "eager",
+        "gathering",
         "growth",
         "packed",
         "replicas",
