@@ -226,7 +226,7 @@ class GhostClipper:
         while True:
             norms = NormPass(group_of, shared=self._shared, repeats=repeats, instantiate=instantiate, index_D=index_D)
             same_uses = self._listen(norms, lambda: self._capture.run_backward([loss], [None]))
-            if same_uses is None or norms.late:
+            if self._any_rank(same_uses is None or bool(norms.late), norms):
                 self._shared |= norms.late
                 repeats.begin_again(anew=total is None)
                 continue
@@ -234,20 +234,15 @@ class GhostClipper:
             norms.streams.join()
             with torch.no_grad(), full_precision():
                 found = norms.norms()
-                if total is not None and index_D is not None:
-                    ill_conditioned_B = total.refine(found, index_D)
+                if total is not None:
+                    if index_D is not None:
+                        ill_conditioned_B = total.refine(found, index_D)
                     break
                 total = found
                 imprecise_B = self._imprecise_B(total)
             if not self._any_rank(imprecise_B is not None, norms):
                 break
-            if imprecise_B is None:
-                # Another rank measures some of its samples again, and parameters are gathered for that.
-                listener = NormPass(group_of, shared=self._shared, repeats=repeats)
-                self._listen(listener, lambda: self._capture.run_backward([loss], [None]))
-                repeats.begin_again()
-                break
-            index_D = imprecise_B.nonzero().squeeze(1)
+            index_D = None if imprecise_B is None else imprecise_B.nonzero().squeeze(1)
         weights = self._decisions.weights(total, self._forward_of(norms), scale, ill_conditioned_B)
         expected = norms.seen if same_uses else None
         sums = SumPass(self._store, weights, repeats=repeats, expected=expected, several=norms.several)
@@ -610,6 +605,11 @@ class GhostClipper:
             Those of each backward, shape ``(B, *P)``, P the parameter's.
         """
         return self._store.take_samples(parameter)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether several ranks hold the model in parts, and so run it the same number of times."""
+        return self._sharded is not None
 
     def rest(self) -> None:
         """See to it that the model has the parameters that an optimizer holds, not what was gathered from them."""

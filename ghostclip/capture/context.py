@@ -138,11 +138,14 @@ class CaptureContext:
         self._attach()
         for unit in units:
             self._watch.extend(hooks.attach_inside(unit, self._enter_unit, self.substitution.give_back))
+            self._watch.extend(hooks.attach_after(unit, self._leave_unit))
         backward_entry.attach(self)
 
     def _attach(self) -> None:
         """Put hooks on the modules that have none yet."""
         hooks.attach(self.model, self._enter, self._leave, self._watch)
+        # A forward that is run once more gathers once more, which the other ranks would not expect.
+        self._rows.always |= self.gathering is not None
         self._rows.always |= any(isinstance(module, nn.RNNBase) for module in self.model.modules())
 
     def close(self) -> None:
@@ -253,6 +256,23 @@ class CaptureContext:
         if self._rows.active:
             self.substitution.substitute_unit(unit)
             self._forget_old_plans()
+
+    def _leave_unit(self, unit: nn.Module, output: Any) -> None:
+        """Have a unit's parameters substituted once they were gathered for a backward that runs its forward again.
+
+        A checkpoint inside of a unit's call does so without calling the unit, whose hooks do not run then.
+        """
+        forward = self.forward
+        if not (forward.runs_again and torch.is_grad_enabled()) or in_backward():
+            return
+
+        def gathered(grad: Tensor) -> None:
+            self._arrives(forward)
+            self._enter_unit(unit)
+
+        for tensor in outputs_of(output):
+            if tensor.requires_grad:
+                tensor.register_hook(gathered)
 
     def _let_compile(self) -> None:
         eager.resume(self._compiler)

@@ -166,5 +166,22 @@ def attach_inside(
     ]
 
 
+def attach_after(module: nn.Module, ended: Callable[[nn.Module, Any], None]) -> list[RemovableHandle]:
+    """Register a hook that runs after all others at the end of a module's call.
+
+    Args:
+        module: The module.
+        ended: Called with it and its output.
+
+    Returns:
+        Handles that remove the hook.
+    """
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        ended(module, output)
+
+    return [module.register_forward_hook(_Hook(after))]
+
+
 def _is_watched(module: nn.Module) -> bool:
     return any(isinstance(hook, _Hook) and hook.active for hook in _torch.forward_hooks(module))

@@ -26,12 +26,14 @@ from ghostclip.errors import SampleMixingError, UncoveredParameterError, Unsuppo
 class _Unit:
     """What is to be given back of one unit."""
 
-    parameters: list[tuple[dict[str, Any], str, nn.Parameter]] = field(default_factory=list)
+    parameters: list[tuple[dict[str, Any], str, nn.Parameter, TrackedTensor]] = field(default_factory=list)
     flat: list[tuple[nn.RNNBase, list[Any]]] = field(default_factory=list)
 
     def give_back(self) -> None:
-        for table, key, parameter in self.parameters:
-            table[key] = parameter
+        for table, key, parameter, tracked in self.parameters:
+            # What frees a unit's parameters may have been there first, with what the module holds from then on.
+            if table.get(key) is tracked:
+                table[key] = parameter
         for module, weights in self.flat:
             _torch.set_flat_weights(module, weights)
 
@@ -125,7 +127,7 @@ class Substitution:
                 ]
             if isinstance(module, _torch.AnyBatchNorm) and module.training:
                 raise SampleMixingError(_batch_norm(prefix[:-1], module))
-        return self.roster.meet([*(id(parameter) for _, _, parameter in own.parameters), *elsewhere])
+        return self.roster.meet([*(id(parameter) for _, _, parameter, _ in own.parameters), *elsewhere])
 
     def take_stock(self) -> None:
         """Note which parameters the units hold, before anything is gathered from them for a forward."""
@@ -175,11 +177,12 @@ class Substitution:
         for key, parameter in parameters.items():
             if parameter is None or isinstance(parameter, TrackedTensor) or not parameter.requires_grad:
                 continue
-            unit.parameters.append((parameters, key, parameter))
             held = self._held.get(prefix + key, parameter)
             if held is not parameter:
                 self._gathered[id(parameter)] = parameter, held
-            parameters[key] = self._tracked_for(prefix + key, parameter)
+            tracked = self._tracked_for(prefix + key, parameter)
+            unit.parameters.append((parameters, key, parameter, tracked))
+            parameters[key] = tracked
         if isinstance(module, nn.RNNBase) and not _is_substituted(module):
             unit.flat.append((module, _torch.flat_weights(module)))
             own = [parameters.get(name) for name in _torch.flat_weight_names(module)]

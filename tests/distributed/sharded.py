@@ -212,7 +212,7 @@ def samples(inputs: str) -> tuple[Tensor, Tensor]:
     """The records, and what they are of."""
     generator = torch.Generator().manual_seed(1)
     if inputs == "ids":
-        ids = torch.randint(3, 19, (RECORDS, 7), generator=generator)
+        ids = torch.randint(3, 19, (RECORDS, 11), generator=generator)
         return ids, ids
     shape = (RECORDS, 3, 8, 8) if inputs == "pixels" else (RECORDS, 4)
     return torch.randn(shape, generator=generator), torch.arange(RECORDS) % 3
