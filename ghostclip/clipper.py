@@ -193,7 +193,7 @@ class GhostClipper:
         else:
             if forward.batch_size > 1:
                 refuse_common_factor(loss)
-                if self._losses_to_probe > 0:
+                if self._losses_to_probe > 0 and (self._sharded is None or self._sharded.may_ask()):
                     self._losses_to_probe -= 1
                     probe_losses(self._evidence, self._capture, loss)
             self._evidence.look_at_loss(self._capture, [loss], forward)
@@ -610,6 +610,16 @@ class GhostClipper:
     def is_sharded(self) -> bool:
         """Whether several ranks hold the model in parts, and so run it the same number of times."""
         return self._sharded is not None
+
+    @property
+    def wants_proof(self) -> bool:
+        """Whether this rank asks for proofs in the next forward, as all ranks have to take part in them."""
+        return self._sharded is not None and self._sharded.wants_proof
+
+    def prove_next(self) -> None:
+        """Ask for proofs in the next forward, with all ranks."""
+        if self._sharded is not None:
+            self._sharded.prove_next()
 
     def rest(self) -> None:
         """See to it that the model has the parameters that an optimizer holds, not what was gathered from them."""

@@ -30,6 +30,16 @@ class Gathering(Protocol):
             Whether this rank is to ask.
         """
 
+    def may_ask(self) -> bool:
+        """Return whether everything is gathered for a forward that is being proved; else ask for it in a later one."""
+
+    @property
+    def wants_proof(self) -> bool:
+        """Whether this rank has met something new in a forward that was not one to be proved."""
+
+    def prove_next(self) -> None:
+        """Make the next forward one to ask for evidence; called on all ranks, as one of them wants it."""
+
     def together(self) -> AbstractContextManager[None]:
         """Return a context whose errors all ranks raise, where everything is gathered; called on all of them."""
 

@@ -33,6 +33,7 @@ class ShardedModel:
         units: The modules whose parameters are gathered for their calls.
         placements: How each parameter in parts lies, by name.
         delivery: Brings the clipped sums to the ranks that hold the parts.
+        wants_proof: Whether this rank has met something new in a forward that was not one to be proved.
 
     Raises:
         UnsupportedModelError: If a parameter is gathered at the moment, or lies in a way that is not supported.
@@ -45,7 +46,8 @@ class ShardedModel:
         self._number = 0
         self._proved = [False] * world_size()
         self._restore: list[Callable[[], None]] = []
-        self._is_open = False
+        self._is_open = self._is_due = False
+        self.wants_proof = False
 
     def _buckets(self, model: nn.Module) -> list[Bucket]:
         """Return what is sent together, in the order in which a backward completes it."""
@@ -85,7 +87,8 @@ class ShardedModel:
         """Decide, with all ranks, whether a forward is one to ask for evidence; if so, gather everything for it.
 
         Until every rank has asked once, all say in each forward whether they can: one exchange. From then on it is the
-        4th, 16th, 64th, ... forward, of which all know without asking.
+        4th, 16th, 64th, ... forward, of which all know without asking, and those that follow a step in which a rank
+        said that it has met something new.
 
         Args:
             able: Whether this rank has samples enough to prove anything.
@@ -95,15 +98,32 @@ class ShardedModel:
         """
         self._number += 1
         if all(self._proved):
-            asks = is_power_of_four(self._number)
+            asks = is_power_of_four(self._number) or self._is_due
         else:
             found = gathered("forward", able)
             self._proved = [before or now for before, now in zip(self._proved, found, strict=True)]
             asks = any(found)
         if asks:
-            self._is_open = True
+            self._is_open, self._is_due, self.wants_proof = True, False, self.wants_proof and not able
             self._restore = [_torch.keep_gathered(unit) for unit in self.units]
         return asks and able
+
+    def may_ask(self) -> bool:
+        """Return whether everything is gathered for a forward that is being proved; else ask for it in a later one.
+
+        What a rank meets for the first time in another forward (an expert whose first tokens come late) must not make
+        it gather anything alone.
+
+        Returns:
+            True within such a forward.
+        """
+        is_held = bool(self._restore)
+        self.wants_proof |= not is_held
+        return is_held
+
+    def prove_next(self) -> None:
+        """Make the next forward one to ask for evidence; called on all ranks, as one of them wants it."""
+        self._is_due = True
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -118,9 +138,11 @@ class ShardedModel:
         if not self._is_open:
             yield
             return
-        self._is_open = False
-        with refused_together("proofs of the forward"):
-            yield
+        try:
+            with refused_together("proofs of the forward"):
+                yield
+        finally:
+            self._is_open = False
 
     def telling(self) -> AbstractContextManager[None]:
         """Return a context whose errors the others hear of in `together`, which this rank does not reach.

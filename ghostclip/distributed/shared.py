@@ -64,11 +64,14 @@ class SharedNoise:
         in_parts = any(map(_torch.is_sharded_tensor, tensors))
         (noisy_parts_ if in_parts else noisy_sums_)(tensors, std, self._source, group=self._group)
 
-    def require_one_draw(self, share: Share | None) -> None:
+    def require_one_draw(self, share: Share | None) -> bool:
         """Refuse a step for which the ranks hold different draws, mechanisms or noise; called on all of them.
 
         Args:
             share: What this rank brings to the step; None where it refuses the step itself.
+
+        Returns:
+            Whether a rank asks for proofs in the next forward.
 
         Raises:
             InvalidOptionError: On all ranks; see `ghostclip.distributed.require_one_draw`.
@@ -76,8 +79,9 @@ class SharedNoise:
         self._follow_first()
         if share is not None:
             share = share._replace(noise=digest_of(self._source.fingerprint()))
-        require_one_draw(share, self._group)
+        asks = require_one_draw(share, self._group)
         self._agreed = share is not None
+        return asks
 
     def _follow_first(self) -> None:
         """Take rank 0's noise where it follows a generator: whether that was seeded anew, only rank 0 says for all."""

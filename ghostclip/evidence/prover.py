@@ -57,7 +57,8 @@ class Evidence:
         Returns:
             False for a forward of one sample as well, which can prove nothing.
         """
-        return self.probes and capture.forward.unproven and capture.forward.batch_size > 1
+        asks = self.probes and capture.forward.unproven and capture.forward.batch_size > 1
+        return asks and (capture.gathering is None or capture.gathering.may_ask())
 
     def look_at_loss(self, capture: CaptureContext, roots: Sequence[Any], forward: ForwardContext) -> None:
         """Look for what has no place between a loss and a model's outputs.
