@@ -89,7 +89,7 @@ class CaptureContext:
         note_inputs: Called with the tensors and the number of samples that a forward takes in; None to call nobody.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - who calls, who is told, and what is gathered by whom
         self,
         model: nn.Module,
         *,

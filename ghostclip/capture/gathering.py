@@ -52,10 +52,13 @@ class Gathering(Protocol):
     def let_go(self) -> None:
         """Free what was gathered for a forward that is over."""
 
-    def agree(self, what: str, value: bool | int) -> list[bool | int]:
+    def agree(self, what: str, value: int) -> list[int]:
         """Return every rank's value; called on all of them.
 
         Args:
             what: What is exchanged.
             value: This rank's.
+
+        Returns:
+            In the order of the ranks.
         """

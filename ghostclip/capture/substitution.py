@@ -201,6 +201,12 @@ class Substitution:
                 "(nn.Parameter(torch.view_as_real(w))) and take torch.view_as_complex of it in the forward."
             )
             raise UnsupportedModelError(message)
+        if _torch.is_sharded_tensor(parameter):
+            message = (
+                f"parameter '{name}' is held in parts (DTensor), and was not when the clipper was attached. Divide the "
+                "model first (fully_shard), then build the optimizer from its parameters, then call make_private."
+            )
+            raise UnsupportedModelError(message)
         self._guard(name, parameter)
         self._stands(name, parameter)
         self.generation += 1

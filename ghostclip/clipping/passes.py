@@ -51,6 +51,20 @@ class Sums(Protocol):
             sums: Shape ``(L, *P)``, float32 or float64, contiguous; not used any more by who calls.
         """
 
+    def takes_at_once(self, elements: int) -> bool:
+        """Return whether the sums of several parameters may be formed together.
+
+        Args:
+            elements: Of all of them.
+        """
+
+    def in_order(self, names: Sequence[str]) -> Sequence[str]:
+        """Return parameters in the order in which their sums are wanted.
+
+        Args:
+            names: Their names.
+        """
+
     def complete(self, name: str) -> None:
         """Note that nothing will be added to a parameter's sum any more in this backward.
 
@@ -264,10 +278,11 @@ class BookKeeping(Pass):
         """
         if weights.ill_conditioned_B is not None:
             self._take_apart()
+        self._take_apart(lambda joint: not sums.takes_at_once(joint.elements))
         joints, self._alike.joints = self._alike.joints, []
         while joints:
             weights.into_several(sums, joints.pop(0))
-        for name in list(self.factors):
+        for name in sums.in_order(list(self.factors)):
             factors = self.factors.pop(name)
             while factors:
                 factor = factors.pop(0)
@@ -282,10 +297,17 @@ class BookKeeping(Pass):
             self.certain_B = self.total.certain_B(self.forwards[0].batch_size)
         return self._device_only
 
-    def _take_apart(self) -> None:
-        """Treat every parameter by itself, as some samples must be."""
+    def _take_apart(self, which: Callable[[Joint], bool] = lambda joint: True) -> None:
+        """Treat every parameter by itself, as some samples must be.
+
+        Args:
+            which: Whether to take apart what was put together.
+        """
         joints, self._alike.joints = self._alike.joints, []
         for joint in joints:
+            if not which(joint):
+                self._alike.joints.append(joint)
+                continue
             for name, factor in joint.parts():
                 self.factors[name].append(factor)
 

@@ -27,6 +27,19 @@ class Delivery(Protocol):
 
         Args:
             parameter: As an optimizer holds it.
+
+        Returns:
+            True if so.
+        """
+
+    def number(self, parameter: nn.Parameter) -> int:
+        """Return when the turn of a parameter comes.
+
+        Args:
+            parameter: As an optimizer holds it.
+
+        Returns:
+            A number that is the lower the earlier.
         """
 
     def add(self, parameter: nn.Parameter, whole: Tensor) -> None:
@@ -52,13 +65,11 @@ class Delivery(Protocol):
 
 
 class Sharded(Gathering, Protocol):
-    """A model whose parameters are held in parts by several ranks.
+    """A model whose parameters are held in parts by several ranks."""
 
-    Attributes:
-        delivery: Brings clipped sums to the ranks that hold the parts.
-    """
-
-    delivery: Delivery
+    @property
+    def delivery(self) -> Delivery:
+        """What brings clipped sums to the ranks that hold the parts."""
 
     def rest(self) -> None:
         """See to it that the model has the parameters that an optimizer holds."""
@@ -183,6 +194,29 @@ class GradientStore:
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         whole = self._whole[parameter] = torch.empty(here.shape, dtype=dtype, device=here.device)
         return whole, True
+
+    def takes_at_once(self, elements: int) -> bool:
+        """Return whether the sums of several parameters may be formed together: not where each is sent on at once.
+
+        Args:
+            elements: Of all of them.
+
+        Returns:
+            True if so.
+        """
+        return self._delivery is None or elements <= _SHARED // 8
+
+    def in_order(self, names: Sequence[str]) -> Sequence[str]:
+        """Return parameters in the order in which their sums are wanted.
+
+        Args:
+            names: Their names.
+
+        Returns:
+            As they came, or as they are sent on.
+        """
+        delivery = self._delivery
+        return names if delivery is None else sorted(names, key=lambda name: delivery.number(self._parameters[name]))
 
     def complete(self, name: str) -> None:
         """Note that nothing will be added to a parameter's sum any more in this backward.

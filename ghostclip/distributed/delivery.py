@@ -16,10 +16,6 @@ from torch import Tensor, distributed, nn
 
 from ghostclip.distributed.placement import Placement
 
-_UNDER_WAY = 2
-"""Buckets that are being sent while the next one fills."""
-
-
 @dataclass(eq=False)
 class Bucket:
     """Parameters whose sums are sent together, of one mesh.
@@ -42,7 +38,7 @@ class _Sent:
         parameters: Those of it that were sent.
         out: Receives this rank's parts, one behind the other.
         work: What to wait for; None where it is there.
-        source: What is being sent, kept alive.
+        source: What is being sent, kept alive; None where it was.
     """
 
     bucket: Bucket
@@ -64,7 +60,7 @@ class ShardDelivery:
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = buckets
-        self._held = {id(parameter) for bucket in buckets for parameter in bucket.parameters}
+        self._held = {id(p): number for number, bucket in enumerate(buckets) for p in bucket.parameters}
         self._waiting: dict[int, Tensor] = {}
         self._next = 0
         self._sent: list[_Sent] = []
@@ -81,6 +77,17 @@ class ShardDelivery:
             True if so.
         """
         return id(parameter) in self._held
+
+    def number(self, parameter: nn.Parameter) -> int:
+        """Return when the turn of a parameter comes.
+
+        Args:
+            parameter: As an optimizer holds it.
+
+        Returns:
+            The number of its bucket; -1 for one that every rank has whole.
+        """
+        return self._held.get(id(parameter), -1)
 
     def order(self, *, at_once: bool) -> None:
         """Say whether sums may be sent before all are formed: ranks must form them in one order then.
@@ -127,7 +134,10 @@ class ShardDelivery:
         return all(id(p) in self._waiting for p in bucket.parameters if p.requires_grad)
 
     def _send(self, bucket: Bucket) -> None:
+        """Send a bucket, once the one before has arrived: it was under way while the sums of this one were formed."""
         self._next += 1
+        while self._sent:
+            self._receive(self._sent.pop(0))
         pairs = zip(bucket.parameters, bucket.placements, strict=True)
         trainable = [(p, placement) for p, placement in pairs if p.requires_grad]
         if not trainable:
@@ -141,17 +151,18 @@ class ShardDelivery:
         out, work = source[0], None
         if len(source) > 1:
             out = torch.empty_like(source[0])
-            work = distributed.reduce_scatter_tensor(
-                out, source.reshape(-1), group=_group(placement, placement.divided[0]), async_op=True
-            )
-        self._sent.append(_Sent(bucket, parameters, out, work, source))
-        while len(self._sent) > _UNDER_WAY:
-            self._receive(self._sent.pop(0))
+            # On the CPU a copy is sent, which would lie there beside the next sum.
+            at_once = source.device.type != "cpu"
+            group = _group(placement, placement.divided[0])
+            work = distributed.reduce_scatter_tensor(out, source.reshape(-1), group=group, async_op=at_once)
+        self._sent.append(_Sent(bucket, parameters, out, work, source if work is not None else None))
 
     def _whole(self, parameter: nn.Parameter, device: torch.device) -> Tensor:
         found = self._waiting.pop(id(parameter), None)
         if found is None:
-            return torch.zeros(parameter.shape, dtype=torch.promote_types(parameter.dtype, torch.float32), device=device)
+            return torch.zeros(
+                parameter.shape, dtype=torch.promote_types(parameter.dtype, torch.float32), device=device
+            )
         return found
 
     def _receive(self, sent: _Sent) -> None:
@@ -208,12 +219,12 @@ def _part_of(out: Tensor, start: int, placement: Placement) -> tuple[Tensor, int
         placement: How the parameter lies.
 
     Returns:
-        The part, contiguous, in memory of its own, and where the next one begins.
+        The part, contiguous, and where the next one begins.
     """
     box = placement.here
     if not placement.divided:
         end = start + torch.Size(box.sizes).numel()
-        return out[start:end].reshape(box.sizes).clone(), end
+        return out[start:end].view(box.sizes), end
     axis = placement.axes[placement.divided[0]]
     dim = axis.divides
     assert dim is not None, "of an axis that divides"
@@ -221,7 +232,7 @@ def _part_of(out: Tensor, start: int, placement: Placement) -> tuple[Tensor, int
     length = -(-placement.shape[dim] // axis.size)
     end = start + length * torch.Size(rest).numel()
     ahead = out[start:end].view(length, *rest)[: box.sizes[dim]]
-    return ahead.movedim(0, dim).clone(memory_format=torch.contiguous_format), end
+    return ahead.movedim(0, dim).contiguous(), end
 
 
 def _group(placement: Placement, axis: int) -> Any:

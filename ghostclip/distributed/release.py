@@ -112,16 +112,11 @@ def noisy_parts_(sums: Sequence[torch.Tensor], std: float, source: KeyedNoise, *
         group: The ranks that train together.
 
     Raises:
-        InvalidOptionError: If a sum has a 16-bit type, or the noise is of level "exact".
+        InvalidOptionError: If a sum has a 16-bit type.
 
     Cost:
         Noise of a part that is a range of the parameter, or as much as the parameter's where it is none.
     """
-    if source.level == "exact":
-        raise InvalidOptionError(
-            "noise_level='exact' with parameters that ranks hold in parts: integers are summed for whole parameters. "
-            "Use noise_level='secure'."
-        )
     for total in sums:
         _require_wide(total)
         if world_size(group) > 1 and not _torch.is_sharded_tensor(total):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ghostclip import _torch
-from ghostclip.distributed.agreement import gathered, refused_together, telling, tell_refusal, world_size
+from ghostclip.distributed.agreement import gathered, refused_together, tell_refusal, telling, world_size
 from ghostclip.distributed.delivery import Bucket, ShardDelivery
 from ghostclip.distributed.placement import Placement, placement_of
 from ghostclip.errors import GhostClipError, UnsupportedModelError
@@ -167,7 +167,7 @@ class ShardedModel:
         if restore:
             _torch.free_gathered(self.units)
 
-    def agree(self, what: str, value: bool | int) -> list[bool | int]:  # noqa: FBT001 - a value, no option
+    def agree(self, what: str, value: int) -> list[int]:
         """Return every rank's value; called on all of them.
 
         Args:
@@ -197,9 +197,7 @@ def sharded_model(model: nn.Module) -> ShardedModel | None:
     return ShardedModel(model) if _torch.gathered_modules(model) else None
 
 
-def _with_units(
-    model: nn.Module, units: frozenset[nn.Module]
-) -> list[tuple[str, nn.Module, nn.Module | None]]:
+def _with_units(model: nn.Module, units: frozenset[nn.Module]) -> list[tuple[str, nn.Module, nn.Module | None]]:
     """Return every module once with its path and the unit it belongs to."""
     found: dict[nn.Module, tuple[str, nn.Module | None]] = {}
 
@@ -223,4 +221,3 @@ def _of_one_mesh(parameters: list[nn.Parameter], placements: list[Placement]) ->
         of_kind[0].append(parameter)
         of_kind[1].append(placement)
     return [Bucket(*pair) for pair in found.values()]
-

@@ -125,19 +125,26 @@ def noise_for(replicas: int, module: nn.Module, source: KeyedNoise) -> NoiseSour
         What the private optimizer is given.
 
     Raises:
-        InvalidOptionError: If the ranks that share batches are not those that train.
+        InvalidOptionError: If the ranks that share batches are not those that train, or hold a model in parts whose
+            noise is of level "exact".
         UnsupportedModelError: If their models differ.
     """
     ranks = world_size()
     wrappers = (nn.parallel.DistributedDataParallel, DifferentiallyPrivateDistributedDataParallel)
-    together = isinstance(module, wrappers) or bool(_torch.gathered_modules(module))
+    in_parts = bool(_torch.gathered_modules(module))
+    together = isinstance(module, wrappers) or in_parts
+    if in_parts and source.level == "exact":
+        raise InvalidOptionError(
+            "noise_level='exact' with parameters that ranks hold in parts: integers are summed for whole parameters. "
+            "Use noise_level='secure'."
+        )
     if replicas != ranks and (replicas > 1 or together):
         raise InvalidOptionError(
             f"module {type(module).__name__} on {ranks} ranks, batches shared by {replicas}: every rank must take its "
             "share of each batch. Leave out distributed=False, or pass the model without its wrapper on ranks that "
             "train apart from each other."
         )
-    if replicas == 1:
+    if replicas == 1 and not in_parts:
         return source
     require_equal_weights(module)
     return SharedNoise(source)

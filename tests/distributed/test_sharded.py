@@ -6,30 +6,45 @@ import pytest
 import torch
 from torch import multiprocessing
 
-from tests.distributed.sharded import ON_FOUR, TRAININGS, run, train
+from tests.distributed.sharded import ON_FOUR, QUICK, TRAININGS, run, train
 
 pytestmark = pytest.mark.distributed
 
 
-def _trained(ranks, folder):
-    multiprocessing.spawn(run, args=(ranks, str(folder)), nprocs=ranks)
+def _trained(ranks, folder, names):
+    multiprocessing.spawn(run, args=(ranks, str(folder), names), nprocs=ranks)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
+OTHERS = tuple(name for name in TRAININGS if name not in QUICK)
+
+
 @pytest.fixture(scope="module")
-def on_two(tmp_path_factory):
-    return _trained(2, tmp_path_factory.mktemp("two"))
+def quick(tmp_path_factory):
+    return _trained(2, tmp_path_factory.mktemp("quick"), QUICK)
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    return _trained(2, tmp_path_factory.mktemp("others"), OTHERS)
 
 
 @pytest.fixture(scope="module")
 def on_four(tmp_path_factory):
-    return _trained(4, tmp_path_factory.mktemp("four"))
+    return _trained(4, tmp_path_factory.mktemp("four"), tuple(ON_FOUR))
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", TRAININGS)
-def test_two_ranks_train_as_one_process(on_two, name):
-    _compare(on_two, name, TRAININGS[name])
+@pytest.mark.parametrize("name", QUICK)
+def test_two_ranks_train_as_one_process(quick, name):
+    _compare(quick, name, TRAININGS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", OTHERS)
+def test_two_ranks_train_as_one_process_however_the_model_is_divided(others, name):
+    _compare(others, name, TRAININGS[name])
 
 
 @pytest.mark.slow
