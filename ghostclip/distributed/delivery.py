@@ -16,6 +16,7 @@ from torch import Tensor, distributed, nn
 
 from ghostclip.distributed.placement import Placement
 
+
 @dataclass(eq=False)
 class Bucket:
     """Parameters whose sums are sent together, of one mesh.

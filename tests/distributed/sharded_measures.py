@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
@@ -84,7 +84,7 @@ def _collectives(name: str) -> Mapping[str, Mapping[str, int]]:
         net = built(training)
         training.shard(net)
         assert isinstance(net, FSDPModule)
-        net.set_force_sum_reduction_for_comms(True)  # noqa: FBT003 - torch's signature
+        net.set_force_sum_reduction_for_comms(True)
         clipper = None if way == "plain" else _clipper(net, max_grad_norm=BOUND, strategy=way)
         for _ in range(3):
             with _Collectives() as counted:
@@ -113,7 +113,7 @@ def _memory() -> Mapping[str, int]:
             torch.distributed.fsdp.fully_shard(nested_in)
         torch.distributed.fsdp.fully_shard(net)
         assert isinstance(net, FSDPModule)
-        net.set_force_sum_reduction_for_comms(True)  # noqa: FBT003 - torch's signature
+        net.set_force_sum_reduction_for_comms(True)
         clipper = None if way == "plain" else _clipper(net, max_grad_norm=BOUND)
 
         def step(net: nn.Module = net, clipper: GhostClipper | None = clipper) -> None:
