@@ -140,7 +140,7 @@ def _moves() -> list[float]:
         mine = torch.tensor([number for number in kept if number % 2 == distributed.get_rank()])
         losses_of(net, "features", x[mine], y[mine]).sum().backward()
         clipper.rest()
-        sums: list[Any] = clipper.hand_over_sums([p for p in net.parameters()])
+        sums: list[Any] = clipper.hand_over_sums(list(net.parameters()))
         clipper.reset()
         return [total.full_tensor() for total in sums]
 

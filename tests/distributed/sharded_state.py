@@ -1,4 +1,4 @@
-"""A divided training is saved by some ranks and continued by others; a rank that dies leaves the others with an error."""
+"""A divided training is saved by some ranks and continued by others; one that dies leaves the others with an error."""
 
 from __future__ import annotations
 
