@@ -143,7 +143,11 @@ def run(given: dict[str, Any]) -> int:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep the log still: the page says what is slow."""
+    """Keep the log still: the page says what is slow.
+
+    Yields:
+        Nothing.
+    """
     logger = logging.getLogger("ghostclip.capture")
     level = logger.level
     logger.setLevel(logging.ERROR)
