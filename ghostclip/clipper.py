@@ -1,7 +1,8 @@
 """``GhostClipper``: attach to a model, call backward, find the clipped sum in ``.grad``."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Final, Literal, get_args
 
@@ -10,12 +11,15 @@ from torch import Tensor, nn
 
 from ghostclip import _torch, _validate
 from ghostclip.capture import backward_entry
+from ghostclip.capture.backward_entry import is_output
 from ghostclip.capture.context import CaptureContext
 from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.nodes import edge_of
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.capture.roster import Roster
 from ghostclip.clipping.decisions import Decisions, columns
 from ghostclip.clipping.grouping import Whole
+from ghostclip.clipping.held import Held
 from ghostclip.clipping.loss import back_propagate, check_shape
 from ghostclip.clipping.loss_scale import refuse_common_factor
 from ghostclip.clipping.norms import GroupNorms
@@ -124,13 +128,15 @@ class GhostClipper:
         self._said: set[str] = set()
         self.generation = 0
         self._doubt: Verdict | None = None
+        self._held: list[Held] | None = None
+        self._loss_elsewhere = False
         self._evidence = Evidence(probes=probe)
         self._examiner = LossExaminer(loss_reduction, self._evidence)
         self._capture = CaptureContext(
             model,
             batch_first=batch_first,
             on_backward=self._open_implicit_pass,
-            on_loss=lambda *loss: self._examiner.examine(self._capture, *loss),
+            on_loss=self._on_loss,
             prover=self._evidence,
         )
         self._store = GradientStore(self._capture.substitution.parameters)
@@ -301,14 +307,71 @@ class GhostClipper:
     def _complete(self, listener: BookKeeping, *, per_sample: bool) -> None:
         listener.streams.join()
         with torch.no_grad(), full_precision():
-            scale = self._scale(per_sample=per_sample)
-            total = listener.norms()
-            forward = self._forward_of(listener)
-            weights = self._decisions.weights(
-                total, forward, scale, listener.ill_conditioned_B, certain_B=listener.certain_B
+            held = Held(listener, listener.norms(), self._forward_of(listener))
+            if self._held is None:
+                self._add_sums(held, held.total, self._scale(per_sample=per_sample))
+        if self._held is None:
+            self._close(listener)
+        else:
+            self._held.append(held)
+
+    def _add_sums(self, held: Held, total: GroupNorms, scale: float) -> None:
+        listener = held.listener
+        weights = self._decisions.weights(
+            total, held.forward, scale, listener.ill_conditioned_B, certain_B=listener.certain_B
+        )
+        self._all_or_nothing(lambda: listener.add_sums(self._store, weights, scale))
+
+    # -- a part of a model ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def holding(self, *, loss_elsewhere: bool) -> Iterator[list[Held]]:
+        """Hold back the sums of plain backwards: the model is a part of another, whose norms are not known yet.
+
+        Privacy:
+            With ``loss_elsewhere`` the gradients of the outputs are taken as they come: that each row is one sample's,
+            and how the loss was reduced, is for the part that has the loss to prove.
+
+        Args:
+            loss_elsewhere: The loss is computed in another part, and backwards begin at outputs of this one.
+
+        Yields:
+            The backwards that have ended so far, in order; `conclude` adds their sums, which are dropped otherwise.
+        """
+        self._held, self._loss_elsewhere = [], loss_elsewhere
+        try:
+            yield self._held
+        finally:
+            self._held, self._loss_elsewhere = None, False
+
+    def conclude(self, held: Sequence[Held], totals: Sequence[GroupNorms]) -> None:
+        """Add the clipped sums of backwards that were held back, as one backward over samples of each.
+
+        Args:
+            held: The backwards.
+            totals: Norms over all parts of the model, of the samples of each.
+        """
+        before = self.backward_passes
+        with torch.no_grad(), full_precision():
+            for one, total in zip(held, totals, strict=True):
+                mean = self.loss_reduction == "mean"
+                self._add_sums(one, total, float(max(1, one.forward.batch_size)) if mean else 1.0)
+                self._close(one.listener)
+        self.merge_passes(since=before)
+
+    def _on_loss(
+        self, roots: Sequence[Any], grads: Sequence[Tensor | None], forwards: Sequence[ForwardContext]
+    ) -> None:
+        if not self._loss_elsewhere:
+            self._examiner.examine(self._capture, roots, grads, forwards)
+            return
+        given = list(grads) or [None]
+        if any(grad is None for grad in given) or not all(map(is_output, map(edge_of, roots))):
+            message = (
+                "a backward through a part of a model does not begin at the outputs of that part with gradients from "
+                "the next: let the schedule of the pipeline run it."
             )
-            self._all_or_nothing(lambda: listener.add_sums(self._store, weights, scale))
-        self._close(listener)
+            raise GhostClipError(message)
 
     def _all_or_nothing(self, add: Callable[[], object]) -> None:
         """Drop every sum when adding to them fails half-way: half a batch must never be released."""
