@@ -12,6 +12,7 @@ from ghostclip.distributed.agreement import (
 )
 from ghostclip.distributed.draws import Share, require_one_draw
 from ghostclip.distributed.parallel import DifferentiallyPrivateDistributedDataParallel
+from ghostclip.distributed.pipeline import PipelineClipper
 from ghostclip.distributed.release import noisy_shard, noisy_sum_, noisy_sums_
 from ghostclip.distributed.shared import SharedNoise, noise_for
 from ghostclip.distributed.weights import broadcast_parameters, require_equal_weights
@@ -19,6 +20,7 @@ from ghostclip.distributed.wrappers import copy_inside, refuse_sharded
 
 __all__ = [
     "DifferentiallyPrivateDistributedDataParallel",
+    "PipelineClipper",
     "Share",
     "SharedNoise",
     "broadcast_parameters",

@@ -22,8 +22,10 @@ from ghostclip.clipper import GhostClipper
 from ghostclip.clipping.held import Held
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.distributed.agreement import Group, gathered, require_agreement, require_equal, telling, world_size
+from ghostclip.distributed.stage_noise import Size, StageNoise
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
 from ghostclip.factors import SquaredNorm
+from ghostclip.noise import make_noise_source
 
 Stage = Any
 """A ``torch.distributed.pipelining.PipelineStage``."""
@@ -35,17 +37,20 @@ class PipelineClipper:
     The schedule runs inside `step`, which leaves each stage's clipped sums in ``.grad`` of its parameters. Any schedule
     of torch will do, those with several stages a rank and those without bubbles as well.
 
+    Each stage then releases its own part, by `DPOptimizer(inner, clipper=clipper.clippers[0], noise_source=sources[0],
+    ...)` with the sources that `noise_sources` returns.
+
     Privacy:
-        A sample moves the sums of all stages together by at most C. Noise of standard deviation σ·C is due to each
-        parameter of each stage, independently. That samples do not mix is proved on every stage; that the loss is a sum
-        over samples, on the last. A microbatch has as many samples on every stage; which are whose follows from order.
+        A sample moves the sums of all stages together by at most C, to which noise of all stages is calibrated. That
+        samples do not mix is proved on every stage; that the loss is a sum over samples, on the last. A microbatch has
+        as many samples on every stage, in the same order.
 
     Cost:
         Factors of M microbatches until the schedule ends, where ordinary training keeps those of the microbatches that
         are under way; one all-reduce of M·B numbers, and one exchange of a few bytes, by which ranks refuse together.
 
     Attributes:
-        clippers: A clipper for each stage of this rank; None for a stage without trainable parameters.
+        clippers: A clipper for each stage of this rank.
     """
 
     def __init__(
@@ -68,7 +73,7 @@ class PipelineClipper:
 
         Raises:
             InvalidOptionError: Stages are missing, doubled or shared, or ranks were given different arguments.
-            UnsupportedModelError: A stage cannot be clipped, or parameters are shared by stages.
+            UnsupportedModelError: A stage cannot be clipped, trains no parameter, or shares one with another.
         """
         self._stages, self._group = list(stages), group
         self._mean = loss_reduction == "mean"
@@ -76,7 +81,13 @@ class PipelineClipper:
         with telling("stages of a pipeline", group):
             self._require_separate()
             self.clippers = [
-                _clipper(stage.submod, max_grad_norm=max_grad_norm, loss_reduction=loss_reduction, probe=probe)
+                GhostClipper(
+                    stage.submod,
+                    max_grad_norm=max_grad_norm,
+                    loss_reduction=loss_reduction,
+                    strategy="bookkeeping",
+                    probe=probe,
+                )
                 for stage in self._stages
             ]
         numbers = gathered("stages of a pipeline", [(s.stage_index, s.num_stages) for s in self._stages], group)
@@ -91,6 +102,11 @@ class PipelineClipper:
                 raise UnsupportedModelError(
                     f"stage {number} is wrapped in DistributedDataParallel, which adds up gradients that are not "
                     "clipped. Pass the module itself."
+                )
+            if not any(parameter.requires_grad for parameter in stage.submod.parameters()):
+                raise UnsupportedModelError(
+                    f"stage {number} trains no parameter: that it keeps samples apart could not be seen. Cut the model "
+                    "so that every stage trains some."
                 )
             if stage.dw_builder is not None:
                 raise UnsupportedModelError(
@@ -131,9 +147,9 @@ class PipelineClipper:
                 records = [
                     stack.enter_context(_recording(stage, clipper))
                     for stage, clipper in zip(self._stages, self.clippers, strict=True)
-                    if clipper is not None
                 ]
-                yield
+                with _as_refused():
+                    yield
             sizes = [record.sizes() for record in records]
         found = [of_stage for of_rank in gathered("step of a pipeline", sizes, self._group) for of_stage in of_rank]
         require_equal("samples of the microbatches", found)
@@ -150,17 +166,52 @@ class PipelineClipper:
             record.clipper.conclude(record.in_order(), [_total(part_B) for part_B in parts])
         self._norms = [_total(part_B).sums[0].norm_B() * (len(part_B) if self._mean else 1) for part_B in parts]
 
+    def noise_sources(self, level: str = "fast") -> list[StageNoise]:
+        """Return noise for each stage of this rank, parts of one draw; called on all ranks of the pipeline.
+
+        Args:
+            level: "fast" or "secure", see `ghostclip.noise.make_noise_source`.
+
+        Returns:
+            One source for each stage, for `DPOptimizer(..., clipper=..., noise_source=...)`.
+
+        Raises:
+            InvalidOptionError: The level sums integers over whole models.
+        """
+        with telling("noise of a pipeline", self._group):
+            if level == "exact":
+                raise InvalidOptionError('level="exact": stages of a pipeline have no integer sums. Use "secure".')
+            sources = [make_noise_source(level=level) for _ in self._stages]
+        own = [(s.stage_index, sources[0].shared_state(), _sizes(s.submod)) for s in self._stages]
+        found = sorted(
+            (of for of_rank in gathered("noise of a pipeline", own, self._group) for of in of_rank), key=_first
+        )
+        for source in sources:
+            source.load_state_dict(found[0][1])
+        sizes = [size for _, _, size in found]
+        pairs = zip(sources, self._stages, strict=True)
+        return [StageNoise(source, sizes, stage.stage_index, self._group) for source, stage in pairs]
+
     def reset(self) -> None:
         """Forget the sums of all stages of this rank."""
         for clipper in self.clippers:
-            if clipper is not None:
-                clipper.reset()
+            clipper.reset()
 
     def remove(self) -> None:
         """Detach from the stages of this rank."""
         for clipper in self.clippers:
-            if clipper is not None:
-                clipper.remove()
+            clipper.remove()
+
+
+@contextmanager
+def _as_refused() -> Iterator[None]:
+    """Raise what a stage refused as it was, and not as the failure that a schedule makes of it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__cause__, GhostClipError):
+            raise error.__cause__ from error
+        raise
 
 
 class _Record:
@@ -200,7 +251,7 @@ def _recording(stage: Stage, clipper: GhostClipper) -> Iterator[_Record]:
             if len(held) != before + 1 or number in record.held:
                 raise GhostClipError(
                     f"stage {stage.stage_index}: the backward of microbatch {number} reached no trainable parameter, "
-                    "or ran twice. Freeze all parameters of a stage that trains none, and run one step of the schedule."
+                    "or ran twice. Run the schedule's step once, on a model whose stages all add to the loss."
                 )
             record.held[number] = held[-1]
 
@@ -220,10 +271,13 @@ def _nothing_is_left() -> Callable[[], None]:
     return lambda: None
 
 
-def _clipper(module: nn.Module, **options: Any) -> GhostClipper | None:
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        return None
-    return GhostClipper(module, strategy="bookkeeping", **options)
+def _first(item: tuple[int, Any, Any]) -> int:
+    return item[0]
+
+
+def _sizes(module: nn.Module) -> list[Size]:
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return [Size(p.numel(), torch.promote_types(p.dtype, torch.float32)) for p in trained]
 
 
 def _require_every_stage(numbers: Sequence[tuple[int, int]]) -> None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections import Counter
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed import pipelining
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ghostclip.distributed.pipeline import PipelineClipper
-from ghostclip.errors import GhostClipError
+from ghostclip.errors import GhostClipError, InvalidOptionError
+from ghostclip.optim import DPOptimizer
 from tests.process_group import process_group
 
 SAMPLES, POSITIONS, WIDTH, WORDS, MICROBATCHES = 12, 5, 8, 11, 4
@@ -142,14 +144,79 @@ def run(rank: int, ranks: int, folder: str) -> None:
         found: dict[str, Any] = {name: clipped(rank, ranks, name) for name in (*SINGLE, *SEVERAL)}
         found["whole"] = clipped(rank, ranks, "1F1B", loss=sum_loss)
         found["left out"] = [clipped(rank, ranks, "1F1B", loss=sum_loss, left_out=n) for n in range(3)]
+        found["noise"] = {level: noise(rank, ranks, level) for level in ("fast", "secure")}
+        found["trained"] = trained(rank, ranks)
         found["refused"] = refusals(rank, ranks)
     torch.save(found, f"{folder}/rank{rank}.pt")
+
+
+def noise(rank: int, ranks: int, level: str) -> dict[str, Any]:
+    """Two draws of noise alone for this rank's parameters, by their names, and the state before."""
+    stages, model = stages_of(rank, ranks, "V, zero bubbles")
+    clipper = PipelineClipper(stages, max_grad_norm=BOUND)
+    sources = clipper.noise_sources(level)
+    state = sources[0].state_dict()
+    names = {id(parameter): key for key, parameter in model.named_parameters()}
+    found: dict[str, list[Tensor]] = {}
+    for _ in range(2):
+        for source, stage in zip(sources, stages, strict=True):
+            own = list(stage.submod.parameters())
+            zeros = [torch.zeros_like(parameter) for parameter in own]
+            source.add_all_(zeros, 3.0)
+            for parameter, drawn in zip(own, zeros, strict=True):
+                found.setdefault(names[id(parameter)], []).append(drawn)
+    clipper.remove()
+    return {"state": state, "drawn": found}
+
+
+def trained(rank: int, ranks: int) -> dict[str, Any]:
+    """Weights of this rank after a training in private steps, by their names, and the noise that it began with."""
+    stages, model = stages_of(rank, ranks, "1F1B")
+    schedule = schedule_of("1F1B", stages, mean_loss)
+    clipper = PipelineClipper(stages, max_grad_norm=BOUND)
+    (source,) = clipper.noise_sources("secure")
+    state = source.state_dict()
+    optimizer = DPOptimizer(
+        torch.optim.Adam(stages[0].submod.parameters(), lr=0.01),
+        noise_multiplier=0.5, expected_batch_size=SAMPLES, clipper=clipper.clippers[0], noise_source=source,
+    )  # fmt: skip
+    inputs, labels = batch()
+    for _ in range(3):
+        with clipper.step():
+            run_schedule(schedule, stages, inputs, labels)
+        optimizer.step()
+        optimizer.zero_grad()
+    own = {id(parameter) for parameter in stages[0].submod.parameters()}
+    weights = {key: p.detach().clone() for key, p in model.named_parameters() if id(p) in own}
+    optimizer.noise_multiplier = 0.5 + rank
+    with clipper.step():
+        run_schedule(schedule, stages, inputs, labels)
+    with pytest.raises(InvalidOptionError) as refused:
+        optimizer.step()
+    clipper.remove()
+    return {"state": state, "weights": weights, "refused": str(refused.value)}
+
+
+def mixing(rank: int, ranks: int, folder: str) -> None:
+    """Be one rank of a pipeline whose last stage mixes samples, and write down what was raised."""
+    torch.set_num_threads(1)
+    meeting, timeout = f"file://{folder}/meeting", timedelta(seconds=8)
+    distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=timeout)
+    stages, _ = stages_of(rank, ranks, "GPipe")
+    if stages[0].is_last:
+        stages[0].submod = nn.Sequential(nn.BatchNorm1d(POSITIONS).double(), stages[0].submod)
+    clipper = PipelineClipper(stages, max_grad_norm=BOUND)
+    try:
+        with clipper.step():
+            run_schedule(schedule_of("GPipe", stages, mean_loss), stages, *batch())
+    except Exception as error:  # noqa: BLE001 - whatever it is, the test looks at it
+        torch.save(type(error).__name__, f"{folder}/rank{rank}.pt")
 
 
 def refusals(rank: int, ranks: int) -> dict[str, str]:
     """What each rank says of what is refused, by case."""
     said = {}
-    for case in ("mesh", "twice", "wrapped", "builder", "disagree", "no backward"):
+    for case in ("mesh", "twice", "wrapped", "builder", "disagree", "frozen", "no backward"):
         with pytest.raises(GhostClipError) as refused:
             _refused(case, rank, ranks)
         said[case] = str(refused.value)
@@ -167,6 +234,8 @@ def _refused(case: str, rank: int, ranks: int) -> None:
         stages[0].submod.__class__ = type("Wrapped", (nn.parallel.DistributedDataParallel,), {})
     if case == "builder" and rank == 1:
         stages[0].dw_builder = lambda: lambda: None
+    if case == "frozen" and rank == 1:
+        stages[0].submod.requires_grad_(False)
     if case == "disagree" and rank == 1:
         bound = 2 * BOUND
     clipper = PipelineClipper(stages, max_grad_norm=bound)

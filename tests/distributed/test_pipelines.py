@@ -7,6 +7,9 @@ import torch
 from torch import multiprocessing
 from torch.nn import functional
 
+from ghostclip import GhostClipper
+from ghostclip.noise import make_noise_source
+from ghostclip.optim import DPOptimizer
 from tests import reference
 from tests.distributed import pipelines
 
@@ -76,6 +79,50 @@ def test_norms_meet_once_a_step(found, name):
         assert set(rank[name]["passes"]) == {1}
 
 
+@pytest.mark.parametrize("level", ["fast", "secure"])
+def test_noise_of_stages_is_that_of_one_process_to_the_bit(found, level):
+    drawn = {key: parts for rank in found for key, parts in rank["noise"][level]["drawn"].items()}
+    source = make_noise_source(level=level)
+    source.load_state_dict(found[0]["noise"][level]["state"])
+    model = pipelines.whole_model(max(2, 2 * len(found) - 2))
+    for number in range(2):
+        zeros = {key: torch.zeros_like(parameter) for key, parameter in model.named_parameters()}
+        source.add_all_(list(zeros.values()), 3.0)
+        for key, want in zeros.items():
+            assert torch.equal(drawn[key][number], want)
+            assert want.any()
+
+
+def test_a_training_is_that_of_one_process(found):
+    """Three steps of Adam with clipping and noise; ranks that disagree about the noise release nothing."""
+    model = pipelines.whole_model(max(2, len(found) - 2))
+    source = make_noise_source(level="secure")
+    source.load_state_dict(found[0]["trained"]["state"])
+    inputs, labels = pipelines.batch()
+    with GhostClipper(model, max_grad_norm=pipelines.BOUND) as clipper:
+        optimizer = DPOptimizer(
+            torch.optim.Adam(model.parameters(), lr=0.01),
+            noise_multiplier=0.5, expected_batch_size=pipelines.SAMPLES, clipper=clipper, noise_source=source,
+        )  # fmt: skip
+        for _ in range(3):
+            pipelines.mean_loss(model(inputs), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = {key: value for rank in found for key, value in rank["trained"]["weights"].items()}
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(weights[key], parameter.detach(), rtol=1e-9, atol=1e-11)
+    for rank in found:
+        assert "Set σ and C" in rank["trained"]["refused"]
+
+
+@pytest.mark.slow
+def test_a_stage_that_mixes_samples_is_refused(tmp_path):
+    """By its own error where it is found out; the rank that waits for it ends with the group's timeout."""
+    multiprocessing.spawn(pipelines.mixing, args=(2, str(tmp_path)), nprocs=2)
+    assert torch.load(tmp_path / "rank1.pt") == "SampleMixingError"
+    assert torch.load(tmp_path / "rank0.pt") in {"RuntimeError", "DistBackendError"}
+
+
 @pytest.mark.parametrize(
     ("case", "words"),
     [
@@ -83,6 +130,7 @@ def test_norms_meet_once_a_step(found, name):
         ("twice", "is one of stage"),
         ("wrapped", "wrapped in DistributedDataParallel"),
         ("builder", "has a dw_builder"),
+        ("frozen", "trains no parameter"),
         ("disagree", "max_grad_norm and loss_reduction of rank 1 is"),
         ("no backward", "no backward ran in this step"),
     ],
