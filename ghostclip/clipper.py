@@ -23,7 +23,7 @@ from ghostclip.clipping.held import Held
 from ghostclip.clipping.loss import back_propagate, check_shape
 from ghostclip.clipping.loss_scale import refuse_common_factor
 from ghostclip.clipping.norms import GroupNorms
-from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, Pass, SumPass
+from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, Pass, Sequences, SumPass
 from ghostclip.clipping.policies import ClipPolicy, policy_of
 from ghostclip.clipping.repeats import Repeats, Verdict
 from ghostclip.clipping.savepoint import Savepoint
@@ -89,6 +89,7 @@ class GhostClipper:
         probe: bool = True,
         memory_budget: float = MEMORY_BUDGET,
         device_only: bool = False,
+        sequences: Sequences | None = None,
     ) -> None:
         """Attach to a model.
 
@@ -107,6 +108,7 @@ class GhostClipper:
             device_only: Read no value of a tensor in a backward, as a CUDA graph asks: a sample whose norm is not
                 finite, or may have been changed by rounding by more than the tolerance, contributes nothing, where
                 otherwise it is measured again in float64. Not for strategies of two backwards, whose likeness is read.
+            sequences: The ranks over which sequences are split: see `ghostclip.distributed.SplitSequences`.
 
         Raises:
             InvalidOptionError: An option has a value that is not listed, or contradicts another one.
@@ -118,6 +120,12 @@ class GhostClipper:
             raise UnsupportedModelError(f"{type(model).__name__} has no trainable parameter: nothing to clip.")
         self.model = model
         self.device_only = device_only
+        self._sequences = sequences
+        if sequences is not None and strategy not in {"auto", "bookkeeping"}:
+            raise InvalidOptionError(
+                f"strategy={strategy!r} with sequences: factors that ranks have in parts are brought together by "
+                "book-keeping alone. Use strategy='bookkeeping'."
+            )
         self._decisions = Decisions(policy_of(max_grad_norm, policy), relation)
         self._refuse_readers(strategy, self.policy)
         self.strategy = strategy
@@ -201,7 +209,7 @@ class GhostClipper:
         """Return the strategy for the latest forward: what was asked for, or what ``"auto"`` decides and why."""
         if self.strategy != "auto":
             return self.strategy
-        if self._capture.is_checkpointed():
+        if self._capture.is_checkpointed() and self._sequences is None:
             self._say("strategy 'auto': two backward passes ('ghost'), because activation checkpointing is active.")
             return "ghost"
         self._say("strategy 'auto': book-keeping, one backward pass.")
@@ -279,7 +287,9 @@ class GhostClipper:
         def kept_layers(use: ParamUse, grad: Tensor) -> frozenset[str]:
             return self.planner.during(use, grad, parameters) if keep is None else keep
 
-        return BookKeeping(self._groups(), kept_layers=kept_layers, device_only=self.device_only)
+        return BookKeeping(
+            self._groups(), kept_layers=kept_layers, device_only=self.device_only, sequences=self._sequences
+        )
 
     def _open_implicit_pass(self, use: ParamUse | None) -> None:
         """Begin listening to a plain ``loss.backward()``; it completes when that backward ends."""
@@ -388,7 +398,8 @@ class GhostClipper:
             backward_entry.forget(forward)
         forward = self._forward_of(listener)
         noted = [one.noted for one in listener.forwards if one.noted is not None]
-        self._decisions.close(0 if forward.is_dummy else forward.batch_size, noted)
+        rows = 0 if forward.is_dummy else forward.batch_size
+        self._decisions.close(rows if self._sequences is None else self._sequences.rows(rows), noted)
         self._store.finish()
 
     def _scale(self, *, per_sample: bool) -> float:

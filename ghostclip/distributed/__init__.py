@@ -10,6 +10,7 @@ from ghostclip.distributed.agreement import (
     telling,
     world_size,
 )
+from ghostclip.distributed.context import SplitSequences
 from ghostclip.distributed.draws import Share, require_one_draw
 from ghostclip.distributed.parallel import DifferentiallyPrivateDistributedDataParallel
 from ghostclip.distributed.pipeline import PipelineClipper
@@ -23,6 +24,7 @@ __all__ = [
     "PipelineClipper",
     "Share",
     "SharedNoise",
+    "SplitSequences",
     "broadcast_parameters",
     "copy_inside",
     "from_first",

@@ -83,8 +83,8 @@ def _require_one_process() -> None:
     ranks = os.environ.get("WORLD_SIZE", "1")
     if ranks.isdecimal() and int(ranks) > 1:
         raise InvalidOptionError(
-            f"WORLD_SIZE={ranks}: ghostclip finetune trains in one process. Start it without torchrun; a script of your "
-            "own trains on several (docs: several devices)."
+            f"WORLD_SIZE={ranks}: ghostclip finetune trains in one process. Start it without torchrun; a script of "
+            "your own trains on several (docs: several devices)."
         )
 
 
