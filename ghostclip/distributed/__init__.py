@@ -10,8 +10,10 @@ from ghostclip.distributed.agreement import (
     telling,
     world_size,
 )
+from ghostclip.distributed.context import SplitSequences
 from ghostclip.distributed.draws import Share, require_one_draw
 from ghostclip.distributed.parallel import DifferentiallyPrivateDistributedDataParallel
+from ghostclip.distributed.pipeline import PipelineClipper
 from ghostclip.distributed.placement import Box, MeshAxis, Placement, placement_of
 from ghostclip.distributed.release import noisy_parts_, noisy_shard, noisy_sum_, noisy_sums_
 from ghostclip.distributed.sharded import ShardedModel, sharded_model
@@ -23,10 +25,12 @@ __all__ = [
     "Box",
     "DifferentiallyPrivateDistributedDataParallel",
     "MeshAxis",
+    "PipelineClipper",
     "Placement",
     "Share",
     "ShardedModel",
     "SharedNoise",
+    "SplitSequences",
     "broadcast_parameters",
     "copy_inside",
     "from_first",
