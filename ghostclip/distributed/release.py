@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
 from torch import distributed
@@ -12,7 +13,10 @@ from ghostclip.distributed.agreement import Group, world_size
 from ghostclip.distributed.placement import Box, placement_of
 from ghostclip.errors import InvalidOptionError
 from ghostclip.noise.keyed import KeyedNoise, skip_noise
-from ghostclip.noise.packs import add_noise_, packs
+from ghostclip.noise.packs import add_noise_, copy_back_, flattened, packs
+
+_BUCKET: Final = 25 << 20
+"""Bytes of sums that are reduced together, as torch's DistributedDataParallel has them."""
 
 
 @torch.no_grad()
@@ -61,8 +65,7 @@ def noisy_sums_(partials: Sequence[torch.Tensor], std: float, source: KeyedNoise
     elif std > 0:
         skip_noise(source, partials)
     if world_size(group) > 1:
-        for partial in partials:
-            _all_reduce(partial, group)
+        _all_reduce_all(partials, group)
 
 
 @torch.no_grad()
@@ -119,8 +122,8 @@ def noisy_parts_(sums: Sequence[torch.Tensor], std: float, source: KeyedNoise, *
     """
     for total in sums:
         _require_wide(total)
-        if world_size(group) > 1 and not _torch.is_sharded_tensor(total):
-            _all_reduce(total, group)
+    if world_size(group) > 1:
+        _all_reduce_all([total for total in sums if not _torch.is_sharded_tensor(total)], group)
     if std == 0:
         return
     for pack in packs(sums, source._block_size):
@@ -152,6 +155,30 @@ def _box_of(total: torch.Tensor) -> Box:
 def _require_wide(tensor: torch.Tensor) -> None:
     if tensor.dtype in {torch.float16, torch.bfloat16}:
         raise InvalidOptionError(f"sum of {tensor.dtype}: clipped sums are kept and added up in float32 at least.")
+
+
+def _all_reduce_all(partials: Sequence[torch.Tensor], group: Group) -> None:
+    """Add up the sums of all ranks, small ones put together, each bucket under way while the next one is copied.
+
+    A release is reduced once, however many backwards were accumulated for it.
+    """
+    under_way: list[tuple[list[torch.Tensor], torch.Tensor, Any]] = []
+
+    def arrive() -> None:
+        bucket, sent, work = under_way.pop(0)
+        work.wait()
+        if len(bucket) > 1:
+            copy_back_(sent, bucket)
+        elif sent is not bucket[0]:
+            bucket[0].copy_(sent)
+
+    for bucket in packs(partials, lambda partial: _BUCKET // partial.element_size()):
+        sent = flattened(bucket) if len(bucket) > 1 else bucket[0].contiguous()
+        under_way.append((bucket, sent, distributed.all_reduce(sent, group=group, async_op=True)))
+        if len(under_way) > 1:
+            arrive()
+    while under_way:
+        arrive()
 
 
 def _all_reduce(tensor: torch.Tensor, group: Group) -> None:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import GhostClipper, PrivacyEngine
 from ghostclip.data.tensor_memory import peak_bytes
-from ghostclip.distributed import ShardedModel, noisy_parts_, share_noise
+from ghostclip.distributed import ShardedModel, noisy_parts_, noisy_sums_, share_noise
 from ghostclip.errors import GhostClipError
 from ghostclip.noise import make_noise_source
 from tests.distributed.sharded import TRAININGS, blocks, built, losses_of, nested, samples, whole_of
@@ -46,6 +46,7 @@ def run(rank: int, ranks: int, folder: str) -> None:
             "moves": _moves(),
             "noise": _noise(),
             "refused": _refused(rank),
+            "copies": _copies(rank),
         }
     torch.save(found, Path(folder) / f"rank{rank}.pt")
     os._exit(0)
@@ -171,6 +172,18 @@ def _noise() -> Mapping[str, Any]:
             "held": [total.to_local().numel() if isinstance(total, DTensor) else total.numel() for total in sums],
         }
     return found
+
+
+def _copies(rank: int) -> Mapping[str, Any]:
+    """Reduce the sums of many small parameters, and of one that is no range of memory, that every rank has whole."""
+    source = make_noise_source()
+    share_noise(source)
+    state = source.state_dict()
+    sums = [torch.full((7, number), rank + 1.0) for number in range(1, 60)]
+    sums[4], sums[9] = torch.full((40, 30), rank + 1.0).mT, torch.empty(0, 3)
+    with _Collectives() as counted:
+        noisy_sums_(sums, STD, source)
+    return {"state": state, "sums": [total.contiguous() for total in sums], "counts": dict(counted.counts)}
 
 
 class _Mixes(nn.Module):

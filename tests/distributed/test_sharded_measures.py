@@ -58,6 +58,19 @@ def test_parts_of_the_noise_are_those_of_one_draw_to_the_bit(found, level):
             assert torch.equal(one, own)
 
 
+def test_sums_of_small_parameters_are_reduced_together(found):
+    first = found[0]["copies"]
+    source = make_noise_source()
+    source.load_state_dict(first["state"])
+    expected = [torch.full(total.shape, 1.0) for total in first["sums"]]
+    expected[4] = torch.full((40, 30), 1.0).mT
+    add_noise_(source, expected, STD)
+    for rank in found:
+        assert rank["copies"]["counts"] == {"c10d::allreduce_": 1}
+        for one, own in zip(expected, rank["copies"]["sums"], strict=True):
+            assert torch.equal(one + 2.0, own)
+
+
 REFUSED = {
     "mixes": "the output of one sample depends on other samples",
     "raises": "",
