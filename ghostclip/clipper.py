@@ -121,22 +121,11 @@ class GhostClipper:
         _validate.choice(loss_reduction, "loss_reduction", get_args(Reduction))
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise UnsupportedModelError(f"{type(model).__name__} has no trainable parameter: nothing to clip.")
-        if sharded is None and any(map(_torch.is_sharded_tensor, model.parameters())):
-            raise UnsupportedModelError(
-                f"{type(model).__name__} has parameters that several ranks hold in parts (DTensor). Call make_private, "
-                "or say GhostClipper(model, sharded=ghostclip.distributed.ShardedModel(model), ...)."
-            )
+        _check_ranks(model, strategy, sharded=sharded, sequences=sequences)
         self.model = model
         self._sharded = sharded
         self.device_only = device_only
         self._sequences = sequences
-        if sequences is not None and sharded is not None:
-            raise InvalidOptionError("sequences with sharded: which of the two an axis is for cannot be told. Use one.")
-        if sequences is not None and strategy not in {"auto", "bookkeeping"}:
-            raise InvalidOptionError(
-                f"strategy={strategy!r} with sequences: factors that ranks have in parts are brought together by "
-                "book-keeping alone. Use strategy='bookkeeping'."
-            )
         self._decisions = Decisions(policy_of(max_grad_norm, policy), relation)
         self._refuse_readers(strategy, self.policy)
         self.strategy = strategy
@@ -757,3 +746,33 @@ class GhostClipper:
         if text not in self._said:
             self._said.add(text)
             _log.info(text)
+
+
+def _check_ranks(model: nn.Module, strategy: str, *, sharded: Sharded | None, sequences: Sequences | None) -> None:
+    """Check what a clipper is told of other ranks.
+
+    Args:
+        model: The model.
+        strategy: How the clipped sum is formed.
+        sharded: The ranks that hold its parameters in parts.
+        sequences: The ranks over which sequences are split.
+
+    Raises:
+        UnsupportedModelError: The model has parameters in parts, and nobody says how they are held.
+        InvalidOptionError: The options contradict each other.
+    """
+    if sharded is None and any(map(_torch.is_sharded_tensor, model.parameters())):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has parameters that several ranks hold in parts (DTensor). Call make_private, "
+            "or say GhostClipper(model, sharded=ghostclip.distributed.ShardedModel(model), ...)."
+        )
+    if sequences is not None and sharded is not None:
+        raise InvalidOptionError(
+            "sequences with sharded: splitting sequences over ranks that hold parameters in parts is not supported. "
+            "Use one of them."
+        )
+    if sequences is not None and strategy not in {"auto", "bookkeeping"}:
+        raise InvalidOptionError(
+            f"strategy={strategy!r} with sequences: factors that ranks have in parts are brought together by "
+            "book-keeping alone. Use strategy='bookkeeping'."
+        )

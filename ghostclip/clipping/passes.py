@@ -56,6 +56,9 @@ class Sums(Protocol):
 
         Args:
             elements: Of all of them.
+
+        Returns:
+            True if so.
         """
 
     def in_order(self, names: Sequence[str]) -> Sequence[str]:
@@ -63,6 +66,9 @@ class Sums(Protocol):
 
         Args:
             names: Their names.
+
+        Returns:
+            The same names.
         """
 
     def complete(self, name: str) -> None:
@@ -96,6 +102,9 @@ class Sequences(Protocol):
 
         Args:
             factor: Parts of the gradients of all samples.
+
+        Returns:
+            A factor of this rank's samples.
         """
 
     def rows(self, batch_size: int) -> int:
@@ -103,6 +112,9 @@ class Sequences(Protocol):
 
         Args:
             batch_size: B.
+
+        Returns:
+            Their number.
         """
 
 

@@ -58,7 +58,11 @@ class Delivery(Protocol):
         """
 
     def finish(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Send what is left, and return every parameter with the sum over all ranks, placed as the parameter is."""
+        """Send what is left; called on all ranks.
+
+        Returns:
+            Every trainable parameter with the sum over all ranks, placed as the parameter is.
+        """
 
     def drop(self) -> None:
         """Forget what was not sent."""
