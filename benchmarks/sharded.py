@@ -27,7 +27,7 @@ from ghostclip import PrivacyEngine
 
 WAYS = ("fully_shard", "data parallel")
 LENGTHS = (128, 512)
-FIRST_STEPS = 5
+FIRST_STEPS = 4
 
 
 class Sizes(NamedTuple):
@@ -40,10 +40,10 @@ class Sizes(NamedTuple):
         samples: Of each rank's batch at the first length; fewer at longer ones, for as many tokens.
     """
 
-    width: int = 256
-    layers: int = 4
-    words: int = 2000
-    samples: int = 8
+    width: int = 192
+    layers: int = 3
+    words: int = 1000
+    samples: int = 4
 
 
 SMALL = Sizes(32, 2, 50, 2)
