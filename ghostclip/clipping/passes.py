@@ -75,6 +75,9 @@ class Sequences(Protocol):
 
         Args:
             factor: Parts of the gradients of all samples.
+
+        Returns:
+            A factor of fewer samples.
         """
 
     def rows(self, batch_size: int) -> int:
@@ -82,6 +85,9 @@ class Sequences(Protocol):
 
         Args:
             batch_size: B.
+
+        Returns:
+            B over the number of ranks, or less.
         """
 
 
