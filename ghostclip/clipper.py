@@ -138,7 +138,7 @@ class GhostClipper:
         self._doubt: Verdict | None = None
         self._held: list[Held] | None = None
         self._loss_elsewhere = False
-        self._evidence = Evidence(probes=probe)
+        self._evidence = Evidence(probes=probe, may_exchange=sequences is not None)
         self._examiner = LossExaminer(loss_reduction, self._evidence)
         self._capture = CaptureContext(
             model,

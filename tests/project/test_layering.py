@@ -90,6 +90,7 @@ ORDERED = {
     "evidence": [
         "dependence",
         "dropout",
+        "exchanges",
         "gradient_edges",
         "linear_paths",
         "loss_graph",
