@@ -79,6 +79,11 @@ class PipelineClipper:
         self._mean = loss_reduction == "mean"
         self._norms: list[Tensor] = []
         with telling("stages of a pipeline", group):
+            if world_size(group) < world_size():
+                raise InvalidOptionError(
+                    f"a pipeline over {world_size(group)} of {world_size()} ranks: sums of copies of a pipeline are "
+                    "not added up. Let all ranks be stages of one, or start each copy as a training of its own."
+                )
             self._require_separate()
             self.clippers = [
                 GhostClipper(
