@@ -19,6 +19,7 @@ from ghostclip.clipping.grouping import Whole
 from ghostclip.clipping.loss import back_propagate, check_shape
 from ghostclip.clipping.loss_scale import refuse_common_factor
 from ghostclip.clipping.norms import GroupNorms
+from ghostclip.clipping.parts import PartlyKept, Parts
 from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, Pass, SumPass
 from ghostclip.clipping.policies import ClipPolicy, policy_of
 from ghostclip.clipping.repeats import Repeats, Verdict
@@ -31,6 +32,7 @@ from ghostclip.evidence.losses import probe_losses
 from ghostclip.evidence.prover import Evidence
 from ghostclip.evidence.unchecked import Unchecked
 from ghostclip.kernels.precision import full_precision
+from ghostclip.planning.below import BlockPlanner, Cut
 from ghostclip.planning.coverage import Coverage, coverage_of
 from ghostclip.planning.plan import MEMORY_BUDGET, Planner
 
@@ -39,6 +41,12 @@ _log = logging.getLogger(__name__)
 Strategy = Literal["auto", "bookkeeping", "ghost", "fast", "hooks"]
 Reduction = Literal["mean", "sum"]
 _TWO_PASS: Final = ("ghost", "fast")
+_NO_BLOCKS: Final = (
+    "the model shows no repeated blocks that can be run again in the backward (modules of one class in a ModuleList or "
+    "Sequential, called on tensors, without activation checkpointing of their own), so that an ordinary step's memory "
+    "is the least there is. Use smaller physical batches, or switch off what blocks are given beside tensors (a cache "
+    "of keys: config.use_cache = False)."
+)
 
 
 class GhostClipper:
@@ -135,8 +143,24 @@ class GhostClipper:
         )
         self._store = GradientStore(self._capture.substitution.parameters)
         self._zero_grad = ZeroGrad(model)
-        self.planner = Planner(memory_budget)
+        memory_budget = _validate.positive(memory_budget, "memory_budget", allow_infinity=True)
+        self.planner = Planner(max(1.0, memory_budget))
+        self._reducer = self._less_than_ordinary(memory_budget)
         self._groups()
+
+    def _less_than_ordinary(self, memory_budget: float) -> BlockPlanner | None:
+        """Return what decides how less memory is taken than an ordinary step takes; None where that is not asked."""
+        if memory_budget >= 1:
+            return None
+        if self.device_only or self.strategy not in ("auto", "bookkeeping"):
+            given = "device_only=True" if self.device_only else f"strategy={self.strategy!r}"
+            raise InvalidOptionError(
+                f"memory_budget={memory_budget} with {given}: below 1 every layer gets one backward or two as memory "
+                "allows, and the two are compared. Use strategy='auto', or a budget of 1 or more."
+            )
+        planner = BlockPlanner(memory_budget)
+        self._capture.watch_blocks(planner.choose)
+        return planner
 
     def _refuse_readers(self, strategy: str, policy: ClipPolicy) -> None:
         """Refuse what reads values where none may be read."""
@@ -182,6 +206,10 @@ class GhostClipper:
                     self._losses_to_probe -= 1
                     probe_losses(self._evidence, self._capture, loss)
             self._evidence.look_at_loss(self._capture, [loss], forward)
+        cut = None if self._reducer is None else self._reduce(self._reducer, loss)
+        if cut is not None:
+            self._in_parts(loss, cut, per_sample=per_sample)
+            return
         strategy = self.resolve_strategy()
         if strategy in _TWO_PASS:
             self._refuse_readers(strategy, self.policy)
@@ -195,7 +223,7 @@ class GhostClipper:
         """Return the strategy for the latest forward: what was asked for, or what ``"auto"`` decides and why."""
         if self.strategy != "auto":
             return self.strategy
-        if self._capture.is_checkpointed():
+        if self._capture.is_checkpointed() and (self._reducer is None or self._capture.forward.checkpointed_by_model):
             self._say("strategy 'auto': two backward passes ('ghost'), because activation checkpointing is active.")
             return "ghost"
         self._say("strategy 'auto': book-keeping, one backward pass.")
@@ -242,6 +270,38 @@ class GhostClipper:
         sums.streams.part()
         self._close(norms)
 
+    def _reduce(self, reducer: BlockPlanner, loss: Tensor) -> Cut | None:
+        """Decide how a backward keeps a budget below an ordinary step's memory; returns where it is interrupted."""
+        forward = self._capture.forward
+        watched = bool(forward.blocks) and not forward.checkpointed_by_model
+        reduction = reducer.decide(loss, forward, self._capture.substitution.parameters) if watched else None
+        if reduction is None:
+            self._warn(f"memory_budget={reducer.budget}: {_NO_BLOCKS}")
+            return None
+        if reducer.least is not None and reducer.least.share > reducer.budget:
+            self._warn(
+                f"memory_budget={reducer.budget}: at least {reducer.least.share:.2f} of an ordinary step's memory is "
+                "taken at these sizes, by what lies outside the repeated blocks. Use smaller physical batches, or a "
+                "vocabulary head without logits."
+            )
+        return reducer.interrupt(loss, forward)
+
+    def _in_parts(self, loss: Tensor, cut: Cut, *, per_sample: bool) -> None:
+        """Run one backward for what comes before a cut, and two for what is behind it."""
+        self._settle_doubt()
+        scale = self._scale(per_sample=per_sample)
+        listener = PartlyKept(self._groups(), dropped=cut.names)
+        parts = Parts(loss.sum(), cut, self._listen, self._capture.run_backward)
+        total = parts.measure(listener)
+        weights = self._decisions.weights(total, self._forward_of(listener), scale, listener.ill_conditioned_B)
+
+        def add() -> None:
+            parts.add_sums(listener, self._store, weights, scale)
+            self._require(parts.repeats)
+
+        self._all_or_nothing(add)
+        self._close(listener)
+
     def _require(self, repeats: Repeats) -> None:
         """Drop the sums of a second backward that brought other gradients; where asking waits, it is asked later."""
         self._doubt = repeats.require()
@@ -260,10 +320,14 @@ class GhostClipper:
         with self._capture.listening(listener), self._capture.substituted():
             return run()
 
-    def _one_pass(self, strategy: str, loss: Tensor | None) -> BookKeeping:
-        if self._doubt is not None:
-            doubt, self._doubt = self._doubt, None
+    def _settle_doubt(self) -> None:
+        """Ask whether the step before repeated itself, where that is still open."""
+        doubt, self._doubt = self._doubt, None
+        if doubt is not None:
             doubt.require()
+
+    def _one_pass(self, strategy: str, loss: Tensor | None) -> BookKeeping:
+        self._settle_doubt()
         if strategy == "hooks":
             self._store.drop_stale_samples()
             return Hooks(self._groups(), device_only=self.device_only)
@@ -284,7 +348,12 @@ class GhostClipper:
                 "loss.backward(), or choose strategy='bookkeeping'."
             )
             raise GhostClipError(message)
-        if self._capture.is_checkpointed():
+        if self._reducer is not None:
+            self._warn(
+                f"memory_budget={self._reducer.budget}: loss.backward() is one backward, which keeps the factors of "
+                "every layer until it ends. Call clipper.backward(loss), which runs two where memory asks for it."
+            )
+        elif self._capture.is_checkpointed():
             self._say(
                 "loss.backward() under activation checkpointing keeps every layer's input; clipper.backward(loss) "
                 "does not."
@@ -471,10 +540,13 @@ class GhostClipper:
             >>> [(row.name, row.rung) for row in clipper.coverage()][:2]
             [('0.weight', 'rule'), ('0.bias', 'rule')]
         """
-        decided = "ghost" if self._capture.is_checkpointed() else "bookkeeping"
+        reduced = None if self._reducer is None or self._reducer.latest is None else self._reducer
+        decided = "ghost" if reduced is None and self._capture.is_checkpointed() else "bookkeeping"
         strategy = decided if self.strategy == "auto" else self.strategy
         sites, unchecked = self._capture.sites.table.values(), str(self.unchecked)
-        return coverage_of(self.model, sites, strategy=strategy, kept=self.planner.latest, unchecked=unchecked)
+        return coverage_of(
+            self.model, sites, strategy=strategy, kept=self.planner.latest, reduced=reduced, unchecked=unchecked
+        )
 
     @property
     def unchecked(self) -> Unchecked:
@@ -618,7 +690,10 @@ class GhostClipper:
         """Detach from the model."""
         self.remove()
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str, *, level: int = logging.INFO) -> None:
         if text not in self._said:
             self._said.add(text)
-            _log.info(text)
+            _log.log(level, text)
+
+    def _warn(self, text: str) -> None:
+        self._say(text, level=logging.WARNING)

@@ -15,11 +15,13 @@ class LiveBytes(TorchDispatchMode):
         peak: The most so far.
     """
 
-    def __init__(self):
+    def __init__(self, *, beside=()):
+        """Count nothing yet; the memory of the tensors `beside` is not counted, also where a view of it is made."""
         super().__init__()
         self.now = 0
         self.peak = 0
         self._known = {}
+        self._beside = {tensor.untyped_storage()._cdata for tensor in beside}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -29,7 +31,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _count(self, storage):
-        if storage._cdata in self._known:
+        if storage._cdata in self._known or storage._cdata in self._beside:
             return
         self._known[storage._cdata] = storage.nbytes()
         self.now += storage.nbytes()
@@ -40,8 +42,8 @@ class LiveBytes(TorchDispatchMode):
         self.now -= self._known.pop(key)
 
 
-def peak_of(step):
-    """Return the most bytes that a step's tensors took at a time."""
-    with LiveBytes() as live:
+def peak_of(step, *, beside=()):
+    """Return the most bytes that a step's tensors took at a time, those `beside` it left out."""
+    with LiveBytes(beside=beside) as live:
         step()
     return live.peak
