@@ -106,8 +106,10 @@ class GhostClipper:
             relation: Which data sets count as neighbours: "zero_out", "add_remove" or "replace_one".
             probe: Prove in the first forwards, by extra backwards, whose rows are whose and that samples do not mix;
                 False only for a model that `ghostclip.validate` found sound in the same layout.
-            memory_budget: The most that book-keeping may hold, over what an ordinary backward holds, in return for
-                fewer operations: see `ghostclip.planning.plan.Planner`.
+            memory_budget: The most that a backward may hold, over what an ordinary one holds. Above 1 in return for
+                fewer operations (`ghostclip.planning.plan.Planner`); below 1, with strategies "auto" and "bookkeeping",
+                repeated blocks are run again and the first of them get a second backward, as far as it takes
+                (`ghostclip.planning.below.BlockPlanner`). What cannot be had is said in a warning.
             device_only: Read no value of a tensor in a backward, as a CUDA graph asks: a sample whose norm is not
                 finite, or may have been changed by rounding by more than the tolerance, contributes nothing, where
                 otherwise it is measured again in float64. Not for strategies of two backwards, whose likeness is read.
