@@ -21,7 +21,7 @@ from ghostclip import kernels
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.errors import InvalidOptionError
-from ghostclip.factors import planner
+from ghostclip.factors import planner, windows
 from ghostclip.factors.base import accumulation_dtype
 from ghostclip.kernels import products
 from ghostclip.planning.footprint import Footprint, footprint_from, footprint_of
@@ -200,12 +200,26 @@ def held_by(use: ParamUse, arriving: int, forward: ForwardContext) -> tuple[int,
     """
     found = _shape_of(use, arriving, forward)
     if found is None:
-        dense = _dense_bytes(use, forward)
-        return (dense, False) if dense else (arriving, True)
+        kept = _dense_bytes(use, forward) or _kernel_bytes(use, arriving, forward)
+        return (kept, False) if kept else (arriving, True)
     shape = found[1]
     if planner.keeps_per_sample(shape.positions, shape.inputs, shape.outputs, shape.dtype.itemsize):
         return _gradient_bytes(shape), False
     return arriving, True
+
+
+def _kernel_bytes(use: ParamUse, arriving: int, forward: ForwardContext) -> int:
+    """Return what per-sample gradients of a convolution's kernel take; 0 where its inputs and gradients are kept."""
+    kernels = [tracked.origin.value for tracked in use.targets.values() if tracked.origin.value.dim() > 2]
+    if len(kernels) != 1 or not forward.batch_size:
+        return 0
+    kernel, samples = kernels[0], forward.batch_size
+    inputs, itemsize = kernel[0].numel(), kernel.element_size()
+    positions = arriving // (samples * kernel.shape[0] * itemsize)
+    small = samples * kernel.numel() <= windows.SMALL
+    if small or planner.keeps_per_sample(positions, inputs, kernel.shape[0], itemsize):
+        return samples * kernel.numel() * max(4, itemsize)
+    return 0
 
 
 def _gradient_bytes(shape: Shape) -> int:
