@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, Literal, get_args
 
@@ -27,8 +28,8 @@ from ghostclip.clipping.savepoint import Savepoint
 from ghostclip.clipping.scalar_loss import LossExaminer
 from ghostclip.clipping.store import GradientStore
 from ghostclip.clipping.zero_grad import ZeroGrad
-from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
-from ghostclip.evidence.losses import probe_losses
+from ghostclip.errors import GhostClipError, InvalidOptionError, LossReductionError, UnsupportedModelError
+from ghostclip.evidence.losses import probe_losses, prove_rows
 from ghostclip.evidence.prover import Evidence
 from ghostclip.evidence.unchecked import Unchecked
 from ghostclip.kernels.precision import full_precision
@@ -202,12 +203,7 @@ class GhostClipper:
         if not per_sample:
             self._examiner.examine(self._capture, [loss], [], [forward])
         else:
-            if forward.batch_size > 1:
-                refuse_common_factor(loss)
-                if self._losses_to_probe > 0:
-                    self._losses_to_probe -= 1
-                    probe_losses(self._evidence, self._capture, loss)
-            self._evidence.look_at_loss(self._capture, [loss], forward)
+            self._examine_losses(loss)
         cut = None if self._reducer is None else self._reduce(self._reducer, loss)
         if cut is not None:
             self._in_parts(loss, cut, per_sample=per_sample)
@@ -220,6 +216,89 @@ class GhostClipper:
         listener = self._one_pass(strategy, loss)
         self._listen(listener, lambda: back_propagate(loss))
         self._complete(listener, per_sample=per_sample)
+
+    def backward_in_chunks(
+        self, hidden: Tensor, losses_of: Callable[[Tensor, slice], Tensor], *, positions: int, axis: int = 1
+    ) -> Tensor:
+        """Back-propagate a loss that is computed for a few positions of every sample at a time.
+
+        The output's layers and the loss run on one slice of positions after another, each with a backward of its own,
+        so that logits and their gradient exist for one slice only; then the rest of the model gets one backward. A
+        sample's gradient is the sum over its slices, and is clipped as one.
+
+        Args:
+            hidden: What the model returned, in the graph, with rows of samples along axis 0.
+            losses_of: Called with the values at some positions and the slice that they are of; calls the modules that
+                are left and returns the losses of the samples at these positions, shape ``(B,)``, summed over them.
+            positions: How many positions at a time.
+            axis: Where positions lie in ``hidden``.
+
+        Returns:
+            The losses of the samples, shape ``(B,)``, outside the graph. Not private.
+
+        Raises:
+            InvalidOptionError: The strategy takes two backwards, a memory budget is below 1, or an option is out of
+                range.
+            LossReductionError: Losses have another shape.
+
+        Cost:
+            Book-keeping holds the factors of every slice until the end. What holds nothing is a vocabulary head
+            without logits (`ghostclip.losses.head_losses`).
+
+        Example:
+            >>> body, head = torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9)
+            >>> ids = torch.randint(9, (8, 6))
+            >>> def losses_of(hidden, at):
+            ...     return torch.nn.functional.cross_entropy(head(hidden).mT, ids[:, at], reduction="none").sum(1)
+            >>> with ghostclip.GhostClipper(torch.nn.ModuleList([body, head]), max_grad_norm=1.0) as clipper:
+            ...     losses_B = clipper.backward_in_chunks(body(ids), losses_of, positions=2)
+            >>> losses_B.shape
+            torch.Size([8])
+        """
+        _validate.positive_int(positions, "positions")
+        if self.resolve_strategy() in _TWO_PASS or self._reducer is not None:
+            raise InvalidOptionError(
+                f"strategy={self.strategy!r} with backward_in_chunks: several backwards of a batch are put together as "
+                "they come, and a second one of each is not run. Use strategy='bookkeeping' with memory_budget at 1 or "
+                "more and without activation checkpointing, or ghostclip.losses.head_losses."
+            )
+        if hidden.dim() <= axis or axis < 1 or not hidden.requires_grad:
+            raise InvalidOptionError(
+                f"hidden of shape {tuple(hidden.shape)} with axis={axis}: expected what the model returned in its "
+                "graph, samples along axis 0, and an axis of positions after it."
+            )
+        body, listener = self._capture.forward, self._one_pass(self.resolve_strategy(), None)
+        leaf = hidden.detach().requires_grad_()
+        total_B = hidden.new_zeros(hidden.shape[0])
+        for start in range(0, hidden.shape[axis], positions):
+            at = slice(start, min(start + positions, hidden.shape[axis]))
+            piece = leaf.narrow(axis, at.start, at.stop - at.start)
+            losses_B = losses_of(piece, at)
+            if losses_B.dim() != 1:
+                raise LossReductionError(
+                    f"losses_of returned shape {tuple(losses_B.shape)}; expected the losses of the samples, (B,)."
+                )
+            check_shape(losses_B, batch_size=0 if body.is_dummy else body.batch_size)
+            self._examine_losses(losses_B)
+            if body.unproven and start == 0:
+                prove_rows(self._evidence, losses_B, leaf)
+            self._listen(listener, partial(back_propagate, losses_B))
+            total_B += losses_B.detach()
+        self._capture.forward = body
+        grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        self._listen(listener, lambda: torch.autograd.backward([hidden], [grad]))
+        self._complete(listener, per_sample=True)
+        return total_B
+
+    def _examine_losses(self, loss_B: Tensor) -> None:
+        """Refuse losses of the samples that depend on other samples, before their backward."""
+        forward = self._capture.forward
+        if forward.batch_size > 1:
+            refuse_common_factor(loss_B)
+            if self._losses_to_probe > 0:
+                self._losses_to_probe -= 1
+                probe_losses(self._evidence, self._capture, loss_B)
+        self._evidence.look_at_loss(self._capture, [loss_B], forward)
 
     def resolve_strategy(self) -> str:
         """Return the strategy for the latest forward: what was asked for, or what ``"auto"`` decides and why."""
