@@ -179,7 +179,7 @@ class BookKeeping(Pass):
         self._waiting: defaultdict[str, list[Factor]] = defaultdict(list)
         self._versions: dict[int, list[int]] = {}
         self._together = Together(self.total)
-        self._alike = Alike(self.total, form=self._kept_form, alone=self._take)
+        self._alike = Alike(self.total, form=self._kept_form, alone=self._take, single=self._add)
 
     puts_together = True
 
@@ -207,7 +207,8 @@ class BookKeeping(Pass):
         if use.forward.use_counts[name] > 1:
             # Its uses are put together first: there may be as many as steps of a sequence.
             self._waiting[name].append(kept)
-        else:
+        # A part that runs again may bring another use yet.
+        elif not self.puts_together or use.forward.runs_again or not self._alike.takes_gradients(name, kept):
             self._add(name, kept, together=use)
 
     def _kept_form(self, name: str, factor: Factor) -> Factor:
@@ -226,6 +227,7 @@ class BookKeeping(Pass):
     def norms(self) -> GroupNorms:
         """Return the norms of all samples; recomputed in float64 where rounding could matter."""
         self._alike.finish()
+        self._alike.finish_gradients()
         for name in list(self._waiting):
             for factor in joined(self._waiting.pop(name)):
                 self._add(name, smaller_form(factor))
@@ -401,7 +403,7 @@ class NormPass(Pass):
         if self._index_D is not None:
             self.total.add(name, exact_sqnorm(factor, self._index_D))
         elif self._instantiate and isinstance(inside, Outer):
-            self.total.add(name, inside.instantiated_sqnorm())
+            self.total.add(name, inside.instantiated_sums() or inside.instantiated_sqnorm())
         elif together is None or not self._together.takes(together, name, factor):
             self.total.add_norm_of(name, factor)
 
