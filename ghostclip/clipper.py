@@ -127,6 +127,7 @@ class GhostClipper:
         self.device_only = device_only
         self._decisions = Decisions(policy_of(max_grad_norm, policy), relation)
         self._refuse_readers(strategy, self.policy)
+        self._refuse_budget(memory_budget, strategy)
         self.strategy = strategy
         self.loss_reduction = loss_reduction
         self.batch_first = batch_first
@@ -146,24 +147,21 @@ class GhostClipper:
         )
         self._store = GradientStore(self._capture.substitution.parameters)
         self._zero_grad = ZeroGrad(model)
-        memory_budget = _validate.positive(memory_budget, "memory_budget", allow_infinity=True)
         self.planner = Planner(max(1.0, memory_budget))
-        self._reducer = self._less_than_ordinary(memory_budget)
+        self._reducer = BlockPlanner(memory_budget) if memory_budget < 1 else None
+        if self._reducer is not None:
+            self._capture.watch_blocks(self._reducer.choose)
         self._groups()
 
-    def _less_than_ordinary(self, memory_budget: float) -> BlockPlanner | None:
-        """Return what decides how less memory is taken than an ordinary step takes; None where that is not asked."""
-        if memory_budget >= 1:
-            return None
-        if self.device_only or self.strategy not in ("auto", "bookkeeping"):
-            given = "device_only=True" if self.device_only else f"strategy={self.strategy!r}"
+    def _refuse_budget(self, memory_budget: float, strategy: str) -> None:
+        """Refuse a budget below 1 where nothing can be chosen to keep it."""
+        _validate.positive(memory_budget, "memory_budget", allow_infinity=True)
+        if memory_budget < 1 and (self.device_only or strategy not in ("auto", "bookkeeping")):
+            given = "device_only=True" if self.device_only else f"strategy={strategy!r}"
             raise InvalidOptionError(
                 f"memory_budget={memory_budget} with {given}: below 1 every layer gets one backward or two as memory "
                 "allows, and the two are compared. Use strategy='auto', or a budget of 1 or more."
             )
-        planner = BlockPlanner(memory_budget)
-        self._capture.watch_blocks(planner.choose)
-        return planner
 
     def _refuse_readers(self, strategy: str, policy: ClipPolicy) -> None:
         """Refuse what reads values where none may be read."""
