@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from types import TracebackType
 from typing import Any, Final, Literal, get_args
 
@@ -18,6 +17,7 @@ from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import edge_of
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.capture.roster import Roster
+from ghostclip.clipping.chunks import LossesOf, in_chunks
 from ghostclip.clipping.decisions import Decisions, columns
 from ghostclip.clipping.grouping import Whole
 from ghostclip.clipping.held import Held
@@ -32,7 +32,7 @@ from ghostclip.clipping.savepoint import Savepoint
 from ghostclip.clipping.scalar_loss import LossExaminer
 from ghostclip.clipping.store import GradientStore
 from ghostclip.clipping.zero_grad import ZeroGrad
-from ghostclip.errors import GhostClipError, InvalidOptionError, LossReductionError, UnsupportedModelError
+from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
 from ghostclip.evidence.losses import probe_losses, prove_rows
 from ghostclip.evidence.prover import Evidence
 from ghostclip.evidence.unchecked import Unchecked
@@ -132,14 +132,9 @@ class GhostClipper:
         self.model = model
         self.device_only = device_only
         self._sequences = sequences
-        if sequences is not None and strategy not in {"auto", "bookkeeping"}:
-            raise InvalidOptionError(
-                f"strategy={strategy!r} with sequences: factors that ranks have in parts are brought together by "
-                "book-keeping alone. Use strategy='bookkeeping'."
-            )
         self._decisions = Decisions(policy_of(max_grad_norm, policy), relation)
         self._refuse_readers(strategy, self.policy)
-        self._refuse_budget(memory_budget, strategy)
+        self._refuse_contradictions(memory_budget, strategy)
         self.strategy = strategy
         self.loss_reduction = loss_reduction
         self.batch_first = batch_first
@@ -167,9 +162,14 @@ class GhostClipper:
             self._capture.watch_blocks(self._reducer.choose)
         self._groups()
 
-    def _refuse_budget(self, memory_budget: float, strategy: str) -> None:
-        """Refuse a budget below 1 where nothing can be chosen to keep it."""
+    def _refuse_contradictions(self, memory_budget: float, strategy: str) -> None:
+        """Refuse strategies that cannot put factors of ranks together, and a budget where nothing can be chosen."""
         _validate.positive(memory_budget, "memory_budget", allow_infinity=True)
+        if self._sequences is not None and strategy not in {"auto", "bookkeeping"}:
+            raise InvalidOptionError(
+                f"strategy={strategy!r} with sequences: factors that ranks have in parts are brought together by "
+                "book-keeping alone. Use strategy='bookkeeping'."
+            )
         fits = not self.device_only and self._sequences is None and strategy in ("auto", "bookkeeping")
         if memory_budget < 1 and not fits:
             given = "device_only=True" if self.device_only else f"strategy={strategy!r}"
@@ -231,9 +231,7 @@ class GhostClipper:
         self._listen(listener, lambda: back_propagate(loss))
         self._complete(listener, per_sample=per_sample)
 
-    def backward_in_chunks(
-        self, hidden: Tensor, losses_of: Callable[[Tensor, slice], Tensor], *, positions: int, axis: int = 1
-    ) -> Tensor:
+    def backward_in_chunks(self, hidden: Tensor, losses_of: LossesOf, *, positions: int, axis: int = 1) -> Tensor:
         """Back-propagate a loss that is computed for a few positions of every sample at a time.
 
         The output's layers and the loss run on one slice of positions after another, each with a backward of its own,
@@ -276,30 +274,21 @@ class GhostClipper:
                 "they come, and a second one of each is not run. Use strategy='bookkeeping' with memory_budget at 1 or "
                 "more and without activation checkpointing, or ghostclip.losses.head_losses."
             )
-        if hidden.dim() <= axis or axis < 1 or not hidden.requires_grad:
-            raise InvalidOptionError(
-                f"hidden of shape {tuple(hidden.shape)} with axis={axis}: expected what the model returned in its "
-                "graph, samples along axis 0, and an axis of positions after it."
-            )
         body, listener = self._capture.forward, self._one_pass(self.resolve_strategy(), None)
-        leaf = hidden.detach().requires_grad_()
-        total_B = hidden.new_zeros(hidden.shape[0])
-        for start in range(0, hidden.shape[axis], positions):
-            at = slice(start, min(start + positions, hidden.shape[axis]))
-            piece = leaf.narrow(axis, at.start, at.stop - at.start)
-            losses_B = losses_of(piece, at)
-            if losses_B.dim() != 1:
-                raise LossReductionError(
-                    f"losses_of returned shape {tuple(losses_B.shape)}; expected the losses of the samples, (B,)."
-                )
+        unproven = body.unproven
+
+        def back(losses_B: Tensor, leaf: Tensor) -> None:
+            nonlocal unproven
             check_shape(losses_B, batch_size=0 if body.is_dummy else body.batch_size)
             self._examine_losses(losses_B)
-            if body.unproven and start == 0:
+            if unproven:
                 prove_rows(self._evidence, losses_B, leaf)
-            self._listen(listener, partial(back_propagate, losses_B))
-            total_B += losses_B.detach()
+                unproven = False
+            self._listen(listener, lambda: back_propagate(losses_B))
+
+        total_B, grad = in_chunks(hidden, losses_of, positions=positions, axis=axis, back=back)
         self._capture.forward = body
-        grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        grad = torch.zeros_like(hidden) if grad is None else grad
         self._listen(listener, lambda: torch.autograd.backward([hidden], [grad]))
         self._complete(listener, per_sample=True)
         return total_B
