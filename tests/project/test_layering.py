@@ -75,6 +75,7 @@ ORDERED = {
         "writes",
         "forward",
         "backward_entry",
+        "blocks",
         "decompose",
         "layouts",
         "param_use",
