@@ -65,6 +65,7 @@ class Request:
     grad_sample_mode: str
     wrap_model: bool
     probe: bool
+    memory_budget: float
 
 
 def noise_level_of(noise_level: str | None, *, secure_mode: bool) -> str:
@@ -173,6 +174,7 @@ def _attached(module: nn.Module, request: Request) -> GhostClipper:
         relation=request.sampling.event.relation,
         probe=request.probe,
         sharded=sharded_model(module),
+        memory_budget=request.memory_budget,
     )
 
 
@@ -212,7 +214,7 @@ def _around(
         return private_module, returned, loader
     # Built for every strategy: it refuses a reduction that would scale the gradients before they are clipped.
     private_criterion = PrivateCriterion(clipper, criterion)
-    if request.grad_sample_mode in _TWO_PASS:
+    if request.grad_sample_mode in _TWO_PASS or request.memory_budget < 1:
         return private_module, returned, private_criterion, loader
     return private_module, returned, loader
 
