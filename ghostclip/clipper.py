@@ -160,18 +160,19 @@ class GhostClipper:
             prover=self._evidence,
             gathering=sharded,
         )
-        substitution = self._capture.substitution
-        self._store = GradientStore(
-            substitution.parameters,
-            present=substitution.present,
-            delivery=None if sharded is None else sharded.delivery,
-        )
+        self._store = self._new_store()
         self._zero_grad = ZeroGrad(model)
         self.planner = Planner(max(1.0, memory_budget))
         self._reducer = BlockPlanner(memory_budget) if memory_budget < 1 else None
         if self._reducer is not None:
             self._capture.watch_blocks(self._reducer.choose)
         self._groups()
+
+    def _new_store(self) -> GradientStore:
+        """Return where the sums of this model's parameters are kept."""
+        substitution, sharded = self._capture.substitution, self._sharded
+        delivery = None if sharded is None else sharded.delivery
+        return GradientStore(substitution.parameters, present=substitution.present, delivery=delivery)
 
     def _refuse_contradictions(self, memory_budget: float, strategy: str) -> None:
         """Refuse strategies that cannot put factors of ranks together, and a budget where nothing can be chosen."""
@@ -277,8 +278,8 @@ class GhostClipper:
         _validate.positive_int(positions, "positions")
         if self._sharded is not None:
             raise InvalidOptionError(
-                "backward_in_chunks with a model that ranks hold in parts: the output's layers run once for each slice, "
-                "and their parameters would be gathered as often. Call clipper.backward(losses), or use "
+                "backward_in_chunks with a model that ranks hold in parts: the output's layers run once for each "
+                "slice, and their parameters would be gathered as often. Call clipper.backward(losses), or use "
                 "ghostclip.losses.head_losses."
             )
         if self.resolve_strategy() in _TWO_PASS or self._reducer is not None:
