@@ -85,6 +85,11 @@ class GhostClipper:
         >>> clipper.backward(losses)
     """
 
+    generation = 0
+    _doubt: Verdict | None = None
+    _held: list[Held] | None = None
+    _loss_elsewhere = False
+
     @_validate.suggests_options
     def __init__(  # noqa: PLR0913 - the public constructor names every choice
         self,
@@ -139,18 +144,14 @@ class GhostClipper:
         self._sequences = sequences
         self._decisions = Decisions(policy_of(max_grad_norm, policy), relation)
         self._refuse_readers(strategy, self.policy)
-        self._refuse_contradictions(memory_budget, strategy)
+        self._refuse_budget(memory_budget, strategy)
         self.strategy = strategy
         self.loss_reduction = loss_reduction
         self.batch_first = batch_first
         self._shared: set[str] = set()
         self._losses_to_probe = 1 if probe else 0
         self._said: set[str] = set()
-        self.generation = 0
-        self._doubt: Verdict | None = None
-        self._held: list[Held] | None = None
-        self._loss_elsewhere = False
-        self._evidence = Evidence(probes=probe, may_exchange=sequences is not None)
+        self._evidence = Evidence(probes=probe, may_exchange=sequences is not None or sharded is not None)
         self._examiner = LossExaminer(loss_reduction, self._evidence)
         self._capture = CaptureContext(
             model,
@@ -160,7 +161,12 @@ class GhostClipper:
             prover=self._evidence,
             gathering=sharded,
         )
-        self._store = self._new_store()
+        substitution = self._capture.substitution
+        self._store = GradientStore(
+            substitution.parameters,
+            present=substitution.present,
+            delivery=None if sharded is None else sharded.delivery,
+        )
         self._zero_grad = ZeroGrad(model)
         self.planner = Planner(max(1.0, memory_budget))
         self._reducer = BlockPlanner(memory_budget) if memory_budget < 1 else None
@@ -168,14 +174,8 @@ class GhostClipper:
             self._capture.watch_blocks(self._reducer.choose)
         self._groups()
 
-    def _new_store(self) -> GradientStore:
-        """Return where the sums of this model's parameters are kept."""
-        substitution, sharded = self._capture.substitution, self._sharded
-        delivery = None if sharded is None else sharded.delivery
-        return GradientStore(substitution.parameters, present=substitution.present, delivery=delivery)
-
-    def _refuse_contradictions(self, memory_budget: float, strategy: str) -> None:
-        """Refuse strategies that cannot put factors of ranks together, and a budget where nothing can be chosen."""
+    def _refuse_budget(self, memory_budget: float, strategy: str) -> None:
+        """Refuse a budget below 1 where nothing can be chosen to keep it."""
         _validate.positive(memory_budget, "memory_budget", allow_infinity=True)
         alone = self._sequences is None and self._sharded is None
         fits = not self.device_only and alone and strategy in ("auto", "bookkeeping")
@@ -370,23 +370,6 @@ class GhostClipper:
         sums.streams.part()
         self._close(norms)
 
-    def _any_rank(self, again: bool, norms: NormPass) -> bool:  # noqa: FBT001 - what is asked, no option
-        """Return whether a rank needs the backward again: where parameters are gathered for it, all take part.
-
-        Args:
-            again: Whether this rank does.
-            norms: Has heard of the parameters in an order that their sums may come in, if all ranks have it.
-
-        Returns:
-            True if any does.
-        """
-        if self._sharded is None:
-            return again
-        order = int.from_bytes(hashlib.blake2b(repr(norms.order).encode(), digest_size=7).digest(), "big")
-        found = self._sharded.agree("second backward", 2 * order + again)
-        self._sharded.delivery.order(at_once=len({value // 2 for value in found}) == 1)
-        return any(value % 2 for value in found)
-
     def _reduce(self, reducer: BlockPlanner, loss: Tensor) -> Cut | None:
         """Decide how a backward keeps a budget below an ordinary step's memory; returns where it is interrupted."""
         forward = self._capture.forward
@@ -418,6 +401,23 @@ class GhostClipper:
 
         self._all_or_nothing(add)
         self._close(listener)
+
+    def _any_rank(self, again: bool, norms: NormPass) -> bool:  # noqa: FBT001 - what is asked, no option
+        """Return whether a rank needs the backward again: where parameters are gathered for it, all take part.
+
+        Args:
+            again: Whether this rank does.
+            norms: Has heard of the parameters in an order that their sums may come in, if all ranks have it.
+
+        Returns:
+            True if any does.
+        """
+        if self._sharded is None:
+            return again
+        order = int.from_bytes(hashlib.blake2b(repr(norms.order).encode(), digest_size=7).digest(), "big")
+        found = self._sharded.agree("second backward", 2 * order + again)
+        self._sharded.delivery.order(at_once=len({value // 2 for value in found}) == 1)
+        return any(value % 2 for value in found)
 
     def _require(self, repeats: Repeats) -> None:
         """Drop the sums of a second backward that brought other gradients; where asking waits, it is asked later."""

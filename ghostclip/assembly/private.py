@@ -173,8 +173,8 @@ def _attached(module: nn.Module, request: Request) -> GhostClipper:
         batch_first=request.batch_first,
         relation=request.sampling.event.relation,
         probe=request.probe,
-        sharded=sharded_model(module),
         memory_budget=request.memory_budget,
+        sharded=sharded_model(module),
     )
 
 
