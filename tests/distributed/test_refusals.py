@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from ghostclip import GhostClipper, PrivacyEngine
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
-from ghostclip.distributed import Share, broadcast_parameters, require_equal_weights, require_one_draw
+from ghostclip.distributed import ShardedModel, Share, broadcast_parameters, require_equal_weights, require_one_draw
 from ghostclip.distributed.weights import digests
 from ghostclip.errors import GhostClipError, UnsupportedModelError
 from tests.distributed.loops import data, model
@@ -197,6 +197,14 @@ def _attempt(how):
         _sharded(how, net)(torch.randn(3, 4, dtype=torch.float64))
     elif how == "whole numbers":
         _private(_sharded(how, net), noise_level="exact")
+    elif how == "a budget below 1":
+        GhostClipper(net, max_grad_norm=1.0, sharded=ShardedModel(_sharded(how, net)), memory_budget=0.5)
+    elif how == "slices of a loss":
+        clipper = GhostClipper(net, max_grad_norm=1.0, sharded=ShardedModel(_sharded(how, net)))
+        clipper.backward_in_chunks(net(torch.randn(3, 4, dtype=torch.float64)), lambda hidden, at: hidden, positions=1)
+    elif how == "one file":
+        engine = PrivacyEngine()
+        engine.save_checkpoint(path="unwritten", module=_sharded(how, net))
     elif how == "sizes of its own":
         _, optimizer, loader = _private(_sharded(how, net))
         BatchMemoryManager(data_loader=loader, max_physical_batch_size="auto", optimizer=optimizer)
@@ -212,6 +220,9 @@ SHARDED = {
     "bare clipper": r"GhostClipper\(model, sharded=",
     "after the clipper": r"^parameter '0.weight' is held in parts .* Divide the model first",
     "whole numbers": r"noise_level='exact' with parameters that ranks hold in parts",
+    "a budget below 1": r"memory_budget=0.5 with a model that ranks hold in parts",
+    "slices of a loss": r"backward_in_chunks with a model that ranks hold in parts",
+    "one file": r"save_checkpoint\(\) writes one file",
     "sizes of its own": r"max_physical_batch_size='auto' with a model that several ranks hold",
 }
 
