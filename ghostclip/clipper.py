@@ -1,8 +1,8 @@
 """``GhostClipper``: attach to a model, call backward, find the clipped sum in ``.grad``."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Final, Literal, get_args
 
@@ -11,24 +11,28 @@ from torch import Tensor, nn
 
 from ghostclip import _torch, _validate
 from ghostclip.capture import backward_entry
+from ghostclip.capture.backward_entry import is_output
 from ghostclip.capture.context import CaptureContext
 from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.nodes import edge_of
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.capture.roster import Roster
+from ghostclip.clipping.chunks import LossesOf, in_chunks
 from ghostclip.clipping.decisions import Decisions, columns
 from ghostclip.clipping.grouping import Whole
+from ghostclip.clipping.held import Held
 from ghostclip.clipping.loss import back_propagate, check_shape
 from ghostclip.clipping.loss_scale import refuse_common_factor
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.parts import PartlyKept, Parts
-from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, Pass, SumPass
+from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, Pass, Sequences, SumPass
 from ghostclip.clipping.policies import ClipPolicy, policy_of
 from ghostclip.clipping.repeats import Repeats, Verdict
 from ghostclip.clipping.savepoint import Savepoint
 from ghostclip.clipping.scalar_loss import LossExaminer
 from ghostclip.clipping.store import GradientStore
 from ghostclip.clipping.zero_grad import ZeroGrad
-from ghostclip.errors import GhostClipError, InvalidOptionError, LossReductionError, UnsupportedModelError
+from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
 from ghostclip.evidence.losses import probe_losses, prove_rows
 from ghostclip.evidence.prover import Evidence
 from ghostclip.evidence.unchecked import Unchecked
@@ -94,6 +98,7 @@ class GhostClipper:
         probe: bool = True,
         memory_budget: float = MEMORY_BUDGET,
         device_only: bool = False,
+        sequences: Sequences | None = None,
     ) -> None:
         """Attach to a model.
 
@@ -114,6 +119,7 @@ class GhostClipper:
             device_only: Read no value of a tensor in a backward, as a CUDA graph asks: a sample whose norm is not
                 finite, or may have been changed by rounding by more than the tolerance, contributes nothing, where
                 otherwise it is measured again in float64. Not for strategies of two backwards, whose likeness is read.
+            sequences: The ranks over which sequences are split: see `ghostclip.distributed.SplitSequences`.
 
         Raises:
             InvalidOptionError: An option has a value that is not listed, or contradicts another one.
@@ -125,9 +131,10 @@ class GhostClipper:
             raise UnsupportedModelError(f"{type(model).__name__} has no trainable parameter: nothing to clip.")
         self.model = model
         self.device_only = device_only
+        self._sequences = sequences
         self._decisions = Decisions(policy_of(max_grad_norm, policy), relation)
         self._refuse_readers(strategy, self.policy)
-        self._refuse_budget(memory_budget, strategy)
+        self._refuse_contradictions(memory_budget, strategy)
         self.strategy = strategy
         self.loss_reduction = loss_reduction
         self.batch_first = batch_first
@@ -136,13 +143,15 @@ class GhostClipper:
         self._said: set[str] = set()
         self.generation = 0
         self._doubt: Verdict | None = None
+        self._held: list[Held] | None = None
+        self._loss_elsewhere = False
         self._evidence = Evidence(probes=probe)
         self._examiner = LossExaminer(loss_reduction, self._evidence)
         self._capture = CaptureContext(
             model,
             batch_first=batch_first,
             on_backward=self._open_implicit_pass,
-            on_loss=lambda *loss: self._examiner.examine(self._capture, *loss),
+            on_loss=self._on_loss,
             prover=self._evidence,
         )
         self._store = GradientStore(self._capture.substitution.parameters)
@@ -153,11 +162,18 @@ class GhostClipper:
             self._capture.watch_blocks(self._reducer.choose)
         self._groups()
 
-    def _refuse_budget(self, memory_budget: float, strategy: str) -> None:
-        """Refuse a budget below 1 where nothing can be chosen to keep it."""
+    def _refuse_contradictions(self, memory_budget: float, strategy: str) -> None:
+        """Refuse strategies that cannot put factors of ranks together, and a budget where nothing can be chosen."""
         _validate.positive(memory_budget, "memory_budget", allow_infinity=True)
-        if memory_budget < 1 and (self.device_only or strategy not in ("auto", "bookkeeping")):
+        if self._sequences is not None and strategy not in {"auto", "bookkeeping"}:
+            raise InvalidOptionError(
+                f"strategy={strategy!r} with sequences: factors that ranks have in parts are brought together by "
+                "book-keeping alone. Use strategy='bookkeeping'."
+            )
+        fits = not self.device_only and self._sequences is None and strategy in ("auto", "bookkeeping")
+        if memory_budget < 1 and not fits:
             given = "device_only=True" if self.device_only else f"strategy={strategy!r}"
+            given = given if self._sequences is None else "sequences"
             raise InvalidOptionError(
                 f"memory_budget={memory_budget} with {given}: below 1 every layer gets one backward or two as memory "
                 "allows, and the two are compared. Use strategy='auto', or a budget of 1 or more."
@@ -215,9 +231,7 @@ class GhostClipper:
         self._listen(listener, lambda: back_propagate(loss))
         self._complete(listener, per_sample=per_sample)
 
-    def backward_in_chunks(
-        self, hidden: Tensor, losses_of: Callable[[Tensor, slice], Tensor], *, positions: int, axis: int = 1
-    ) -> Tensor:
+    def backward_in_chunks(self, hidden: Tensor, losses_of: LossesOf, *, positions: int, axis: int = 1) -> Tensor:
         """Back-propagate a loss that is computed for a few positions of every sample at a time.
 
         The output's layers and the loss run on one slice of positions after another, each with a backward of its own,
@@ -260,30 +274,21 @@ class GhostClipper:
                 "they come, and a second one of each is not run. Use strategy='bookkeeping' with memory_budget at 1 or "
                 "more and without activation checkpointing, or ghostclip.losses.head_losses."
             )
-        if hidden.dim() <= axis or axis < 1 or not hidden.requires_grad:
-            raise InvalidOptionError(
-                f"hidden of shape {tuple(hidden.shape)} with axis={axis}: expected what the model returned in its "
-                "graph, samples along axis 0, and an axis of positions after it."
-            )
         body, listener = self._capture.forward, self._one_pass(self.resolve_strategy(), None)
-        leaf = hidden.detach().requires_grad_()
-        total_B = hidden.new_zeros(hidden.shape[0])
-        for start in range(0, hidden.shape[axis], positions):
-            at = slice(start, min(start + positions, hidden.shape[axis]))
-            piece = leaf.narrow(axis, at.start, at.stop - at.start)
-            losses_B = losses_of(piece, at)
-            if losses_B.dim() != 1:
-                raise LossReductionError(
-                    f"losses_of returned shape {tuple(losses_B.shape)}; expected the losses of the samples, (B,)."
-                )
+        unproven = body.unproven
+
+        def back(losses_B: Tensor, leaf: Tensor) -> None:
+            nonlocal unproven
             check_shape(losses_B, batch_size=0 if body.is_dummy else body.batch_size)
             self._examine_losses(losses_B)
-            if body.unproven and start == 0:
+            if unproven:
                 prove_rows(self._evidence, losses_B, leaf)
-            self._listen(listener, partial(back_propagate, losses_B))
-            total_B += losses_B.detach()
+                unproven = False
+            self._listen(listener, lambda: back_propagate(losses_B))
+
+        total_B, grad = in_chunks(hidden, losses_of, positions=positions, axis=axis, back=back)
         self._capture.forward = body
-        grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        grad = torch.zeros_like(hidden) if grad is None else grad
         self._listen(listener, lambda: torch.autograd.backward([hidden], [grad]))
         self._complete(listener, per_sample=True)
         return total_B
@@ -302,7 +307,8 @@ class GhostClipper:
         """Return the strategy for the latest forward: what was asked for, or what ``"auto"`` decides and why."""
         if self.strategy != "auto":
             return self.strategy
-        if self._capture.is_checkpointed() and (self._reducer is None or self._capture.forward.checkpointed_by_model):
+        cut_by_us = self._reducer is not None and not self._capture.forward.checkpointed_by_model
+        if self._capture.is_checkpointed() and self._sequences is None and not cut_by_us:
             self._say("strategy 'auto': two backward passes ('ghost'), because activation checkpointing is active.")
             return "ghost"
         self._say("strategy 'auto': book-keeping, one backward pass.")
@@ -416,7 +422,9 @@ class GhostClipper:
         def kept_layers(use: ParamUse, grad: Tensor) -> frozenset[str]:
             return self.planner.during(use, grad, parameters) if keep is None else keep
 
-        return BookKeeping(self._groups(), kept_layers=kept_layers, device_only=self.device_only)
+        return BookKeeping(
+            self._groups(), kept_layers=kept_layers, device_only=self.device_only, sequences=self._sequences
+        )
 
     def _open_implicit_pass(self, use: ParamUse | None) -> None:
         """Begin listening to a plain ``loss.backward()``; it completes when that backward ends."""
@@ -449,14 +457,71 @@ class GhostClipper:
     def _complete(self, listener: BookKeeping, *, per_sample: bool) -> None:
         listener.streams.join()
         with torch.no_grad(), full_precision():
-            scale = self._scale(per_sample=per_sample)
-            total = listener.norms()
-            forward = self._forward_of(listener)
-            weights = self._decisions.weights(
-                total, forward, scale, listener.ill_conditioned_B, certain_B=listener.certain_B
+            held = Held(listener, listener.norms(), self._forward_of(listener))
+            if self._held is None:
+                self._add_sums(held, held.total, self._scale(per_sample=per_sample))
+        if self._held is None:
+            self._close(listener)
+        else:
+            self._held.append(held)
+
+    def _add_sums(self, held: Held, total: GroupNorms, scale: float) -> None:
+        listener = held.listener
+        weights = self._decisions.weights(
+            total, held.forward, scale, listener.ill_conditioned_B, certain_B=listener.certain_B
+        )
+        self._all_or_nothing(lambda: listener.add_sums(self._store, weights, scale))
+
+    # -- a part of a model ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def holding(self, *, loss_elsewhere: bool) -> Iterator[list[Held]]:
+        """Hold back the sums of plain backwards: the model is a part of another, whose norms are not known yet.
+
+        Privacy:
+            With ``loss_elsewhere`` the gradients of the outputs are taken as they come: that each row is one sample's,
+            and how the loss was reduced, is for the part that has the loss to prove.
+
+        Args:
+            loss_elsewhere: The loss is computed in another part, and backwards begin at outputs of this one.
+
+        Yields:
+            The backwards that have ended so far, in order; `conclude` adds their sums, which are dropped otherwise.
+        """
+        self._held, self._loss_elsewhere = [], loss_elsewhere
+        try:
+            yield self._held
+        finally:
+            self._held, self._loss_elsewhere = None, False
+
+    def conclude(self, held: Sequence[Held], totals: Sequence[GroupNorms]) -> None:
+        """Add the clipped sums of backwards that were held back, as one backward over samples of each.
+
+        Args:
+            held: The backwards.
+            totals: Norms over all parts of the model, of the samples of each.
+        """
+        before = self.backward_passes
+        with torch.no_grad(), full_precision():
+            for one, total in zip(held, totals, strict=True):
+                mean = self.loss_reduction == "mean"
+                self._add_sums(one, total, float(max(1, one.forward.batch_size)) if mean else 1.0)
+                self._close(one.listener)
+        self.merge_passes(since=before)
+
+    def _on_loss(
+        self, roots: Sequence[Any], grads: Sequence[Tensor | None], forwards: Sequence[ForwardContext]
+    ) -> None:
+        if not self._loss_elsewhere:
+            self._examiner.examine(self._capture, roots, grads, forwards)
+            return
+        given = list(grads) or [None]
+        if any(grad is None for grad in given) or not all(map(is_output, map(edge_of, roots))):
+            message = (
+                "a backward through a part of a model does not begin at the outputs of that part with gradients from "
+                "the next: let the schedule of the pipeline run it."
             )
-            self._all_or_nothing(lambda: listener.add_sums(self._store, weights, scale))
-        self._close(listener)
+            raise GhostClipError(message)
 
     def _all_or_nothing(self, add: Callable[[], object]) -> None:
         """Drop every sum when adding to them fails half-way: half a batch must never be released."""
@@ -473,7 +538,8 @@ class GhostClipper:
             backward_entry.forget(forward)
         forward = self._forward_of(listener)
         noted = [one.noted for one in listener.forwards if one.noted is not None]
-        self._decisions.close(0 if forward.is_dummy else forward.batch_size, noted)
+        rows = 0 if forward.is_dummy else forward.batch_size
+        self._decisions.close(rows if self._sequences is None else self._sequences.rows(rows), noted)
         self._store.finish()
 
     def _scale(self, *, per_sample: bool) -> float:

@@ -319,9 +319,8 @@ class PrivacyEngine:
         sampling = self._sampled(given.data_loader, poisson_sampling=poisson_sampling)
         budget = _target(target_epsilon, target_delta, when_spent=when_spent)
         self._warn_of(target_delta, sampling)
-        noise_multiplier = self._account.noise_for(
-            budget, sampling, epochs=epochs, coordinates=coordinates_of(module, self.noise_level)
-        )
+        coordinates = coordinates_of(module, self.noise_level)
+        noise_multiplier = self._account.noise_for(budget, sampling, epochs=epochs, coordinates=coordinates)
         options = ClippingOptions(
             clipping=clipping,
             max_grad_norm=max_grad_norm,

@@ -30,6 +30,8 @@ from ghostclip.factors.base import accumulation_dtype
 # more in the time that it takes to be told to.
 _SMALL: Final = 1 << 15
 _SMALL_ON_A_GPU: Final = 1 << 21
+# So few gradients of one shape cost no more by themselves.
+_FEW: Final = 3
 # So many of the largest small layers wait at a time.
 _WAITING: Final = 32
 # Rows of which all of a sample lie together, so that samples of other layers may follow.
@@ -220,8 +222,9 @@ class Alike:
             for name, factor, version in found:
                 if _torch.version(factor.grad_BP) != version:
                     raise TamperedGradientError(changed_in_place(name))
-            if len(found) == 1:
-                self._single(found[0].name, found[0].factor)
+            if len(found) <= _FEW:
+                for name, factor, _ in found:
+                    self._single(name, factor)
                 continue
             names = [one.name for one in found]
             together = Dense(torch.cat([one.factor.grad_BP for one in found]))

@@ -23,6 +23,9 @@ from ghostclip.planning.below import Cut
 class PartlyKept(BookKeeping):
     """Book-keeping that drops the factors of some parameters once their norms are known."""
 
+    # What is put together is kept, whosever it is.
+    puts_together = False
+
     def __init__(self, group_of: Mapping[str, int], *, dropped: Collection[str]) -> None:
         """Make a pass that keeps no factor yet.
 

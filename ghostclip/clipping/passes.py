@@ -60,6 +60,37 @@ class Sums(Protocol):
         """
 
 
+class Sequences(Protocol):
+    """Ranks that each have some positions of every sample."""
+
+    def begin(self, forward: ForwardContext) -> None:
+        """Make sure that all ranks begin a backward through the same layers.
+
+        Args:
+            forward: This rank's forward.
+        """
+
+    def gather(self, factor: Factor) -> Factor:
+        """Return the whole gradients of the samples that are this rank's.
+
+        Args:
+            factor: Parts of the gradients of all samples.
+
+        Returns:
+            A factor of as many samples as `rows` says.
+        """
+
+    def rows(self, batch_size: int) -> int:
+        """Return how many samples of a batch are this rank's.
+
+        Args:
+            batch_size: B.
+
+        Returns:
+            Their number.
+        """
+
+
 class Pass(ABC):
     """Listens to one backward.
 
@@ -161,6 +192,7 @@ class BookKeeping(Pass):
         *,
         kept_layers: KeptLayers = lambda use, grad: frozenset(),
         device_only: bool = False,
+        sequences: Sequences | None = None,
     ) -> None:
         """Make a pass that keeps no factor yet.
 
@@ -169,9 +201,12 @@ class BookKeeping(Pass):
             kept_layers: Says, when the first gradient arrives, of which parameters per-sample gradients are kept
                 although their factors are smaller; see `Planner`.
             device_only: Read no value of a tensor: no sample is measured again.
+            sequences: Brings factors together of which each rank has some positions only.
         """
         super().__init__()
         self._device_only = device_only
+        self._sequences = sequences
+        self.puts_together = type(self).puts_together and sequences is None
         self._kept_layers = kept_layers
         self._keep: frozenset[str] | None = None
         self.factors: defaultdict[str, list[Factor]] = defaultdict(list)
@@ -192,6 +227,8 @@ class BookKeeping(Pass):
         """
         if self._keep is None:
             self._keep = self._kept_layers(use, grad)
+            if self._sequences is not None:
+                self._sequences.begin(use.forward)
         if use.alike is None or not self.puts_together or not self._alike.takes(use, grad, self._keep):
             super().receive(use, grad)
             return
@@ -203,6 +240,8 @@ class BookKeeping(Pass):
 
     def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
         """Keep a factor and add its squared norm."""
+        if self._sequences is not None:
+            factor = self._sequences.gather(factor)
         kept = self._kept_form(name, factor)
         if use.forward.use_counts[name] > 1:
             # Its uses are put together first: there may be as many as steps of a sequence.

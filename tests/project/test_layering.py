@@ -38,6 +38,7 @@ LAYERS = (
     "validation",
     "audit",
     "integrations",
+    "scaling",
     "compat",
     "terminal",
     "finetune",
