@@ -16,6 +16,7 @@ from ghostclip.capture.growth import Grown, compared, shapes_of
 from ghostclip.capture.packed import packed_inputs
 from ghostclip.evidence.buffers import Buffers
 from ghostclip.evidence.dependence import where_dependence_starts
+from ghostclip.evidence.exchanges import Exchanges
 from ghostclip.evidence.growth import grown
 from ghostclip.evidence.independence import Batch, refuse_dependence
 from ghostclip.evidence.loss_graph import Sizes, refuse_beyond_outputs
@@ -32,13 +33,15 @@ class Evidence:
         loss_sizes: What was seen of losses: see `ghostclip.evidence.loss_graph`.
     """
 
-    def __init__(self, *, probes: bool) -> None:
+    def __init__(self, *, probes: bool, may_exchange: bool = False) -> None:
         """Ask nothing yet.
 
         Args:
             probes: Whether to ask at all.
+            may_exchange: Whether ranks have parts of the same samples, which they may exchange.
         """
         self.probes = probes
+        self._may_exchange = may_exchange
         self.unchecked = Unchecked()
         self.loss_sizes: Sizes = {}
         self._buffers: Buffers | None = None
@@ -57,7 +60,8 @@ class Evidence:
         Returns:
             False for a forward of one sample as well, which can prove nothing.
         """
-        return self.probes and capture.forward.unproven and capture.forward.batch_size > 1
+        asks = self.probes and capture.forward.unproven and capture.forward.batch_size > 1
+        return asks and (capture.gathering is None or capture.gathering.may_ask())
 
     def look_at_loss(self, capture: CaptureContext, roots: Sequence[Any], forward: ForwardContext) -> None:
         """Look for what has no place between a loss and a model's outputs.
@@ -87,6 +91,8 @@ class Evidence:
         """
         forward = capture.forward
         forward.unproven = self.unchecked.begin(forward.batch_size, probes=self.probes)
+        if self.probes and capture.gathering is not None:
+            forward.unproven = capture.gathering.hold(able=forward.batch_size > 1)
         asks = self.asks(capture)
         self._buffers = Buffers(capture.model) if asks else None
         if asks and not capture.sites.layouts:
@@ -139,11 +145,13 @@ class Evidence:
 
         def run(given: Any) -> list[Tensor]:
             own, args, kwargs = as_flat(on_rows, *given)
-            return outputs_of(own.forward(*args, **kwargs))
+            return outputs_of(capture.run(own, args, kwargs))
 
         forward = capture.forward
-        with capture.substitution.unwatched():
+        with capture.substitution.unwatched(), Exchanges() as exchanges:
             found = grown(capture.model, run, tuple(inputs), batch_size=forward.batch_size, axis=forward.batch_axis)
+        if not self._may_exchange:
+            exchanges.refuse(capture.model)
         forward.stays_small = found is None
         return found
 
@@ -178,7 +186,7 @@ class Evidence:
         with capture.substitution.unwatched():
             refuse_dependence(
                 capture.model,
-                lambda given: outputs_of(call.module.forward(*given[0], **given[1])),
+                lambda given: outputs_of(capture.run(call.module, *given)),
                 batch,
                 self.unchecked,
             )

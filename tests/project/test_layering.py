@@ -52,6 +52,7 @@ ORDERED = {
         "batch_axis",
         "casts",
         "eager",
+        "gathering",
         "growth",
         "packed",
         "replicas",
@@ -91,6 +92,7 @@ ORDERED = {
     "evidence": [
         "dependence",
         "dropout",
+        "exchanges",
         "gradient_edges",
         "linear_paths",
         "loss_graph",
