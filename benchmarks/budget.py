@@ -1,14 +1,14 @@
 """Memory and operations under memory budgets, and what a step holds as it goes: `python -m benchmarks.budget PART`.
 
 Live bytes, counted operation by operation, gradients included and the model's own tensors not: the same on every
-machine. Batches that fit under a cap follow from the peaks of one and of two samples.
+machine.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,6 @@ from benchmarks import files, machine
 from benchmarks.flops import counter
 from benchmarks.head.ways import Sizes, maker
 from benchmarks.live import course_of, peak_of
-from benchmarks.models import GPT
-from benchmarks.peers import every_engine
 from benchmarks.tasks import Task, find, per_sample_losses
 from ghostclip import GhostClipper
 
@@ -34,8 +32,6 @@ COURSES = (
     "book-keeping, logits",
     "book-keeping, no logits",
 )
-VOCABULARIES = (5_000, 50_257, 131_072)
-CAP = 2 * 2**30
 
 
 def _budgets(task: Task) -> list[dict[str, float]]:
@@ -89,38 +85,6 @@ def _course(name: str, sizes: Sizes) -> list[int]:
     for _ in range(STEPS):
         run()
     return course_of(run, beside=beside)
-
-
-def _largest(one: int, two: int) -> int:
-    """Return how many samples fit under the cap, of a peak that grows by the same for every sample."""
-    return max(0, 1 + int((CAP - one) // max(1, two - one))) if one <= CAP else 0
-
-
-def _batches(vocabulary: int, sizes: Sizes) -> dict[str, int]:
-    """Return the largest batch under the cap of every way, Opacus's modes among them."""
-    found = {}
-    for name in COURSES:
-        peaks = []
-        for samples in (1, 2):
-            run, beside = _step(name, replace(sizes, vocabulary=vocabulary, samples=samples))
-            run()
-            run()
-            peaks.append(peak_of(run, beside=beside))
-        found[name] = _largest(*peaks)
-    for engine in every_engine():
-        if engine.name in ("opacus-hooks", "opacus-ghost"):
-            found[engine.title] = _largest(*(_peak_of_engine(engine, vocabulary, sizes, n) for n in (1, 2)))
-    return found
-
-
-def _peak_of_engine(engine: Any, vocabulary: int, sizes: Sizes, samples: int) -> int:
-    torch.manual_seed(0)
-    model = GPT(vocabulary=vocabulary, width=sizes.width, layers=sizes.layers, positions=sizes.positions)
-    ids_BT = torch.randint(vocabulary, (samples, sizes.positions + 1))
-    batch = ids_BT[:, :-1].contiguous(), ids_BT[:, 1:].contiguous()
-    runner = engine.attach(model, 1.0)
-    runner.step(batch)
-    return peak_of(lambda: runner.step(batch), beside=[*model.parameters(), *batch])
 
 
 def _draw(courses: dict[str, Sequence[int]], path: Path, title: str) -> None:
@@ -177,22 +141,6 @@ def _of_courses(report: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"![{report['picture']}]({report['picture']})"]) + "\n"
 
 
-def _of_batches(report: dict[str, Any]) -> str:
-    sizes = report["sizes"]
-    said = (
-        f"Samples of {sizes['positions']} tokens that fit under {CAP >> 30} GiB: a GPT of {sizes['layers']} layers, "
-        f"width {sizes['width']}; from the peaks of one and of two samples."
-    )
-    names = list(next(iter(report["batches"].values())))
-    lines = _head(report, "Largest batches", said)
-    lines += ["", f"| V | {' | '.join(names)} |", "|---:|" + "---:|" * len(names)]
-    lines += [
-        f"| {vocabulary} | {' | '.join(str(found[name]) for name in names)} |"
-        for vocabulary, found in report["batches"].items()
-    ]
-    return "\n".join(lines) + "\n"
-
-
 def _measured(part: str, report: dict[str, Any], folder: Path, *, quick: bool) -> None:
     """Measure one part; what there is so far is written as it comes."""
     stem = files.stem(f"memory-{part}", torch.device("cpu"), quick=quick)
@@ -203,24 +151,19 @@ def _measured(part: str, report: dict[str, Any], folder: Path, *, quick: bool) -
             task = find(name, quick=quick)
             report["budgets"][task.title] = _budgets(task)
             files.write(folder, stem, report, _of_budgets(report))
-    elif part == "courses":
+    else:
         report |= {"sizes": asdict(sizes), "picture": f"{stem}.png"}
         courses = {name: _course(name, sizes) for name in COURSES}
         report["peaks"] = {name: max(course) for name, course in courses.items()}
         files.write(folder, stem, report, _of_courses(report))
         title = f"V {sizes.vocabulary}, {sizes.samples} samples of {sizes.positions} tokens, {sizes.layers} layers"
         _draw(courses, folder / report["picture"], title)
-    else:
-        report |= {"sizes": asdict(sizes), "batches": {}}
-        for vocabulary in (300,) if quick else VOCABULARIES:
-            report["batches"][vocabulary] = _batches(vocabulary, sizes)
-            files.write(folder, stem, report, _of_batches(report))
 
 
 def main() -> None:
     """Measure, and write a report."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.budget", description=__doc__)
-    parser.add_argument("part", choices=("budgets", "courses", "batches"))
+    parser.add_argument("part", choices=("budgets", "courses"))
     parser.add_argument("--quick", action="store_true", help="small models, to see that it runs")
     parser.add_argument("--output", type=Path, default=files.RESULTS)
     options = parser.parse_args()
