@@ -18,8 +18,9 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
 
+
+from ghostclip import _torch
 from ghostclip.graph.refusal import NoGraph
 from ghostclip.graph.trace import Inputs, Traced, operation, outputs_of
 
@@ -114,7 +115,7 @@ def _paired(graph: fx.GraphModule, grown: fx.GraphModule) -> dict[fx.Node, fx.No
 
 def values_of(node: fx.Node) -> list[Tensor]:
     """Return the tensors that a node stands for, without memory."""
-    return [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in _torch.tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
@@ -198,7 +199,7 @@ class _Reader:
             return Layout(axis)
         if name == "cat" and all(layout is not None for _, layout in above):
             inside = {layout.inner for _, layout in known if layout.axis == axis}
-            if len(inside) == 1 and len(known) == len(tree_leaves(node.args[0])):
+            if len(inside) == 1 and len(known) == len(_torch.tree_leaves(node.args[0])):
                 return Layout(axis, rows // (inner := inside.pop()), inner)
         found = {(layout.outer, layout.inner) for _, layout in known if layout.rows == rows}
         if len(found) != 1:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves, tree_map
+
 
 from ghostclip import _torch
 from ghostclip.clipping.norms import GroupNorms, cross_terms
@@ -53,11 +53,11 @@ class _Factored(fx.Interpreter):
         if n.op != "call_function" or n.target is operator.getitem:
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        if any(isinstance(leaf, Sum) for leaf in tree_leaves((args, kwargs))):
+        if any(isinstance(leaf, Sum) for leaf in _torch.tree_leaves((args, kwargs))):
             return self._after_sums(n, args, kwargs)
         if not self._reduces(n):
             return super().run_node(n)
-        values: Any = tree_map(self._valued, (n.args, n.kwargs), is_leaf=lambda item: isinstance(item, fx.Node))
+        values: Any = _torch.tree_map(self._valued, (n.args, n.kwargs), is_leaf=lambda item: isinstance(item, fx.Node))
         return Reduction(n.target, *values, self._axes.batch_size).run()
 
     def _valued(self, item: Any) -> Any:

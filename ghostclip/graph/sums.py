@@ -14,9 +14,10 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ghostclip.factors import Dense, Factor, Outer, Rows, Windows
+
+from ghostclip import _torch
+from ghostclip.factors import Dense, Factor, Outer, Permuted, Rows, Windows
 from ghostclip.factors.convolution import Geometry
 from ghostclip.graph.axes import Layout
 from ghostclip.graph.refusal import NoGraph
@@ -157,7 +158,7 @@ class Reduction:
 
     def _one_by_one(self) -> Sum:
         """Run the operation on each sample's rows alone."""
-        leaves, spec = tree_flatten((self.args, self.kwargs))
+        leaves, spec = _torch.tree_flatten((self.args, self.kwargs))
         held = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Value) and leaf.layout is not None]
         values = [leaf.tensor if isinstance(leaf, Value) else leaf for leaf in leaves]
 
@@ -165,7 +166,7 @@ class Reduction:
             mine = list(values)
             for place, tensor in zip(held, own, strict=True):
                 mine[place] = tensor
-            args, kwargs = tree_unflatten(mine, spec)
+            args, kwargs = _torch.tree_unflatten(mine, spec)
             return self.target(*args, **kwargs)
 
         try:
@@ -337,7 +338,7 @@ def linear(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], shape: S
 
 
 def _permuted(value: Sum, packet: Any, args: Sequence[Any]) -> Sum:
-    from ghostclip.factors import Permuted
+
 
     axes = list(range(len(value.shape)))
     if packet is aten.permute:
@@ -392,7 +393,7 @@ _NOTHING_ADDED: Final = frozenset({aten.add, aten.sub, aten.rsub, aten.where, at
 def _mapped(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Apply a linear operation to the value of each sample."""
     packet = getattr(target, "overloadpacket", None)
-    leaves, spec = tree_flatten((list(args), dict(kwargs)))
+    leaves, spec = _torch.tree_flatten((list(args), dict(kwargs)))
     sums = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Sum)]
     others = any(isinstance(leaf, Tensor) for leaf in leaves)
     joins = packet in (aten.cat, aten.stack)
@@ -407,7 +408,7 @@ def _mapped(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         mine = list(leaves)
         for place, tensor in zip(sums, own, strict=True):
             mine[place] = tensor
-        given, named = tree_unflatten(mine, spec)
+        given, named = _torch.tree_unflatten(mine, spec)
         return target(*given, **named)
 
     found = torch.vmap(one)(*(leaves[place].per_sample() for place in sums))
