@@ -92,6 +92,7 @@ class GradSampleModule(ClipperHandle, nn.Module):
         super().__init__()
         attached = attached_clipper(m, clipper, strict=strict, batch_first=batch_first, loss_reduction=loss_reduction)
         self.__dict__["clipper"] = attached
+        self.__dict__["deferral"] = None
         self.train(m.training)
         self.add_module("_module", m)
         self.register_load_state_dict_pre_hook(_with_prefix)
@@ -106,6 +107,9 @@ class GradSampleModule(ClipperHandle, nn.Module):
         Returns:
             What the model returns.
         """
+        deferral = self.__dict__.get("deferral")
+        if deferral is not None and deferral.defers(self):
+            return deferral.output(args, kwargs)
         if self.clipper is None and self.training and torch.is_grad_enabled() and self not in _TOLD:
             _TOLD.add(self)
             _log.warning(
@@ -209,7 +213,7 @@ class GradSampleModule(ClipperHandle, nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the clipper out of copies and pickles: a second model must not write into the first one's sums."""
-        return {**super().__getstate__(), "clipper": None}
+        return {**super().__getstate__(), "clipper": None, "deferral": None}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._module!r})"
