@@ -32,7 +32,8 @@ class Layout(NamedTuple):
 
     Attributes:
         axis: The axis.
-        outer: Rows of a sample that lie B·inner apart.
+        outer: Rows of a sample that lie B·inner apart; 0 where how its rows lie is all the same so far: no entry
+            depends on a sample.
         inner: Rows of a sample that lie side by side.
     """
 
@@ -43,7 +44,7 @@ class Layout(NamedTuple):
     @property
     def rows(self) -> int:
         """Rows of one sample."""
-        return self.outer * self.inner
+        return max(1, self.outer) * self.inner
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ class _Reader:
         source = node.args[0] if node.target is operator.getitem else node
         above = [(parent, self.layouts.get(parent)) for parent in source.all_input_nodes]
         known = [(parent, layout) for parent, layout in above if layout is not None]
-        if name in _VIEWS and len(known) == 1:
+        if name in _VIEWS and len(known) == 1 and known[0][1].outer:
             return _seen_through(node, axis, rows, *known[0], batch_size=self._batch_size)
         if name in _TAKES:
             self._refuse_taken(node, name)
@@ -201,7 +202,9 @@ class _Reader:
             inside = {layout.inner for _, layout in known if layout.axis == axis}
             if len(inside) == 1 and len(known) == len(_torch.tree_leaves(node.args[0])):
                 return Layout(axis, rows // (inner := inside.pop()), inner)
-        found = {(layout.outer, layout.inner) for _, layout in known if layout.rows == rows}
+        found = {(layout.outer, layout.inner) for _, layout in known if layout.rows == rows and layout.outer}
+        if not found and node not in self.depends:
+            return Layout(axis, 0, rows)
         if len(found) != 1:
             raise NoGraph(f"{named(node)}: how the {rows} rows of each sample lie along axis {axis} is not known")
         return Layout(axis, *found.pop())

@@ -90,6 +90,7 @@ class Value:
         """
         assert self.layout is not None
         axis, outer, inner = self.layout
+        outer = max(1, outer)
         shape = self.tensor.shape
         if outer == inner == 1:
             return self.tensor.movedim(axis, 0).unsqueeze(axis + 1)
@@ -194,7 +195,10 @@ def _handles(*targets: Any) -> Callable[[Handler], Handler]:
 
 def _alike(one: Value, two: Value) -> bool:
     """Return whether two values have their samples' rows in the same order."""
-    return one.layout is not None and two.layout is not None and one.layout[1:] == two.layout[1:]
+    if one.layout is None or two.layout is None:
+        return False
+    free = 0 in (one.layout.outer, two.layout.outer)
+    return one.layout.rows == two.layout.rows if free else one.layout[1:] == two.layout[1:]
 
 
 @_handles(aten.mm)
