@@ -75,6 +75,13 @@ _ALONG: Final = {
 }
 # Results beside the first that stand for no sample: a number of targets, states of generators.
 _ASIDE: Final = ("nll_loss_forward", "nll_loss2d_forward", "_scaled_dot_product")
+# Operations that take nothing but sizes from what they are given.
+SIZES_ALONE: Final = frozenset(
+    {
+        *("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided", "zeros_like", "ones_like"),
+        *("full_like", "empty_like", "rand_like", "randn_like"),
+    }
+)
 # Operations that take rows by number, with the place of the axis; several axes for the first.
 _TAKES: Final = frozenset({"index", "index_select"})
 
@@ -166,6 +173,8 @@ class _Reader:
             aside = node.args[1] != 0 and operation(source).removeprefix("aten.").startswith(_ASIDE)
             empty = isinstance(value, Tensor) and (value.numel() == 0 or (aside and value.dim() == 0))
             return not empty and source in self.depends
+        if operation(node).removeprefix("aten.") in SIZES_ALONE:
+            return False
         return any(parent in self.depends for parent in node.all_input_nodes)
 
     def _compare_numbers(self, node: fx.Node) -> None:
@@ -202,6 +211,9 @@ class _Reader:
             inside = {layout.inner for _, layout in known if layout.axis == axis}
             if len(inside) == 1 and len(known) == len(_torch.tree_leaves(node.args[0])):
                 return Layout(axis, rows // (inner := inside.pop()), inner)
+        if name == "repeat" and len(known) == 1 and known[0][1].outer and known[0][1].axis == axis:
+            times = rows // known[0][1].rows
+            return Layout(axis, times * known[0][1].outer, known[0][1].inner)
         found = {(layout.outer, layout.inner) for _, layout in known if layout.rows == rows and layout.outer}
         if not found and node not in self.depends:
             return Layout(axis, 0, rows)
@@ -259,7 +271,7 @@ def _summed(graph: fx.GraphModule, reader: _Reader, trainable: int) -> frozenset
         if node not in reader.depends or node not in reader.layouts or reader.layouts[node] is not None:
             continue
         for user in node.users:
-            if user.op != "output" and user not in summed:
+            if user.op != "output" and user not in summed and operation(user)[5:] not in SIZES_ALONE:
                 raise NoGraph(f"{named(node)} loses the sample axis, and {named(user)} depends on it: samples mix")
         if node in of_losses or node not in summed:
             raise NoGraph(f"{named(node)} loses the sample axis, and losses depend on it: samples mix")

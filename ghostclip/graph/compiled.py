@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ghostclip import _torch
 from ghostclip.graph.axes import Axes, analysed
 from ghostclip.graph.guards import Watched
 from ghostclip.graph.options import GraphOptions
 from ghostclip.graph.parts import repeated
 from ghostclip.graph.refusal import NoGraph
 from ghostclip.graph.rewrite import Clipping, private_step, rewritten
-from ghostclip.graph.trace import Inputs, LossFunction, Traced, draws, inputs_of, outputs_of, restored, trace
+from ghostclip.graph.trace import Inputs, LossFunction, Traced, draws, first_line, inputs_of, outputs_of, restored, trace
 from ghostclip.kernels.precision import full_precision
 
 
@@ -93,8 +94,11 @@ class CompiledStep:
         flat = inputs.flat(model)
         valid_B = torch.ones(self.size, dtype=torch.bool, device=flat[0].device)
         self.graph: fx.GraphModule = rewritten(private_step(self.joint, axes, inputs, clipping), [valid_B, *flat])
-        with torch.no_grad(), full_precision():
-            self._run = options.compiled(self.graph, [valid_B, *flat])
+        try:
+            with torch.no_grad(), full_precision():
+                self._run = options.compiled(self.graph, [valid_B, *flat])
+        except Exception as problem:
+            raise NoGraph(f"it cannot be compiled ({type(problem).__name__}: {first_line(problem)})") from problem
         self.verified, self.runs = False, 0
         self._valid: dict[int, Tensor] = {self.size: valid_B}
 
@@ -112,7 +116,7 @@ class CompiledStep:
         if own is None:
             return None
         self.runs += 1
-        with torch.no_grad(), full_precision():
+        with torch.no_grad(), full_precision(), _torch.overrides_off():
             certain_B, losses_B, *rest = self._run(self._valid_B(count), *own, *tensors)
         groups, names = self._groups, self._trainable
         last = 2 * groups + len(names)

@@ -19,10 +19,10 @@ from ghostclip.clipping.norms import GroupNorms, cross_terms
 from ghostclip.clipping.passes import ClipWeights, smaller_form
 from ghostclip.clipping.policies import ClipPolicy, Layout, finite_samples
 from ghostclip.factors import Factor, joined
-from ghostclip.graph.axes import Axes
+from ghostclip.graph.axes import SIZES_ALONE, Axes
 from ghostclip.graph.refusal import NoGraph
 from ghostclip.graph.sums import Reduction, Sum, Value, linear
-from ghostclip.graph.trace import Inputs, Traced, first_line
+from ghostclip.graph.trace import Inputs, Traced, first_line, operation
 from ghostclip.kernels import reads, switch
 from ghostclip.kernels.precision import full_precision
 
@@ -53,10 +53,15 @@ class _Factored(fx.Interpreter):
         if n.op != "call_function" or n.target is operator.getitem:
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if operation(n).removeprefix("aten.") in SIZES_ALONE:
+            like = n.args[0].meta["val"]
+            return n.target(torch.empty(like.shape, dtype=like.dtype, device=like.device), *args[1:], **kwargs)
         if any(isinstance(leaf, Sum) for leaf in _torch.tree_leaves((args, kwargs))):
             return self._after_sums(n, args, kwargs)
         if not self._reduces(n):
             return super().run_node(n)
+        if operation(n).removeprefix("aten.") in _INTO and not _is_zero(n.args[0]):
+            raise NoGraph(f"{n.target} adds samples to what belongs to no sample")
         values: Any = _torch.tree_map(self._valued, (n.args, n.kwargs), is_leaf=lambda item: isinstance(item, fx.Node))
         return Reduction(n.target, *values, self._axes.batch_size).run()
 
@@ -68,6 +73,8 @@ class _Factored(fx.Interpreter):
     def _after_sums(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
         if any(parent in self._axes.depends and parent not in self._axes.summed for parent in n.all_input_nodes):
             raise NoGraph(f"{n.target} brings a sum over samples and samples themselves together: they mix")
+        if operation(n).removeprefix("aten.") in _INTO and not _is_zero(n.args[0]):
+            raise NoGraph(f"{n.target} adds to a sum over samples what belongs to no sample")
         value = n.meta.get("val")
         return linear(n.target, args, kwargs, value.shape if isinstance(value, Tensor) else None)
 
@@ -76,6 +83,18 @@ class _Factored(fx.Interpreter):
         if n in self._axes.summed:
             return True
         return any(user in self._axes.summed and user.target is operator.getitem for user in n.users)
+
+
+# Operations that put values into their first argument, which must be zeros.
+_INTO = ("index_put", "_unsafe_index_put", "index_add", "scatter_add", "slice_scatter", "select_scatter", "put", "scatter")
+
+
+def _is_zero(node: Any) -> bool:
+    """Return whether a value is zeros, whatever else is put in its place: a sum over samples may stand there."""
+    name = operation(node).removeprefix("aten.") if isinstance(node, fx.Node) else ""
+    if name in ("full", "new_full", "full_like"):
+        return node.args[1] == 0 if name == "full" else node.args[-1] == 0
+    return name in ("zeros", "new_zeros", "zeros_like") or (name in _INTO and _is_zero(node.args[0]))
 
 
 def factors_of(traced: Traced, axes: Axes, inputs: Inputs, flat: Sequence[Tensor]) -> tuple[Any, dict[str, Any], Any]:
@@ -197,7 +216,7 @@ def rewritten(step: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> fx
         NoGraph: It cannot be written as one.
     """
     try:
-        with torch.no_grad(), full_precision(), reads.none(), switch.using("off"):
+        with torch.no_grad(), full_precision(), reads.none(), switch.using("off"), _torch.overrides_off():
             # Operations made of others are taken apart first: some change in place what has no other form.
             graph = _torch.traced(_torch.functional(_torch.traced(step, inputs)), inputs)
     except NoGraph:
@@ -206,5 +225,9 @@ def rewritten(step: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> fx
         raise NoGraph(f"its factors cannot be written as a graph ({type(problem).__name__}: {first_line(problem)})") \
             from problem
     graph.graph.eliminate_dead_code()
+    for node in graph.graph.nodes:
+        # What a view was of may lie otherwise once it is computed.
+        if node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default
     graph.recompile()
     return graph

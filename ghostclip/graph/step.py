@@ -25,7 +25,7 @@ from ghostclip.graph.options import GraphOptions
 from ghostclip.graph.parts import Part, Sizes, part_of
 from ghostclip.graph.refusal import NoGraph
 from ghostclip.graph.rewrite import Clipping
-from ghostclip.graph.trace import LossFunction
+from ghostclip.graph.trace import LossFunction, first_line
 
 _log = logging.getLogger(__name__)
 
@@ -230,8 +230,8 @@ class GraphStep:
             with self.clipper.unwatched():
                 self._steps[key] = CompiledStep(model, self._loss, padded, axis_of, clipping, self._options)
         except NoGraph as reason:
-            self._steps[key] = str(reason)
-            self._say(str(reason))
+            self._steps[key] = first_line(reason)
+            self._say(first_line(reason))
         return self._steps[key]
 
     def _eagerly(self, tree: Any, reason: str) -> Any:

@@ -194,11 +194,13 @@ def _handles(*targets: Any) -> Callable[[Handler], Handler]:
 
 
 def _alike(one: Value, two: Value) -> bool:
-    """Return whether two values have their samples' rows in the same order."""
-    if one.layout is None or two.layout is None:
+    """Return whether two values have their samples' rows in the same order; of a free one, give it the other's."""
+    if one.layout is None or two.layout is None or one.layout.rows != two.layout.rows:
         return False
-    free = 0 in (one.layout.outer, two.layout.outer)
-    return one.layout.rows == two.layout.rows if free else one.layout[1:] == two.layout[1:]
+    for own, other in ((one, two), (two, one)):
+        if own.layout.outer == 0:
+            own.layout = Layout(own.layout.axis, *other.layout[1:])
+    return one.layout[1:] == two.layout[1:]
 
 
 @_handles(aten.mm)
@@ -387,6 +389,7 @@ _LINEAR: Final = frozenset(
         *("cumsum", "unflatten", "flatten", "conj", "_conj", "conj_physical", "_fft_c2r", "_fft_r2c", "_fft_c2c"),
         *("tanh_backward", "sigmoid_backward", "gelu_backward", "silu_backward", "threshold_backward"),
         *("_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm_backward", "view", "addmm"),
+        *("put", "scatter"),
         *("softplus_backward", "elu_backward", "hardtanh_backward", "rsub"),
     )
     if hasattr(aten, name)

@@ -8,8 +8,8 @@ Shape letters: B samples, ``*P`` a parameter's own shape.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 
 from ghostclip import _torch, _tree
+from ghostclip.evidence.randomness import Randomness
 from ghostclip.graph.refusal import NoGraph
 
 LossFunction = Callable[..., Any]
@@ -143,19 +144,22 @@ def trace(model: nn.Module, loss: LossFunction, inputs: Inputs) -> Traced:
         extras.append(_tree.mapped(lambda leaf: _numbered(leaf, found), extra))
         return [losses_B.detach(), *grads, *(tensor.detach() for tensor in found)]
 
-    state = random.getstate()
+    states = Randomness(inputs.flat(model))
     try:
-        with torch.enable_grad(), torch.backends.mkldnn.flags(enabled=False):
+        with _as_it_was(model), torch.enable_grad(), torch.backends.mkldnn.flags(enabled=False):
             graph = _torch.traced(joint, inputs.flat(model))
-        graph = _torch.traced(_torch.functional(graph), inputs.flat(model))
+        with _torch.overrides_off():
+            graph = _torch.traced(_torch.functional(graph), inputs.flat(model))
     except Exception as problem:
         raise NoGraph(f"it cannot be traced ({type(problem).__name__}: {first_line(problem)})") from problem
     finally:
         torch.clear_autocast_cache()
-    if random.getstate() != state:
-        raise NoGraph("it draws from Python's own generator, whose numbers a graph would keep for ever")
+    if states.drawn():
+        states.restore()
+        raise NoGraph("it seeds a generator, or draws from Python's or NumPy's, which a graph would do once for ever")
     graph.graph.eliminate_dead_code()
     _refuse_writes(graph)
+    _refuse_sizes(graph)
     _refuse_other_losses(graph, inputs)
     return Traced(graph, extras[-1])
 
@@ -216,6 +220,26 @@ def _refuse_writes(graph: fx.GraphModule) -> None:
         name = operation(node).removeprefix("aten.")
         if name in _WRITES and isinstance(node.args[0], fx.Node) and node.args[0].op in ("placeholder", "get_attr"):
             raise NoGraph("it writes to a buffer or to its input, which the next batch would find changed")
+
+
+def _refuse_sizes(graph: fx.GraphModule) -> None:
+    for node in graph.graph.nodes:
+        for leaf in _torch.tree_leaves(node.meta.get("val")):
+            if isinstance(leaf, Tensor) and not all(type(size) is int for size in leaf.shape):
+                raise NoGraph(f"the shape of what {operation(node)} returns depends on data")
+
+
+@contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """Put back afterwards what a forward leaves on its modules: values without memory, when it is only written down."""
+    before = [(own, dict(own)) for module in model.modules() for own in (vars(module), module._buffers)]
+    try:
+        yield
+    finally:
+        for own, earlier in before:
+            for key in own.keys() - earlier.keys():
+                del own[key]
+            own.update(earlier)
 
 
 def _refuse_other_losses(graph: fx.GraphModule, inputs: Inputs) -> None:
