@@ -720,3 +720,18 @@ def inductor_options(mode: str) -> dict[str, Any]:
     import torch._inductor
 
     return dict(torch._inductor.list_mode_options(mode))
+
+
+@contextmanager
+def steps_taken_apart() -> Iterator[None]:
+    """Yield while recurrent layers run step by step, and not as one operation of oneDNN: ``torch._C``.
+
+    Yields:
+        Nothing.
+    """
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)

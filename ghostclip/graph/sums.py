@@ -269,6 +269,20 @@ def _layer_norm(call: Reduction) -> tuple[Any, ...]:
     return inner, weight, Sum(Dense(g_BTF.sum(over))) if wanted[2] else None
 
 
+@_handles(aten.native_batch_norm_backward)
+def _batch_norm(call: Reduction) -> tuple[Any, ...]:
+    """In evaluation mode: what normalises is a buffer, the same for all samples."""
+    mean, variance, training, eps, wanted = (call.args[place] for place in (3, 4, 7, 8, 9))
+    if training:
+        raise NoGraph("batch norm in training mode: samples mix")
+    g_BKF, x_BKF = (call.apart(place, 0).flatten(3) for place in (0, 1))
+    shape = (-1, *[1] * (g_BKF.dim() - 3))
+    scaled = (x_BKF - mean.tensor.view(shape)) * (variance.tensor + eps).rsqrt().view(shape)
+    over = [1, *range(3, g_BKF.dim())]
+    weight = Sum(Dense((g_BKF * scaled).sum(over))) if wanted[1] else None
+    return call.plain()[0], weight, Sum(Dense(g_BKF.sum(over))) if wanted[2] else None
+
+
 @_handles(aten.native_group_norm_backward)
 def _group_norm(call: Reduction) -> tuple[Any, ...]:
     grad, x, mean, rstd, _, _, channels, _, groups, wanted = call.args
@@ -389,7 +403,9 @@ _LINEAR: Final = frozenset(
         *("cumsum", "unflatten", "flatten", "conj", "_conj", "conj_physical", "_fft_c2r", "_fft_r2c", "_fft_c2c"),
         *("tanh_backward", "sigmoid_backward", "gelu_backward", "silu_backward", "threshold_backward"),
         *("_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm_backward", "view", "addmm"),
-        *("put", "scatter"),
+        *("put", "scatter", "upsample_bilinear2d_backward", "upsample_bicubic2d_backward"),
+        *("upsample_nearest2d_backward", "upsample_linear1d_backward", "upsample_trilinear3d_backward"),
+        *("_upsample_bilinear2d_aa_backward", "_upsample_bicubic2d_aa_backward", "avg_pool2d_backward"),
         *("softplus_backward", "elu_backward", "hardtanh_backward", "rsub"),
     )
     if hasattr(aten, name)

@@ -146,7 +146,7 @@ def trace(model: nn.Module, loss: LossFunction, inputs: Inputs) -> Traced:
 
     states = Randomness(inputs.flat(model))
     try:
-        with _as_it_was(model), torch.enable_grad(), torch.backends.mkldnn.flags(enabled=False):
+        with _as_it_was(model), torch.enable_grad(), _torch.steps_taken_apart():
             graph = _torch.traced(joint, inputs.flat(model))
         with _torch.overrides_off():
             graph = _torch.traced(_torch.functional(graph), inputs.flat(model))
