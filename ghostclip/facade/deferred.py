@@ -253,8 +253,13 @@ class DeferredOutput:
     def __float__(self) -> float:
         return float(self.resolve())
 
+    def __neg__(self) -> Any:
+        return -self.resolve()
+
     def __contains__(self, item: Any) -> bool:
         return item in self.resolve()
+
+    __hash__ = object.__hash__
 
     def __repr__(self) -> str:
         return repr(self.resolve())
@@ -283,8 +288,6 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"
     setattr(DeferredOutput, f"__r{_name}__", _reflected(_name))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(DeferredOutput, f"__{_name}__", _binary(_name))
-DeferredOutput.__neg__ = lambda self: -self.resolve()  # type: ignore[attr-defined]
-DeferredOutput.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 def _resolved(item: Any) -> Any:

@@ -16,12 +16,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Final, NamedTuple
 
-import torch
 from torch import Tensor, fx
 
-
 from ghostclip import _torch
-from ghostclip.graph.refusal import NoGraph
+from ghostclip.graph.refusal import NoGraphError
 from ghostclip.graph.trace import Inputs, Traced, operation, outputs_of
 
 
@@ -99,7 +97,7 @@ def analysed(traced: Traced, grown: Traced, inputs: Inputs, batch_size: int) -> 
         The sample axis of every value.
 
     Raises:
-        NoGraph: Samples mix, or where they lie cannot be told.
+        NoGraphError: Samples mix, or where they lie cannot be told.
     """
     pairs = _paired(traced.graph, grown.graph)
     reader = _Reader(batch_size, pairs, inputs)
@@ -117,7 +115,7 @@ def _paired(graph: fx.GraphModule, grown: fx.GraphModule) -> dict[fx.Node, fx.No
         for one, two in zip(own, other, strict=True)
     )
     if not alike:
-        raise NoGraph("with one sample more it runs other operations, so that its sample axes are not known")
+        raise NoGraphError("with one sample more it runs other operations, so that its sample axes are not known")
     return dict(zip(own, other, strict=True))
 
 
@@ -129,6 +127,12 @@ def values_of(node: fx.Node) -> list[Tensor]:
 def shape_of(node: fx.Node) -> tuple[int, ...]:
     """Return the shape of a node with one value."""
     return tuple(node.meta["val"].shape)
+
+
+def first_of(node: fx.Node) -> fx.Node:
+    """Return the node that is another one's first argument."""
+    first: Any = node.args[0]
+    return first
 
 
 def named(node: fx.Node) -> str:
@@ -169,7 +173,7 @@ class _Reader:
         if node.op != "call_function":
             return node in self._given
         if node.target is operator.getitem:
-            source = node.args[0]
+            source = first_of(node)
             aside = node.args[1] != 0 and operation(source).removeprefix("aten.").startswith(_ASIDE)
             empty = isinstance(value, Tensor) and (value.numel() == 0 or (aside and value.dim() == 0))
             return not empty and source in self.depends
@@ -182,7 +186,7 @@ class _Reader:
         name = operation(node).removeprefix("aten.")
         for own, other in zip(_numbers(node), _numbers(self._pairs[node]), strict=False):
             if own != other and name not in _PLACES:
-                raise NoGraph(f"{named(node)} is given {own} where one sample more makes it {other}: it follows B")
+                raise NoGraphError(f"{named(node)} is given {own} where one sample more makes it {other}: it follows B")
 
     def _layout(self, node: fx.Node, value: Tensor) -> Layout | None:
         shape, grown = tuple(value.shape), tuple(self._pairs[node].meta["val"].shape)
@@ -192,13 +196,15 @@ class _Reader:
         axis = axes[0] if len(axes) == 1 else -1
         rows = grown[axis] - shape[axis] if axis >= 0 else 0
         if rows < 1 or shape[axis] != rows * self._batch_size:
-            raise NoGraph(f"{named(node)} has shape {grown} with one sample more: two axes hold samples, or a part")
+            raise NoGraphError(
+                f"{named(node)} has shape {grown} with one sample more: two axes hold samples, or a part"
+            )
         return self._folded(node, axis, rows)
 
     def _folded(self, node: fx.Node, axis: int, rows: int) -> Layout:
         """Return how the rows of a sample lie along an axis."""
         name = operation(node).removeprefix("aten.")
-        source = node.args[0] if node.target is operator.getitem else node
+        source = first_of(node) if node.target is operator.getitem else node
         above = [(parent, self.layouts.get(parent)) for parent in source.all_input_nodes]
         known = [(parent, layout) for parent, layout in above if layout is not None]
         if name in _VIEWS and len(known) == 1 and known[0][1].outer:
@@ -218,17 +224,18 @@ class _Reader:
         if not found and node not in self.depends:
             return Layout(axis, 0, rows)
         if len(found) != 1:
-            raise NoGraph(f"{named(node)}: how the {rows} rows of each sample lie along axis {axis} is not known")
+            raise NoGraphError(f"{named(node)}: how the {rows} rows of each sample lie along axis {axis} is not known")
         return Layout(axis, *found.pop())
 
     def _refuse_taken(self, node: fx.Node, name: str) -> None:
         """Refuse rows that are picked along the sample axis by what depends on samples."""
-        source = self.layouts.get(node.args[0])
+        source = self.layouts.get(first_of(node))
         if source is None:
             return
-        picked = node.args[1] if name == "index" else [None] * node.args[1] + [node.args[2]]
+        given: Any = node.args[1:]
+        picked: Any = given[0] if name == "index" else [None] * given[0] + [given[1]]
         if source.axis < len(picked) and picked[source.axis] in self.depends:
-            raise NoGraph(f"{named(node)} gathers rows across samples by their values")
+            raise NoGraphError(f"{named(node)} gathers rows across samples by their values")
 
     def _refuse_along(self, node: fx.Node) -> None:
         """Refuse operations along the sample axis."""
@@ -236,10 +243,10 @@ class _Reader:
         layout = self.layouts[node]
         if layout is None or name not in _ALONG or len(node.args) <= _ALONG[name]:
             return
-        along = node.args[_ALONG[name]]
+        along: Any = node.args[_ALONG[name]]
         places = along if isinstance(along, (list, tuple)) else [along]
         if layout.axis in [place % len(shape_of(node)) for place in places if isinstance(place, int)]:
-            raise NoGraph(f"{named(node)} runs along the samples: they mix")
+            raise NoGraphError(f"{named(node)} runs along the samples: they mix")
 
 
 def _numbers(node: fx.Node) -> list[Any]:
@@ -247,9 +254,7 @@ def _numbers(node: fx.Node) -> list[Any]:
     return [item for item in (*node.args, *node.kwargs.values()) if type(item) in (int, float)]
 
 
-def _seen_through(
-    node: fx.Node, axis: int, rows: int, source: fx.Node, layout: Layout, *, batch_size: int
-) -> Layout:
+def _seen_through(node: fx.Node, axis: int, rows: int, source: fx.Node, layout: Layout, *, batch_size: int) -> Layout:
     """Return the layout of a view from that of what it views: no element moves."""
     before, after = shape_of(source), shape_of(node)
     outer = prod(before[: layout.axis]) * layout.outer
@@ -257,7 +262,7 @@ def _seen_through(
     inner = layout.inner * prod(before[layout.axis + 1 :])
     trail = prod(after[axis + 1 :])
     if outer % lead or inner % trail or (outer // lead) * (inner // trail) != rows:
-        raise NoGraph(f"{named(node)} puts samples' entries into each other's places (axis {axis}): they mix")
+        raise NoGraphError(f"{named(node)} puts samples' entries into each other's places (axis {axis}): they mix")
     assert after[axis] == rows * batch_size
     return Layout(axis, outer // lead, inner // trail)
 
@@ -271,10 +276,10 @@ def _summed(graph: fx.GraphModule, reader: _Reader, trainable: int) -> frozenset
         if node not in reader.depends or node not in reader.layouts or reader.layouts[node] is not None:
             continue
         for user in node.users:
-            if user.op != "output" and user not in summed and operation(user)[5:] not in SIZES_ALONE:
-                raise NoGraph(f"{named(node)} loses the sample axis, and {named(user)} depends on it: samples mix")
+            if user.op != "output" and user not in summed and operation(user).removeprefix("aten.") not in SIZES_ALONE:
+                raise NoGraphError(f"{named(node)} loses the sample axis, and {named(user)} depends on it: samples mix")
         if node in of_losses or node not in summed:
-            raise NoGraph(f"{named(node)} loses the sample axis, and losses depend on it: samples mix")
+            raise NoGraphError(f"{named(node)} loses the sample axis, and losses depend on it: samples mix")
     return summed
 
 

@@ -17,9 +17,19 @@ from ghostclip.graph.axes import Axes, analysed
 from ghostclip.graph.guards import Watched
 from ghostclip.graph.options import GraphOptions
 from ghostclip.graph.parts import repeated
-from ghostclip.graph.refusal import NoGraph
+from ghostclip.graph.refusal import NoGraphError
 from ghostclip.graph.rewrite import Clipping, private_step, rewritten
-from ghostclip.graph.trace import Inputs, LossFunction, Traced, draws, first_line, inputs_of, outputs_of, restored, trace
+from ghostclip.graph.trace import (
+    Inputs,
+    LossFunction,
+    Traced,
+    draws,
+    first_line,
+    inputs_of,
+    outputs_of,
+    restored,
+    trace,
+)
 from ghostclip.kernels.precision import full_precision
 
 
@@ -56,7 +66,7 @@ class CompiledStep:
         runs: How often it has run.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - what a graph is made of
+    def __init__(
         self,
         model: nn.Module,
         loss: LossFunction,
@@ -76,7 +86,7 @@ class CompiledStep:
             options: How it is compiled.
 
         Raises:
-            NoGraph: Not all of it is known to be exact.
+            NoGraphError: Not all of it is known to be exact.
         """
         inputs = inputs_of(model, tree, axis_of)
         self.size = next(
@@ -98,7 +108,7 @@ class CompiledStep:
             with torch.no_grad(), full_precision():
                 self._run = options.compiled(self.graph, [valid_B, *flat])
         except Exception as problem:
-            raise NoGraph(f"it cannot be compiled ({type(problem).__name__}: {first_line(problem)})") from problem
+            raise NoGraphError(f"it cannot be compiled ({type(problem).__name__}: {first_line(problem)})") from problem
         self.verified, self.runs = False, 0
         self._valid: dict[int, Tensor] = {self.size: valid_B}
 
@@ -122,7 +132,8 @@ class CompiledStep:
         last = 2 * groups + len(names)
         short = count < self.size
         norm_GB, coef_GB = (
-            [part_B[:count] for part_B in parts] if short else parts for parts in (rest[:groups], rest[groups : 2 * groups])
+            [part_B[:count] for part_B in parts] if short else parts
+            for parts in (rest[:groups], rest[groups : 2 * groups])
         )
         extra = [
             x if axis is None or not short else x.narrow(axis, 0, count)
@@ -151,7 +162,6 @@ def _extra_axes(traced: Traced, axes: Axes, trainable: int) -> list[int | None]:
     for node in outputs_of(traced.graph)[1 + trainable :]:
         layout = axes.layouts.get(node)
         if (layout is None and node in axes.depends) or (layout is not None and layout.rows > 1):
-            raise NoGraph("what its loss function returns beside the losses has no axis of one entry a sample")
+            raise NoGraphError("what its loss function returns beside the losses has no axis of one entry a sample")
         found.append(None if layout is None else layout.axis)
     return found
-

@@ -24,12 +24,12 @@ class Part(NamedTuple):
 
     Attributes:
         start: Its first sample.
-        count: Its samples.
+        samples: How many it has.
         size: Its size with padding.
     """
 
     start: int
-    count: int
+    samples: int
     size: int
 
 
@@ -85,7 +85,7 @@ def part_of(tree: Any, part: Part, whole: int, axis_of: Callable[[Any], int | No
     Returns:
         The same containers, tensors contiguous where padded.
     """
-    size = part.size if padded else part.count
+    size = part.size if padded else part.samples
 
     def taken(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -93,10 +93,10 @@ def part_of(tree: Any, part: Part, whole: int, axis_of: Callable[[Any], int | No
         axis = axis_of(leaf)
         if axis is None:
             return leaf.contiguous() if padded else leaf
-        rows = leaf if part.count == whole else leaf.narrow(axis, part.start, part.count)
-        if size > part.count:
-            last = rows.narrow(axis, part.count - 1, 1)
-            rows = torch.cat([rows, last.expand(*_sizes(last, axis, size - part.count))], axis)
+        rows = leaf if part.samples == whole else leaf.narrow(axis, part.start, part.samples)
+        if size > part.samples:
+            last = rows.narrow(axis, part.samples - 1, 1)
+            rows = torch.cat([rows, last.expand(*_sizes(last, axis, size - part.samples))], axis)
         return rows.contiguous() if padded else rows
 
     return _tree.mapped(taken, tree)

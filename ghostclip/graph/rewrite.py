@@ -8,19 +8,18 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
-
 
 from ghostclip import _torch
 from ghostclip.clipping.norms import GroupNorms, cross_terms
 from ghostclip.clipping.passes import ClipWeights, smaller_form
 from ghostclip.clipping.policies import ClipPolicy, Layout, finite_samples
 from ghostclip.factors import Factor, joined
-from ghostclip.graph.axes import SIZES_ALONE, Axes
-from ghostclip.graph.refusal import NoGraph
+from ghostclip.graph.axes import SIZES_ALONE, Axes, first_of
+from ghostclip.graph.refusal import NoGraphError
 from ghostclip.graph.sums import Reduction, Sum, Value, linear
 from ghostclip.graph.trace import Inputs, Traced, first_line, operation
 from ghostclip.kernels import reads, switch
@@ -54,16 +53,16 @@ class _Factored(fx.Interpreter):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         if operation(n).removeprefix("aten.") in SIZES_ALONE:
-            like = n.args[0].meta["val"]
-            return n.target(torch.empty(like.shape, dtype=like.dtype, device=like.device), *args[1:], **kwargs)
+            like, target = first_of(n).meta["val"], cast("Callable[..., Any]", n.target)
+            return target(torch.empty(like.shape, dtype=like.dtype, device=like.device), *args[1:], **kwargs)
         if any(isinstance(leaf, Sum) for leaf in _torch.tree_leaves((args, kwargs))):
             return self._after_sums(n, args, kwargs)
         if not self._reduces(n):
             return super().run_node(n)
         if operation(n).removeprefix("aten.") in _INTO and not _is_zero(n.args[0]):
-            raise NoGraph(f"{n.target} adds samples to what belongs to no sample")
+            raise NoGraphError(f"{n.target} adds samples to what belongs to no sample")
         values: Any = _torch.tree_map(self._valued, (n.args, n.kwargs), is_leaf=lambda item: isinstance(item, fx.Node))
-        return Reduction(n.target, *values, self._axes.batch_size).run()
+        return Reduction(n.target, values[0], values[1], self._axes.batch_size).run()
 
     def _valued(self, item: Any) -> Any:
         if not isinstance(item, fx.Node):
@@ -72,9 +71,9 @@ class _Factored(fx.Interpreter):
 
     def _after_sums(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
         if any(parent in self._axes.depends and parent not in self._axes.summed for parent in n.all_input_nodes):
-            raise NoGraph(f"{n.target} brings a sum over samples and samples themselves together: they mix")
+            raise NoGraphError(f"{n.target} brings a sum over samples and samples themselves together: they mix")
         if operation(n).removeprefix("aten.") in _INTO and not _is_zero(n.args[0]):
-            raise NoGraph(f"{n.target} adds to a sum over samples what belongs to no sample")
+            raise NoGraphError(f"{n.target} adds to a sum over samples what belongs to no sample")
         value = n.meta.get("val")
         return linear(n.target, args, kwargs, value.shape if isinstance(value, Tensor) else None)
 
@@ -86,7 +85,16 @@ class _Factored(fx.Interpreter):
 
 
 # Operations that put values into their first argument, which must be zeros.
-_INTO = ("index_put", "_unsafe_index_put", "index_add", "scatter_add", "slice_scatter", "select_scatter", "put", "scatter")
+_INTO = (
+    "index_put",
+    "_unsafe_index_put",
+    "index_add",
+    "scatter_add",
+    "slice_scatter",
+    "select_scatter",
+    "put",
+    "scatter",
+)
 
 
 def _is_zero(node: Any) -> bool:
@@ -110,14 +118,14 @@ def factors_of(traced: Traced, axes: Axes, inputs: Inputs, flat: Sequence[Tensor
         The losses; factors by parameter, none for one that is not used; and what else is returned.
 
     Raises:
-        NoGraph: A gradient is no sum over samples.
+        NoGraphError: A gradient is no sum over samples.
     """
     losses_B, *rest = _Factored(traced.graph, axes).run(*flat)
     count = len(inputs.trainable)
     found: dict[str, Any] = {}
     for name, grad in zip(inputs.trainable, rest[:count], strict=True):
         if isinstance(grad, Tensor):
-            raise NoGraph(f"{name}: its gradient is no sum over samples")
+            raise NoGraphError(f"{name}: its gradient is no sum over samples")
         found[name] = [] if grad is None else grad.factors
     return losses_B, found, rest[count:]
 
@@ -213,17 +221,18 @@ def rewritten(step: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> fx
         The graph.
 
     Raises:
-        NoGraph: It cannot be written as one.
+        NoGraphError: It cannot be written as one.
     """
     try:
         with torch.no_grad(), full_precision(), reads.none(), switch.using("off"), _torch.overrides_off():
             # Operations made of others are taken apart first: some change in place what has no other form.
             graph = _torch.traced(_torch.functional(_torch.traced(step, inputs)), inputs)
-    except NoGraph:
+    except NoGraphError:
         raise
     except Exception as problem:
-        raise NoGraph(f"its factors cannot be written as a graph ({type(problem).__name__}: {first_line(problem)})") \
-            from problem
+        raise NoGraphError(
+            f"its factors cannot be written as a graph ({type(problem).__name__}: {first_line(problem)})"
+        ) from problem
     graph.graph.eliminate_dead_code()
     for node in graph.graph.nodes:
         # What a view was of may lie otherwise once it is computed.

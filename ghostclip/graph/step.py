@@ -1,4 +1,4 @@
-"""`GraphStep`: forward, loss, backward and clipping of a batch as one compiled graph, or eagerly where that is not safe.
+"""`GraphStep`: forward, loss, backward and clipping of a batch as one compiled graph, or eagerly where none is exact.
 
 Shape letters: B samples, G clip groups.
 """
@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ghostclip import _torch, _tree
 from ghostclip.capture.inputs import batch_size_of
@@ -23,7 +23,7 @@ from ghostclip.graph.compiled import CompiledStep, Outcome
 from ghostclip.graph.guards import form_of, surroundings
 from ghostclip.graph.options import GraphOptions
 from ghostclip.graph.parts import Part, Sizes, part_of
-from ghostclip.graph.refusal import NoGraph
+from ghostclip.graph.refusal import NoGraphError
 from ghostclip.graph.rewrite import Clipping
 from ghostclip.graph.trace import LossFunction, first_line
 
@@ -116,7 +116,7 @@ class GraphStep:
             results.append(self._part(own, part))
         if len(parts) > 1:
             self.clipper.merge_passes(since=before)
-        return results[0] if len(results) == 1 else _together(results, [part.count for part in parts], axis)
+        return results[0] if len(results) == 1 else _together(results, [part.samples for part in parts], axis)
 
     def _eager_alone(self, samples: int) -> str | None:
         """Return why no graph could be used for a batch at all."""
@@ -130,7 +130,7 @@ class GraphStep:
 
     def _part(self, tree: Any, part: Part) -> Any:
         """Compute one physical batch."""
-        axis, count = self.clipper.axis, part.count
+        axis, count = self.clipper.axis, part.samples
 
         def axis_of(leaf: Any) -> int | None:
             return batch_axis_of(leaf, batch_size=count, axis=axis)
@@ -240,7 +240,7 @@ class GraphStep:
         try:
             with self.clipper.unwatched():
                 self._steps[key] = CompiledStep(model, self._loss, padded, axis_of, clipping, self._options)
-        except NoGraph as reason:
+        except NoGraphError as reason:
             self._steps[key] = first_line(reason)
             self._say(first_line(reason))
         return self._steps[key]
@@ -278,7 +278,7 @@ def _narrowest(model: nn.Module) -> torch.dtype:
     dtypes = [p.dtype for p in model.parameters()]
     for kind in {p.device.type for p in model.parameters()}:
         if torch.is_autocast_enabled(kind):
-            dtypes.append(torch.get_autocast_dtype(kind))
+            dtypes += [torch.get_autocast_dtype(kind)]
     return max((dtype for dtype in dtypes if dtype in _ALIKE), key=lambda dtype: _ALIKE[dtype])
 
 
@@ -291,5 +291,6 @@ def _together(results: list[Any], counts: list[int], axis: int) -> Any:
         place = batch_axis_of(first, batch_size=counts[0], axis=axis)
         return first if place is None else torch.cat(leaves, place)
 
-    return _torch.tree_unflatten([joined(*leaves) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)], flat[0][1])
-
+    return _torch.tree_unflatten(
+        [joined(*leaves) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)], flat[0][1]
+    )

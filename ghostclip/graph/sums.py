@@ -9,18 +9,16 @@ Shape letters: B samples, K rows of a sample, T positions, I inputs, O outputs, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-
 from ghostclip import _torch
 from ghostclip.factors import Dense, Factor, Outer, Permuted, Rows, Windows
 from ghostclip.factors.convolution import Geometry
 from ghostclip.graph.axes import Layout
-from ghostclip.graph.refusal import NoGraph
+from ghostclip.graph.refusal import NoGraphError
 
 aten = torch.ops.aten
 
@@ -133,11 +131,11 @@ class Reduction:
             Shape ``(B, *shape)``, K along the axis.
 
         Raises:
-            NoGraph: They lie elsewhere.
+            NoGraphError: They lie elsewhere.
         """
         value = self.args[place]
         if value.layout is None or axis not in (None, value.layout.axis):
-            raise NoGraph(f"{self.target}: its samples do not lie along axis {axis} of argument {place}")
+            raise NoGraphError(f"{self.target}: its samples do not lie along axis {axis} of argument {place}")
         return value.apart(self.batch_size)
 
     def run(self) -> Any:
@@ -147,7 +145,7 @@ class Reduction:
             In the form of the operation's result.
 
         Raises:
-            NoGraph: No pattern explains it, and it cannot be run for each sample.
+            NoGraphError: No pattern explains it, and it cannot be run for each sample.
         """
         handler = _HANDLERS.get(getattr(self.target, "overloadpacket", None))
         found = None if handler is None else handler(self)
@@ -173,9 +171,9 @@ class Reduction:
         try:
             found_B = torch.vmap(one)(*(leaves[place].apart(self.batch_size) for place in held))
         except Exception as problem:
-            raise NoGraph(f"{self.target} sums over samples, and does not run for each: {problem}") from problem
+            raise NoGraphError(f"{self.target} sums over samples, and does not run for each: {problem}") from problem
         if not isinstance(found_B, Tensor):
-            raise NoGraph(f"{self.target} sums over samples, and has several results")
+            raise NoGraphError(f"{self.target} sums over samples, and has several results")
         return Sum(Dense(found_B))
 
 
@@ -195,12 +193,14 @@ def _handles(*targets: Any) -> Callable[[Handler], Handler]:
 
 def _alike(one: Value, two: Value) -> bool:
     """Return whether two values have their samples' rows in the same order; of a free one, give it the other's."""
-    if one.layout is None or two.layout is None or one.layout.rows != two.layout.rows:
+    first, second = one.layout, two.layout
+    if first is None or second is None or first.rows != second.rows:
         return False
-    for own, other in ((one, two), (two, one)):
-        if own.layout.outer == 0:
-            own.layout = Layout(own.layout.axis, *other.layout[1:])
-    return one.layout[1:] == two.layout[1:]
+    if first.outer == 0:
+        one.layout = first = Layout(first.axis, second.outer, second.inner)
+    if second.outer == 0:
+        two.layout = second = Layout(second.axis, first.outer, first.inner)
+    return first[1:] == second[1:]
 
 
 @_handles(aten.mm)
@@ -234,7 +234,7 @@ def _sum(call: Reduction) -> Sum:
 def _embedding(call: Reduction) -> Sum | None:
     grad, ids, rows, padding, by_frequency = call.args
     if by_frequency:
-        raise NoGraph("embedding with scale_grad_by_freq=True: its gradient depends on other samples' tokens")
+        raise NoGraphError("embedding with scale_grad_by_freq=True: its gradient depends on other samples' tokens")
     if not _alike(grad, ids):
         return None
     g_BTI, ids_BT = call.apart(0).flatten(1, -2), call.apart(1).flatten(1)
@@ -274,7 +274,7 @@ def _batch_norm(call: Reduction) -> tuple[Any, ...]:
     """In evaluation mode: what normalises is a buffer, the same for all samples."""
     mean, variance, training, eps, wanted = (call.args[place] for place in (3, 4, 7, 8, 9))
     if training:
-        raise NoGraph("batch norm in training mode: samples mix")
+        raise NoGraphError("batch norm in training mode: samples mix")
     g_BKF, x_BKF = (call.apart(place, 0).flatten(3) for place in (0, 1))
     shape = (-1, *[1] * (g_BKF.dim() - 3))
     scaled = (x_BKF - mean.tensor.view(shape)) * (variance.tensor + eps).rsqrt().view(shape)
@@ -285,7 +285,7 @@ def _batch_norm(call: Reduction) -> tuple[Any, ...]:
 
 @_handles(aten.native_group_norm_backward)
 def _group_norm(call: Reduction) -> tuple[Any, ...]:
-    grad, x, mean, rstd, _, _, channels, _, groups, wanted = call.args
+    _, _, mean, rstd, _, _, channels, _, groups, wanted = call.args
     inner, *_ = call.plain()
     g_BKC, x_BKC = call.apart(0, 0), call.apart(1, 0)
     g_BKEF, x_BKEF = (y.reshape(*y.shape[:2], groups, channels // groups, -1) for y in (g_BKC, x_BKC))
@@ -301,7 +301,7 @@ def _group_norm(call: Reduction) -> tuple[Any, ...]:
 
 @_handles(aten.convolution_backward)
 def _convolution(call: Reduction) -> tuple[Any, ...]:
-    grad, x, weight, _, stride, padding, dilation, transposed, _, groups, wanted = call.args
+    _, _, weight, _, stride, padding, dilation, transposed, _, groups, wanted = call.args
     inner: Any = None
     if wanted[0]:
         args = [_tensor_of(item) for item in call.args]
@@ -339,26 +339,27 @@ def linear(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], shape: S
         A `Sum`, or several.
 
     Raises:
-        NoGraph: The result is not known to be a sum over samples.
+        NoGraphError: The result is not known to be a sum over samples.
     """
     packet = getattr(target, "overloadpacket", None)
     first = args[0]
     if packet in _AS_IT_IS:
         return first
+    if packet is aten.copy and isinstance(args[1], Sum) and tuple(args[1].shape) == tuple(shape or ()):
+        return args[1]
     if packet in _RESHAPES and shape is not None:
         return first.each(lambda factor: factor.reshaped(shape))
     if packet in (aten.t, aten.transpose, aten.permute):
         return _permuted(first, packet, args[1:])
-    if packet is aten.add and all(isinstance(arg, Sum) for arg in args[:2]) and not kwargs:
-        if args[0].shape == args[1].shape:
-            return Sum(*args[0].factors, *args[1].factors)
+    both = packet is aten.add and all(isinstance(arg, Sum) for arg in args[:2]) and not kwargs
+    if both and args[0].shape == args[1].shape:
+        return Sum(*args[0].factors, *args[1].factors)
     if packet is aten.embedding_dense_backward and isinstance(first, Sum):
         return _looked_up(first, *args[1:])
     return _mapped(target, args, kwargs)
 
 
 def _permuted(value: Sum, packet: Any, args: Sequence[Any]) -> Sum:
-
 
     axes = list(range(len(value.shape)))
     if packet is aten.permute:
@@ -382,7 +383,7 @@ def _permuted(value: Sum, packet: Any, args: Sequence[Any]) -> Sum:
 def _looked_up(value: Sum, ids: Tensor, rows: int, padding: int, by_frequency: bool) -> Sum:  # noqa: FBT001 - aten's
     """Rows of a table at places that all samples share: a position embedding."""
     if by_frequency:
-        raise NoGraph("embedding with scale_grad_by_freq=True: a row is divided by how often a batch looks it up")
+        raise NoGraphError("embedding with scale_grad_by_freq=True: a row is divided by how often a batch looks it up")
     g_BPI = value.per_sample()
     g_BTI = g_BPI.reshape(g_BPI.shape[0], -1, g_BPI.shape[-1])
     ids_T = ids.reshape(-1)
@@ -421,11 +422,11 @@ def _mapped(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     others = any(isinstance(leaf, Tensor) for leaf in leaves)
     joins = packet in (aten.cat, aten.stack)
     if packet not in _LINEAR or (len(sums) > 1 and not (joins or packet in (aten.add, aten.sub))):
-        raise NoGraph(f"{target} is applied to a sum over samples, and is not known to be linear")
+        raise NoGraphError(f"{target} is applied to a sum over samples, and is not known to be linear")
     if packet in _NOTHING_ADDED and (len(sums) < 2 and packet in (aten.add, aten.sub, aten.rsub, aten.addmm)):
-        raise NoGraph(f"{target} adds to a sum over samples what belongs to no sample")
+        raise NoGraphError(f"{target} adds to a sum over samples what belongs to no sample")
     if joins and others:
-        raise NoGraph(f"{target} joins a sum over samples with what belongs to no sample")
+        raise NoGraphError(f"{target} joins a sum over samples with what belongs to no sample")
 
     def one(*own: Tensor) -> Any:
         mine = list(leaves)
@@ -438,8 +439,3 @@ def _mapped(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if isinstance(found, Tensor):
         return Sum(Dense(found))
     return tuple(Sum(Dense(part)) for part in found)
-
-
-def elements(value: Sum) -> int:
-    """Return how many elements a sum's value has."""
-    return prod(value.shape)

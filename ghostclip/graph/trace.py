@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from ghostclip import _torch, _tree
 from ghostclip.evidence.randomness import Randomness
-from ghostclip.graph.refusal import NoGraph
+from ghostclip.graph.refusal import NoGraphError
 
 LossFunction = Callable[..., Any]
 """From the model and a batch to the losses of its samples, ``(B,)``, or to a pair of these and anything else."""
@@ -126,7 +126,7 @@ def trace(model: nn.Module, loss: LossFunction, inputs: Inputs) -> Traced:
         The graph.
 
     Raises:
-        NoGraph: It reads values, draws from generators that are not torch's, changes what the model keeps, or fails.
+        NoGraphError: It reads values, draws from generators that are not torch's, changes what the model keeps, or fails.
     """
     whole, names = _Loss(model, loss), [*inputs.trainable, *inputs.held]
     extras: list[Any] = []
@@ -151,12 +151,14 @@ def trace(model: nn.Module, loss: LossFunction, inputs: Inputs) -> Traced:
         with _torch.overrides_off():
             graph = _torch.traced(_torch.functional(graph), inputs.flat(model))
     except Exception as problem:
-        raise NoGraph(f"it cannot be traced ({type(problem).__name__}: {first_line(problem)})") from problem
+        raise NoGraphError(f"it cannot be traced ({type(problem).__name__}: {first_line(problem)})") from problem
     finally:
         torch.clear_autocast_cache()
     if states.drawn():
         states.restore()
-        raise NoGraph("it seeds a generator, or draws from Python's or NumPy's, which a graph would do once for ever")
+        raise NoGraphError(
+            "it seeds a generator, or draws from Python's or NumPy's, which a graph would do once for ever"
+        )
     graph.graph.eliminate_dead_code()
     _refuse_writes(graph)
     _refuse_sizes(graph)
@@ -219,14 +221,14 @@ def _refuse_writes(graph: fx.GraphModule) -> None:
     for node in graph.graph.nodes:
         name = operation(node).removeprefix("aten.")
         if name in _WRITES and isinstance(node.args[0], fx.Node) and node.args[0].op in ("placeholder", "get_attr"):
-            raise NoGraph("it writes to a buffer or to its input, which the next batch would find changed")
+            raise NoGraphError("it writes to a buffer or to its input, which the next batch would find changed")
 
 
 def _refuse_sizes(graph: fx.GraphModule) -> None:
     for node in graph.graph.nodes:
         for leaf in _torch.tree_leaves(node.meta.get("val")):
             if isinstance(leaf, Tensor) and not all(type(size) is int for size in leaf.shape):
-                raise NoGraph(f"the shape of what {operation(node)} returns depends on data")
+                raise NoGraphError(f"the shape of what {operation(node)} returns depends on data")
 
 
 @contextmanager
@@ -246,4 +248,4 @@ def _refuse_other_losses(graph: fx.GraphModule, inputs: Inputs) -> None:
     losses = outputs_of(graph)[0].meta["val"]
     sizes = {x.shape[axis] for x, axis in zip(inputs.tensors, inputs.in_batch, strict=True) if axis is not None}
     if losses.dim() != 1 or {losses.shape[0]} != sizes:
-        raise NoGraph(f"its losses have shape {tuple(losses.shape)}, not one entry a sample")
+        raise NoGraphError(f"its losses have shape {tuple(losses.shape)}, not one entry a sample")

@@ -55,7 +55,8 @@ def test_a_graph_is_exact(name):
     outcome = _run(case, model, step, case.data(dtype), dtype)
     check_sum(outcome, want, dtype)
     check_norms(outcome, want, dtype)
-    assert step.graphs[0].runs == 2 and not step.reasons
+    assert step.graphs[0].runs == 2
+    assert not step.reasons
 
 
 @pytest.mark.parametrize("name", QUICK[:3])

@@ -24,7 +24,7 @@ from tests.graph.steps import ATEN, Net, batch, eager_sums, losses, net, step_of
 )
 def test_a_batch_is_cut_into_parts_of_few_sizes(given, samples, parts):
     found = Sizes(given).parts(samples)
-    assert [(part.count, part.size) for part in found] == parts
+    assert [(part.samples, part.size) for part in found] == parts
     assert [part.start for part in found] == [sum(p[0] for p in parts[:k]) for k in range(len(parts))]
 
 
@@ -39,8 +39,10 @@ def test_padding_samples_add_nothing(samples):
     torch.testing.assert_close(losses_B, losses(model, *data).detach())
     assert step.clipper.batch_size == len(step.clipper.per_sample_norms) == (samples - 1) % 6 + 1
     torch.testing.assert_close(step.clipper.per_sample_norms, norms_B[-step.clipper.batch_size :])
-    assert step.clipper.rows_seen == (samples,) and step.clipper.backward_passes == 1
-    assert not step.reasons and len(step.graphs) == 1
+    assert step.clipper.rows_seen == (samples,)
+    assert step.clipper.backward_passes == 1
+    assert not step.reasons
+    assert len(step.graphs) == 1
 
 
 @pytest.mark.parametrize("samples", [0, 1])
@@ -100,7 +102,8 @@ def test_two_batches_accumulate():
     step(*batch(seed=2))
     want = eager_sums(model, *batch(seed=1))[0] + eager_sums(model, *batch(seed=2))[0]
     torch.testing.assert_close(sums(model), want)
-    assert step.clipper.backward_passes == 2 and step.clipper.rows_seen == (6, 6)
+    assert step.clipper.backward_passes == 2
+    assert step.clipper.rows_seen == (6, 6)
 
 
 def _frozen(model):
@@ -154,13 +157,15 @@ def test_another_bound_needs_another_graph():
         step.clipper.reset()
         step(*batch())
     torch.testing.assert_close(sums(model), eager_sums(model, *batch(), max_grad_norm=0.05)[0])
-    assert len(step.graphs) == 2 and step.clipper.sensitivity() == 0.05
+    assert len(step.graphs) == 2
+    assert step.clipper.sensitivity() == 0.05
 
 
 def test_other_shapes_beyond_the_most_graphs_are_eager():
     step = warmed(net(), options=GraphOptions(backend="aten", sizes=(6,), most=1))
     step(*batch(dtype=torch.float64)[:1], torch.rand(6, 3).double())
-    assert len(step.graphs) == 1 and "graphs were compiled" in next(iter(step.reasons))
+    assert len(step.graphs) == 1
+    assert "graphs were compiled" in next(iter(step.reasons))
 
 
 def test_dropout_draws_what_the_eager_engine_draws():
@@ -189,7 +194,8 @@ def test_every_kth_batch_is_held_against_the_eager_engine(monkeypatch):
     monkeypatch.setattr(ghostclip.GraphStep, "_eager", lambda self, tree: (seen.append(1), eager(self, tree))[1])
     for _ in range(6):
         step(*batch())
-    assert len(seen) == 2 and not step.reasons
+    assert len(seen) == 2
+    assert not step.reasons
 
 
 def test_what_else_the_loss_returns_comes_back():
@@ -199,7 +205,9 @@ def test_what_else_the_loss_returns_comes_back():
         x, y = batch(samples)
         losses_B, extra = step(x, y)
         torch.testing.assert_close(extra["logits"], model(x).detach())
-        assert extra["name"] == "kept" and losses_B.shape == (samples,) and not extra["logits"].requires_grad
+        assert extra["name"] == "kept"
+        assert losses_B.shape == (samples,)
+        assert not extra["logits"].requires_grad
 
 
 @pytest.mark.parametrize("clipping", ["per_layer", "automatic"])
@@ -255,7 +263,8 @@ def test_lora_and_a_shared_layer_in_two_forwards():
     for _ in range(2):
         step.clipper.reset()
         step(*batch())
-    assert step.graphs[0].runs == 2 and not step.reasons
+    assert step.graphs[0].runs == 2
+    assert not step.reasons
     assert model.first.weight.grad is None
 
 
