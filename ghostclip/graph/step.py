@@ -56,6 +56,7 @@ class GraphStep:
 
     Attributes:
         clipper: As given.
+        options: As given; those of graphs that are compiled from then on.
         reasons: Why batches were computed eagerly, and how many physical batches for each reason.
 
     Raises:
@@ -81,8 +82,9 @@ class GraphStep:
             )
         self.clipper = clipper
         self.reasons: Counter[str] = Counter()
-        self._loss, self._options = loss, options or GraphOptions()
-        self._sizes = Sizes(self._options.sizes)
+        self._loss = loss
+        self.options = options or GraphOptions()
+        self._sizes = Sizes(self.options.sizes)
         self._steps: dict[Hashable, CompiledStep | str] = {}
 
     @property
@@ -139,7 +141,7 @@ class GraphStep:
         step = self._step_for(padded, part.size)
         if isinstance(step, str):
             return self._eagerly(tree, step)
-        due = self._options.check_every and step.runs % self._options.check_every == 0
+        due = self.options.check_every and step.runs % self.options.check_every == 0
         if step.verified and not due:
             return self._taken(step, tree, padded, count)
         if step.random and count < part.size:
@@ -230,8 +232,8 @@ class GraphStep:
         key = form, surroundings(device.type), layout.bounds, id(self.clipper.policy), model.training
         if key in self._steps:
             return self._steps[key]
-        if len(self.graphs) >= self._options.most:
-            return f"{self._options.most} graphs were compiled for other shapes or bounds"
+        if len(self.graphs) >= self.options.most:
+            return f"{self.options.most} graphs were compiled for other shapes or bounds"
 
         def axis_of(leaf: Any) -> int | None:
             return batch_axis_of(leaf, batch_size=size, axis=self.clipper.axis)
@@ -239,7 +241,7 @@ class GraphStep:
         clipping = Clipping(self.clipper.policy, layout, masks=self.clipper.device_only)
         try:
             with self.clipper.unwatched():
-                self._steps[key] = CompiledStep(model, self._loss, padded, axis_of, clipping, self._options)
+                self._steps[key] = CompiledStep(model, self._loss, padded, axis_of, clipping, self.options)
         except NoGraphError as reason:
             self._steps[key] = first_line(reason)
             self._say(first_line(reason))
