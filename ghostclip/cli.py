@@ -41,6 +41,11 @@ _COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
         "commands.inspect",
         "commands.inspect",
     ),
+    "plan": (
+        "say what a training takes of each of many devices, private against non-private",
+        "commands.plan",
+        "commands.plan",
+    ),
     "epsilon": ("bound epsilon of a private training", "commands.epsilon", "commands.epsilon"),
     "calibrate": (
         "find the noise, sample rate or number of steps that keeps a privacy budget",

@@ -1,8 +1,8 @@
 """``GhostClipper``: attach to a model, call backward, find the clipped sum in ``.grad``."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, Final, Literal, get_args
 
@@ -11,16 +11,19 @@ from torch import Tensor, nn
 
 from ghostclip import _torch, _validate
 from ghostclip.capture import backward_entry
+from ghostclip.capture.backward_entry import is_output
 from ghostclip.capture.context import CaptureContext
 from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.nodes import edge_of
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.capture.roster import Roster
 from ghostclip.clipping.decisions import Decisions, columns
 from ghostclip.clipping.grouping import Whole
+from ghostclip.clipping.held import Held
 from ghostclip.clipping.loss import back_propagate, check_shape
 from ghostclip.clipping.loss_scale import refuse_common_factor
 from ghostclip.clipping.norms import GroupNorms
-from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, Pass, SumPass
+from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, Pass, Sequences, SumPass
 from ghostclip.clipping.policies import ClipPolicy, Layout, policy_of
 from ghostclip.clipping.repeats import Repeats, Verdict
 from ghostclip.clipping.savepoint import Savepoint
@@ -90,6 +93,7 @@ class GhostClipper:
         probe: bool = True,
         memory_budget: float = MEMORY_BUDGET,
         device_only: bool = False,
+        sequences: Sequences | None = None,
     ) -> None:
         """Attach to a model.
 
@@ -108,6 +112,7 @@ class GhostClipper:
             device_only: Read no value of a tensor in a backward, as a CUDA graph asks: a sample whose norm is not
                 finite, or may have been changed by rounding by more than the tolerance, contributes nothing, where
                 otherwise it is measured again in float64. Not for strategies of two backwards, whose likeness is read.
+            sequences: The ranks over which sequences are split: see `ghostclip.distributed.SplitSequences`.
 
         Raises:
             InvalidOptionError: An option has a value that is not listed, or contradicts another one.
@@ -119,6 +124,12 @@ class GhostClipper:
             raise UnsupportedModelError(f"{type(model).__name__} has no trainable parameter: nothing to clip.")
         self.model = model
         self.device_only = device_only
+        self._sequences = sequences
+        if sequences is not None and strategy not in {"auto", "bookkeeping"}:
+            raise InvalidOptionError(
+                f"strategy={strategy!r} with sequences: factors that ranks have in parts are brought together by "
+                "book-keeping alone. Use strategy='bookkeeping'."
+            )
         self._decisions = Decisions(policy_of(max_grad_norm, policy), relation)
         self._refuse_readers(strategy, self.policy)
         self.strategy = strategy
@@ -129,13 +140,15 @@ class GhostClipper:
         self._said: set[str] = set()
         self.generation = 0
         self._doubt: Verdict | None = None
+        self._held: list[Held] | None = None
+        self._loss_elsewhere = False
         self._evidence = Evidence(probes=probe)
         self._examiner = LossExaminer(loss_reduction, self._evidence)
         self._capture = CaptureContext(
             model,
             batch_first=batch_first,
             on_backward=self._open_implicit_pass,
-            on_loss=lambda *loss: self._examiner.examine(self._capture, *loss),
+            on_loss=self._on_loss,
             prover=self._evidence,
         )
         self._store = GradientStore(self._capture.substitution.parameters)
@@ -201,7 +214,7 @@ class GhostClipper:
         if self.strategy not in _CHOOSES:
             return self.strategy
         asked = f"strategy {self.strategy!r}"
-        if self._capture.is_checkpointed():
+        if self._capture.is_checkpointed() and self._sequences is None:
             self._say(f"{asked}: two backward passes ('ghost'), because activation checkpointing is active.")
             return "ghost"
         self._say(f"{asked}: book-keeping, one backward pass.")
@@ -279,9 +292,16 @@ class GhostClipper:
         def kept_layers(use: ParamUse, grad: Tensor) -> frozenset[str]:
             return self.planner.during(use, grad, parameters) if keep is None else keep
 
-        return BookKeeping(self._groups(), kept_layers=kept_layers, device_only=self.device_only)
+        return BookKeeping(
+            self._groups(), kept_layers=kept_layers, device_only=self.device_only, sequences=self._sequences
+        )
 
     # -- sums that were computed elsewhere ------------------------------------------------------------------------
+
+    @property
+    def completes_alone(self) -> bool:
+        """Whether a backward here completes norms and sums: no sequence is split over ranks, no other stage follows."""
+        return self._sequences is None and self._held is None
 
     def unwatched(self) -> AbstractContextManager[None]:
         """Return a context in which forwards of the model run as without a clipper: they are only written down."""
@@ -349,14 +369,71 @@ class GhostClipper:
     def _complete(self, listener: BookKeeping, *, per_sample: bool) -> None:
         listener.streams.join()
         with torch.no_grad(), full_precision():
-            scale = self._scale(per_sample=per_sample)
-            total = listener.norms()
-            forward = self._forward_of(listener)
-            weights = self._decisions.weights(
-                total, forward, scale, listener.ill_conditioned_B, certain_B=listener.certain_B
+            held = Held(listener, listener.norms(), self._forward_of(listener))
+            if self._held is None:
+                self._add_sums(held, held.total, self._scale(per_sample=per_sample))
+        if self._held is None:
+            self._close(listener)
+        else:
+            self._held.append(held)
+
+    def _add_sums(self, held: Held, total: GroupNorms, scale: float) -> None:
+        listener = held.listener
+        weights = self._decisions.weights(
+            total, held.forward, scale, listener.ill_conditioned_B, certain_B=listener.certain_B
+        )
+        self._all_or_nothing(lambda: listener.add_sums(self._store, weights, scale))
+
+    # -- a part of a model ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def holding(self, *, loss_elsewhere: bool) -> Iterator[list[Held]]:
+        """Hold back the sums of plain backwards: the model is a part of another, whose norms are not known yet.
+
+        Privacy:
+            With ``loss_elsewhere`` the gradients of the outputs are taken as they come: that each row is one sample's,
+            and how the loss was reduced, is for the part that has the loss to prove.
+
+        Args:
+            loss_elsewhere: The loss is computed in another part, and backwards begin at outputs of this one.
+
+        Yields:
+            The backwards that have ended so far, in order; `conclude` adds their sums, which are dropped otherwise.
+        """
+        self._held, self._loss_elsewhere = [], loss_elsewhere
+        try:
+            yield self._held
+        finally:
+            self._held, self._loss_elsewhere = None, False
+
+    def conclude(self, held: Sequence[Held], totals: Sequence[GroupNorms]) -> None:
+        """Add the clipped sums of backwards that were held back, as one backward over samples of each.
+
+        Args:
+            held: The backwards.
+            totals: Norms over all parts of the model, of the samples of each.
+        """
+        before = self.backward_passes
+        with torch.no_grad(), full_precision():
+            for one, total in zip(held, totals, strict=True):
+                mean = self.loss_reduction == "mean"
+                self._add_sums(one, total, float(max(1, one.forward.batch_size)) if mean else 1.0)
+                self._close(one.listener)
+        self.merge_passes(since=before)
+
+    def _on_loss(
+        self, roots: Sequence[Any], grads: Sequence[Tensor | None], forwards: Sequence[ForwardContext]
+    ) -> None:
+        if not self._loss_elsewhere:
+            self._examiner.examine(self._capture, roots, grads, forwards)
+            return
+        given = list(grads) or [None]
+        if any(grad is None for grad in given) or not all(map(is_output, map(edge_of, roots))):
+            message = (
+                "a backward through a part of a model does not begin at the outputs of that part with gradients from "
+                "the next: let the schedule of the pipeline run it."
             )
-            self._all_or_nothing(lambda: listener.add_sums(self._store, weights, scale))
-        self._close(listener)
+            raise GhostClipError(message)
 
     def _all_or_nothing(self, add: Callable[[], object]) -> None:
         """Drop every sum when adding to them fails half-way: half a batch must never be released."""
@@ -373,7 +450,8 @@ class GhostClipper:
             backward_entry.forget(forward)
         forward = self._forward_of(listener)
         noted = [one.noted for one in listener.forwards if one.noted is not None]
-        self._decisions.close(0 if forward.is_dummy else forward.batch_size, noted)
+        rows = 0 if forward.is_dummy else forward.batch_size
+        self._decisions.close(rows if self._sequences is None else self._sequences.rows(rows), noted)
         self._store.finish()
 
     def _scale(self, *, per_sample: bool) -> float:

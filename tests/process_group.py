@@ -16,13 +16,15 @@ _TIMEOUT = timedelta(minutes=2)
 
 
 @contextmanager
-def process_group(rank: int, ranks: int, folder: str) -> Iterator[None]:
+def process_group(rank: int, ranks: int, folder: str, *, meshes: bool = False) -> Iterator[None]:
     """Join the others, and leave them.
 
     Args:
         rank: Number of this process.
         ranks: How many there are.
         folder: Where they meet.
+        meshes: Whether device meshes were made, which torch keeps with their groups to the end of the process: leave
+            that by `os._exit`.
 
     Yields:
         Nothing.
@@ -43,6 +45,6 @@ def process_group(rank: int, ranks: int, folder: str) -> Iterator[None]:
     finally:
         distributed.destroy_process_group()
     gc.collect()
-    if _THREADS.exists():
+    if not meshes and _THREADS.exists():
         named = [(thread / "comm").read_text().strip() for thread in _THREADS.iterdir()]
         assert not [name for name in named if "gloo" in name], named

@@ -10,6 +10,7 @@ from typing import Final
 
 from torch import Tensor
 
+from ghostclip import _torch
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.factors import Diagonal, Factor, Head, Outer, Permuted, Placed, Rows, Stacked, Windows
 
@@ -140,10 +141,15 @@ def statistics_of(
         itemsize=grad.element_size(),
         needs_input_gradient=where.needs_input_gradient,
         recomputed=where.recomputed,
-        input_key=hash((where.saved[0].data_ptr(), where.saved[0].shape)) if where.saved else 0,
+        input_key=_key_of(where.saved[0]) if where.saved else 0,
         input_elements=where.saved[0].numel() if where.saved else 0,
         slice_of=str(inside) if inside else "",
     )
+
+
+def _key_of(tensor: Tensor) -> int:
+    """Return a number that tells a tensor from others that live; also where there is no memory to point at."""
+    return hash((_torch.memory_key(tensor), tensor.storage_offset(), tensor.shape))
 
 
 def _parts(factor: Factor) -> Iterator[Factor]:

@@ -1,5 +1,7 @@
 """Layers of one form (the blocks of a transformer): their factors are formed, measured and summed together.
 
+Of layers that are too large for it, small gradients of one shape (biases, affine weights) still are.
+
 Small layers cost what calling torch's functions costs. Where several have one form, their inputs and gradients are put
 end to end along the axis of the samples, as if one layer had seen the samples of all: the rule is asked once, and norms
 and clipped sums take one operation each. What is put together is copied, so that only small layers are.
@@ -28,6 +30,8 @@ from ghostclip.factors.base import accumulation_dtype
 # more in the time that it takes to be told to.
 _SMALL: Final = 1 << 15
 _SMALL_ON_A_GPU: Final = 1 << 21
+# So few gradients of one shape cost no more by themselves.
+_FEW: Final = 3
 # So many of the largest small layers wait at a time.
 _WAITING: Final = 32
 # Rows of which all of a sample lie together, so that samples of other layers may follow.
@@ -40,6 +44,14 @@ class _Waiting(NamedTuple):
 
     use: ParamUse
     grad: Tensor
+    version: int
+
+
+class _Formed(NamedTuple):
+    """One parameter's gradients, and how often they had been changed in place by the time they came."""
+
+    name: str
+    factor: Dense
     version: int
 
 
@@ -108,6 +120,7 @@ class Alike:
         *,
         form: Callable[[str, Factor], Factor],
         alone: Callable[[ParamUse, Tensor], None],
+        single: Callable[[str, Dense], None],
     ) -> None:
         """Make a collector that holds nothing.
 
@@ -115,9 +128,11 @@ class Alike:
             total: Where norms are added; with several clip groups nothing is put together.
             form: Returns what is kept of a parameter's factor.
             alone: Takes a use, and its output's gradient, that no other is like.
+            single: Takes a parameter's gradients, which no others are like.
         """
         self.joints: list[Joint] = []
-        self._total, self._form, self._alone = total, form, alone
+        self._total, self._form, self._alone, self._single = total, form, alone, single
+        self._formed: defaultdict[Any, list[_Formed]] = defaultdict(list)
         self._waiting: defaultdict[Any, list[_Waiting]] = defaultdict(list)
         self._elements = 0
         self._most = 0
@@ -141,7 +156,7 @@ class Alike:
                 return False
             data, more = node.form
             elements += more
-        most = _SMALL if grad.is_cpu else _SMALL_ON_A_GPU
+        most = _most(grad)
         if elements > most or len(self._total.sums) > 1 or not _stands_alone(use):
             return False
         row_map = use.row_map
@@ -153,6 +168,25 @@ class Alike:
         self._waiting[key].append(_Waiting(use, grad, _torch.version(grad)))
         self._elements += elements
         self._most = most * _WAITING
+        return True
+
+    def takes_gradients(self, name: str, factor: Factor) -> bool:
+        """Take a parameter's gradients, if they are few numbers that others may be like.
+
+        Args:
+            name: The parameter, which nothing else in this backward contributes to.
+            factor: Any factor; it must not change until `finish`.
+
+        Returns:
+            Whether it was taken.
+        """
+        if type(factor) is not Dense or len(self._total.sums) > 1:
+            return False
+        grad_BP = factor.grad_BP
+        if grad_BP.numel() > _most(grad_BP):
+            return False
+        key = grad_BP.shape, grad_BP.dtype, grad_BP.device
+        self._formed[key].append(_Formed(name, factor, _torch.version(grad_BP)))
         return True
 
     @property
@@ -176,6 +210,26 @@ class Alike:
                     self._alone(use, grad)
             for use, *_ in found:
                 use.release()
+
+    def finish_gradients(self) -> None:
+        """Add the norms of all gradients that wait.
+
+        Raises:
+            TamperedGradientError: One was changed in place while it waited.
+        """
+        while self._formed:
+            found = self._formed.popitem()[1]
+            for name, factor, version in found:
+                if _torch.version(factor.grad_BP) != version:
+                    raise TamperedGradientError(changed_in_place(name))
+            if len(found) <= _FEW:
+                for name, factor, _ in found:
+                    self._single(name, factor)
+                continue
+            names = [one.name for one in found]
+            together = Dense(torch.cat([one.factor.grad_BP for one in found]))
+            self._total.add_norms_of(names, together)
+            self.joints.append(Joint(names, together))
 
     def _joined(self, found: Sequence[_Waiting]) -> bool:
         """Put uses together; returns False, with nothing done, where their factors are of no form that can be."""
@@ -204,6 +258,10 @@ class Alike:
             self._total.add_norms_of(names[key], kept)
             self.joints.append(Joint(names[key], kept))
         return True
+
+
+def _most(tensor: Tensor) -> int:
+    return _SMALL if tensor.is_cpu else _SMALL_ON_A_GPU
 
 
 def _dtype(factor: Factor) -> torch.dtype | None:

@@ -60,6 +60,31 @@ class Sums(Protocol):
         """
 
 
+class Sequences(Protocol):
+    """Ranks that each have some positions of every sample."""
+
+    def begin(self, forward: ForwardContext) -> None:
+        """Make sure that all ranks begin a backward through the same layers.
+
+        Args:
+            forward: This rank's forward.
+        """
+
+    def gather(self, factor: Factor) -> Factor:
+        """Return the whole gradients of the samples that are this rank's.
+
+        Args:
+            factor: Parts of the gradients of all samples.
+        """
+
+    def rows(self, batch_size: int) -> int:
+        """Return how many samples of a batch are this rank's.
+
+        Args:
+            batch_size: B.
+        """
+
+
 class Pass(ABC):
     """Listens to one backward.
 
@@ -158,6 +183,7 @@ class BookKeeping(Pass):
         *,
         kept_layers: KeptLayers = lambda use, grad: frozenset(),
         device_only: bool = False,
+        sequences: Sequences | None = None,
     ) -> None:
         """Make a pass that keeps no factor yet.
 
@@ -166,9 +192,12 @@ class BookKeeping(Pass):
             kept_layers: Says, when the first gradient arrives, of which parameters per-sample gradients are kept
                 although their factors are smaller; see `Planner`.
             device_only: Read no value of a tensor: no sample is measured again.
+            sequences: Brings factors together of which each rank has some positions only.
         """
         super().__init__()
         self._device_only = device_only
+        self._sequences = sequences
+        self.puts_together = type(self).puts_together and sequences is None
         self._kept_layers = kept_layers
         self._keep: frozenset[str] | None = None
         self.factors: defaultdict[str, list[Factor]] = defaultdict(list)
@@ -176,7 +205,7 @@ class BookKeeping(Pass):
         self._waiting: defaultdict[str, list[Factor]] = defaultdict(list)
         self._versions: dict[int, list[int]] = {}
         self._together = Together(self.total)
-        self._alike = Alike(self.total, form=self._kept_form, alone=self._take)
+        self._alike = Alike(self.total, form=self._kept_form, alone=self._take, single=self._add)
 
     puts_together = True
 
@@ -189,6 +218,8 @@ class BookKeeping(Pass):
         """
         if self._keep is None:
             self._keep = self._kept_layers(use, grad)
+            if self._sequences is not None:
+                self._sequences.begin(use.forward)
         if use.alike is None or not self.puts_together or not self._alike.takes(use, grad, self._keep):
             super().receive(use, grad)
             return
@@ -200,11 +231,14 @@ class BookKeeping(Pass):
 
     def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
         """Keep a factor and add its squared norm."""
+        if self._sequences is not None:
+            factor = self._sequences.gather(factor)
         kept = self._kept_form(name, factor)
         if use.forward.use_counts[name] > 1:
             # Its uses are put together first: there may be as many as steps of a sequence.
             self._waiting[name].append(kept)
-        else:
+        # A part that runs again may bring another use yet.
+        elif not self.puts_together or use.forward.runs_again or not self._alike.takes_gradients(name, kept):
             self._add(name, kept, together=use)
 
     def _kept_form(self, name: str, factor: Factor) -> Factor:
@@ -223,6 +257,7 @@ class BookKeeping(Pass):
     def norms(self) -> GroupNorms:
         """Return the norms of all samples; recomputed in float64 where rounding could matter."""
         self._alike.finish()
+        self._alike.finish_gradients()
         for name in list(self._waiting):
             for factor in joined(self._waiting.pop(name)):
                 self._add(name, smaller_form(factor))
@@ -388,7 +423,7 @@ class NormPass(Pass):
         if self._index_D is not None:
             self.total.add(name, exact_sqnorm(factor, self._index_D))
         elif self._instantiate and isinstance(inside, Outer):
-            self.total.add(name, inside.instantiated_sqnorm())
+            self.total.add(name, inside.instantiated_sums() or inside.instantiated_sqnorm())
         elif together is None or not self._together.takes(together, name, factor):
             self.total.add_norm_of(name, factor)
 

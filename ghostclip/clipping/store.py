@@ -214,16 +214,19 @@ class GradientStore:
         self._in_progress.clear()
         if self.owned:
             return
+        rounded: list[tuple[Tensor, Tensor]] = []
         for parameter, kept in self._sums.items():
             grad = parameter.grad
-            if grad is not kept:
-                if parameter.dtype in _FULL_PRECISION and grad is None:
-                    continue
-                if grad is None:
-                    grad = parameter.grad = kept.to(parameter.dtype)
-                else:
-                    grad.copy_(kept)
-            self._versions[parameter] = _torch.version(grad)
+            if grad is kept or (grad is None and parameter.dtype in _FULL_PRECISION):
+                continue
+            if grad is None:
+                grad = parameter.grad = torch.empty_like(kept, dtype=parameter.dtype)
+            rounded.append((grad, kept))
+        if rounded:
+            _torch.copy_all_(*zip(*rounded, strict=True))
+        for parameter in self._sums:
+            if parameter.grad is not None:
+                self._versions[parameter] = _torch.version(parameter.grad)
         shown = [parameter for parameter in self._sums if parameter.dtype in _FULL_PRECISION]
         self._shown.update(shown)
         if len(shown) == len(self._sums):

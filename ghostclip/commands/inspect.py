@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--device-memory",
-        type=_gigabytes,
+        type=gigabytes,
         action="append",
         metavar="GB",
         help="memory of a device to fit on, as 24 or 24GB; may be given several times (default: the usual sizes)",
@@ -120,7 +120,7 @@ def run(given: dict[str, Any]) -> int:
     request = Request(**{name: options[name] for name in names})
     if request.full and ":" in request.model:
         raise InvalidOptionError("--full: a factory's model has its real sizes already; leave it out")
-    with _quiet(), Working("inspecting"):
+    with quiet(), Working("inspecting"):
         source = load_source(request)
         proof = load_source(Request(**{**vars(request), "full": False})) if request.full else None
         found = inspect_model(
@@ -142,8 +142,12 @@ def run(given: dict[str, Any]) -> int:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the log still: the page says what is slow."""
+def quiet() -> Iterator[None]:
+    """Keep the log still: the page says what is slow.
+
+    Yields:
+        Nothing.
+    """
     logger = logging.getLogger("ghostclip.capture")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -153,7 +157,18 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _gigabytes(text: str) -> int:
+def gigabytes(text: str) -> int:
+    """Read a size of memory.
+
+    Args:
+        text: As ``"24"`` or ``"24GB"``.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        ArgumentTypeError: It is none.
+    """
     try:
         size = float(text.upper().removesuffix("B").removesuffix("G"))
     except ValueError:

@@ -10,8 +10,10 @@ from ghostclip.distributed.agreement import (
     telling,
     world_size,
 )
+from ghostclip.distributed.context import SplitSequences
 from ghostclip.distributed.draws import Share, require_one_draw
 from ghostclip.distributed.parallel import DifferentiallyPrivateDistributedDataParallel
+from ghostclip.distributed.pipeline import PipelineClipper
 from ghostclip.distributed.release import noisy_shard, noisy_sum_, noisy_sums_
 from ghostclip.distributed.shared import SharedNoise, noise_for
 from ghostclip.distributed.weights import broadcast_parameters, require_equal_weights
@@ -19,8 +21,10 @@ from ghostclip.distributed.wrappers import copy_inside, refuse_sharded
 
 __all__ = [
     "DifferentiallyPrivateDistributedDataParallel",
+    "PipelineClipper",
     "Share",
     "SharedNoise",
+    "SplitSequences",
     "broadcast_parameters",
     "copy_inside",
     "from_first",

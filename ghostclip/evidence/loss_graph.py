@@ -4,6 +4,7 @@ Proofs by gradients see which outputs a sample's loss depends on. They do not se
 nor parameters that belong to nobody's model.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from typing import Any, Final
@@ -17,8 +18,12 @@ from ghostclip.capture.nodes import Edge, edge_of, shape_at
 from ghostclip.errors import SampleMixingError, UncoveredParameterError
 from ghostclip.evidence.linear_paths import linear_ends
 
-# They put values side by side: an axis of two is no axis of two samples.
-_SIDE_BY_SIDE: Final = frozenset({"CatBackward0", "StackBackward0"})
+# They put values side by side, or take some along an axis, and no other tensor has a part in it: an axis of two that
+# they make is no axis of two samples. Expanding and repeating are not among them: a loss that pairs begins with these.
+_NO_PAIRING: Final = re.compile(
+    "(Cat|Stack|Slice|(Unsafe)?Split(WithSizes)?|Unbind|Unfold|Diagonal|AsStrided|ConstantPadNd|.*Pad[123]D|Topk|Sort"
+    "|Kthvalue|Median|Mode|.*Pool[123]D(WithIndices)?|Upsample.*|Squeeze)Backward[0-9]+"
+)
 # A loss has some dozens of nodes; one that has more is proved by gradients alone.
 _MAX_NODES: Final = 4096
 _THEIRS_AND_ANOTHER: Final = 2
@@ -97,7 +102,7 @@ def _crossed(node: Any, inputs: Sequence[Edge], number: int, size: int, seen: Si
         seen.setdefault((number, node.name()), size)
         return ""
     before = [shape_at(edge) or () for edge in inputs]
-    if met <= max(_axes_of_samples(shape, size) for shape in before) or node.name() in _SIDE_BY_SIDE:
+    if met <= max(_axes_of_samples(shape, size) for shape in before) or _NO_PAIRING.fullmatch(node.name()):
         return ""
     # A view has as many values as what it shows.
     is_view = any(prod(after) == prod(shape) for shape in before)

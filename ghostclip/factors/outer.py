@@ -113,12 +113,12 @@ class Outer(Factor):
         return Product(block_norms(to_accumulation(self.a_NTI.flatten(1))), position_norms(self.g_NTO), self.sizes[1:])
 
     def unfinished(self) -> Unfinished | Product | None:
-        """Return the norms of both factors at one position, a Gram's sums at more where that is the cheaper form."""
+        """Return the norms of both factors at one position, a Gram's sums or those of the gradients formed at more."""
         if self.slots > 1 or self.a_NTI.shape[0] == 0:
             return None
         if self.a_NTI.shape[1] == 1:
             return self._product()
-        return self.gram_sums() if self._prefers_gram() else None
+        return self.gram_sums() if self._prefers_gram() else self.instantiated_sums()
 
     def gram_sums(self) -> Unfinished | None:
         """Return what `gram_sqnorm` is worked out from; None where a kernel works it out."""
@@ -148,6 +148,13 @@ class Outer(Factor):
         """
         chunk = planner.chunk_of_samples(self.sizes[1] * self.sizes[2], self.a_NTI.device)
         return self._summed(kernels.outer_square(self.a_NTI, self.g_NTO, samples_at_once=chunk))
+
+    def instantiated_sums(self) -> Unfinished | None:
+        """Return what `instantiated_sqnorm` is worked out from, in one slot; None where a kernel works it out."""
+        if self.slots > 1 or self.sizes[0] <= 1:
+            return None
+        chunk = planner.chunk_of_samples(self.sizes[1] * self.sizes[2], self.a_NTI.device)
+        return kernels.square_sums(self.a_NTI, self.g_NTO, samples_at_once=chunk)
 
     def terms(self) -> Terms | None:
         """Return the positions' outer products; None where there is one position, which is added as it is."""

@@ -124,11 +124,11 @@ class Windows(Outer):
 
     def unfinished(self) -> Unfinished | None:
         """Return squared norms in the cheapest form, where one group's fit the workspace."""
-        if self.slots > 1 or self.sizes[0] <= 1 or self.x_BKC.numel() == 0 or self.g_BKO.numel() == 0:
+        if self._is_of_few():
             return None
         form = self.norm_plan()[0]
         if form == INSTANTIATE:
-            return self._formed_sums()
+            return self.instantiated_sums()
         if form == _PIXELS:
             return self._pixel_sums()
         return self._by_windows().gram_sums() if self.batch_size <= self._at_once() else None
@@ -190,6 +190,14 @@ class Windows(Outer):
         found = Masses(terms.mass_B, terms.scale_B, torch.zeros_like(value_B))
         error_B = formed_error(value_B, found, self.sizes[0] if self._by_units() else 0)
         return SquaredNorm(value_B, error_B, terms)
+
+    def instantiated_sums(self) -> Unfinished | None:
+        """Return what `instantiated_sqnorm` is worked out from; None for several groups, or one position."""
+        return None if self._is_of_few() else self._formed_sums()
+
+    def _is_of_few(self) -> bool:
+        """Return whether errors are worked out otherwise: group by group, or of nothing that could cancel."""
+        return self.slots > 1 or self.sizes[0] <= 1 or self.x_BKC.numel() == 0 or self.g_BKO.numel() == 0
 
     def _formed_sums(self) -> Unfinished:
         found = Unfinished(self._formed_squares(), *self._position_norms(), self.sizes[1:])

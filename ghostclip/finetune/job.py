@@ -6,6 +6,7 @@ Everything that can be refused is refused before the output folder is touched.
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import sys
 import time
@@ -47,6 +48,7 @@ def run(given: dict[str, object]) -> int:
     Raises:
         OutputError: A result could not be written; the run can be continued.
     """
+    _require_one_process()
     options, interrupted = _options(given)
     stay_local(options.model, options.tokenizer)
     _require_libraries()
@@ -74,6 +76,16 @@ def run(given: dict[str, object]) -> int:
         ) from error
     print(result_text(outcome))
     return 0
+
+
+def _require_one_process() -> None:
+    """Refuse to be one of several processes that torchrun started: each would train on all records and release them."""
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks.isdecimal() and int(ranks) > 1:
+        raise InvalidOptionError(
+            f"WORLD_SIZE={ranks}: ghostclip finetune trains in one process. Start it without torchrun; a script of "
+            "your own trains on several (docs: several devices)."
+        )
 
 
 def _options(given: dict[str, object]) -> tuple[FinetuneOptions, Interrupted | None]:

@@ -124,6 +124,8 @@ class GraphStep:
         """Return why no graph could be used for a batch at all."""
         if samples < 2:
             return "a batch of fewer than two samples shows no sample axes"
+        if not self.clipper.completes_alone:
+            return "sequences or layers are split over ranks, whose norms meet after the backward"
         if not torch.is_grad_enabled():
             return "gradients are switched off"
         if self.clipper.policy.adaptation is not None:

@@ -13,7 +13,7 @@ from ghostclip.kernels.affine import NormAffine, is_fused, layer_norm_affine, rm
 from ghostclip.kernels.bounds import Bounded
 from ghostclip.kernels.gram import WORKSPACE, gram_entries, gram_levels, gram_sums, symmetric_gram
 from ghostclip.kernels.noise import add_noise_
-from ghostclip.kernels.outer import outer_square, weighted_sum
+from ghostclip.kernels.outer import outer_square, square_sums, weighted_sum
 from ghostclip.kernels.rows import row_square
 from ghostclip.kernels.switch import mode, set_mode, using
 from ghostclip.kernels.twins import Twins
@@ -35,6 +35,7 @@ __all__ = [
     "rms_norm_affine",
     "row_square",
     "set_mode",
+    "square_sums",
     "gram_entries",
     "gram_levels",
     "gram_sums",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -408,7 +409,7 @@ class _Losses(torch.autograd.Function):
     ) -> Tensor:
         features, table = hidden.shape[-1], Table(weight, bias, call.form)
         _require_labels(labels, len(weight), call.form)
-        with torch.autocast(hidden.device.type, enabled=False):
+        with _in_own_dtype(hidden.device):
             loss_N, lse_N = losses(hidden.reshape(-1, features), labels.reshape(-1), table)
         call.lse = lse_N.view(labels.shape)
         ctx.save_for_backward(hidden, weight, bias, labels)
@@ -421,13 +422,18 @@ class _Losses(torch.autograd.Function):
         call, (grad,) = ctx.call, grads
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         found: list[Tensor | None] = [None] * 5
-        with torch.autocast(hidden.device.type, enabled=False):
+        with _in_own_dtype(hidden.device):
             if needs_hidden and not (needs_weight or needs_bias):
                 found[0] = call.known_gradient(grad)
             if found[0] is None:
                 needs, table = (needs_hidden, needs_weight, needs_bias), Table(weight, bias, call.form)
                 found[:3] = _gradients(hidden, labels, table, (call.lse, grad), needs)
         return tuple(found)
+
+
+def _in_own_dtype(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context without autocast, which knows no device "meta"."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def _require_labels(labels: Tensor, vocabulary: int, form: Form) -> None:

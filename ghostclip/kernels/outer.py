@@ -14,6 +14,7 @@ from ghostclip.kernels import products, workspace
 from ghostclip.kernels.bounds import (
     SPLIT_ROUNDINGS,
     Bounded,
+    Unfinished,
     block_norms,
     formed_error,
     masses,
@@ -51,8 +52,33 @@ def outer_square(a_NTI: Tensor, g_NTO: Tensor, *, samples_at_once: int = 1) -> B
     Privacy:
         ``value_N + error_N`` is at least the true squared norm, whichever way it was formed.
     """
-    pays = is_half(a_NTI, g_NTO) and a_NTI.shape[1] >= SHORT
-    return SQUARE.pick(a_NTI, g_NTO, pays=pays)(a_NTI, g_NTO, samples_at_once)
+    return SQUARE.pick(a_NTI, g_NTO, pays=_square_pays(a_NTI, g_NTO))(a_NTI, g_NTO, samples_at_once)
+
+
+def _square_pays(a_NTI: Tensor, g_NTO: Tensor) -> bool:
+    return is_half(a_NTI, g_NTO) and a_NTI.shape[1] >= SHORT
+
+
+def square_sums(a_NTI: Tensor, g_NTO: Tensor, *, samples_at_once: int = 1) -> Unfinished | None:
+    """Return squared norms as `outer_square` does, their errors to be worked out with those of other layers.
+
+    Args:
+        a_NTI: Layer inputs, shape ``(N, T, I)``, floating-point.
+        g_NTO: Gradients of the layer outputs, shape ``(N, T, O)``.
+        samples_at_once: As for `outer_square`.
+
+    Returns:
+        The squared norms; None where a kernel forms them, nothing is to be formed, or the two are rounded differently.
+    """
+    by_units = products.takes(a_NTI, g_NTO)
+    if not len(a_NTI) or by_units != any(products.takes(x_NTF, x_NTF) for x_NTF in (a_NTI, g_NTO)):
+        return None
+    if SQUARE.pick(a_NTI, g_NTO, pays=_square_pays(a_NTI, g_NTO)) is not _naive_square:
+        return None
+    norms = position_norms(a_NTI), position_norms(g_NTO)
+    value_N = _squares(a_NTI, g_NTO, samples_at_once)
+    sizes = a_NTI.shape[2], g_NTO.shape[2]
+    return Unfinished(value_N, *norms, sizes, by_units=by_units, weighting=weighting(a_NTI, g_NTO))
 
 
 def weighted_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor, *, fresh: bool = False) -> Tensor:
@@ -78,13 +104,18 @@ def weighted_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor, *
 
 
 def _naive_square(a_NTI: Tensor, g_NTO: Tensor, samples_at_once: int) -> Bounded:
+    return formed(_squares(a_NTI, g_NTO, samples_at_once), a_NTI, g_NTO)
+
+
+def _squares(a_NTI: Tensor, g_NTO: Tensor, samples_at_once: int) -> Tensor:
     pieces = []
     for start in range(0, a_NTI.shape[0], samples_at_once):
         piece = slice(start, start + samples_at_once)
         grad_NOI = products.batched(g_NTO[piece].mT, a_NTI[piece])
         pieces.append(sum_of_squares(block_norms(grad_NOI.flatten(1))))
-    value_N = torch.cat(pieces) if pieces else widened(a_NTI.new_zeros(0))
-    return formed(value_N, a_NTI, g_NTO)
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat(pieces) if pieces else widened(a_NTI.new_zeros(0))
 
 
 def formed(value_N: Tensor, a_NTI: Tensor, g_NTO: Tensor) -> Bounded:

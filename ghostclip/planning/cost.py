@@ -133,6 +133,20 @@ def _held(arrived: Statistics, *, count: int, strategy: str) -> int:
     return sum(item.entries for item in arrived.products) * wide
 
 
+def kept_input(arrived: Statistics, *, strategy: str) -> int:
+    """Return the bytes of an operation's input that clipping holds until the backward ends.
+
+    Args:
+        arrived: What came in.
+        strategy: As in ``cost_of``.
+
+    Returns:
+        Those that an ordinary backward drops when it has passed the operation; 0 where only gradients are held.
+    """
+    held = strategy == "bookkeeping" and _is_factored(arrived, strategy=strategy)
+    return arrived.input_elements * arrived.itemsize if held else 0
+
+
 def _cross(first: Statistics, second: Statistics, *, strategy: str) -> int:
     """Price the inner products of two uses of one parameter."""
     if first.slice_of != second.slice_of and first.slice_of and second.slice_of:

@@ -69,6 +69,14 @@ def _check(model: nn.Module, clipper: GhostClipper, batch: dict[str, torch.Tenso
             torch.testing.assert_close(parameter.grad.double(), expected.clipped[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.fixture(params=["layers", "gradients"])
+def what(request, monkeypatch):
+    """What is put together: whole layers, or, as of layers that are too large for it, gradients of one shape."""
+    if request.param == "gradients":
+        monkeypatch.setattr(alike.Alike, "takes", lambda self, use, grad, kept: False)
+    return request.param
+
+
 @pytest.mark.parametrize("positions", [None, 1, 5, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sums_and_norms_are_those_of_each(dtype, positions, monkeypatch):
@@ -111,7 +119,7 @@ def test_frozen_and_shared_parameters_stand_alone(monkeypatch):
     _check(model, clipper, batch)
 
 
-def test_frozen_after_the_forward():
+def test_frozen_after_the_forward(what):
     torch.manual_seed(0)
     model, batch = Stack(), {"x": torch.randn(3, 5, 6)}
     clipper = GhostClipper(model, max_grad_norm=BOUND, strategy="bookkeeping")
@@ -122,7 +130,7 @@ def test_frozen_after_the_forward():
     _check(model, clipper, batch)
 
 
-def test_two_forwards_before_one_backward():
+def test_two_forwards_before_one_backward(what):
     """A siamese use: gradients of both add up before they are measured."""
     torch.manual_seed(0)
 
@@ -138,12 +146,12 @@ def test_two_forwards_before_one_backward():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_sample_that_is_not_finite_adds_nothing(bad, monkeypatch):
+def test_a_sample_that_is_not_finite_adds_nothing(bad, what, monkeypatch):
     torch.manual_seed(0)
     model, x = Stack(), torch.randn(4, 5, 6)
     x[1, 2, 3] = bad
     clipper = GhostClipper(model, max_grad_norm=BOUND, strategy="bookkeeping", probe=False)
-    assert _together(clipper, _losses(model, {"x": x}), monkeypatch)
+    assert bool(_together(clipper, _losses(model, {"x": x}), monkeypatch)) is (what == "layers")
     assert clipper.non_finite_samples == 1
     got = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
@@ -212,7 +220,7 @@ def test_a_gradient_that_changes_while_it_waits_is_refused():
         clipper.backward(_losses(model, {"x": torch.randn(3, 5, 6)}))
 
 
-def test_one_sample_left_out_moves_what_is_released_by_no_more_than_the_bound():
+def test_one_sample_left_out_moves_what_is_released_by_no_more_than_the_bound(what):
     torch.manual_seed(0)
     x = torch.randn(5, 4, 6)
 
@@ -231,7 +239,7 @@ def test_one_sample_left_out_moves_what_is_released_by_no_more_than_the_bound():
 
 
 @pytest.mark.parametrize("owned", [True, False])
-def test_sums_of_several_backwards_add_up(owned):
+def test_sums_of_several_backwards_add_up(owned, what):
     torch.manual_seed(0)
     model, x = Stack(), torch.randn(6, 4, 6)
     clipper = GhostClipper(model, max_grad_norm=BOUND, strategy="bookkeeping", probe=False)
@@ -243,3 +251,66 @@ def test_sums_of_several_backwards_add_up(owned):
     expected = _reference(model, x)
     for (name, _), one in zip(model.named_parameters(), got, strict=True):
         torch.testing.assert_close(one.double(), expected.clipped[name], rtol=1e-5, atol=1e-6)
+
+
+def _gradients_together(clipper: GhostClipper, losses: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Run a backward; returns how many parameters' gradients were put together each time."""
+    found: list[int] = []
+    joint = alike.Joint
+    monkeypatch.setattr(alike, "Joint", lambda names, factor: found.append(len(names)) or joint(names, factor))
+    clipper.backward(losses)
+    return found
+
+
+def test_small_gradients_of_large_layers_are_put_together(monkeypatch):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*[nn.Linear(200, 200) for _ in range(4)]), torch.randn(3, 200)
+    clipper = GhostClipper(model, max_grad_norm=BOUND, strategy="bookkeeping", probe=False)
+    assert _gradients_together(clipper, _losses(model, {"x": x}), monkeypatch) == [4]
+    _check(model, clipper, {"x": x})
+
+
+def test_gradients_of_a_part_that_runs_again_are_left_apart(monkeypatch):
+    """A shared norm inside checkpointed blocks: its second use comes to light as the backward goes on."""
+    torch.manual_seed(0)
+    model = Stack()
+    shared = model.blocks[0]["norm"]
+    for block in model.blocks:
+        block["norm"] = shared
+    x = torch.randn(3, 5, 6)
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.requires_grad_()
+            for block in self.inner.blocks:
+
+                def run(x: torch.Tensor, block: nn.ModuleDict = block) -> torch.Tensor:
+                    return x + block["down"](torch.tanh(block["up"](block["norm"](x))))
+
+                x = torch.utils.checkpoint.checkpoint(run, x, use_reentrant=True)
+            return x
+
+    clipper = GhostClipper(Checkpointed(), max_grad_norm=BOUND, strategy="bookkeeping", probe=False)
+    assert not _gradients_together(clipper, _losses(clipper.model, {"x": x}), monkeypatch)
+    _check(model, clipper, {"x": x})
+
+
+def test_gradients_of_one_shape_that_change_while_they_wait_are_refused():
+    """A bias's gradient is that of its layer's output, where there is one position."""
+    torch.manual_seed(0)
+    model, kept = nn.Sequential(*[nn.Linear(200, 200) for _ in range(4)]), []
+
+    def tamper(grad: torch.Tensor) -> None:
+        if kept:
+            kept[0].mul_(2)
+        kept.append(grad)
+
+    for layer in model:
+        layer.register_forward_hook(lambda module, args, output: output.register_hook(tamper) and None)
+    clipper = GhostClipper(model, max_grad_norm=BOUND, strategy="bookkeeping", probe=False)
+    with pytest.raises(TamperedGradientError, match=r"bias.*changed in place"):
+        clipper.backward(_losses(model, {"x": torch.randn(3, 200)}))

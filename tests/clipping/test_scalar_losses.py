@@ -309,6 +309,29 @@ def test_an_axis_that_was_always_as_long_as_the_batch_may_hold_samples():
         _back(model, clipper, _thresholds, take(_rows(), list(range(4)), {}))
 
 
+# What a loss takes along an axis of its outputs, where it happens to be as many as there are samples.
+TAKEN = {
+    "a_slice": lambda o: o[:, 1:],
+    "pieces": lambda o: o.split(3, 1)[0],
+    "diagonals": lambda o: o.diag_embed().diagonal(1, 1, 2),
+    "windows": lambda o: o.unfold(1, 2, 1)[..., 0],
+    "padding": lambda o: functional.pad(o[:, :2], (0, 1)),
+    "mirrored": lambda o: functional.pad(o[:, :2], (0, 1), "reflect"),
+    "largest": lambda o: o.topk(3, 1).values,
+    "means": lambda o: functional.avg_pool1d(o, 2, 1),
+    "maxima": lambda o: functional.max_pool1d(o.unsqueeze(1), 2, 1).squeeze(1),
+    "resampled": lambda o: functional.interpolate(o.unsqueeze(1), size=3).squeeze(1),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_a_loss_takes_of_its_outputs_may_be_as_many_as_the_samples(name):
+    model, clipper = _attached("bookkeeping", 1.0)
+    batch = take(_rows(), [0, 1, 2], {})
+    found = _back(model, clipper, lambda o, b: TAKEN[name](o).square().sum(1).mean(), batch)
+    assert all(grad.isfinite().all() for grad in found.values())
+
+
 FOREIGN = {
     "temperature": lambda own: lambda o, y: functional.cross_entropy(o * own, y),
     "criterion_with_weights": lambda own: lambda o, y: functional.cross_entropy(o + own, y) + own,

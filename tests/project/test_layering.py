@@ -39,6 +39,7 @@ LAYERS = (
     "validation",
     "audit",
     "integrations",
+    "scaling",
     "compat",
     "terminal",
     "finetune",

@@ -21,6 +21,7 @@ MAY_FORWARD_OPTIONS = {
     "ghostclip.facade.criterion:__call__",
     "ghostclip.distributed.parallel:forward",
     "ghostclip.integrations.trl:__call__",
+    "ghostclip.scaling.source:_attention",
 }
 
 # Leftovers of writing, and places that exist on one machine only. Spelt so that this file does not match itself.

@@ -118,7 +118,7 @@ class Inspection:
             lines += ["", f"REFUSED {', '.join(places[:_SHOWN])}{more}", f"  found:  {problem.found}"]
             lines += [f"  remedy: {problem.remedy}"] if problem.remedy else []
         if len(self.coverage.unused) < len(self.coverage):
-            lines += ["", _table(self.coverage, priced=self.ok)]
+            lines += ["", layers_table(self.coverage, priced=self.ok)]
         if self.ok and not self.devices:
             lines += ["", "A small stand-in shows no costs: --full plans the real sizes."]
         elif self.plain is not None and self.flop_ratio is not None and self.memory_ratio is not None:
@@ -163,7 +163,7 @@ def inspect_model(
     model = source.model
     for part in (source, proof):
         if part is not None:
-            _train_only(part.model, trainable)
+            train_only(part.model, trainable)
     run = proof or source
     problems = [Problem.from_error(error, place="model") for error in ModuleValidator.validate(run.model)]
     coverage, refusal = _attempt(run, strategy)
@@ -258,7 +258,16 @@ def _losses(source: Source) -> Callable[[], Tensor]:
     return lambda: losses_of(source.call(), batch_size=size, axis=axis)
 
 
-def _train_only(model: nn.Module, pattern: str) -> None:
+def train_only(model: nn.Module, pattern: str) -> None:
+    """Freeze all parameters but those whose name a regular expression is found in; empty leaves them as they are.
+
+    Args:
+        model: The model.
+        pattern: The expression.
+
+    Raises:
+        InvalidOptionError: It is none, or matches nothing.
+    """
     if not pattern:
         return
     try:
@@ -282,8 +291,16 @@ def _alike(problems: list[Problem]) -> list[tuple[Problem, list[str]]]:
     return list(groups.values())
 
 
-def _table(coverage: Coverage, *, priced: bool) -> str:
-    """Lay out the rows, those alike in everything but the numbers in their path as one."""
+def layers_table(coverage: Coverage, *, priced: bool) -> str:
+    """Lay out the rows of a coverage, those alike in everything but the numbers in their path as one.
+
+    Args:
+        coverage: The rows.
+        priced: Whether to show what they cost.
+
+    Returns:
+        Lines of text.
+    """
     alike: dict[tuple[object, ...], list[CoverageRow]] = {}
     for row in coverage:
         key = (re.sub(r"\d+", "*", row.name), row.module_type, row.shape, row.handled, row.plan, row.cost)

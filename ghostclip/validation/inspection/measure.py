@@ -3,7 +3,8 @@
 All of it also works on the meta device, where tensors have shapes and no numbers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from ghostclip import _torch, _tree
+from ghostclip.capture.call_sites import CallSite
 from ghostclip.capture.context import CaptureContext
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.errors import UnsupportedModelError
@@ -31,7 +33,9 @@ def _attention(  # noqa: PLR0913 - the operator's own arguments, by their names
     is_causal: object = None,
     out_shape: object = None,
 ) -> int:
-    return int(sdpa_flop_count(query, key, value))
+    # The formula knows no heads that share keys, which change nothing in the products of each head.
+    heads = query[1:2]
+    return int(sdpa_flop_count(query, key[:1] + heads + key[2:], value[:1] + heads + value[2:]))
 
 
 def _attention_backward(  # noqa: PLR0913 - as above
@@ -44,7 +48,8 @@ def _attention_backward(  # noqa: PLR0913 - as above
     scale: object = None,
     out_shape: object = None,
 ) -> int:
-    return int(sdpa_backward_flop_count(grad, query, key, value))
+    heads = query[1:2]
+    return int(sdpa_backward_flop_count(grad, query, key[:1] + heads + key[2:], value[:1] + heads + value[2:]))
 
 
 _FORWARD, _BACKWARD = _torch.cpu_attention()
@@ -55,6 +60,21 @@ _UNCOUNTED: Final[dict[Any, Callable[..., int]]] = {
 }
 
 
+@dataclass
+class Block:
+    """What one block of a model takes of a step without privacy.
+
+    Attributes:
+        forward: FLOPs of the products of its forward.
+        saved: Bytes that its forward keeps for the backward.
+        entering: Bytes of its first argument, which activation checkpointing keeps in the place of these.
+    """
+
+    forward: int = 0
+    saved: int = 0
+    entering: int = 0
+
+
 @dataclass(frozen=True)
 class Plain:
     """A step without privacy.
@@ -63,11 +83,13 @@ class Plain:
         forward: FLOPs of the products of its forward.
         backward: FLOPs of the products of its backward.
         saved: Bytes that the forward keeps for the backward, parameters left out.
+        blocks: What the blocks that were named take of forward and saved bytes.
     """
 
     forward: int
     backward: int
     saved: int
+    blocks: tuple[Block, ...] = ()
 
     @property
     def flops(self) -> int:
@@ -102,32 +124,66 @@ def losses_of(output: Any, *, batch_size: int, axis: int) -> Tensor:
     )
 
 
-def plain_step(model: nn.Module, losses: Callable[[], Tensor]) -> Plain:
+def plain_step(model: nn.Module, losses: Callable[[], Tensor], *, blocks: Sequence[nn.Module] = ()) -> Plain:
     """Count a step without privacy.
 
     Args:
         model: The model; its gradients are None afterwards.
         losses: Runs the forward.
+        blocks: Parts of the model, none inside another, that are counted by themselves as well.
 
     Returns:
         What it takes.
     """
     own = {_torch.memory_key(parameter) for parameter in model.parameters()}
-    saved: dict[int, int] = {}
+    saved: set[int] = set()
+    # The last is whatever runs in none of them.
+    counted = [Block() for _ in (*blocks, model)]
+    running = [counted[-1]]
 
     def pack(tensor: Tensor) -> Tensor:
         key = _torch.memory_key(tensor)
-        if key not in own:
-            saved[key] = tensor.untyped_storage().nbytes()
+        if key not in own and key not in saved:
+            saved.add(key)
+            running[-1].saved += tensor.untyped_storage().nbytes()
         return tensor
 
-    with FlopCounterMode(display=False, custom_mapping=_UNCOUNTED) as forward:
+    with FlopCounterMode(display=False, custom_mapping=_UNCOUNTED) as forward, ExitStack() as stack:
+        for module, block in zip(blocks, counted, strict=False):
+            stack.enter_context(_counting(module, block, running, forward))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss = losses().sum()
     with FlopCounterMode(display=False, custom_mapping=_UNCOUNTED) as backward:
         loss.backward()
     model.zero_grad(set_to_none=True)
-    return Plain(forward.get_total_flops(), backward.get_total_flops(), sum(saved.values()))
+    total = sum(block.saved for block in counted)
+    return Plain(forward.get_total_flops(), backward.get_total_flops(), total, tuple(counted[:-1]))
+
+
+@contextmanager
+def _counting(module: nn.Module, block: Block, running: list[Block], flops: FlopCounterMode) -> Iterator[None]:
+    """Let what a module does count as a block's."""
+    forward, own = module.forward, module.__dict__.get("forward")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        first = next((leaf for leaf in _tree.leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+        block.entering = 0 if first is None else first.numel() * first.element_size()
+        before = flops.get_total_flops()
+        running.append(block)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            running.pop()
+            block.forward += flops.get_total_flops() - before
+
+    module.forward = run
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.__dict__["forward"]
+        else:
+            module.forward = own
 
 
 class _Sizes:
@@ -137,6 +193,27 @@ class _Sizes:
         """Form the factors and drop them."""
         with torch.no_grad():
             use.parameter_factors(grad)
+
+
+def call_sites(model: nn.Module, losses: Callable[[], Tensor], *, axis: int) -> list[CallSite]:
+    """Run one step on shapes, and return where parameters met samples, with the sizes of both.
+
+    Args:
+        model: The model, on any device.
+        losses: Runs the forward.
+        axis: The batch axis.
+
+    Returns:
+        The call sites; they hold no tensor of the step.
+    """
+    capture = CaptureContext(model, batch_first=axis == 0, on_backward=_ignored, on_loss=_ignored)
+    try:
+        loss = losses().sum()
+        with capture.listening(_Sizes()):
+            capture.run_backward([loss], [None])
+        return list(capture.sites.table.values())
+    finally:
+        capture.close()
 
 
 def planned(model: nn.Module, losses: Callable[[], Tensor], *, strategy: str, axis: int) -> Coverage:
@@ -151,14 +228,7 @@ def planned(model: nn.Module, losses: Callable[[], Tensor], *, strategy: str, ax
     Returns:
         The table.
     """
-    capture = CaptureContext(model, batch_first=axis == 0, on_backward=_ignored, on_loss=_ignored)
-    try:
-        loss = losses().sum()
-        with capture.listening(_Sizes()):
-            capture.run_backward([loss], [None])
-        return coverage_of(model, capture.sites.table.values(), strategy=strategy)
-    finally:
-        capture.close()
+    return coverage_of(model, call_sites(model, losses, axis=axis), strategy=strategy)
 
 
 def _ignored(*args: Any) -> None:

@@ -93,18 +93,27 @@ def load_source(request: Request) -> Source:
         config = architectures.small_config(config, positions=length)
     device = "meta" if request.full else "cpu"
     model = architectures.build(config, device=device)
-    _require_positions(config, request)
+    require_positions(config, request)
     batch = architectures.example_batch(model, batch_size=request.batch_size, sequence_length=length, device=device)
     sizes = "its own sizes, on the meta device" if request.full else "a stand-in of two layers of width 32"
     return Source(model, batch, f"{request.model} ({type(model).__name__}), {sizes}", stand_in=not request.full)
 
 
-def _require_positions(config: Any, request: Request) -> None:
+def require_positions(config: Any, request: Request) -> None:
+    """Refuse a sequence that is longer than an architecture holds.
+
+    Args:
+        config: The architecture's configuration.
+        request: What was asked for.
+
+    Raises:
+        InvalidOptionError: It is.
+    """
     text = getattr(config, "text_config", config)
     held = getattr(text, "max_position_embeddings", None)
     if isinstance(held, int) and 0 < held < request.sequence_length:
         raise InvalidOptionError(
-            f"--sequence-length {request.sequence_length}: {request.model} holds at most {held} positions."
+            f"{request.model} holds at most {held} positions, not {request.sequence_length}: take a shorter sequence."
         )
 
 

@@ -1,0 +1,126 @@
+"""Noise of a model whose stages lie on several ranks: each stage draws its own part of one draw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ghostclip.distributed.agreement import Group, require_agreement
+from ghostclip.distributed.shared import SharedNoise
+from ghostclip.errors import InvalidOptionError
+from ghostclip.noise.keyed import KeyedNoise
+from ghostclip.noise.packs import packs
+
+
+class Size(NamedTuple):
+    """What noise depends on of a clipped sum.
+
+    Attributes:
+        elements: How many values it has.
+        dtype: Their type.
+    """
+
+    elements: int
+    dtype: torch.dtype
+
+
+class StageNoise(SharedNoise):
+    """Noise for the parameters of one stage, that of one process which holds all stages, to the bit.
+
+    Ranks agree before each release on the noise, its standard deviation and the bound, as those do that share a model.
+
+    Privacy:
+        Stages have parameters of their own, and each parameter is given noise by its stage alone.
+    """
+
+    def __init__(self, source: KeyedNoise, sizes: Sequence[Sequence[Size]], number: int, group: Group = None) -> None:
+        """Make the noise of a stage.
+
+        Args:
+            source: Of the same key on all ranks, and for this stage alone.
+            sizes: Those of all stages' trainable parameters, in order.
+            number: Which stage this is.
+            group: The ranks of the pipeline.
+        """
+        self._source, self._group, self._agreed = source, group, True
+        self.level = source.level
+        self._sizes, self._number = sizes, number
+
+    def add_(self, tensor: torch.Tensor, std: float) -> None:
+        """Add noise to the sum of a stage that has one trainable parameter; see `add_all_`.
+
+        Args:
+            tensor: The sum.
+            std: Standard deviation of the noise.
+        """
+        self.add_all_([tensor], std)
+
+    def add_all_(self, tensors: Sequence[torch.Tensor], std: float) -> None:
+        """Add noise to this stage's sums; called on all ranks in each step.
+
+        Args:
+            tensors: The sums of all trainable parameters of the stage, in its order.
+            std: Standard deviation of the noise; 0 adds none.
+
+        Raises:
+            InvalidOptionError: They are others.
+        """
+        if not self._agreed:
+            require_agreement("noise", self._source.fingerprint(), self._group)
+            self._agreed = True
+        found = [Size(tensor.numel(), tensor.dtype) for tensor in tensors]
+        if found != list(self._sizes[self._number]):
+            raise InvalidOptionError(
+                f"stage {self._number}: noise was asked for {len(found)} sums that are not those of the stage's "
+                "trainable parameters in their order. Give the optimizer stage.submod.parameters(), as they were when "
+                "the noise was made."
+            )
+        if std == 0 or not tensors:
+            return
+        own = {id(tensor) for tensor in tensors}
+        for pack in packs(self._all_sums(tensors), self._source._block_size):
+            mine = [id(tensor) in own for tensor in pack]
+            if not any(mine):
+                self._source.skip()
+            elif len(pack) == 1:
+                self._source.add_(pack[0], std)
+            else:
+                self._add_some(pack, mine, std)
+
+    def _all_sums(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the sums of all stages, those of others without memory."""
+        device = tensors[0].device
+        before, after = self._sizes[: self._number], self._sizes[self._number + 1 :]
+
+        def absent(stages: Sequence[Sequence[Size]]) -> list[torch.Tensor]:
+            sizes = [size for stage in stages for size in stage]
+            return [torch.zeros(1, dtype=size.dtype, device=device).expand(size.elements) for size in sizes]
+
+        return [*absent(before), *tensors, *absent(after)]
+
+    def _add_some(self, pack: Sequence[torch.Tensor], mine: Sequence[bool], std: float) -> None:
+        flat_N = torch.cat([tensor.reshape(-1) for tensor in pack])
+        self._source.add_(flat_N, std)
+        parts = flat_N.split([tensor.numel() for tensor in pack])
+        for tensor, part, is_mine in zip(pack, parts, mine, strict=True):
+            if is_mine:
+                tensor.copy_(part.view_as(tensor))
+
+    def renew_key(self) -> None:
+        """Refuse a fresh key, which all stages would have to share.
+
+        Raises:
+            InvalidOptionError: Always.
+        """
+        raise InvalidOptionError("renew_key: stages share one key. Make new noise for all of them (noise_sources).")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the noise that follows a saved state; that ranks have loaded the same is checked in `add_all_`.
+
+        Args:
+            state: What `state_dict` returned on any rank.
+        """
+        self._source.load_state_dict(state)
+        self._agreed = False

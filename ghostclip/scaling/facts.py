@@ -1,0 +1,134 @@
+"""What is counted of the model of one device: a step without privacy, and what arrives where clipping meets it."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ghostclip.capture.call_sites import CallSite
+from ghostclip.capture.statistics import Statistics
+from ghostclip.errors import InvalidOptionError, UnsupportedModelError
+from ghostclip.planning.coverage import Coverage, coverage_of
+from ghostclip.scaling.local import Shard, Unit, blocks_of, keep_one_shard, units_of
+from ghostclip.scaling.mesh import Mesh
+from ghostclip.scaling.source import Planned
+from ghostclip.validation.inspection.measure import Plain, call_sites, plain_step
+
+WAYS: Final[dict[str, str]] = {"book-keeping": "bookkeeping", "two backwards": "ghost"}
+"""Private ways, and the strategies that they are."""
+
+WIDE: Final = 4
+"""Bytes of a weight, of its clipped sum and of each value of the optimizer's state, whatever is computed in."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was counted of the model of one device, for so many samples.
+
+    Attributes:
+        model: The model.
+        mesh: The mesh.
+        itemsize: Bytes of a value that is computed with.
+        samples: How many were counted.
+        plain: A step without privacy.
+        units: What FSDP2 wraps.
+        shards: What tensor parallelism shards, with the number of rows that meet each.
+        blocks: Paths of the blocks.
+        checkpointing: Blocks are run again in every backward.
+        arrived: What came in for each parameter.
+        coverages: What clipping costs, by way.
+    """
+
+    model: nn.Module
+    mesh: Mesh
+    itemsize: int
+    samples: int
+    plain: Plain
+    units: list[Unit]
+    shards: list[tuple[Shard, int]]
+    blocks: list[str]
+    checkpointing: bool
+    arrived: dict[str, list[Statistics]]
+    coverages: dict[str, Coverage]
+
+    @property
+    def backwards(self) -> list[int]:
+        """How many backwards each way runs."""
+        return [1, *(2 if WAYS[way] == "ghost" else 1 for way in self.coverages)]
+
+    @property
+    def gathers(self) -> bool:
+        """Whether weights are copied before they are computed with."""
+        return self.mesh.dp > 1 or self.itemsize < WIDE
+
+
+def counted(planned: Planned, mesh: Mesh, *, checkpointing: bool) -> Facts:
+    """Count a step on the model of one device.
+
+    Args:
+        planned: The model and the step; the model is changed into that of one device.
+        mesh: The devices.
+        checkpointing: Blocks are run again in every backward.
+
+    Returns:
+        What was counted.
+
+    Raises:
+        InvalidOptionError: There are no blocks to checkpoint.
+        UnsupportedModelError: The model does not run on the meta device.
+    """
+    model = planned.source.model
+    shards = keep_one_shard(model, mesh.tp)
+    blocks = blocks_of(model)
+    if checkpointing and not blocks:
+        raise InvalidOptionError(
+            f"{type(model).__name__} has no list of blocks of one class to checkpoint: leave checkpointing out."
+        )
+    try:
+        with _Rows(shards) as rows:
+            plain = plain_step(model, planned.losses, blocks=[block for _, block in blocks])
+        sites = call_sites(model, planned.losses, axis=planned.source.batch_axis)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        text = " ".join(str(error).split())[:160]
+        raise UnsupportedModelError(
+            f"{planned.source.title}: cannot be planned, since it does not run from shapes alone ({text}). Plan it by "
+            "what 'ghostclip inspect' finds with numbers."
+        ) from error
+    # Under checkpointing strategy "auto" takes two backwards: factors of all blocks would be what it saves.
+    ways = {way: name for way, name in WAYS.items() if not checkpointing or name == "ghost"}
+    return Facts(
+        model, mesh, next(model.parameters()).element_size(), planned.samples, plain, units_of(model, blocks),
+        [(shard, rows.found.get(shard.weight, 0)) for shard in shards], [path for path, _ in blocks], checkpointing,
+        _arrived(sites),
+        {way: coverage_of(model, sites, strategy=name) for way, name in ways.items()},
+    )  # fmt: skip
+
+
+def _arrived(sites: Sequence[CallSite]) -> dict[str, list[Statistics]]:
+    found: defaultdict[str, list[Statistics]] = defaultdict(list)
+    for site in sites:
+        for item in site.statistics.values():
+            for name in item.names:
+                found[name].append(item)
+    return found
+
+
+class _Rows(TorchFunctionMode):
+    """Counts the rows that meet each sharded weight in a forward."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        super().__init__()
+        self.found: dict[nn.Parameter, int] = {}
+        self._shards = {shard.weight for shard in shards}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note the rows of a call that takes a sharded weight, and run it."""
+        for weight in args[1:2]:
+            if isinstance(weight, nn.Parameter) and weight in self._shards:
+                wide = 1 if args[0].dtype == torch.int64 else args[0].shape[-1]
+                self.found[weight] = args[0].numel() // wide
+        return func(*args, **(kwargs or {}))

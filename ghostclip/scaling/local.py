@@ -1,0 +1,201 @@
+"""The part of a model that one device computes with: shards of tensor parallelism, units of FSDP2.
+
+A model on the meta device becomes the model of one rank: each matrix that tensor parallelism shards is replaced by one
+of its shards, and whatever runs on it then has the sizes of one rank.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from ghostclip.errors import UnsupportedModelError
+
+# A style of transformers' plans: the axis of the weight that is sharded.
+_AXES: Final = {
+    "colwise": 0,
+    "colwise_rep": 0,
+    "colwise_gather_output": 0,
+    "rowwise": 1,
+    "rowwise_rep": 1,
+    "embedding_rowwise": 0,
+}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A weight of which each rank of the tensor axis has a part.
+
+    Attributes:
+        module: Path of its module.
+        weight: This rank's part.
+        style: As the plan names it.
+    """
+
+    module: str
+    weight: nn.Parameter
+    style: str
+
+    @property
+    def completes_output(self) -> bool:
+        """Whether outputs are partial sums, which an all-reduce of the forward completes."""
+        return self.style in {"rowwise", "rowwise_rep", "embedding_rowwise"}
+
+    @property
+    def features(self) -> int:
+        """Features of a row that is all-reduced: of the output, or of the input's gradient."""
+        return self.weight.shape[0] if self.style.startswith("rowwise") else self.weight.shape[1]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that FSDP2 gathers and drops together.
+
+    Attributes:
+        name: Path of the block, or of the module that owns them.
+        elements: How many values one rank of the tensor axis has of them.
+    """
+
+    name: str
+    elements: int
+
+
+def keep_one_shard(model: nn.Module, ways: int) -> list[Shard]:
+    """Leave of a model what one rank of the tensor axis computes with.
+
+    Args:
+        model: The model, on the meta device; its sharded parameters are replaced.
+        ways: Ranks of the axis; 1 leaves the model as it is.
+
+    Returns:
+        What was sharded.
+
+    Raises:
+        UnsupportedModelError: The model has no plan, a plan of another style, or sizes that cannot be shared evenly.
+    """
+    if ways == 1:
+        return []
+    plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
+    if not plan:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no plan of tensor parallelism (tp_plan). Leave tp out of the mesh, or give "
+            "the model an attribute tp_plan, such as {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}."
+        )
+    _require_whole_heads(model, ways)
+    new: dict[nn.Parameter, nn.Parameter] = {}
+    shards = []
+    for path, module in model.named_modules():
+        style = plan.get(re.sub(r"\d+", "*", path))
+        if style is None or not isinstance(getattr(module, "weight", None), nn.Parameter):
+            continue
+        _replace(path, module, style, ways, new)
+        shards.append(Shard(path, module.weight, style))
+    return shards
+
+
+def _require_whole_heads(model: nn.Module, ways: int) -> None:
+    config: Any = getattr(model, "config", None)
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None)
+        if isinstance(heads, int) and heads % ways:
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: {heads} {name} cannot be shared by tp={ways}. Take a tp that divides them."
+            )
+
+
+def _replace(path: str, module: nn.Module, style: str, ways: int, new: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Replace a module's weight, and a bias that goes with its outputs, by shards; tied ones by the same."""
+    if style not in _AXES:
+        raise UnsupportedModelError(
+            f"{path}: tensor parallelism of style {style!r} is not planned (known: {', '.join(_AXES)}). Leave tp out."
+        )
+    axis = _AXES[style]
+    whole: list[tuple[str, int]] = [("weight", axis)]
+    if axis == 0 and isinstance(getattr(module, "bias", None), nn.Parameter):
+        whole.append(("bias", 0))
+    for name, along in whole:
+        parameter = getattr(module, name)
+        if parameter not in new:
+            if parameter.shape[along] % ways:
+                raise UnsupportedModelError(
+                    f"{path}.{name}: axis {along} of {tuple(parameter.shape)} cannot be shared evenly by tp={ways}. "
+                    "Take a tp that divides it."
+                )
+            size = [length // ways if k == along else length for k, length in enumerate(parameter.shape)]
+            value = torch.empty(size, dtype=parameter.dtype, device="meta")
+            new[parameter] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            # The shard of a tied weight is found by either.
+            new[new[parameter]] = new[parameter]
+        setattr(module, name, new[parameter])
+    if isinstance(module, nn.Embedding):
+        # The shard need not hold the row that it names.
+        module.padding_idx = None
+
+
+def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the repeated blocks of a model: the members of the list of modules that holds most parameters.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Their paths and themselves; none where no list holds two modules of one class.
+    """
+    found: list[tuple[str, nn.Module]] = []
+    most = 0
+    for path, module in model.named_modules():
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            continue
+        members = list(module.named_children())
+        size = sum(p.numel() for p in module.parameters())
+        if len(members) > 1 and len({type(member) for _, member in members}) == 1 and size > most:
+            found = [(f"{path}.{name}" if path else name, member) for name, member in members]
+            most = size
+    return found
+
+
+def units_of(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> list[Unit]:
+    """Return what FSDP2 is taken to wrap: each block, and each module outside of them that owns parameters.
+
+    Args:
+        model: The model of one rank of the tensor axis.
+        blocks: Its blocks.
+
+    Returns:
+        The units; a tied parameter is in the first that has it.
+    """
+    seen: set[nn.Parameter] = set()
+    units = []
+    inside = tuple(f"{path}." for path, _ in blocks)
+    others = [(path, m) for path, m in model.named_modules() if not f"{path}.".startswith(inside or ("\0",))]
+    for path, module in [*blocks, *others]:
+        own = module.parameters() if (path, module) in blocks else module.parameters(recurse=False)
+        new = set(own) - seen
+        seen |= new
+        if new:
+            units.append(Unit(path, sum(p.numel() for p in new)))
+    return units
+
+
+def held_values(model: nn.Module, ways: int, *, trainable: bool = False) -> int:
+    """Return how many values one device keeps where each parameter is sharded along its first axis, as FSDP2 does.
+
+    Args:
+        model: The model of one rank of the tensor axis.
+        ways: Ranks of the axis that shards.
+        trainable: Count trainable parameters only.
+
+    Returns:
+        Of the first device, which has the larger parts.
+    """
+    total = 0
+    for parameter in model.parameters():
+        if trainable and not parameter.requires_grad:
+            continue
+        rows = parameter.shape[0] if parameter.dim() else 1
+        total += ceil(rows / ways) * (parameter.numel() // max(1, rows))
+    return total

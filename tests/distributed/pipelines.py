@@ -1,0 +1,246 @@
+"""What each process of the tests of pipelines does; results go to files, which the test compares."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed import pipelining
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ghostclip.distributed.pipeline import PipelineClipper
+from ghostclip.errors import GhostClipError, InvalidOptionError
+from ghostclip.optim import DPOptimizer
+from tests.process_group import process_group
+
+SAMPLES, POSITIONS, WIDTH, WORDS, MICROBATCHES = 12, 5, 8, 11, 4
+BOUND = 0.05
+SINGLE = {"GPipe": pipelining.ScheduleGPipe, "1F1B": pipelining.Schedule1F1B}
+SEVERAL = {
+    "interleaved 1F1B": pipelining.ScheduleInterleaved1F1B,
+    "interleaved, zero bubbles": pipelining.ScheduleInterleavedZeroBubble,
+    "V, zero bubbles": pipelining.ScheduleZBVZeroBubble,
+}
+
+
+class Block(nn.Module):
+    """A residual block with a norm, a matrix that is used twice and a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 13), nn.Linear(13, WIDTH)
+        self.twice = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(functional.gelu(self.up(self.norm(x))))
+        return x + self.twice(torch.tanh(self.twice(x)))
+
+
+def whole_model(blocks: int) -> nn.Sequential:
+    """A small language model, the same on every rank."""
+    torch.manual_seed(3)
+    layers = [nn.Embedding(WORDS, WIDTH), *(Block() for _ in range(blocks)), nn.Linear(WIDTH, WORDS)]
+    return nn.Sequential(*layers).double()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Tokens and labels."""
+    generator = torch.Generator().manual_seed(5)
+    return tuple(torch.randint(WORDS, (SAMPLES, POSITIONS), generator=generator) for _ in range(2))  # type: ignore[return-value]
+
+
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean over the tokens of a microbatch."""
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def sum_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """The sum over the tokens that count, of which a padded sample has none."""
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
+
+
+def parts_of(model: nn.Sequential, count: int) -> list[nn.Sequential]:
+    """Cut a model into stages."""
+    cuts = torch.linspace(0, len(model), count + 1).round().int().tolist()
+    return [model[start:end] for start, end in itertools.pairwise(cuts)]
+
+
+def stages_of(rank: int, ranks: int, name: str) -> tuple[list[Any], nn.Sequential]:
+    """The stages of a rank, as a schedule wants them, and the whole model."""
+    count = ranks if name in SINGLE else 2 * ranks
+    model = whole_model(max(2, count - 2))
+    parts = parts_of(model, count)
+    numbers = [rank] if name in SINGLE else [rank, count - 1 - rank if name.startswith("V") else rank + ranks]
+    device = torch.device("cpu")
+    return [pipelining.PipelineStage(parts[n], n, count, device) for n in numbers], model
+
+
+def schedule_of(name: str, stages: list[Any], loss: Any) -> Any:
+    """The schedule over them."""
+    if name in SINGLE:
+        return SINGLE[name](stages[0], MICROBATCHES, loss_fn=loss)
+    return SEVERAL[name](stages, MICROBATCHES, loss_fn=loss)
+
+
+class Reduced(TorchDispatchMode):
+    """Counts all-reduces by their number of values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[int] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ == "allreduce_":
+            self.found[args[0][0].numel()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def run_schedule(schedule: Any, stages: list[Any], inputs: Tensor, labels: Tensor) -> None:
+    """One step: the first stage takes inputs, the last one labels."""
+    arguments = (inputs,) if any(stage.is_first for stage in stages) else ()
+    options = {"target": labels} if any(stage.is_last for stage in stages) else {}
+    schedule.step(*arguments, **options)
+
+
+def clipped(rank: int, ranks: int, name: str, *, loss: Any = mean_loss, left_out: int = -1, steps: int = 2) -> dict:
+    """Clipped sums of this rank's parameters, by their names in the whole model, and the norms."""
+    stages, model = stages_of(rank, ranks, name)
+    schedule = schedule_of(name, stages, loss)
+    inputs, labels = batch()
+    if left_out >= 0:
+        labels[left_out] = -100
+    reduction = "mean" if loss is mean_loss else "sum"
+    clipper = PipelineClipper(stages, max_grad_norm=BOUND, loss_reduction=reduction)
+    for _ in range(steps):
+        clipper.reset()
+        with Reduced() as reduced, clipper.step():
+            run_schedule(schedule, stages, inputs, labels)
+    names = {id(parameter): key for key, parameter in model.named_parameters()}
+    own = [parameter for stage in stages for parameter in stage.submod.parameters()]
+    found = {names[id(parameter)]: parameter.grad.clone() for parameter in own}
+    passes = [one.backward_passes for one in clipper.clippers]
+    clipper.remove()
+    return {"sums": found, "norms": clipper.per_sample_norms, "reduced": dict(reduced.found), "passes": passes}
+
+
+def run(rank: int, ranks: int, folder: str) -> None:
+    """Be one rank.
+
+    Args:
+        rank: Its number.
+        ranks: How many there are.
+        folder: Where they meet, and where results go.
+    """
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    with process_group(rank, ranks, folder):
+        found: dict[str, Any] = {name: clipped(rank, ranks, name) for name in (*SINGLE, *SEVERAL)}
+        found["whole"] = clipped(rank, ranks, "1F1B", loss=sum_loss)
+        found["left out"] = [clipped(rank, ranks, "1F1B", loss=sum_loss, left_out=n) for n in range(3)]
+        found["noise"] = {level: noise(rank, ranks, level) for level in ("fast", "secure")}
+        found["trained"] = trained(rank, ranks)
+        found["refused"] = refusals(rank, ranks)
+    torch.save(found, f"{folder}/rank{rank}.pt")
+
+
+def noise(rank: int, ranks: int, level: str) -> dict[str, Any]:
+    """Two draws of noise alone for this rank's parameters, by their names, and the state before."""
+    stages, model = stages_of(rank, ranks, "V, zero bubbles")
+    clipper = PipelineClipper(stages, max_grad_norm=BOUND)
+    sources = clipper.noise_sources(level)
+    state = sources[0].state_dict()
+    names = {id(parameter): key for key, parameter in model.named_parameters()}
+    found: dict[str, list[Tensor]] = {}
+    for _ in range(2):
+        for source, stage in zip(sources, stages, strict=True):
+            own = list(stage.submod.parameters())
+            zeros = [torch.zeros_like(parameter) for parameter in own]
+            source.add_all_(zeros, 3.0)
+            for parameter, drawn in zip(own, zeros, strict=True):
+                found.setdefault(names[id(parameter)], []).append(drawn)
+    clipper.remove()
+    return {"state": state, "drawn": found}
+
+
+def trained(rank: int, ranks: int) -> dict[str, Any]:
+    """Weights of this rank after a training in private steps, by their names, and the noise that it began with."""
+    stages, model = stages_of(rank, ranks, "1F1B")
+    schedule = schedule_of("1F1B", stages, mean_loss)
+    clipper = PipelineClipper(stages, max_grad_norm=BOUND)
+    (source,) = clipper.noise_sources("secure")
+    state = source.state_dict()
+    optimizer = DPOptimizer(
+        torch.optim.Adam(stages[0].submod.parameters(), lr=0.01),
+        noise_multiplier=0.5, expected_batch_size=SAMPLES, clipper=clipper.clippers[0], noise_source=source,
+    )  # fmt: skip
+    inputs, labels = batch()
+    for _ in range(3):
+        with clipper.step():
+            run_schedule(schedule, stages, inputs, labels)
+        optimizer.step()
+        optimizer.zero_grad()
+    own = {id(parameter) for parameter in stages[0].submod.parameters()}
+    weights = {key: p.detach().clone() for key, p in model.named_parameters() if id(p) in own}
+    optimizer.noise_multiplier = 0.5 + rank
+    with clipper.step():
+        run_schedule(schedule, stages, inputs, labels)
+    with pytest.raises(InvalidOptionError) as refused:
+        optimizer.step()
+    clipper.remove()
+    return {"state": state, "weights": weights, "refused": str(refused.value)}
+
+
+def mixing(rank: int, ranks: int, folder: str) -> None:
+    """Be one rank of a pipeline whose last stage mixes samples, and write down what was raised."""
+    torch.set_num_threads(1)
+    meeting, timeout = f"file://{folder}/meeting", timedelta(seconds=8)
+    distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=timeout)
+    stages, _ = stages_of(rank, ranks, "GPipe")
+    if stages[0].is_last:
+        stages[0].submod = nn.Sequential(nn.BatchNorm1d(POSITIONS).double(), stages[0].submod)
+    clipper = PipelineClipper(stages, max_grad_norm=BOUND)
+    try:
+        with clipper.step():
+            run_schedule(schedule_of("GPipe", stages, mean_loss), stages, *batch())
+    except Exception as error:  # noqa: BLE001 - whatever it is, the test looks at it
+        torch.save(type(error).__name__, f"{folder}/rank{rank}.pt")
+
+
+def refusals(rank: int, ranks: int) -> dict[str, str]:
+    """What each rank says of what is refused, by case."""
+    said = {}
+    for case in ("mesh", "twice", "wrapped", "builder", "disagree", "frozen", "no backward"):
+        with pytest.raises(GhostClipError) as refused:
+            _refused(case, rank, ranks)
+        said[case] = str(refused.value)
+    return said
+
+
+def _refused(case: str, rank: int, ranks: int) -> None:
+    stages, _ = stages_of(rank, ranks, "interleaved 1F1B" if case == "twice" else "GPipe")
+    bound = BOUND
+    if case == "mesh" and rank == 1:
+        stages = []
+    if case == "twice" and rank == 0:
+        stages[1].submod.append(stages[0].submod[0])
+    if case == "wrapped" and rank == 0:
+        stages[0].submod.__class__ = type("Wrapped", (nn.parallel.DistributedDataParallel,), {})
+    if case == "builder" and rank == 1:
+        stages[0].dw_builder = lambda: lambda: None
+    if case == "frozen" and rank == 1:
+        stages[0].submod.requires_grad_(False)
+    if case == "disagree" and rank == 1:
+        bound = 2 * BOUND
+    clipper = PipelineClipper(stages, max_grad_norm=bound)
+    try:
+        with clipper.step():
+            pass
+    finally:
+        clipper.remove()

@@ -1,0 +1,197 @@
+"""What each process of the tests of split sequences does; results go to files, which the test compares."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ghostclip import GhostClipper
+from ghostclip.distributed import SharedNoise, SplitSequences
+from ghostclip.errors import GhostClipError
+from ghostclip.losses import head_losses
+from ghostclip.noise import make_noise_source
+from ghostclip.optim import DPOptimizer
+from tests.process_group import process_group
+
+# Five samples do not divide by two; of six positions some layers send factors, others sums.
+SAMPLES, POSITIONS, WIDTH, WORDS = 5, 12, 8, 11
+BOUND = 0.7
+
+
+class Attention(nn.Module):
+    """Causal attention over the positions of all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.sequences: SplitSequences | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(self.norm(x)).chunk(3, -1)
+        start = 0
+        if self.sequences is not None:
+            key, value = self.sequences.all_positions(key), self.sequences.all_positions(value)
+            start = distributed.get_rank(self.sequences.group) * query.shape[1]
+        seen = torch.arange(key.shape[1]) <= torch.arange(query.shape[1])[:, None] + start
+        return x + self.out(functional.scaled_dot_product_attention(query, key, value, attn_mask=seen))
+
+
+class Model(nn.Module):
+    """A small language model with a tied head and a matrix that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList([Attention(), Attention()])
+        self.up, self.down = nn.Linear(WIDTH, 40), nn.Linear(40, WIDTH)
+        self.twice = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.in_tiles = False
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = self.twice(block(x))
+        x = x + self.down(torch.tanh(self.up(x)))
+        if self.in_tiles:
+            return head_losses(x, self.embedding.weight, ids)
+        return functional.linear(x, self.embedding.weight)
+
+
+def whole_model() -> Model:
+    """The same on every rank."""
+    torch.manual_seed(3)
+    return Model().double()
+
+
+def batch(samples: int = SAMPLES) -> tuple[Tensor, Tensor]:
+    """Tokens and labels."""
+    generator = torch.Generator().manual_seed(1)
+    return tuple(torch.randint(WORDS, (samples, POSITIONS), generator=generator) for _ in range(2))  # type: ignore[return-value]
+
+
+def losses(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    """The sum of a sample's losses, over the positions that are here."""
+    logits, labels = model(inputs["ids"]), inputs["labels"]
+    each = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100)
+    return each.view(labels.shape).sum(1)
+
+
+def split_model(mesh: DeviceMesh) -> tuple[Model, SplitSequences]:
+    """The model, whose attention gathers keys and values."""
+    model, sequences = whole_model(), SplitSequences(mesh, sample_mesh_axes=("cp",))
+    for block in model.blocks:
+        block.sequences = sequences  # type: ignore[assignment]
+    return model, sequences
+
+
+def part_of(mesh: DeviceMesh, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """This rank's samples, and of these its positions."""
+    parts = {}
+    for key, value in {"ids": ids, "labels": labels}.items():
+        own = value.tensor_split(mesh["dp"].size())[mesh.get_local_rank("dp")]
+        parts[key] = own.chunk(mesh["cp"].size(), 1)[mesh.get_local_rank("cp")].contiguous()
+    return parts
+
+
+class Sent(TorchDispatchMode):
+    """Counts what is exchanged of factors, by kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in {"alltoall_base_", "_reduce_scatter_base_"}:
+            self.found[name] += args[1].numel()
+        return func(*args, **(kwargs or {}))
+
+
+def clipped(mesh: DeviceMesh, *, left_out: int = -1) -> dict[str, Any]:
+    """This rank's clipped sums by name, its samples' norms, and what was sent in the second step."""
+    model, sequences = split_model(mesh)
+    ids, labels = batch()
+    if left_out >= 0:
+        labels[left_out] = -100
+    part = part_of(mesh, ids, labels)
+    with GhostClipper(model, max_grad_norm=BOUND, loss_reduction="sum", sequences=sequences) as clipper:
+        for _ in range(2):
+            clipper.reset()
+            loss = losses(model, part).sum()
+            with Sent() as sent:
+                loss.backward()
+        sums = {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
+        rows, norms = clipper.rows_seen, clipper.per_sample_norms
+    return {"sums": sums, "norms": norms[: rows[0]], "sent": dict(sent.found)}
+
+
+def trained(mesh: DeviceMesh) -> dict[str, Any]:
+    """Weights after a training in private steps, and the noise that it began with."""
+    model, sequences = split_model(mesh)
+    clipper = GhostClipper(model, max_grad_norm=BOUND, loss_reduction="sum", sequences=sequences)
+    noise = SharedNoise(make_noise_source(level="secure"))
+    state = noise.state_dict()
+    optimizer = DPOptimizer(
+        torch.optim.Adam(model.parameters(), lr=0.01), noise_multiplier=0.5, expected_batch_size=SAMPLES,
+        loss_reduction="sum", clipper=clipper, noise_source=noise,
+    )  # fmt: skip
+    for _ in range(3):
+        losses(model, part_of(mesh, *batch())).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    clipper.remove()
+    return {"state": state, "weights": {key: p.detach().clone() for key, p in model.named_parameters()}}
+
+
+def run(rank: int, ranks: int, folder: str) -> None:
+    """Be one rank.
+
+    Args:
+        rank: Its number.
+        ranks: How many there are.
+        folder: Where they meet, and where results go.
+    """
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    with process_group(rank, ranks, folder, meshes=True):
+        mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "cp"))
+        found: dict[str, Any] = {"whole": clipped(mesh), "trained": trained(mesh)}
+        found["left out"] = [clipped(mesh, left_out=number) for number in range(3)]
+        found["refused"] = {case: _refused(case, mesh) for case in ("samples", "positions", "axis", "ghost", "tiles")}
+    torch.save(found, f"{folder}/rank{rank}.pt")
+    os._exit(0)
+
+
+def _refused(case: str, mesh: DeviceMesh) -> str:
+    """What is said of something that does not fit."""
+    model, _ = split_model(mesh)
+    part = part_of(mesh, *batch())
+    first = mesh.get_local_rank("cp") == 0
+    for block in model.blocks:
+        # The model's own exchange would not go together before the clipper's comes.
+        block.sequences = None  # type: ignore[assignment]
+    if case == "samples" and first:
+        part = {key: value[:-1] for key, value in part.items()}
+    if case == "positions" and first:
+        part = {key: value[:, :-1] for key, value in part.items()}
+    model.in_tiles = case == "tiles"
+    with pytest.raises(GhostClipError) as refused:
+        _try(case, model, part, mesh)
+    return str(refused.value)
+
+
+def _try(case: str, model: Model, part: dict[str, Tensor], mesh: DeviceMesh) -> None:
+    sequences = SplitSequences(mesh, sample_mesh_axes=("tp" if case == "axis" else "cp",))
+    strategy = "ghost" if case == "ghost" else "auto"
+    options = {"max_grad_norm": BOUND, "loss_reduction": "sum", "strategy": strategy, "sequences": sequences}
+    with GhostClipper(model, **options) as clipper:  # type: ignore[arg-type]
+        clipper.backward(model(part["ids"]) if case == "tiles" else losses(model, part))

@@ -1,0 +1,140 @@
+"""A model whose stages lie on several ranks is clipped as in one process, under every schedule of torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import multiprocessing
+from torch.nn import functional
+
+from ghostclip import GhostClipper
+from ghostclip.noise import make_noise_source
+from ghostclip.optim import DPOptimizer
+from tests import reference
+from tests.distributed import pipelines
+
+pytestmark = pytest.mark.distributed
+SCHEDULES = (*pipelines.SINGLE, *pipelines.SEVERAL)
+SUM = "whole"
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)], ids="{} ranks".format)
+def found(request, tmp_path_factory):
+    """What the ranks found, in the order of the ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    multiprocessing.spawn(pipelines.run, args=(request.param, str(folder)), nprocs=request.param)
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(request.param)]
+
+
+def _joined(found, name):
+    sums = {}
+    for rank in found:
+        sums.update(rank[name]["sums"])
+    return sums
+
+
+def _alone(blocks, *, reduction):
+    inputs, labels = pipelines.batch()
+
+    def losses(model, batch):
+        logits = model(batch["inputs"])
+        each = functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+        each_BT = each.view(batch["labels"].shape)
+        return each_BT.mean(1) if reduction == "mean" else each_BT.sum(1)
+
+    model = pipelines.whole_model(blocks)
+    each = reference.per_sample_gradients(model, {"inputs": inputs, "labels": labels}, losses, axes={})
+    return reference.clip_and_sum(each, pipelines.BOUND)
+
+
+@pytest.mark.parametrize("name", [*SCHEDULES, SUM])
+def test_clipped_sums_are_those_of_one_process(found, name):
+    """Norms and sums over stages and microbatches, against one sample at a time in float64."""
+    blocks = max(2, (2 * len(found) if name in pipelines.SEVERAL else len(found)) - 2)
+    alone = _alone(blocks, reduction="sum" if name == SUM else "mean")
+    for rank in found:
+        torch.testing.assert_close(rank[name]["norms"], alone.norms_B, rtol=1e-12, atol=0)
+    sums = _joined(found, name)
+    assert sums.keys() == alone.clipped.keys()
+    for key, value in alone.clipped.items():
+        torch.testing.assert_close(sums[key], value, rtol=1e-11, atol=1e-14)
+
+
+def test_a_sample_moves_the_sums_of_all_stages_by_c_at_most(found):
+    whole = _joined(found, SUM)
+    for number in range(3):
+        less = {}
+        for rank in found:
+            less.update(rank["left out"][number]["sums"])
+            assert rank["left out"][number]["norms"][number] == 0
+        moved = torch.cat([(whole[key] - less[key]).flatten() for key in whole]).norm()
+        assert 0.99 * pipelines.BOUND < moved <= pipelines.BOUND * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_norms_meet_once_a_step(found, name):
+    """One all-reduce of a number a sample; a step counts as one backward over all its samples."""
+    for rank in found:
+        assert rank[name]["reduced"] == {pipelines.SAMPLES: 1}
+        assert set(rank[name]["passes"]) == {1}
+
+
+@pytest.mark.parametrize("level", ["fast", "secure"])
+def test_noise_of_stages_is_that_of_one_process_to_the_bit(found, level):
+    drawn = {key: parts for rank in found for key, parts in rank["noise"][level]["drawn"].items()}
+    source = make_noise_source(level=level)
+    source.load_state_dict(found[0]["noise"][level]["state"])
+    model = pipelines.whole_model(max(2, 2 * len(found) - 2))
+    for number in range(2):
+        zeros = {key: torch.zeros_like(parameter) for key, parameter in model.named_parameters()}
+        source.add_all_(list(zeros.values()), 3.0)
+        for key, want in zeros.items():
+            assert torch.equal(drawn[key][number], want)
+            assert want.any()
+
+
+def test_a_training_is_that_of_one_process(found):
+    """Three steps of Adam with clipping and noise; ranks that disagree about the noise release nothing."""
+    model = pipelines.whole_model(max(2, len(found) - 2))
+    source = make_noise_source(level="secure")
+    source.load_state_dict(found[0]["trained"]["state"])
+    inputs, labels = pipelines.batch()
+    with GhostClipper(model, max_grad_norm=pipelines.BOUND) as clipper:
+        optimizer = DPOptimizer(
+            torch.optim.Adam(model.parameters(), lr=0.01),
+            noise_multiplier=0.5, expected_batch_size=pipelines.SAMPLES, clipper=clipper, noise_source=source,
+        )  # fmt: skip
+        for _ in range(3):
+            pipelines.mean_loss(model(inputs), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = {key: value for rank in found for key, value in rank["trained"]["weights"].items()}
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(weights[key], parameter.detach(), rtol=1e-9, atol=1e-11)
+    for rank in found:
+        assert "Set σ and C" in rank["trained"]["refused"]
+
+
+@pytest.mark.slow
+def test_a_stage_that_mixes_samples_is_refused(tmp_path):
+    """By its own error where it is found out; the rank that waits for it ends with the group's timeout."""
+    multiprocessing.spawn(pipelines.mixing, args=(2, str(tmp_path)), nprocs=2)
+    assert torch.load(tmp_path / "rank1.pt") == "SampleMixingError"
+    assert torch.load(tmp_path / "rank0.pt") in {"RuntimeError", "DistBackendError"}
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("mesh", "Every stage of one pipeline must be given"),
+        ("twice", "is one of stage"),
+        ("wrapped", "wrapped in DistributedDataParallel"),
+        ("builder", "has a dw_builder"),
+        ("frozen", "trains no parameter"),
+        ("disagree", "max_grad_norm and loss_reduction of rank 1 is"),
+        ("no backward", "no backward ran in this step"),
+    ],
+)
+def test_what_does_not_fit_is_refused_on_every_rank(found, case, words):
+    for rank in found:
+        assert words in rank["refused"][case]

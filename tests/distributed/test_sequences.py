@@ -1,0 +1,103 @@
+"""Sequences that are split over ranks are clipped as in one process: by samples, whose parts are brought together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import multiprocessing
+
+from ghostclip import GhostClipper
+from ghostclip.noise import make_noise_source
+from ghostclip.optim import DPOptimizer
+from tests import reference
+from tests.distributed import sequences
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)], ids="{} ranks".format)
+def found(request, tmp_path_factory):
+    """What the ranks found; four of them are two halves of the samples, each with two halves of the positions."""
+    folder = tmp_path_factory.mktemp("ranks")
+    multiprocessing.spawn(sequences.run, args=(request.param, str(folder)), nprocs=request.param)
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(request.param)]
+
+
+def _summed(results):
+    return {key: sum(result["sums"][key] for result in results) for key in results[0]["sums"]}
+
+
+def _alone():
+    inputs = dict(zip(("ids", "labels"), sequences.batch(), strict=True))
+    each = reference.per_sample_gradients(sequences.whole_model(), inputs, sequences.losses, axes={})
+    return reference.clip_and_sum(each, sequences.BOUND)
+
+
+def test_clipped_sums_are_those_of_one_process(found):
+    alone = _alone()
+    norms = torch.cat([rank["whole"]["norms"] for rank in found])
+    torch.testing.assert_close(norms, alone.norms_B, rtol=1e-12, atol=0)
+    assert (norms > sequences.BOUND).all()
+    sums = _summed([rank["whole"] for rank in found])
+    for key, value in alone.clipped.items():
+        torch.testing.assert_close(sums[key], value, rtol=1e-11, atol=1e-14)
+
+
+def test_a_sample_moves_the_sum_by_c_at_most(found):
+    whole = _summed([rank["whole"] for rank in found])
+    for number in range(3):
+        less = _summed([rank["left out"][number] for rank in found])
+        moved = torch.cat([(whole[key] - less[key]).flatten() for key in whole]).norm()
+        assert 0.99 * sequences.BOUND < moved <= sequences.BOUND * (1 + 1e-9)
+
+
+def test_the_smaller_of_factors_and_sums_is_sent(found):
+    """Of matrices by the rule of the planner for the positions of one rank, of rows factors, of all else sums."""
+    model = sequences.whole_model()
+    samples, positions = (6 if len(found) == 2 else 4), sequences.POSITIONS // 2
+    factors = samples * positions * (sequences.WIDTH + 1)
+    sums = 0
+    uses = {"twice.weight": 2}
+    for key, parameter in model.named_parameters():
+        shape = parameter.shape
+        if len(shape) == 2 and positions * sum(shape) < shape.numel():
+            factors += uses.get(key, 1) * samples * positions * sum(shape)
+        else:
+            sums += uses.get(key, 1) * samples * shape.numel()
+    keys = 2 * 2 * (samples if len(found) == 4 else sequences.SAMPLES) * sequences.POSITIONS * sequences.WIDTH
+    for rank in found[:1]:
+        assert rank["whole"]["sent"] == {"alltoall_base_": factors, "_reduce_scatter_base_": sums + keys}
+
+
+def test_a_training_is_that_of_one_process(found):
+    model = sequences.whole_model()
+    source = make_noise_source(level="secure")
+    source.load_state_dict(found[0]["trained"]["state"])
+    inputs = dict(zip(("ids", "labels"), sequences.batch(), strict=True))
+    with GhostClipper(model, max_grad_norm=sequences.BOUND, loss_reduction="sum") as clipper:
+        optimizer = DPOptimizer(
+            torch.optim.Adam(model.parameters(), lr=0.01), noise_multiplier=0.5, expected_batch_size=sequences.SAMPLES,
+            loss_reduction="sum", clipper=clipper, noise_source=source,
+        )  # fmt: skip
+        for _ in range(3):
+            sequences.losses(model, inputs).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for rank in found:
+        for key, parameter in model.named_parameters():
+            torch.testing.assert_close(rank["trained"]["weights"][key], parameter.detach(), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("samples", "samples of a batch, and sizes"),
+        ("positions", "samples of a batch, and sizes"),
+        ("axis", "name the one axis of the mesh"),
+        ("ghost", "brought together by book-keeping alone"),
+        ("tiles", "compute the loss from logits"),
+    ],
+)
+def test_what_does_not_fit_is_refused_on_every_rank(found, case, words):
+    for rank in found:
+        assert words in rank["refused"][case]

@@ -1,0 +1,1 @@
+"""Plans of many devices, made from shapes alone."""
