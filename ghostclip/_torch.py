@@ -722,6 +722,11 @@ def inductor_options(mode: str) -> dict[str, Any]:
     return dict(torch._inductor.list_mode_options(mode))
 
 
+def tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return what holds a module's children, parameters and buffers: ``_modules``, ``_parameters``, ``_buffers``."""
+    return module._modules, module._parameters, module._buffers
+
+
 @contextmanager
 def steps_taken_apart() -> Iterator[None]:
     """Yield while recurrent layers run step by step, and not as one operation of oneDNN: ``torch._C``.

@@ -47,9 +47,7 @@ def _images(samples: int) -> tuple[Tensor, ...]:
 
 
 def _cnn(samples: int, aim: float) -> Task:
-    return Task(
-        f"cnn-{samples}", f"MNIST CNN, B {samples}", MnistCNN, lambda: _images(samples), class_losses, aim
-    )
+    return Task(f"cnn-{samples}", f"MNIST CNN, B {samples}", MnistCNN, lambda: _images(samples), class_losses, aim)
 
 
 TASKS = (
@@ -165,10 +163,10 @@ def text(report: dict[str, Any]) -> str:
         "# The private step as one graph: CPU time",
         "",
         f"`{report['command']}`, {report['date']}: one thread of {report['machine']['cpu']}, torch "
-        f"{report['machine']['versions']['torch']}, float32, ways interleaved; medians of {report['rounds']} rounds, in "
-        "milliseconds of CPU time, with the ratio to compiled ordinary training. Compiling: seconds by the clock of the "
-        "first step of the graph on a machine that others used at the same time (in brackets CPU time of the process "
-        "itself). JAX is not installed here.",
+        f"{report['machine']['versions']['torch']}, float32, ways interleaved; medians of {report['rounds']} rounds, "
+        "in milliseconds of CPU time, with the ratio to compiled ordinary training. Compiling: seconds by the clock of "
+        "the first step of the graph on a machine that others used at the same time (in brackets CPU time of the "
+        "process itself). JAX is not installed here.",
         "",
         "| model | ordinary | ordinary, compiled | book-keeping | graph | aim | compiling |",
         "|---|---:|---:|---:|---:|---:|---:|",

@@ -85,8 +85,8 @@ def text(report: dict[str, Any]) -> str:
         f"`{report['command']}`, {report['date']}, torch {report['machine']['versions']['torch']}, transformers "
         f"{report['machine']['versions']['transformers']}: tiny models in float64, clipped sums and norms against one "
         f"sample at a time. {kinds['graph']} of {len(rows)} are one graph (largest relative error {largest:.0e}), "
-        f"{kinds['eager']} are computed eagerly for the reason beside them, {kinds['refused']} are refused by the eager "
-        f"engine as well, {kinds['failed']} failed in this run.",
+        f"{kinds['eager']} are computed eagerly for the reason beside them, {kinds['refused']} are refused by the "
+        f"eager engine as well, {kinds['failed']} failed in this run.",
         "",
         "| architecture | family | | reason |",
         "|---|---|---|---|",

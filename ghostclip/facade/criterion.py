@@ -5,8 +5,8 @@ Shape legend: B samples, `...` positions of one sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -14,7 +14,31 @@ from ghostclip.errors import LossReductionError
 
 if TYPE_CHECKING:
     from ghostclip.clipper import GhostClipper
-    from ghostclip.facade.deferred import Deferral
+
+
+class Defers(Protocol):
+    """What computes losses together with their backward."""
+
+    def loss(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PrivateLoss | None:
+        """Note a call of the criterion.
+
+        Args:
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            What stands for the loss; None where it is computed at once.
+        """
+
+    def resolved(self, tree: Any) -> Any:
+        """Return arguments with the values of what was deferred among them.
+
+        Args:
+            tree: Positional and keyword arguments.
+
+        Returns:
+            The same containers.
+        """
 
 
 class PrivateLoss:
@@ -121,7 +145,7 @@ class PrivateCriterion:
             )
         self.clipper = clipper
         self.criterion = criterion
-        self.deferral: Deferral | None = None
+        self.deferral: Defers | None = None
 
     def __call__(self, *args: Any, shape: Sequence[int] | None = None, **kwargs: Any) -> PrivateLoss:
         """Compute the losses of a batch.

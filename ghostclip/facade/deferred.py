@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ghostclip.clipper import GhostClipper
-    from ghostclip.facade.module import GradSampleModule
 
 # Methods of a tensor that only say how it lies: noted, and computed with the rest.
 _NOTED: Final = frozenset(
@@ -229,6 +228,15 @@ class DeferredOutput:
         return DeferredOutput(self.call, (*self.path, ("item", _resolved(key))))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what it stands for; a method that says how a tensor lies is noted.
+
+        Args:
+            *args: Its arguments.
+            **kwargs: Its keyword arguments.
+
+        Returns:
+            The result, or what stands for it.
+        """
         args, kwargs = _tree.mapped(_resolved, (args, kwargs))
         method = self.path[-1] if self.path else ("", "")
         if method[0] == "attribute" and method[1] in _NOTED and not self.call.known:
@@ -380,15 +388,3 @@ class DeferredLoss(PrivateLoss):
 
     def __truediv__(self, other: object) -> PrivateLoss:
         return self._after("truediv", other) if isinstance(other, (int, float)) else NotImplemented
-
-
-def defer(module: GradSampleModule, criterion: PrivateCriterion) -> None:
-    """Let a private model and its criterion compute forward, loss and backward together.
-
-    Args:
-        module: The private model.
-        criterion: The criterion that is used with it.
-    """
-    assert module.clipper is not None
-    deferral = Deferral(module.clipper, criterion)
-    module.__dict__["deferral"] = criterion.deferral = deferral

@@ -12,6 +12,8 @@ from torch import nn
 
 from ghostclip import _torch
 from ghostclip.errors import UnsupportedModelError
+from ghostclip.facade.criterion import PrivateCriterion
+from ghostclip.facade.deferred import Deferral
 from ghostclip.facade.handle import ClipperHandle, attached_clipper
 
 if TYPE_CHECKING:
@@ -229,3 +231,14 @@ def _with_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *re
     inside = prefix + _PREFIX
     for key in [k for k in state_dict if k.startswith(prefix) and not k.startswith(inside)]:
         state_dict[inside + key[len(prefix) :]] = state_dict.pop(key)
+
+
+def defer(module: GradSampleModule, criterion: PrivateCriterion) -> None:
+    """Let a private model and its criterion compute forward, loss and backward together.
+
+    Args:
+        module: The private model.
+        criterion: The criterion that is used with it.
+    """
+    assert module.clipper is not None
+    module.__dict__["deferral"] = criterion.deferral = Deferral(module.clipper, criterion)

@@ -9,7 +9,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,7 @@ class PrivateTraining:
     """
 
     def __init__(self, prepared: Prepared) -> None:
-        self.mechanism = mechanism = prepared.mechanism
+        self.mechanism = prepared.mechanism
         self.options = options = prepared.options
         self.state = prepared.state
         self.measures = StepMeasures()
@@ -68,25 +68,7 @@ class PrivateTraining:
         self._engine = ghostclip.PrivacyEngine(
             accountant=ACCOUNTANT, secure_mode=options.secure_noise, ledger=self._point.ledger
         )
-        budget = Budget(mechanism.target_epsilon, mechanism.delta)
-        budget.known_to_fit((mechanism.noise_multiplier, mechanism.sample_rate, mechanism.steps))
-        with warnings.catch_warnings():
-            # Said once, and louder, before the run.
-            warnings.simplefilter("ignore", FixedSeedWarning)
-            private = self._engine.make_private(
-                module=prepared.model,
-                optimizer=adamw(prepared.model, options.rate),
-                data_loader=DataLoader(
-                    prepared.split.training, batch_size=mechanism.batch_size, generator=self._unsafe_generator(stream=0)
-                ),
-                noise_multiplier=mechanism.noise_multiplier,
-                max_grad_norm=mechanism.max_grad_norm,
-                grad_sample_mode=options.strategy,
-                # A graph calls the model itself.
-                wrap_model=options.strategy != "graph",
-                noise_generator=self._unsafe_generator(stream=1),
-                budget=budget,
-            )
+        private = self._make_private(prepared)
         # Between optimizer and loader some strategies return a criterion; the losses here are per passage already.
         self.model, self.optimizer, self.loader = cast("nn.Module", private[0]), private[1], private[-1]
         self._graph: ghostclip.GraphStep | None = None
@@ -102,6 +84,29 @@ class PrivateTraining:
             self.save()
         else:
             self._restore(prepared.lost)
+
+    def _make_private(self, prepared: Prepared) -> Any:
+        """Make model, optimizer and loader private."""
+        mechanism = self.mechanism
+        budget = Budget(mechanism.target_epsilon, mechanism.delta)
+        budget.known_to_fit((mechanism.noise_multiplier, mechanism.sample_rate, mechanism.steps))
+        with warnings.catch_warnings():
+            # Said once, and louder, before the run.
+            warnings.simplefilter("ignore", FixedSeedWarning)
+            return self._engine.make_private(
+                module=prepared.model,
+                optimizer=adamw(prepared.model, self.options.rate),
+                data_loader=DataLoader(
+                    prepared.split.training, batch_size=mechanism.batch_size, generator=self._unsafe_generator(stream=0)
+                ),
+                noise_multiplier=mechanism.noise_multiplier,
+                max_grad_norm=mechanism.max_grad_norm,
+                grad_sample_mode=self.options.strategy,
+                # A graph calls the model itself.
+                wrap_model=self.options.strategy != "graph",
+                noise_generator=self._unsafe_generator(stream=1),
+                budget=budget,
+            )
 
     @property
     def strategy(self) -> str:

@@ -63,16 +63,16 @@ class Axes:
 
 
 # Operations that keep the order of elements: an axis in the result is found by it.
-_VIEWS: Final = frozenset({"view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "alias", "detach", "clone"})
+_VIEWS: Final = frozenset({"view", "unsafe_view", "reshape", "squeeze", "unsqueeze", "alias", "detach", "clone"})
 # Operations whose numbers may follow the batch: they say where something begins or ends, or how much there is.
 _PLACES: Final = frozenset({"arange", "slice", "slice_backward", "native_group_norm", "native_group_norm_backward"})
 # Operations that let all entries along an axis meet, and the place of that axis among their arguments.
 _ALONG: Final = {
-    **dict.fromkeys(("_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "flip", "sort", "logsumexp"), 1),
-    **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data", "topk", "roll"), 2),
+    **dict.fromkeys(("softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "flip", "sort", "logsumexp"), 1),
+    **dict.fromkeys(("softmax_backward_data", "log_softmax_backward_data", "topk", "roll"), 2),
 }
 # Results beside the first that stand for no sample: a number of targets, states of generators.
-_ASIDE: Final = ("nll_loss_forward", "nll_loss2d_forward", "_scaled_dot_product")
+_ASIDE: Final = ("nll_loss_forward", "nll_loss2d_forward", "scaled_dot_product")
 # Operations that take nothing but sizes from what they are given.
 SIZES_ALONE: Final = frozenset(
     {
@@ -174,16 +174,16 @@ class _Reader:
             return node in self._given
         if node.target is operator.getitem:
             source = first_of(node)
-            aside = node.args[1] != 0 and operation(source).removeprefix("aten.").startswith(_ASIDE)
+            aside = node.args[1] != 0 and operation(source).startswith(_ASIDE)
             empty = isinstance(value, Tensor) and (value.numel() == 0 or (aside and value.dim() == 0))
             return not empty and source in self.depends
-        if operation(node).removeprefix("aten.") in SIZES_ALONE:
+        if operation(node) in SIZES_ALONE:
             return False
         return any(parent in self.depends for parent in node.all_input_nodes)
 
     def _compare_numbers(self, node: fx.Node) -> None:
         """Refuse numbers that follow the batch: a sample's loss would depend on how many others there are."""
-        name = operation(node).removeprefix("aten.")
+        name = operation(node)
         for own, other in zip(_numbers(node), _numbers(self._pairs[node]), strict=False):
             if own != other and name not in _PLACES:
                 raise NoGraphError(f"{named(node)} is given {own} where one sample more makes it {other}: it follows B")
@@ -203,7 +203,7 @@ class _Reader:
 
     def _folded(self, node: fx.Node, axis: int, rows: int) -> Layout:
         """Return how the rows of a sample lie along an axis."""
-        name = operation(node).removeprefix("aten.")
+        name = operation(node)
         source = first_of(node) if node.target is operator.getitem else node
         above = [(parent, self.layouts.get(parent)) for parent in source.all_input_nodes]
         known = [(parent, layout) for parent, layout in above if layout is not None]
@@ -239,7 +239,7 @@ class _Reader:
 
     def _refuse_along(self, node: fx.Node) -> None:
         """Refuse operations along the sample axis."""
-        name = operation(node).removeprefix("aten.")
+        name = operation(node)
         layout = self.layouts[node]
         if layout is None or name not in _ALONG or len(node.args) <= _ALONG[name]:
             return
@@ -276,7 +276,7 @@ def _summed(graph: fx.GraphModule, reader: _Reader, trainable: int) -> frozenset
         if node not in reader.depends or node not in reader.layouts or reader.layouts[node] is not None:
             continue
         for user in node.users:
-            if user.op != "output" and user not in summed and operation(user).removeprefix("aten.") not in SIZES_ALONE:
+            if user.op != "output" and user not in summed and operation(user) not in SIZES_ALONE:
                 raise NoGraphError(f"{named(node)} loses the sample axis, and {named(user)} depends on it: samples mix")
         if node in of_losses or node not in summed:
             raise NoGraphError(f"{named(node)} loses the sample axis, and losses depend on it: samples mix")

@@ -43,7 +43,7 @@ class Outcome:
         norm_GB: Norms, group by group.
         coef_GB: Coefficients.
         sums: The clipped sum of every trainable parameter, by name.
-        extra: What the loss function returned beside the losses.
+        extra: What the loss function returned beside the losses, in a list; empty for nothing.
     """
 
     certain_B: Tensor
@@ -51,7 +51,7 @@ class Outcome:
     norm_GB: list[Tensor]
     coef_GB: list[Tensor]
     sums: dict[str, Tensor]
-    extra: Any
+    extra: list[Any]
 
 
 class CompiledStep:

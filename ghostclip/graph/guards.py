@@ -36,7 +36,7 @@ class Watched:
         self._plain: list[tuple[dict[str, Any], str, Any]] = []
         seen = set[int]()
         for module in model.modules():
-            self._sizes += [(own, len(own)) for own in (module._modules, module._parameters, module._buffers)]
+            self._sizes += [(own, len(own)) for own in _torch.tables(module)]
             self._note(vars(module), seen, deep=True)
 
     def _note(self, own: dict[str, Any], seen: set[int], *, deep: bool) -> None:
@@ -65,8 +65,8 @@ class Watched:
 
 def _slot(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     path, _, key = name.rpartition(".")
-    owner = model.get_submodule(path)
-    return (owner._parameters if key in owner._parameters else owner._buffers), key
+    _, parameters, buffers = _torch.tables(model.get_submodule(path))
+    return (parameters if key in parameters else buffers), key
 
 
 def _about(tensor: Any) -> tuple[Any, ...]:

@@ -52,14 +52,14 @@ class _Factored(fx.Interpreter):
         if n.op != "call_function" or n.target is operator.getitem:
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        if operation(n).removeprefix("aten.") in SIZES_ALONE:
+        if operation(n) in SIZES_ALONE:
             like, target = first_of(n).meta["val"], cast("Callable[..., Any]", n.target)
             return target(torch.empty(like.shape, dtype=like.dtype, device=like.device), *args[1:], **kwargs)
         if any(isinstance(leaf, Sum) for leaf in _torch.tree_leaves((args, kwargs))):
             return self._after_sums(n, args, kwargs)
         if not self._reduces(n):
             return super().run_node(n)
-        if operation(n).removeprefix("aten.") in _INTO and not _is_zero(n.args[0]):
+        if operation(n) in _INTO and not _is_zero(n.args[0]):
             raise NoGraphError(f"{n.target} adds samples to what belongs to no sample")
         values: Any = _torch.tree_map(self._valued, (n.args, n.kwargs), is_leaf=lambda item: isinstance(item, fx.Node))
         return Reduction(n.target, values[0], values[1], self._axes.batch_size).run()
@@ -72,7 +72,7 @@ class _Factored(fx.Interpreter):
     def _after_sums(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
         if any(parent in self._axes.depends and parent not in self._axes.summed for parent in n.all_input_nodes):
             raise NoGraphError(f"{n.target} brings a sum over samples and samples themselves together: they mix")
-        if operation(n).removeprefix("aten.") in _INTO and not _is_zero(n.args[0]):
+        if operation(n) in _INTO and not _is_zero(n.args[0]):
             raise NoGraphError(f"{n.target} adds to a sum over samples what belongs to no sample")
         value = n.meta.get("val")
         return linear(n.target, args, kwargs, value.shape if isinstance(value, Tensor) else None)
@@ -87,7 +87,7 @@ class _Factored(fx.Interpreter):
 # Operations that put values into their first argument, which must be zeros.
 _INTO = (
     "index_put",
-    "_unsafe_index_put",
+    "unsafe_index_put",
     "index_add",
     "scatter_add",
     "slice_scatter",
@@ -99,7 +99,7 @@ _INTO = (
 
 def _is_zero(node: Any) -> bool:
     """Return whether a value is zeros, whatever else is put in its place: a sum over samples may stand there."""
-    name = operation(node).removeprefix("aten.") if isinstance(node, fx.Node) else ""
+    name = operation(node) if isinstance(node, fx.Node) else ""
     if name in ("full", "new_full", "full_like"):
         return node.args[1] == 0 if name == "full" else node.args[-1] == 0
     return name in ("zeros", "new_zeros", "zeros_like") or (name in _INTO and _is_zero(node.args[0]))

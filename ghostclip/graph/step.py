@@ -271,7 +271,7 @@ class GraphStep:
 
 
 def _returned(found: Outcome) -> Any:
-    return found.losses_B if found.extra is None else (found.losses_B, found.extra)
+    return (found.losses_B, *found.extra) if found.extra else found.losses_B
 
 
 def _whole(norm_GB: list[Tensor]) -> Tensor:

@@ -19,8 +19,7 @@ from ghostclip.factors import Dense, Factor, Outer, Permuted, Rows, Windows
 from ghostclip.factors.convolution import Geometry
 from ghostclip.graph.axes import Layout
 from ghostclip.graph.refusal import NoGraphError
-
-aten = torch.ops.aten
+from ghostclip.graph.trace import name_of
 
 
 class Sum:
@@ -97,7 +96,7 @@ class Value:
 
 
 Handler = Callable[["Reduction"], Any]
-_HANDLERS: Final[dict[Any, Handler]] = {}
+_HANDLERS: Final[dict[str, Handler]] = {}
 
 
 class Reduction:
@@ -147,7 +146,7 @@ class Reduction:
         Raises:
             NoGraphError: No pattern explains it, and it cannot be run for each sample.
         """
-        handler = _HANDLERS.get(getattr(self.target, "overloadpacket", None))
+        handler = _HANDLERS.get(name_of(self.target))
         found = None if handler is None else handler(self)
         return self._one_by_one() if found is None else found
 
@@ -183,9 +182,9 @@ def _tensor_of(item: Any) -> Any:
     return item.tensor if isinstance(item, Value) else item
 
 
-def _handles(*targets: Any) -> Callable[[Handler], Handler]:
+def _handles(*names: str) -> Callable[[Handler], Handler]:
     def register(handler: Handler) -> Handler:
-        _HANDLERS.update(dict.fromkeys(targets, handler))
+        _HANDLERS.update(dict.fromkeys(names, handler))
         return handler
 
     return register
@@ -203,7 +202,7 @@ def _alike(one: Value, two: Value) -> bool:
     return first[1:] == second[1:]
 
 
-@_handles(aten.mm)
+@_handles("mm")
 def _mm(call: Reduction) -> Sum | None:
     left, right = call.args
     if not _alike(left, right):
@@ -212,7 +211,7 @@ def _mm(call: Reduction) -> Sum | None:
     return Sum(Outer(a_BKI, g_BOK.mT, shape=(g_BOK.shape[1], a_BKI.shape[2])))
 
 
-@_handles(aten.bmm)
+@_handles("bmm")
 def _bmm(call: Reduction) -> Sum | None:
     left, right = call.args
     if not _alike(left, right) or left.layout.axis != 2:
@@ -222,7 +221,7 @@ def _bmm(call: Reduction) -> Sum | None:
     return Sum(Outer(a_BEKI.flatten(0, 1), g_BEOK.mT.flatten(0, 1), shape=shape, slots=shape[0]))
 
 
-@_handles(aten.sum)
+@_handles("sum")
 def _sum(call: Reduction) -> Sum:
     x = call.apart(0)
     axes = call.args[1] if len(call.args) > 1 and call.args[1] else range(x.dim() - 1)
@@ -230,7 +229,7 @@ def _sum(call: Reduction) -> Sum:
     return Sum(Dense(x.sum([axis % (x.dim() - 1) + 1 for axis in axes], keepdim=keepdim)))
 
 
-@_handles(aten.embedding_dense_backward)
+@_handles("embedding_dense_backward")
 def _embedding(call: Reduction) -> Sum | None:
     grad, ids, rows, padding, by_frequency = call.args
     if by_frequency:
@@ -243,7 +242,7 @@ def _embedding(call: Reduction) -> Sum | None:
     return Sum(Rows(ids_BT, g_BTI, shape=(rows, g_BTI.shape[2])))
 
 
-@_handles(aten.index_put, aten._unsafe_index_put)
+@_handles("index_put", "unsafe_index_put")
 def _index_put(call: Reduction) -> Sum | None:
     """Rows of a table that was indexed along its first axis."""
     into, indices, values = call.args[:3]
@@ -258,7 +257,7 @@ def _index_put(call: Reduction) -> Sum | None:
     return Sum(Rows(ids_BT.remainder(into.tensor.shape[0]), g_BTI, shape=into.tensor.shape))
 
 
-@_handles(aten.native_layer_norm_backward)
+@_handles("native_layer_norm_backward")
 def _layer_norm(call: Reduction) -> tuple[Any, ...]:
     grad, x, shape, mean, rstd = call.args[:5]
     wanted = call.args[7]
@@ -269,7 +268,7 @@ def _layer_norm(call: Reduction) -> tuple[Any, ...]:
     return inner, weight, Sum(Dense(g_BTF.sum(over))) if wanted[2] else None
 
 
-@_handles(aten.native_batch_norm_backward)
+@_handles("native_batch_norm_backward")
 def _batch_norm(call: Reduction) -> tuple[Any, ...]:
     """In evaluation mode: what normalises is a buffer, the same for all samples."""
     mean, variance, training, eps, wanted = (call.args[place] for place in (3, 4, 7, 8, 9))
@@ -283,7 +282,7 @@ def _batch_norm(call: Reduction) -> tuple[Any, ...]:
     return call.plain()[0], weight, Sum(Dense(g_BKF.sum(over))) if wanted[2] else None
 
 
-@_handles(aten.native_group_norm_backward)
+@_handles("native_group_norm_backward")
 def _group_norm(call: Reduction) -> tuple[Any, ...]:
     _, _, mean, rstd, _, _, channels, _, groups, wanted = call.args
     inner, *_ = call.plain()
@@ -299,7 +298,7 @@ def _group_norm(call: Reduction) -> tuple[Any, ...]:
     )
 
 
-@_handles(aten.convolution_backward)
+@_handles("convolution_backward")
 def _convolution(call: Reduction) -> tuple[Any, ...]:
     _, _, weight, _, stride, padding, dilation, transposed, _, groups, wanted = call.args
     inner: Any = None
@@ -322,8 +321,8 @@ def _convolution(call: Reduction) -> tuple[Any, ...]:
 
 # -- what is done with sums afterwards -----------------------------------------------------------------------------
 
-_AS_IT_IS: Final = (aten.detach, aten.alias, aten.clone, aten._to_copy, aten.lift_fresh_copy)
-_RESHAPES: Final = (aten.view, aten._unsafe_view, aten.reshape, aten.squeeze, aten.unsqueeze)
+_AS_IT_IS: Final = ("detach", "alias", "clone", "to_copy", "lift_fresh_copy")
+_RESHAPES: Final = ("view", "unsafe_view", "reshape", "squeeze", "unsqueeze")
 
 
 def linear(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], shape: Sequence[int] | None) -> Any:
@@ -341,28 +340,28 @@ def linear(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], shape: S
     Raises:
         NoGraphError: The result is not known to be a sum over samples.
     """
-    packet = getattr(target, "overloadpacket", None)
+    name = name_of(target)
     first = args[0]
-    if packet in _AS_IT_IS:
+    if name in _AS_IT_IS:
         return first
-    if packet is aten.copy and isinstance(args[1], Sum) and tuple(args[1].shape) == tuple(shape or ()):
+    if name == "copy" and isinstance(args[1], Sum) and tuple(args[1].shape) == tuple(shape or ()):
         return args[1]
-    if packet in _RESHAPES and shape is not None:
+    if name in _RESHAPES and shape is not None:
         return first.each(lambda factor: factor.reshaped(shape))
-    if packet in (aten.t, aten.transpose, aten.permute):
-        return _permuted(first, packet, args[1:])
-    both = packet is aten.add and all(isinstance(arg, Sum) for arg in args[:2]) and not kwargs
+    if name in ("t", "transpose", "permute"):
+        return _permuted(first, name, args[1:])
+    both = name == "add" and all(isinstance(arg, Sum) for arg in args[:2]) and not kwargs
     if both and args[0].shape == args[1].shape:
         return Sum(*args[0].factors, *args[1].factors)
-    if packet is aten.embedding_dense_backward and isinstance(first, Sum):
+    if name == "embedding_dense_backward" and isinstance(first, Sum):
         return _looked_up(first, *args[1:])
     return _mapped(target, args, kwargs)
 
 
-def _permuted(value: Sum, packet: Any, args: Sequence[Any]) -> Sum:
+def _permuted(value: Sum, name: str, args: Sequence[Any]) -> Sum:
 
     axes = list(range(len(value.shape)))
-    if packet is aten.permute:
+    if name == "permute":
         axes = [axis % len(axes) for axis in args[0]]
     else:
         one, two = args if args else (0, len(axes) - 1)
@@ -393,37 +392,35 @@ def _looked_up(value: Sum, ids: Tensor, rows: int, padding: int, by_frequency: b
 
 
 _LINEAR: Final = frozenset(
-    getattr(aten, name)
-    for name in (
+    (
         *("neg", "mul", "div", "sum", "mean", "slice", "select", "narrow", "index", "index_select", "cat", "stack"),
         *("split", "split_with_sizes", "unbind", "chunk", "expand", "repeat", "where", "masked_fill", "diagonal"),
         *("slice_backward", "select_backward", "constant_pad_nd", "mm", "bmm", "matmul", "mv", "flip", "roll"),
-        *("tril", "triu", "index_put", "_unsafe_index_put", "gather", "scatter_add", "index_add", "add", "sub"),
-        *("_weight_norm_interface_backward", "view_as_complex", "view_as_real", "real", "imag", "unfold_backward"),
+        *("tril", "triu", "index_put", "unsafe_index_put", "gather", "scatter_add", "index_add", "add", "sub"),
+        *("weight_norm_interface_backward", "view_as_complex", "view_as_real", "real", "imag", "unfold_backward"),
         *("diagonal_backward", "gather_backward", "diag_embed", "slice_scatter", "select_scatter", "as_strided"),
-        *("cumsum", "unflatten", "flatten", "conj", "_conj", "conj_physical", "_fft_c2r", "_fft_r2c", "_fft_c2c"),
+        *("cumsum", "unflatten", "flatten", "conj", "conj", "conj_physical", "fft_c2r", "fft_r2c", "fft_c2c"),
         *("tanh_backward", "sigmoid_backward", "gelu_backward", "silu_backward", "threshold_backward"),
-        *("_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm_backward", "view", "addmm"),
+        *("softmax_backward_data", "log_softmax_backward_data", "native_layer_norm_backward", "view", "addmm"),
         *("put", "scatter", "upsample_bilinear2d_backward", "upsample_bicubic2d_backward"),
         *("upsample_nearest2d_backward", "upsample_linear1d_backward", "upsample_trilinear3d_backward"),
-        *("_upsample_bilinear2d_aa_backward", "_upsample_bicubic2d_aa_backward", "avg_pool2d_backward"),
+        *("upsample_bilinear2d_aa_backward", "upsample_bicubic2d_aa_backward", "avg_pool2d_backward"),
         *("softplus_backward", "elu_backward", "hardtanh_backward", "rsub"),
     )
-    if hasattr(aten, name)
 )
-_NOTHING_ADDED: Final = frozenset({aten.add, aten.sub, aten.rsub, aten.where, aten.masked_fill, aten.addmm})
+_NOTHING_ADDED: Final = frozenset({"add", "sub", "rsub", "addmm"})
 
 
 def _mapped(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Apply a linear operation to the value of each sample."""
-    packet = getattr(target, "overloadpacket", None)
+    name = name_of(target)
     leaves, spec = _torch.tree_flatten((list(args), dict(kwargs)))
     sums = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Sum)]
     others = any(isinstance(leaf, Tensor) for leaf in leaves)
-    joins = packet in (aten.cat, aten.stack)
-    if packet not in _LINEAR or (len(sums) > 1 and not (joins or packet in (aten.add, aten.sub))):
+    joins = name in ("cat", "stack")
+    if name not in _LINEAR or (len(sums) > 1 and not (joins or name in ("add", "sub"))):
         raise NoGraphError(f"{target} is applied to a sum over samples, and is not known to be linear")
-    if packet in _NOTHING_ADDED and (len(sums) < 2 and packet in (aten.add, aten.sub, aten.rsub, aten.addmm)):
+    if name in _NOTHING_ADDED and len(sums) < 2:
         raise NoGraphError(f"{target} adds to a sum over samples what belongs to no sample")
     if joins and others:
         raise NoGraphError(f"{target} joins a sum over samples with what belongs to no sample")

@@ -96,7 +96,7 @@ class Traced:
 
     Attributes:
         graph: The graph.
-        extra: What else the loss function returned, its tensors replaced by their numbers.
+        extra: What else the loss function returned, in a list, its tensors replaced by their numbers.
     """
 
     graph: fx.GraphModule
@@ -126,7 +126,7 @@ def trace(model: nn.Module, loss: LossFunction, inputs: Inputs) -> Traced:
         The graph.
 
     Raises:
-        NoGraphError: It reads values, draws from generators that are not torch's, changes what the model keeps, or fails.
+        NoGraphError: It reads values, draws from other generators than torch's, changes what the model keeps, or fails.
     """
     whole, names = _Loss(model, loss), [*inputs.trainable, *inputs.held]
     extras: list[Any] = []
@@ -138,7 +138,7 @@ def trace(model: nn.Module, loss: LossFunction, inputs: Inputs) -> Traced:
         batch = iter(flat[inputs.fixed :])
         args, kwargs = _tree.mapped(lambda leaf: next(batch) if isinstance(leaf, Tensor) else leaf, inputs.tree)
         result = functional_call(whole, {f"model.{name}": value for name, value in own.items()}, args, kwargs)
-        losses_B, extra = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+        losses_B, *extra = result if isinstance(result, tuple) and len(result) == 2 else (result,)
         grads = torch.autograd.grad(losses_B, parameters, torch.ones_like(losses_B), allow_unused=True)
         found: list[Tensor] = []
         extras.append(_tree.mapped(lambda leaf: _numbered(leaf, found), extra))
@@ -190,7 +190,7 @@ def restored(extra: Any, tensors: Sequence[Tensor]) -> Any:
     """Put tensors back into what the loss function returned.
 
     Args:
-        extra: As `Traced` has it.
+        extra: As `Traced` has it, tensors replaced by their numbers.
         tensors: Its tensors, in order.
 
     Returns:
@@ -204,23 +204,29 @@ def outputs_of(graph: fx.GraphModule) -> tuple[Any, ...]:
     return tuple(next(iter(reversed(graph.graph.nodes))).args[0])
 
 
+def name_of(target: Any) -> str:
+    """Return the name of an operation, such as ``mm``, without what marks it as internal; else the empty string."""
+    packet = getattr(target, "overloadpacket", None)
+    return "" if packet is None else str(packet).rpartition(".")[2].lstrip("_")
+
+
 def operation(node: fx.Node) -> str:
-    """Return the name of a node's operation, such as ``aten.mm``; of anything but an operation the empty string."""
-    return str(node.target).rpartition(".")[0] if isinstance(node.target, torch._ops.OpOverload) else ""
+    """Return the name of a node's operation; of anything but an operation the empty string."""
+    return name_of(node.target)
 
 
 def draws(graph: fx.GraphModule) -> bool:
     """Return whether a graph draws random numbers."""
-    return any(
-        isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-        for node in graph.graph.nodes
-    )
+    return any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in graph.graph.nodes)
 
 
 def _refuse_writes(graph: fx.GraphModule) -> None:
     for node in graph.graph.nodes:
-        name = operation(node).removeprefix("aten.")
-        if name in _WRITES and isinstance(node.args[0], fx.Node) and node.args[0].op in ("placeholder", "get_attr"):
+        if (
+            operation(node) in _WRITES
+            and isinstance(node.args[0], fx.Node)
+            and node.args[0].op in ("placeholder", "get_attr")
+        ):
             raise NoGraphError("it writes to a buffer or to its input, which the next batch would find changed")
 
 
@@ -234,7 +240,7 @@ def _refuse_sizes(graph: fx.GraphModule) -> None:
 @contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
     """Put back afterwards what a forward leaves on its modules: values without memory, when it is only written down."""
-    before = [(own, dict(own)) for module in model.modules() for own in (vars(module), module._buffers)]
+    before = [(own, dict(own)) for module in model.modules() for own in (vars(module), _torch.tables(module)[2])]
     try:
         yield
     finally:
