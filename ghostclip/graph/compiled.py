@@ -110,6 +110,8 @@ class CompiledStep:
         except Exception as problem:
             raise NoGraphError(f"it cannot be compiled ({type(problem).__name__}: {first_line(problem)})") from problem
         self.verified, self.runs = False, 0
+        # Its policy is told from others by its identity, which must not be given anew.
+        self._clipping = clipping
         self._valid: dict[int, Tensor] = {self.size: valid_B}
 
     def run(self, tensors: Sequence[Tensor], count: int) -> Outcome | None:

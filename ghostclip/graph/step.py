@@ -66,7 +66,7 @@ class GraphStep:
         >>> clipper = ghostclip.GhostClipper(model, max_grad_norm=1.0, strategy="graph")
         >>> def losses(model, x, y):
         ...     return torch.nn.functional.cross_entropy(model(x), y, reduction="none")
-        >>> step = ghostclip.GraphStep(clipper, losses)
+        >>> step = ghostclip.GraphStep(clipper, losses, options=ghostclip.GraphOptions(backend="aten"))
         >>> step(x, y).shape
         torch.Size([8])
     """
@@ -244,9 +244,12 @@ class GraphStep:
         try:
             with self.clipper.unwatched():
                 self._steps[key] = CompiledStep(model, self._loss, padded, axis_of, clipping, self.options)
-        except NoGraphError as reason:
-            self._steps[key] = first_line(reason)
-            self._say(first_line(reason))
+        except NoGraphError as refusal:
+            self._steps[key] = first_line(refusal)
+            self._say(first_line(refusal))
+        except Exception as problem:  # noqa: BLE001 - whatever it was, the eager engine computes the batch
+            self._steps[key] = reason = f"no graph can be made ({type(problem).__name__}: {first_line(problem)})"
+            self._say(reason)
         return self._steps[key]
 
     def _eagerly(self, tree: Any, reason: str) -> Any:
