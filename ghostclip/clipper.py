@@ -17,12 +17,14 @@ from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import edge_of
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.capture.roster import Roster
+from ghostclip.clipping.chunks import LossesOf, in_chunks
 from ghostclip.clipping.decisions import Decisions, columns
 from ghostclip.clipping.grouping import Whole
 from ghostclip.clipping.held import Held
 from ghostclip.clipping.loss import back_propagate, check_shape
 from ghostclip.clipping.loss_scale import refuse_common_factor
 from ghostclip.clipping.norms import GroupNorms
+from ghostclip.clipping.parts import PartlyKept, Parts
 from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, Pass, Sequences, SumPass
 from ghostclip.clipping.policies import ClipPolicy, Layout, policy_of
 from ghostclip.clipping.repeats import Repeats, Verdict
@@ -31,10 +33,11 @@ from ghostclip.clipping.scalar_loss import LossExaminer
 from ghostclip.clipping.store import GradientStore
 from ghostclip.clipping.zero_grad import ZeroGrad
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
-from ghostclip.evidence.losses import probe_losses
+from ghostclip.evidence.losses import probe_losses, prove_rows
 from ghostclip.evidence.prover import Evidence
 from ghostclip.evidence.unchecked import Unchecked
 from ghostclip.kernels.precision import full_precision
+from ghostclip.planning.below import BlockPlanner, Cut
 from ghostclip.planning.coverage import Coverage, coverage_of
 from ghostclip.planning.plan import MEMORY_BUDGET, Planner
 
@@ -45,6 +48,12 @@ Reduction = Literal["mean", "sum"]
 _TWO_PASS: Final = ("ghost", "fast")
 # Strategies that leave it to the forward how it is clipped.
 _CHOOSES: Final = ("auto", "graph")
+_NO_BLOCKS: Final = (
+    "the model shows no repeated blocks that can be run again in the backward (modules of one class in a ModuleList or "
+    "Sequential, called on tensors, without activation checkpointing of their own), so that an ordinary step's memory "
+    "is the least there is. Use smaller physical batches, or switch off what blocks are given beside tensors (a cache "
+    "of keys: config.use_cache = False)."
+)
 
 
 class GhostClipper:
@@ -107,8 +116,10 @@ class GhostClipper:
             relation: Which data sets count as neighbours: "zero_out", "add_remove" or "replace_one".
             probe: Prove in the first forwards, by extra backwards, whose rows are whose and that samples do not mix;
                 False only for a model that `ghostclip.validate` found sound in the same layout.
-            memory_budget: The most that book-keeping may hold, over what an ordinary backward holds, in return for
-                fewer operations: see `ghostclip.planning.plan.Planner`.
+            memory_budget: The most that a backward may hold, over what an ordinary one holds. Above 1 in return for
+                fewer operations (`ghostclip.planning.plan.Planner`); below 1, with strategies "auto" and "bookkeeping",
+                repeated blocks are run again and the first of them get a second backward, as far as it takes
+                (`ghostclip.planning.below.BlockPlanner`). What cannot be had is said in a warning.
             device_only: Read no value of a tensor in a backward, as a CUDA graph asks: a sample whose norm is not
                 finite, or may have been changed by rounding by more than the tolerance, contributes nothing, where
                 otherwise it is measured again in float64. Not for strategies of two backwards, whose likeness is read.
@@ -125,13 +136,9 @@ class GhostClipper:
         self.model = model
         self.device_only = device_only
         self._sequences = sequences
-        if sequences is not None and strategy not in {"auto", "bookkeeping"}:
-            raise InvalidOptionError(
-                f"strategy={strategy!r} with sequences: factors that ranks have in parts are brought together by "
-                "book-keeping alone. Use strategy='bookkeeping'."
-            )
         self._decisions = Decisions(policy_of(max_grad_norm, policy), relation)
         self._refuse_readers(strategy, self.policy)
+        self._refuse_contradictions(memory_budget, strategy)
         self.strategy = strategy
         self.loss_reduction = loss_reduction
         self.batch_first = batch_first
@@ -142,7 +149,7 @@ class GhostClipper:
         self._doubt: Verdict | None = None
         self._held: list[Held] | None = None
         self._loss_elsewhere = False
-        self._evidence = Evidence(probes=probe)
+        self._evidence = Evidence(probes=probe, may_exchange=sequences is not None)
         self._examiner = LossExaminer(loss_reduction, self._evidence)
         self._capture = CaptureContext(
             model,
@@ -153,8 +160,28 @@ class GhostClipper:
         )
         self._store = GradientStore(self._capture.substitution.parameters)
         self._zero_grad = ZeroGrad(model)
-        self.planner = Planner(memory_budget)
+        self.planner = Planner(max(1.0, memory_budget))
+        self._reducer = BlockPlanner(memory_budget) if memory_budget < 1 else None
+        if self._reducer is not None:
+            self._capture.watch_blocks(self._reducer.choose)
         self._groups()
+
+    def _refuse_contradictions(self, memory_budget: float, strategy: str) -> None:
+        """Refuse strategies that cannot put factors of ranks together, and a budget where nothing can be chosen."""
+        _validate.positive(memory_budget, "memory_budget", allow_infinity=True)
+        if self._sequences is not None and strategy not in {"auto", "bookkeeping"}:
+            raise InvalidOptionError(
+                f"strategy={strategy!r} with sequences: factors that ranks have in parts are brought together by "
+                "book-keeping alone. Use strategy='bookkeeping'."
+            )
+        fits = not self.device_only and self._sequences is None and strategy in ("auto", "bookkeeping")
+        if memory_budget < 1 and not fits:
+            given = "device_only=True" if self.device_only else f"strategy={strategy!r}"
+            given = given if self._sequences is None else "sequences"
+            raise InvalidOptionError(
+                f"memory_budget={memory_budget} with {given}: below 1 every layer gets one backward or two as memory "
+                "allows, and the two are compared. Use strategy='auto', or a budget of 1 or more."
+            )
 
     def _refuse_readers(self, strategy: str, policy: ClipPolicy) -> None:
         """Refuse what reads values where none may be read."""
@@ -194,12 +221,11 @@ class GhostClipper:
         if not per_sample:
             self._examiner.examine(self._capture, [loss], [], [forward])
         else:
-            if forward.batch_size > 1:
-                refuse_common_factor(loss)
-                if self._losses_to_probe > 0:
-                    self._losses_to_probe -= 1
-                    probe_losses(self._evidence, self._capture, loss)
-            self._evidence.look_at_loss(self._capture, [loss], forward)
+            self._examine_losses(loss)
+        cut = None if self._reducer is None else self._reduce(self._reducer, loss)
+        if cut is not None:
+            self._in_parts(loss, cut, per_sample=per_sample)
+            return
         strategy = self.resolve_strategy()
         if strategy in _TWO_PASS:
             self._refuse_readers(strategy, self.policy)
@@ -209,12 +235,85 @@ class GhostClipper:
         self._listen(listener, lambda: back_propagate(loss))
         self._complete(listener, per_sample=per_sample)
 
+    def backward_in_chunks(self, hidden: Tensor, losses_of: LossesOf, *, positions: int, axis: int = 1) -> Tensor:
+        """Back-propagate a loss that is computed for a few positions of every sample at a time.
+
+        The output's layers and the loss run on one slice of positions after another, each with a backward of its own,
+        so that logits and their gradient exist for one slice only; then the rest of the model gets one backward. A
+        sample's gradient is the sum over its slices, and is clipped as one.
+
+        Args:
+            hidden: What the model returned, in the graph, with rows of samples along axis 0.
+            losses_of: Called with the values at some positions and the slice that they are of; calls the modules that
+                are left and returns the losses of the samples at these positions, shape ``(B,)``, summed over them.
+            positions: How many positions at a time.
+            axis: Where positions lie in ``hidden``.
+
+        Returns:
+            The losses of the samples, shape ``(B,)``, outside the graph. Not private.
+
+        Raises:
+            InvalidOptionError: The strategy takes two backwards, a memory budget is below 1, or an option is out of
+                range.
+            LossReductionError: Losses have another shape.
+
+        Cost:
+            Book-keeping holds the factors of every slice until the end. What holds nothing is a vocabulary head
+            without logits (`ghostclip.losses.head_losses`).
+
+        Example:
+            >>> body, head = torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9)
+            >>> ids = torch.randint(9, (8, 6))
+            >>> def losses_of(hidden, at):
+            ...     return torch.nn.functional.cross_entropy(head(hidden).mT, ids[:, at], reduction="none").sum(1)
+            >>> with ghostclip.GhostClipper(torch.nn.ModuleList([body, head]), max_grad_norm=1.0) as clipper:
+            ...     losses_B = clipper.backward_in_chunks(body(ids), losses_of, positions=2)
+            >>> losses_B.shape
+            torch.Size([8])
+        """
+        _validate.positive_int(positions, "positions")
+        if self.resolve_strategy() in _TWO_PASS or self._reducer is not None:
+            raise InvalidOptionError(
+                f"strategy={self.strategy!r} with backward_in_chunks: several backwards of a batch are put together as "
+                "they come, and a second one of each is not run. Use strategy='bookkeeping' with memory_budget at 1 or "
+                "more and without activation checkpointing, or ghostclip.losses.head_losses."
+            )
+        body, listener = self._capture.forward, self._one_pass(self.resolve_strategy(), None)
+        unproven = body.unproven
+
+        def back(losses_B: Tensor, leaf: Tensor) -> None:
+            nonlocal unproven
+            check_shape(losses_B, batch_size=0 if body.is_dummy else body.batch_size)
+            self._examine_losses(losses_B)
+            if unproven:
+                prove_rows(self._evidence, losses_B, leaf)
+                unproven = False
+            self._listen(listener, lambda: back_propagate(losses_B))
+
+        total_B, grad = in_chunks(hidden, losses_of, positions=positions, axis=axis, back=back)
+        self._capture.forward = body
+        grad = torch.zeros_like(hidden) if grad is None else grad
+        self._listen(listener, lambda: torch.autograd.backward([hidden], [grad]))
+        self._complete(listener, per_sample=True)
+        return total_B
+
+    def _examine_losses(self, loss_B: Tensor) -> None:
+        """Refuse losses of the samples that depend on other samples, before their backward."""
+        forward = self._capture.forward
+        if forward.batch_size > 1:
+            refuse_common_factor(loss_B)
+            if self._losses_to_probe > 0:
+                self._losses_to_probe -= 1
+                probe_losses(self._evidence, self._capture, loss_B)
+        self._evidence.look_at_loss(self._capture, [loss_B], forward)
+
     def resolve_strategy(self) -> str:
         """Return the strategy for the latest forward: what was asked for, or what ``"auto"`` decides and why."""
         if self.strategy not in _CHOOSES:
             return self.strategy
         asked = f"strategy {self.strategy!r}"
-        if self._capture.is_checkpointed() and self._sequences is None:
+        cut_by_us = self._reducer is not None and not self._capture.forward.checkpointed_by_model
+        if self._capture.is_checkpointed() and self._sequences is None and not cut_by_us:
             self._say(f"{asked}: two backward passes ('ghost'), because activation checkpointing is active.")
             return "ghost"
         self._say(f"{asked}: book-keeping, one backward pass.")
@@ -261,6 +360,38 @@ class GhostClipper:
         sums.streams.part()
         self._close(norms)
 
+    def _reduce(self, reducer: BlockPlanner, loss: Tensor) -> Cut | None:
+        """Decide how a backward keeps a budget below an ordinary step's memory; returns where it is interrupted."""
+        forward = self._capture.forward
+        watched = bool(forward.blocks) and not forward.checkpointed_by_model
+        reduction = reducer.decide(loss, forward, self._capture.substitution.parameters) if watched else None
+        if reduction is None:
+            self._warn(f"memory_budget={reducer.budget}: {_NO_BLOCKS}")
+            return None
+        if reducer.least is not None and reducer.least.share > reducer.budget:
+            self._warn(
+                f"memory_budget={reducer.budget}: at least {reducer.least.share:.2f} of an ordinary step's memory is "
+                "taken at these sizes, by what lies outside the repeated blocks. Use smaller physical batches, or a "
+                "vocabulary head without logits."
+            )
+        return reducer.interrupt(loss, forward)
+
+    def _in_parts(self, loss: Tensor, cut: Cut, *, per_sample: bool) -> None:
+        """Run one backward for what comes before a cut, and two for what is behind it."""
+        self._settle_doubt()
+        scale = self._scale(per_sample=per_sample)
+        listener = PartlyKept(self._groups(), dropped=cut.names)
+        parts = Parts(loss.sum(), cut, self._listen, self._capture.run_backward)
+        total = parts.measure(listener)
+        weights = self._decisions.weights(total, self._forward_of(listener), scale, listener.ill_conditioned_B)
+
+        def add() -> None:
+            parts.add_sums(listener, self._store, weights, scale)
+            self._require(parts.repeats)
+
+        self._all_or_nothing(add)
+        self._close(listener)
+
     def _require(self, repeats: Repeats) -> None:
         """Drop the sums of a second backward that brought other gradients; where asking waits, it is asked later."""
         self._doubt = repeats.require()
@@ -279,10 +410,14 @@ class GhostClipper:
         with self._capture.listening(listener), self._capture.substituted():
             return run()
 
-    def _one_pass(self, strategy: str, loss: Tensor | None) -> BookKeeping:
-        if self._doubt is not None:
-            doubt, self._doubt = self._doubt, None
+    def _settle_doubt(self) -> None:
+        """Ask whether the step before repeated itself, where that is still open."""
+        doubt, self._doubt = self._doubt, None
+        if doubt is not None:
             doubt.require()
+
+    def _one_pass(self, strategy: str, loss: Tensor | None) -> BookKeeping:
+        self._settle_doubt()
         if strategy == "hooks":
             self._store.drop_stale_samples()
             return Hooks(self._groups(), device_only=self.device_only)
@@ -352,7 +487,12 @@ class GhostClipper:
                 "loss.backward(), or choose strategy='bookkeeping'."
             )
             raise GhostClipError(message)
-        if self._capture.is_checkpointed():
+        if self._reducer is not None:
+            self._warn(
+                f"memory_budget={self._reducer.budget}: loss.backward() is one backward, which keeps the factors of "
+                "every layer until it ends. Call clipper.backward(loss), which runs two where memory asks for it."
+            )
+        elif self._capture.is_checkpointed():
             self._say(
                 "loss.backward() under activation checkpointing keeps every layer's input; clipper.backward(loss) "
                 "does not."
@@ -597,10 +737,13 @@ class GhostClipper:
             >>> [(row.name, row.rung) for row in clipper.coverage()][:2]
             [('0.weight', 'rule'), ('0.bias', 'rule')]
         """
-        decided = "ghost" if self._capture.is_checkpointed() else "bookkeeping"
+        reduced = None if self._reducer is None or self._reducer.latest is None else self._reducer
+        decided = "ghost" if reduced is None and self._capture.is_checkpointed() else "bookkeeping"
         strategy = decided if self.strategy in _CHOOSES else self.strategy
         sites, unchecked = self._capture.sites.table.values(), str(self.unchecked)
-        return coverage_of(self.model, sites, strategy=strategy, kept=self.planner.latest, unchecked=unchecked)
+        return coverage_of(
+            self.model, sites, strategy=strategy, kept=self.planner.latest, reduced=reduced, unchecked=unchecked
+        )
 
     @property
     def unchecked(self) -> Unchecked:
@@ -744,7 +887,10 @@ class GhostClipper:
         """Detach from the model."""
         self.remove()
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str, *, level: int = logging.INFO) -> None:
         if text not in self._said:
             self._said.add(text)
-            _log.info(text)
+            _log.log(level, text)
+
+    def _warn(self, text: str) -> None:
+        self._say(text, level=logging.WARNING)

@@ -41,6 +41,7 @@ from ghostclip.errors import GhostClipError
 from ghostclip.noise import make_noise_source
 from ghostclip.optim import DPOptimizer, MemberOptimizer, release_of
 from ghostclip.optim.checks import refuse_repeated_evaluation
+from ghostclip.planning.plan import MEMORY_BUDGET
 from ghostclip.privacy import checkpoints
 from ghostclip.privacy.account import Account
 from ghostclip.privacy.all_or_nothing import all_or_nothing
@@ -141,6 +142,7 @@ class PrivacyEngine:
         unclipped_num_std: float | None = None,
         budget: Budget | None = None,
         probe: bool = True,
+        memory_budget: float = MEMORY_BUDGET,
     ) -> Private | PrivateWithCriterion:
         """Return private counterparts of a model, its optimizer and its loader.
 
@@ -174,11 +176,13 @@ class PrivacyEngine:
             budget: Refuses, or ends the training before, the step that would exceed it.
             probe: Whether to prove by extra backwards in the first steps that samples do not mix; False only for a
                 model that `ghostclip.validate` found sound in the same layout.
+            memory_budget: The most that a backward may hold, over what an ordinary one holds. Below 1 a criterion is
+                given, as some layers may get two backwards; see `ghostclip.GhostClipper`.
 
         Returns:
-            (module, optimizer, data_loader); or (module, optimizer, criterion, data_loader) for "ghost", and for "fast"
-            and "graph" if a criterion is given: then `criterion(output, target).backward()` runs both passes, or the
-            whole step as one graph.
+            (module, optimizer, data_loader); or (module, optimizer, criterion, data_loader) for "ghost", and for "fast",
+            "graph" and a memory budget below 1 if a criterion is given: then `criterion(output, target).backward()` runs
+            both passes, or the whole step as one graph.
 
         Raises:
             InvalidOptionError: If an option is out of range, unknown or contradicts another.
@@ -224,6 +228,7 @@ class PrivacyEngine:
                 grad_sample_mode=grad_sample_mode,
                 wrap_model=wrap_model,
                 probe=probe,
+                memory_budget=memory_budget,
             ),
             budget,
         )
@@ -255,6 +260,7 @@ class PrivacyEngine:
         unclipped_num_std: float | None = None,
         when_spent: str = "raise",
         probe: bool = True,
+        memory_budget: float = MEMORY_BUDGET,
     ) -> Private | PrivateWithCriterion:
         """Like `make_private`, with the least noise that keeps a privacy budget for a number of epochs.
 
@@ -283,6 +289,7 @@ class PrivacyEngine:
             when_spent: What happens at the step that would exceed the budget: "raise" an error, or "stop" the training
                 (that step and later ones do nothing, the loader hands out no further batch).
             probe: As for `make_private`.
+            memory_budget: As for `make_private`.
 
         Returns:
             As `make_private`.
@@ -312,9 +319,8 @@ class PrivacyEngine:
         sampling = self._sampled(given.data_loader, poisson_sampling=poisson_sampling)
         budget = _target(target_epsilon, target_delta, when_spent=when_spent)
         self._warn_of(target_delta, sampling)
-        noise_multiplier = self._account.noise_for(
-            budget, sampling, epochs=epochs, coordinates=coordinates_of(module, self.noise_level)
-        )
+        coordinates = coordinates_of(module, self.noise_level)
+        noise_multiplier = self._account.noise_for(budget, sampling, epochs=epochs, coordinates=coordinates)
         options = ClippingOptions(
             clipping=clipping,
             max_grad_norm=max_grad_norm,
@@ -338,6 +344,7 @@ class PrivacyEngine:
                 grad_sample_mode=grad_sample_mode,
                 wrap_model=wrap_model,
                 probe=probe,
+                memory_budget=memory_budget,
             ),
             budget,
         )

@@ -23,6 +23,7 @@ from ghostclip.kernels.head_norms import norm_flops
 MEBIBYTE = 2**20
 TIED = ("ordinary", "book-keeping, no logits")
 TIMED = ("ordinary", "ordinary, torch's linear_cross_entropy", "book-keeping, logits", "book-keeping, no logits")
+LARGE = Sizes(vocabulary=131072, positions=1024, samples=2)
 SMALL = Sizes(layers=1, width=32, vocabulary=300, positions=16, samples=2)
 
 
@@ -108,6 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.head", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="of the timing; 0 for none")
     parser.add_argument("--quick", action="store_true", help="a small model, to see that it runs")
+    parser.add_argument("--large", action="store_true", help="V 131,072 and T 1,024, and fewer ways")
     parser.add_argument("--output", type=Path, default=Path(__file__).resolve().parents[1] / "results")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--tied", action="store_true", help=argparse.SUPPRESS)
@@ -118,8 +120,10 @@ def main() -> None:
     if options.one:
         print(json.dumps(_one(options.one, Sizes(**options.sizes), tied=options.tied)))
         return
-    sizes, device = SMALL if options.quick else Sizes(), torch.device("cpu")
-    arguments = ["--quick"] if options.quick else []
+    sizes, device = SMALL if options.quick else LARGE if options.large else Sizes(), torch.device("cpu")
+    arguments = ["--quick"] * options.quick + ["--large"] * options.large
+    stem = files.stem("head-large" if options.large else "head", device, quick=options.quick)
+    ways = [(name, False) for name in (TIMED if options.large else WAYS)] + [(name, True) for name in TIED]
     report = files.head("benchmarks.head", arguments, device, quick=options.quick)
     unit = 2 * sizes.samples * sizes.positions * sizes.width * sizes.vocabulary
     report |= {
@@ -130,12 +134,12 @@ def main() -> None:
         "rows": [],
         "times": {},
     }
-    for name, tied in [*((name, False) for name in WAYS), *((name, True) for name in TIED)]:
+    for name, tied in ways:
         report["rows"].append(_row(name, sizes, tied=tied))
         print(json.dumps(report["rows"][-1]), flush=True)
-        files.write(options.output, files.stem("head", device, quick=options.quick), report, _text(report))
+        files.write(options.output, stem, report, _text(report))
     report["times"] = _seconds(sizes, options.rounds) if options.rounds else {}
-    files.write(options.output, files.stem("head", device, quick=options.quick), report, _text(report))
+    files.write(options.output, stem, report, _text(report))
 
 
 if __name__ == "__main__":

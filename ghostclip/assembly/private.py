@@ -64,6 +64,7 @@ class Request:
     grad_sample_mode: str
     wrap_model: bool
     probe: bool
+    memory_budget: float
 
 
 def noise_level_of(noise_level: str | None, *, secure_mode: bool) -> str:
@@ -171,6 +172,7 @@ def _attached(module: nn.Module, request: Request) -> GhostClipper:
         batch_first=request.batch_first,
         relation=request.sampling.event.relation,
         probe=request.probe,
+        memory_budget=request.memory_budget,
     )
 
 
@@ -215,7 +217,7 @@ def _around(
         if isinstance(private_module, GradSampleModule):
             defer(private_module, private_criterion)
         return private_module, returned, private_criterion, loader
-    if request.grad_sample_mode in _TWO_PASS:
+    if request.grad_sample_mode in _TWO_PASS or request.memory_budget < 1:
         return private_module, returned, private_criterion, loader
     return private_module, returned, loader
 

@@ -3,7 +3,7 @@
 The one file that knows all others of capture.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ghostclip import _torch, _tree
 from ghostclip.capture import backward_entry, eager, hooks
 from ghostclip.capture.bags import Bags, as_flat
+from ghostclip.capture.blocks import Blocks
 from ghostclip.capture.call_sites import CallSites
 from ghostclip.capture.decide import DecisionCache, decide
 from ghostclip.capture.forward import ForwardContext, Surroundings
@@ -122,6 +123,7 @@ class CaptureContext:
         self.forward = ForwardContext(self._around, 0, self.axis)
         self._on_backward, self._on_loss, self._prover = on_backward, on_loss, prover
         self._decisions, self._decided_for = DecisionCache(), 0
+        self._blocks: Blocks | None = None
         self._opaque = OpaqueModules(self.substitution.unwatched)
         self._listener: Listener | None = None
         self._listening: ExitStack | None = None
@@ -227,6 +229,8 @@ class CaptureContext:
         )
         for sequence in packed:
             self._rows.admit(sequence)
+        if inputs and self._blocks is not None:
+            self._blocks.begin(forward, inputs)
 
     def _adopt(self) -> None:
         """Watch modules that came into the model, and ask for evidence as of a new one."""
@@ -242,6 +246,30 @@ class CaptureContext:
             self._decided_for = self.substitution.generation
             self._decisions.forget()
 
+    def watch_blocks(self, choose: Callable[[Any, Mapping[str, Any]], Collection[str]]) -> None:
+        """Watch the model's repeated blocks from now on, and keep the inputs alone of those that are chosen.
+
+        Args:
+            choose: As for `Blocks`.
+
+        Raises:
+            UnsupportedModelError: Parameters exist only while their modules run.
+        """
+        if self.substitution.units:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__}: memory_budget below 1 runs blocks again in the backward, and the "
+                "parameters of sharded ones exist only while they run. Apply activation checkpointing to the model, "
+                "and leave memory_budget at 1 or more."
+            )
+        self._blocks = Blocks(self.model, self._anchor, choose)
+
+    def _give_back(self) -> bool:
+        """Count a module call off, with blocks and parameters back in place where it was the outermost."""
+        outermost = self.substitution.leave()
+        if outermost and self._blocks is not None:
+            self._blocks.end()
+        return outermost
+
     def _enter_unit(self, unit: nn.Module) -> None:
         """Substitute the parameters of a unit of its own, which exist by now."""
         if self._rows.active:
@@ -256,6 +284,8 @@ class CaptureContext:
         """End a forward that was interrupted without any hook being called."""
         self._watch.inner_on()
         self.substitution.break_off()
+        if self._blocks is not None:
+            self._blocks.end()
         self._opaque.break_off()
         self._rows.end()
         self._let_compile()
@@ -267,7 +297,7 @@ class CaptureContext:
             return None
         captured = self._opaque.leave(module, output, self.forward)
         left = None
-        if self.substitution.leave():
+        if self._give_back():
             self._watch.inner_on()
             self._rows.end()
             try:
@@ -318,7 +348,7 @@ class CaptureContext:
             output = module.forward(*args, **kwargs)
             return self._opaque.leave(module, output, self.forward)
         finally:
-            self.substitution.leave()
+            self._give_back()
             self._rows.end()
 
     @contextmanager

@@ -69,6 +69,9 @@ class ForwardContext:
         unplanned: Elements of the per-sample gradients of all other uses.
         readers: How many uses keep an input of many positions that begins at an address.
         casts: What autocast made of inputs.
+        input_sizes: What tells the sizes of the model's inputs, where its blocks are watched.
+        blocks: Calls of its repeated blocks in order, likewise.
+        checkpointed_by_model: Activation checkpointing was active that no memory plan asked for.
     """
 
     around: Surroundings
@@ -93,6 +96,10 @@ class ForwardContext:
     unplanned: int = 0
     readers: defaultdict[int, int] = field(default_factory=_counts)
     casts: Casts = field(default_factory=Casts)
+    input_sizes: Any = None
+    blocks: list[Any] = field(default_factory=list)
+    checkpointed_by_model: bool = False
+    _recomputing: bool = False
 
     @property
     def runs_again(self) -> bool:
@@ -104,6 +111,24 @@ class ForwardContext:
         return ForwardContext(
             self.around, self.batch_size, self.batch_axis, self.is_dummy, grown=self.grown, noted=self.noted
         )
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Yield while a block runs whose inputs alone are kept, as a memory plan says."""
+        self._recomputing = True
+        try:
+            yield
+        finally:
+            self._recomputing = False
+
+    def note_checkpointing(self, *, again: bool) -> None:
+        """Note that activation checkpointing is active.
+
+        Args:
+            again: A backward runs a checkpointed part again; who asked for it was noted before.
+        """
+        self.checkpointed = True
+        self.checkpointed_by_model |= not (again or self._recomputing)
 
     @contextmanager
     def along(self, axis: int) -> Iterator[None]:

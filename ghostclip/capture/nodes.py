@@ -280,6 +280,19 @@ def own(tensor: Tensor, anchor: Tensor, *, anchored: bool) -> Tensor:
     return _Own.apply(tensor, anchor) if _torch.is_view(tensor) or not anchored else tensor
 
 
+def separated(tensor: Tensor, anchor: Tensor) -> Tensor:
+    """Return a tensor of the graph with a node of its own at its end.
+
+    Args:
+        tensor: A tensor in the graph.
+        anchor: As in ``enter_graph``.
+
+    Returns:
+        An alias that is no view; what made it is behind its node.
+    """
+    return _Own.apply(tensor, anchor)
+
+
 def edge_of(root: Any) -> Edge:
     """Return the place in the graph where a backward starts.
 

@@ -253,7 +253,8 @@ def register(use: ParamUse) -> None:
             for name in tracked.origin.leaves:
                 forward.use_counts[name] += 1
         _note_size(use)
-    forward.checkpointed = forward.checkpointed or under_checkpoint()
+    if under_checkpoint():
+        forward.note_checkpointing(again=in_backward())
     forward.unproven = forward.unproven or not use.site.proven
 
 

@@ -6,7 +6,7 @@ first, then the clipped sums, contracted layer by layer as the same gradients ar
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
@@ -75,6 +75,9 @@ class Sequences(Protocol):
 
         Args:
             factor: Parts of the gradients of all samples.
+
+        Returns:
+            A factor of as many samples as `rows` says.
         """
 
     def rows(self, batch_size: int) -> int:
@@ -82,6 +85,9 @@ class Sequences(Protocol):
 
         Args:
             batch_size: B.
+
+        Returns:
+            Their number.
         """
 
 
@@ -92,9 +98,11 @@ class Pass(ABC):
         forwards: The forwards whose uses arrived.
         streams: The streams that their gradients arrived on.
         final: Whether no other backward follows, so that what uses have saved may go.
+        only: Parameters whose factors are taken; None for all.
     """
 
     final = True
+    only: Collection[str] | None = None
 
     def __init__(self) -> None:
         """Make a pass that has heard of no use."""
@@ -124,7 +132,8 @@ class Pass(ABC):
 
     def _take(self, use: ParamUse, grad: Tensor) -> None:
         for name, factor in use.parameter_factors(grad):
-            self.consume(use, name, factor)
+            if self.only is None or name in self.only:
+                self.consume(use, name, factor)
 
     def admit(self, forward: ForwardContext) -> None:
         """Take in a forward; all forwards of one backward must have the same samples, and each is taken once.
@@ -275,9 +284,19 @@ class BookKeeping(Pass):
         if imprecise_B is not None:
             self._take_apart()
             index_D = imprecise_B.nonzero().squeeze(1)
-            exact = exact_norms(self.factors, self.total.group_of, index_D)
-            self.ill_conditioned_B = self.total.refine(exact, index_D)
+            self.ill_conditioned_B = self.total.refine(self.exact(index_D), index_D)
         return self.total
+
+    def exact(self, index_D: Tensor) -> GroupNorms:
+        """Return the norms of a few samples from float64.
+
+        Args:
+            index_D: The samples, shape ``(D,)``.
+
+        Returns:
+            Their norms alone.
+        """
+        return exact_norms(self.factors, self.total.group_of, index_D)
 
     def add_sums(self, sums: Sums, weights: "ClipWeights", scale: float) -> None:
         """Contract every factor into its parameter's sum, dropping it at once.

@@ -11,6 +11,7 @@ Shape letters: M microbatches, B samples of one.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
@@ -27,6 +28,7 @@ from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedMode
 from ghostclip.factors import SquaredNorm
 from ghostclip.noise import make_noise_source
 
+_log = logging.getLogger(__name__)
 Stage = Any
 """A ``torch.distributed.pipelining.PipelineStage``."""
 
@@ -79,6 +81,11 @@ class PipelineClipper:
         self._mean = loss_reduction == "mean"
         self._norms: list[Tensor] = []
         with telling("stages of a pipeline", group):
+            if world_size(group) < world_size():
+                raise InvalidOptionError(
+                    f"a pipeline over {world_size(group)} of {world_size()} ranks: sums of copies of a pipeline are "
+                    "not added up. Let all ranks be stages of one, or start each copy as a training of its own."
+                )
             self._require_separate()
             self.clippers = [
                 GhostClipper(
@@ -205,13 +212,20 @@ class PipelineClipper:
 
 @contextmanager
 def _as_refused() -> Iterator[None]:
-    """Raise what a stage refused as it was, and not as the failure that a schedule makes of it."""
+    """Raise what a stage refused as it was, and not as the failure that a schedule makes of it.
+
+    It is logged at once: telling the other ranks may take as long as they wait for this one inside the schedule.
+    """
     try:
         yield
-    except RuntimeError as error:
-        if isinstance(error.__cause__, GhostClipError):
-            raise error.__cause__ from error
-        raise
+    except Exception as error:
+        refused = error if isinstance(error, GhostClipError) else error.__cause__
+        if not isinstance(refused, GhostClipError):
+            raise
+        _log.error("a stage was refused in a step of the pipeline: %s", refused)
+        if refused is error:
+            raise
+        raise refused from error
 
 
 class _Record:

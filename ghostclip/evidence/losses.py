@@ -133,6 +133,34 @@ def probe_losses(evidence: Evidence, capture: CaptureContext, losses: Tensor) ->
     evidence.unchecked.ran(LOSSES)
 
 
+def prove_rows(evidence: Evidence, losses_B: Tensor, rows: Tensor) -> None:
+    """Prove that one sample's loss touches that sample's rows of a tensor only, whatever lies between the two.
+
+    Args:
+        evidence: Says whether proofs are asked for, and is told that it was proved.
+        losses_B: Per-sample losses, shape ``(B,)``.
+        rows: A leaf that they were computed from, shape ``(B, ...)``.
+
+    Raises:
+        SampleMixingError: It touches others'.
+
+    Cost:
+        About log2(B) backwards from the losses to the tensor.
+    """
+    if not evidence.probes or len(losses_B) < 2:
+        return
+    for samples in sample_sets(len(losses_B)):
+        others_B = torch.ones(len(losses_B), dtype=torch.bool, device=rows.device)
+        others_B[list(samples)] = False
+        weights_B = (~others_B).to(losses_B)
+        grads: Sequence[Tensor | None] = torch.autograd.grad(
+            [losses_B], [rows], [weights_B], retain_graph=True, allow_unused=True
+        )
+        if any(grad is not None and bool(grad[others_B].nan_to_num(nan=0.0).any()) for grad in grads):
+            raise SampleMixingError(MIXED.format(""))
+    evidence.unchecked.ran(LOSSES)
+
+
 class LossRows:
     """Proves of the values that a loss is linear in that each belongs to one sample."""
 

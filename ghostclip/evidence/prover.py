@@ -16,6 +16,7 @@ from ghostclip.capture.growth import Grown, compared, shapes_of
 from ghostclip.capture.packed import packed_inputs
 from ghostclip.evidence.buffers import Buffers
 from ghostclip.evidence.dependence import where_dependence_starts
+from ghostclip.evidence.exchanges import Exchanges
 from ghostclip.evidence.growth import grown
 from ghostclip.evidence.independence import Batch, refuse_dependence
 from ghostclip.evidence.loss_graph import Sizes, refuse_beyond_outputs
@@ -32,13 +33,15 @@ class Evidence:
         loss_sizes: What was seen of losses: see `ghostclip.evidence.loss_graph`.
     """
 
-    def __init__(self, *, probes: bool) -> None:
+    def __init__(self, *, probes: bool, may_exchange: bool = False) -> None:
         """Ask nothing yet.
 
         Args:
             probes: Whether to ask at all.
+            may_exchange: Whether ranks have parts of the same samples, which they may exchange.
         """
         self.probes = probes
+        self._may_exchange = may_exchange
         self.unchecked = Unchecked()
         self.loss_sizes: Sizes = {}
         self._buffers: Buffers | None = None
@@ -142,8 +145,10 @@ class Evidence:
             return outputs_of(own.forward(*args, **kwargs))
 
         forward = capture.forward
-        with capture.substitution.unwatched():
+        with capture.substitution.unwatched(), Exchanges() as exchanges:
             found = grown(capture.model, run, tuple(inputs), batch_size=forward.batch_size, axis=forward.batch_axis)
+        if not self._may_exchange:
+            exchanges.refuse(capture.model)
         forward.stays_small = found is None
         return found
 

@@ -34,7 +34,7 @@ from ghostclip.kernels import products
 from ghostclip.kernels.bounds import Masses, Unfinished, finished_one, formed_error, masses, samples_joined
 
 # Gradients of so few elements in all are kept whatever they replace (float32: 8 MiB).
-_SMALL: Final = 1 << 21
+SMALL: Final = 1 << 21
 _WINDOWS: Final = "symmetric Gram of windows"
 _PIXELS: Final = "Gram of pixels"
 
@@ -90,7 +90,7 @@ class Windows(Outer):
         if gradient * self.batch_size * max(4, self.x_BKC.element_size()) <= sum(x.nbytes for x in sides):
             return True
         itemsize = min(side.element_size() for side in sides)
-        small = gradient * self.batch_size <= _SMALL or planner.keeps_per_sample(positions, inputs, outputs, itemsize)
+        small = gradient * self.batch_size <= SMALL or planner.keeps_per_sample(positions, inputs, outputs, itemsize)
         return small and self.norm_plan()[1] > positions * inputs * outputs
 
     def norm_plan(self) -> tuple[str, int]:

@@ -60,7 +60,7 @@ class GraphStep:
         reasons: Why batches were computed eagerly, and how many physical batches for each reason.
 
     Raises:
-        InvalidOptionError: The clipper forms no sums that a graph could, or its parameters are sharded.
+        InvalidOptionError: The clipper has another strategy, or its parameters are sharded.
 
     Example:
         >>> clipper = ghostclip.GhostClipper(model, max_grad_norm=1.0, strategy="graph")
@@ -72,8 +72,8 @@ class GraphStep:
     """
 
     def __init__(self, clipper: GhostClipper, loss: LossFunction, *, options: GraphOptions | None = None) -> None:
-        if clipper.strategy not in ("graph", "auto", "bookkeeping"):
-            raise InvalidOptionError(f"strategy={clipper.strategy!r}: a graph computes as 'bookkeeping' does.")
+        if clipper.strategy != "graph":
+            raise InvalidOptionError(f"strategy={clipper.strategy!r}: attach the clipper with strategy='graph'.")
         sharded = next((name for name, p in clipper.model.named_parameters() if hasattr(p, "device_mesh")), None)
         if sharded is not None:
             raise InvalidOptionError(

@@ -21,9 +21,9 @@ from ghostclip.integrations.training.collation import evaluating
 from ghostclip.losses import head_losses, token_losses
 
 CHOICES: Final = ("auto", "fused", "logits")
+"""Ways to compute the loss of a head: without logits where the model fits, without them or not at all, from logits."""
 LARGE: Final = 8192
 """Words from which logits are worth forming in tiles: of fewer they are no larger than other activations."""
-"""Ways to compute the loss of a head: without logits where the model fits, without them or not at all, from logits."""
 
 _IGNORED: Final = -100
 # How far losses may differ by rounding, in 32 bits and in 16.
@@ -201,5 +201,5 @@ def _form_of(model: nn.Module) -> dict[str, Any]:
 def _refusal(model: nn.Module, reason: str) -> str:
     return (
         f"{type(model).__name__}: its loss cannot be computed without logits, since {reason}. Let it be computed from "
-        "logits (head='logits', or 'auto', which decides by itself)."
+        "logits (vocabulary_head='logits', or 'auto', which decides by itself)."
     )

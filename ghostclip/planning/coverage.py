@@ -8,6 +8,7 @@ from torch import nn
 
 from ghostclip.capture.call_sites import CallSite
 from ghostclip.capture.statistics import AT_ONCE_FORM, GENERAL_FORM, Statistics
+from ghostclip.planning.below import BlockPlanner
 from ghostclip.planning.cost import Cost, cost_of, plan_of
 from ghostclip.rules import rule_for
 
@@ -63,10 +64,18 @@ class Coverage:
         strategy: What the plan and the costs are for.
         base_bytes: What a non-private step holds: parameters, gradients and, at least, the inputs of the layers.
         unchecked: The checks of the model that were switched off or could not run, and why; empty if all ran.
+        expected_share: What a backward is expected to hold under a memory budget below 1, over what an ordinary one
+            holds; None without such a budget.
     """
 
     def __init__(
-        self, rows: Iterable[CoverageRow], *, strategy: str = "bookkeeping", base_bytes: int = 0, unchecked: str = ""
+        self,
+        rows: Iterable[CoverageRow],
+        *,
+        strategy: str = "bookkeeping",
+        base_bytes: int = 0,
+        unchecked: str = "",
+        expected_share: float | None = None,
     ) -> None:
         """Keep the rows.
 
@@ -75,8 +84,10 @@ class Coverage:
             strategy: What they were priced for.
             base_bytes: As in the class.
             unchecked: As in the class.
+            expected_share: As in the class.
         """
         self.rows = list(rows)
+        self.expected_share = expected_share
         self.strategy = strategy
         self.base_bytes = base_bytes
         self.unchecked = unchecked
@@ -109,8 +120,10 @@ class Coverage:
         """Bytes of a private step over those of a non-private one: at most this.
 
         An ordinary backward holds other activations as well, and frees them while factors gather; either brings the
-        ratio nearer to 1.
+        ratio nearer to 1. Under a memory budget below 1 it is what the plan expects.
         """
+        if self.expected_share is not None:
+            return self.expected_share
         return (self.base_bytes + self.total.held) / self.base_bytes if self.base_bytes else 1.0
 
     @property
@@ -194,6 +207,7 @@ def coverage_of(
     *,
     strategy: str = "bookkeeping",
     kept: Collection[str] = (),
+    reduced: BlockPlanner | None = None,
     unchecked: str = "",
 ) -> Coverage:
     """Build the table.
@@ -203,6 +217,7 @@ def coverage_of(
         sites: Call sites seen so far.
         strategy: What the plan and the costs are for.
         kept: Parameters whose per-sample gradients the memory budget keeps, see `ghostclip.planning.plan`.
+        reduced: What a memory budget below 1 has decided; None without one.
         unchecked: As `Coverage` has it.
 
     Returns:
@@ -224,6 +239,8 @@ def coverage_of(
         bought = name in kept and strategy == "bookkeeping"
         if bought:
             statistics = [_kept(item) for item in statistics]
+        measure = _Measure(name, statistics, strategy, reduced)
+        statistics = measure.statistics
         inputs.update({item.input_key: item.input_elements * item.itemsize for item in statistics})
         rows.append(
             CoverageRow(
@@ -233,14 +250,46 @@ def coverage_of(
                 tuple(parameter.shape),
                 _joined(f"{site.operation}: {site.forms.get(name, '')}" for site in used) or NOT_USED,
                 _joined(_rung(site, name) for site in used),
-                _joined(plan_of(item, strategy=strategy) for item in statistics) + " (budget)" * bought,
-                cost_of(statistics, count=parameter.numel(), strategy=strategy),
+                measure.plan + " (budget)" * bought,
+                measure.cost(parameter.numel()),
                 _joined(_axes(site) for site in used if site.chosen is not None),
             )
         )
     parameters = sum(p.numel() * p.element_size() * (2 if p.requires_grad else 1) for p in model.parameters())
     base_bytes = parameters + sum(inputs.values())
-    return Coverage(rows, strategy=strategy, base_bytes=base_bytes, unchecked=unchecked)
+    share = None if reduced is None or reduced.latest is None else reduced.latest.share
+    return Coverage(rows, strategy=strategy, base_bytes=base_bytes, unchecked=unchecked, expected_share=share)
+
+
+class _Measure:
+    """What is done with one parameter, and what that costs, where a memory budget may have a say."""
+
+    def __init__(self, name: str, found: Sequence[Statistics], strategy: str, reduced: BlockPlanner | None) -> None:
+        blocks = () if reduced is None or reduced.latest is None else reduced.latest.blocks
+        self._again = any(name.startswith(f"{block}.") for block in blocks)
+        self._twice = reduced is not None and name in reduced.dropped
+        self._strategy = "ghost" if self._twice else strategy
+        # An ordinary step runs nothing again: the budget does.
+        self.statistics = list(found) if reduced is None else [replace(item, recomputed=False) for item in found]
+
+    @property
+    def plan(self) -> str:
+        """A few words."""
+        plan = _joined(plan_of(item, strategy=self._strategy) for item in self.statistics)
+        return plan + ", block run again" * (self._again and bool(plan)) + ", two backwards" * self._twice
+
+    def cost(self, count: int) -> Cost:
+        """Price it.
+
+        Args:
+            count: The parameter's number of elements.
+
+        Returns:
+            The block's forward, which is run once more in every backward, included.
+        """
+        product = sum(item.flops for arrived in self.statistics for item in arrived.products)
+        times = self._again * (1 + self._twice)
+        return cost_of(self.statistics, count=count, strategy=self._strategy) + Cost(private=times * product)
 
 
 def _kept(arrived: Statistics) -> Statistics:

@@ -61,9 +61,9 @@ class Footprint:
         for moment in self.moments:
             peak = max(peak, moment.live + moment.passing + built)
             if moment.use is not None:
-                new = {name: tracked for tracked in moment.use.targets.values() for name in tracked.origin.names}
-                built += sum(_parameter_bytes(tracked, name) for name, tracked in new.items() if name not in seen)
-                seen |= set(new)
+                names = {name for tracked in moment.use.targets.values() for name in tracked.origin.names}
+                built += parameter_bytes(moment.use, names - seen)
+                seen |= names
         return max(peak, built)
 
 
@@ -77,7 +77,7 @@ def footprint_of(loss: Tensor, parameters: Iterable[Tensor]) -> Footprint:
     Returns:
         Its moments. Reading unpacks saved tensors, so that it must not be done under activation checkpointing.
     """
-    return _read(_nodes_behind(loss.grad_fn), parameters)
+    return _read(nodes_in_order(loss.grad_fn), parameters)
 
 
 def footprint_from(use: ParamUse, grad: Tensor, parameters: Iterable[Tensor]) -> Footprint:
@@ -91,8 +91,8 @@ def footprint_from(use: ParamUse, grad: Tensor, parameters: Iterable[Tensor]) ->
     Returns:
         Its moments from that use on: what the loss itself held is not among them.
     """
-    constant = _addresses(parameters)
-    rest = _read(_nodes_behind(use.behind), parameters)
+    constant = addresses(parameters)
+    rest = _read(nodes_in_order(use.behind), parameters)
     own = sum(_storages(_inputs_of(use), constant).values())
     arriving = grad.numel() * grad.element_size()
     first = Moment(use, own + (rest.moments[0].live if rest.moments else 0), arriving, arriving)
@@ -100,10 +100,9 @@ def footprint_from(use: ParamUse, grad: Tensor, parameters: Iterable[Tensor]) ->
 
 
 def _read(nodes: Sequence[Any], parameters: Iterable[Tensor]) -> Footprint:
-    constant = _addresses(parameters)
-    uses = [node.metadata.get(METADATA_KEY) for node in nodes]
-    kept = [_storages(_inputs_of(use), constant) for use in uses]
-    saved = [_storages(_torch.saved_tensors(node), constant) | own for node, own in zip(nodes, kept, strict=True)]
+    constant = addresses(parameters)
+    found = [read_node(node, constant) for node in nodes]
+    uses, kept, saved = [use for use, *_ in found], [own for _, _, own, *_ in found], [every for _, every, *_ in found]
     last = {key: number for number, storages in enumerate(saved) for key in storages}
     freed = [0] * len(nodes)
     sizes = {key: size for storages in saved for key, size in storages.items()}
@@ -111,10 +110,8 @@ def _read(nodes: Sequence[Any], parameters: Iterable[Tensor]) -> Footprint:
         freed[number] += sizes[key]
     live = sum(sizes.values())
     moments = []
-    for node, use, gone in zip(nodes, uses, freed, strict=True):
-        arriving = _bytes_of(_torch.outputs_of(node))
-        made = 0 if node.name().removesuffix("Backward0").removesuffix("Backward") in _VIEWS else _made(node)
-        moments.append(Moment(use, live, arriving + made, arriving))
+    for (use, _, _, arriving, passing), gone in zip(found, freed, strict=True):
+        moments.append(Moment(use, live, passing, arriving))
         live -= gone
     owners = Counter(key for storages in kept for key in storages)
     inputs = {
@@ -125,13 +122,44 @@ def _read(nodes: Sequence[Any], parameters: Iterable[Tensor]) -> Footprint:
     return Footprint(moments, inputs)
 
 
-def _nodes_behind(start: Any) -> list[Any]:
-    """Return a node and those behind it as the engine runs them: the latest operation first."""
+def read_node(node: Any, constant: set[int]) -> tuple[ParamUse | None, dict[Any, int], dict[Any, int], int, int]:
+    """Read one operation of a backward.
+
+    Args:
+        node: Its node.
+        constant: Addresses of memory that does not count.
+
+    Returns:
+        Its use, or None; the memory that it reads, and that which its use keeps of it (address and bytes); bytes of the
+        gradient that it takes; bytes of that and of what it makes.
+    """
+    use = node.metadata.get(METADATA_KEY)
+    kept = _storages(_inputs_of(use), constant)
+    arriving = _bytes_of(_torch.outputs_of(node))
+    made = 0 if node.name().removesuffix("Backward0").removesuffix("Backward") in _VIEWS else _made(node)
+    return use, _storages(_torch.saved_tensors(node), constant) | kept, kept, arriving, arriving + made
+
+
+def nodes_in_order(start: Any) -> list[Any]:
+    """Return a node and those behind it as the engine runs them: the latest operation first.
+
+    Args:
+        start: The node.
+
+    Returns:
+        The nodes, those that accumulate gradients left out.
+    """
     nodes = [node for node in nodes_behind([start]) if _torch.leaf_of(node) is None]
     return sorted(nodes, key=lambda node: -_torch.order_of(node))
 
 
-def _addresses(tensors: Iterable[Tensor]) -> set[int]:
+def order(node: Any) -> int:
+    """Return a number that grows with every node made."""
+    return _torch.order_of(node)
+
+
+def addresses(tensors: Iterable[Tensor]) -> set[int]:
+    """Return where the memory of tensors begins."""
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
@@ -161,6 +189,16 @@ def _bytes_of(metadata: Iterable[Any]) -> int:
     return sum(prod(item.shape) * item.dtype.itemsize for item in metadata if item.shape is not None)
 
 
-def _parameter_bytes(tracked: Any, name: str) -> int:
-    parameter = tracked.origin.leaves[name].parameter
-    return int(parameter.numel() * parameter.element_size())
+def parameter_bytes(use: ParamUse, names: Iterable[str]) -> int:
+    """Return the bytes of some parameters' gradients.
+
+    Args:
+        use: What consumed them.
+        names: Which of its parameters.
+
+    Returns:
+        Their sum.
+    """
+    leaves = {name: leaf for tracked in use.targets.values() for name, leaf in tracked.origin.leaves.items()}
+    parameters = [leaves[name].parameter for name in names]
+    return sum(int(parameter.numel() * parameter.element_size()) for parameter in parameters)

@@ -21,7 +21,7 @@ from ghostclip import kernels
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.errors import InvalidOptionError
-from ghostclip.factors import planner
+from ghostclip.factors import planner, windows
 from ghostclip.factors.base import accumulation_dtype
 from ghostclip.kernels import products
 from ghostclip.planning.footprint import Footprint, footprint_from, footprint_of
@@ -174,20 +174,57 @@ def _held(footprint: Footprint, forward: ForwardContext) -> tuple[list[int], lis
         use = moment.use
         if use is None:
             continue
-        found = _shape_of(use, moment.arriving, forward)
         inputs = footprint.inputs.get(id(use), 0)
-        if found is None:
-            gathered += _dense_bytes(use, forward) or moment.arriving + inputs
+        kept, with_inputs = held_by(use, moment.arriving, forward)
+        gathered += kept + inputs * with_inputs
+        found = _shape_of(use, moment.arriving, forward)
+        if found is None or not with_inputs:
             continue
         name, shape = found
-        needed = shape.samples * shape.inputs * shape.outputs * accumulation_dtype(shape.dtype).itemsize
-        if planner.keeps_per_sample(shape.positions, shape.inputs, shape.outputs, shape.dtype.itemsize):
-            gathered += needed
-            continue
-        gathered += moment.arriving + inputs
+        needed = _gradient_bytes(shape)
         if shape.positions > 1 and forward.use_counts[name] == 1:
             items.append(Item(name, shape, number, needed, max(0, needed - moment.arriving - inputs)))
     return held, items
+
+
+def held_by(use: ParamUse, arriving: int, forward: ForwardContext) -> tuple[int, bool]:
+    """Return what book-keeping holds of a use until the end when nothing is kept beyond the rule.
+
+    Args:
+        use: The use.
+        arriving: Bytes of its output's gradient.
+        forward: Its forward.
+
+    Returns:
+        Bytes, what it keeps of its inputs left out; and whether it keeps that.
+    """
+    found = _shape_of(use, arriving, forward)
+    if found is None:
+        kept = _dense_bytes(use, forward) or _kernel_bytes(use, arriving, forward)
+        return (kept, False) if kept else (arriving, True)
+    shape = found[1]
+    if planner.keeps_per_sample(shape.positions, shape.inputs, shape.outputs, shape.dtype.itemsize):
+        return _gradient_bytes(shape), False
+    return arriving, True
+
+
+def _kernel_bytes(use: ParamUse, arriving: int, forward: ForwardContext) -> int:
+    """Return what per-sample gradients of a convolution's kernel take; 0 where its inputs and gradients are kept."""
+    kernels = [tracked.origin.value for tracked in use.targets.values() if tracked.origin.value.dim() > 2]
+    if len(kernels) != 1 or not forward.batch_size:
+        return 0
+    kernel, samples = kernels[0], forward.batch_size
+    inputs, itemsize = kernel[0].numel(), kernel.element_size()
+    positions = arriving // (samples * kernel.shape[0] * itemsize)
+    small = samples * kernel.numel() <= windows.SMALL
+    if small or planner.keeps_per_sample(positions, inputs, kernel.shape[0], itemsize):
+        return samples * kernel.numel() * max(4, itemsize)
+    return 0
+
+
+def _gradient_bytes(shape: Shape) -> int:
+    """Return what a layer's per-sample gradients take."""
+    return shape.samples * shape.inputs * shape.outputs * accumulation_dtype(shape.dtype).itemsize
 
 
 def _dense_bytes(use: ParamUse, forward: ForwardContext) -> int:

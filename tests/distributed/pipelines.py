@@ -216,7 +216,7 @@ def mixing(rank: int, ranks: int, folder: str) -> None:
 def refusals(rank: int, ranks: int) -> dict[str, str]:
     """What each rank says of what is refused, by case."""
     said = {}
-    for case in ("mesh", "twice", "wrapped", "builder", "disagree", "frozen", "no backward"):
+    for case in ("mesh", "twice", "wrapped", "builder", "disagree", "frozen", "copies", "no backward"):
         with pytest.raises(GhostClipError) as refused:
             _refused(case, rank, ranks)
         said[case] = str(refused.value)
@@ -224,6 +224,12 @@ def refusals(rank: int, ranks: int) -> dict[str, str]:
 
 
 def _refused(case: str, rank: int, ranks: int) -> None:
+    if case == "copies":
+        group, _ = distributed.new_subgroups(1)
+        try:
+            PipelineClipper(stages_of(rank, ranks, "GPipe")[0], max_grad_norm=BOUND, group=group)
+        finally:
+            distributed.destroy_process_group(group)
     stages, _ = stages_of(rank, ranks, "interleaved 1F1B" if case == "twice" else "GPipe")
     bound = BOUND
     if case == "mesh" and rank == 1:

@@ -166,9 +166,49 @@ def run(rank: int, ranks: int, folder: str) -> None:
         mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "cp"))
         found: dict[str, Any] = {"whole": clipped(mesh), "trained": trained(mesh)}
         found["left out"] = [clipped(mesh, left_out=number) for number in range(3)]
+        found["exchanged"] = {name: _exchanged(name) for name in EXCHANGES}
         found["refused"] = {case: _refused(case, mesh) for case in ("samples", "positions", "axis", "ghost", "tiles")}
     torch.save(found, f"{folder}/rank{rank}.pt")
     os._exit(0)
+
+
+class Exchanging(nn.Module):
+    """A layer whose input was exchanged with the other rank."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.layer, self.exchange = nn.Linear(WIDTH, WIDTH), EXCHANGES[name]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.exchange(x))
+
+
+def _experts(x: Tensor) -> Tensor:
+    received = torch.empty_like(x)
+    distributed.all_to_all_single(received, x[:, : x.shape[1] // 2 * 2].contiguous().view_as(x))
+    return received
+
+
+def _contrast(x: Tensor) -> Tensor:
+    found = [torch.empty_like(x) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(found, x.contiguous())
+    return torch.stack(found, 1).mean(1)
+
+
+def _functional(x: Tensor) -> Tensor:
+    collectives = torch.distributed._functional_collectives
+    return collectives.all_gather_tensor(x.contiguous(), 0, distributed.group.WORLD).unflatten(0, (-1, len(x))).mean(0)
+
+
+EXCHANGES = {"all-to-all": _experts, "all-gather": _contrast, "all-gather of torch": _functional}
+
+
+def _exchanged(name: str) -> str:
+    """What is said of a model that exchanges records."""
+    model = Exchanging(name)
+    with GhostClipper(model, max_grad_norm=BOUND) as clipper, pytest.raises(GhostClipError) as refused:
+        clipper.backward(model(torch.randn(4, 2 * distributed.get_world_size(), WIDTH)).square().mean((1, 2)))
+    return str(refused.value)
 
 
 def _refused(case: str, mesh: DeviceMesh) -> str:

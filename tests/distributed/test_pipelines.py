@@ -130,6 +130,7 @@ def test_a_stage_that_mixes_samples_is_refused(tmp_path):
         ("twice", "is one of stage"),
         ("wrapped", "wrapped in DistributedDataParallel"),
         ("builder", "has a dw_builder"),
+        ("copies", "sums of copies of a pipeline are not added up"),
         ("frozen", "trains no parameter"),
         ("disagree", "max_grad_norm and loss_reduction of rank 1 is"),
         ("no backward", "no backward ran in this step"),

@@ -54,7 +54,8 @@ def test_a_sample_moves_the_sum_by_c_at_most(found):
 def test_the_smaller_of_factors_and_sums_is_sent(found):
     """Of matrices by the rule of the planner for the positions of one rank, of rows factors, of all else sums."""
     model = sequences.whole_model()
-    samples, positions = (6 if len(found) == 2 else 4), sequences.POSITIONS // 2
+    own = sequences.SAMPLES if len(found) == 2 else 3
+    samples, positions = own + own % 2, sequences.POSITIONS // 2
     factors = samples * positions * (sequences.WIDTH + 1)
     sums = 0
     uses = {"twice.weight": 2}
@@ -64,7 +65,7 @@ def test_the_smaller_of_factors_and_sums_is_sent(found):
             factors += uses.get(key, 1) * samples * positions * sum(shape)
         else:
             sums += uses.get(key, 1) * samples * shape.numel()
-    keys = 2 * 2 * (samples if len(found) == 4 else sequences.SAMPLES) * sequences.POSITIONS * sequences.WIDTH
+    keys = 2 * 2 * own * sequences.POSITIONS * sequences.WIDTH
     for rank in found[:1]:
         assert rank["whole"]["sent"] == {"alltoall_base_": factors, "_reduce_scatter_base_": sums + keys}
 
@@ -101,3 +102,10 @@ def test_a_training_is_that_of_one_process(found):
 def test_what_does_not_fit_is_refused_on_every_rank(found, case, words):
     for rank in found:
         assert words in rank["refused"][case]
+
+
+@pytest.mark.parametrize("name", sequences.EXCHANGES)
+def test_exchange_of_records_is_refused(found, name):
+    """Experts spread over ranks, or features gathered for a contrast: rows of other ranks' records come in."""
+    for rank in found:
+        assert f"in its forward ({name.removesuffix(' of torch')})" in rank["exchanged"][name]

@@ -23,7 +23,7 @@ from ghostclip.errors import (
     UnsupportedModelError,
 )
 from ghostclip.facade import GradSampleHooks, GradSampleModule, PrivateCriterion
-from tests.engine.training import as_if_drawn, parameters_of, small_data, small_model
+from tests.engine.training import CLASSES, FEATURES, as_if_drawn, parameters_of, small_data, small_model
 
 DATA = small_data(147)
 DELTA = 1e-5
@@ -229,6 +229,26 @@ def test_ghost_mode_returns_a_criterion_as_opacus_does():
     assert isinstance(private[2].criterion, nn.CrossEntropyLoss)
     _, private = made_private(grad_sample_mode="fast")
     assert len(private) == 3
+
+
+@pytest.mark.parametrize("mode", ["auto", "bookkeeping"])
+def test_a_memory_budget_below_one_returns_a_criterion(mode):
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]
+    model = nn.Sequential(nn.Linear(FEATURES, 8), *blocks, nn.Linear(8, CLASSES))
+    engine, (private, optimizer, criterion, loader) = made_private(
+        module=model, criterion=nn.CrossEntropyLoss(), memory_budget=0.01, grad_sample_mode=mode
+    )
+    assert isinstance(criterion, PrivateCriterion)
+    one_epoch(private, optimizer, loader, criterion)
+    assert engine.get_epsilon(DELTA) > 0
+    assert private.clipper.coverage().expected_share is not None
+
+
+def test_a_memory_budget_of_a_strategy_without_a_choice_is_refused_and_nothing_stays_attached():
+    model = small_model()
+    with pytest.raises(InvalidOptionError, match="below 1 every layer gets one backward or two"):
+        made_private(module=model, grad_sample_mode="hooks", memory_budget=0.5)
+    made_private(module=model)
 
 
 def test_unwrapped_model_stays_the_users_own():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from ghostclip.clipping.norms import UNBOUNDED
 from tests.cases import CORE_CASES, by_name
 from tests.exactness import tolerances
 from tests.exactness.runs import backward, check_norms, check_sum, engine, expected, gradients
@@ -57,6 +58,24 @@ def test_bfloat16_model_keeps_the_bound(case, strategy, clip_all, device):
 @pytest.mark.usefixtures("units")
 def test_bfloat16_model_keeps_the_bound_on_matrix_units(case, strategy, device):
     test_bfloat16_model_keeps_the_bound(case, strategy, clip_all=True, device=device)
+
+
+@core
+def test_norms_of_bfloat16_factors_are_no_smaller_than_what_is_summed(case, strategy, device):
+    """What one sample adds to the sum, unclipped, has the norm that its coefficient would be made of, or less."""
+    case = case.on(device)
+    model, batch = case.model(BF16), case.data(BF16)
+    clipper = engine(strategy)(model, 1e6)
+    clipper.own_gradients()
+    for sample in range(len(expected(case.name, device).norms_B)):
+        alone = _clipped(clipper, model, case.losses(model, take(batch, [sample], case.axes)))
+        assert whole_norm(alone) <= clipper.per_sample_norms.double().item() * (1 + UNBOUNDED)
+
+
+@core
+@pytest.mark.usefixtures("units")
+def test_norms_are_no_smaller_on_matrix_units(case, strategy, device):
+    test_norms_of_bfloat16_factors_are_no_smaller_than_what_is_summed(case, strategy, device)
 
 
 @core

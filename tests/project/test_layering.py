@@ -76,6 +76,7 @@ ORDERED = {
         "writes",
         "forward",
         "backward_entry",
+        "blocks",
         "decompose",
         "layouts",
         "param_use",
@@ -91,6 +92,7 @@ ORDERED = {
     "evidence": [
         "dependence",
         "dropout",
+        "exchanges",
         "gradient_edges",
         "linear_paths",
         "loss_graph",

@@ -1,0 +1,167 @@
+"""Repeated blocks of a model, some of which run under activation checkpointing because a memory plan says so.
+
+While the outermost forward runs, the ``forward`` of each block is replaced by one that notes where the block begins and
+ends in the graph, and keeps of a chosen block its inputs alone: the backward runs it again. Nothing of the model is
+changed otherwise; what a block does between the two is its own.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ghostclip import _torch, _tree
+from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.inputs import in_backward, under_checkpoint
+from ghostclip.capture.nodes import separated
+
+BLOCK_KEY: Final = "ghostclip_block"
+"""On the node that ends a block: the number of its call in the forward."""
+
+# What a block may be given when it is run again: whatever else it changes (a cache of keys) would be changed twice.
+_PLAIN: Final = (Tensor, bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """One call of a block.
+
+    Attributes:
+        name: The block's path.
+        kind: Equal for blocks of one class with parameters of the same shapes, called on tensors of the same shapes.
+        first: Number of the first node of the graph that it may have made, see `_torch.order_of`.
+        last: One more than the number of the last.
+        inputs: Memory of the tensors it was given: address and bytes.
+        recomputed: Whether its inputs alone were kept.
+        may_be: Whether it can be run again.
+    """
+
+    name: str
+    kind: Any
+    first: int
+    last: int
+    inputs: tuple[tuple[int, int], ...]
+    recomputed: bool
+    may_be: bool
+
+
+def repeated(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the blocks of a model: modules of one class, two at least, side by side in a list or a sequence.
+
+    Args:
+        model: The model.
+
+    Returns:
+        By path, in order; of blocks within blocks the outer ones. Only what has a trainable parameter.
+    """
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or any(path.startswith(f"{one}.") for one in found):
+            continue
+        children = [(f"{path}.{name}".lstrip("."), child) for name, child in module.named_children()]
+        kinds = Counter(type(child) for _, child in children)
+        for name, child in children:
+            worth = kinds[type(child)] > 1 and next(child.children(), None) is not None
+            if worth and any(parameter.requires_grad for parameter in child.parameters()):
+                found[name] = child
+    return found
+
+
+class Blocks:
+    """The repeated blocks of a model while its forward runs.
+
+    Attributes:
+        choose: Called as a forward begins with what tells its sizes, and what blocks of one kind have in common, by
+            their paths; returns the paths of those whose inputs alone are kept.
+    """
+
+    def __init__(
+        self, model: nn.Module, anchor: Tensor, choose: Callable[[Any, Mapping[str, Any]], Collection[str]]
+    ) -> None:
+        """Find the blocks; nothing is changed yet.
+
+        Args:
+            model: The model.
+            anchor: A leaf at which every captured path of the graph ends.
+            choose: See the class.
+        """
+        self.choose = choose
+        self._model, self._anchor = model, anchor
+        self._replaced: list[tuple[nn.Module, Any]] = []
+
+    def begin(self, forward: ForwardContext, inputs: Any) -> None:
+        """Watch the blocks, and keep the inputs alone of those that are chosen.
+
+        Args:
+            forward: The forward that begins; calls are noted there.
+            inputs: What the model was called with.
+        """
+        if self._replaced or in_backward() or not torch.is_grad_enabled():
+            return
+        blocks = repeated(self._model)
+        shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in _tree.tensors(inputs))
+        forward.input_sizes = self._model.training, shapes
+        chosen = frozenset(self.choose(forward.input_sizes, {name: _kind_of(block) for name, block in blocks.items()}))
+        for name, block in blocks.items():
+            self._replaced.append((block, block.__dict__.get("forward")))
+            block.__dict__["forward"] = self._watched(name, block, forward, recompute=name in chosen)
+
+    def end(self) -> None:
+        """Give every block its own forward back."""
+        while self._replaced:
+            block, own = self._replaced.pop()
+            if own is None:
+                block.__dict__.pop("forward", None)
+            else:
+                block.__dict__["forward"] = own
+
+    def _watched(self, name: str, block: nn.Module, forward: ForwardContext, *, recompute: bool) -> Callable[..., Any]:
+        run = block.forward
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled() or in_backward():
+                return run(*args, **kwargs)
+            may_be = _is_plain((args, kwargs)) and not under_checkpoint()
+            first = self._number()
+            if recompute and may_be:
+                with forward.recomputing():
+                    output = checkpoint(run, *args, use_reentrant=False, **kwargs)
+            else:
+                output = run(*args, **kwargs)
+            last = self._number()
+            tensors = _tree.tensors((args, kwargs))
+            memory = tuple((one.untyped_storage().data_ptr(), one.untyped_storage().nbytes()) for one in tensors)
+            kind = _kind_of(block), tuple((tuple(one.shape), one.dtype) for one in tensors)
+            call = BlockCall(name, kind, first, last, memory, recompute and may_be, may_be)
+            forward.blocks.append(call)
+            return self._marked(output, len(forward.blocks) - 1)
+
+        return watched
+
+    def _number(self) -> int:
+        """Return the number of a node that is made now."""
+        return _torch.order_of(self._anchor.view_as(self._anchor).grad_fn)
+
+    def _marked(self, output: Any, number: int) -> Any:
+        """Return a block's output with a node of its own at its end, where exactly one tensor of it is in the graph."""
+        inside = [tensor for tensor in _tree.tensors(output) if tensor.requires_grad]
+        if len(inside) != 1:
+            return output
+        ending = separated(inside[0], self._anchor)
+        node: Any = ending.grad_fn
+        node.metadata[BLOCK_KEY] = number
+        return _tree.mapped(lambda item: ending if item is inside[0] else item, output)
+
+
+def _is_plain(given: Any) -> bool:
+    if type(given) in (tuple, list):
+        return all(map(_is_plain, given))
+    return all(map(_is_plain, given.values())) if type(given) is dict else isinstance(given, _PLAIN)
+
+
+def _kind_of(block: nn.Module) -> tuple[Any, ...]:
+    return type(block), tuple((name, tuple(p.shape), p.requires_grad) for name, p in block.named_parameters())

@@ -1,0 +1,149 @@
+"""One backward for the last part of a model and two for the first: factors are kept, or formed again, as memory allows.
+
+The backward is interrupted where the gradient of one value is all that goes on. What came before it is kept by
+book-keeping and its part of the graph is freed; behind it factors are dropped once their norms are known. With the
+coefficients of all, what was kept is contracted, and the part behind goes backward once more for its own sums.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ghostclip.capture.param_use import ParamUse
+from ghostclip.clipping.norms import GroupNorms, exact_norms
+from ghostclip.clipping.passes import BookKeeping, ClipWeights, NormPass, Pass, SumPass, Sums
+from ghostclip.clipping.repeats import Repeats
+from ghostclip.factors import Factor
+from ghostclip.kernels.precision import full_precision
+from ghostclip.planning.below import Cut
+
+
+class PartlyKept(BookKeeping):
+    """Book-keeping that drops the factors of some parameters once their norms are known."""
+
+    # What is put together is kept, whosever it is.
+    puts_together = False
+
+    def __init__(self, group_of: Mapping[str, int], *, dropped: Collection[str]) -> None:
+        """Make a pass that keeps no factor yet.
+
+        Args:
+            group_of: The parameters' clip groups, see `GroupNorms`.
+            dropped: Parameters whose factors are dropped, each used once.
+        """
+        super().__init__(group_of)
+        self._dropped = dropped
+        self.seen: set[int] = set()
+        self.repeats: Repeats | None = None
+        self.measured_again: Callable[[Tensor], GroupNorms] | None = None
+
+    def go_behind(self, repeats: Repeats, measured_again: Callable[[Tensor], GroupNorms]) -> None:
+        """Note that the next backward is that of the part which gets another one.
+
+        Args:
+            repeats: Compares its factors with those of the others.
+            measured_again: Runs it once more for the norms of a few samples, in float64.
+        """
+        self.final = False
+        self.repeats, self.measured_again = repeats, measured_again
+
+    def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
+        """Keep a factor, or add its norm and drop it."""
+        if name not in self._dropped:
+            super().consume(use, name, factor)
+            return
+        assert self.repeats is not None, "what is dropped is used behind the interruption alone"
+        self.repeats.note(name, factor)
+        self.seen.add(id(use))
+        self.total.add_norm_of(name, factor)
+
+    def exact(self, index_D: Tensor) -> GroupNorms:
+        """Return the norms of a few samples from float64: of what was kept, and of what is formed once more."""
+        found = exact_norms(self.factors, self.total.group_of, index_D)
+        if self.measured_again is not None:
+            found.merge(self.measured_again(index_D))
+        return found
+
+
+class Parts:
+    """The backwards of one batch: one for what comes before a cut, two for what is behind it.
+
+    Attributes:
+        repeats: Compares the two.
+    """
+
+    repeats: Repeats
+
+    def __init__(
+        self,
+        loss: Tensor,
+        cut: Cut,
+        listen: Callable[[Pass, Callable[[], Any]], object],
+        run_backward: Callable[[Sequence[Any], Sequence[Tensor]], object],
+    ) -> None:
+        """Run nothing yet.
+
+        Args:
+            loss: A scalar, where the first backward starts.
+            cut: Where it is interrupted.
+            listen: Runs a function while a pass receives the gradients of uses.
+            run_backward: Runs a backward through captured operations only and keeps their graph.
+        """
+        self._loss, self._cut = loss, cut
+        self._listen, self._run_backward = listen, run_backward
+        self._grad: Tensor | None = None
+
+    def measure(self, listener: PartlyKept) -> GroupNorms:
+        """Run the first backwards.
+
+        Args:
+            listener: Has heard of none.
+
+        Returns:
+            The norms of all samples.
+        """
+        self._listen(listener, self._before)
+        assert self._grad is not None
+        self.repeats = Repeats(self._grad, count=len(self._cut.names))
+        listener.go_behind(self.repeats, lambda index_D: self._again(listener, index_D))
+        self._listen(listener, self._behind)
+        listener.streams.join()
+        with torch.no_grad(), full_precision():
+            return listener.norms()
+
+    def _before(self) -> None:
+        self._grad, *_ = torch.autograd.grad([self._loss], [self._cut.edge, *self._cut.ends])
+
+    def _behind(self) -> None:
+        assert self._grad is not None
+        self._run_backward([self._cut.edge], [self._grad])
+
+    def _again(self, listener: PartlyKept, index_D: Tensor) -> GroupNorms:
+        self.repeats.begin_again()
+        norms = NormPass(listener.total.group_of, shared=set(), repeats=self.repeats, index_D=index_D)
+        norms.only = self._cut.names
+        self._listen(norms, self._behind)
+        norms.streams.join()
+        return norms.norms()
+
+    def add_sums(self, listener: PartlyKept, sums: Sums, weights: ClipWeights, scale: float) -> None:
+        """Contract what was kept, and run the last backward for what was not.
+
+        Args:
+            listener: Has measured.
+            sums: Where sums go.
+            weights: The weights of the samples.
+            scale: As for `BookKeeping.add_sums`.
+        """
+        with torch.no_grad(), full_precision():
+            listener.add_sums(sums, weights, scale)
+        self.repeats.begin_again()
+        behind = SumPass(sums, weights, repeats=self.repeats, expected=listener.seen, several=set())
+        behind.only = self._cut.names
+        self._listen(behind, lambda: torch.autograd.backward([self._cut.edge], [self._grad]))
+        behind.streams.join()
+        with torch.no_grad(), full_precision():
+            behind.finish()
+        behind.streams.part()

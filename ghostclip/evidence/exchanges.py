@@ -1,0 +1,55 @@
+"""What a forward exchanges with other ranks: no evidence of one rank can show whose rows come in."""
+
+import sys
+from typing import Any, Final
+
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ghostclip.errors import UnsupportedModelError
+
+# Operators that bring other ranks' tensors, by what they do; sums over ranks are those of tensor parallelism.
+_EXCHANGES: Final = {
+    **dict.fromkeys(("alltoall_", "alltoall_base_", "all_to_all_single"), "all-to-all"),
+    **dict.fromkeys(("allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_"), "all-gather"),
+    **dict.fromkeys(("all_gather_into_tensor", "all_gather_into_tensor_coalesced"), "all-gather"),
+}
+
+
+class Exchanges(TorchDispatchMode):
+    """Notes what a model's forward exchanges with other ranks.
+
+    Attributes:
+        found: What it does, in order, each once.
+    """
+
+    def __init__(self) -> None:
+        """Note nothing yet."""
+        super().__init__()
+        self.found: dict[str, None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note a collective, and run whatever was called."""
+        what = _EXCHANGES.get(func.overloadpacket.__name__)
+        if what is not None and "c10d" in func.namespace:
+            self.found[what] = None
+        return func(*args, **(kwargs or {}))
+
+    def refuse(self, model: nn.Module) -> None:
+        """Refuse what was noted, where nothing says what it is for.
+
+        Args:
+            model: The model. One whose parameters ranks hold in parts (DTensor) gathers what is its own.
+
+        Raises:
+            UnsupportedModelError: Tensors of other ranks came in.
+        """
+        dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+        if not self.found or any(isinstance(parameter, dtensor) for parameter in model.parameters()):
+            return
+        raise UnsupportedModelError(
+            f"{type(model).__name__} exchanges tensors with other ranks in its forward ({', '.join(self.found)}): a "
+            "parameter here would meet other ranks' records, whose norms are not known (experts that are spread over "
+            "ranks, features gathered for a contrast). Give each rank whole experts and its own records. For sequences "
+            "that are split over ranks, say GhostClipper(model, sequences=ghostclip.distributed.SplitSequences(mesh))."
+        )

@@ -1,0 +1,236 @@
+"""Less memory than an ordinary step: which blocks are run again in the backward, and which get a second backward.
+
+Of a chain of blocks the first ones have their gradients last, when factors of all others have gathered: it is they that
+keep their inputs alone, and the first of them whose factors are dropped once their norms are known, to be formed again
+by a second backward of that part. Price: the forward of every block that keeps its inputs alone, once; of a block with
+a second backward twice, and its input gradients again.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from ghostclip import _torch
+from ghostclip.capture.blocks import BLOCK_KEY
+from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.nodes import nodes_behind
+from ghostclip.capture.row_origin import METADATA_KEY
+from ghostclip.planning import timeline
+from ghostclip.planning.timeline import Timeline
+
+# What a block costs more that keeps its inputs alone, and one that gets a second backward besides: forwards of it.
+_AGAIN: Final = 1
+_TWICE: Final = 2
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What is done to stay within the budget at some sizes of inputs.
+
+    Attributes:
+        blocks: Paths of the blocks whose inputs alone are kept.
+        cut: Number of the block's call at whose end the part begins that gets a second backward; None for none.
+        peak: Bytes that the backward is expected to hold.
+        ordinary: Bytes that the same backward of ordinary training holds.
+    """
+
+    blocks: frozenset[str]
+    cut: int | None
+    peak: int
+    ordinary: int
+
+    @property
+    def share(self) -> float:
+        """What the backward is expected to hold, over what an ordinary one holds."""
+        return self.peak / max(1, self.ordinary)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a backward is interrupted.
+
+    Attributes:
+        edge: The value of the graph whose gradient is all that goes on behind it.
+        ends: Where else the backward up to there ends: captured paths that do not lead to it.
+        names: Parameters that are used behind it and nowhere else, each once.
+    """
+
+    edge: GradientEdge
+    ends: tuple[GradientEdge, ...]
+    names: frozenset[str]
+
+
+class BlockPlanner:
+    """Decides for every size of inputs, and remembers it.
+
+    Attributes:
+        latest: The reduction in force in the latest backward; None before the first.
+        least: What it comes to at the sizes of the latest backward from the next one on; None before the first.
+        dropped: Parameters whose factors the latest backward has dropped and formed again.
+    """
+
+    def __init__(self, budget: float) -> None:
+        """Make a planner without plans.
+
+        Args:
+            budget: The most that a private backward may hold, over what an ordinary one holds; below 1.
+        """
+        self.budget = budget
+        self.latest: Reduction | None = None
+        self.least: Reduction | None = None
+        self.dropped: frozenset[str] = frozenset()
+        self._plans: dict[Any, Reduction] = {}
+
+    def choose(self, sizes: Any, kinds: Mapping[str, Any]) -> Collection[str]:
+        """Return the blocks whose inputs alone are kept in a forward that begins.
+
+        Args:
+            sizes: What tells the sizes of its inputs.
+            kinds: What blocks of one kind have in common, by the block's path.
+
+        Returns:
+            Their paths; at sizes that were not met before, all but the last of each kind, which is looked at.
+        """
+        if sizes in self._plans:
+            return self._plans[sizes].blocks
+        looked_at = {kind: name for name, kind in kinds.items()}
+        return set(kinds) - set(looked_at.values())
+
+    def decide(self, loss: Tensor, forward: ForwardContext, parameters: Mapping[str, Tensor]) -> Reduction | None:
+        """Return the reduction for a backward that is about to run.
+
+        Args:
+            loss: Where it starts.
+            forward: Its forward, whose blocks were watched.
+            parameters: The trainable parameters by name.
+
+        Returns:
+            The reduction; None where the graph does not show what blocks hold.
+        """
+        self.latest, self.dropped = None, frozenset()
+        known = self._plans.get(forward.input_sizes)
+        if known is None:
+            with torch.no_grad():
+                read = timeline.read(loss, forward, parameters.values())
+            if read is None or not any(part.steps for part in read.parts):
+                return None
+            cuts = [number for number in range(len(forward.blocks)) if cut_at(number, loss, forward) is not None]
+            self._plans[forward.input_sizes] = self._cheapest(read, cuts)
+            known = self._of_this_step(read, cuts)
+        self.latest, self.least = known, self._plans[forward.input_sizes]
+        return known
+
+    def interrupt(self, loss: Tensor, forward: ForwardContext) -> Cut | None:
+        """Return where the backward that was decided on is interrupted.
+
+        Args:
+            loss: Where it starts.
+            forward: Its forward.
+
+        Returns:
+            The cut; None where it is not, or where this graph has another form than the one that was looked at.
+        """
+        at = None if self.latest is None else self.latest.cut
+        cut = None if at is None else cut_at(at, loss, forward)
+        self.dropped = frozenset() if cut is None else cut.names
+        return cut
+
+    def _cheapest(self, read: Timeline, cuts: Sequence[int]) -> Reduction:
+        """Return what costs least and fits; where nothing fits, what holds least."""
+        ordinary, calls = read.ordinary_peak(), read.calls
+        able = [number for number, call in enumerate(calls) if call.may_be]
+        found: list[tuple[bool, float, Reduction]] = []
+        for cut in (None, *cuts):
+            behind = 0 if cut is None else sum(number <= cut for number in able)
+            counts = range(behind, len(able) + 1)
+            low, high = 0, len(counts) - 1
+            while low < high:
+                middle = (low + high) // 2
+                fits = read.peak(frozenset(able[: counts[middle]]), cut) <= self.budget * ordinary
+                low, high = (low, middle) if fits else (middle + 1, high)
+            count = counts[low]
+            peak = read.peak(frozenset(able[:count]), cut)
+            names = frozenset(calls[number].name for number in able[:count])
+            reduction = Reduction(names, cut, peak, ordinary)
+            price = _AGAIN * count + _TWICE * (0 if cut is None else cut + 1)
+            over = peak > self.budget * ordinary
+            found.append((over, peak if over else price, reduction))
+        return min(found, key=lambda one: one[:2])[2]
+
+    def _of_this_step(self, read: Timeline, cuts: Sequence[int]) -> Reduction:
+        """Return the reduction for the step whose blocks were looked at: its choice of blocks is made already."""
+        ordinary = read.ordinary_peak()
+        again = frozenset(number for number, call in enumerate(read.calls) if call.recomputed)
+        names = frozenset(read.calls[number].name for number in again)
+        peaks = [(read.peak(again, cut), cut) for cut in (None, *cuts)]
+        fitting = [found for found in peaks if found[0] <= self.budget * ordinary]
+        peak, cut = fitting[0] if fitting else min(peaks, key=lambda found: found[0])
+        return Reduction(names, cut, peak, ordinary)
+
+
+def cut_at(number: int, loss: Tensor, forward: ForwardContext) -> Cut | None:
+    """Return where a backward may be interrupted.
+
+    Args:
+        number: Number of a block's call in the forward.
+        loss: Where the backward will start.
+        forward: The forward.
+
+    Returns:
+        The end of the block; None where something else leads from the loss to what is behind it, which would be gone
+        through twice, or to a leaf outside the model.
+    """
+    nodes = nodes_behind([loss.grad_fn])
+    ending = [node for node in nodes if node.metadata.get(BLOCK_KEY) == number]
+    uses = {node: node.metadata[METADATA_KEY] for node in nodes if METADATA_KEY in node.metadata}
+    if len(ending) != 1 or any(use.forward is not forward for use in uses.values()):
+        return None
+    cut = ending[0]
+    behind = set(nodes_behind([cut]))
+    before = _reached(loss.grad_fn, cut)
+    anchor = forward.around.anchor
+    leaves = [_torch.leaf_of(node) for node in before]
+    if any(leaf is not None and leaf is not anchor for leaf in leaves):
+        return None
+    if any(node in behind and _torch.leaf_of(node) is None for node in before):
+        return None
+    leading = _leading_to(cut, nodes)
+    ends = [GradientEdge(node, 0) for node in before - leading if _ends_at(node, anchor)]
+    outside = {name for node, use in uses.items() if node in before for name in use.site.names}
+    inside = {name for node, use in uses.items() if node in behind for name in use.site.names}
+    once = {name for name in inside - outside if forward.use_counts[name] == 1}
+    return Cut(GradientEdge(cut, 0), tuple(ends), frozenset(once))
+
+
+def _ends_at(node: Any, anchor: Tensor) -> bool:
+    return any(following is not None and _torch.leaf_of(following) is anchor for following, _ in node.next_functions)
+
+
+def _reached(start: Any, cut: Any) -> set[Any]:
+    """Return the nodes that a backward reaches without passing a node."""
+    pending, seen = [start], {start}
+    while pending:
+        for following, _ in pending.pop().next_functions:
+            if following is not None and following is not cut and following not in seen:
+                seen.add(following)
+                pending.append(following)
+    return seen
+
+
+def _leading_to(cut: Any, nodes: Sequence[Any]) -> set[Any]:
+    """Return the nodes from which a backward leads to a node."""
+    above: dict[Any, list[Any]] = {}
+    for node in nodes:
+        for following, _ in node.next_functions:
+            above.setdefault(following, []).append(node)
+    pending, seen = [cut], set[Any]()
+    while pending:
+        for node in above.get(pending.pop(), []):
+            if node not in seen:
+                seen.add(node)
+                pending.append(node)
+    return seen
