@@ -180,9 +180,9 @@ class PrivacyEngine:
                 given, as some layers may get two backwards; see `ghostclip.GhostClipper`.
 
         Returns:
-            (module, optimizer, data_loader); or (module, optimizer, criterion, data_loader) for "ghost", and for "fast",
-            "graph" and a memory budget below 1 if a criterion is given: then `criterion(output, target).backward()` runs
-            both passes, or the whole step as one graph.
+            (module, optimizer, data_loader); or (module, optimizer, criterion, data_loader) for "ghost", and if a
+            criterion is given for "fast", "graph" and a memory budget below 1: then
+            `criterion(output, target).backward()` runs both passes, or the whole step as one graph.
 
         Raises:
             InvalidOptionError: If an option is out of range, unknown or contradicts another.

@@ -286,7 +286,7 @@ def _narrowest(model: nn.Module) -> torch.dtype:
     for kind in {p.device.type for p in model.parameters()}:
         if torch.is_autocast_enabled(kind):
             dtypes += [torch.get_autocast_dtype(kind)]
-    return max((dtype for dtype in dtypes if dtype in _ALIKE), key=lambda dtype: _ALIKE[dtype])
+    return max((dtype for dtype in dtypes if dtype in _ALIKE), key=lambda dtype: _ALIKE[dtype], default=torch.float32)
 
 
 def _together(results: list[Any], counts: list[int], axis: int) -> Any:

@@ -170,21 +170,11 @@ def test_other_shapes_beyond_the_most_graphs_are_eager():
 
 
 def test_dropout_draws_what_the_eager_engine_draws():
-    model = net(p=0.5)
-    step = warmed(model)
+    step, data = warmed(model := net(p=0.5)), batch()
     torch.manual_seed(9)
-    step(*batch())
-    got = sums(model)
-    torch.manual_seed(0)
-    data = batch()
-    torch.manual_seed(0)
-    batch()
-    state = torch.get_rng_state()
-    model.zero_grad()
-    step.clipper.reset()
     step(*data)
-    got = sums(model).clone()
-    torch.set_rng_state(state)
+    got = sums(model)
+    torch.manual_seed(9)
     torch.testing.assert_close(got, eager_sums(model, *data)[0])
 
 
@@ -272,15 +262,11 @@ def test_lora_and_a_shared_layer_in_two_forwards():
 @pytest.mark.slow
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_inductor_computes_what_operations_one_by_one_do(p):
-    model = net(p=p)
-    step = warmed(model, options=GraphOptions())
-    torch.manual_seed(4)
-    step(*(data := batch()))
-    got = sums(model).clone()
-    other = net(p=p)
-    plain = warmed(other)
-    torch.manual_seed(4)
-    plain(*data)
-    torch.manual_seed(4)
-    batch()
-    torch.testing.assert_close(got, sums(other), rtol=1e-9, atol=1e-12)
+    data, found = batch(), []
+    for options in (GraphOptions(), ATEN):
+        step = warmed(model := net(p=p), options=options)
+        torch.manual_seed(4)
+        step(*data)
+        found.append(sums(model))
+        assert not step.reasons
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
