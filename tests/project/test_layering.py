@@ -52,6 +52,7 @@ ORDERED = {
         "batch_axis",
         "casts",
         "eager",
+        "gathering",
         "growth",
         "packed",
         "replicas",
