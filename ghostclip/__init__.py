@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ghostclip.data import BatchMemoryManager, DeclaredSampling, DPDataLoader, PhysicalBatches
     from ghostclip.engine import PrivacyEngine
     from ghostclip.facade import GradSampleModule
+    from ghostclip.graph import GraphOptions, GraphStep
     from ghostclip.optim import DPOptimizer
     from ghostclip.rules import register_rule
     from ghostclip.validation.check import check
@@ -31,6 +32,8 @@ __all__ = [
     "DeclaredSampling",
     "GhostClipper",
     "GradSampleModule",
+    "GraphOptions",
+    "GraphStep",
     "ModuleValidator",
     "PhysicalBatches",
     "PrivacyEngine",
@@ -50,6 +53,8 @@ _HOME_OF = {
     "DeclaredSampling": "ghostclip.data",
     "GhostClipper": "ghostclip.clipper",
     "GradSampleModule": "ghostclip.facade",
+    "GraphOptions": "ghostclip.graph",
+    "GraphStep": "ghostclip.graph",
     "ModuleValidator": "ghostclip.validation.fixers",
     "PhysicalBatches": "ghostclip.data",
     "PrivacyEngine": "ghostclip.engine",
@@ -70,6 +75,7 @@ _SUBMODULES = frozenset(
         "distributed",
         "errors",
         "facade",
+        "graph",
         "integrations",
         "kernels",
         "losses",

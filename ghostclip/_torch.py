@@ -788,3 +788,70 @@ def mark_untraced(function: Any, *, reason: str) -> None:
     """
     function._torchdynamo_disable = True
     function._torchdynamo_disable_msg = reason
+
+
+# ---------------------------------------------------------------- graphs of operations
+
+
+def traced(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
+    """Return the graph of aten operations of a function, none of which runs: ``torch.fx.experimental.proxy_tensor``.
+
+    Args:
+        function: From tensors to tensors.
+        inputs: Tensors of the shapes it is traced for; their values are not read.
+
+    Returns:
+        A ``torch.fx.GraphModule`` whose nodes have what they are worth (``meta["val"]``), without memory.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+
+
+def functional(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the same function without changes in place: ``torch.func.functionalize``, which is of no stable form."""
+    return torch.func.functionalize(function)
+
+
+def compiled(graph: Any, inputs: Sequence[Tensor], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Compile a graph by Inductor, without Dynamo: ``torch._inductor.compile``.
+
+    Args:
+        graph: A ``torch.fx.GraphModule`` of aten operations.
+        inputs: Tensors of the shapes it is compiled for.
+        options: Inductor's.
+
+    Returns:
+        What takes such tensors and returns the graph's outputs.
+    """
+    import torch._inductor
+
+    function: Callable[..., Any] = torch._inductor.compile(graph, list(inputs), options=dict(options))
+    return function
+
+
+def inductor_options(mode: str) -> dict[str, Any]:
+    """Return the options of Inductor that a mode of ``torch.compile`` stands for: ``torch._inductor``."""
+    import torch._inductor
+
+    return dict(torch._inductor.list_mode_options(mode))
+
+
+def tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return what holds a module's children, parameters and buffers: ``_modules``, ``_parameters``, ``_buffers``."""
+    return module._modules, module._parameters, module._buffers
+
+
+@contextmanager
+def steps_taken_apart() -> Iterator[None]:
+    """Yield while recurrent layers run step by step, and not as one operation of oneDNN: ``torch._C``.
+
+    Yields:
+        Nothing.
+    """
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)

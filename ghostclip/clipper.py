@@ -3,7 +3,7 @@
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, Final, Literal, get_args
 
@@ -27,7 +27,7 @@ from ghostclip.clipping.loss_scale import refuse_common_factor
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.parts import PartlyKept, Parts
 from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, Pass, Sequences, SumPass
-from ghostclip.clipping.policies import ClipPolicy, policy_of
+from ghostclip.clipping.policies import ClipPolicy, Layout, policy_of
 from ghostclip.clipping.repeats import Repeats, Verdict
 from ghostclip.clipping.savepoint import Savepoint
 from ghostclip.clipping.scalar_loss import LossExaminer
@@ -44,9 +44,11 @@ from ghostclip.planning.plan import MEMORY_BUDGET, Planner
 
 _log = logging.getLogger(__name__)
 
-Strategy = Literal["auto", "bookkeeping", "ghost", "fast", "hooks"]
+Strategy = Literal["auto", "bookkeeping", "ghost", "fast", "hooks", "graph"]
 Reduction = Literal["mean", "sum"]
 _TWO_PASS: Final = ("ghost", "fast")
+# Strategies that leave it to the forward how it is clipped.
+_CHOOSES: Final = ("auto", "graph")
 _NO_BLOCKS: Final = (
     "the model shows no repeated blocks that can be run again in the backward (modules of one class in a ModuleList or "
     "Sequential, called on tensors, without activation checkpointing of their own), so that an ordinary step's memory "
@@ -71,6 +73,8 @@ class GhostClipper:
     - ``"fast"``: as ghost, with per-layer per-sample gradients formed for the norm and dropped.
     - ``"hooks"``: per-sample gradients materialised in ``p.grad_sample``.
     - ``"auto"``: book-keeping, or ghost when activation checkpointing is active.
+    - ``"graph"``: the whole step compiled as one graph, by `ghostclip.GraphStep`; what was run before `backward` is
+      clipped as by ``"auto"``.
 
     Privacy:
         The sum's L2 sensitivity is :meth:`sensitivity`: ``max_grad_norm`` when one sample is added, removed, or
@@ -177,11 +181,14 @@ class GhostClipper:
     def _refuse_budget(self, memory_budget: float, strategy: str) -> None:
         """Refuse a budget below 1 where nothing can be chosen to keep it."""
         _validate.positive(memory_budget, "memory_budget", allow_infinity=True)
-        alone = self._sequences is None and self._sharded is None
-        fits = not self.device_only and alone and strategy in ("auto", "bookkeeping")
-        if memory_budget < 1 and not fits:
-            given = "device_only=True" if self.device_only else f"strategy={strategy!r}"
-            given = given if alone else "sequences" if self._sharded is None else "a model that ranks hold in parts"
+        reasons = {
+            "device_only=True": self.device_only,
+            "sequences": self._sequences is not None,
+            "a model that is sharded": self._sharded is not None,
+            f"strategy={strategy!r}": strategy not in ("auto", "bookkeeping"),
+        }
+        given = next((reason for reason, holds in reasons.items() if holds), None)
+        if memory_budget < 1 and given is not None:
             raise InvalidOptionError(
                 f"memory_budget={memory_budget} with {given}: below 1 every layer gets one backward or two as memory "
                 "allows, and the two are compared. Use strategy='auto', or a budget of 1 or more."
@@ -319,13 +326,14 @@ class GhostClipper:
 
     def resolve_strategy(self) -> str:
         """Return the strategy for the latest forward: what was asked for, or what ``"auto"`` decides and why."""
-        if self.strategy != "auto":
+        if self.strategy not in _CHOOSES:
             return self.strategy
+        asked = f"strategy {self.strategy!r}"
         cut_by_us = self._reducer is not None and not self._capture.forward.checkpointed_by_model
         if self._capture.is_checkpointed() and self._sequences is None and not cut_by_us:
-            self._say("strategy 'auto': two backward passes ('ghost'), because activation checkpointing is active.")
+            self._say(f"{asked}: two backward passes ('ghost'), because activation checkpointing is active.")
             return "ghost"
-        self._say("strategy 'auto': book-keeping, one backward pass.")
+        self._say(f"{asked}: book-keeping, one backward pass.")
         return "bookkeeping"
 
     def _two_passes(self, loss: Tensor, *, per_sample: bool, instantiate: bool) -> None:
@@ -462,9 +470,56 @@ class GhostClipper:
             self._groups(), kept_layers=kept_layers, device_only=self.device_only, sequences=self._sequences
         )
 
+    # -- sums that were computed elsewhere ------------------------------------------------------------------------
+
+    @property
+    def completes_alone(self) -> bool:
+        """Whether a backward here completes norms and sums: no sequence is split over ranks, no other stage follows."""
+        return self._sequences is None and self._held is None
+
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Return a context in which forwards of the model run as without a clipper: they are only written down."""
+        return self._capture.unwatched()
+
+    def clip_groups(self) -> Layout:
+        """Return the clip groups of the parameters that are trainable now, with their bounds."""
+        self._groups()
+        return self._decisions.layout
+
+    def add_computed(
+        self,
+        *,
+        norm_GB: list[Tensor],
+        coef_GB: list[Tensor],
+        certain_B: Tensor | None,
+        sums: Mapping[str, Tensor],
+        inputs: Sequence[Tensor],
+    ) -> None:
+        """Take in the clipped sums of a batch that were computed elsewhere, by this clipper's policy.
+
+        Args:
+            norm_GB: Norms of each clip group, shape ``(B,)`` each, rounded up.
+            coef_GB: Coefficients of each group, as the policy makes them of these.
+            certain_B: Samples that were not left out as uncertain, shape ``(B,)``; None where none was.
+            sums: Sum by parameter name, float32 or float64; not used any more by who calls.
+            inputs: The tensors of the batch, for `note_inputs`.
+        """
+        rows, note = norm_GB[0].numel(), self._capture.note_inputs
+        noted = [] if note is None else [note(inputs, rows)]
+        self._decisions.adopt(norm_GB, coef_GB, certain_B)
+
+        def add() -> None:
+            with torch.no_grad():
+                for name, own in sums.items():
+                    self._store.add(name, own)
+
+        self._all_or_nothing(add)
+        self._decisions.close(rows, noted)
+        self._store.finish()
+
     def _open_implicit_pass(self, use: ParamUse | None) -> None:
         """Begin listening to a plain ``loss.backward()``; it completes when that backward ends."""
-        strategy = "bookkeeping" if self.strategy == "auto" else self.strategy
+        strategy = "bookkeeping" if self.strategy in _CHOOSES else self.strategy
         if strategy in _TWO_PASS:
             message = (
                 f"strategy '{strategy}' takes two backward passes: call clipper.backward(loss) instead of "
@@ -724,7 +779,7 @@ class GhostClipper:
         """
         reduced = None if self._reducer is None or self._reducer.latest is None else self._reducer
         decided = "ghost" if reduced is None and self._capture.is_checkpointed() else "bookkeeping"
-        strategy = decided if self.strategy == "auto" else self.strategy
+        strategy = decided if self.strategy in _CHOOSES else self.strategy
         sites, unchecked = self._capture.sites.table.values(), str(self.unchecked)
         return coverage_of(
             self.model, sites, strategy=strategy, kept=self.planner.latest, reduced=reduced, unchecked=unchecked

@@ -150,8 +150,8 @@ class PrivacyEngine:
             module: The model, in training mode.
             optimizer: Its optimizer; several over disjoint parameters in a list, for which as many are returned, with
                 one release and one entry in the account for all of them.
-            criterion: The loss function, for the two-pass strategies "ghost" and "fast", which need the losses apart by
-                sample; the others use it as it is.
+            criterion: The loss function, for "ghost", "fast" and "graph", which need the losses apart by sample; the
+                others use it as it is.
             data_loader: The loader; its batch size over the number of records becomes the sampling rate. A
                 `ghostclip.DeclaredSampling` instead, if you sample batches yourself.
             noise_multiplier: σ, the noise's standard deviation in units of the sensitivity.
@@ -164,7 +164,7 @@ class PrivacyEngine:
             clipping: "flat", "per_layer", "adaptive", "automatic", "normalised", "psac", or a clip policy (see
                 `ghostclip.clipping.policies`).
             noise_generator: Makes the noise reproducible, and so not private against who knows it.
-            grad_sample_mode: The clipping strategy: "auto", "bookkeeping", "ghost", "fast" or "hooks".
+            grad_sample_mode: The clipping strategy: "auto", "bookkeeping", "ghost", "fast", "hooks" or "graph".
             wrap_model: False attaches to the model and returns only a handle with `cleanup()` in its place.
             rand_on_empty: Only False: batches without records are steps of pure noise.
             target_unclipped_quantile: Share of samples that clipping="adaptive" leaves unclipped; 0.5 by default.
@@ -180,9 +180,9 @@ class PrivacyEngine:
                 given, as some layers may get two backwards; see `ghostclip.GhostClipper`.
 
         Returns:
-            (module, optimizer, data_loader); or (module, optimizer, criterion, data_loader) for "ghost", and for "fast"
-            and a memory budget below 1 if a criterion is given: then `criterion(output, target).backward()` runs both
-            passes.
+            (module, optimizer, data_loader); or (module, optimizer, criterion, data_loader) for "ghost", and if a
+            criterion is given for "fast", "graph" and a memory budget below 1: then
+            `criterion(output, target).backward()` runs both passes, or the whole step as one graph.
 
         Raises:
             InvalidOptionError: If an option is out of range, unknown or contradicts another.
@@ -267,7 +267,7 @@ class PrivacyEngine:
         Args:
             module: The model, in training mode.
             optimizer: Its optimizer, or several in a list, as for `make_private`.
-            criterion: The loss function, for the two-pass strategies "ghost" and "fast".
+            criterion: The loss function, for the strategies "ghost", "fast" and "graph".
             data_loader: The loader; its batch size over the number of records becomes the sampling rate. A
                 `ghostclip.DeclaredSampling` instead, if you sample batches yourself.
             target_epsilon: ε that must not be exceeded after `epochs`.
@@ -279,7 +279,7 @@ class PrivacyEngine:
             poisson_sampling: Whether batches are sampled as the accountant assumes.
             clipping: As for `make_private`.
             noise_generator: Makes the noise reproducible, and so not private against who knows it.
-            grad_sample_mode: The clipping strategy: "auto", "bookkeeping", "ghost", "fast" or "hooks".
+            grad_sample_mode: The clipping strategy: "auto", "bookkeeping", "ghost", "fast", "hooks" or "graph".
             wrap_model: False attaches to the model and returns only a handle with `cleanup()` in its place.
             target_unclipped_quantile: As for `make_private`.
             clipbound_learning_rate: As for `make_private`.

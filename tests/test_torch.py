@@ -968,3 +968,63 @@ def test_one_process_is_not_one_of_several_ranks():
 
 def test_a_cpu_has_no_stream():
     assert _torch.current_stream(torch.device("cpu")) is None
+
+
+def test_a_traced_function_is_a_graph_of_operations_that_knows_shapes():
+    graph = _torch.traced(lambda x, y: (x @ y).sum(), [torch.ones(2, 3), torch.ones(3, 4)])
+    nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
+    assert [str(node.target) for node in nodes] == ["aten.mm.default", "aten.sum.default"]
+    assert tuple(nodes[0].meta["val"].shape) == (2, 4)
+    assert graph(torch.ones(2, 3), torch.ones(3, 4)).item() == 24
+
+
+def test_a_traced_function_may_read_no_value():
+    with pytest.raises(Exception, match="data-dependent"):
+        _torch.traced(lambda x: x * 2 if x.sum() > 0 else x, [torch.ones(2)])
+
+
+def test_a_functional_graph_changes_nothing_in_place():
+    def changing(x):
+        y = x.clone()
+        y[0] = 5
+        y.add_(1)
+        return y
+
+    graph = _torch.traced(_torch.functional(changing), [torch.ones(3)])
+    assert not any(str(node.target).split(".")[1].endswith("_") for node in graph.graph.nodes if "aten" in str(node))
+    assert graph(torch.ones(3)).tolist() == [6.0, 2.0, 2.0]
+
+
+@pytest.mark.slow
+def test_a_compiled_graph_computes_what_the_graph_does():
+    x = torch.arange(6.0).view(2, 3)
+    graph = _torch.traced(lambda x: [(x * 2).cos(), x.sum(0)], [x])
+    with torch.no_grad():
+        run = _torch.compiled(graph, [x], _torch.inductor_options("default"))
+        for got, want in zip(run(x), graph(x), strict=True):
+            torch.testing.assert_close(got, want)
+
+
+def test_modes_of_the_compiler_stand_for_options():
+    assert _torch.inductor_options("max-autotune")["max_autotune"] is True
+
+
+def test_tables_hold_what_a_module_is_made_of():
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    children, _, _ = _torch.tables(module)
+    _, parameters, buffers = _torch.tables(module[0])
+    assert list(children) == ["0"]
+    assert parameters["weight"] is module[0].weight
+    assert buffers["running_mean"] is module[0].running_mean
+
+
+def test_recurrent_layers_run_step_by_step_where_they_are_taken_apart():
+    layer, x = nn.LSTM(2, 3), torch.ones(4, 1, 2)
+
+    def names():
+        graph = _torch.traced(lambda x: layer(x)[0], [x])
+        return {str(node.target) for node in graph.graph.nodes}
+
+    with _torch.steps_taken_apart():
+        assert not any("mkldnn_rnn" in name for name in names())
+    assert torch.backends.mkldnn.enabled == torch.backends.mkldnn.is_available()

@@ -30,7 +30,7 @@ from ghostclip.errors import (
     UncoveredParameterError,
     UnsupportedModelError,
 )
-from ghostclip.facade import GradSampleHooks, GradSampleModule, PrivateCriterion, strategy_of
+from ghostclip.facade import GradSampleHooks, GradSampleModule, PrivateCriterion, defer, strategy_of
 from ghostclip.noise import LEVELS, NoiseSource
 from ghostclip.noise.keyed import KeyedNoise
 from ghostclip.optim import DPOptimizer, MemberOptimizer
@@ -211,12 +211,25 @@ def _around(
         # Opacus's default, which scripts for its ghost mode rely on.
         criterion = nn.CrossEntropyLoss(reduction=request.loss_reduction)
     if criterion is None:
+        _refuse_without_criterion(request)
         return private_module, returned, loader
     # Built for every strategy: it refuses a reduction that would scale the gradients before they are clipped.
     private_criterion = PrivateCriterion(clipper, criterion)
+    if request.grad_sample_mode == "graph":
+        if isinstance(private_module, GradSampleModule):
+            defer(private_module, private_criterion)
+        return private_module, returned, private_criterion, loader
     if request.grad_sample_mode in _TWO_PASS or request.memory_budget < 1:
         return private_module, returned, private_criterion, loader
     return private_module, returned, loader
+
+
+def _refuse_without_criterion(request: Request) -> None:
+    if request.grad_sample_mode == "graph" and request.wrap_model:
+        raise InvalidOptionError(
+            "grad_sample_mode='graph' without criterion=: forward, loss and backward are compiled together. Give "
+            "criterion= and use the one that is returned, or wrap_model=False with ghostclip.GraphStep."
+        )
 
 
 def _bare(module: nn.Module, optimizer: Optimizer) -> nn.Module:

@@ -135,6 +135,7 @@ class CaptureContext:
         self._full_backward = False
         self._running: Running | None = None
         self._sites_before = 0
+        self._unwatched = False
         self._compiler: Any = None
         self._watch = hooks.Watch()
         self._attach()
@@ -167,6 +168,8 @@ class CaptureContext:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Begin a module call; returns inputs to run on in the place of its own, None to keep them."""
+        if self._unwatched:
+            return None
         quieten_wrapper(self.model)
         if self._running is not None and self._running.was_broken_off(module):
             self._break_off()
@@ -260,16 +263,8 @@ class CaptureContext:
 
         Args:
             choose: As for `Blocks`.
-
-        Raises:
-            UnsupportedModelError: Parameters exist only while their modules run.
         """
-        if self.substitution.units:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__}: memory_budget below 1 runs blocks again in the backward, and the "
-                "parameters of sharded ones exist only while they run. Apply activation checkpointing to the model, "
-                "and leave memory_budget at 1 or more."
-            )
+        assert not self.substitution.units, "what is run again must have its parameters then"
         self._blocks = Blocks(self.model, self._anchor, choose)
 
     def _give_back(self) -> bool:
@@ -319,6 +314,8 @@ class CaptureContext:
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """End a module call; returns what to return in the place of its output, None to keep it."""
+        if self._unwatched:
+            return None
         captured = self._opaque.leave(module, output, self.forward)
         left = None
         if self._give_back():
@@ -406,6 +403,21 @@ class CaptureContext:
             yield
         finally:
             self.forward = latest
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Yield while forwards run as without a clipper, and no compiler takes them: they are written down elsewhere.
+
+        Yields:
+            Nothing.
+        """
+        before, self._unwatched = self._unwatched, True
+        compiler = eager.suspend()
+        try:
+            yield
+        finally:
+            self._unwatched = before
+            eager.resume(compiler)
 
     @contextmanager
     def substituted(self) -> Iterator[None]:

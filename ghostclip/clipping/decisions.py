@@ -127,6 +127,19 @@ class Decisions:
         shown = 1.0 if self.plain and all(map(math.isinf, layout.bounds)) else scale
         return ClipWeights(_scaled(coef_GB, shown), layout.group_of, keep_B, ill_conditioned_B)
 
+    def adopt(self, norm_GB: list[Tensor], coef_GB: list[Tensor], certain_B: Tensor | None) -> None:
+        """Take over what was decided elsewhere, by the same policy.
+
+        Args:
+            norm_GB: Norms, group by group.
+            coef_GB: Coefficients.
+            certain_B: Samples that were not left out; None where all are known to be certain.
+        """
+        self.norm_GB, self.coef_GB = norm_GB, coef_GB
+        self._non_finite = 0
+        if certain_B is not None:
+            self._counted(certain_B)
+
     def _counted(self, certain_B: Tensor) -> Tensor:
         """Count the samples that are left out, on their device."""
         self._non_finite = left_out = (~certain_B).sum()

@@ -190,6 +190,24 @@ class GradientStore:
         if old:
             _torch.add_all_(*map(list, zip(*old, strict=True)))
 
+    def add(self, name: str, own: Tensor) -> None:
+        """Add the clipped sum of a parameter.
+
+        Args:
+            name: Its name.
+            own: Shape of the parameter, float32 or float64, not used any more by who calls: it becomes the accumulator
+                where an optimizer owns these and there is none.
+        """
+        parameter = self._parameters[name]
+        if self.owned and own.is_contiguous() and parameter not in self._sums:
+            self._sums[parameter] = own
+            return
+        buffer, is_new = self.buffer(name)
+        if is_new:
+            buffer.copy_(own)
+        else:
+            buffer += own
+
     def _buffer_of_whole(self, name: str, parameter: nn.Parameter) -> tuple[Tensor, bool]:
         whole = self._whole.get(parameter)
         if whole is not None:

@@ -106,6 +106,8 @@ class ShardDelivery:
             whole: Shape of the whole parameter.
         """
         before = self._waiting.get(id(parameter))
+        # Of one type on all ranks, also where small layers that were put together are summed in what the model runs in.
+        whole = whole.to(_wide(parameter))
         self._waiting[id(parameter)] = whole if before is None else before.add_(whole)
         while self._at_once and self._next < len(self._buckets) and self._is_full(self._buckets[self._next]):
             self._send(self._buckets[self._next])
@@ -196,6 +198,11 @@ class ShardDelivery:
                     ),
                 )
             )
+
+
+def _wide(parameter: nn.Parameter) -> torch.dtype:
+    """Return the type of a parameter's sum."""
+    return torch.promote_types(parameter.dtype, torch.float32)
 
 
 def _by_rank(whole: Tensor, placement: Placement) -> Tensor:

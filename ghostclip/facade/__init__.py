@@ -5,6 +5,6 @@ The objects hold no hooks and compute nothing: all of that is the clipper's.
 
 from ghostclip.facade.criterion import PrivateCriterion, PrivateLoss
 from ghostclip.facade.modes import MODES, strategy_of
-from ghostclip.facade.module import GradSampleHooks, GradSampleModule
+from ghostclip.facade.module import GradSampleHooks, GradSampleModule, defer
 
-__all__ = ["MODES", "GradSampleHooks", "GradSampleModule", "PrivateCriterion", "PrivateLoss", "strategy_of"]
+__all__ = ["MODES", "GradSampleHooks", "GradSampleModule", "PrivateCriterion", "PrivateLoss", "defer", "strategy_of"]

@@ -5,8 +5,8 @@ Shape legend: B samples, `...` positions of one sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -14,6 +14,31 @@ from ghostclip.errors import LossReductionError
 
 if TYPE_CHECKING:
     from ghostclip.clipper import GhostClipper
+
+
+class Defers(Protocol):
+    """What computes losses together with their backward."""
+
+    def loss(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PrivateLoss | None:
+        """Note a call of the criterion.
+
+        Args:
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            What stands for the loss; None where it is computed at once.
+        """
+
+    def resolved(self, tree: Any) -> Any:
+        """Return arguments with the values of what was deferred among them.
+
+        Args:
+            tree: Positional and keyword arguments.
+
+        Returns:
+            The same containers.
+        """
 
 
 class PrivateLoss:
@@ -98,6 +123,11 @@ class PrivateCriterion:
     reason class weights multiply, but the batch's total weight does not divide. Any other callable must return one loss
     per sample itself.
 
+    Attributes:
+        clipper: As given.
+        criterion: As given.
+        deferral: What computes losses together with their backward; None where they are computed as they are called.
+
     Args:
         clipper: What runs the two passes.
         criterion: The user's criterion.
@@ -115,6 +145,7 @@ class PrivateCriterion:
             )
         self.clipper = clipper
         self.criterion = criterion
+        self.deferral: Defers | None = None
 
     def __call__(self, *args: Any, shape: Sequence[int] | None = None, **kwargs: Any) -> PrivateLoss:
         """Compute the losses of a batch.
@@ -126,6 +157,24 @@ class PrivateCriterion:
 
         Returns:
             A loss with `backward()` and `item()`.
+        """
+        if self.deferral is not None:
+            deferred = self.deferral.loss(args, kwargs if shape is None else {**kwargs, "shape": tuple(shape)})
+            if deferred is not None:
+                return deferred
+            args, kwargs = self.deferral.resolved((args, kwargs))
+        return PrivateLoss(self.clipper, self.per_sample(*args, shape=shape, **kwargs))
+
+    def per_sample(self, *args: Any, shape: Sequence[int] | None = None, **kwargs: Any) -> torch.Tensor:
+        """Compute the losses of a batch's samples.
+
+        Args:
+            *args: As for a call.
+            shape: As for a call.
+            **kwargs: As for a call.
+
+        Returns:
+            The losses, `[B]`.
 
         Raises:
             LossReductionError: If the criterion does not give a value per sample.
@@ -140,7 +189,7 @@ class PrivateCriterion:
         if shape is not None and values.shape[0] == shape[0] * shape[1]:
             values = values.reshape(shape[0], shape[1], *values.shape[1:])
             keep = None if keep is None else keep.reshape(values.shape)
-        return PrivateLoss(self.clipper, self._per_sample(values, keep))
+        return self._per_sample(values, keep)
 
     def _unreduced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the criterion without its reduction, which is put back afterwards."""

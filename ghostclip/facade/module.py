@@ -12,6 +12,8 @@ from torch import nn
 
 from ghostclip import _torch
 from ghostclip.errors import UnsupportedModelError
+from ghostclip.facade.criterion import PrivateCriterion
+from ghostclip.facade.deferred import Deferral
 from ghostclip.facade.handle import ClipperHandle, attached_clipper
 
 if TYPE_CHECKING:
@@ -92,6 +94,7 @@ class GradSampleModule(ClipperHandle, nn.Module):
         super().__init__()
         attached = attached_clipper(m, clipper, strict=strict, batch_first=batch_first, loss_reduction=loss_reduction)
         self.__dict__["clipper"] = attached
+        self.__dict__["deferral"] = None
         self.train(m.training)
         self.add_module("_module", m)
         self.register_load_state_dict_pre_hook(_with_prefix)
@@ -106,6 +109,9 @@ class GradSampleModule(ClipperHandle, nn.Module):
         Returns:
             What the model returns.
         """
+        deferral = self.__dict__.get("deferral")
+        if deferral is not None and deferral.defers(self):
+            return deferral.output(args, kwargs)
         if self.clipper is None and self.training and torch.is_grad_enabled() and self not in _TOLD:
             _TOLD.add(self)
             _log.warning(
@@ -209,7 +215,7 @@ class GradSampleModule(ClipperHandle, nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the clipper out of copies and pickles: a second model must not write into the first one's sums."""
-        return {**super().__getstate__(), "clipper": None}
+        return {**super().__getstate__(), "clipper": None, "deferral": None}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._module!r})"
@@ -225,3 +231,14 @@ def _with_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *re
     inside = prefix + _PREFIX
     for key in [k for k in state_dict if k.startswith(prefix) and not k.startswith(inside)]:
         state_dict[inside + key[len(prefix) :]] = state_dict.pop(key)
+
+
+def defer(module: GradSampleModule, criterion: PrivateCriterion) -> None:
+    """Let a private model and its criterion compute forward, loss and backward together.
+
+    Args:
+        module: The private model.
+        criterion: The criterion that is used with it.
+    """
+    assert module.clipper is not None
+    module.__dict__["deferral"] = criterion.deferral = Deferral(module.clipper, criterion)

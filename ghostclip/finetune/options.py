@@ -15,7 +15,7 @@ from ghostclip.errors import InvalidOptionError, ResumeError
 
 TASKS = ("text", "answers", "classify")
 TOYS = ("gpt2", "llama")
-STRATEGIES = ("auto", "bookkeeping", "ghost", "fast", "hooks")
+STRATEGIES = ("auto", "bookkeeping", "ghost", "fast", "hooks", "graph")
 DTYPES = ("float32", "bfloat16")
 # As in ghostclip.integrations.vocabulary_head, which takes longer to load.
 HEADS = ("auto", "fused", "logits")
@@ -96,9 +96,9 @@ class FinetuneOptions:
 
     @property
     def head(self) -> str:
-        """How losses of tokens are computed; what strategy "hooks" shows of a head needs its logits."""
-        is_shown = self.strategy == "hooks" and self.vocabulary_head == "auto"
-        return "logits" if is_shown else self.vocabulary_head
+        """How losses of tokens are computed; "hooks" shows what needs a head's logits, "graph" is written in them."""
+        needed = self.strategy in ("hooks", "graph") and self.vocabulary_head == "auto"
+        return "logits" if needed else self.vocabulary_head
 
     @property
     def rate(self) -> float:

@@ -9,7 +9,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,7 @@ class PrivateTraining:
     """
 
     def __init__(self, prepared: Prepared) -> None:
-        self.mechanism = mechanism = prepared.mechanism
+        self.mechanism = prepared.mechanism
         self.options = options = prepared.options
         self.state = prepared.state
         self.measures = StepMeasures()
@@ -68,25 +68,13 @@ class PrivateTraining:
         self._engine = ghostclip.PrivacyEngine(
             accountant=ACCOUNTANT, secure_mode=options.secure_noise, ledger=self._point.ledger
         )
-        budget = Budget(mechanism.target_epsilon, mechanism.delta)
-        budget.known_to_fit((mechanism.noise_multiplier, mechanism.sample_rate, mechanism.steps))
-        with warnings.catch_warnings():
-            # Said once, and louder, before the run.
-            warnings.simplefilter("ignore", FixedSeedWarning)
-            private = self._engine.make_private(
-                module=prepared.model,
-                optimizer=adamw(prepared.model, options.rate),
-                data_loader=DataLoader(
-                    prepared.split.training, batch_size=mechanism.batch_size, generator=self._unsafe_generator(stream=0)
-                ),
-                noise_multiplier=mechanism.noise_multiplier,
-                max_grad_norm=mechanism.max_grad_norm,
-                grad_sample_mode=options.strategy,
-                noise_generator=self._unsafe_generator(stream=1),
-                budget=budget,
-            )
+        private = self._make_private(prepared)
         # Between optimizer and loader some strategies return a criterion; the losses here are per passage already.
         self.model, self.optimizer, self.loader = cast("nn.Module", private[0]), private[1], private[-1]
+        self._graph: ghostclip.GraphStep | None = None
+        if options.strategy == "graph":
+            self.model = prepared.model
+            self._graph = ghostclip.GraphStep(self.optimizer.clipper, self._sample_losses)
         self._session_steps = 0
         self._loss_sum = 0.0
         self._step_samples = 0
@@ -96,6 +84,29 @@ class PrivateTraining:
             self.save()
         else:
             self._restore(prepared.lost)
+
+    def _make_private(self, prepared: Prepared) -> Any:
+        """Make model, optimizer and loader private."""
+        mechanism = self.mechanism
+        budget = Budget(mechanism.target_epsilon, mechanism.delta)
+        budget.known_to_fit((mechanism.noise_multiplier, mechanism.sample_rate, mechanism.steps))
+        with warnings.catch_warnings():
+            # Said once, and louder, before the run.
+            warnings.simplefilter("ignore", FixedSeedWarning)
+            return self._engine.make_private(
+                module=prepared.model,
+                optimizer=adamw(prepared.model, self.options.rate),
+                data_loader=DataLoader(
+                    prepared.split.training, batch_size=mechanism.batch_size, generator=self._unsafe_generator(stream=0)
+                ),
+                noise_multiplier=mechanism.noise_multiplier,
+                max_grad_norm=mechanism.max_grad_norm,
+                grad_sample_mode=self.options.strategy,
+                # A graph calls the model itself.
+                wrap_model=self.options.strategy != "graph",
+                noise_generator=self._unsafe_generator(stream=1),
+                budget=budget,
+            )
 
     @property
     def strategy(self) -> str:
@@ -194,9 +205,7 @@ class PrivateTraining:
 
     def _trial_step(self, size: int) -> None:
         ids_BT, marks_B2 = dummy_passages(size, self._width, self._vocabulary, self.device)
-        with precision(self.device, self.options.dtype):
-            losses_B = self._losses(self.model, ids_BT, marks_B2)
-        self.optimizer.clipper.backward(losses_B)
+        self.optimizer.clipper.backward(self._sample_losses(self.model, ids_BT, marks_B2))
 
     def _unfinished(self, stop: StopRequest) -> bool:
         return self.state.step < self.mechanism.steps and not stop.requested
@@ -220,10 +229,16 @@ class PrivateTraining:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _forward_backward(self, part: tuple[Tensor, Tensor]) -> Tensor:
-        ids_BT, marks_B2 = part
+    def _sample_losses(self, model: nn.Module, ids_BT: Tensor, marks_B2: Tensor) -> Tensor:
         with precision(self.device, self.options.dtype):
-            losses_B = self._losses(self.model, ids_BT.to(self.device), marks_B2.to(self.device))
+            return self._losses(model, ids_BT, marks_B2)
+
+    def _forward_backward(self, part: tuple[Tensor, Tensor]) -> Tensor:
+        ids_BT, marks_B2 = (tensor.to(self.device) for tensor in part)
+        if self._graph is not None:
+            found: Tensor = self._graph(ids_BT, marks_B2)
+            return found
+        losses_B = self._sample_losses(self.model, ids_BT, marks_B2)
         self.optimizer.clipper.backward(losses_B)
         return losses_B.detach()
 

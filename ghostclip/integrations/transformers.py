@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ghostclip import _torch
 from ghostclip.data.memory import is_out_of_memory
 from ghostclip.errors import LossReductionError, NotOfferedError, ResumeError
+from ghostclip.graph import GraphStep
 from ghostclip.integrations._versions import warn_if_untested
 from ghostclip.integrations.peft import is_adapted, watch_adapters
 from ghostclip.integrations.training.arguments import PrivacyArguments, suggests_fields
@@ -97,6 +98,8 @@ class DPTrainer(Trainer):
     _loss_is_known = False
     # Whether the loss is computed without logits; None before that was decided.
     _fused: bool | None = None
+    _graph: GraphStep | None = None
+    _said_eager = False
     # Losses of the records of a physical batch, and the mean that compute_loss has returned of them, with its version.
     _losses: tuple[Tensor, Tensor, int] | None = None
 
@@ -263,6 +266,8 @@ class DPTrainer(Trainer):
         if callable(train):
             train()
         inputs = self._prepare_inputs(inputs)
+        if self._compiles():
+            return _mean(self._compiled_step(model, inputs))
         self._losses = None
         with self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs)
@@ -273,6 +278,32 @@ class DPTrainer(Trainer):
             # Somebody else's loss, or a change to ours: proved to be a mean of the records' own.
             self.accelerator.backward(loss)
         return loss.detach()
+
+    def _compiles(self) -> bool:
+        """Return whether the step is one graph: the loss must be one that is known, a loss of each record."""
+        if self.args.grad_sample_mode != "graph":
+            return False
+        own = type(self).compute_loss is DPTrainer.compute_loss
+        known = own and (self.compute_loss_func is not None or task_of(self.model) is not None)
+        if not known and not self._said_eager:
+            self._said_eager = True
+            _log.warning("grad_sample_mode='graph': computed eagerly, as the loss is not one that DPTrainer computes.")
+        return known
+
+    def _compiled_step(self, model: nn.Module, inputs: Any) -> Tensor:
+        """Run forward and backward of a physical batch as one graph, and return the records' losses."""
+        assert self.private_run is not None, "called in a private step"
+        assert self.private_run.optimizer is not None, "called in a private step"
+        if self._graph is None:
+            smoothing = float(self.args.label_smoothing_factor)
+
+            def losses(model: nn.Module, inputs: Any) -> Tensor:
+                with self.compute_loss_context_manager():
+                    return self._record_losses(model, inputs, smoothing=smoothing)[0]
+
+            self._graph = GraphStep(self.private_run.optimizer.clipper, losses)
+        found: Tensor = self._graph(dict(inputs))
+        return found
 
     def compute_loss(
         self,
@@ -326,7 +357,7 @@ class DPTrainer(Trainer):
         """Return whether the loss is computed without logits; a trainer with a loss of its own may want them."""
         if self._fused is None:
             own = type(self).compute_loss is DPTrainer.compute_loss
-            allowed = own and self.args.grad_sample_mode != "hooks"
+            allowed = own and self.args.grad_sample_mode not in ("hooks", "graph")
             bare = without_adapters(self.model)
             self._fused = is_causal(task_of(self.model)) and use_fused(bare, self.args.vocabulary_head, allowed=allowed)
         return self._fused

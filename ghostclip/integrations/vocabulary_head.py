@@ -138,7 +138,7 @@ def use_fused(model: nn.Module, choice: str, *, allowed: bool = True) -> bool:
     """
     if choice == "logits" or (choice == "auto" and not allowed):
         return False
-    needed = "logits are needed (by a compute_loss of the trainer's own, or by grad_sample_mode='hooks')"
+    needed = "logits are needed (by a compute_loss of the trainer's own, or by grad_sample_mode='hooks' or 'graph')"
     reason = reason_against(model) if allowed else needed
     if reason and choice == "fused":
         raise UnsupportedModelError(_refusal(model, reason))

@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import Tensor
+
+# As deep as `none` is entered.
+_none: list[None] = []
 
 
 def wait(tensor: Tensor) -> bool:
-    """Return whether reading a value of a tensor waits for its device."""
-    return tensor.device.type != "cpu"
+    """Return whether reading a value of a tensor waits for its device, or is not allowed."""
+    return bool(_none) or tensor.device.type != "cpu"
+
+
+@contextmanager
+def none() -> Iterator[None]:
+    """Have values read on no device, as where operations are written down and none runs.
+
+    Yields:
+        Nothing.
+    """
+    _none.append(None)
+    try:
+        yield
+    finally:
+        _none.pop()

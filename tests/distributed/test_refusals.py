@@ -220,7 +220,7 @@ SHARDED = {
     "bare clipper": r"GhostClipper\(model, sharded=",
     "after the clipper": r"^parameter '0.weight' is held in parts .* Divide the model first",
     "whole numbers": r"noise_level='exact' with parameters that ranks hold in parts",
-    "a budget below 1": r"memory_budget=0.5 with a model that ranks hold in parts",
+    "a budget below 1": r"memory_budget=0.5 with a model that is sharded",
     "slices of a loss": r"backward_in_chunks with a model that ranks hold in parts",
     "one file": r"save_checkpoint\(\) writes one file",
     "sizes of its own": r"max_physical_batch_size='auto' with a model that several ranks hold",

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
+import ghostclip
 from benchmarks.loops.hugging import padded, quiet
 from benchmarks.loops.models import gpt2, lm_means, lm_records, shared
 from benchmarks.loops.world import CLASSES, VOCABULARY, World
@@ -374,6 +377,14 @@ def reentrant_checkpointing(folder: Path) -> None:
 def hooks(folder: Path) -> None:
     r"""grad_sample_mode="hooks\"."""
     exact(lambda world: _causal(world, grad_sample_mode="hooks"))
+
+
+@row(ROWS, **_HOST, outcome="exact", note=_SUMS)
+def graph(folder: Path) -> None:
+    r"""grad_sample_mode="graph\"."""
+    # Graphs run operation by operation: compiling takes longer than a test may.
+    with patch("ghostclip.graph.step.GraphOptions", partial(ghostclip.GraphOptions, backend="aten", most=1)):
+        exact(lambda world: _causal(world, grad_sample_mode="graph"))
 
 
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS)

@@ -26,6 +26,7 @@ LAYERS = (
     "planning",
     "clipping",
     "clipper",
+    "graph",
     "validation.fixers",
     "facade",
     "noise",

@@ -89,6 +89,11 @@ class PrivacyCallback:
             self.__class__ = joined(type(self), bases)  # type: ignore[arg-type]
         super().__init__()
         _validate.positive(max_grad_norm, "max_grad_norm")
+        if grad_sample_mode == "graph":
+            raise InvalidOptionError(
+                "grad_sample_mode='graph': a LightningModule's training_step runs before anyone knows its loss. Use "
+                "'auto', or a loop of your own with ghostclip.GraphStep."
+            )
         self._options = PrivacyArguments(
             target_epsilon=target_epsilon,
             target_delta=target_delta,

@@ -11,7 +11,7 @@ from ghostclip.errors import InvalidOptionError
 from ghostclip.integrations.vocabulary_head import CHOICES
 from ghostclip.noise import LEVELS
 
-_MODES = ("auto", "bookkeeping", "hooks")
+_MODES = ("auto", "bookkeeping", "hooks", "graph")
 _A = TypeVar("_A", bound="PrivacyArguments")
 
 
@@ -30,7 +30,7 @@ class PrivacyArguments:
         clipping: As in `PrivacyEngine.make_private`.
         physical_batch: "auto" measures memory and finds how much is computed at once; None computes
             `per_device_train_batch_size` records at once. Either way what does not fit is halved.
-        grad_sample_mode: "auto", "bookkeeping" or "hooks".
+        grad_sample_mode: "auto", "bookkeeping", "hooks" or "graph".
         vocabulary_head: "auto" computes the loss of causal language models without their logits where that fits,
             "fused" refuses models where it does not, "logits" never does.
         noise_level: "fast", "secure" or "exact".

@@ -1,0 +1,1 @@
+"""What the strategy "graph" costs beside compiled ordinary training, and which architectures it takes."""

@@ -1,0 +1,59 @@
+"""CPU time of private steps as one graph, and a table of architectures: `python -m benchmarks.graph --help`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+from benchmarks import files, machine
+from benchmarks.graph import speed, table
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+
+
+def _speed(options: argparse.Namespace) -> None:
+    device = torch.device("cpu")
+    report = files.head("benchmarks.graph", sys.argv[1:], device, quick=False)
+    report |= {"rounds": options.rounds, "rows": []}
+    for task in speed.TASKS:
+        if options.only and task.name not in options.only:
+            continue
+        report["rows"].append(speed.measure(task, rounds=options.rounds))
+        print(json.dumps(report["rows"][-1]), flush=True)
+        files.write(options.output, "graph-speed-cpu", report, speed.text(report))
+
+
+def _architectures(options: argparse.Namespace) -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    report = files.head("benchmarks.graph", sys.argv[1:], torch.device("cpu"), quick=False)
+    report["rows"] = []
+    for found in table.names():
+        if options.only and found.name not in options.only:
+            continue
+        report["rows"].append(table.tried(found))
+        print(json.dumps(report["rows"][-1]), flush=True)
+        files.write(options.output, "graph-architectures", report, table.text(report))
+
+
+def main() -> None:
+    """Measure, and write a report."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.graph", description=__doc__)
+    parser.add_argument("what", choices=("speed", "architectures"))
+    parser.add_argument("--only", nargs="*", help="names of models or architectures")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    machine.keep_heap()
+    (_speed if options.what == "speed" else _architectures)(options)
+
+
+if __name__ == "__main__":
+    main()

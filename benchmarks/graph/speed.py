@@ -1,0 +1,180 @@
+"""CPU time of a step: ordinary training, compiled and not, book-keeping, and the private step as one graph."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import ghostclip
+from benchmarks.models import GPT, LSTM, MnistCNN
+
+WAYS = ("ordinary", "ordinary, compiled", "book-keeping", "graph")
+
+
+def token_losses(model: nn.Module, ids_BT: Tensor) -> Tensor:
+    """Mean cross-entropy of each sample's next tokens, shape ``(B,)``."""
+    logits_BTV = model(ids_BT)[:, :-1]
+    losses = functional.cross_entropy(logits_BTV.flatten(0, 1), ids_BT[:, 1:].flatten(), reduction="none")
+    return losses.view(len(ids_BT), -1).mean(1)
+
+
+def class_losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Cross-entropy of each sample's class, shape ``(B,)``."""
+    return functional.cross_entropy(model(x), y, reduction="none")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, a batch, its losses, and the ratio to compiled ordinary training that is aimed at."""
+
+    name: str
+    title: str
+    model: Callable[[], nn.Module]
+    batch: Callable[[], tuple[Tensor, ...]]
+    losses: Callable[..., Tensor]
+    aim: float
+
+
+def _images(samples: int) -> tuple[Tensor, ...]:
+    return torch.randn(samples, 1, 28, 28), torch.randint(10, (samples,))
+
+
+def _cnn(samples: int, aim: float) -> Task:
+    return Task(f"cnn-{samples}", f"MNIST CNN, B {samples}", MnistCNN, lambda: _images(samples), class_losses, aim)
+
+
+TASKS = (
+    Task(
+        "gpt-small",
+        "GPT, 4 layers, d 128, T 64, V 500, B 16",
+        lambda: GPT(vocabulary=500, width=128, positions=64),
+        lambda: (torch.randint(500, (16, 64)),),
+        token_losses,
+        1.2,
+    ),
+    Task(
+        "gpt",
+        "GPT, 4 layers, d 256, T 128, V 5000, B 16",
+        GPT,
+        lambda: (torch.randint(5000, (16, 128)),),
+        token_losses,
+        1.1,
+    ),
+    _cnn(16, 1.5),
+    _cnn(64, 1.3),
+    _cnn(256, 1.2),
+    Task(
+        "lstm",
+        "LSTM, d 100, T 64, B 64",
+        LSTM,
+        lambda: (torch.randint(10_004, (64, 64)), torch.randint(2, (64,))),
+        class_losses,
+        1.5,
+    ),
+)
+
+
+def _steps(task: Task, batch: tuple[Tensor, ...]) -> tuple[dict[str, Callable[[], Any]], ghostclip.GraphStep]:
+    models = {name: task.model() for name in WAYS}
+    for model in models.values():
+        model.load_state_dict(models["ordinary"].state_dict())
+    compiled = torch.compile(models["ordinary, compiled"])
+    clippers = {
+        name: ghostclip.GhostClipper(models[name], max_grad_norm=1.0, strategy=strategy)
+        for name, strategy in (("book-keeping", "bookkeeping"), ("graph", "graph"))
+    }
+    step = ghostclip.GraphStep(clippers["graph"], task.losses)
+
+    def ordinary(name: str, model: Any) -> None:
+        models[name].zero_grad()
+        task.losses(model, *batch).mean().backward()
+
+    def eager() -> None:
+        clippers["book-keeping"].reset()
+        clippers["book-keeping"].backward(task.losses(models["book-keeping"], *batch))
+
+    def graph() -> None:
+        clippers["graph"].reset()
+        step(*batch)
+
+    runs = (
+        lambda: ordinary("ordinary", models["ordinary"]),
+        lambda: ordinary("ordinary, compiled", compiled),
+        eager,
+        graph,
+    )
+    return dict(zip(WAYS, runs, strict=True)), step
+
+
+def measure(task: Task, *, rounds: int) -> dict[str, Any]:
+    """Measure one task.
+
+    Args:
+        task: The task.
+        rounds: In each of which every way takes a step.
+
+    Returns:
+        Plain values: median milliseconds of CPU time by way, what compiling took, and why batches were eager if any.
+    """
+    torch.manual_seed(0)
+    batch = task.batch()
+    steps, step = _steps(task, batch)
+    begun, clock = time.process_time(), time.perf_counter()
+    steps["graph"]()
+    first = {"compile_cpu_s": time.process_time() - begun, "compile_s": time.perf_counter() - clock}
+    for run in steps.values():
+        run()
+        run()
+    taken: dict[str, list[float]] = {name: [] for name in WAYS}
+    for _ in range(rounds):
+        for name, run in steps.items():
+            begun = time.process_time()
+            run()
+            taken[name].append(time.process_time() - begun)
+    graphs = step.graphs
+    return {
+        "name": task.name,
+        "title": task.title,
+        "aim": task.aim,
+        "milliseconds": {name: 1000 * statistics.median(own) for name, own in taken.items()},
+        **first,
+        "nodes": len(graphs[0].graph.graph.nodes) if graphs else None,
+        "eager": dict(step.reasons),
+    }
+
+
+def text(report: dict[str, Any]) -> str:
+    """Return a report as Markdown.
+
+    Args:
+        report: What was measured.
+
+    Returns:
+        The page.
+    """
+    lines = [
+        "# The private step as one graph: CPU time",
+        "",
+        f"`{report['command']}`, {report['date']}: one thread of {report['machine']['cpu']}, torch "
+        f"{report['machine']['versions']['torch']}, float32, ways interleaved; medians of {report['rounds']} rounds, "
+        "in milliseconds of CPU time, with the ratio to compiled ordinary training. Compiling: seconds by the clock of "
+        "the first step of the graph on a machine that others used at the same time (in brackets CPU time of the "
+        "process itself). JAX is not installed here.",
+        "",
+        "| model | ordinary | ordinary, compiled | book-keeping | graph | aim | compiling |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in report["rows"]:
+        own = row["milliseconds"]
+        base = own["ordinary, compiled"]
+        cells = " | ".join(f"{own[name]:.1f} ({own[name] / base:.2f}×)" for name in WAYS)
+        compiling = f"{row['compile_s']:.0f} s ({row['compile_cpu_s']:.0f} s)"
+        lines.append(f"| {row['title']} | {cells} | {row['aim']:.2f}× | {compiling} |")
+    return "\n".join(lines) + "\n"

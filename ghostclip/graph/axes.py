@@ -1,0 +1,313 @@
+"""The sample axis of every value of a graph: the one that grows when the batch does.
+
+The batch is traced twice, the second time with one sample repeated, and the two graphs are compared node by node. An
+axis that has grown holds samples. Where it holds several rows of each (``view(B * T, ...)``), how they lie follows from
+the order of the elements. Values that depend on samples and have no such axis have lost it: a gradient of a parameter
+may (it is a sum over samples), a value that samples' losses depend on must not.
+
+Shape letters: B samples.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final, NamedTuple
+
+from torch import Tensor, fx
+
+from ghostclip import _torch
+from ghostclip.graph.refusal import NoGraphError
+from ghostclip.graph.trace import Inputs, Traced, operation, outputs_of
+
+
+class Layout(NamedTuple):
+    """Where samples lie in a value.
+
+    Row ``(o · B + b) · inner + i`` along the axis belongs to sample b.
+
+    Attributes:
+        axis: The axis.
+        outer: Rows of a sample that lie B·inner apart; 0 where how its rows lie is all the same so far: no entry
+            depends on a sample.
+        inner: Rows of a sample that lie side by side.
+    """
+
+    axis: int
+    outer: int = 1
+    inner: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of one sample."""
+        return max(1, self.outer) * self.inner
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What is known of the values of a graph.
+
+    Attributes:
+        batch_size: B.
+        layouts: Of every node with one value, where its samples lie; None where it has no sample axis.
+        depends: The nodes that depend on samples.
+        summed: Those among them without a sample axis that lead to a gradient: sums over samples.
+    """
+
+    batch_size: int
+    layouts: dict[fx.Node, Layout | None]
+    depends: frozenset[fx.Node]
+    summed: frozenset[fx.Node]
+
+
+# Operations that keep the order of elements: an axis in the result is found by it.
+_VIEWS: Final = frozenset({"view", "unsafe_view", "reshape", "squeeze", "unsqueeze", "alias", "detach", "clone"})
+# Operations whose numbers may follow the batch: they say where something begins or ends, or how much there is.
+_PLACES: Final = frozenset({"arange", "slice", "slice_backward", "native_group_norm", "native_group_norm_backward"})
+# Operations that let all entries along an axis meet, and the place of that axis among their arguments.
+_ALONG: Final = {
+    **dict.fromkeys(("softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "flip", "sort", "logsumexp"), 1),
+    **dict.fromkeys(("softmax_backward_data", "log_softmax_backward_data", "topk", "roll"), 2),
+}
+# Results beside the first that stand for no sample: a number of targets, states of generators.
+_ASIDE: Final = ("nll_loss_forward", "nll_loss2d_forward", "scaled_dot_product")
+# Operations that take nothing but sizes from what they are given.
+SIZES_ALONE: Final = frozenset(
+    {
+        *("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided", "zeros_like", "ones_like"),
+        *("full_like", "empty_like", "rand_like", "randn_like"),
+    }
+)
+# Operations that take rows by number, with the place of the axis; several axes for the first.
+_TAKES: Final = frozenset({"index", "index_select"})
+
+
+def analysed(traced: Traced, grown: Traced, inputs: Inputs, batch_size: int) -> Axes:
+    """Compare the graph of a batch with that of one sample more.
+
+    Args:
+        traced: The graph of the batch.
+        grown: The graph of the batch with one sample repeated.
+        inputs: What the first was traced on.
+        batch_size: B.
+
+    Returns:
+        The sample axis of every value.
+
+    Raises:
+        NoGraphError: Samples mix, or where they lie cannot be told.
+    """
+    pairs = _paired(traced.graph, grown.graph)
+    reader = _Reader(batch_size, pairs, inputs)
+    for node in pairs:
+        reader.read(node)
+    summed = _summed(traced.graph, reader, len(inputs.trainable))
+    return Axes(batch_size, reader.layouts, frozenset(reader.depends), summed)
+
+
+def _paired(graph: fx.GraphModule, grown: fx.GraphModule) -> dict[fx.Node, fx.Node]:
+    """Return the nodes of a graph with their counterparts."""
+    own, other = list(graph.graph.nodes), list(grown.graph.nodes)
+    alike = len(own) == len(other) and all(
+        (one.op, str(one.target)) == (two.op, str(two.target)) or one.op in ("placeholder", "get_attr")
+        for one, two in zip(own, other, strict=True)
+    )
+    if not alike:
+        raise NoGraphError("with one sample more it runs other operations, so that its sample axes are not known")
+    return dict(zip(own, other, strict=True))
+
+
+def values_of(node: fx.Node) -> list[Tensor]:
+    """Return the tensors that a node stands for, without memory."""
+    return [leaf for leaf in _torch.tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """Return the shape of a node with one value."""
+    return tuple(node.meta["val"].shape)
+
+
+def first_of(node: fx.Node) -> fx.Node:
+    """Return the node that is another one's first argument."""
+    first: Any = node.args[0]
+    return first
+
+
+def named(node: fx.Node) -> str:
+    """Return what an error calls a node: its operation, its shapes, and the module it runs in where that is known."""
+    shapes = ", ".join(str(tuple(value.shape)) for value in values_of(node))
+    stack = node.meta.get("nn_module_stack")
+    place = "" if not stack else f" in {next(reversed(stack.values()))[0]}"
+    return f"{operation(node) or node.name} of shape {shapes}{place}"
+
+
+class _Reader:
+    """Reads the nodes of a graph in order."""
+
+    def __init__(self, batch_size: int, pairs: dict[fx.Node, fx.Node], inputs: Inputs) -> None:
+        self.layouts: dict[fx.Node, Layout | None] = {}
+        self.depends: set[fx.Node] = set()
+        self._batch_size, self._pairs = batch_size, pairs
+        places = [None] * inputs.fixed + list(inputs.in_batch)
+        self._given = {
+            node: place
+            for node, place in zip((n for n in pairs if n.op == "placeholder"), places, strict=False)
+            if place is not None
+        }
+
+    def read(self, node: fx.Node) -> None:
+        """Note where a node's samples lie, and whether it depends on any."""
+        value = node.meta.get("val")
+        if node.op == "output" or value is None:
+            return
+        self._compare_numbers(node)
+        if self._depends(node, value):
+            self.depends.add(node)
+        if isinstance(value, Tensor):
+            self.layouts[node] = self._layout(node, value)
+            self._refuse_along(node)
+
+    def _depends(self, node: fx.Node, value: Any) -> bool:
+        if node.op != "call_function":
+            return node in self._given
+        if node.target is operator.getitem:
+            source = first_of(node)
+            aside = node.args[1] != 0 and operation(source).startswith(_ASIDE)
+            empty = isinstance(value, Tensor) and (value.numel() == 0 or (aside and value.dim() == 0))
+            return not empty and source in self.depends
+        if operation(node) in SIZES_ALONE:
+            return False
+        return any(parent in self.depends for parent in node.all_input_nodes)
+
+    def _compare_numbers(self, node: fx.Node) -> None:
+        """Refuse numbers that follow the batch: a sample's loss would depend on how many others there are."""
+        name = operation(node)
+        for own, other in zip(_numbers(node), _numbers(self._pairs[node]), strict=False):
+            if own != other and name not in _PLACES:
+                raise NoGraphError(f"{named(node)} is given {own} where one sample more makes it {other}: it follows B")
+
+    def _layout(self, node: fx.Node, value: Tensor) -> Layout | None:
+        shape, grown = tuple(value.shape), tuple(self._pairs[node].meta["val"].shape)
+        axes = [axis for axis, size in enumerate(shape) if len(grown) == len(shape) and grown[axis] != size]
+        if not axes and shape == grown:
+            return None
+        axis = axes[0] if len(axes) == 1 else -1
+        rows = grown[axis] - shape[axis] if axis >= 0 else 0
+        if rows < 1 or shape[axis] != rows * self._batch_size:
+            raise NoGraphError(
+                f"{named(node)} has shape {grown} with one sample more: two axes hold samples, or a part"
+            )
+        return self._folded(node, axis, rows)
+
+    def _folded(self, node: fx.Node, axis: int, rows: int) -> Layout:
+        """Return how the rows of a sample lie along an axis."""
+        name = operation(node)
+        source = first_of(node) if node.target is operator.getitem else node
+        above = [(parent, self.layouts.get(parent)) for parent in source.all_input_nodes]
+        known = [(parent, layout) for parent, layout in above if layout is not None]
+        if name in _VIEWS and len(known) == 1 and known[0][1].outer:
+            return _seen_through(node, axis, rows, *known[0], batch_size=self._batch_size)
+        if name in _TAKES:
+            self._refuse_taken(node, name)
+        if rows == 1:
+            return Layout(axis)
+        if name == "cat" and all(layout is not None for _, layout in above):
+            inside = {layout.inner for _, layout in known if layout.axis == axis}
+            if len(inside) == 1 and len(known) == len(_torch.tree_leaves(node.args[0])):
+                return Layout(axis, rows // (inner := inside.pop()), inner)
+        if name == "repeat" and len(known) == 1 and known[0][1].outer and known[0][1].axis == axis:
+            times = rows // known[0][1].rows
+            return Layout(axis, times * known[0][1].outer, known[0][1].inner)
+        found = {(layout.outer, layout.inner) for _, layout in known if layout.rows == rows and layout.outer}
+        if not found and node not in self.depends:
+            return Layout(axis, 0, rows)
+        if len(found) != 1:
+            raise NoGraphError(f"{named(node)}: how the {rows} rows of each sample lie along axis {axis} is not known")
+        return Layout(axis, *found.pop())
+
+    def _refuse_taken(self, node: fx.Node, name: str) -> None:
+        """Refuse rows that are picked along the sample axis by what depends on samples."""
+        source = self.layouts.get(first_of(node))
+        if source is None:
+            return
+        given: Any = node.args[1:]
+        picked: Any = given[0] if name == "index" else [None] * given[0] + [given[1]]
+        if source.axis < len(picked) and picked[source.axis] in self.depends:
+            raise NoGraphError(f"{named(node)} gathers rows across samples by their values")
+
+    def _refuse_along(self, node: fx.Node) -> None:
+        """Refuse operations along the sample axis."""
+        name = operation(node)
+        layout = self.layouts[node]
+        if layout is None or name not in _ALONG or len(node.args) <= _ALONG[name]:
+            return
+        along: Any = node.args[_ALONG[name]]
+        places = along if isinstance(along, (list, tuple)) else [along]
+        if layout.axis in [place % len(shape_of(node)) for place in places if isinstance(place, int)]:
+            raise NoGraphError(f"{named(node)} runs along the samples: they mix")
+
+
+def _numbers(node: fx.Node) -> list[Any]:
+    """Return the numbers among a node's arguments that are no sizes in a list."""
+    return [item for item in (*node.args, *node.kwargs.values()) if type(item) in (int, float)]
+
+
+def _seen_through(node: fx.Node, axis: int, rows: int, source: fx.Node, layout: Layout, *, batch_size: int) -> Layout:
+    """Return the layout of a view from that of what it views: no element moves."""
+    before, after = shape_of(source), shape_of(node)
+    outer = prod(before[: layout.axis]) * layout.outer
+    lead = prod(after[:axis])
+    inner = layout.inner * prod(before[layout.axis + 1 :])
+    trail = prod(after[axis + 1 :])
+    if outer % lead or inner % trail or (outer // lead) * (inner // trail) != rows:
+        raise NoGraphError(f"{named(node)} puts samples' entries into each other's places (axis {axis}): they mix")
+    assert after[axis] == rows * batch_size
+    return Layout(axis, outer // lead, inner // trail)
+
+
+def _summed(graph: fx.GraphModule, reader: _Reader, trainable: int) -> frozenset[fx.Node]:
+    """Return the values that are sums over samples and lead to gradients; what samples depend on must be none."""
+    ends = outputs_of(graph)[: 1 + trainable]
+    summed = frozenset(_sums_above(ends[1:], reader))
+    of_losses = set(_ancestors(ends[:1]))
+    for node in _ancestors(ends):
+        if node not in reader.depends or node not in reader.layouts or reader.layouts[node] is not None:
+            continue
+        for user in node.users:
+            if user.op != "output" and user not in summed and operation(user) not in SIZES_ALONE:
+                raise NoGraphError(f"{named(node)} loses the sample axis, and {named(user)} depends on it: samples mix")
+        if node in of_losses or node not in summed:
+            raise NoGraphError(f"{named(node)} loses the sample axis, and losses depend on it: samples mix")
+    return summed
+
+
+def _sums_above(ends: Sequence[Any], reader: _Reader) -> Iterator[fx.Node]:
+    """Yield the sums over samples that lead to the ends, once each."""
+    pending, seen = [end for end in ends if end is not None], set[fx.Node]()
+    while pending:
+        node = pending.pop()
+        if node in seen or node not in reader.depends or _has_axis(node, reader):
+            continue
+        seen.add(node)
+        yield node
+        pending += node.all_input_nodes
+
+
+def _has_axis(node: fx.Node, reader: _Reader) -> bool:
+    """Return whether a value has a sample axis; of several results, whether what they are made of has one."""
+    if node in reader.layouts:
+        return reader.layouts[node] is not None
+    return any(_has_axis(parent, reader) for parent in node.all_input_nodes if parent in reader.layouts)
+
+
+def _ancestors(ends: Sequence[Any]) -> Iterator[fx.Node]:
+    """Yield all that leads to the ends, once each, the ends among them."""
+    pending, seen = [end for end in ends if end is not None], set[fx.Node]()
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            pending += node.all_input_nodes

@@ -1,0 +1,169 @@
+"""`CompiledStep`: the private step of one physical batch size, traced, rewritten and compiled.
+
+Shape letters: B samples, G clip groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ghostclip import _torch
+from ghostclip.graph.axes import Axes, analysed
+from ghostclip.graph.guards import Watched
+from ghostclip.graph.options import GraphOptions
+from ghostclip.graph.parts import repeated
+from ghostclip.graph.refusal import NoGraphError
+from ghostclip.graph.rewrite import Clipping, private_step, rewritten
+from ghostclip.graph.trace import (
+    Inputs,
+    LossFunction,
+    Traced,
+    draws,
+    first_line,
+    inputs_of,
+    outputs_of,
+    restored,
+    trace,
+)
+from ghostclip.kernels.precision import full_precision
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a graph computed of one physical batch, padding left out.
+
+    Attributes:
+        certain_B: Which samples' norms are finite and certain.
+        losses_B: The losses.
+        norm_GB: Norms, group by group.
+        coef_GB: Coefficients.
+        sums: The clipped sum of every trainable parameter, by name.
+        extra: What the loss function returned beside the losses, in a list; empty for nothing.
+    """
+
+    certain_B: Tensor
+    losses_B: Tensor
+    norm_GB: list[Tensor]
+    coef_GB: list[Tensor]
+    sums: dict[str, Tensor]
+    extra: list[Any]
+
+
+class CompiledStep:
+    """A private step as one graph.
+
+    Attributes:
+        random: Whether it draws random numbers.
+        graph: The graph of the private step: functional aten operations.
+        joint: The graph of forward, loss and backward that it was made of.
+        size: Samples of a physical batch, padding included.
+        verified: Whether it was held against the eager engine.
+        runs: How often it has run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: LossFunction,
+        tree: Any,
+        axis_of: Callable[[Any], int | None],
+        clipping: Clipping,
+        options: GraphOptions,
+    ) -> None:
+        """Trace, rewrite and compile.
+
+        Args:
+            model: The model; nobody may listen to its forwards.
+            loss: The loss function.
+            tree: A batch of the size, ``(args, kwargs)``.
+            axis_of: Says along which axis a tensor of it holds samples.
+            clipping: How samples are clipped.
+            options: How it is compiled.
+
+        Raises:
+            NoGraphError: Not all of it is known to be exact.
+        """
+        inputs = inputs_of(model, tree, axis_of)
+        self.size = next(
+            x.shape[axis] for x, axis in zip(inputs.tensors, inputs.in_batch, strict=True) if axis is not None
+        )
+        more = repeated(tree, axis_of)
+        grown = trace(model, loss, inputs_of(model, more, _of_size(self.size + 1, inputs)))
+        self.joint = trace(model, loss, inputs)
+        axes = analysed(self.joint, grown, inputs, self.size)
+        self._extra_axes = _extra_axes(self.joint, axes, len(inputs.trainable))
+        self._trainable, self._extra = inputs.trainable, self.joint.extra
+        self._groups = len(clipping.layout.bounds)
+        self._watched = Watched(model, (*inputs.trainable, *inputs.held))
+        self.random = draws(self.joint.graph)
+        flat = inputs.flat(model)
+        valid_B = torch.ones(self.size, dtype=torch.bool, device=flat[0].device)
+        self.graph: fx.GraphModule = rewritten(private_step(self.joint, axes, inputs, clipping), [valid_B, *flat])
+        try:
+            with torch.no_grad(), full_precision():
+                self._run = options.compiled(self.graph, [valid_B, *flat])
+        except Exception as problem:
+            raise NoGraphError(f"it cannot be compiled ({type(problem).__name__}: {first_line(problem)})") from problem
+        self.verified, self.runs = False, 0
+        # Its policy is told from others by its identity, which must not be given anew.
+        self._clipping = clipping
+        self._valid: dict[int, Tensor] = {self.size: valid_B}
+
+    def run(self, tensors: Sequence[Tensor], count: int) -> Outcome | None:
+        """Compute a physical batch.
+
+        Args:
+            tensors: The tensors of the batch, padded to the size.
+            count: How many of its samples count; the others come last.
+
+        Returns:
+            What was computed; None where the model is not what the graph was traced on.
+        """
+        own = self._watched.tensors()
+        if own is None:
+            return None
+        self.runs += 1
+        with torch.no_grad(), full_precision(), _torch.overrides_off():
+            certain_B, losses_B, *rest = self._run(self._valid_B(count), *own, *tensors)
+        groups, names = self._groups, self._trainable
+        last = 2 * groups + len(names)
+        short = count < self.size
+        norm_GB, coef_GB = (
+            [part_B[:count] for part_B in parts] if short else parts
+            for parts in (rest[:groups], rest[groups : 2 * groups])
+        )
+        extra = [
+            x if axis is None or not short else x.narrow(axis, 0, count)
+            for x, axis in zip(rest[last:], self._extra_axes, strict=True)
+        ]
+        sums = dict(zip(names, rest[2 * groups : last], strict=True))
+        return Outcome(certain_B[:count], losses_B[:count], norm_GB, coef_GB, sums, restored(self._extra, extra))
+
+    def _valid_B(self, count: int) -> Tensor:
+        found = self._valid.get(count)
+        if found is None:
+            whole = self._valid[self.size]
+            found = self._valid[count] = torch.arange(self.size, device=whole.device) < count
+        return found
+
+
+def _of_size(size: int, inputs: Inputs) -> Callable[[Any], int | None]:
+    """Return what finds the axes of a batch that was grown: those of the batch itself, in order."""
+    axes = iter(inputs.in_batch)
+    return lambda tensor: next(axes)
+
+
+def _extra_axes(traced: Traced, axes: Axes, trainable: int) -> list[int | None]:
+    """Return the sample axes of what the loss function returned beside the losses."""
+    found: list[int | None] = []
+    for node in outputs_of(traced.graph)[1 + trainable :]:
+        layout = axes.layouts.get(node)
+        if (layout is None and node in axes.depends) or (layout is not None and layout.rows > 1):
+            raise NoGraphError("what its loss function returns beside the losses has no axis of one entry a sample")
+        found.append(None if layout is None else layout.axis)
+    return found

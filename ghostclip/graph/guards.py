@@ -1,0 +1,111 @@
+"""What a graph was traced for: a batch of another form, or a model that was changed, needs another one.
+
+Guarded are: shapes and dtypes of the batch, its plain values, the model's modules, parameters and buffers (number,
+shape, dtype, device, whether they train), plain attributes of modules and of objects that they hold (probabilities,
+flags, configurations), autocast, and how samples are clipped. What a forward reads elsewhere (a global variable) is
+not, and must not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from ghostclip import _torch
+
+_PLAIN: Final = (int, float, bool, str, type(None), torch.dtype, torch.device)
+_MISSING: Final = object()
+
+
+class Watched:
+    """A model as a graph was traced on it."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        """Note what the model is like.
+
+        Args:
+            model: The model.
+            names: Its parameters and buffers in the order of the graph's inputs.
+        """
+        self._slots = [_slot(model, name) for name in names]
+        self._about = [_about(owner[key]) for owner, key in self._slots]
+        self._sizes: list[tuple[Any, int]] = []
+        self._plain: list[tuple[dict[str, Any], str, Any]] = []
+        seen = set[int]()
+        for module in model.modules():
+            self._sizes += [(own, len(own)) for own in _torch.tables(module)]
+            self._note(vars(module), seen, deep=True)
+
+    def _note(self, own: dict[str, Any], seen: set[int], *, deep: bool) -> None:
+        if id(own) in seen:
+            return
+        seen.add(id(own))
+        for key, value in own.items():
+            if isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(x, _PLAIN) for x in value)):
+                self._plain.append((own, key, value))
+            elif deep and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, Tensor, type)):
+                self._note(vars(value), seen, deep=False)
+
+    def tensors(self) -> list[Tensor] | None:
+        """Return the parameters and buffers as they are now; None where the model was changed."""
+        for own, key, value in self._plain:
+            found = own.get(key, _MISSING)
+            if found is not value and (type(found) is not type(value) or found != value):
+                return None
+        if any(len(own) != size for own, size in self._sizes):
+            return None
+        found = [owner.get(key) for owner, key in self._slots]
+        if any(about != _about(tensor) for about, tensor in zip(self._about, found, strict=True)):
+            return None
+        return found
+
+
+def _slot(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    path, _, key = name.rpartition(".")
+    _, parameters, buffers = _torch.tables(model.get_submodule(path))
+    return (parameters if key in parameters else buffers), key
+
+
+def _about(tensor: Any) -> tuple[Any, ...]:
+    if tensor is None:
+        return ()
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def form_of(tree: Any) -> Hashable | None:
+    """Return the form of a batch: containers, plain values, and of tensors shape (apart from samples), dtype, device.
+
+    Args:
+        tree: The batch.
+
+    Returns:
+        The form; None where a value in it cannot be compared.
+    """
+    leaves, structure = _torch.tree_flatten(tree)
+    found: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            found.append((tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad))
+        elif isinstance(leaf, _PLAIN):
+            found.append((type(leaf), leaf))
+        else:
+            return None
+    return str(structure), tuple(found)
+
+
+def surroundings(kind: str) -> Hashable:
+    """Return what besides batch and model decides on operations: autocast and its dtype, and torch's own modes.
+
+    Args:
+        kind: The type of the model's device.
+
+    Returns:
+        What is equal where these are.
+    """
+    autocast = tuple(
+        (device, torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)) for device in {"cpu", kind}
+    )
+    return autocast, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()

@@ -1,0 +1,253 @@
+"""The private step as one graph: sums over samples are replaced by factors, and norms and clipped sums added.
+
+Shape letters: B samples, G clip groups.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from ghostclip import _torch
+from ghostclip.clipping.norms import GroupNorms, cross_terms
+from ghostclip.clipping.passes import ClipWeights, smaller_form
+from ghostclip.clipping.policies import ClipPolicy, Layout, finite_samples
+from ghostclip.factors import Factor, joined
+from ghostclip.graph.axes import SIZES_ALONE, Axes, first_of
+from ghostclip.graph.refusal import NoGraphError
+from ghostclip.graph.sums import Reduction, Sum, Value, linear
+from ghostclip.graph.trace import Inputs, Traced, first_line, operation
+from ghostclip.kernels import reads, switch
+from ghostclip.kernels.precision import full_precision
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """How samples are clipped.
+
+    Attributes:
+        policy: The policy.
+        layout: Its clip groups.
+        masks: Whether samples that are not certain are taken out of factors, where no value may be read afterwards.
+    """
+
+    policy: ClipPolicy
+    layout: Layout
+    masks: bool
+
+
+class _Factored(fx.Interpreter):
+    """Runs a traced graph and keeps factors where sums over samples would be."""
+
+    def __init__(self, graph: fx.GraphModule, axes: Axes) -> None:
+        super().__init__(graph, garbage_collect_values=True)
+        self._axes = axes
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "call_function" or n.target is operator.getitem:
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if operation(n) in SIZES_ALONE:
+            like, target = first_of(n).meta["val"], cast("Callable[..., Any]", n.target)
+            return target(torch.empty(like.shape, dtype=like.dtype, device=like.device), *args[1:], **kwargs)
+        if any(isinstance(leaf, Sum) for leaf in _torch.tree_leaves((args, kwargs))):
+            return self._after_sums(n, args, kwargs)
+        if not self._reduces(n):
+            return super().run_node(n)
+        if operation(n) in _INTO and not _is_zero(n.args[0]):
+            raise NoGraphError(f"{n.target} adds samples to what belongs to no sample")
+        values: Any = _torch.tree_map(self._valued, (n.args, n.kwargs), is_leaf=lambda item: isinstance(item, fx.Node))
+        return Reduction(n.target, values[0], values[1], self._axes.batch_size).run()
+
+    def _valued(self, item: Any) -> Any:
+        if not isinstance(item, fx.Node):
+            return item
+        return Value(self.env[item], self._axes.layouts.get(item))
+
+    def _after_sums(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
+        if any(parent in self._axes.depends and parent not in self._axes.summed for parent in n.all_input_nodes):
+            raise NoGraphError(f"{n.target} brings a sum over samples and samples themselves together: they mix")
+        if operation(n) in _INTO and not _is_zero(n.args[0]):
+            raise NoGraphError(f"{n.target} adds to a sum over samples what belongs to no sample")
+        value = n.meta.get("val")
+        return linear(n.target, args, kwargs, value.shape if isinstance(value, Tensor) else None)
+
+    def _reduces(self, n: fx.Node) -> bool:
+        """Return whether a node has a sample axis before it and none behind it."""
+        if n in self._axes.summed:
+            return True
+        return any(user in self._axes.summed and user.target is operator.getitem for user in n.users)
+
+
+# Operations that put values into their first argument, which must be zeros.
+_INTO = (
+    "index_put",
+    "unsafe_index_put",
+    "index_add",
+    "scatter_add",
+    "slice_scatter",
+    "select_scatter",
+    "put",
+    "scatter",
+)
+
+
+def _is_zero(node: Any) -> bool:
+    """Return whether a value is zeros, whatever else is put in its place: a sum over samples may stand there."""
+    name = operation(node) if isinstance(node, fx.Node) else ""
+    if name in ("full", "new_full", "full_like"):
+        return node.args[1] == 0 if name == "full" else node.args[-1] == 0
+    return name in ("zeros", "new_zeros", "zeros_like") or (name in _INTO and _is_zero(node.args[0]))
+
+
+def factors_of(traced: Traced, axes: Axes, inputs: Inputs, flat: Sequence[Tensor]) -> tuple[Any, dict[str, Any], Any]:
+    """Run a traced graph up to the factors of every gradient.
+
+    Args:
+        traced: The graph.
+        axes: The sample axes of its values.
+        inputs: What it was traced on.
+        flat: Its inputs.
+
+    Returns:
+        The losses; factors by parameter, none for one that is not used; and what else is returned.
+
+    Raises:
+        NoGraphError: A gradient is no sum over samples.
+    """
+    losses_B, *rest = _Factored(traced.graph, axes).run(*flat)
+    count = len(inputs.trainable)
+    found: dict[str, Any] = {}
+    for name, grad in zip(inputs.trainable, rest[:count], strict=True):
+        if isinstance(grad, Tensor):
+            raise NoGraphError(f"{name}: its gradient is no sum over samples")
+        found[name] = [] if grad is None else grad.factors
+    return losses_B, found, rest[count:]
+
+
+class _Fresh:
+    """Accumulators that hold nothing yet."""
+
+    def __init__(self, like: Mapping[str, Tensor]) -> None:
+        self._like = like
+        self.sums: dict[str, Tensor] = {}
+
+    def buffer(self, name: str) -> tuple[Tensor, bool]:
+        """Return the accumulator of a parameter, and whether it is new."""
+        if name in self.sums:
+            return self.sums[name], False
+        like = self._like[name]
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        self.sums[name] = torch.zeros(like.shape, dtype=dtype, device=like.device)
+        return self.sums[name], True
+
+    def add_several(self, names: Sequence[str], sums: Tensor) -> None:
+        """Never called: factors are not put together here."""
+        raise AssertionError(names)
+
+    def takes_at_once(self, elements: int) -> bool:
+        """Return whether the sums of several parameters may be formed together: the compiler does what pays."""
+        return False
+
+    def in_order(self, names: Sequence[str]) -> Sequence[str]:
+        """Return parameters as they came."""
+        return names
+
+    def complete(self, name: str) -> None:
+        """Do nothing: sums stay where they are."""
+
+    def keep_sample_gradients(self, name: str, grad_BP: Tensor) -> None:
+        """Never called: no gradients are materialised here."""
+        raise AssertionError(name)
+
+
+def private_step(traced: Traced, axes: Axes, inputs: Inputs, clipping: Clipping) -> Callable[..., list[Tensor]]:
+    """Return the private step of a batch as a function of tensors.
+
+    Args:
+        traced: The graph of forward, loss and backward.
+        axes: The sample axes of its values.
+        inputs: What it was traced on.
+        clipping: How samples are clipped.
+
+    Returns:
+        A function of which samples count, ``(B,)`` bool, and of the graph's inputs. It returns which samples are
+        certain, ``(B,)`` bool, the losses ``(B,)``, norms and coefficients of each group, ``(B,)`` each, the clipped
+        sum of every trainable parameter, and the tensors of what else the loss function returned.
+    """
+
+    def step(valid_B: Tensor, *flat: Tensor) -> list[Tensor]:
+        losses_B, by_parameter, extra = factors_of(traced, axes, inputs, flat)
+        total = GroupNorms(clipping.layout.group_of)
+        factors = {name: _measured(name, found, total) for name, found in by_parameter.items()}
+        certain_B = total.certain_B(axes.batch_size).to(valid_B.device)
+        norm_GB = total.norm_GB(axes.batch_size, valid_B.device)
+        certain_B = certain_B & finite_samples(norm_GB)
+        coef_GB = clipping.policy.coefficients(norm_GB, clipping.layout.bounds)
+        coef_GB = [torch.where(valid_B & certain_B, coef_B, 0.0) for coef_B in coef_GB]
+        keep_B = valid_B & certain_B if clipping.masks else None
+        weights = ClipWeights(coef_GB, clipping.layout.group_of, keep_B)
+        sums = _Fresh(dict(zip(inputs.trainable, flat, strict=False)))
+        for name in reversed(inputs.trainable):
+            found = factors.pop(name)
+            if not found:
+                sums.buffer(name)
+            while found:
+                weights.into(sums, found.pop(0), name, more=bool(found))
+        return [
+            certain_B | ~valid_B,
+            losses_B,
+            *(*norm_GB, *coef_GB),
+            *(sums.sums[name] for name in inputs.trainable),
+            *extra,
+        ]
+
+    return step
+
+
+def _measured(name: str, found: list[Factor], total: GroupNorms) -> list[Factor]:
+    """Add a parameter's squared norms, and return its factors in the form in which they are kept."""
+    kept = [smaller_form(factor) for factor in (joined(found) if len(found) > 1 else found)]
+    for factor in kept:
+        total.add_norm_of(name, factor)
+    crossed = cross_terms(kept)
+    if crossed is not None:
+        total.add(name, crossed)
+    return kept
+
+
+def rewritten(step: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> fx.GraphModule:
+    """Trace a private step into one functional graph.
+
+    Args:
+        step: As `private_step` returns it.
+        inputs: Tensors of the shapes it is traced for.
+
+    Returns:
+        The graph.
+
+    Raises:
+        NoGraphError: It cannot be written as one.
+    """
+    try:
+        with torch.no_grad(), full_precision(), reads.none(), switch.using("off"), _torch.overrides_off():
+            # Operations made of others are taken apart first: some change in place what has no other form.
+            graph = _torch.traced(_torch.functional(_torch.traced(step, inputs)), inputs)
+    except NoGraphError:
+        raise
+    except Exception as problem:
+        raise NoGraphError(
+            f"its factors cannot be written as a graph ({type(problem).__name__}: {first_line(problem)})"
+        ) from problem
+    graph.graph.eliminate_dead_code()
+    for node in graph.graph.nodes:
+        # What a view was of may lie otherwise once it is computed.
+        if node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default
+    graph.recompile()
+    return graph

@@ -1,0 +1,438 @@
+"""Sums over samples, taken apart: operations of a backward that reduce over the batch, and the factors in their place.
+
+A table of operations to functions. Each is handed values with their layouts and returns the factor whose sum over
+samples the operation computes. What is in no table is run once a sample, under ``vmap``.
+
+Shape letters: B samples, K rows of a sample, T positions, I inputs, O outputs, E slots, C channels, F features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ghostclip import _torch
+from ghostclip.factors import Dense, Factor, Outer, Permuted, Rows, Windows
+from ghostclip.factors.convolution import Geometry
+from ghostclip.graph.axes import Layout
+from ghostclip.graph.refusal import NoGraphError
+from ghostclip.graph.trace import name_of
+
+
+class Sum:
+    """A value that is a sum over samples, held as factors whose sum over samples it is.
+
+    Attributes:
+        factors: Per-sample values, added up; all of one shape.
+    """
+
+    def __init__(self, *factors: Factor) -> None:
+        """Hold factors.
+
+        Args:
+            *factors: At least one.
+        """
+        self.factors = list(factors)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the value."""
+        return self.factors[0].shape
+
+    def each(self, change: Callable[[Factor], Factor]) -> Sum:
+        """Return the sum of what a linear map makes of each factor.
+
+        Args:
+            change: The map.
+
+        Returns:
+            Another sum.
+        """
+        return Sum(*(change(factor) for factor in self.factors))
+
+    def per_sample(self) -> Tensor:
+        """Return the values of the samples, shape ``(B, *shape)``."""
+        first, *rest = [factor.materialize() for factor in self.factors]
+        return sum(rest, first)
+
+
+class Value:
+    """A tensor with its sample axis.
+
+    Attributes:
+        tensor: The tensor.
+        layout: Where its samples lie; None where it has no sample axis.
+    """
+
+    def __init__(self, tensor: Tensor, layout: Layout | None) -> None:
+        """Hold both.
+
+        Args:
+            tensor: The tensor.
+            layout: Where its samples lie.
+        """
+        self.tensor, self.layout = tensor, layout
+
+    def apart(self, batch_size: int) -> Tensor:
+        """Return the tensor with samples first, ``(B, *shape)``, the axis that held them being as long as K.
+
+        Args:
+            batch_size: B.
+
+        Returns:
+            A view where strides allow.
+        """
+        assert self.layout is not None
+        axis, outer, inner = self.layout
+        outer = max(1, outer)
+        shape = self.tensor.shape
+        if outer == inner == 1:
+            return self.tensor.movedim(axis, 0).unsqueeze(axis + 1)
+        split = self.tensor.reshape(*shape[:axis], outer, batch_size, inner, *shape[axis + 1 :])
+        return split.movedim(axis + 1, 0).flatten(axis + 1, axis + 2)
+
+
+Handler = Callable[["Reduction"], Any]
+_HANDLERS: Final[dict[str, Handler]] = {}
+
+
+class Reduction:
+    """One operation that sums over samples.
+
+    Attributes:
+        args: Its arguments, tensors as `Value`.
+        kwargs: Its keyword arguments, likewise.
+        batch_size: B.
+    """
+
+    def __init__(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], batch_size: int) -> None:
+        """Hold one call.
+
+        Args:
+            target: The operation.
+            args: Its arguments, tensors as `Value`.
+            kwargs: Its keyword arguments, likewise.
+            batch_size: B.
+        """
+        self.target, self.args, self.kwargs, self.batch_size = target, list(args), dict(kwargs), batch_size
+
+    def apart(self, place: int, axis: int | None = None) -> Tensor:
+        """Return an argument with samples first.
+
+        Args:
+            place: Which argument.
+            axis: Where its samples must lie; None for anywhere.
+
+        Returns:
+            Shape ``(B, *shape)``, K along the axis.
+
+        Raises:
+            NoGraphError: They lie elsewhere.
+        """
+        value = self.args[place]
+        if value.layout is None or axis not in (None, value.layout.axis):
+            raise NoGraphError(f"{self.target}: its samples do not lie along axis {axis} of argument {place}")
+        return value.apart(self.batch_size)
+
+    def run(self) -> Any:
+        """Return what stands for the operation's result: a `Sum`, or several with tensors among them.
+
+        Returns:
+            In the form of the operation's result.
+
+        Raises:
+            NoGraphError: No pattern explains it, and it cannot be run for each sample.
+        """
+        handler = _HANDLERS.get(name_of(self.target))
+        found = None if handler is None else handler(self)
+        return self._one_by_one() if found is None else found
+
+    def plain(self) -> Any:
+        """Return the operation's own result."""
+        return self.target(*map(_tensor_of, self.args), **{key: _tensor_of(x) for key, x in self.kwargs.items()})
+
+    def _one_by_one(self) -> Sum:
+        """Run the operation on each sample's rows alone."""
+        leaves, spec = _torch.tree_flatten((self.args, self.kwargs))
+        held = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Value) and leaf.layout is not None]
+        values = [leaf.tensor if isinstance(leaf, Value) else leaf for leaf in leaves]
+
+        def one(*own: Tensor) -> Any:
+            mine = list(values)
+            for place, tensor in zip(held, own, strict=True):
+                mine[place] = tensor
+            args, kwargs = _torch.tree_unflatten(mine, spec)
+            return self.target(*args, **kwargs)
+
+        try:
+            found_B = torch.vmap(one)(*(leaves[place].apart(self.batch_size) for place in held))
+        except Exception as problem:
+            raise NoGraphError(f"{self.target} sums over samples, and does not run for each: {problem}") from problem
+        if not isinstance(found_B, Tensor):
+            raise NoGraphError(f"{self.target} sums over samples, and has several results")
+        return Sum(Dense(found_B))
+
+
+def _tensor_of(item: Any) -> Any:
+    if isinstance(item, (list, tuple)):
+        return type(item)(map(_tensor_of, item))
+    return item.tensor if isinstance(item, Value) else item
+
+
+def _handles(*names: str) -> Callable[[Handler], Handler]:
+    def register(handler: Handler) -> Handler:
+        _HANDLERS.update(dict.fromkeys(names, handler))
+        return handler
+
+    return register
+
+
+def _alike(one: Value, two: Value) -> bool:
+    """Return whether two values have their samples' rows in the same order; of a free one, give it the other's."""
+    first, second = one.layout, two.layout
+    if first is None or second is None or first.rows != second.rows:
+        return False
+    if first.outer == 0:
+        one.layout = first = Layout(first.axis, second.outer, second.inner)
+    if second.outer == 0:
+        two.layout = second = Layout(second.axis, first.outer, first.inner)
+    return first[1:] == second[1:]
+
+
+@_handles("mm")
+def _mm(call: Reduction) -> Sum | None:
+    left, right = call.args
+    if not _alike(left, right):
+        return None
+    g_BOK, a_BKI = call.apart(0, 1), call.apart(1, 0)
+    return Sum(Outer(a_BKI, g_BOK.mT, shape=(g_BOK.shape[1], a_BKI.shape[2])))
+
+
+@_handles("bmm")
+def _bmm(call: Reduction) -> Sum | None:
+    left, right = call.args
+    if not _alike(left, right) or left.layout.axis != 2:
+        return None
+    g_BEOK, a_BEKI = call.apart(0, 2), call.apart(1, 1)
+    shape = g_BEOK.shape[1], g_BEOK.shape[2], a_BEKI.shape[3]
+    return Sum(Outer(a_BEKI.flatten(0, 1), g_BEOK.mT.flatten(0, 1), shape=shape, slots=shape[0]))
+
+
+@_handles("sum")
+def _sum(call: Reduction) -> Sum:
+    x = call.apart(0)
+    axes = call.args[1] if len(call.args) > 1 and call.args[1] else range(x.dim() - 1)
+    keepdim = bool(call.args[2]) if len(call.args) > 2 else False
+    return Sum(Dense(x.sum([axis % (x.dim() - 1) + 1 for axis in axes], keepdim=keepdim)))
+
+
+@_handles("embedding_dense_backward")
+def _embedding(call: Reduction) -> Sum | None:
+    grad, ids, rows, padding, by_frequency = call.args
+    if by_frequency:
+        raise NoGraphError("embedding with scale_grad_by_freq=True: its gradient depends on other samples' tokens")
+    if not _alike(grad, ids):
+        return None
+    g_BTI, ids_BT = call.apart(0).flatten(1, -2), call.apart(1).flatten(1)
+    if padding >= 0:
+        g_BTI = g_BTI.masked_fill((ids_BT == padding).unsqueeze(2), 0)
+    return Sum(Rows(ids_BT, g_BTI, shape=(rows, g_BTI.shape[2])))
+
+
+@_handles("index_put", "unsafe_index_put")
+def _index_put(call: Reduction) -> Sum | None:
+    """Rows of a table that was indexed along its first axis."""
+    into, indices, values = call.args[:3]
+    simple = len(indices) == 1 and len(call.args) > 3 and call.args[3] and into.layout is None
+    if not simple or indices[0] is None or indices[0].layout is None or values.layout is None:
+        return None
+    ids = indices[0]
+    if ids.tensor.dtype == torch.bool or not _alike(ids, values) or ids.layout.axis != values.layout.axis:
+        return None
+    ids_BT = ids.apart(call.batch_size).flatten(1)
+    g_BTI = values.apart(call.batch_size).reshape(call.batch_size, ids_BT.shape[1], -1)
+    return Sum(Rows(ids_BT.remainder(into.tensor.shape[0]), g_BTI, shape=into.tensor.shape))
+
+
+@_handles("native_layer_norm_backward")
+def _layer_norm(call: Reduction) -> tuple[Any, ...]:
+    grad, x, shape, mean, rstd = call.args[:5]
+    wanted = call.args[7]
+    inner, *_ = call.plain()
+    g_BTF, x_BTF, mean_BT1, rstd_BT1 = (value.apart(call.batch_size) for value in (grad, x, mean, rstd))
+    over = list(range(1, g_BTF.dim() - len(shape)))
+    weight = Sum(Dense((g_BTF * (x_BTF - mean_BT1) * rstd_BT1).sum(over))) if wanted[1] else None
+    return inner, weight, Sum(Dense(g_BTF.sum(over))) if wanted[2] else None
+
+
+@_handles("native_batch_norm_backward")
+def _batch_norm(call: Reduction) -> tuple[Any, ...]:
+    """In evaluation mode: what normalises is a buffer, the same for all samples."""
+    mean, variance, training, eps, wanted = (call.args[place] for place in (3, 4, 7, 8, 9))
+    if training:
+        raise NoGraphError("batch norm in training mode: samples mix")
+    g_BKF, x_BKF = (call.apart(place, 0).flatten(3) for place in (0, 1))
+    shape = (-1, *[1] * (g_BKF.dim() - 3))
+    scaled = (x_BKF - mean.tensor.view(shape)) * (variance.tensor + eps).rsqrt().view(shape)
+    over = [1, *range(3, g_BKF.dim())]
+    weight = Sum(Dense((g_BKF * scaled).sum(over))) if wanted[1] else None
+    return call.plain()[0], weight, Sum(Dense(g_BKF.sum(over))) if wanted[2] else None
+
+
+@_handles("native_group_norm_backward")
+def _group_norm(call: Reduction) -> tuple[Any, ...]:
+    _, _, mean, rstd, _, _, channels, _, groups, wanted = call.args
+    inner, *_ = call.plain()
+    g_BKC, x_BKC = call.apart(0, 0), call.apart(1, 0)
+    g_BKEF, x_BKEF = (y.reshape(*y.shape[:2], groups, channels // groups, -1) for y in (g_BKC, x_BKC))
+    mean_BKE, rstd_BKE = (value.apart(call.batch_size)[..., None, None] for value in (mean, rstd))
+    over = (1, 4)
+    weight_BEF, bias_BEF = (g_BKEF * (x_BKEF - mean_BKE) * rstd_BKE).sum(over), g_BKEF.sum(over)
+    return (
+        inner,
+        Sum(Dense(weight_BEF.flatten(1))) if wanted[1] else None,
+        Sum(Dense(bias_BEF.flatten(1))) if wanted[2] else None,
+    )
+
+
+@_handles("convolution_backward")
+def _convolution(call: Reduction) -> tuple[Any, ...]:
+    _, _, weight, _, stride, padding, dilation, transposed, _, groups, wanted = call.args
+    inner: Any = None
+    if wanted[0]:
+        args = [_tensor_of(item) for item in call.args]
+        inner = call.target(*args[:10], [True, False, False])[0]
+    g_BKO, x_BKC = call.apart(0, 0), call.apart(1, 0)
+    dims = weight.tensor.dim() - 2
+    stride, padding, dilation = (list(part) * (dims if len(part) == 1 else 1) for part in (stride, padding, dilation))
+    shape = weight.tensor.shape
+    geometry = Geometry(shape, tuple(stride), tuple((pad, pad) for pad in padding), tuple(dilation), groups)
+    sides = (g_BKO, x_BKC) if transposed else (x_BKC, g_BKO)
+    over = [1, *range(3, g_BKO.dim())]
+    return (
+        inner,
+        Sum(Windows(*sides, geometry)) if wanted[1] else None,
+        Sum(Dense(g_BKO.sum(over))) if wanted[2] else None,
+    )
+
+
+# -- what is done with sums afterwards -----------------------------------------------------------------------------
+
+_AS_IT_IS: Final = ("detach", "alias", "clone", "to_copy", "lift_fresh_copy")
+_RESHAPES: Final = ("view", "unsafe_view", "reshape", "squeeze", "unsqueeze")
+
+
+def linear(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], shape: Sequence[int] | None) -> Any:
+    """Apply a linear operation to sums over samples.
+
+    Args:
+        target: The operation.
+        args: Its arguments, one `Sum` or more among them; no tensor among them depends on samples.
+        kwargs: Its keyword arguments.
+        shape: Shape of its result; None for several results.
+
+    Returns:
+        A `Sum`, or several.
+
+    Raises:
+        NoGraphError: The result is not known to be a sum over samples.
+    """
+    name = name_of(target)
+    first = args[0]
+    if name in _AS_IT_IS:
+        return first
+    if name == "copy" and isinstance(args[1], Sum) and tuple(args[1].shape) == tuple(shape or ()):
+        return args[1]
+    if name in _RESHAPES and shape is not None:
+        return first.each(lambda factor: factor.reshaped(shape))
+    if name in ("t", "transpose", "permute"):
+        return _permuted(first, name, args[1:])
+    both = name == "add" and all(isinstance(arg, Sum) for arg in args[:2]) and not kwargs
+    if both and args[0].shape == args[1].shape:
+        return Sum(*args[0].factors, *args[1].factors)
+    if name == "embedding_dense_backward" and isinstance(first, Sum):
+        return _looked_up(first, *args[1:])
+    return _mapped(target, args, kwargs)
+
+
+def _permuted(value: Sum, name: str, args: Sequence[Any]) -> Sum:
+
+    axes = list(range(len(value.shape)))
+    if name == "permute":
+        axes = [axis % len(axes) for axis in args[0]]
+    else:
+        one, two = args if args else (0, len(axes) - 1)
+        axes[one], axes[two] = axes[two], axes[one]
+
+    def change(factor: Factor) -> Factor:
+        if axes == sorted(axes):
+            return factor
+        if type(factor) is Outer and factor.slots == 1 and len(factor.shape) == 2:
+            return factor.transposed()
+        if type(factor) is Dense:
+            return Dense(factor.materialize().permute(0, *(axis + 1 for axis in axes)))
+        return Permuted(factor, axes)
+
+    return value.each(change)
+
+
+def _looked_up(value: Sum, ids: Tensor, rows: int, padding: int, by_frequency: bool) -> Sum:  # noqa: FBT001 - aten's
+    """Rows of a table at places that all samples share: a position embedding."""
+    if by_frequency:
+        raise NoGraphError("embedding with scale_grad_by_freq=True: a row is divided by how often a batch looks it up")
+    g_BPI = value.per_sample()
+    g_BTI = g_BPI.reshape(g_BPI.shape[0], -1, g_BPI.shape[-1])
+    ids_T = ids.reshape(-1)
+    if padding >= 0:
+        g_BTI = g_BTI.masked_fill((ids_T == padding).unsqueeze(1), 0)
+    return Sum(Rows(ids_T.expand(len(g_BTI), -1), g_BTI, shape=(rows, g_BTI.shape[2])))
+
+
+_LINEAR: Final = frozenset(
+    (
+        *("neg", "mul", "div", "sum", "mean", "slice", "select", "narrow", "index", "index_select", "cat", "stack"),
+        *("split", "split_with_sizes", "unbind", "chunk", "expand", "repeat", "where", "masked_fill", "diagonal"),
+        *("slice_backward", "select_backward", "constant_pad_nd", "mm", "bmm", "matmul", "mv", "flip", "roll"),
+        *("tril", "triu", "index_put", "unsafe_index_put", "gather", "scatter_add", "index_add", "add", "sub"),
+        *("weight_norm_interface_backward", "view_as_complex", "view_as_real", "real", "imag", "unfold_backward"),
+        *("diagonal_backward", "gather_backward", "diag_embed", "slice_scatter", "select_scatter", "as_strided"),
+        *("cumsum", "unflatten", "flatten", "conj", "conj", "conj_physical", "fft_c2r", "fft_r2c", "fft_c2c"),
+        *("tanh_backward", "sigmoid_backward", "gelu_backward", "silu_backward", "threshold_backward"),
+        *("softmax_backward_data", "log_softmax_backward_data", "native_layer_norm_backward", "view", "addmm"),
+        *("put", "scatter", "upsample_bilinear2d_backward", "upsample_bicubic2d_backward"),
+        *("upsample_nearest2d_backward", "upsample_linear1d_backward", "upsample_trilinear3d_backward"),
+        *("upsample_bilinear2d_aa_backward", "upsample_bicubic2d_aa_backward", "avg_pool2d_backward"),
+        *("softplus_backward", "elu_backward", "hardtanh_backward", "rsub"),
+    )
+)
+_NOTHING_ADDED: Final = frozenset({"add", "sub", "rsub", "addmm"})
+
+
+def _mapped(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Apply a linear operation to the value of each sample."""
+    name = name_of(target)
+    leaves, spec = _torch.tree_flatten((list(args), dict(kwargs)))
+    sums = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Sum)]
+    others = any(isinstance(leaf, Tensor) for leaf in leaves)
+    joins = name in ("cat", "stack")
+    if name not in _LINEAR or (len(sums) > 1 and not (joins or name in ("add", "sub"))):
+        raise NoGraphError(f"{target} is applied to a sum over samples, and is not known to be linear")
+    if name in _NOTHING_ADDED and len(sums) < 2:
+        raise NoGraphError(f"{target} adds to a sum over samples what belongs to no sample")
+    if joins and others:
+        raise NoGraphError(f"{target} joins a sum over samples with what belongs to no sample")
+
+    def one(*own: Tensor) -> Any:
+        mine = list(leaves)
+        for place, tensor in zip(sums, own, strict=True):
+            mine[place] = tensor
+        given, named = _torch.tree_unflatten(mine, spec)
+        return target(*given, **named)
+
+    found = torch.vmap(one)(*(leaves[place].per_sample() for place in sums))
+    if isinstance(found, Tensor):
+        return Sum(Dense(found))
+    return tuple(Sum(Dense(part)) for part in found)

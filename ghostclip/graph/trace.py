@@ -1,0 +1,257 @@
+"""Forward, loss and backward of a batch, traced into one graph of aten operations.
+
+Nothing runs: values are fake tensors, which know shapes and dtypes alone. What reads a value (a branch on data, a shape
+that depends on data) therefore cannot be traced, and stays eager.
+
+Shape letters: B samples, ``*P`` a parameter's own shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.func import functional_call
+
+from ghostclip import _torch, _tree
+from ghostclip.evidence.randomness import Randomness
+from ghostclip.graph.refusal import NoGraphError
+
+LossFunction = Callable[..., Any]
+"""From the model and a batch to the losses of its samples, ``(B,)``, or to a pair of these and anything else."""
+
+# Ways to change a tensor that a graph is given: what the model keeps from one batch to the next.
+_WRITES = ("copy_", "set_", "resize_")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a graph is given, in order: trainable parameters, frozen ones, buffers, tensors of the batch.
+
+    Attributes:
+        trainable: Names of the trainable parameters.
+        held: Names of frozen parameters and of buffers.
+        tensors: The tensors of the batch.
+        in_batch: For each of these whether it holds samples, and along which axis.
+        tree: The batch, ``(args, kwargs)``.
+    """
+
+    trainable: tuple[str, ...]
+    held: tuple[str, ...]
+    tensors: tuple[Tensor, ...]
+    in_batch: tuple[int | None, ...]
+    tree: Any
+
+    @property
+    def fixed(self) -> int:
+        """How many are no tensors of the batch."""
+        return len(self.trainable) + len(self.held)
+
+    def flat(self, model: nn.Module) -> list[Tensor]:
+        """Return all tensors as they are now.
+
+        Args:
+            model: The model.
+
+        Returns:
+            Detached, in order.
+        """
+        own = named_tensors(model)
+        return [own[name].detach() for name in (*self.trainable, *self.held)] + [x.detach() for x in self.tensors]
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's parameters and buffers, each once."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def inputs_of(model: nn.Module, tree: Any, axes: Callable[[Tensor], int | None]) -> Inputs:
+    """Return what the graph of a batch is given.
+
+    Args:
+        model: The model.
+        tree: The batch, ``(args, kwargs)``.
+        axes: Says of a tensor of the batch along which axis it holds samples; None for one that all share.
+
+    Returns:
+        The inputs.
+    """
+    own = named_tensors(model)
+    trainable = tuple(name for name, value in own.items() if isinstance(value, nn.Parameter) and value.requires_grad)
+    held = tuple(name for name in own if name not in trainable)
+    tensors = tuple(_tree.tensors(tree))
+    return Inputs(trainable, held, tensors, tuple(axes(tensor) for tensor in tensors), tree)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The graph of a batch: functional aten operations alone.
+
+    Its outputs are the losses ``(B,)``, the gradient of their sum for every trainable parameter (None for an unused
+    one), and what else the loss function returned.
+
+    Attributes:
+        graph: The graph.
+        extra: What else the loss function returned, in a list, its tensors replaced by their numbers.
+    """
+
+    graph: fx.GraphModule
+    extra: Any
+
+
+class _Loss(nn.Module):
+    """The model and its loss as one module, so that parameters can be exchanged for the time of a call."""
+
+    def __init__(self, model: nn.Module, loss: LossFunction) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.loss(self.model, *args, **kwargs)
+
+
+def trace(model: nn.Module, loss: LossFunction, inputs: Inputs) -> Traced:
+    """Trace forward, loss and the gradient of every trainable parameter.
+
+    Args:
+        model: The model; nobody may listen to its forwards.
+        loss: The loss function.
+        inputs: The batch.
+
+    Returns:
+        The graph.
+
+    Raises:
+        NoGraphError: It reads values, draws from other generators than torch's, changes what the model keeps, or fails.
+    """
+    whole, names = _Loss(model, loss), [*inputs.trainable, *inputs.held]
+    extras: list[Any] = []
+
+    def joint(*flat: Tensor) -> list[Tensor | None]:
+        own = dict(zip(names, flat, strict=False))
+        parameters = [own[name].detach().requires_grad_() for name in inputs.trainable]
+        own.update(zip(inputs.trainable, parameters, strict=True))
+        batch = iter(flat[inputs.fixed :])
+        args, kwargs = _tree.mapped(lambda leaf: next(batch) if isinstance(leaf, Tensor) else leaf, inputs.tree)
+        result = functional_call(whole, {f"model.{name}": value for name, value in own.items()}, args, kwargs)
+        losses_B, *extra = result if isinstance(result, tuple) and len(result) == 2 else (result,)
+        grads = torch.autograd.grad(losses_B, parameters, torch.ones_like(losses_B), allow_unused=True)
+        found: list[Tensor] = []
+        extras.append(_tree.mapped(lambda leaf: _numbered(leaf, found), extra))
+        return [losses_B.detach(), *grads, *(tensor.detach() for tensor in found)]
+
+    states = Randomness(inputs.flat(model))
+    try:
+        with _as_it_was(model), torch.enable_grad(), _torch.steps_taken_apart():
+            graph = _torch.traced(joint, inputs.flat(model))
+        with _torch.overrides_off():
+            graph = _torch.traced(_torch.functional(graph), inputs.flat(model))
+    except Exception as problem:
+        raise NoGraphError(f"it cannot be traced ({type(problem).__name__}: {first_line(problem)})") from problem
+    finally:
+        torch.clear_autocast_cache()
+    if states.drawn():
+        states.restore()
+        raise NoGraphError(
+            "it seeds a generator, or draws from Python's or NumPy's, which a graph would do once for ever"
+        )
+    graph.graph.eliminate_dead_code()
+    _refuse_writes(graph)
+    _refuse_sizes(graph)
+    _refuse_other_losses(graph, inputs)
+    return Traced(graph, extras[-1])
+
+
+def first_line(problem: BaseException) -> str:
+    """Return the beginning of what an exception says."""
+    lines = str(problem).strip().splitlines()
+    return lines[0][:200] if lines else ""
+
+
+def _numbered(leaf: Any, found: list[Tensor]) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    found.append(leaf)
+    return Place(len(found) - 1)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Stands for a tensor of what a loss function returned beside the losses."""
+
+    number: int
+
+
+def restored(extra: Any, tensors: Sequence[Tensor]) -> Any:
+    """Put tensors back into what the loss function returned.
+
+    Args:
+        extra: As `Traced` has it, tensors replaced by their numbers.
+        tensors: Its tensors, in order.
+
+    Returns:
+        What the loss function returns.
+    """
+    return _tree.mapped(lambda leaf: tensors[leaf.number] if isinstance(leaf, Place) else leaf, extra)
+
+
+def outputs_of(graph: fx.GraphModule) -> tuple[Any, ...]:
+    """Return the nodes of a graph's outputs, None where there is none."""
+    return tuple(next(iter(reversed(graph.graph.nodes))).args[0])
+
+
+def name_of(target: Any) -> str:
+    """Return the name of an operation, such as ``mm``, without what marks it as internal; else the empty string."""
+    packet = getattr(target, "overloadpacket", None)
+    return "" if packet is None else str(packet).rpartition(".")[2].lstrip("_")
+
+
+def operation(node: fx.Node) -> str:
+    """Return the name of a node's operation; of anything but an operation the empty string."""
+    return name_of(node.target)
+
+
+def draws(graph: fx.GraphModule) -> bool:
+    """Return whether a graph draws random numbers."""
+    return any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in graph.graph.nodes)
+
+
+def _refuse_writes(graph: fx.GraphModule) -> None:
+    for node in graph.graph.nodes:
+        if (
+            operation(node) in _WRITES
+            and isinstance(node.args[0], fx.Node)
+            and node.args[0].op in ("placeholder", "get_attr")
+        ):
+            raise NoGraphError("it writes to a buffer or to its input, which the next batch would find changed")
+
+
+def _refuse_sizes(graph: fx.GraphModule) -> None:
+    for node in graph.graph.nodes:
+        for leaf in _torch.tree_leaves(node.meta.get("val")):
+            if isinstance(leaf, Tensor) and not all(type(size) is int for size in leaf.shape):
+                raise NoGraphError(f"the shape of what {operation(node)} returns depends on data")
+
+
+@contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """Put back afterwards what a forward leaves on its modules: values without memory, when it is only written down."""
+    before = [(own, dict(own)) for module in model.modules() for own in (vars(module), _torch.tables(module)[2])]
+    try:
+        yield
+    finally:
+        for own, earlier in before:
+            for key in own.keys() - earlier.keys():
+                del own[key]
+            own.update(earlier)
+
+
+def _refuse_other_losses(graph: fx.GraphModule, inputs: Inputs) -> None:
+    losses = outputs_of(graph)[0].meta["val"]
+    sizes = {x.shape[axis] for x, axis in zip(inputs.tensors, inputs.in_batch, strict=True) if axis is not None}
+    if losses.dim() != 1 or {losses.shape[0]} != sizes:
+        raise NoGraphError(f"its losses have shape {tuple(losses.shape)}, not one entry a sample")

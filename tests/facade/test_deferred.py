@@ -1,0 +1,154 @@
+"""A loop as it is written for eager training, whose forward, loss and backward are computed as one graph."""
+
+import pytest
+import torch
+from torch import nn
+
+import ghostclip
+from ghostclip.errors import GhostClipError, InvalidOptionError
+from ghostclip.graph import GraphOptions
+
+pytestmark = pytest.mark.filterwarnings("ignore:poisson_sampling=False", "ignore:noise_multiplier=0")
+
+
+class Tokens(nn.Module):
+    """Logits of tokens, in an object as transformers returns them."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 6), nn.Linear(6, 9)
+
+    def forward(self, ids):
+        return {"logits": self.head(torch.tanh(self.table(ids)))}
+
+
+def _private(model, data, mode, *, criterion=None):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = torch.utils.data.DataLoader(data, batch_size=4)
+    found = ghostclip.PrivacyEngine().make_private(
+        module=model,
+        optimizer=optimizer,
+        data_loader=loader,
+        criterion=criterion or nn.CrossEntropyLoss(),
+        noise_multiplier=0.0,
+        max_grad_norm=0.5,
+        poisson_sampling=False,
+        grad_sample_mode=mode,
+    )
+    if mode == "graph":
+        # Compiling takes longer than this test may.
+        found[0].deferral.step.options = GraphOptions(backend="aten")
+    return found if len(found) == 4 else (*found[:2], criterion or nn.CrossEntropyLoss(), found[2])
+
+
+def _classes():
+    torch.manual_seed(0)
+    return torch.utils.data.TensorDataset(torch.randn(12, 5).double(), torch.randint(3, (12,)))
+
+
+def _model():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def _trained(mode, loop, model=None, data=None):
+    model = model or _model()
+    private, optimizer, criterion, loader = _private(model, data or _classes(), mode)
+    seen = []
+    for batch in loader:
+        optimizer.zero_grad()
+        seen.append(loop(private, criterion, *batch))
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), seen, private
+
+
+def _plain(model, criterion, x, y):
+    output = model(x)
+    loss = criterion(output, y)
+    loss.backward()
+    return loss.item(), (output.argmax(1) == y).sum().item()
+
+
+def _scaled(model, criterion, x, y):
+    loss = criterion(model(x), y) / 2 * 2
+    loss.backward()
+    return loss.item()
+
+
+def _looks(model, criterion, x, y):
+    output = model(x)
+    right = (output.argmax(1) == y).sum().item()
+    loss = criterion(output + 0, y)
+    loss.backward()
+    return right, loss.item()
+
+
+def _item_first(model, criterion, x, y):
+    loss = criterion(model(x), y)
+    before = loss.item()
+    loss.backward()
+    return before, loss.item()
+
+
+@pytest.mark.parametrize(
+    ("loop", "as_graph"),
+    [(_plain, True), (_scaled, True), (_looks, False), (_item_first, False)],
+    ids=["plain", "scaled", "looks at outputs", "looks at the loss"],
+)
+def test_the_loop_stays_as_it_is_written(loop, as_graph):
+    want, seen, _ = _trained("bookkeeping", loop)
+    got, saw, private = _trained("graph", loop)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(torch.tensor(saw), torch.tensor(seen))
+    assert [step.runs for step in private.deferral.step.graphs] == ([3] if as_graph else [])
+
+
+def test_attributes_items_and_views_of_an_output_are_part_of_the_graph():
+    def loop(model, criterion, ids):
+        output = model(ids)
+        loss = criterion(output["logits"][:, :-1].transpose(1, 2), ids[:, 1:])
+        loss.backward()
+        return loss.item()
+
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randint(9, (12, 6)))
+    want, seen, _ = _trained("bookkeeping", loop, Tokens().double(), data)
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randint(9, (12, 6)))
+    got, saw, private = _trained("graph", loop, Tokens().double(), data)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(torch.tensor(saw), torch.tensor(seen))
+    assert private.deferral.step.graphs[0].runs == 3
+
+
+def test_a_second_backward_of_one_loss_is_refused():
+    private, _, criterion, loader = _private(_model(), _classes(), "graph")
+    x, y = next(iter(loader))
+    loss = criterion(private(x), y)
+    loss.backward()
+    with pytest.raises(GhostClipError, match="second backward"):
+        loss.backward()
+
+
+def test_evaluation_and_copies_compute_at_once():
+    import copy
+
+    private, *_ = _private(_model(), _classes(), "graph")
+    x = torch.randn(3, 5).double()
+    with torch.no_grad():
+        assert type(private(x)) is torch.Tensor
+    assert type(private.eval()(x)) is torch.Tensor
+    assert type(copy.deepcopy(private)(x)) is torch.Tensor
+
+
+def test_without_a_criterion_the_mode_is_refused():
+    model = _model()
+    with pytest.raises(InvalidOptionError, match="criterion="):
+        ghostclip.PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), 0.1),
+            data_loader=torch.utils.data.DataLoader(_classes(), batch_size=4),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            grad_sample_mode="graph",
+        )

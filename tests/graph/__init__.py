@@ -1,0 +1,1 @@
+"""The private step as one graph."""

@@ -1,0 +1,272 @@
+"""Batches of any size, samples that are not finite, models that change, randomness, and what is counted."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import ghostclip
+from ghostclip.graph import GraphOptions
+from ghostclip.graph.parts import Sizes
+from tests.graph.steps import ATEN, Net, batch, eager_sums, losses, net, step_of, sums, warmed
+
+
+@pytest.mark.parametrize(
+    ("given", "samples", "parts"),
+    [
+        (None, 16, [(16, 16)]),
+        ((16, 4), 16, [(16, 16)]),
+        ((16, 4), 22, [(16, 16), (4, 4), (2, 4)]),
+        ((16, 4), 15, [(15, 16)]),
+        ((16, 4), 1, [(1, 4)]),
+        ((64, 8), 100, [(64, 64), (8, 8), (8, 8), (8, 8), (8, 8), (4, 8)]),
+    ],
+)
+def test_a_batch_is_cut_into_parts_of_few_sizes(given, samples, parts):
+    found = Sizes(given).parts(samples)
+    assert [(part.samples, part.size) for part in found] == parts
+    assert [part.start for part in found] == [sum(p[0] for p in parts[:k]) for k in range(len(parts))]
+
+
+@pytest.mark.parametrize("samples", [2, 5, 6, 7, 11])
+def test_padding_samples_add_nothing(samples):
+    model = net()
+    step = warmed(model, options=GraphOptions(backend="aten", sizes=(6,)))
+    data = batch(samples)
+    losses_B = step(*data)
+    want, norms_B = eager_sums(model, *data)
+    torch.testing.assert_close(sums(model), want, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(losses_B, losses(model, *data).detach())
+    assert step.clipper.batch_size == len(step.clipper.per_sample_norms) == (samples - 1) % 6 + 1
+    torch.testing.assert_close(step.clipper.per_sample_norms, norms_B[-step.clipper.batch_size :])
+    assert step.clipper.rows_seen == (samples,)
+    assert step.clipper.backward_passes == 1
+    assert not step.reasons
+    assert len(step.graphs) == 1
+
+
+@pytest.mark.parametrize("samples", [0, 1])
+def test_batches_without_two_samples_are_eager(samples):
+    model = net()
+    step = warmed(model)
+    assert step(*batch(samples)).shape == (samples,)
+    want, _ = eager_sums(model, *batch(samples))
+    torch.testing.assert_close(sums(model), want)
+
+
+@pytest.mark.parametrize("device_only", [False, True])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_sample_that_is_not_finite_contributes_nothing_and_is_counted(device_only, value):
+    model = net()
+    step = warmed(model, device_only=device_only)
+    x, y = batch()
+    x[2, 1] = value
+    step(x, y)
+    rest = [0, 1, 3, 4, 5]
+    want, _ = eager_sums(model, x[rest], y[rest])
+    torch.testing.assert_close(sums(model), want, rtol=1e-12, atol=1e-14)
+    assert step.clipper.non_finite_samples == 1
+    assert bool(step.reasons) is not device_only
+
+
+def test_ill_conditioned_samples_are_measured_by_the_eager_engine():
+    # Positions that nearly cancel: most of the norm is rounding.
+    class Cancelling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(64, 64, bias=False)
+
+        def forward(self, x):
+            return self.layer(x)
+
+    def loss(model, x, sign):
+        return (model(x) * sign).sum((1, 2))
+
+    torch.manual_seed(0)
+    model = Cancelling()
+    x, sign = torch.randn(4, 8, 64), torch.randn(4, 8, 1)
+    step = step_of(model, loss=loss, max_grad_norm=1.0)
+    step(x, sign)
+    step.clipper.reset()
+    assert step.graphs[0].verified
+    x[1, 1::2], sign[1, 1::2] = x[1, ::2] * (1 + 1e-7), -sign[1, ::2]
+    step(x, sign)
+    assert "ill-conditioned" in next(iter(step.reasons))
+    torch.testing.assert_close(sums(model), eager_sums(model, x, sign, max_grad_norm=1.0, loss=loss)[0])
+
+
+def test_two_batches_accumulate():
+    model = net()
+    step = warmed(model)
+    step(*batch(seed=1))
+    step(*batch(seed=2))
+    want = eager_sums(model, *batch(seed=1))[0] + eager_sums(model, *batch(seed=2))[0]
+    torch.testing.assert_close(sums(model), want)
+    assert step.clipper.backward_passes == 2
+    assert step.clipper.rows_seen == (6, 6)
+
+
+def _frozen(model):
+    model.first.weight.requires_grad_(False)
+
+
+def _less_dropout(model):
+    model.dropout.p = 0.5
+
+
+def _replaced(model):
+    model.first = nn.Linear(5, 7).double()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(_frozen, id="a parameter is frozen"),
+        pytest.param(lambda model: model.eval(), id="evaluation mode"),
+        pytest.param(_less_dropout, id="an attribute"),
+        pytest.param(lambda model: setattr(model, "how", torch.relu), id="a function"),
+    ],
+)
+def test_a_changed_model_is_traced_anew(change):
+    model = net(p=0.2)
+    step = warmed(model)
+    change(model)
+    torch.manual_seed(3)
+    step(*batch())
+    assert len(step.graphs) in (1, 2), step.reasons
+    assert step.graphs[-1].runs == 1
+    torch.manual_seed(3)
+    assert all((p.grad is None) is not p.requires_grad for p in model.parameters())
+
+
+def test_new_values_of_parameters_are_used():
+    model = net()
+    step = warmed(model)
+    with torch.no_grad():
+        model.first.weight.mul_(3.0)
+    model.second = model.second.double()
+    step(*batch())
+    torch.testing.assert_close(sums(model), eager_sums(model, *batch())[0])
+    assert step.graphs[0].runs == 2
+
+
+def test_another_bound_needs_another_graph():
+    model = net()
+    step = warmed(model)
+    step.clipper.max_grad_norm = 0.05
+    for _ in range(2):
+        step.clipper.reset()
+        step(*batch())
+    torch.testing.assert_close(sums(model), eager_sums(model, *batch(), max_grad_norm=0.05)[0])
+    assert len(step.graphs) == 2
+    assert step.clipper.sensitivity() == 0.05
+
+
+def test_other_shapes_beyond_the_most_graphs_are_eager():
+    step = warmed(net(), options=GraphOptions(backend="aten", sizes=(6,), most=1))
+    step(*batch(dtype=torch.float64)[:1], torch.rand(6, 3).double())
+    assert len(step.graphs) == 1
+    assert "graphs were compiled" in next(iter(step.reasons))
+
+
+def test_dropout_draws_what_the_eager_engine_draws():
+    step, data = warmed(model := net(p=0.5)), batch()
+    torch.manual_seed(9)
+    step(*data)
+    got = sums(model)
+    torch.manual_seed(9)
+    torch.testing.assert_close(got, eager_sums(model, *data)[0])
+
+
+def test_every_kth_batch_is_held_against_the_eager_engine(monkeypatch):
+    step = warmed(net(), options=GraphOptions(backend="aten", check_every=3))
+    seen = []
+    eager = ghostclip.GraphStep._eager
+    monkeypatch.setattr(ghostclip.GraphStep, "_eager", lambda self, tree: (seen.append(1), eager(self, tree))[1])
+    for _ in range(6):
+        step(*batch())
+    assert len(seen) == 2
+    assert not step.reasons
+
+
+def test_what_else_the_loss_returns_comes_back():
+    model = net()
+    step = step_of(model, loss=lambda m, x, y: ((out := m(x)).square().sum(1) + y, {"logits": out, "name": "kept"}))
+    for samples in (6, 4):
+        x, y = batch(samples)
+        losses_B, extra = step(x, y)
+        torch.testing.assert_close(extra["logits"], model(x).detach())
+        assert extra["name"] == "kept"
+        assert losses_B.shape == (samples,)
+        assert not extra["logits"].requires_grad
+
+
+@pytest.mark.parametrize("clipping", ["per_layer", "automatic"])
+def test_clip_policies_are_those_of_the_clipper(clipping):
+    from ghostclip.clipping import policies
+
+    policy = policies.per_layer(0.3) if clipping == "per_layer" else policies.automatic(0.3)
+    model = net()
+    step = ghostclip.GraphStep(ghostclip.GhostClipper(model, policy=policy, strategy="graph"), losses, options=ATEN)
+    for _ in range(2):
+        step.clipper.reset()
+        step(*batch())
+    got, other = sums(model), net()
+    with ghostclip.GhostClipper(other, policy=policy) as clipper:
+        clipper.backward(losses(other, *batch()))
+    torch.testing.assert_close(got, sums(other))
+    assert step.graphs[0].runs == 2
+
+
+def test_autocast_is_part_of_the_graph():
+    model = net().float()
+    step = step_of(model)
+    data = batch(dtype=torch.float32)
+    for _ in range(2):
+        step.clipper.reset()
+        with torch.autocast("cpu", torch.bfloat16):
+            step(*data)
+    assert step.graphs[0].runs == 2
+    assert any("bfloat16" in str(node.meta.get("val")) for node in step.graphs[0].graph.graph.nodes)
+    with ghostclip.GhostClipper(other := net().float(), max_grad_norm=0.3) as clipper:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = losses(other, *data)
+        clipper.backward(loss)
+    torch.testing.assert_close(sums(model), sums(other), rtol=3e-2, atol=3e-3)
+
+
+def test_lora_and_a_shared_layer_in_two_forwards():
+    class Adapted(Net):
+        def __init__(self):
+            super().__init__()
+            self.down, self.up = nn.Linear(5, 2, bias=False), nn.Linear(2, 7, bias=False)
+            self.first.requires_grad_(False)
+
+        def forward(self, x):
+            return self.second(torch.tanh(self.first(x) + self.up(self.down(x))))
+
+    def twice(model, x, y):
+        return functional.cross_entropy(model(x) + model(x.flip(1)), y, reduction="none")
+
+    torch.manual_seed(0)
+    model = Adapted().double()
+    step = step_of(model, loss=twice)
+    for _ in range(2):
+        step.clipper.reset()
+        step(*batch())
+    assert step.graphs[0].runs == 2
+    assert not step.reasons
+    assert model.first.weight.grad is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_inductor_computes_what_operations_one_by_one_do(p):
+    data, found = batch(), []
+    for options in (GraphOptions(), ATEN):
+        step = warmed(model := net(p=p), options=options)
+        torch.manual_seed(4)
+        step(*data)
+        found.append(sums(model))
+        assert not step.reasons
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
