@@ -187,6 +187,9 @@ TRAININGS: dict[str, Training] = {
     "float32 while it runs": Training(
         plain, options={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float32)}, rtol=2e-6
     ),
+    "float32 while it runs, small batches": Training(
+        plain, options={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float32)}, rtol=2e-6, batch=2
+    ),
     "bfloat16 while it runs": Training(
         plain,
         options={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)},
