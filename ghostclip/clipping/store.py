@@ -43,12 +43,15 @@ class Delivery(Protocol):
         """
 
     def add(self, parameter: nn.Parameter, whole: Tensor) -> None:
-        """Take the sum of this rank's samples, and send it as soon as its turn comes.
+        """Take the sum of this rank's samples.
 
         Args:
             parameter: As an optimizer holds it.
             whole: Shape of the whole parameter; not used any more by who calls.
         """
+
+    def send(self) -> None:
+        """Send the sums whose turn it is; who calls holds none of them."""
 
     def order(self, *, at_once: bool) -> None:
         """Say whether sums may be sent before all are formed: ranks must form them in one order then.
@@ -246,9 +249,10 @@ class GradientStore:
         Args:
             name: The parameter's name.
         """
-        whole = self._whole.pop(self._parameters[name], None)
-        if whole is not None and self._delivery is not None:
-            self._delivery.add(self._parameters[name], whole)
+        parameter = self._parameters[name]
+        if self._delivery is not None and parameter in self._whole:
+            self._delivery.add(parameter, self._whole.pop(parameter))
+            self._delivery.send()
 
     def _take_in(self, delivery: Delivery) -> None:
         """Add this rank's parts of the sums over all ranks to what was accumulated."""

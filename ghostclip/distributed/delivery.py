@@ -99,7 +99,7 @@ class ShardDelivery:
         self._at_once = at_once
 
     def add(self, parameter: nn.Parameter, whole: Tensor) -> None:
-        """Take the sum of this rank's samples, and send what is full.
+        """Take the sum of this rank's samples.
 
         Args:
             parameter: As an optimizer holds it.
@@ -109,6 +109,9 @@ class ShardDelivery:
         # Of one type on all ranks, also where small layers that were put together are summed in what the model runs in.
         whole = whole.to(_wide(parameter))
         self._waiting[id(parameter)] = whole if before is None else before.add_(whole)
+
+    def send(self) -> None:
+        """Send what is full, once nobody else holds the sums any more."""
         while self._at_once and self._next < len(self._buckets) and self._is_full(self._buckets[self._next]):
             self._send(self._buckets[self._next])
 
