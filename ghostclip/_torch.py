@@ -602,6 +602,121 @@ def several_ranks() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+def is_sharded_tensor(tensor: Any) -> bool:
+    """Return whether a tensor is one of ``torch.distributed.tensor``, which is not imported to tell."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this rank holds, on the same memory; outside the graph.
+
+    Args:
+        tensor: Any tensor.
+
+    Returns:
+        ``DTensor.to_local()``, or the tensor itself.
+    """
+    if not is_sharded_tensor(tensor):
+        return tensor
+    with torch.no_grad():
+        part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return part
+
+
+def gathered_modules(model: nn.Module) -> list[Any]:
+    """Return the modules that ``fully_shard`` was called with: the instances of ``FSDPModule``."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """Return a module's class, below the one that ``fully_shard`` puts over it: ``FSDPModule._orig_cls_mro_index``."""
+    kind = type(module)
+    over = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if over is None or not issubclass(kind, over):
+        return kind
+    # [the class over it, FSDPModule, its own, ...] also before the index had a name.
+    return kind.__mro__[getattr(kind, "_orig_cls_mro_index", 2)]
+
+
+def gathered_together(module: Any) -> int:
+    """Return what modules that ``fully_shard`` was called with at once have in common: ``FSDPModule._get_fsdp_state``.
+
+    Args:
+        module: One of `gathered_modules`.
+
+    Returns:
+        A number.
+    """
+    return id(module._get_fsdp_state())
+
+
+def keep_gathered(module: Any) -> Callable[[], None]:
+    """Gather the parameters of a module and keep them so through forwards and backwards.
+
+    ``FSDPState._fsdp_param_groups``, ``FSDPParamGroup.post_forward_mesh_info`` and ``reshard_after_backward``: what
+    ``set_reshard_after_forward`` and ``set_reshard_after_backward`` set, and nothing public reads.
+
+    Args:
+        module: One of `gathered_modules`.
+
+    Returns:
+        Lets the module free its parameters again as it did before.
+    """
+    state = module._get_fsdp_state()
+    found = [(group, group.post_forward_mesh_info, group.reshard_after_backward) for group in _groups_of(state)]
+    choice = state._auto_reshard_after_forward
+    for group, _, _ in found:
+        group.post_forward_mesh_info, group.reshard_after_backward = None, False
+    module.unshard()
+
+    def restore() -> None:
+        # What makes a root keep its parameters after a forward is decided in its first one.
+        kept = state._is_root and choice
+        for group, after_forward, after_backward in found:
+            group.post_forward_mesh_info = None if kept else after_forward
+            group.reshard_after_backward = after_backward
+
+    return restore
+
+
+def free_gathered(modules: Iterable[Any]) -> None:
+    """Free gathered parameters, and forget the order in which forwards used them: ``FSDPState._reset_iter_state``.
+
+    Args:
+        modules: All of `gathered_modules` of a model, none of which is running.
+    """
+    for module in modules:
+        state = module._get_fsdp_state()
+        for group in _groups_of(state):
+            group.comm_ctx.post_forward_order.clear()
+            group._post_forward_indices.clear()
+            # Whatever a forward or backward that was broken off has left there.
+            group._training_state = type(group._training_state).IDLE
+        state._training_state = type(state._training_state).IDLE
+        state._state_ctx.iter_forward_root = None
+        module.reshard()
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """Return the parameter groups of a module's state; before torch 2.11 there is one at most."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in (state._fsdp_param_group,) if group is not None] if groups is None else list(groups)
+
+
+def memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what tells a tensor's memory from any other, also where it was freed and filled again meanwhile.
+
+    Args:
+        tensor: A tensor whose memory somebody keeps alive.
+
+    Returns:
+        ``UntypedStorage._cdata``, which stays as the content is exchanged, and the place of the elements in it.
+    """
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
+
+
 def running_wrapper() -> Any:
     """Return the wrapper whose forward is running, or None: ``DistributedDataParallel._get_active_ddp_module``."""
     return DistributedDataParallel._get_active_ddp_module()

@@ -1,5 +1,6 @@
 """``GhostClipper``: attach to a model, call backward, find the clipped sum in ``.grad``."""
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -30,7 +31,7 @@ from ghostclip.clipping.policies import ClipPolicy, Layout, policy_of
 from ghostclip.clipping.repeats import Repeats, Verdict
 from ghostclip.clipping.savepoint import Savepoint
 from ghostclip.clipping.scalar_loss import LossExaminer
-from ghostclip.clipping.store import GradientStore
+from ghostclip.clipping.store import GradientStore, Sharded
 from ghostclip.clipping.zero_grad import ZeroGrad
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
 from ghostclip.evidence.losses import probe_losses, prove_rows
@@ -88,6 +89,11 @@ class GhostClipper:
         >>> clipper.backward(losses)
     """
 
+    generation = 0
+    _doubt: Verdict | None = None
+    _held: list[Held] | None = None
+    _loss_elsewhere = False
+
     @_validate.suggests_options
     def __init__(  # noqa: PLR0913 - the public constructor names every choice
         self,
@@ -102,6 +108,7 @@ class GhostClipper:
         probe: bool = True,
         memory_budget: float = MEMORY_BUDGET,
         device_only: bool = False,
+        sharded: Sharded | None = None,
         sequences: Sequences | None = None,
     ) -> None:
         """Attach to a model.
@@ -123,6 +130,7 @@ class GhostClipper:
             device_only: Read no value of a tensor in a backward, as a CUDA graph asks: a sample whose norm is not
                 finite, or may have been changed by rounding by more than the tolerance, contributes nothing, where
                 otherwise it is measured again in float64. Not for strategies of two backwards, whose likeness is read.
+            sharded: The ranks that hold the model's parameters in parts: `ghostclip.distributed.ShardedModel(model)`.
             sequences: The ranks over which sequences are split: see `ghostclip.distributed.SplitSequences`.
 
         Raises:
@@ -133,23 +141,21 @@ class GhostClipper:
         _validate.choice(loss_reduction, "loss_reduction", get_args(Reduction))
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise UnsupportedModelError(f"{type(model).__name__} has no trainable parameter: nothing to clip.")
+        _check_ranks(model, strategy, sharded=sharded, sequences=sequences)
         self.model = model
+        self._sharded = sharded
         self.device_only = device_only
         self._sequences = sequences
         self._decisions = Decisions(policy_of(max_grad_norm, policy), relation)
         self._refuse_readers(strategy, self.policy)
-        self._refuse_contradictions(memory_budget, strategy)
+        self._refuse_budget(memory_budget, strategy)
         self.strategy = strategy
         self.loss_reduction = loss_reduction
         self.batch_first = batch_first
         self._shared: set[str] = set()
         self._losses_to_probe = 1 if probe else 0
         self._said: set[str] = set()
-        self.generation = 0
-        self._doubt: Verdict | None = None
-        self._held: list[Held] | None = None
-        self._loss_elsewhere = False
-        self._evidence = Evidence(probes=probe, may_exchange=sequences is not None)
+        self._evidence = Evidence(probes=probe, may_exchange=sequences is not None or sharded is not None)
         self._examiner = LossExaminer(loss_reduction, self._evidence)
         self._capture = CaptureContext(
             model,
@@ -157,8 +163,14 @@ class GhostClipper:
             on_backward=self._open_implicit_pass,
             on_loss=self._on_loss,
             prover=self._evidence,
+            gathering=sharded,
         )
-        self._store = GradientStore(self._capture.substitution.parameters)
+        substitution = self._capture.substitution
+        self._store = GradientStore(
+            substitution.parameters,
+            present=substitution.present,
+            delivery=None if sharded is None else sharded.delivery,
+        )
         self._zero_grad = ZeroGrad(model)
         self.planner = Planner(max(1.0, memory_budget))
         self._reducer = BlockPlanner(memory_budget) if memory_budget < 1 else None
@@ -166,14 +178,9 @@ class GhostClipper:
             self._capture.watch_blocks(self._reducer.choose)
         self._groups()
 
-    def _refuse_contradictions(self, memory_budget: float, strategy: str) -> None:
-        """Refuse strategies that cannot put factors of ranks together, and a budget where nothing can be chosen."""
+    def _refuse_budget(self, memory_budget: float, strategy: str) -> None:
+        """Refuse a budget below 1 where nothing can be chosen to keep it."""
         _validate.positive(memory_budget, "memory_budget", allow_infinity=True)
-        if self._sequences is not None and strategy not in {"auto", "bookkeeping"}:
-            raise InvalidOptionError(
-                f"strategy={strategy!r} with sequences: factors that ranks have in parts are brought together by "
-                "book-keeping alone. Use strategy='bookkeeping'."
-            )
         fits = not self.device_only and self._sequences is None and strategy in ("auto", "bookkeeping")
         if memory_budget < 1 and not fits:
             given = "device_only=True" if self.device_only else f"strategy={strategy!r}"
@@ -302,7 +309,7 @@ class GhostClipper:
         forward = self._capture.forward
         if forward.batch_size > 1:
             refuse_common_factor(loss_B)
-            if self._losses_to_probe > 0:
+            if self._losses_to_probe > 0 and (self._sharded is None or self._sharded.may_ask()):
                 self._losses_to_probe -= 1
                 probe_losses(self._evidence, self._capture, loss_B)
         self._evidence.look_at_loss(self._capture, [loss_B], forward)
@@ -329,7 +336,7 @@ class GhostClipper:
         while True:
             norms = NormPass(group_of, shared=self._shared, repeats=repeats, instantiate=instantiate, index_D=index_D)
             same_uses = self._listen(norms, lambda: self._capture.run_backward([loss], [None]))
-            if same_uses is None or norms.late:
+            if self._any_rank(same_uses is None or bool(norms.late), norms):
                 self._shared |= norms.late
                 repeats.begin_again(anew=total is None)
                 continue
@@ -337,14 +344,15 @@ class GhostClipper:
             norms.streams.join()
             with torch.no_grad(), full_precision():
                 found = norms.norms()
-                if total is not None and index_D is not None:
-                    ill_conditioned_B = total.refine(found, index_D)
+                if total is not None:
+                    if index_D is not None:
+                        ill_conditioned_B = total.refine(found, index_D)
                     break
                 total = found
                 imprecise_B = self._imprecise_B(total)
-            if imprecise_B is None:
+            if not self._any_rank(imprecise_B is not None, norms):
                 break
-            index_D = imprecise_B.nonzero().squeeze(1)
+            index_D = None if imprecise_B is None else imprecise_B.nonzero().squeeze(1)
         weights = self._decisions.weights(total, self._forward_of(norms), scale, ill_conditioned_B)
         expected = norms.seen if same_uses else None
         sums = SumPass(self._store, weights, repeats=repeats, expected=expected, several=norms.several)
@@ -392,10 +400,31 @@ class GhostClipper:
         self._all_or_nothing(add)
         self._close(listener)
 
+    def _any_rank(self, again: bool, norms: NormPass) -> bool:  # noqa: FBT001 - what is asked, no option
+        """Return whether a rank needs the backward again: where parameters are gathered for it, all take part.
+
+        Args:
+            again: Whether this rank does.
+            norms: Has heard of the parameters in an order that their sums may come in, if all ranks have it.
+
+        Returns:
+            True if any does.
+        """
+        if self._sharded is None:
+            return again
+        order = int.from_bytes(hashlib.blake2b(repr(norms.order).encode(), digest_size=7).digest(), "big")
+        found = self._sharded.agree("second backward", 2 * order + again)
+        self._sharded.delivery.order(at_once=len({value // 2 for value in found}) == 1)
+        return any(value % 2 for value in found)
+
     def _require(self, repeats: Repeats) -> None:
         """Drop the sums of a second backward that brought other gradients; where asking waits, it is asked later."""
         self._doubt = repeats.require()
-        if self._doubt is not None:
+        if self._doubt is not None and self._sharded is not None:
+            # Other ranks hold a part of these sums, and wait for no later answer.
+            doubt, self._doubt = self._doubt, None
+            doubt.require()
+        elif self._doubt is not None:
             self._store.drop_if(self._doubt.differs_K.any())
 
     def _imprecise_B(self, total: GroupNorms) -> Tensor | None:
@@ -421,7 +450,7 @@ class GhostClipper:
         if strategy == "hooks":
             self._store.drop_stale_samples()
             return Hooks(self._groups(), device_only=self.device_only)
-        parameters = self._capture.substitution.parameters
+        parameters = self._capture.substitution.present
         keep = None if loss is None else self.planner.before(loss, self._capture.forward, parameters)
 
         def kept_layers(use: ParamUse, grad: Tensor) -> frozenset[str]:
@@ -593,6 +622,7 @@ class GhostClipper:
         rows = 0 if forward.is_dummy else forward.batch_size
         self._decisions.close(rows if self._sequences is None else self._sequences.rows(rows), noted)
         self._store.finish()
+        self._capture.let_go()
 
     def _scale(self, *, per_sample: bool) -> float:
         """A mean divided every sample's gradient by B; undo it."""
@@ -757,7 +787,8 @@ class GhostClipper:
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that are clipped: all that require grad."""
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        held = self._capture.substitution.held
+        return [held(parameter) for parameter in self.model.parameters() if parameter.requires_grad]
 
     # -- the optimizer's side -------------------------------------------------------------------------------------
 
@@ -836,6 +867,26 @@ class GhostClipper:
         """
         return self._store.take_samples(parameter)
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether several ranks hold the model in parts, and so run it the same number of times."""
+        return self._sharded is not None
+
+    @property
+    def wants_proof(self) -> bool:
+        """Whether this rank asks for proofs in the next forward, as all ranks have to take part in them."""
+        return self._sharded is not None and self._sharded.wants_proof
+
+    def prove_next(self) -> None:
+        """Ask for proofs in the next forward, with all ranks."""
+        if self._sharded is not None:
+            self._sharded.prove_next()
+
+    def rest(self) -> None:
+        """See to it that the model has the parameters that an optimizer holds, not what was gathered from them."""
+        if self._sharded is not None:
+            self._sharded.rest()
+
     def mark_empty_batch(self) -> None:
         """Count a batch without samples as a clipped sum of zero."""
         self._store.has_sum = True
@@ -894,3 +945,33 @@ class GhostClipper:
 
     def _warn(self, text: str) -> None:
         self._say(text, level=logging.WARNING)
+
+
+def _check_ranks(model: nn.Module, strategy: str, *, sharded: Sharded | None, sequences: Sequences | None) -> None:
+    """Check what a clipper is told of other ranks.
+
+    Args:
+        model: The model.
+        strategy: How the clipped sum is formed.
+        sharded: The ranks that hold its parameters in parts.
+        sequences: The ranks over which sequences are split.
+
+    Raises:
+        UnsupportedModelError: The model has parameters in parts, and nobody says how they are held.
+        InvalidOptionError: The options contradict each other.
+    """
+    if sharded is None and any(map(_torch.is_sharded_tensor, model.parameters())):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has parameters that several ranks hold in parts (DTensor). Call make_private, "
+            "or say GhostClipper(model, sharded=ghostclip.distributed.ShardedModel(model), ...)."
+        )
+    if sequences is not None and sharded is not None:
+        raise InvalidOptionError(
+            "sequences with sharded: splitting sequences over ranks that hold parameters in parts is not supported. "
+            "Use one of them."
+        )
+    if sequences is not None and strategy not in {"auto", "bookkeeping"}:
+        raise InvalidOptionError(
+            f"strategy={strategy!r} with sequences: factors that ranks have in parts are brought together by "
+            "book-keeping alone. Use strategy='bookkeeping'."
+        )

@@ -544,6 +544,7 @@ class PrivacyEngine:
 
         Raises:
             MissingGradientError: In the middle of a logical batch.
+            InvalidOptionError: If several ranks hold the model in parts.
 
         Example:
             >>> engine = ghostclip.PrivacyEngine()
@@ -553,6 +554,7 @@ class PrivacyEngine:
             >>> engine.save_checkpoint(path=folder / "state.pt", module=private[0], optimizer=private[1])
         """
         private: DPOptimizer | None = release_of(optimizer)
+        checkpoints.refuse_parts(module)
         state = dict(checkpoint_dict or {})
         state.update(checkpoints.training_state(self._account, private, self._sampling))
         state[checkpoints.MODULE] = module.state_dict(**(module_state_dict_kwargs or {}))

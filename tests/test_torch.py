@@ -756,6 +756,79 @@ def test_the_wrapper_is_known_while_its_forward_runs():
     assert (wrapper.static_graph, wrapper.require_backward_grad_sync) == (False, True)
 
 
+# ---------------------------------------------------------------- parameters in parts
+
+
+@pytest.fixture
+def divided():
+    """A layer within a model, each divided by ``fully_shard`` among one rank, and a layer left out."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(net[0], mesh=mesh)
+    fully_shard(net, mesh=mesh, reshard_after_forward=True)
+    yield net
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_parts_and_the_modules_that_gather_them_are_known(divided):
+    weight = divided[0].weight
+    assert _torch.is_sharded_tensor(weight)
+    assert not _torch.is_sharded_tensor(torch.ones(1))
+    assert torch.equal(_torch.local(weight), weight.full_tensor())
+    own = torch.ones(2)
+    assert _torch.local(own) is own
+    with torch.no_grad():
+        _torch.local(weight).fill_(7.0)
+    assert weight.full_tensor().eq(7.0).all()
+    assert _torch.gathered_modules(divided) == [divided, divided[0]]
+    assert _torch.gathered_modules(nn.Linear(1, 1)) == []
+    assert _torch.gathered_together(divided) != _torch.gathered_together(divided[0])
+    assert (_torch.class_of(divided[0]), _torch.class_of(divided[1])) == (nn.Linear, nn.ReLU)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_module_keeps_its_parameters_gathered_until_it_is_told_otherwise(divided):
+    x = torch.ones(1, 2)
+    divided(x).sum().backward()
+    restore = [_torch.keep_gathered(module) for module in _torch.gathered_modules(divided)]
+    memory = _torch.memory_of(divided[0].weight)
+    for _ in range(2):
+        divided(x).sum().backward()
+        assert not _torch.is_sharded_tensor(divided[0].weight)
+    for put_back in restore:
+        put_back()
+    _torch.free_gathered(_torch.gathered_modules(divided))
+    assert all(map(_torch.is_sharded_tensor, divided.parameters()))
+    found = []
+    divided[0].register_forward_hook(lambda module, args, out: found.append(_torch.is_sharded_tensor(module.weight)))
+    out = divided(x)
+    assert found == [True]
+    assert all(map(_torch.is_sharded_tensor, divided.parameters()))
+    _torch.keep_gathered(divided[0])
+    assert _torch.memory_of(divided[0].weight) == memory
+    assert out.isfinite().all()
+
+
+def test_memory_is_told_from_other_memory():
+    x = torch.arange(6.0)
+    before = _torch.memory_of(x)
+    x.mul_(2)
+    assert _torch.memory_of(x) == before == _torch.memory_of(x.detach())
+    assert len({_torch.memory_of(y) for y in (x, x.clone(), x[1:], x.view(2, 3))}) == 4
+    held = x.untyped_storage()
+    held.resize_(0)
+    held.resize_(24)
+    assert _torch.memory_of(x) == before
+    kept, x.data = x.detach(), torch.zeros(6)
+    assert _torch.memory_of(x) != _torch.memory_of(kept) == before
+
+
 # ---------------------------------------------------------------- schedulers of learning rates
 
 

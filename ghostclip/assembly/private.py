@@ -22,6 +22,7 @@ from ghostclip.distributed import (
     refuse_sharded,
     refused_together,
     require_agreement,
+    sharded_model,
 )
 from ghostclip.errors import (
     IllegalModuleConfigurationError,
@@ -173,6 +174,7 @@ def _attached(module: nn.Module, request: Request) -> GhostClipper:
         relation=request.sampling.event.relation,
         probe=request.probe,
         memory_budget=request.memory_budget,
+        sharded=sharded_model(module),
     )
 
 

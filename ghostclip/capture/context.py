@@ -4,7 +4,7 @@ The one file that knows all others of capture.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from ghostclip.capture.blocks import Blocks
 from ghostclip.capture.call_sites import CallSites
 from ghostclip.capture.decide import DecisionCache, decide
 from ghostclip.capture.forward import ForwardContext, Surroundings
+from ghostclip.capture.gathering import Gathering
 from ghostclip.capture.inputs import in_backward, with_dummy, without_dummy
 from ghostclip.capture.layouts import ArgumentLayout, layout_of
 from ghostclip.capture.nodes import accumulation_node, is_to_tie, tied
@@ -89,7 +90,7 @@ class CaptureContext:
         note_inputs: Called with the tensors and the number of samples that a forward takes in; None to call nobody.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - who calls, who is told, and what is gathered by whom
         self,
         model: nn.Module,
         *,
@@ -98,6 +99,7 @@ class CaptureContext:
         on_loss: Callable[[Sequence[Any], Sequence[Tensor | None], Sequence[ForwardContext]], None],
         prover: Prover | None = None,
         units: Sequence[nn.Module] = (),
+        gathering: Gathering | None = None,
     ) -> None:
         """Attach to a model.
 
@@ -108,8 +110,11 @@ class CaptureContext:
             on_loss: Called before a plain backward runs through forwards: with its roots, their gradients, and these.
             prover: Asks for evidence; None to ask for none.
             units: Modules whose parameters exist only while they run: see `ghostclip.capture.substitution`.
+            gathering: The ranks that gather these parameters together; its units count among the units.
         """
         self.model = model
+        self.gathering = gathering
+        units = [*units, *(() if gathering is None else gathering.units)]
         self.axis = 0 if batch_first else 1
         self.sites = CallSites()
         self.substitution = Substitution(model, self, units)
@@ -136,17 +141,21 @@ class CaptureContext:
         self._attach()
         for unit in units:
             self._watch.extend(hooks.attach_inside(unit, self._enter_unit, self.substitution.give_back))
+            self._watch.extend(hooks.attach_after(unit, self._leave_unit))
         backward_entry.attach(self)
 
     def _attach(self) -> None:
         """Put hooks on the modules that have none yet."""
         hooks.attach(self.model, self._enter, self._leave, self._watch)
+        # A forward that is run once more gathers once more, which the other ranks would not expect.
+        self._rows.always |= self.gathering is not None
         self._rows.always |= any(isinstance(module, nn.RNNBase) for module in self.model.modules())
 
     def close(self) -> None:
         """Remove every hook."""
         self._watch.remove()
         backward_entry.detach(self)
+        self.let_go()
         self.substitution.close()
         self._decisions.forget()
 
@@ -179,6 +188,8 @@ class CaptureContext:
             self._start(call.args, call.kwargs)
             return None
         self.stop_listening()
+        self.let_go()
+        self.substitution.take_stock()
         self.forward = ForwardContext(self._around, 0, self.axis)
         size = self.bags.batch_size(call.args, call.kwargs, self.axis)
         inputs: Any = call.args, call.kwargs
@@ -192,7 +203,8 @@ class CaptureContext:
         call = ModuleCall(call.module, *inputs)
         if self._prover is not None:
             try:
-                self._prover.begin(self, call)
+                with nullcontext() if self.gathering is None else self.gathering.telling():
+                    self._prover.begin(self, call)
             except BaseException:
                 self._break_off()
                 raise
@@ -276,6 +288,23 @@ class CaptureContext:
             self.substitution.substitute_unit(unit)
             self._forget_old_plans()
 
+    def _leave_unit(self, unit: nn.Module, output: Any) -> None:
+        """Have a unit's parameters substituted once they were gathered for a backward that runs its forward again.
+
+        A checkpoint inside of a unit's call does so without calling the unit, whose hooks do not run then.
+        """
+        forward = self.forward
+        if not (forward.runs_again and torch.is_grad_enabled()) or in_backward():
+            return
+
+        def gathered(grad: Tensor) -> None:
+            self._arrives(forward)
+            self._enter_unit(unit)
+
+        for tensor in outputs_of(output):
+            if tensor.requires_grad:
+                tensor.register_hook(gathered)
+
     def _let_compile(self) -> None:
         eager.resume(self._compiler)
         self._compiler = None
@@ -315,12 +344,15 @@ class CaptureContext:
             self._running.end()
             self._running = None
         if failed:
+            if self.gathering is not None:
+                self.gathering.tell_failure()
             return None
         read = output
-        if self._rows.missed:
-            self.sites.forget_since(self._sites_before)
-            read = self.again(call)
-        result = read if self._prover is None else self._prover.end(self, call, read)
+        with nullcontext() if self.gathering is None else self.gathering.together():
+            if self._rows.missed:
+                self.sites.forget_since(self._sites_before)
+                read = self.again(call)
+            result = read if self._prover is None else self._prover.end(self, call, read)
         forward = self.forward
         for leaf in outputs_of(result):
             if leaf.requires_grad:
@@ -344,12 +376,32 @@ class CaptureContext:
         self.substitution.enter()
         try:
             self._start(args, kwargs)
+            if module in self.substitution.units:
+                return module(*args, **kwargs)
             self._opaque.enter(module, args, kwargs, self.describe_module)
             output = module.forward(*args, **kwargs)
             return self._opaque.leave(module, output, self.forward)
         finally:
             self._give_back()
             self._rows.end()
+
+    def run(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a module without its hooks, but for those that gather its parameters.
+
+        Args:
+            module: The module.
+            args: Its positional inputs.
+            kwargs: Its keyword inputs.
+
+        Returns:
+            Its output.
+        """
+        return (module if module in self.substitution.units else module.forward)(*args, **kwargs)
+
+    def let_go(self) -> None:
+        """Free what was gathered for the proofs of a forward that is over."""
+        if self.gathering is not None:
+            self.gathering.let_go()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -538,7 +590,7 @@ class CaptureContext:
 
     def _ends(self) -> list[Tensor]:
         """Return where a backward restricted to captured operations ends; a parameter may have been frozen since."""
-        return [self._anchor, *(p for p in self.substitution.parameters.values() if p.requires_grad)]
+        return [self._anchor, *(p for p in self.substitution.present.values() if p.requires_grad)]
 
     # -- what can be asked --------------------------------------------------------------------------------------
 

@@ -75,7 +75,7 @@ class Watch:
         after = module.register_forward_hook(_Hook(leave), with_kwargs=True, always_call=True)
         self._handles += [before, after]
         self._watched.append((module, before.id, after.id))
-        self.kinds.add(type(module))
+        self.kinds.add(_torch.class_of(module))
 
     def extend(self, handles: list[RemovableHandle]) -> None:
         """Remove other hooks together with these."""
@@ -164,6 +164,23 @@ def attach_inside(
         module.register_forward_pre_hook(_Hook(before)),
         module.register_forward_hook(_Hook(after), prepend=True, always_call=True),
     ]
+
+
+def attach_after(module: nn.Module, ended: Callable[[nn.Module, Any], None]) -> list[RemovableHandle]:
+    """Register a hook that runs after all others at the end of a module's call.
+
+    Args:
+        module: The module.
+        ended: Called with it and its output.
+
+    Returns:
+        Handles that remove the hook.
+    """
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        ended(module, output)
+
+    return [module.register_forward_hook(_Hook(after))]
 
 
 def _is_watched(module: nn.Module) -> bool:

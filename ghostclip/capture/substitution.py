@@ -26,12 +26,14 @@ from ghostclip.errors import SampleMixingError, UncoveredParameterError, Unsuppo
 class _Unit:
     """What is to be given back of one unit."""
 
-    parameters: list[tuple[dict[str, Any], str, nn.Parameter]] = field(default_factory=list)
+    parameters: list[tuple[dict[str, Any], str, nn.Parameter, TrackedTensor]] = field(default_factory=list)
     flat: list[tuple[nn.RNNBase, list[Any]]] = field(default_factory=list)
 
     def give_back(self) -> None:
-        for table, key, parameter in self.parameters:
-            table[key] = parameter
+        for table, key, parameter, tracked in self.parameters:
+            # What frees a unit's parameters may have been there first, with what the module holds from then on.
+            if table.get(key) is tracked:
+                table[key] = parameter
         for module, weights in self.flat:
             _torch.set_flat_weights(module, weights)
 
@@ -40,7 +42,8 @@ class Substitution:
     """Which parameters are substituted at the moment, and guards on all of them.
 
     Attributes:
-        parameters: Every parameter substituted so far, by name.
+        parameters: Every parameter substituted so far, by name, as an optimizer holds it.
+        present: The same as the model computes with them: what a unit has gathered in the place of its parts.
         roster: The parameters that the model should have.
         units: Modules that are units of their own; the model itself may be among them.
         generation: How many tracked tensors were made so far; another number means that plans for older ones are void.
@@ -55,6 +58,7 @@ class Substitution:
             units: Modules whose parameters exist only while they run.
         """
         self.parameters: dict[str, nn.Parameter] = {}
+        self.present: dict[str, nn.Parameter] = {}
         self.units = frozenset(units)
         self.generation = 0
         self._model, self._interceptor = model, interceptor
@@ -62,6 +66,9 @@ class Substitution:
         self._substituted: dict[nn.Module, _Unit] = {}
         self._tracked: dict[int, tuple[TrackedTensor, tuple[Any, ...]]] = {}
         self._guards: dict[int, RemovableHandle] = {}
+        # What units gather, by identity, with the parameter that an optimizer holds in its place.
+        self._gathered: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._held: dict[str, nn.Parameter] = {}
         self.roster = Roster(model)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -115,10 +122,19 @@ class Substitution:
                 self._put(own, prefix, module)
             else:
                 table: dict[str, Any] = _torch.parameter_table(module)
-                elsewhere += [id(p) for p in table.values() if p is not None and p.requires_grad]
+                elsewhere += [
+                    id(self._held.get(prefix + key, p)) for key, p in table.items() if p is not None and p.requires_grad
+                ]
             if isinstance(module, _torch.AnyBatchNorm) and module.training:
                 raise SampleMixingError(_batch_norm(prefix[:-1], module))
-        return self.roster.meet([*(id(parameter) for _, _, parameter in own.parameters), *elsewhere])
+        return self.roster.meet([*(id(parameter) for _, _, parameter, _ in own.parameters), *elsewhere])
+
+    def take_stock(self) -> None:
+        """Note which parameters the units hold, before anything is gathered from them for a forward."""
+        for prefix, module, unit in _modules_of(self._model, self.units) if self.units else ():
+            if unit is not None:
+                table: dict[str, Any] = _torch.parameter_table(module)
+                self._held.update({prefix + key: self.held(p) for key, p in table.items() if p is not None})
 
     def substitute_unit(self, module: nn.Module) -> None:
         """Put tracked tensors in the place of the trainable parameters of a unit, which exist by now.
@@ -133,6 +149,18 @@ class Substitution:
         for prefix, part, unit in _modules_of(self._model, self.units):
             if unit is module:
                 self._put(own, prefix, part)
+
+    def held(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the parameter that an optimizer holds for one that a module has at the moment.
+
+        Args:
+            parameter: Of the model; one that a unit has gathered, or any other.
+
+        Returns:
+            What the unit gathered it from, or the parameter itself.
+        """
+        known = self._gathered.get(id(parameter))
+        return parameter if known is None else known[1]
 
     def give_back(self, module: nn.Module) -> None:
         """Put the parameters of a unit back in place.
@@ -149,8 +177,12 @@ class Substitution:
         for key, parameter in parameters.items():
             if parameter is None or isinstance(parameter, TrackedTensor) or not parameter.requires_grad:
                 continue
-            unit.parameters.append((parameters, key, parameter))
-            parameters[key] = self._tracked_for(prefix + key, parameter)
+            held = self._held.get(prefix + key, parameter)
+            if held is not parameter:
+                self._gathered[id(parameter)] = parameter, held
+            tracked = self._tracked_for(prefix + key, parameter)
+            unit.parameters.append((parameters, key, parameter, tracked))
+            parameters[key] = tracked
         if isinstance(module, nn.RNNBase) and not _is_substituted(module):
             unit.flat.append((module, _torch.flat_weights(module)))
             own = [parameters.get(name) for name in _torch.flat_weight_names(module)]
@@ -159,9 +191,9 @@ class Substitution:
     def _tracked_for(self, name: str, parameter: nn.Parameter) -> TrackedTensor:
         """Return the tracked tensor, made anew when the parameter's storage was exchanged (``.data = ...``)."""
         cached = self._tracked.get(id(parameter))
-        if cached is not None and cached[1] == _memory_of(parameter):
+        if cached is not None and cached[1] == _torch.memory_of(parameter):
             # Another parameter may have stood at its place meanwhile.
-            self.parameters[name] = parameter
+            self._stands(name, parameter)
             return cached[0]
         if parameter.is_complex():
             message = (
@@ -169,13 +201,22 @@ class Substitution:
                 "(nn.Parameter(torch.view_as_real(w))) and take torch.view_as_complex of it in the forward."
             )
             raise UnsupportedModelError(message)
+        if _torch.is_sharded_tensor(parameter):
+            message = (
+                f"parameter '{name}' is held in parts (DTensor), and was not when the clipper was attached. Divide the "
+                "model first (fully_shard), then build the optimizer from its parameters, then call make_private."
+            )
+            raise UnsupportedModelError(message)
         self._guard(name, parameter)
-        self.parameters[name] = parameter
+        self._stands(name, parameter)
         self.generation += 1
         tracked = tracked_parameter(name, parameter, self._interceptor)
         # It holds the parameter, whose number is its own as long as it lives.
-        self._tracked[id(parameter)] = tracked, _memory_of(parameter)
+        self._tracked[id(parameter)] = tracked, _torch.memory_of(parameter)
         return tracked
+
+    def _stands(self, name: str, parameter: nn.Parameter) -> None:
+        self.parameters[name], self.present[name] = self.held(parameter), parameter
 
     def _guard(self, name: str, parameter: nn.Parameter) -> None:
         """Make any gradient that reaches the parameter past the engine an error."""
@@ -217,10 +258,6 @@ def _modules_of(model: nn.Module, units: frozenset[nn.Module]) -> list[tuple[str
 
     visit("", model, None)
     return [(prefix, module, unit) for module, (prefix, unit) in found.items()]
-
-
-def _memory_of(parameter: nn.Parameter) -> tuple[Any, ...]:
-    return parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()
 
 
 def _is_substituted(module: nn.RNNBase) -> bool:

@@ -76,6 +76,11 @@ class Joint:
         return Joint(self.names, self.factor.masked(keep_B.repeat(len(self.names))))
 
     @property
+    def elements(self) -> int:
+        """Elements of the parameters together."""
+        return len(self.names) * torch.Size(self.factor.shape).numel()
+
+    @property
     def like(self) -> Tensor:
         """An empty tensor of the type and on the device of the sums."""
         tensor = self.factor.grad_BP if isinstance(self.factor, Dense) else self.factor.g_NTO

@@ -51,6 +51,33 @@ class Sums(Protocol):
             sums: Shape ``(L, *P)``, float32 or float64, contiguous; not used any more by who calls.
         """
 
+    def takes_at_once(self, elements: int) -> bool:
+        """Return whether the sums of several parameters may be formed together.
+
+        Args:
+            elements: Of all of them.
+
+        Returns:
+            True if so.
+        """
+
+    def in_order(self, names: Sequence[str]) -> Sequence[str]:
+        """Return parameters in the order in which their sums are wanted.
+
+        Args:
+            names: Their names.
+
+        Returns:
+            The same names.
+        """
+
+    def complete(self, name: str) -> None:
+        """Note that nothing will be added to a parameter's sum any more in this backward.
+
+        Args:
+            name: The parameter's name.
+        """
+
     def keep_sample_gradients(self, name: str, grad_BP: Tensor) -> None:
         """Take the materialised per-sample gradients of a parameter (hooks only).
 
@@ -311,16 +338,18 @@ class BookKeeping(Pass):
         """
         if weights.ill_conditioned_B is not None:
             self._take_apart()
+        self._take_apart(lambda joint: not sums.takes_at_once(joint.elements))
         joints, self._alike.joints = self._alike.joints, []
         while joints:
             weights.into_several(sums, joints.pop(0))
-        for name in list(self.factors):
+        for name in sums.in_order(list(self.factors)):
             factors = self.factors.pop(name)
             while factors:
                 factor = factors.pop(0)
                 if self._versions.get(id(factor)) not in (None, versions(factor)):
                     raise TamperedGradientError(changed_in_place(name))
                 weights.into(sums, factor, name, more=bool(factors))
+            sums.complete(name)
 
     def _leaves_out(self) -> bool:
         """Note which samples are certain where no value may be read; returns whether that is so."""
@@ -328,10 +357,17 @@ class BookKeeping(Pass):
             self.certain_B = self.total.certain_B(self.forwards[0].batch_size)
         return self._device_only
 
-    def _take_apart(self) -> None:
-        """Treat every parameter by itself, as some samples must be."""
+    def _take_apart(self, which: Callable[[Joint], bool] = lambda joint: True) -> None:
+        """Treat every parameter by itself, as some samples must be.
+
+        Args:
+            which: Whether to take apart what was put together.
+        """
         joints, self._alike.joints = self._alike.joints, []
         for joint in joints:
+            if not which(joint):
+                self._alike.joints.append(joint)
+                continue
             for name, factor in joint.parts():
                 self.factors[name].append(factor)
 
@@ -396,6 +432,7 @@ class NormPass(Pass):
         self.arrived: set[str] = set()
         self.late: set[str] = set()
         self.several: set[str] = set()
+        self.order: list[str] = []
         self._shared, self._repeats = shared, repeats
         self._instantiate, self._index_D = instantiate, index_D
         self._together = Together(self.total)
@@ -405,6 +442,7 @@ class NormPass(Pass):
         """Add a factor's squared norm and drop it, or keep it for cross terms."""
         self._repeats.note(name, factor)
         self.seen.add(id(use))
+        self.order.append(name)
         if name in self.arrived:
             # A second use came after the first one was dropped: only the whole pass again can give the cross term.
             self.late.add(name)
@@ -473,6 +511,8 @@ class SumPass(Pass):
             raise GhostClipError(message)
         self._repeats.note(name, factor)
         self._weights.into(self._sums, factor, name, more=name in self._several)
+        if name not in self._several:
+            self._sums.complete(name)
 
     def finish(self) -> None:
         """Add what waited for all uses of a parameter."""

@@ -1,18 +1,82 @@
 """Store of clipped sums: in ``p.grad``, or, once a private optimizer owns them, where no optimizer sees them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ghostclip import _torch
+from ghostclip.capture.gathering import Gathering
 from ghostclip.clipping.savepoint import SumsBefore
 from ghostclip.errors import TamperedGradientError
 
 _FULL_PRECISION = (torch.float32, torch.float64)
 # Elements of sums that may lie in one piece of memory, which is held until the last of them is released.
 _SHARED: Final = 1 << 18
+
+
+class Delivery(Protocol):
+    """Brings the clipped sums of whole parameters to the ranks that hold their parts.
+
+    Every rank delivers every parameter once in a backward, in one order: what a rank has no sum of counts as zero.
+    """
+
+    def takes(self, parameter: nn.Parameter) -> bool:
+        """Return whether a parameter is held in parts.
+
+        Args:
+            parameter: As an optimizer holds it.
+
+        Returns:
+            True if so.
+        """
+
+    def number(self, parameter: nn.Parameter) -> int:
+        """Return when the turn of a parameter comes.
+
+        Args:
+            parameter: As an optimizer holds it.
+
+        Returns:
+            A number that is the lower the earlier.
+        """
+
+    def add(self, parameter: nn.Parameter, whole: Tensor) -> None:
+        """Take the sum of this rank's samples, and send it as soon as its turn comes.
+
+        Args:
+            parameter: As an optimizer holds it.
+            whole: Shape of the whole parameter; not used any more by who calls.
+        """
+
+    def order(self, *, at_once: bool) -> None:
+        """Say whether sums may be sent before all are formed: ranks must form them in one order then.
+
+        Args:
+            at_once: Whether they may.
+        """
+
+    def finish(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Send what is left; called on all ranks.
+
+        Returns:
+            Every trainable parameter with the sum over all ranks, placed as the parameter is.
+        """
+
+    def drop(self) -> None:
+        """Forget what was not sent."""
+
+
+class Sharded(Gathering, Protocol):
+    """A model whose parameters are held in parts by several ranks."""
+
+    @property
+    def delivery(self) -> Delivery:
+        """What brings clipped sums to the ranks that hold the parts."""
+
+    def rest(self) -> None:
+        """See to it that the model has the parameters that an optimizer holds."""
 
 
 class GradientStore:
@@ -28,18 +92,32 @@ class GradientStore:
         ``p.grad`` before is not taken over: nothing tells whether it was changed there (through ``p.grad.data``,
         numpy or a view of its memory).
 
+    Of parameters that ranks hold in parts a backward makes the sums whole, and delivers each as soon as it is complete:
+    what stays here is this rank's part of the sum over all ranks.
+
     Attributes:
         owned: Whether a private optimizer owns the sums.
         has_sum: Whether a backward has completed since the last `reset`.
         samples_apart: Whether per-sample gradients are kept here too, as what is released is formed of them.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        present: Mapping[str, nn.Parameter] | None = None,
+        delivery: Delivery | None = None,
+    ) -> None:
         """Make an empty store.
 
         Args:
             parameters: Parameters by name; read when a sum is asked for.
+            present: The same as the model computes with them, where some are held in parts.
+            delivery: Brings sums to the ranks that hold the parts.
         """
+        self._present = parameters if present is None else present
+        self._delivery = delivery
+        self._whole: dict[nn.Parameter, Tensor] = {}
         self.owned = False
         self.has_sum = False
         self.samples_apart = False
@@ -72,6 +150,8 @@ class GradientStore:
             held, to be written at once.
         """
         parameter = self._parameters[name]
+        if self._delivery is not None and self._delivery.takes(parameter):
+            return self._buffer_of_whole(name, parameter)
         # Later uses of a shared parameter in the same backward add to the same accumulator.
         buffer = self._in_progress.get(parameter)
         if buffer is not None:
@@ -97,6 +177,9 @@ class GradientStore:
         new: list[tuple[Tensor, Tensor]] = []
         for name, part in zip(names, sums.unbind(), strict=True):
             parameter = self._parameters[name]
+            if self._delivery is not None and self._delivery.takes(parameter):
+                self._delivery.add(parameter, part)
+                continue
             if self.owned and sums.numel() <= _SHARED and parameter not in self._sums:
                 self._sums[parameter] = part
                 continue
@@ -125,6 +208,63 @@ class GradientStore:
         else:
             buffer += own
 
+    def _buffer_of_whole(self, name: str, parameter: nn.Parameter) -> tuple[Tensor, bool]:
+        whole = self._whole.get(parameter)
+        if whole is not None:
+            return whole, False
+        here = self._present[name]
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        whole = self._whole[parameter] = torch.empty(here.shape, dtype=dtype, device=here.device)
+        return whole, True
+
+    def takes_at_once(self, elements: int) -> bool:
+        """Return whether the sums of several parameters may be formed together: not where each is sent on at once.
+
+        Args:
+            elements: Of all of them.
+
+        Returns:
+            True if so.
+        """
+        return self._delivery is None or elements <= _SHARED // 8
+
+    def in_order(self, names: Sequence[str]) -> Sequence[str]:
+        """Return parameters in the order in which their sums are wanted.
+
+        Args:
+            names: Their names.
+
+        Returns:
+            As they came, or as they are sent on.
+        """
+        delivery = self._delivery
+        return names if delivery is None else sorted(names, key=lambda name: delivery.number(self._parameters[name]))
+
+    def complete(self, name: str) -> None:
+        """Note that nothing will be added to a parameter's sum any more in this backward.
+
+        Args:
+            name: The parameter's name.
+        """
+        whole = self._whole.pop(self._parameters[name], None)
+        if whole is not None and self._delivery is not None:
+            self._delivery.add(self._parameters[name], whole)
+
+    def _take_in(self, delivery: Delivery) -> None:
+        """Add this rank's parts of the sums over all ranks to what was accumulated."""
+        for parameter in list(self._whole):
+            delivery.add(parameter, self._whole.pop(parameter))
+        for parameter, part in delivery.finish():
+            before = self._sums.get(parameter) if self.owned else self._free_buffer(parameter)
+            if before is None:
+                self._sums[parameter] = part
+                if not self.owned and parameter.dtype in _FULL_PRECISION:
+                    parameter.grad = part
+                continue
+            for kept in self._kept:
+                kept.before_change(parameter, before)
+            _torch.local(before).add_(_torch.local(part))
+
     def drop_if(self, doubt: Tensor) -> None:
         """Make every sum zero where something is true, without asking whether it is.
 
@@ -135,7 +275,7 @@ class GradientStore:
         for parameter, held in {**self._sums, **shown}.items():
             for kept in self._kept:
                 kept.before_change(parameter, held)
-            held.masked_fill_(doubt.to(held.device), 0.0)
+            _torch.local(held).masked_fill_(doubt.to(held.device), 0.0)
 
     def _free_buffer(self, parameter: nn.Parameter) -> Tensor | None:
         grad = parameter.grad
@@ -212,6 +352,8 @@ class GradientStore:
         """Note that a backward is complete: sums of 16-bit parameters that nobody owns are shown in ``p.grad``."""
         self.has_sum = True
         self._in_progress.clear()
+        if self._delivery is not None:
+            self._take_in(self._delivery)
         if self.owned:
             return
         rounded: list[tuple[Tensor, Tensor]] = []
@@ -329,6 +471,9 @@ class GradientStore:
         self._sampled.clear()
         self._samples.clear()
         self._in_progress.clear()
+        self._whole.clear()
+        if self._delivery is not None:
+            self._delivery.drop()
         self._sums.clear()
         self._shown.clear()
         self._versions.clear()

@@ -91,6 +91,11 @@ class BatchMemoryManager:
                 raise InvalidOptionError(
                     "trial_step and memory_budget only say how to find max_physical_batch_size='auto'."
                 )
+        elif optimizer.clipper.is_sharded:
+            raise InvalidOptionError(
+                "max_physical_batch_size='auto' with a model that several ranks hold in parts: each would find its own "
+                "size, and they must run the model equally often. Give a number, the same on every rank."
+            )
         self._trial_step = trial_step
         self._memory_budget = memory_budget
         self._policy: SizePolicy | None = None

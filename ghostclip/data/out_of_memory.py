@@ -47,6 +47,12 @@ def run_in_parts(
         backward.
     """
     clipper = optimizer.clipper
+    if clipper.is_sharded:
+        raise DataError(
+            "run(): parts of a batch are as many as this rank's memory asks for, and the ranks that hold the model in "
+            "parts must run it equally often. Give BatchMemoryManager a max_physical_batch_size, and call the model "
+            "in the loop itself."
+        )
     passes = clipper.backward_passes
     with clipper.savepoint() as savepoint:
         results = _all_parts(batch, size, work, policy, (savepoint, clipper.axis))

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from ghostclip.data.dealt import TakenAsItIs
 from ghostclip.data.out_of_memory import run_in_parts
 from ghostclip.data.resumed import started
-from ghostclip.data.sampler import PrivateSampler
+from ghostclip.data.sampler import PrivateSampler, Records
 from ghostclip.data.size_policies import SizePolicy
 from ghostclip.data.workers import worker_options
 from ghostclip.errors import DataError, MissingGradientError
@@ -42,6 +42,9 @@ class _Samples(NamedTuple):
 class SplittingSampler(Sampler[Any]):
     """Splits each logical batch of indices into nearly equal parts, as the policy allows at that moment.
 
+    Where several ranks share a batch, each has as many parts as the one with the most records, of which the last may be
+    empty: ranks that hold a model in parts run it the same number of times.
+
     Args:
         logical: Yields the indices of a logical batch.
         policy: How large a part may be.
@@ -54,13 +57,13 @@ class SplittingSampler(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         for logical_id, batch in enumerate(self._logical):
             indices = list(batch)
+            most = batch.most if isinstance(batch, Records) else len(indices)
             start = chunk = 0
             while True:
-                left = len(indices) - start
-                parts = max(1, math.ceil(left / self._policy.size))
-                size = math.ceil(left / parts)
-                token = BatchToken(logical_id, chunk, parts == 1, size)
-                yield Chunk(token, indices[start : start + size])
+                parts = max(1, math.ceil((most - start) / self._policy.size))
+                size = math.ceil((most - start) / parts)
+                part = indices[start : start + size]
+                yield Chunk(BatchToken(logical_id, chunk, parts == 1, len(part)), part)
                 if parts == 1:
                     break
                 start, chunk = start + size, chunk + 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,19 @@ _REMEDY = (
     "Make the loader (and what make_private() returns) in the process that trains; one that shall continue loads the "
     "original's state_dict()."
 )
+
+
+class Records(list[int]):
+    """Records of one rank's share of a draw.
+
+    Args:
+        records: Their numbers.
+        most: Records of the largest share of any rank.
+    """
+
+    def __init__(self, records: Iterable[int] = (), *, most: int = 0) -> None:
+        super().__init__(records)
+        self.most = most
 
 
 class PrivateSampler(Sampler[list[int]]):
@@ -137,7 +150,7 @@ class PrivateSampler(Sampler[list[int]]):
             mine = self.draw(position)
             whole = mine if self.num_replicas == 1 else self.scheme.draw(self._key, position)
             self.draws.add(Draw(position, len(mine), len(whole), mine))
-            yield mine
+            yield Records(mine, most=-(-len(whole) // self.num_replicas))
             if self._loop is not loop:
                 raise InvalidOptionError("a newer loop over this private loader has started; use one at a time.")
         self.draws.end_pass()

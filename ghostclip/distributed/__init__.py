@@ -14,15 +14,21 @@ from ghostclip.distributed.context import SplitSequences
 from ghostclip.distributed.draws import Share, require_one_draw
 from ghostclip.distributed.parallel import DifferentiallyPrivateDistributedDataParallel
 from ghostclip.distributed.pipeline import PipelineClipper
-from ghostclip.distributed.release import noisy_shard, noisy_sum_, noisy_sums_
+from ghostclip.distributed.placement import Box, MeshAxis, Placement, placement_of
+from ghostclip.distributed.release import noisy_parts_, noisy_shard, noisy_sum_, noisy_sums_
+from ghostclip.distributed.sharded import ShardedModel, sharded_model
 from ghostclip.distributed.shared import SharedNoise, noise_for
 from ghostclip.distributed.weights import broadcast_parameters, require_equal_weights
 from ghostclip.distributed.wrappers import copy_inside, refuse_sharded
 
 __all__ = [
+    "Box",
     "DifferentiallyPrivateDistributedDataParallel",
+    "MeshAxis",
     "PipelineClipper",
+    "Placement",
     "Share",
+    "ShardedModel",
     "SharedNoise",
     "SplitSequences",
     "broadcast_parameters",
@@ -31,15 +37,18 @@ __all__ = [
     "gathered",
     "is_first",
     "noise_for",
+    "noisy_parts_",
     "noisy_shard",
     "noisy_sum_",
     "noisy_sums_",
+    "placement_of",
     "refuse_sharded",
     "refused_together",
     "require_agreement",
     "require_equal_weights",
     "require_one_draw",
     "share_noise",
+    "sharded_model",
     "telling",
     "world_size",
 ]

@@ -163,12 +163,23 @@ def telling(what: str, group: Group = None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if world_size(group) > 1 and not getattr(error, _KNOWN, False):
-            # Where the others are gone already, the error that counts is this rank's own.
-            with contextlib.suppress(GhostClipError, RuntimeError):
-                gathered(what, _Refusal(type(error).__name__, str(error)), group)
-            _told(error)
+        tell_refusal(what, error, group)
         raise
+
+
+def tell_refusal(what: str, error: Exception, group: Group = None) -> None:
+    """Let the others raise at their next exchange what this rank raises, unless they know of it.
+
+    Args:
+        what: What was done, for messages.
+        error: What this rank raises.
+        group: The ranks that train together.
+    """
+    if world_size(group) > 1 and not getattr(error, _KNOWN, False):
+        # Where the others are gone already, the error that counts is this rank's own.
+        with contextlib.suppress(GhostClipError, RuntimeError):
+            gathered(what, _Refusal(type(error).__name__, str(error)), group)
+        _told(error)
 
 
 class _Refusal(NamedTuple):

@@ -26,6 +26,7 @@ class Share(NamedTuple):
         std: Standard deviation of the noise in one coordinate, as this rank would add it.
         sensitivity: L2 sensitivity of the sum, as this rank clips.
         noise: Which noise comes next (`SharedNoise` fills it in).
+        asks: 1 where this rank asks for proofs in the next forward, in which all ranks take part.
     """
 
     rows: int
@@ -34,6 +35,7 @@ class Share(NamedTuple):
     std: float = 0.0
     sensitivity: float = 0.0
     noise: int = 0
+    asks: int = 0
 
     def __str__(self) -> str:
         """Say what a rank holds."""
@@ -41,7 +43,7 @@ class Share(NamedTuple):
         return f"{draw}, {self.rows} rows seen"
 
 
-def require_one_draw(share: Share | None, group: Group = None) -> None:
+def require_one_draw(share: Share | None, group: Group = None) -> bool:
     """Refuse a step for which the ranks do not hold one draw; every rank must call this, in each step.
 
     One process may have been handed the whole draw and have dealt it out: ranks without a draw are in order, as long as
@@ -55,24 +57,28 @@ def require_one_draw(share: Share | None, group: Group = None) -> None:
             raises afterwards: then the other ranks refuse it too, instead of waiting for this one.
         group: The ranks that train together.
 
+    Returns:
+        Whether a rank asks for proofs in the next forward.
+
     Raises:
         InvalidOptionError: On all ranks that brought a share: if they hold different draws, the rows seen are not as
             many as the draw's records, the noise or the bound differs, or a rank refuses the step.
 
     Cost:
-        One exchange of 56 bytes; on a backend without a CPU, this waits for the device.
+        One exchange of 64 bytes; on a backend without a CPU, this waits for the device.
     """
     if world_size(group) == 1:
-        return
+        return share is not None and share.asks > 0
     shares = _shares(share, group)
     if share is None:
-        return
+        return False
     absent = [rank for rank, other in enumerate(shares) if other is None]
     if absent:
         raise InvalidOptionError(
             f"rank {absent[0]} refuses this step (its own error says why), so no rank makes it: nothing was released."
         )
     _require_consistent([other for other in shares if other is not None])
+    return any(other is not None and other.asks for other in shares)
 
 
 def digest_of(text: str) -> int:
@@ -133,14 +139,14 @@ def _packed(share: Share | None) -> list[int]:
     if share is None:
         return [_REFUSES] + [0] * len(Share._fields)
     # The bits of a float: ranks must have the same one.
-    return [_GOES_ON, *share[:3], *struct.unpack("2q", struct.pack("2d", *share[3:5])), share.noise]
+    return [_GOES_ON, *share[:3], *struct.unpack("2q", struct.pack("2d", *share[3:5])), share.noise, share.asks]
 
 
 def _unpacked(numbers: list[int]) -> Share | None:
     if numbers[0] == _REFUSES:
         return None
     std, sensitivity = struct.unpack("2d", struct.pack("2q", *numbers[4:6]))
-    return Share(numbers[1], numbers[2], numbers[3], std, sensitivity, numbers[6])
+    return Share(numbers[1], numbers[2], numbers[3], std, sensitivity, numbers[6], numbers[7])
 
 
 def _device(group: Group) -> torch.device:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
 from torch import distributed
 
+from ghostclip import _torch
 from ghostclip.distributed.agreement import Group, world_size
+from ghostclip.distributed.placement import Box, placement_of
 from ghostclip.errors import InvalidOptionError
 from ghostclip.noise.keyed import KeyedNoise, skip_noise
-from ghostclip.noise.packs import add_noise_
+from ghostclip.noise.packs import add_noise_, copy_back_, flattened, packs
+
+_BUCKET: Final = 25 << 20
+"""Bytes of sums that are reduced together, as torch's DistributedDataParallel has them."""
 
 
 @torch.no_grad()
@@ -59,8 +65,7 @@ def noisy_sums_(partials: Sequence[torch.Tensor], std: float, source: KeyedNoise
     elif std > 0:
         skip_noise(source, partials)
     if world_size(group) > 1:
-        for partial in partials:
-            _all_reduce(partial, group)
+        _all_reduce_all(partials, group)
 
 
 @torch.no_grad()
@@ -96,9 +101,84 @@ def noisy_shard(
     return shard, start
 
 
+@torch.no_grad()
+def noisy_parts_(sums: Sequence[torch.Tensor], std: float, source: KeyedNoise, *, group: Group = None) -> None:
+    """Make releases of sums of which some are held in parts: every rank draws the noise of its own part alone.
+
+    The noise is that of one machine, which adds it to all whole sums at once: to the bit, for any number of ranks.
+
+    Args:
+        sums: Sums over all ranks as DTensors, and this rank's parts of sums of what every rank has whole, in the same
+            order on all ranks; overwritten.
+        std: Standard deviation of the noise in one coordinate.
+        source: This rank's source, of which all share the key.
+        group: The ranks that train together.
+
+    Raises:
+        InvalidOptionError: If a sum has a 16-bit type.
+
+    Cost:
+        Noise of a part that is a range of the parameter, or as much as the parameter's where it is none.
+    """
+    for total in sums:
+        _require_wide(total)
+    if world_size(group) > 1:
+        _all_reduce_all([total for total in sums if not _torch.is_sharded_tensor(total)], group)
+    if std == 0:
+        return
+    for pack in packs(sums, source._block_size):
+        parts = [(_torch.local(total), _box_of(total)) for total in pack]
+        first, box = parts[0]
+        offset = box.offset
+        if len(pack) == 1 and offset is not None:
+            source.add_shard_(first, std, offset=offset, total=pack[0].numel())
+            continue
+        flat_N = torch.zeros(sum(total.numel() for total in pack), dtype=first.dtype, device=first.device)
+        wholes = [
+            whole.view(box.whole)[box.slices]
+            for whole, (_, box) in zip(flat_N.split([total.numel() for total in pack]), parts, strict=True)
+        ]
+        for whole, (part, _) in zip(wholes, parts, strict=True):
+            whole.copy_(part)
+        source.add_(flat_N, std)
+        for whole, (part, _) in zip(wholes, parts, strict=True):
+            part.copy_(whole)
+
+
+def _box_of(total: torch.Tensor) -> Box:
+    if _torch.is_sharded_tensor(total):
+        return placement_of("sum", total).here
+    shape = tuple(total.shape)
+    return Box((0,) * len(shape), shape, shape)
+
+
 def _require_wide(tensor: torch.Tensor) -> None:
     if tensor.dtype in {torch.float16, torch.bfloat16}:
         raise InvalidOptionError(f"sum of {tensor.dtype}: clipped sums are kept and added up in float32 at least.")
+
+
+def _all_reduce_all(partials: Sequence[torch.Tensor], group: Group) -> None:
+    """Add up the sums of all ranks, small ones put together, each bucket under way while the next one is copied.
+
+    A release is reduced once, however many backwards were accumulated for it.
+    """
+    under_way: list[tuple[list[torch.Tensor], torch.Tensor, Any]] = []
+
+    def arrive() -> None:
+        bucket, sent, work = under_way.pop(0)
+        work.wait()
+        if len(bucket) > 1:
+            copy_back_(sent, bucket)
+        elif sent is not bucket[0]:
+            bucket[0].copy_(sent)
+
+    for bucket in packs(partials, lambda partial: _BUCKET // partial.element_size()):
+        sent = flattened(bucket) if len(bucket) > 1 else bucket[0].contiguous()
+        under_way.append((bucket, sent, distributed.all_reduce(sent, group=group, async_op=True)))
+        if len(under_way) > 1:
+            arrive()
+    while under_way:
+        arrive()
 
 
 def _all_reduce(tensor: torch.Tensor, group: Group) -> None:

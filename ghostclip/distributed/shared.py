@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ghostclip import _torch
 from ghostclip.distributed.agreement import Group, require_agreement, share_noise, world_size
 from ghostclip.distributed.draws import Share, digest_of, require_one_draw
 from ghostclip.distributed.parallel import DifferentiallyPrivateDistributedDataParallel
-from ghostclip.distributed.release import noisy_sums_
+from ghostclip.distributed.release import noisy_parts_, noisy_sums_
 from ghostclip.distributed.weights import require_equal_weights
 from ghostclip.errors import InvalidOptionError
 from ghostclip.noise.keyed import KeyedNoise, NoiseSource
@@ -60,13 +61,17 @@ class SharedNoise:
         if not self._agreed:
             require_agreement("noise", self._source.fingerprint(), self._group)
             self._agreed = True
-        noisy_sums_(tensors, std, self._source, group=self._group)
+        in_parts = any(map(_torch.is_sharded_tensor, tensors))
+        (noisy_parts_ if in_parts else noisy_sums_)(tensors, std, self._source, group=self._group)
 
-    def require_one_draw(self, share: Share | None) -> None:
+    def require_one_draw(self, share: Share | None) -> bool:
         """Refuse a step for which the ranks hold different draws, mechanisms or noise; called on all of them.
 
         Args:
             share: What this rank brings to the step; None where it refuses the step itself.
+
+        Returns:
+            Whether a rank asks for proofs in the next forward.
 
         Raises:
             InvalidOptionError: On all ranks; see `ghostclip.distributed.require_one_draw`.
@@ -74,8 +79,9 @@ class SharedNoise:
         self._follow_first()
         if share is not None:
             share = share._replace(noise=digest_of(self._source.fingerprint()))
-        require_one_draw(share, self._group)
+        asks = require_one_draw(share, self._group)
         self._agreed = share is not None
+        return asks
 
     def _follow_first(self) -> None:
         """Take rank 0's noise where it follows a generator: whether that was seeded anew, only rank 0 says for all."""
@@ -119,18 +125,26 @@ def noise_for(replicas: int, module: nn.Module, source: KeyedNoise) -> NoiseSour
         What the private optimizer is given.
 
     Raises:
-        InvalidOptionError: If the ranks that share batches are not those that train.
+        InvalidOptionError: If the ranks that share batches are not those that train, or hold a model in parts whose
+            noise is of level "exact".
         UnsupportedModelError: If their models differ.
     """
     ranks = world_size()
-    together = isinstance(module, (nn.parallel.DistributedDataParallel, DifferentiallyPrivateDistributedDataParallel))
+    wrappers = (nn.parallel.DistributedDataParallel, DifferentiallyPrivateDistributedDataParallel)
+    in_parts = bool(_torch.gathered_modules(module))
+    together = isinstance(module, wrappers) or in_parts
+    if in_parts and source.level == "exact":
+        raise InvalidOptionError(
+            "noise_level='exact' with parameters that ranks hold in parts: integers are summed for whole parameters. "
+            "Use noise_level='secure'."
+        )
     if replicas != ranks and (replicas > 1 or together):
         raise InvalidOptionError(
             f"module {type(module).__name__} on {ranks} ranks, batches shared by {replicas}: every rank must take its "
             "share of each batch. Leave out distributed=False, or pass the model without its wrapper on ranks that "
             "train apart from each other."
         )
-    if replicas == 1:
+    if replicas == 1 and not in_parts:
         return source
     require_equal_weights(module)
     return SharedNoise(source)

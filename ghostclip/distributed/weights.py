@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import distributed, nn
 
+from ghostclip import _torch
 from ghostclip.distributed.agreement import Group, gathered, world_size
+from ghostclip.distributed.placement import placement_of
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.kernels.fingerprints import content_prints, read_prints
 
@@ -20,6 +23,8 @@ class _Entry(NamedTuple):
     layout: str
     trainable: bool
     digest: int
+    part: str = ""
+    """Which part of it this rank holds; empty for all of it."""
 
 
 @torch.no_grad()
@@ -69,11 +74,13 @@ def require_equal_weights(model: nn.Module, group: Group = None) -> None:
     if world_size(group) == 1:
         return
     entries = [
-        _Entry(name, _layout(tensor), tensor.requires_grad, digest)
+        _Entry(name, _layout(tensor), tensor.requires_grad, digest, _part(name, tensor))
         for (name, tensor), digest in zip(_tensors(model), digests(model), strict=True)
     ]
-    brief = hashlib.blake2b(repr(entries).encode(), digest_size=16).digest()
-    if len(set(gathered("digest of the model", brief, group))) > 1:
+    found = gathered("digest of the model", _brief(entries), group)
+    # Of what ranks hold in parts, only those that hold the same ones have the same values.
+    own: dict[bytes, bytes] = {}
+    if len({common for common, _, _ in found}) > 1 or any(own.setdefault(part, is_) != is_ for _, part, is_ in found):
         raise UnsupportedModelError(_complaint(type(model).__name__, gathered("parameters", entries, group)))
 
 
@@ -88,7 +95,7 @@ def digests(model: nn.Module) -> list[int]:
         A number for each, parameters first.
     """
     # All are under way before the first is waited for.
-    found = [content_prints([tensor.detach().contiguous().reshape(-1)]) for _, tensor in _tensors(model)]
+    found = [content_prints([_torch.local(tensor.detach()).contiguous().reshape(-1)]) for _, tensor in _tensors(model)]
     return [number for number, _ in read_prints(found)]
 
 
@@ -96,8 +103,22 @@ def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
+def _brief(entries: Sequence[_Entry]) -> tuple[bytes, bytes, bytes]:
+    """Return digests of what all ranks must have in common, of which parts this one holds, and of these."""
+    common = [entry if not entry.part else entry._replace(digest=0, part="") for entry in entries]
+    parts = [entry.part for entry in entries]
+    own = [entry.digest for entry in entries if entry.part]
+    first, second, third = (hashlib.blake2b(repr(of).encode(), digest_size=16).digest() for of in (common, parts, own))
+    return first, second, third
+
+
 def _layout(tensor: torch.Tensor) -> str:
-    return f"{tuple(tensor.shape)} {tensor.dtype}"
+    placed = f" {tensor.placements}" if _torch.is_sharded_tensor(tensor) else ""  # type: ignore[attr-defined]
+    return f"{tuple(tensor.shape)} {tensor.dtype}{placed}"
+
+
+def _part(name: str, tensor: torch.Tensor) -> str:
+    return str(placement_of(name, tensor).here) if _torch.is_sharded_tensor(tensor) else ""
 
 
 def _complaint(model: str, found: list[list[_Entry]]) -> str:
@@ -112,7 +133,7 @@ def _complaint(model: str, found: list[list[_Entry]]) -> str:
     """
     for entry in found[0]:
         others = [{other.name: other for other in rank}.get(entry.name) for rank in found]
-        ranks = [rank for rank, other in enumerate(others) if other != entry]
+        ranks = [rank for rank, other in enumerate(others) if other is None or _differs(entry, other)]
         if not ranks:
             continue
         other = others[ranks[0]]
@@ -133,6 +154,13 @@ def _complaint(model: str, found: list[list[_Entry]]) -> str:
         f"{model}: {_first_difference(rank, layouts[0], layouts[rank])} Ranks that share batches train copies of one "
         "model; parts of one (stages of a pipeline, shards) are not supported."
     )
+
+
+def _differs(entry: _Entry, other: _Entry) -> bool:
+    """Return whether two ranks cannot have the same parameter; of different parts only the form is compared."""
+    if entry.part == other.part:
+        return entry != other
+    return entry._replace(digest=0, part="") != other._replace(digest=0, part="")
 
 
 def _first_difference(rank: int, first: dict[str, str], other: dict[str, str]) -> str:

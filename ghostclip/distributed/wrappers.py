@@ -7,10 +7,10 @@ import sys
 
 from torch import nn
 
+from ghostclip import _torch
 from ghostclip.errors import UnsupportedModelError
 
 _log = logging.getLogger(__name__)
-_SHARDED_MODULES = ("FullyShardedDataParallel", "FSDPModule")
 
 
 def copy_inside(module: nn.Module) -> nn.Module:
@@ -33,30 +33,34 @@ def copy_inside(module: nn.Module) -> nn.Module:
 
 
 def refuse_sharded(module: nn.Module) -> None:
-    """Refuse a model of which each rank holds a part only.
+    """Refuse a model of which each rank holds a part, unless ``fully_shard`` has divided it.
 
     Args:
         module: The model.
 
     Raises:
-        UnsupportedModelError: If modules or parameters are sharded.
+        UnsupportedModelError: If modules or parameters are sharded in another way.
     """
-    kinds = tuple(kind for name in _SHARDED_MODULES if (kind := _loaded("torch.distributed.fsdp", name)) is not None)
+    kind = _loaded("torch.distributed.fsdp", "FullyShardedDataParallel")
     for path, part in module.named_modules():
-        if isinstance(part, kinds):
-            raise UnsupportedModelError(_sharded(f"{path or 'module'} ({type(part).__name__})"))
-    dtensor = _loaded("torch.distributed.tensor", "DTensor")
+        if kind is not None and isinstance(part, (kind,)):
+            raise UnsupportedModelError(
+                f"{path or 'module'} (FullyShardedDataParallel): its flat parameters hide which layer a value is of. "
+                "Use torch.distributed.fsdp.fully_shard, which took its place."
+            )
+    gathered = {
+        parameter
+        for unit in _torch.gathered_modules(module)
+        for parameter in unit.parameters()
+        if _torch.is_sharded_tensor(parameter)
+    }
     for name, parameter in module.named_parameters():
-        if dtensor is not None and isinstance(parameter, (dtensor,)):
-            raise UnsupportedModelError(_sharded(f"parameter '{name}' (DTensor)"))
-
-
-def _sharded(place: str) -> str:
-    return (
-        f"{place} is sharded over ranks (fully_shard, FullyShardedDataParallel, tensor parallelism): a sample's norm "
-        "would be known in parts. Give make_private the whole model on every rank, built without sharding; the ranks "
-        "then share each batch. What does not fit needs activation checkpointing, BatchMemoryManager, or LoRA."
-    )
+        if _torch.is_sharded_tensor(parameter) and parameter not in gathered:
+            raise UnsupportedModelError(
+                f"parameter '{name}' (DTensor) is sharded over ranks in a way that is not supported (tensor "
+                "parallelism, DTensors of your own): a sample's norm would be known in parts. Divide the model with "
+                "fully_shard, or give make_private the whole model on every rank."
+            )
 
 
 def _loaded(module: str, name: str) -> type | None:

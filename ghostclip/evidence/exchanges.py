@@ -4,8 +4,8 @@ import sys
 from typing import Any, Final
 
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ghostclip import _torch
 from ghostclip.errors import UnsupportedModelError
 
 # Operators that bring other ranks' tensors, by what they do; sums over ranks are those of tensor parallelism.
@@ -16,7 +16,7 @@ _EXCHANGES: Final = {
 }
 
 
-class Exchanges(TorchDispatchMode):
+class Exchanges(_torch.DispatchMode):
     """Notes what a model's forward exchanges with other ranks.
 
     Attributes:

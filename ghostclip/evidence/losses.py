@@ -207,7 +207,8 @@ class LossRows:
 
     def _keeps_apart(self, begun: list[Start]) -> bool:
         """Return whether no sample's values touch another's rows; taken for granted where no proofs are asked for."""
-        if not self._evidence.probes:
+        gathering = self._capture.gathering
+        if not self._evidence.probes or not (gathering is None or gathering.may_ask()):
             return True
         return _keeps_apart(self._capture, begun, self._sets, self._forward.batch_size)
 

@@ -60,7 +60,8 @@ class Evidence:
         Returns:
             False for a forward of one sample as well, which can prove nothing.
         """
-        return self.probes and capture.forward.unproven and capture.forward.batch_size > 1
+        asks = self.probes and capture.forward.unproven and capture.forward.batch_size > 1
+        return asks and (capture.gathering is None or capture.gathering.may_ask())
 
     def look_at_loss(self, capture: CaptureContext, roots: Sequence[Any], forward: ForwardContext) -> None:
         """Look for what has no place between a loss and a model's outputs.
@@ -90,6 +91,8 @@ class Evidence:
         """
         forward = capture.forward
         forward.unproven = self.unchecked.begin(forward.batch_size, probes=self.probes)
+        if self.probes and capture.gathering is not None:
+            forward.unproven = capture.gathering.hold(able=forward.batch_size > 1)
         asks = self.asks(capture)
         self._buffers = Buffers(capture.model) if asks else None
         if asks and not capture.sites.layouts:
@@ -142,7 +145,7 @@ class Evidence:
 
         def run(given: Any) -> list[Tensor]:
             own, args, kwargs = as_flat(on_rows, *given)
-            return outputs_of(own.forward(*args, **kwargs))
+            return outputs_of(capture.run(own, args, kwargs))
 
         forward = capture.forward
         with capture.substitution.unwatched(), Exchanges() as exchanges:
@@ -183,7 +186,7 @@ class Evidence:
         with capture.substitution.unwatched():
             refuse_dependence(
                 capture.model,
-                lambda given: outputs_of(call.module.forward(*given[0], **given[1])),
+                lambda given: outputs_of(capture.run(call.module, *given)),
                 batch,
                 self.unchecked,
             )

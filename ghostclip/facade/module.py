@@ -194,8 +194,8 @@ class GradSampleModule(ClipperHandle, nn.Module):
         """
         if name == "__class__":
             raise UnsupportedModelError(
-                f"{value.__name__} in place of a private model's class: what shards a model over ranks (fully_shard) "
-                "cannot be combined with clipping per sample. Every rank needs the whole model; ranks share each batch."
+                f"{value.__name__} in place of a private model's class: a model is divided (fully_shard) before its "
+                "optimizer is made. Divide the model, build the optimizer from its parameters, then call make_private."
             )
         own = name in self.__dict__ or name == "training" or _is_method(type(self), name)
         if own or getattr(value, "__self__", None) is self or _torch.child_of(self, "_module") is None:

@@ -69,7 +69,7 @@ def add_noise_(source: Source, tensors: Sequence[Tensor], std: float, divisor: f
         for tensor in tensors:
             source.add_(tensor, std=std)
     if divisor != 1 and tensors:
-        _torch.divide_all_(tensors, divisor)
+        _torch.divide_all_([_torch.local(tensor) for tensor in tensors], divisor)
 
 
 def draws_at_once(source: Source) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ghostclip import _torch
 from ghostclip.errors import InvalidOptionError, UncoveredParameterError
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def initialises_state(optimizer: Optimizer) -> bool:
     if optimizer.state or any(float(group.get("lr", 1)) != 0 for group in optimizer.param_groups):
         return False
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    return all(grad is not None and not grad.any() for grad in grads)
+    return all(grad is not None and not _torch.local(grad).any() for grad in grads)
 
 
 def refuse_uncovered(clipper: GhostClipper, parameters: Sequence[nn.Parameter]) -> None:

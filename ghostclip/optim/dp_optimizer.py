@@ -310,6 +310,7 @@ class DPOptimizer(WrappedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 closure()
+        self.clipper.rest()
         try:
             with self._agreeing():
                 self._require_gradient()
@@ -430,7 +431,9 @@ class DPOptimizer(WrappedOptimizer):
             # This rank's rows are those of its draws; where the last of several ends, ranks may tell differently.
             first = drawn.draws[0]
             share = Share(first.rows, first.number, first.records)
-        self.noise_source.require_one_draw(share._replace(std=std, sensitivity=self.clipper.sensitivity()))
+        share = share._replace(std=std, sensitivity=self.clipper.sensitivity(), asks=int(self.clipper.wants_proof))
+        if self.noise_source.require_one_draw(share):
+            self.clipper.prove_next()
 
     def require_draws(self, draws: DrawLog) -> None:
         """Refuse, from now on, releases whose rows are not those of the next draws, or of records drawn for others.

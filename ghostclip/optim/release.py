@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ghostclip import _torch
+from ghostclip.distributed.agreement import gathered
 from ghostclip.kernels.fingerprints import content_prints, read_prints
 from ghostclip.noise import ExactRelease, add_noise_
 from ghostclip.noise.packs import flattened, packs
@@ -94,7 +95,9 @@ def _or_zeros(clipped: torch.Tensor | None, p: nn.Parameter) -> torch.Tensor:
     """Return a clipped sum, or that of a parameter which nothing contributed to."""
     if clipped is not None:
         return clipped
-    return torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+    return torch.zeros_like(
+        p, dtype=torch.promote_types(p.dtype, torch.float32), memory_format=torch.contiguous_format, requires_grad=False
+    )
 
 
 def next_bound(
@@ -138,13 +141,16 @@ def fingerprint(released: Sequence[torch.Tensor]) -> str:
         A function of the release alone.
 
     Cost:
-        One pass over the values where they lie (`content_prints`), and one read of a few numbers for each device.
+        One pass over the values where they lie (`content_prints`), and one read of a few numbers for each device; one
+        exchange where ranks hold them in parts.
     """
     digest = hashlib.blake2b(digest_size=16)
     for tensor in released:
         digest.update(f"{tuple(tensor.shape)} {tensor.dtype};".encode())
     flats: dict[torch.device, list[torch.Tensor]] = {}
-    for pack in packs([tensor.detach() for tensor in released], lambda _: _PACK):
+    for pack in packs([_torch.local(tensor.detach()) for tensor in released], lambda _: _PACK):
         flats.setdefault(pack[0].device, []).append(flattened(pack))
     digest.update(repr(read_prints([content_prints(found) for found in flats.values()])).encode())
+    if any(map(_torch.is_sharded_tensor, released)):
+        return hashlib.blake2b(repr(gathered("release", digest.hexdigest())).encode(), digest_size=16).hexdigest()
     return digest.hexdigest()

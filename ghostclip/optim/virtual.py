@@ -124,7 +124,8 @@ class LogicalBatch:
         for start, end in zip([0, *self._taken[:-1]], self._taken, strict=True):
             part = rows[start:end]
             found += part[:1] if len(set(part)) == 1 else part
-        return found
+        # A rank has as many parts as the one with the most records, some perhaps without any.
+        return found if self.token is None else [count for count in found if count] or found[:1]
 
     def holds_all(self, total: int) -> bool:
         """Whether every backward pass so far belongs to a virtual step.

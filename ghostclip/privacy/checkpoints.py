@@ -11,8 +11,9 @@ from typing import IO, Any
 import torch
 from torch import nn
 
+from ghostclip import _torch
 from ghostclip._files import reason_of
-from ghostclip.errors import OutputError, ResumeError
+from ghostclip.errors import InvalidOptionError, OutputError, ResumeError
 from ghostclip.noise.keyed import KeyedNoise
 from ghostclip.optim import DPOptimizer
 from ghostclip.privacy.account import Account, run_of
@@ -331,6 +332,22 @@ def continue_schedules(
         scheduler.load_state_dict(state)
         if optimizer is not None and name in saved:
             setattr(optimizer, name, saved[name])
+
+
+def refuse_parts(module: nn.Module) -> None:
+    """Refuse a model of which one file would hold a part.
+
+    Args:
+        module: The model, private or not.
+
+    Raises:
+        InvalidOptionError: If several ranks hold its parameters in parts.
+    """
+    if any(map(_torch.is_sharded_tensor, module.parameters())):
+        raise InvalidOptionError(
+            "save_checkpoint() writes one file, and each rank holds a part of the model. Use torch.distributed."
+            "checkpoint: get_state_dict(model, optimizer) holds the account too, and loads on any number of ranks."
+        )
 
 
 def save(state: dict[str, Any], place: Place, options: Mapping[str, Any]) -> None:

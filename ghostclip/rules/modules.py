@@ -12,6 +12,7 @@ from typing import Final, TypeVar
 
 from torch import Tensor, nn
 
+from ghostclip import _torch
 from ghostclip.errors import InvalidOptionError
 
 # (module, [inputs], gradient of the output), rows of samples first -> {parameter: (rows, *P)}, or {parameter: (rows,)}.
@@ -103,7 +104,7 @@ def any_samplers(kinds: AbstractSet[type[nn.Module]]) -> bool:
 
 def samplers_of(module: nn.Module) -> Samplers | None:
     """Return what is registered for a module's own class, or None."""
-    kind = type(module)
+    kind = _torch.class_of(module)
     if kind not in _GRADIENTS and kind not in _NORMS:
         return None
     return Samplers(_GRADIENTS.get(kind), _NORMS.get(kind))

@@ -7,10 +7,11 @@ import torch
 from torch import distributed, multiprocessing, nn
 from torch.utils.data import DataLoader
 
-from ghostclip import PrivacyEngine
+from ghostclip import GhostClipper, PrivacyEngine
+from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.distributed import Share, broadcast_parameters, require_equal_weights, require_one_draw
 from ghostclip.distributed.weights import digests
-from ghostclip.errors import UnsupportedModelError
+from ghostclip.errors import GhostClipError, UnsupportedModelError
 from tests.distributed.loops import data, model
 from tests.distributed.refusals import run
 
@@ -165,34 +166,67 @@ def _sharded(how, net):
     mesh = init_device_mesh("cpu", (1,))
     if how == "tensor":
         return parallelize_module(net, mesh, {"0": ColwiseParallel()})
-    fully_shard(net[0] if how == "part" else net, mesh=mesh)
-    return net
+    if how == "meta":
+        net = net.to("meta")
+    fully_shard(net[0], mesh=mesh)
+    return fully_shard(net, mesh=mesh)
 
 
-def _private(net):
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+def _private(net, *, optimizer=None, **options):
+    optimizer = optimizer or torch.optim.SGD(net.parameters(), lr=0.1)
     loader = DataLoader(data(), batch_size=4)
-    return PrivacyEngine().make_private(
-        module=net, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
-    )[0]
+    return PrivacyEngine(**options).make_private(
+        module=net,
+        optimizer=optimizer,
+        data_loader=loader,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        grad_sample_mode="hooks" if options else "auto",
+    )
+
+
+def _attempt(how):
+    net = model()
+    if how == "after the optimizer":
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        _private(_sharded(how, net), optimizer=optimizer)
+    elif how == "bare clipper":
+        GhostClipper(_sharded(how, net), max_grad_norm=1.0)
+    elif how == "after the clipper":
+        GhostClipper(net, max_grad_norm=1.0)
+        _sharded(how, net)(torch.randn(3, 4, dtype=torch.float64))
+    elif how == "whole numbers":
+        _private(_sharded(how, net), noise_level="exact")
+    elif how == "sizes of its own":
+        _, optimizer, loader = _private(_sharded(how, net))
+        BatchMemoryManager(data_loader=loader, max_physical_batch_size="auto", optimizer=optimizer)
+    else:
+        _private(_sharded(how, net))
 
 
 SHARDED = {
-    "whole": r"^module \(FSDPSequential\) is sharded",
-    "part": r"^0 \(FSDPLinear\) is sharded",
-    "wrapper": r"^module \(FullyShardedDataParallel\) is sharded",
-    "tensor": r"^parameter '0.weight' \(DTensor\) is sharded",
+    "wrapper": r"^module \(FullyShardedDataParallel\): .* Use torch.distributed.fsdp.fully_shard",
+    "tensor": r"^parameter '0.weight' \(DTensor\) is sharded .* Divide the model with fully_shard",
+    "meta": r"^parameter '0.weight' is on the meta device",
+    "after the optimizer": r"Build the optimizer from module.parameters\(\)",
+    "bare clipper": r"GhostClipper\(model, sharded=",
+    "after the clipper": r"^parameter '0.weight' is held in parts .* Divide the model first",
+    "whole numbers": r"noise_level='exact' with parameters that ranks hold in parts",
+    "sizes of its own": r"max_physical_batch_size='auto' with a model that several ranks hold",
 }
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", SHARDED)
 def test_sharded_models_are_refused_by_name(group_of_one, how):
-    with pytest.raises(UnsupportedModelError, match=SHARDED[how]):
-        _private(_sharded(how, model()))
+    with pytest.raises(GhostClipError, match=SHARDED[how]):
+        _attempt(how)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_private_model_is_not_sharded_afterwards(group_of_one):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
     with pytest.raises(UnsupportedModelError, match="FSDPGradSampleModule in place of a private model's class"):
-        _sharded("whole", _private(model()))
+        fully_shard(_private(model())[0], mesh=init_device_mesh("cpu", (1,)))

@@ -53,6 +53,7 @@ ORDERED = {
         "batch_axis",
         "casts",
         "eager",
+        "gathering",
         "growth",
         "packed",
         "replicas",

@@ -1,0 +1,217 @@
+"""A step of a GPT on several ranks, with and without privacy, in one run: `python -m benchmarks.sharded --help`.
+
+Both models live in the same processes and take turns, so that whatever else the machine does meets both. A step is
+forward, backward and the optimizer's step, and ends when all ranks have ended it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed, multiprocessing, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks import files
+from ghostclip import PrivacyEngine
+
+WAYS = ("fully_shard", "data parallel")
+LENGTHS = (128, 512)
+FIRST_STEPS = 5
+
+
+class Sizes(NamedTuple):
+    """Of the model and the batch.
+
+    Attributes:
+        width: Of the model.
+        layers: Blocks.
+        words: Of the vocabulary.
+        samples: Of each rank's batch at the first length; fewer at longer ones, for as many tokens.
+    """
+
+    width: int = 256
+    layers: int = 4
+    words: int = 2000
+    samples: int = 8
+
+
+SMALL = Sizes(32, 2, 50, 2)
+
+
+def _gpt(sizes: Sizes, length: int) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_embd=sizes.width,
+        n_layer=sizes.layers,
+        n_head=max(1, sizes.width // 64),
+        n_positions=length,
+        vocab_size=sizes.words,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+    return GPT2LMHeadModel(config).train()
+
+
+def _losses(model: Any, ids_BT: torch.Tensor) -> torch.Tensor:
+    logits_BTV = model(ids_BT).logits[:, :-1]
+    flat = nn.functional.cross_entropy(logits_BTV.flatten(0, 1), ids_BT[:, 1:].flatten(), reduction="none")
+    return flat.view(len(ids_BT), -1).mean(1)
+
+
+def _step(way: str, sizes: Sizes, ids_BT: torch.Tensor, *, private: bool) -> Callable[[], None]:
+    """Return what makes one step of one way.
+
+    Args:
+        way: One of `WAYS`.
+        sizes: Of the model.
+        ids_BT: This rank's batch.
+        private: Whether with privacy.
+
+    Returns:
+        The step.
+    """
+    model: Any = _gpt(sizes, ids_BT.shape[1])
+    if way == "fully_shard":
+        for block in model.transformer.h:
+            fully_shard(block)
+        fully_shard(model)
+    if not private and isinstance(model, FSDPModule):
+        model.set_force_sum_reduction_for_comms(True)
+    elif not private:
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+    if not private:
+
+        def plain() -> None:
+            optimizer.zero_grad()
+            _losses(model, ids_BT).mean().backward()
+            optimizer.step()
+
+        return plain
+    ranks = distributed.get_world_size()
+    records = TensorDataset(torch.zeros(ranks * len(ids_BT), 1))
+    engine = PrivacyEngine()
+    module, private_optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=optimizer,
+        data_loader=DataLoader(records, batch_size=ranks * len(ids_BT)),
+        poisson_sampling=False,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+
+    def draws() -> Any:
+        while True:
+            yield from loader
+
+    batches = draws()
+
+    def step() -> None:
+        next(batches)
+        private_optimizer.zero_grad()
+        _losses(module, ids_BT).mean().backward()
+        private_optimizer.step()
+
+    return step
+
+
+def _rank(rank: int, ranks: int, folder: str, options: argparse.Namespace) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
+    sizes = SMALL if options.quick else Sizes()
+    found = []
+    for way in WAYS:
+        for length in (16,) if options.quick else LENGTHS:
+            samples = max(1, sizes.samples * LENGTHS[0] // length)
+            ids_BT = torch.randint(sizes.words, (samples, length), generator=torch.Generator().manual_seed(rank))
+            steps = {private: _step(way, sizes, ids_BT, private=private) for private in (False, True)}
+            found.append({"way": way, "T": length, "B": samples, **_timed(steps, options.rounds)})
+    if rank == 0:
+        Path(folder, "found.json").write_text(json.dumps(found))
+    distributed.barrier()
+    os._exit(0)
+
+
+def _timed(steps: dict[bool, Callable[[], None]], rounds: int) -> dict[str, float]:
+    """Return the seconds of a step without and with privacy, and the median of their ratios in one round each."""
+    taken: dict[bool, list[float]] = {private: [] for private in steps}
+    for number in range(FIRST_STEPS + rounds):
+        for private, step in steps.items():
+            distributed.barrier()
+            begun = time.perf_counter()
+            step()
+            distributed.barrier()
+            if number >= FIRST_STEPS:
+                taken[private].append(time.perf_counter() - begun)
+    ratios = [own / plain for own, plain in zip(taken[True], taken[False], strict=True)]
+    return {
+        "plain_seconds": statistics.median(taken[False]),
+        "private_seconds": statistics.median(taken[True]),
+        "ratio": statistics.median(ratios),
+    }
+
+
+def _markdown(report: dict[str, Any]) -> str:
+    lines = [
+        f"A step on {report['ranks']} ranks (gloo), {report['machine']['cpu']}; made by `{report['command']}`.",
+        "",
+        "| | T | B a rank | s, no privacy | s, private | ratio |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['way']} | {row['T']} | {row['B']} | {row['plain_seconds']:.3f} | {row['private_seconds']:.3f} "
+        f"| {row['ratio']:.2f} |"
+        for row in report["rows"]
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and write the files.
+
+    Args:
+        arguments: The command line.
+
+    Returns:
+        The exit status.
+    """
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sharded", description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2, help="processes (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=15, help="timed steps of each (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="a small model: does it run, not how fast")
+    parser.add_argument("--out", type=Path, default=files.RESULTS, help="folder for the files (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    given = list(arguments) if arguments is not None else [f"--ranks={options.ranks}", f"--rounds={options.rounds}"]
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(_rank, args=(options.ranks, folder, options), nprocs=options.ranks)
+        rows = json.loads(Path(folder, "found.json").read_text())
+    device = torch.device("cpu")
+    report = {
+        **files.head("benchmarks.sharded", given, device, quick=options.quick),
+        "ranks": options.ranks,
+        "rows": rows,
+    }
+    files.write(options.out, files.stem("sharded", device, quick=options.quick), report, _markdown(report))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

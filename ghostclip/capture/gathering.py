@@ -1,0 +1,64 @@
+"""What is asked of a model whose parameters are gathered from several ranks while its modules run.
+
+Every gathering is a collective operation, in which all ranks take part or all wait. What one rank does beyond the
+others (proofs of a forward, which depend on its samples) must therefore gather nothing.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from torch import nn
+
+
+class Gathering(Protocol):
+    """Ranks that gather the parameters of one model together.
+
+    Attributes:
+        units: The modules whose parameters are gathered for their calls.
+    """
+
+    units: Sequence[nn.Module]
+
+    def hold(self, *, able: bool) -> bool:
+        """Decide, with all ranks, whether a forward is one to ask for evidence; if so, gather everything for it.
+
+        Args:
+            able: Whether this rank has samples enough to prove anything.
+
+        Returns:
+            Whether this rank is to ask.
+        """
+
+    def may_ask(self) -> bool:
+        """Return whether everything is gathered for a forward that is being proved; else ask for it in a later one."""
+
+    @property
+    def wants_proof(self) -> bool:
+        """Whether this rank has met something new in a forward that was not one to be proved."""
+
+    def prove_next(self) -> None:
+        """Make the next forward one to ask for evidence; called on all ranks, as one of them wants it."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """Return a context whose errors all ranks raise, where everything is gathered; called on all of them."""
+
+    def telling(self) -> AbstractContextManager[None]:
+        """Return a context whose errors the others hear of in `together`, which this rank does not reach."""
+
+    def tell_failure(self) -> None:
+        """Let the others hear in `together` that this rank's forward has raised."""
+
+    def let_go(self) -> None:
+        """Free what was gathered for a forward that is over."""
+
+    def agree(self, what: str, value: int) -> list[int]:
+        """Return every rank's value; called on all of them.
+
+        Args:
+            what: What is exchanged.
+            value: This rank's.
+
+        Returns:
+            In the order of the ranks.
+        """

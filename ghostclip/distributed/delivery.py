@@ -1,0 +1,249 @@
+"""`ShardDelivery`: clipped sums of whole parameters become each rank's part of the sum over all ranks.
+
+One reduce-scatter for the parameters that are gathered together, as ``fully_shard`` makes one of their gradients, while
+the sums of the next ones are being formed. Sums stay in float32 at least, whatever the parameters and their reduction
+are in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from ghostclip.distributed.placement import Placement
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Parameters whose sums are sent together, of one mesh.
+
+    Attributes:
+        parameters: As an optimizer holds them.
+        placements: How each lies.
+    """
+
+    parameters: Sequence[nn.Parameter]
+    placements: Sequence[Placement]
+
+
+@dataclass(eq=False)
+class _Sent:
+    """A bucket whose sums are on their way.
+
+    Attributes:
+        bucket: The bucket.
+        parameters: Those of it that were sent.
+        out: Receives this rank's parts, one behind the other.
+        work: What to wait for; None where it is there.
+        source: What is being sent, kept alive; None where it was.
+    """
+
+    bucket: Bucket
+    parameters: Sequence[nn.Parameter]
+    out: Tensor
+    work: Any
+    source: Tensor | None
+
+
+class ShardDelivery:
+    """Sends buckets in one order on all ranks, each as soon as it and those before it are full.
+
+    Ranks may differ in which parameters their samples have met, and in the order of their sums: an expert without a
+    token, a layer that had to be measured again.
+
+    Args:
+        buckets: In the order in which a backward completes them, the same on all ranks.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self._buckets = buckets
+        self._held = {id(p): number for number, bucket in enumerate(buckets) for p in bucket.parameters}
+        self._waiting: dict[int, Tensor] = {}
+        self._next = 0
+        self._sent: list[_Sent] = []
+        self._arrived: list[tuple[nn.Parameter, Tensor]] = []
+        self._at_once = True
+
+    def takes(self, parameter: nn.Parameter) -> bool:
+        """Return whether a parameter is held in parts.
+
+        Args:
+            parameter: As an optimizer holds it.
+
+        Returns:
+            True if so.
+        """
+        return id(parameter) in self._held
+
+    def number(self, parameter: nn.Parameter) -> int:
+        """Return when the turn of a parameter comes.
+
+        Args:
+            parameter: As an optimizer holds it.
+
+        Returns:
+            The number of its bucket; -1 for one that every rank has whole.
+        """
+        return self._held.get(id(parameter), -1)
+
+    def order(self, *, at_once: bool) -> None:
+        """Say whether sums may be sent before all are formed: ranks must form them in one order then.
+
+        Args:
+            at_once: Whether they may.
+        """
+        self._at_once = at_once
+
+    def add(self, parameter: nn.Parameter, whole: Tensor) -> None:
+        """Take the sum of this rank's samples, and send what is full.
+
+        Args:
+            parameter: As an optimizer holds it.
+            whole: Shape of the whole parameter.
+        """
+        before = self._waiting.get(id(parameter))
+        self._waiting[id(parameter)] = whole if before is None else before.add_(whole)
+        while self._at_once and self._next < len(self._buckets) and self._is_full(self._buckets[self._next]):
+            self._send(self._buckets[self._next])
+
+    def finish(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Send what is left, zeros where there is no sum; called on all ranks.
+
+        Returns:
+            Every trainable parameter with the sum over all ranks, a DTensor placed as the parameter is.
+        """
+        while self._next < len(self._buckets):
+            self._send(self._buckets[self._next])
+        while self._sent:
+            self._receive(self._sent.pop(0))
+        arrived, self._arrived, self._next = self._arrived, [], 0
+        return arrived
+
+    def drop(self) -> None:
+        """Forget what was not sent, and wait for what was."""
+        self._waiting.clear()
+        while self._sent:
+            self._receive(self._sent.pop(0))
+        self._arrived.clear()
+        self._next = 0
+
+    def _is_full(self, bucket: Bucket) -> bool:
+        return all(id(p) in self._waiting for p in bucket.parameters if p.requires_grad)
+
+    def _send(self, bucket: Bucket) -> None:
+        """Send a bucket, once the one before has arrived: it was under way while the sums of this one were formed."""
+        self._next += 1
+        while self._sent:
+            self._receive(self._sent.pop(0))
+        pairs = zip(bucket.parameters, bucket.placements, strict=True)
+        trainable = [(p, placement) for p, placement in pairs if p.requires_grad]
+        if not trainable:
+            return
+        placement = trainable[0][1]
+        device = _device_of(placement)
+        rows = [_by_rank(self._whole(p, device), placed) for p, placed in trainable]
+        source = torch.cat(rows, dim=1) if len(rows) > 1 else rows[0]
+        del rows
+        parameters = [p for p, _ in trainable]
+        out, work = source[0], None
+        if len(source) > 1:
+            out = torch.empty_like(source[0])
+            # On the CPU a copy is sent, which would lie there beside the next sum.
+            at_once = source.device.type != "cpu"
+            group = _group(placement, placement.divided[0])
+            work = distributed.reduce_scatter_tensor(out, source.reshape(-1), group=group, async_op=at_once)
+        self._sent.append(_Sent(bucket, parameters, out, work, source if work is not None else None))
+
+    def _whole(self, parameter: nn.Parameter, device: torch.device) -> Tensor:
+        found = self._waiting.pop(id(parameter), None)
+        if found is None:
+            return torch.zeros(
+                parameter.shape, dtype=torch.promote_types(parameter.dtype, torch.float32), device=device
+            )
+        return found
+
+    def _receive(self, sent: _Sent) -> None:
+        """Wait for a bucket, add up copies (HSDP), and take the parts apart."""
+        from torch.distributed.tensor import DTensor
+
+        if sent.work is not None:
+            sent.work.wait()
+        sent.source = None
+        placements = dict(zip(map(id, sent.bucket.parameters), sent.bucket.placements, strict=True))
+        first = placements[id(sent.parameters[0])]
+        for number in first.copied:
+            if first.axes[number].size > 1 and not first.axes[number].same_samples:
+                distributed.all_reduce(sent.out, group=_group(first, number))
+        start = 0
+        for parameter in sent.parameters:
+            part, start = _part_of(sent.out, start, placements[id(parameter)])
+            held: Any = parameter
+            part = part.to(held.to_local().device)
+            self._arrived.append(
+                (
+                    parameter,
+                    DTensor.from_local(
+                        part,
+                        held.device_mesh,
+                        held.placements,
+                        run_check=False,
+                        shape=held.shape,
+                        stride=_contiguous_stride(held.shape),
+                    ),
+                )
+            )
+
+
+def _by_rank(whole: Tensor, placement: Placement) -> Tensor:
+    """Return a sum as one row for each rank of the axis that divides it, shorter parts filled up with zeros."""
+    if not placement.divided:
+        return whole.reshape(1, -1)
+    axis = placement.axes[placement.divided[0]]
+    assert axis.divides is not None, "of an axis that divides"
+    ahead = whole.movedim(axis.divides, 0)
+    missing = -(-len(ahead) // axis.size) * axis.size - len(ahead)
+    if missing:
+        ahead = torch.cat([ahead, ahead.new_zeros((missing, *ahead.shape[1:]))])
+    return ahead.reshape(axis.size, -1)
+
+
+def _part_of(out: Tensor, start: int, placement: Placement) -> tuple[Tensor, int]:
+    """Take one parameter's part from what a bucket has received.
+
+    Args:
+        out: What was received.
+        start: Where the part begins.
+        placement: How the parameter lies.
+
+    Returns:
+        The part, contiguous, and where the next one begins.
+    """
+    box = placement.here
+    if not placement.divided:
+        end = start + torch.Size(box.sizes).numel()
+        return out[start:end].view(box.sizes), end
+    axis = placement.axes[placement.divided[0]]
+    dim = axis.divides
+    assert dim is not None, "of an axis that divides"
+    rest = [size for other, size in enumerate(placement.shape) if other != dim]
+    length = -(-placement.shape[dim] // axis.size)
+    end = start + length * torch.Size(rest).numel()
+    ahead = out[start:end].view(length, *rest)[: box.sizes[dim]]
+    return ahead.movedim(0, dim).contiguous(), end
+
+
+def _group(placement: Placement, axis: int) -> Any:
+    return placement.mesh.get_group(axis)
+
+
+def _device_of(placement: Placement) -> torch.device:
+    kind = placement.mesh.device_type
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+
+
+def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()

@@ -1,0 +1,328 @@
+"""Trainings of models that ``fully_shard`` has divided, as each rank runs them; results go to files."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from ghostclip import PrivacyEngine
+from ghostclip.data.batch_memory_manager import BatchMemoryManager
+from tests.cases import transformers_models as hf
+from tests.process_group import process_group
+
+RECORDS, BATCH, BOUND = 18, 6, 0.3
+
+
+class _Block(nn.Module):
+    def __init__(self, *, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.inner, self.scale, self.checkpointed = nn.Linear(5, 5), nn.Parameter(torch.randn(5)), checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.checkpointed:
+            return x + checkpoint(self.inner, x, use_reentrant=False).tanh() * self.scale
+        return x + self.inner(x).tanh() * self.scale
+
+
+class _Tied(nn.Module):
+    """An embedding that is the head as well, and a layer that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.middle, self.head = nn.Embedding(19, 6), nn.Linear(6, 6), nn.Linear(6, 19, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.middle(self.middle(self.table(ids)).tanh()))
+
+
+def plain(**options: Any) -> nn.Module:
+    """Linear layers, a raw parameter and a normalisation, of sizes that no number of ranks divides."""
+    return nn.Sequential(
+        nn.Linear(4, 5), _Block(**options), nn.LayerNorm(5), _Block(**options), nn.Sequential(nn.Linear(5, 3))
+    )
+
+
+def frozen() -> nn.Module:
+    """The same with frozen parameters, some in modules that also have trainable ones."""
+    net = plain()
+    net[1].inner.weight.requires_grad_(False)
+    net[0].requires_grad_(False)
+    return net
+
+
+def lora() -> nn.Module:
+    """A language model with adapters."""
+    peft = __import__("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    net = peft.get_peft_model(hf._make(*hf._CAUSAL["llama_untied"]), config)
+    for name, parameter in net.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    return net
+
+
+def checkpointed(name: str) -> nn.Module:
+    """A model of transformers with its own activation checkpointing."""
+    net = hf._make(*hf._CAUSAL[name])
+    net.gradient_checkpointing_enable({"use_reentrant": False})
+    return net
+
+
+# ---------------------------------------------------------------- how a model is divided
+
+
+def whole(net: nn.Module, **options: Any) -> None:
+    """The model as one."""
+    fully_shard(net, **options)
+
+
+def blocks(net: nn.Module, **options: Any) -> None:
+    """Each block by itself, and the model."""
+    kinds = ("_Block", "GPT2Block", "LlamaDecoderLayer", "MixtralDecoderLayer", "ViTLayer")
+    for module in net.modules():
+        if type(module).__name__ in kinds:
+            fully_shard(module, **options)
+    fully_shard(net, **options)
+
+
+def nested(net: nn.Module, **options: Any) -> None:
+    """Layers within blocks within the model."""
+    for module in list(net.modules()):
+        if type(module).__name__ == "_Block":
+            fully_shard(module.inner, **options)
+            fully_shard(module, **options)
+    fully_shard(net[4], **options)
+    fully_shard(net, **options)
+
+
+def parts(net: nn.Module, **options: Any) -> None:
+    """Blocks only: every rank has a copy of the rest."""
+    fully_shard(net[1], **options)
+    fully_shard(net[3], **options)
+
+
+def at_once(net: nn.Module, **options: Any) -> None:
+    """Several modules gathered together."""
+    fully_shard([net[0], net[1]], **options)
+    fully_shard(net[3], **options)
+    fully_shard(net, **options)
+
+
+class Training(NamedTuple):
+    """One training.
+
+    Attributes:
+        build: Makes the model.
+        shard: Divides it.
+        inputs: "features", "ids" or "pixels".
+        mode: Its grad_sample_mode.
+        options: Of ``fully_shard``.
+        physical: Largest physical batch.
+        batch: Expected batch size.
+        sigma: Noise multiplier.
+        rtol: Of the comparison with one process.
+        copies: Ranks that have a copy of the model each (HSDP).
+        dtype: Of the model.
+    """
+
+    build: Callable[[], nn.Module]
+    shard: Callable[..., None] = blocks
+    inputs: str = "features"
+    mode: str = "auto"
+    options: Mapping[str, Any] = MappingProxyType({})
+    physical: int | None = None
+    batch: int = BATCH
+    sigma: float = 1.0
+    rtol: float = 1e-12
+    copies: int = 1
+    dtype: torch.dtype = torch.float64
+
+
+def _causal(name: str) -> Callable[[], nn.Module]:
+    return lambda: hf._make(*hf._CAUSAL[name])
+
+
+TRAININGS: dict[str, Training] = {
+    "gpt2": Training(_causal("gpt2_tied"), inputs="ids"),
+    "gpt2 whole, two passes": Training(_causal("gpt2_tied"), whole, "ids", "ghost"),
+    "llama": Training(_causal("llama_untied"), inputs="ids"),
+    "llama checkpointed, two passes": Training(lambda: checkpointed("llama_untied"), inputs="ids", mode="ghost"),
+    "llama checkpointed": Training(lambda: checkpointed("llama_tied"), inputs="ids", mode="bookkeeping"),
+    "mixtral": Training(_causal("mixtral"), inputs="ids"),
+    "mixtral, two passes": Training(_causal("mixtral"), inputs="ids", mode="ghost"),
+    "vit": Training(lambda: hf._make("ViTConfig", "ViTForImageClassification", hf._PIXELS), inputs="pixels"),
+    "adapters": Training(lora, inputs="ids"),
+    "tied": Training(_Tied, whole, "ids"),
+    "tied, two passes": Training(_Tied, whole, "ids", "ghost"),
+    "whole": Training(plain, whole),
+    "nested": Training(plain, nested),
+    "nested, kept after the forward": Training(plain, nested, options={"reshard_after_forward": False}),
+    "nested, freed after the forward": Training(plain, nested, options={"reshard_after_forward": True}),
+    "nested, two passes": Training(plain, nested, mode="ghost"),
+    "at once": Training(plain, at_once),
+    "blocks only": Training(plain, parts),
+    "per-sample gradients": Training(plain, mode="hooks"),
+    "formed for the norm": Training(plain, mode="fast"),
+    "checkpointed inside": Training(lambda: plain(checkpointed=True), nested, mode="ghost"),
+    "frozen": Training(frozen),
+    "offloaded": Training(plain, options={"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+    "columns": Training(
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 6)),
+        whole,
+        options={"shard_placement_fn": lambda p: Shard(p.dim() - 1)},
+    ),
+    "float32 while it runs": Training(
+        plain, options={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float32)}, rtol=2e-6
+    ),
+    "bfloat16 while it runs": Training(
+        plain,
+        options={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)},
+        rtol=2e-2,
+        sigma=0.0,
+        dtype=torch.float32,
+    ),
+    "small batches": Training(plain, nested, batch=1),
+    "small batches, two passes": Training(plain, nested, mode="ghost", batch=1),
+    "physical batches": Training(plain, physical=2),
+}
+ON_FOUR: dict[str, Training] = {
+    "copies": Training(plain, nested, copies=2),
+    "copies, gpt2": Training(_causal("gpt2_tied"), inputs="ids", copies=2),
+    "copies, two passes": Training(plain, mode="ghost", copies=2),
+    "four": Training(plain, nested),
+    "four, small batches": Training(plain, batch=2),
+}
+
+
+def samples(inputs: str) -> tuple[Tensor, Tensor]:
+    """The records, and what they are of."""
+    generator = torch.Generator().manual_seed(1)
+    if inputs == "ids":
+        ids = torch.randint(3, 19, (RECORDS, 11), generator=generator)
+        return ids, ids
+    shape = (RECORDS, 3, 8, 8) if inputs == "pixels" else (RECORDS, 4)
+    return torch.randn(shape, generator=generator), torch.arange(RECORDS) % 3
+
+
+def losses_of(net: nn.Module, inputs: str, x: Tensor, y: Tensor) -> Tensor:
+    """Each sample's own loss."""
+    if inputs == "ids":
+        out = net(x)
+        logits = getattr(out, "logits", out)
+        return nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), y[:, 1:], reduction="none").mean(1)
+    out = net(x.to(next(net.parameters()).dtype))
+    return nn.functional.cross_entropy(getattr(out, "logits", out).double(), y, reduction="none")
+
+
+def built(training: Training) -> nn.Module:
+    """Its model, the same in every process."""
+    torch.manual_seed(0)
+    net = training.build().to(training.dtype).train()
+    for module in net.modules():
+        if isinstance(module, nn.Embedding):
+            module.sparse = False
+    return net
+
+
+def train(training: Training, *, divided: bool, states: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Train for an epoch.
+
+    Args:
+        training: What.
+        divided: Whether this is one of several ranks.
+        states: Of the noise and the sampler, to repeat another training.
+
+    Returns:
+        The states at the beginning, and the parameters and ε at the end.
+    """
+    net = built(training)
+    if divided:
+        options = dict(training.options)
+        if training.copies > 1:
+            shape = (training.copies, distributed.get_world_size() // training.copies)
+            options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "parts"))
+        training.shard(net, **options)
+    x, y = samples(training.inputs)
+    engine = PrivacyEngine()
+    private = engine.make_private(
+        module=net,
+        optimizer=torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1, momentum=0.5),
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=training.batch),
+        noise_multiplier=training.sigma,
+        max_grad_norm=BOUND,
+        grad_sample_mode=training.mode,
+        loss_reduction="sum",
+    )
+    model, optimizer, loader = private[0], private[1], private[-1]
+    if states is not None:
+        optimizer.noise_source.load_state_dict(states["noise"])
+        loader.load_state_dict(states["sampler"])
+    begun = {"noise": optimizer.noise_source.state_dict(), "sampler": loader.state_dict()}
+    seen = {"wide": True}
+    optimizer.attach_release_hook(
+        lambda _, released: seen.update(wide=all(p.dtype == training.dtype for p in released))
+    )
+    for x, y in _batches(training, loader, optimizer):
+        optimizer.zero_grad()
+        losses = losses_of(model, training.inputs, x, y)
+        if training.mode in ("ghost", "fast"):
+            model.clipper.backward(losses)
+        else:
+            losses.sum().backward()
+        optimizer.step()
+    return {
+        "states": begun,
+        "parameters": [whole_of(p).detach().clone() for p in net.parameters()],
+        "epsilon": engine.get_epsilon(1e-5) if training.sigma else 0.0,
+        "wide": seen["wide"],
+    }
+
+
+def _batches(training: Training, loader: Any, optimizer: Any) -> Iterator[Any]:
+    if training.physical is None:
+        yield from loader
+        return
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=training.physical, optimizer=optimizer
+    ) as physical:
+        yield from physical
+
+
+def whole_of(parameter: Tensor) -> Tensor:
+    """A parameter, put together."""
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+
+
+QUICK = ("gpt2", "llama", "vit", "nested", "nested, two passes", "small batches", "physical batches")
+"""Those of the trainings on two ranks that cover the promise."""
+
+
+def run(rank: int, ranks: int, folder: str, names: Sequence[str]) -> None:
+    """Be one rank of some trainings.
+
+    Args:
+        rank: Its number.
+        ranks: How many there are.
+        folder: Where they meet, and where results go.
+        names: Which trainings.
+    """
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    trainings = {**TRAININGS, **ON_FOUR}
+    with process_group(rank, ranks, folder, meshes=True):
+        found = {name: train(trainings[name], divided=True) for name in names}
+    torch.save(found, Path(folder) / f"rank{rank}.pt")
+    os._exit(0)

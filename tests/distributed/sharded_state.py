@@ -1,0 +1,129 @@
+"""A divided training is saved by some ranks and continued by others; one that dies leaves the others with an error."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.utils.data import DataLoader, TensorDataset
+
+from ghostclip import PrivacyEngine
+from tests import process_group as meeting
+from tests.distributed.sharded import TRAININGS, built, losses_of, nested, samples, whole_of
+from tests.process_group import process_group
+
+DELTA, DIES_IN = 1e-5, 3
+
+
+def _begin(**options: Any) -> tuple[Any, Any, Any, Any, Any]:
+    net = built(TRAININGS["nested"])
+    nested(net)
+    x, y = samples("features")
+    engine = PrivacyEngine(**options)
+    model, optimizer, loader = engine.make_private(
+        module=net,
+        optimizer=torch.optim.AdamW(net.parameters(), lr=0.05),
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=6),
+        noise_multiplier=1.0,
+        max_grad_norm=0.3,
+        loss_reduction="sum",
+    )
+    return engine, net, model, optimizer, loader
+
+
+def _step(model: Any, optimizer: Any, batch: Any) -> None:
+    optimizer.zero_grad()
+    losses_of(model, "features", *batch).sum().backward()
+    optimizer.step()
+
+
+def _seen(engine: Any, net: Any, optimizer: Any) -> dict[str, Any]:
+    state = optimizer.original_optimizer.state
+    return {
+        "parameters": [whole_of(p).detach().clone() for p in net.parameters()],
+        "moments": [whole_of(state[p]["exp_avg_sq"]).clone() for p in net.parameters()],
+        "noise": optimizer.noise_source.state_dict(),
+        "epsilon": engine.get_epsilon(DELTA),
+    }
+
+
+def save(rank: int, ranks: int, folder: str) -> None:
+    """Train for an epoch and save.
+
+    Args:
+        rank: Number of this process.
+        ranks: How many there are.
+        folder: Where they meet, and where results go.
+    """
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    with process_group(rank, ranks, folder, meshes=True):
+        engine, net, model, optimizer, loader = _begin()
+        for batch in loader:
+            _step(model, optimizer, batch)
+        of_model, of_optimizer = get_state_dict(net, optimizer)
+        checkpoint.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=f"{folder}/saved")
+        torch.save(_seen(engine, net, optimizer), Path(folder) / f"saved{rank}.pt")
+        distributed.barrier()
+    os._exit(0)
+
+
+def load(rank: int, ranks: int, folder: str) -> None:
+    """Continue what other ranks have saved, for one step.
+
+    Args:
+        rank: Number of this process.
+        ranks: How many there are.
+        folder: Where they meet, and where results go.
+    """
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    with process_group(rank, ranks, folder, meshes=True):
+        engine, net, model, optimizer, loader = _begin()
+        of_model, of_optimizer = get_state_dict(net, optimizer)
+        state = {"model": of_model, "optimizer": of_optimizer}
+        checkpoint.load(state, checkpoint_id=f"{folder}/saved")
+        set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        found = _seen(engine, net, optimizer)
+        _step(model, optimizer, next(iter(loader)))
+        found["later"] = engine.get_epsilon(DELTA)
+        torch.save(found, Path(folder) / f"loaded{rank}.pt")
+        distributed.barrier()
+    os._exit(0)
+
+
+def lose(rank: int, ranks: int, folder: str) -> None:
+    """Train until rank 1 dies within a step, after its forward.
+
+    Args:
+        rank: Number of this process.
+        ranks: How many there are.
+        folder: Where they meet, and where results go.
+    """
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    meeting._TIMEOUT = timedelta(seconds=10)
+    applied, error = 0, ""
+    with process_group(rank, ranks, folder, meshes=True):
+        _, _, model, optimizer, loader = _begin(ledger=f"{folder}/ledger")
+        for number, batch in enumerate(loader):
+            try:
+                optimizer.zero_grad()
+                loss = losses_of(model, "features", *batch).sum()
+                if number == DIES_IN - 1 and rank == 1:
+                    os._exit(0)
+                loss.backward()
+                optimizer.step()
+            except RuntimeError as raised:
+                error = str(raised)
+                break
+            applied += 1
+        torch.save({"applied": applied, "error": error}, Path(folder) / f"lost{rank}.pt")
+        os._exit(0)

@@ -1,0 +1,38 @@
+"""The account of a divided training goes into torch's distributed checkpoints, and no rank's end makes it too small."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import multiprocessing
+
+from ghostclip.privacy.ledger_file import LedgerFile
+from tests.distributed.sharded_state import DIES_IN, load, lose, save
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+def _found(folder, what, ranks):
+    return [torch.load(folder / f"{what}{rank}.pt", weights_only=True) for rank in range(ranks)]
+
+
+def test_four_ranks_save_and_two_go_on(tmp_path):
+    multiprocessing.spawn(save, args=(4, str(tmp_path)), nprocs=4)
+    (tmp_path / "meeting").unlink(missing_ok=True)
+    multiprocessing.spawn(load, args=(2, str(tmp_path)), nprocs=2)
+    saved, loaded = _found(tmp_path, "saved", 4), _found(tmp_path, "loaded", 2)
+    for rank in loaded:
+        assert rank["epsilon"] == saved[0]["epsilon"]
+        assert rank["later"] > rank["epsilon"]
+        assert rank["noise"] == saved[0]["noise"]
+        for what in ("parameters", "moments"):
+            for one, own in zip(saved[0][what], rank[what], strict=True):
+                assert torch.equal(one, own)
+
+
+def test_a_rank_that_dies_leaves_the_others_with_an_error_and_the_ledger_whole(tmp_path):
+    multiprocessing.spawn(lose, args=(2, str(tmp_path)), nprocs=2)
+    found = torch.load(tmp_path / "lost0.pt", weights_only=True)
+    assert found["error"]
+    assert found["applied"] == DIES_IN - 1
+    assert len(LedgerFile(tmp_path / "ledger").entries) >= found["applied"]
