@@ -1,14 +1,14 @@
-"""Memory and operations under memory budgets, and what a step holds as it goes: `python -m benchmarks.budget`.
+"""Memory and operations under memory budgets, and what a step holds as it goes: `python -m benchmarks.budget PART`.
 
 Live bytes, counted operation by operation, gradients included and the model's own tensors not: the same on every
-machine. Batches that fit under a cap follow from the peaks of one and of two samples.
+machine.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,6 @@ from benchmarks import files, machine
 from benchmarks.flops import counter
 from benchmarks.head.ways import Sizes, maker
 from benchmarks.live import course_of, peak_of
-from benchmarks.models import GPT
-from benchmarks.peers import every_engine
 from benchmarks.tasks import Task, find, per_sample_losses
 from ghostclip import GhostClipper
 
@@ -34,8 +32,6 @@ COURSES = (
     "book-keeping, logits",
     "book-keeping, no logits",
 )
-VOCABULARIES = (5_000, 50_257, 131_072)
-CAP = 2 * 2**30
 
 
 def _budgets(task: Task) -> list[dict[str, float]]:
@@ -91,38 +87,6 @@ def _course(name: str, sizes: Sizes) -> list[int]:
     return course_of(run, beside=beside)
 
 
-def _largest(one: int, two: int) -> int:
-    """Return how many samples fit under the cap, of a peak that grows by the same for every sample."""
-    return max(0, 1 + int((CAP - one) // max(1, two - one))) if one <= CAP else 0
-
-
-def _batches(vocabulary: int, sizes: Sizes) -> dict[str, int]:
-    """Return the largest batch under the cap of every way, Opacus's modes among them."""
-    found = {}
-    for name in COURSES:
-        peaks = []
-        for samples in (1, 2):
-            run, beside = _step(name, replace(sizes, vocabulary=vocabulary, samples=samples))
-            run()
-            run()
-            peaks.append(peak_of(run, beside=beside))
-        found[name] = _largest(*peaks)
-    for engine in every_engine():
-        if engine.name in ("opacus-hooks", "opacus-ghost"):
-            found[engine.title] = _largest(*(_peak_of_engine(engine, vocabulary, sizes, n) for n in (1, 2)))
-    return found
-
-
-def _peak_of_engine(engine: Any, vocabulary: int, sizes: Sizes, samples: int) -> int:
-    torch.manual_seed(0)
-    model = GPT(vocabulary=vocabulary, width=sizes.width, layers=sizes.layers, positions=sizes.positions)
-    ids_BT = torch.randint(vocabulary, (samples, sizes.positions + 1))
-    batch = ids_BT[:, :-1].contiguous(), ids_BT[:, 1:].contiguous()
-    runner = engine.attach(model, 1.0)
-    runner.step(batch)
-    return peak_of(lambda: runner.step(batch), beside=[*model.parameters(), *batch])
-
-
 def _draw(courses: dict[str, Sequence[int]], path: Path, title: str) -> None:
     import matplotlib as mpl
 
@@ -143,14 +107,21 @@ def _draw(courses: dict[str, Sequence[int]], path: Path, title: str) -> None:
     pyplot.close(figure)
 
 
-def _text(report: dict[str, Any]) -> str:
-    lines = [
-        "# Memory budgets",
+def _head(report: dict[str, Any], title: str, said: str) -> list[str]:
+    about = f"`{report['command']}`, {report['date']}, {report['machine']['cpu']}."
+    return [
+        f"# {title}",
         "",
-        f"`{report['command']}`, {report['date']}, {report['machine']['cpu']}. Live bytes of tensors beside the model "
-        "and the batch, gradients included, and operations of products, over those of an ordinary step. First steps: "
-        "the most of the first four, in which the model is proved and planned for. Expected: what the plan says.",
+        f"{about} Live bytes of tensors beside the model and the batch, gradients included. {said}",
     ]
+
+
+def _of_budgets(report: dict[str, Any]) -> str:
+    said = (
+        "Memory and operations of products over those of an ordinary step. First steps: the most of the first four, in "
+        "which the model is proved and planned for. Expected: what the plan says."
+    )
+    lines = _head(report, "Memory budgets", said)
     for title, rows in report["budgets"].items():
         lines += ["", f"**{title}**", "", "| budget | later steps | expected | first steps | operations |"]
         lines.append("|---:|---:|---:|---:|---:|")
@@ -158,46 +129,49 @@ def _text(report: dict[str, Any]) -> str:
             expected = f"{row['expected']:.2f}" if "expected" in row else ""
             cells = f"{row['later']:.2f} | {expected} | {row['first']:.2f} | {row['flops']:.2f}×"
             lines.append(f"| {row['budget']} | {cells} |")
-    if report["batches"]:
-        sizes = report["sizes"]
-        lines += ["", "## Largest batches", ""]
-        lines.append(
-            f"Samples of {sizes['positions']} tokens that fit under {CAP >> 30} GiB beside the model, a GPT of "
-            f"{sizes['layers']} layers, width {sizes['width']}: from the peaks of one and of two samples."
-        )
-        names = list(next(iter(report["batches"].values())))
-        lines += ["", f"| V | {' | '.join(names)} |", "|---:|" + "---:|" * len(names)]
-        lines += [
-            f"| {vocabulary} | {' | '.join(str(found[name]) for name in names)} |"
-            for vocabulary, found in report["batches"].items()
-        ]
-    lines += ["", "## What a step holds as it goes", "", f"![{report['picture']}]({report['picture']})"]
     return "\n".join(lines) + "\n"
+
+
+def _of_courses(report: dict[str, Any]) -> str:
+    sizes = report["sizes"]
+    said = f"V {sizes['vocabulary']}, {sizes['samples']} samples of {sizes['positions']} tokens."
+    lines = _head(report, "What a step holds as it goes", said)
+    lines += ["", "| step | most, MiB |", "|---|---:|"]
+    lines += [f"| {name} | {peak / MEBIBYTE:.0f} |" for name, peak in report["peaks"].items()]
+    return "\n".join([*lines, "", f"![{report['picture']}]({report['picture']})"]) + "\n"
+
+
+def _measured(part: str, report: dict[str, Any], folder: Path, *, quick: bool) -> None:
+    """Measure one part; what there is so far is written as it comes."""
+    stem = files.stem(f"memory-{part}", torch.device("cpu"), quick=quick)
+    sizes = Sizes(layers=1, width=32, vocabulary=300, positions=16) if quick else Sizes(positions=64)
+    if part == "budgets":
+        report["budgets"] = {}
+        for name in ("gpt",) if quick else ("gpt-512",):
+            task = find(name, quick=quick)
+            report["budgets"][task.title] = _budgets(task)
+            files.write(folder, stem, report, _of_budgets(report))
+    else:
+        report |= {"sizes": asdict(sizes), "picture": f"{stem}.png"}
+        courses = {name: _course(name, sizes) for name in COURSES}
+        report["peaks"] = {name: max(course) for name, course in courses.items()}
+        files.write(folder, stem, report, _of_courses(report))
+        title = f"V {sizes.vocabulary}, {sizes.samples} samples of {sizes.positions} tokens, {sizes.layers} layers"
+        _draw(courses, folder / report["picture"], title)
 
 
 def main() -> None:
     """Measure, and write a report."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.budget", description=__doc__)
+    parser.add_argument("part", choices=("budgets", "courses"))
     parser.add_argument("--quick", action="store_true", help="small models, to see that it runs")
     parser.add_argument("--output", type=Path, default=files.RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     machine.exact_float32()
-    quick, device = options.quick, torch.device("cpu")
-    stem = files.stem("memory-budget", device, quick=quick)
-    sizes = Sizes(layers=1, width=32, vocabulary=300, positions=16, samples=2) if quick else Sizes()
-    report = files.head("benchmarks.budget", ["--quick"] if quick else [], device, quick=quick)
-    report |= {"sizes": vars(sizes), "budgets": {}, "batches": {}, "picture": f"{stem}.png", "peaks": {}}
-    for name in ("gpt",) if quick else ("gpt", "gpt-512"):
-        task = find(name, quick=quick)
-        report["budgets"][task.title] = _budgets(task)
-    courses = {name: _course(name, sizes) for name in COURSES}
-    report["peaks"] = {name: max(course) for name, course in courses.items()}
-    for vocabulary in (300,) if quick else VOCABULARIES:
-        report["batches"][vocabulary] = _batches(vocabulary, sizes)
-    path = files.write(options.output, stem, report, _text(report))
-    title = f"V {sizes.vocabulary}, {sizes.samples} samples of {sizes.positions} tokens, {sizes.layers} layers"
-    _draw(courses, path.with_name(f"{stem}.png"), title)
+    arguments = [options.part, *(["--quick"] if options.quick else [])]
+    report = files.head("benchmarks.budget", arguments, torch.device("cpu"), quick=options.quick)
+    _measured(options.part, report, options.output, quick=options.quick)
 
 
 if __name__ == "__main__":

@@ -181,10 +181,14 @@ class GhostClipper:
     def _refuse_budget(self, memory_budget: float, strategy: str) -> None:
         """Refuse a budget below 1 where nothing can be chosen to keep it."""
         _validate.positive(memory_budget, "memory_budget", allow_infinity=True)
-        fits = not self.device_only and self._sequences is None and strategy in ("auto", "bookkeeping")
-        if memory_budget < 1 and not fits:
-            given = "device_only=True" if self.device_only else f"strategy={strategy!r}"
-            given = given if self._sequences is None else "sequences"
+        reasons = {
+            "device_only=True": self.device_only,
+            "sequences": self._sequences is not None,
+            "a model that is sharded": self._sharded is not None,
+            f"strategy={strategy!r}": strategy not in ("auto", "bookkeeping"),
+        }
+        given = next((reason for reason, holds in reasons.items() if holds), None)
+        if memory_budget < 1 and given is not None:
             raise InvalidOptionError(
                 f"memory_budget={memory_budget} with {given}: below 1 every layer gets one backward or two as memory "
                 "allows, and the two are compared. Use strategy='auto', or a budget of 1 or more."

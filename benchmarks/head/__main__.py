@@ -23,7 +23,7 @@ from ghostclip.kernels.head_norms import norm_flops
 MEBIBYTE = 2**20
 TIED = ("ordinary", "book-keeping, no logits")
 TIMED = ("ordinary", "ordinary, torch's linear_cross_entropy", "book-keeping, logits", "book-keeping, no logits")
-LARGE = Sizes(vocabulary=131072, positions=1024, samples=2)
+LARGE = Sizes(vocabulary=131072, positions=1024, samples=1)
 SMALL = Sizes(layers=1, width=32, vocabulary=300, positions=16, samples=2)
 
 
@@ -123,7 +123,8 @@ def main() -> None:
     sizes, device = SMALL if options.quick else LARGE if options.large else Sizes(), torch.device("cpu")
     arguments = ["--quick"] * options.quick + ["--large"] * options.large
     stem = files.stem("head-large" if options.large else "head", device, quick=options.quick)
-    ways = [(name, False) for name in (TIMED if options.large else WAYS)] + [(name, True) for name in TIED]
+    untied, tied_too = (TIMED, ()) if options.large else (tuple(WAYS), TIED)
+    ways = [*((name, False) for name in untied), *((name, True) for name in tied_too)]
     report = files.head("benchmarks.head", arguments, device, quick=options.quick)
     unit = 2 * sizes.samples * sizes.positions * sizes.width * sizes.vocabulary
     report |= {

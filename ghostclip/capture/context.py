@@ -263,16 +263,8 @@ class CaptureContext:
 
         Args:
             choose: As for `Blocks`.
-
-        Raises:
-            UnsupportedModelError: Parameters exist only while their modules run.
         """
-        if self.substitution.units:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__}: memory_budget below 1 runs blocks again in the backward, and the "
-                "parameters of sharded ones exist only while they run. Apply activation checkpointing to the model, "
-                "and leave memory_budget at 1 or more."
-            )
+        assert not self.substitution.units, "what is run again must have its parameters then"
         self._blocks = Blocks(self.model, self._anchor, choose)
 
     def _give_back(self) -> bool:
