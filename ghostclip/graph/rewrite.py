@@ -6,7 +6,7 @@ Shape letters: B samples, G clip groups.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from ghostclip import _torch
 from ghostclip.clipping.norms import GroupNorms, cross_terms
-from ghostclip.clipping.passes import ClipWeights, smaller_form
+from ghostclip.clipping.passes import smaller_form
 from ghostclip.clipping.policies import ClipPolicy, Layout, finite_samples
 from ghostclip.factors import Factor, joined
 from ghostclip.graph.axes import SIZES_ALONE, Axes, first_of
@@ -130,40 +130,18 @@ def factors_of(traced: Traced, axes: Axes, inputs: Inputs, flat: Sequence[Tensor
     return losses_B, found, rest[count:]
 
 
-class _Fresh:
-    """Accumulators that hold nothing yet."""
-
-    def __init__(self, like: Mapping[str, Tensor]) -> None:
-        self._like = like
-        self.sums: dict[str, Tensor] = {}
-
-    def buffer(self, name: str) -> tuple[Tensor, bool]:
-        """Return the accumulator of a parameter, and whether it is new."""
-        if name in self.sums:
-            return self.sums[name], False
-        like = self._like[name]
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        self.sums[name] = torch.zeros(like.shape, dtype=dtype, device=like.device)
-        return self.sums[name], True
-
-    def add_several(self, names: Sequence[str], sums: Tensor) -> None:
-        """Never called: factors are not put together here."""
-        raise AssertionError(names)
-
-    def takes_at_once(self, elements: int) -> bool:
-        """Return whether the sums of several parameters may be formed together: the compiler does what pays."""
-        return False
-
-    def in_order(self, names: Sequence[str]) -> Sequence[str]:
-        """Return parameters as they came."""
-        return names
-
-    def complete(self, name: str) -> None:
-        """Do nothing: sums stay where they are."""
-
-    def keep_sample_gradients(self, name: str, grad_BP: Tensor) -> None:
-        """Never called: no gradients are materialised here."""
-        raise AssertionError(name)
+def _clipped_sum(found: list[Factor], coef_B: Tensor, keep_B: Tensor | None, like: Tensor) -> Tensor:
+    """Return a parameter's clipped sum, its factors dropped one by one."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    total = torch.zeros(like.shape, dtype=dtype, device=like.device)
+    coef_B, is_new = coef_B.to(dtype), True
+    while found:
+        factor = found.pop(0)
+        kept = factor if keep_B is None else factor.masked(keep_B)
+        add = kept.write_clipped_sum_ if is_new else kept.add_clipped_sum_
+        add(coef_B, total)
+        is_new = False
+    return total
 
 
 def private_step(traced: Traced, axes: Axes, inputs: Inputs, clipping: Clipping) -> Callable[..., list[Tensor]]:
@@ -191,19 +169,16 @@ def private_step(traced: Traced, axes: Axes, inputs: Inputs, clipping: Clipping)
         coef_GB = clipping.policy.coefficients(norm_GB, clipping.layout.bounds)
         coef_GB = [torch.where(valid_B & certain_B, coef_B, 0.0) for coef_B in coef_GB]
         keep_B = valid_B & certain_B if clipping.masks else None
-        weights = ClipWeights(coef_GB, clipping.layout.group_of, keep_B)
-        sums = _Fresh(dict(zip(inputs.trainable, flat, strict=False)))
-        for name in reversed(inputs.trainable):
-            found = factors.pop(name)
-            if not found:
-                sums.buffer(name)
-            while found:
-                weights.into(sums, found.pop(0), name, more=bool(found))
+        own, group_of = dict(zip(inputs.trainable, flat, strict=False)), clipping.layout.group_of
+        sums = {
+            name: _clipped_sum(factors.pop(name), coef_GB[group_of.get(name, 0)], keep_B, own[name])
+            for name in reversed(inputs.trainable)
+        }
         return [
             certain_B | ~valid_B,
             losses_B,
             *(*norm_GB, *coef_GB),
-            *(sums.sums[name] for name in inputs.trainable),
+            *(sums[name] for name in inputs.trainable),
             *extra,
         ]
 

@@ -420,6 +420,9 @@ def _mapped(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     joins = name in ("cat", "stack")
     if name not in _LINEAR or (len(sums) > 1 and not (joins or name in ("add", "sub"))):
         raise NoGraphError(f"{target} is applied to a sum over samples, and is not known to be linear")
+    if (name == "div" or name.endswith(("_backward", "_backward_data"))) and sums != [0]:
+        # Linear in the gradient that comes in, or in what is divided, and in nothing else.
+        raise NoGraphError(f"{target} has a sum over samples in a place that it is not linear in")
     if name in _NOTHING_ADDED and len(sums) < 2:
         raise NoGraphError(f"{target} adds to a sum over samples what belongs to no sample")
     if joins and others:

@@ -9,9 +9,11 @@ from torch.nn import functional
 
 import ghostclip
 from ghostclip.errors import InvalidOptionError
+from ghostclip.factors import Dense
 from ghostclip.graph import GraphOptions, NoGraphError
 from ghostclip.graph.axes import analysed
 from ghostclip.graph.parts import repeated
+from ghostclip.graph.sums import Sum, linear
 from ghostclip.graph.trace import inputs_of, trace
 from tests.graph.steps import ATEN, Net, batch, eager_sums, losses, net, step_of, sums
 
@@ -137,3 +139,18 @@ def test_nn_module_of_the_loss_may_have_buffers():
     step = step_of(model, loss=lambda m, x, y: weighted(m(x), y))
     step(*batch())
     assert step.graphs[0].verified
+
+
+@pytest.mark.parametrize(
+    ("operation", "arguments"),
+    [
+        pytest.param(torch.ops.aten.div.Tensor, lambda own, one: (one, own), id="divided by"),
+        pytest.param(torch.ops.aten.tanh_backward.default, lambda own, one: (one, own), id="no gradient that comes in"),
+    ],
+)
+def test_what_is_not_linear_in_a_sum_over_samples_is_refused(operation, arguments):
+    own, one = Sum(Dense(torch.rand(4, 3))), torch.rand(3)
+    with pytest.raises(NoGraphError, match="not linear"):
+        linear(operation, arguments(own, one), {}, (3,))
+    found = linear(operation, arguments(one, own), {}, (3,))
+    assert found.per_sample().shape == (4, 3)
