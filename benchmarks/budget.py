@@ -94,9 +94,13 @@ def _draw(courses: dict[str, Sequence[int]], path: Path, title: str) -> None:
     from matplotlib import pyplot
 
     figure, panel = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for name, course in courses.items():
+    # Told apart without colours by how they are drawn, too.
+    styles = (("#8d99ae", "-"), ("#222222", ":"), ("#D55E00", "-"), ("#0072B2", "-"))
+    for (name, course), (colour, line) in zip(courses.items(), styles, strict=True):
         share = [number / max(1, len(course) - 1) for number in range(len(course))]
-        panel.plot(share, [taken / MEBIBYTE for taken in course], label=name, linewidth=1.4)
+        panel.plot(
+            share, [taken / MEBIBYTE for taken in course], label=name, linewidth=1.6, color=colour, linestyle=line
+        )
     panel.set_xlabel("operations of a step, forward and backward, from first to last")
     panel.set_ylabel("MiB of live tensors beside the model")
     panel.set_title(title, fontsize=10)
@@ -144,7 +148,7 @@ def _of_courses(report: dict[str, Any]) -> str:
 def _measured(part: str, report: dict[str, Any], folder: Path, *, quick: bool) -> None:
     """Measure one part; what there is so far is written as it comes."""
     stem = files.stem(f"memory-{part}", torch.device("cpu"), quick=quick)
-    sizes = Sizes(layers=1, width=32, vocabulary=300, positions=16) if quick else Sizes(positions=64)
+    sizes = Sizes(layers=1, width=32, vocabulary=300, positions=16) if quick else Sizes(positions=512)
     if part == "budgets":
         report["budgets"] = {}
         for name in ("gpt",) if quick else ("gpt-512",):
