@@ -150,7 +150,7 @@ class PrivateSampler(Sampler[list[int]]):
             mine = self.draw(position)
             whole = mine if self.num_replicas == 1 else self.scheme.draw(self._key, position)
             self.draws.add(Draw(position, len(mine), len(whole), mine))
-            yield Records(mine, most=-(-len(whole) // self.num_replicas))
+            yield mine if whole is mine else Records(mine, most=-(-len(whole) // self.num_replicas))
             if self._loop is not loop:
                 raise InvalidOptionError("a newer loop over this private loader has started; use one at a time.")
         self.draws.end_pass()

@@ -25,9 +25,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def written(tmp_path):
+def written(tmp_path, monkeypatch):
     """Run a stage's module in this process; give its rows by case."""
-    before = switch.mode()
+    monkeypatch.setattr(switch, "_set", [])
 
     def run(module, *arguments):
         place = tmp_path / "rows"
@@ -35,7 +35,6 @@ def written(tmp_path):
         return {row["case"]: row for row in rows.read(place)}
 
     yield run
-    switch.set_mode(before)
     torch.set_float32_matmul_precision("highest")
 
 

@@ -32,7 +32,7 @@ def run(rank: int, ranks: int, folder: str) -> None:
         found = {wrapper.__name__: _states(wrapper, rank, ranks) for wrapper in WRAPPERS}
         sampler = DistributedUniformWithReplacementSampler(total_size=100, sample_rate=0.25)
         sampler.set_epoch(0)
-        torch.save({**found, "batches": list(sampler)}, Path(folder) / f"rank{rank}.pt")
+        torch.save({**found, "batches": list(map(list, sampler))}, Path(folder) / f"rank{rank}.pt")
 
 
 def _states(wrapper: type[nn.Module], rank: int, ranks: int) -> list[list[torch.Tensor]]:
