@@ -61,7 +61,9 @@ def test_shuffled_passes_show_every_record_once_and_cost_one_participation_each(
         shown = [n for rank in (one, two) for step in rank["steps"][start : start + steps] for n in step["records"]]
         assert sorted(shown) == list(range(RECORDS))
     assert one["history"] == [(0.0, 1.0, 2)]
-    assert one["steps"][0]["records"] != one["steps"][steps]["records"]
+    # One step's share of two passes may be the same by chance, all steps' will not.
+    orders = [[step["records"] for step in one["steps"][start : start + steps]] for start in (0, steps)]
+    assert orders[0] != orders[1]
 
 
 @pytest.mark.parametrize("loop", [loop for loop in LOOPS if loop.poisson])
