@@ -148,7 +148,7 @@ def _of_courses(report: dict[str, Any]) -> str:
 def _measured(part: str, report: dict[str, Any], folder: Path, *, quick: bool) -> None:
     """Measure one part; what there is so far is written as it comes."""
     stem = files.stem(f"memory-{part}", torch.device("cpu"), quick=quick)
-    sizes = Sizes(layers=1, width=32, vocabulary=300, positions=16) if quick else Sizes(positions=512)
+    sizes = Sizes(layers=1, width=32, vocabulary=300, positions=16) if quick else Sizes(positions=64)
     if part == "budgets":
         report["budgets"] = {}
         for name in ("gpt",) if quick else ("gpt-512",):
