@@ -714,7 +714,7 @@ def memory_of(tensor: Tensor) -> tuple[Any, ...]:
     Returns:
         ``UntypedStorage._cdata``, which stays as the content is exchanged, and the place of the elements in it.
     """
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
+    return memory_key(tensor), tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def running_wrapper() -> Any:

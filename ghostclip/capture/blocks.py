@@ -7,6 +7,7 @@ changed otherwise; what a block does between the two is its own.
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ghostclip import _torch, _tree
 from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.in_place import in_place_of
 from ghostclip.capture.inputs import in_backward, under_checkpoint
 from ghostclip.capture.nodes import separated
 
@@ -91,7 +93,7 @@ class Blocks:
         """
         self.choose = choose
         self._model, self._anchor = model, anchor
-        self._replaced: list[tuple[nn.Module, Any]] = []
+        self._replaced: ExitStack | None = None
 
     def begin(self, forward: ForwardContext, inputs: Any) -> None:
         """Watch the blocks, and keep the inputs alone of those that are chosen.
@@ -100,24 +102,22 @@ class Blocks:
             forward: The forward that begins; calls are noted there.
             inputs: What the model was called with.
         """
-        if self._replaced or in_backward() or not torch.is_grad_enabled():
+        if self._replaced is not None or in_backward() or not torch.is_grad_enabled():
             return
         blocks = repeated(self._model)
         shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in _tree.tensors(inputs))
         forward.input_sizes = self._model.training, shapes
         chosen = frozenset(self.choose(forward.input_sizes, {name: _kind_of(block) for name, block in blocks.items()}))
+        self._replaced = ExitStack()
         for name, block in blocks.items():
-            self._replaced.append((block, block.__dict__.get("forward")))
-            block.__dict__["forward"] = self._watched(name, block, forward, recompute=name in chosen)
+            watched = self._watched(name, block, forward, recompute=name in chosen)
+            self._replaced.enter_context(in_place_of(block, watched))
 
     def end(self) -> None:
         """Give every block its own forward back."""
-        while self._replaced:
-            block, own = self._replaced.pop()
-            if own is None:
-                block.__dict__.pop("forward", None)
-            else:
-                block.__dict__["forward"] = own
+        replaced, self._replaced = self._replaced, None
+        if replaced is not None:
+            replaced.close()
 
     def _watched(self, name: str, block: nn.Module, forward: ForwardContext, *, recompute: bool) -> Callable[..., Any]:
         run = block.forward

@@ -180,7 +180,7 @@ class Alike:
 
         Args:
             name: The parameter, which nothing else in this backward contributes to.
-            factor: Any factor; it must not change until `finish`.
+            factor: Any factor; it must not change until `finish_gradients`.
 
         Returns:
             Whether it was taken.

@@ -128,7 +128,7 @@ class Windows(Outer):
             return None
         form = self.norm_plan()[0]
         if form == INSTANTIATE:
-            return self.instantiated_sums()
+            return self._formed_sums()
         if form == _PIXELS:
             return self._pixel_sums()
         return self._by_windows().gram_sums() if self.batch_size <= self._at_once() else None

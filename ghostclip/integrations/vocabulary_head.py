@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ghostclip.capture.in_place import in_place_of
 from ghostclip.errors import LossReductionError, UnsupportedModelError
 from ghostclip.integrations.training.collation import evaluating
 from ghostclip.losses import head_losses, token_losses
@@ -95,7 +96,7 @@ def without_logits(model: nn.Module, *, label_smoothing: float = 0.0, reduction:
         if labels is None:
             return forward(*args, **kwargs)
         catcher.begin(labels)
-        with _in_place_of(head, catcher):
+        with in_place_of(head, catcher):
             outputs = forward(*args, **kwargs)
         if catcher.losses is None:
             raise UnsupportedModelError(_refusal(model, "its forward does not call the head"))
@@ -104,22 +105,8 @@ def without_logits(model: nn.Module, *, label_smoothing: float = 0.0, reduction:
         catcher.losses = None
         return outputs
 
-    with _in_place_of(model, run):
+    with in_place_of(model, run):
         yield
-
-
-@contextmanager
-def _in_place_of(module: nn.Module, run: Any) -> Iterator[None]:
-    """Let a module's forward be another function."""
-    own = module.__dict__.get("forward")
-    module.forward = run
-    try:
-        yield
-    finally:
-        if own is None:
-            del module.__dict__["forward"]
-        else:
-            module.forward = own
 
 
 def use_fused(model: nn.Module, choice: str, *, allowed: bool = True) -> bool:

@@ -55,6 +55,7 @@ ORDERED = {
         "eager",
         "gathering",
         "growth",
+        "in_place",
         "packed",
         "replicas",
         "roster",

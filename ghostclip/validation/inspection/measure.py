@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from ghostclip import _torch, _tree
 from ghostclip.capture.call_sites import CallSite
 from ghostclip.capture.context import CaptureContext
+from ghostclip.capture.in_place import in_place_of
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.planning.coverage import Coverage, coverage_of
@@ -163,7 +164,7 @@ def plain_step(model: nn.Module, losses: Callable[[], Tensor], *, blocks: Sequen
 @contextmanager
 def _counting(module: nn.Module, block: Block, running: list[Block], flops: FlopCounterMode) -> Iterator[None]:
     """Let what a module does count as a block's."""
-    forward, own = module.forward, module.__dict__.get("forward")
+    forward = module.forward
 
     def run(*args: Any, **kwargs: Any) -> Any:
         first = next((leaf for leaf in _tree.leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
@@ -176,14 +177,8 @@ def _counting(module: nn.Module, block: Block, running: list[Block], flops: Flop
             running.pop()
             block.forward += flops.get_total_flops() - before
 
-    module.forward = run
-    try:
+    with in_place_of(module, run):
         yield
-    finally:
-        if own is None:
-            del module.__dict__["forward"]
-        else:
-            module.forward = own
 
 
 class _Sizes:
