@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 
 import pytest
 
@@ -42,7 +43,7 @@ def test_long_work_shows_what_and_how_long_and_how_far_and_vanishes(at_once):
         while "epsilon = " not in stream.getvalue():
             search()
     shown = stream.getvalue()
-    assert "searching: 0 s, epsilon = " in shown
+    assert re.search(r"searching: \d+ s, epsilon = ", shown)
     assert "at noise multiplier" in shown
     assert "200 steps" in shown
     assert shown.endswith("\r\x1b[2K")
@@ -53,8 +54,7 @@ def test_a_log_gets_lines(at_once):
     with Working("searching", stream=stream):
         while not stream.getvalue():
             pass
-    lines = stream.getvalue().splitlines(keepends=True)  # as many as the work was long
-    assert set(lines) == {"searching: 0 s\n"}
+    assert re.fullmatch(r"(searching: \d+ s\n)+", stream.getvalue())  # as many as the work was long
 
 
 def test_the_logger_is_left_as_it_was():
@@ -68,10 +68,10 @@ def test_the_logger_is_left_as_it_was():
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
-        (["epsilon", "--noise-multiplier", "1"], "bounding epsilon: 0 s"),
-        (["calibrate", "--target-epsilon", "2"], "searching: 0 s"),
+        (["epsilon", "--noise-multiplier", "1"], r"bounding epsilon: \d+ s"),
+        (["calibrate", "--target-epsilon", "2"], r"searching: \d+ s"),
     ],
 )
 def test_commands_show_it(at_once, capfd, words, shown):
     assert main([*words, "--sample-rate", "0.01", "--steps", "300"]) == 0
-    assert shown in capfd.readouterr().err
+    assert re.search(shown, capfd.readouterr().err)
