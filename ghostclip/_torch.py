@@ -264,7 +264,8 @@ def hear_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> Any:
         tensor.register_hook(hook)
         return node
     # Its key is none of the numbers that handles of other hooks have.
-    tensor._backward_hooks = OrderedDict(ghostclip=hook)
+    tensor._backward_hooks = hooks = OrderedDict[Any, Any]()
+    hooks["ghostclip"] = hook
     node._register_hook_dict(tensor)
     return node
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ghostclip import _torch, _tree
 from ghostclip.capture import broadcast
 from ghostclip.capture.batch_axis import RowMap
-from ghostclip.capture.call_sites import CallSite, Form, key_of
+from ghostclip.capture.call_sites import MAX_ATTEMPTS, CallSite, Form, key_of
 from ghostclip.capture.decompose import decompose
 from ghostclip.capture.derive import reorders_copies
 from ghostclip.capture.forward import ForwardContext
@@ -28,14 +28,14 @@ from ghostclip.capture.inputs import in_backward
 from ghostclip.capture.layouts import ArgumentLayout, is_data, own_axis
 from ghostclip.capture.operation import Operation
 from ghostclip.capture.param_use import ParamUse
-from ghostclip.capture.plans import Broadcast, ByRule, Derive, General, Inside, OwnCopies, Plain, Plan, Write
+from ghostclip.capture.plans import Again, Broadcast, ByRule, Derive, General, Inside, OwnCopies, Plain, Plan, Write
 from ghostclip.capture.rewrite import rewritten
-from ghostclip.capture.row_maps import RowOrder, order_of_rows, row_maps, rows_along
+from ghostclip.capture.row_maps import RowOrder, candidates_along, order_of_rows, row_maps
 from ghostclip.capture.row_origin import UNKNOWN_ORDER, origin_of_rows
 from ghostclip.capture.tracked import TrackedTensor, plain
 from ghostclip.capture.writes import refuse_data
 from ghostclip.errors import GhostClipError
-from ghostclip.rules import Call, Captured, Rule, follows_from_form, rule_for
+from ghostclip.rules import Call, Captured, Rule, follows_from_form, is_rule_for, rule_for
 
 # One of two tensors is brought to the other's dtype, device or shape; the other's values take no part.
 _LIKE: Final = frozenset({"to", "type_as", "view_as", "reshape_as", "expand_as"})
@@ -117,11 +117,12 @@ def _consuming(
     if bound is not None:
         targets, captured = bound
         known = _axis_of_rows(operation, captured, layout, forward)
-        maps, order = row_maps(captured.rows, tuple(captured.rows.shape[: captured.num_batch_dims]), known, forward)
+        sizes = tuple(captured.rows.shape[: captured.num_batch_dims])
+        maps, order = row_maps(captured.rows, sizes, known, forward)
         orders.append(order)
         if maps:
             rows, saved = captured.rows, captured.saved
-            by_rule = ByRule(operation.name, targets, captured, rows, saved, maps, known, operation.run_plain)
+            by_rule = ByRule(operation.name, targets, captured, rows, saved, sizes, maps, known, operation.run_plain)
             by_rule.alike = _alike(operation, by_rule, forward)
             return by_rule, orders
         if known < 0 and not operation.is_in_graph:
@@ -313,7 +314,7 @@ class DecisionCache:
 
     def get(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], forward: ForwardContext
-    ) -> ByRule | None:
+    ) -> Again | None:
         """Return the plan of an operation that was decided on before; its call is counted then.
 
         Args:
@@ -328,18 +329,19 @@ class DecisionCache:
         kept = self._find(func, args, kwargs)
         if kept is None or in_backward() or not torch.is_grad_enabled() or forward.grown is not None:
             return None
-        visits, call_key, plan = forward.visits, kept.call_key, kept.plan
-        numbers, entry = (visits[call_key] + 1, visits[kept.key] + 1), rule_for(plan.name)
+        visits, call_key, use_key, plan = forward.visits, kept.call_key, kept.key, kept.plan
+        numbers = visits[call_key] + 1, visits[use_key] + 1
         site, known = kept.calls.get(numbers, _NO_SITE)
-        if site is None or not site.proven or entry is None or entry[0] is not kept.rule:
+        if site is None or site.attempts < MAX_ATTEMPTS or not is_rule_for(plan.name, kept.rule):
             return None
-        rows: Tensor = args[kept.rows] if type(kept.rows) is int else kwargs[kept.rows]
-        maps = _maps_as_ever(rows, known, plan.captured.num_batch_dims, forward)
+        place = kept.rows
+        rows: Tensor = args[place] if type(place) is int else kwargs[place]
+        sizes = tuple(rows.shape[: plan.captured.num_batch_dims])
+        maps = _maps_as_ever(rows, sizes, known, forward)
         if not maps:
             return None
-        visits[call_key], visits[kept.key] = numbers
-        saved, call = (rows,) if kept.saves else (), kept.call(func, rows)
-        return ByRule(plan.name, plan.targets, plan.captured, rows, saved, maps, known, call, site, plan.alike)
+        visits[call_key], visits[use_key] = numbers
+        return Again(plan, site, rows, sizes, maps, (rows,) if kept.saves else (), kept.call(func, rows))
 
     def put(self, operation: Operation, plan: ByRule, use: ParamUse) -> None:
         """Keep a decision, if it follows from the form of the arguments.
@@ -386,19 +388,19 @@ def _without(data: Tensor, arguments: list[Any]) -> list[Any]:
 
 def _without_data(plan: ByRule) -> ByRule:
     captured = replace(plan.captured, saved=(), rows=_NOTHING)
-    return ByRule(plan.name, plan.targets, captured, _NOTHING, (), [], plan.known, _NOTHING.clone, alike=plan.alike)
+    return ByRule(plan.name, plan.targets, captured, _NOTHING, (), (), [], plan.known, _NOTHING.clone, alike=plan.alike)
 
 
-def _maps_as_ever(rows: Tensor, known: int, num_batch_dims: int, forward: ForwardContext) -> list[RowMap]:
+def _maps_as_ever(rows: Tensor, sizes: tuple[int, ...], known: int, forward: ForwardContext) -> list[RowMap]:
     """Return the row maps of data of a known form; empty where something is different now."""
     if known >= 0 and rows.requires_grad:
         size, axis = forward.batch_size, forward.batch_axis
         if known == 0 and origin_of_rows(rows, 0, size, axis) is not None:
             return []
-        return rows_along(known, rows.shape[:num_batch_dims], size, axis, None)
+        return candidates_along(known, sizes, size, axis)
     if not rows.requires_grad and (known < 0 or forward.around.rows.samples_of(rows) is not None):
         return []
-    maps, order = row_maps(rows, tuple(rows.shape[:num_batch_dims]), known, forward)
+    maps, order = row_maps(rows, sizes, known, forward)
     return [] if order.samples is not None or order.unknown else maps
 
 

@@ -135,8 +135,8 @@ class Kept:
     def address(self) -> int:
         """Where the first tensor begins, if it may hold many positions of each sample; else 0."""
         first = self._tensors[0]
-        plain = type(first) is Tensor and first.layout is torch.strided
-        return first.data_ptr() if plain and first.dim() > 2 else 0
+        many = first.dim() > 2 and type(first) is Tensor and first.layout is torch.strided
+        return first.data_ptr() if many else 0
 
     @property
     def form(self) -> tuple[torch.Size, int]:
@@ -182,7 +182,7 @@ def keep(tensors: Sequence[Tensor]) -> Any:
     Returns:
         Its ``saved_tensors`` gives them back (recomputed under activation checkpointing).
     """
-    if _torch.saving_hooks() is None and not any(tensor.is_inference() for tensor in tensors):
+    if _torch.saving_hooks() is None and not any([tensor.is_inference() for tensor in tensors]):
         return Kept(tensors)
     with _torch.subclasses_off():
         anchor = torch.zeros((), requires_grad=True)

@@ -16,6 +16,7 @@ from ghostclip.capture.call_sites import CallSite, Form, key_of
 from ghostclip.capture.derive import pull_back
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.inputs import in_backward, under_checkpoint
+from ghostclip.capture.nodes import Kept
 from ghostclip.capture.statistics import Circumstances, statistics_of
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.errors import BatchAxisError, UnsupportedModelError
@@ -73,7 +74,7 @@ class Listener(Protocol):
 FactorFunction = Callable[[Sequence[Tensor], Tensor, Callable[[Tensor, int], Tensor]], Mapping[str, Factor]]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class ParamUse:
     """One consumption, with all that its backward needs.
 
@@ -242,20 +243,22 @@ def register(use: ParamUse) -> None:
     Args:
         use: The use.
     """
-    forward = use.forward
-    if in_backward():
+    forward, again = use.forward, in_backward()
+    if again:
         # The other kind of checkpointing recomputes under hooks of its own, and what it registers then is dropped.
         sites = forward.around.sites
         sites.reentrant = sites.reentrant or not under_checkpoint()
     else:
         # What is run again in a backward is no further use: counting it would keep its factors waiting.
+        counts = forward.use_counts
         for tracked in use.targets.values():
             for name in tracked.origin.leaves:
-                forward.use_counts[name] += 1
+                counts[name] += 1
         _note_size(use)
     if under_checkpoint():
-        forward.note_checkpointing(again=in_backward())
-    forward.unproven = forward.unproven or not use.site.proven
+        forward.note_checkpointing(again=again)
+    if not use.site.proven:
+        forward.unproven = True
 
 
 def _note_size(use: ParamUse) -> None:
@@ -266,6 +269,7 @@ def _note_size(use: ParamUse) -> None:
     else:
         entries = sum(tracked.origin.value.numel() for tracked in use.targets.values())
         forward.unplanned += forward.batch_size * entries
-    address = getattr(use.node, "address", 0)
-    if address:
-        forward.readers[address] += 1
+    if type(use.node) is Kept:
+        address = use.node.address
+        if address:
+            forward.readers[address] += 1
