@@ -951,10 +951,12 @@ def test_hooks_that_were_taken_come_back_in_their_places():
     first = module.register_forward_pre_hook(note("first"), with_kwargs=True, prepend=True)
     module.register_forward_hook(note("after"))
     last = module.register_forward_hook(note("last"), with_kwargs=True, always_call=True)
-    taken = _torch.take_hooks(module, first.id, last.id)
-    assert _torch.take_hooks(module, first.id, last.id) is None
+    watched = [(module, first.id, last.id)]
+    assert _torch.take_hooks(watched, module) == []
+    taken = _torch.take_hooks(watched, nn.Identity())
+    assert _torch.take_hooks(watched, nn.Identity()) == []
     module(torch.ones(1, 2))
-    _torch.put_hooks_back(module, (first.id, taken[0]), (last.id, taken[1]))
+    _torch.put_hooks_back(taken)
     module(torch.ones(1, 2))
     assert order == ["before", "after", "first", "before", "after", "last"]
     first.remove(), last.remove()

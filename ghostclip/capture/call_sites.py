@@ -143,3 +143,15 @@ def key_of(tracked: Iterable[TrackedTensor], name: str) -> tuple[Any, ...]:
         The names of the parameters, and its own.
     """
     return tuple(t.origin.names for t in tracked), name
+
+
+def visits_of(key: tuple[Any, ...]) -> tuple[str, str]:
+    """Return under what a forward counts an operation: its calls, and its uses.
+
+    Args:
+        key: See `key_of`.
+
+    Returns:
+        Strings: they keep their hashes, nested tuples work them out at each look-up.
+    """
+    return f"call {key}", f"use {key}"

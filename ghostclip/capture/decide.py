@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from ghostclip import _torch, _tree
 from ghostclip.capture import broadcast
 from ghostclip.capture.batch_axis import RowMap
-from ghostclip.capture.call_sites import MAX_ATTEMPTS, CallSite, Form, key_of
+from ghostclip.capture.call_sites import MAX_ATTEMPTS, CallSite, Form, key_of, visits_of
 from ghostclip.capture.decompose import decompose
 from ghostclip.capture.derive import reorders_copies
 from ghostclip.capture.forward import ForwardContext
@@ -44,6 +44,8 @@ _MOST: Final = 4096
 # Forms of factors that several parameters can have together.
 _TOGETHER: Final = frozenset({"outer product", "dense"})
 _VALUES: Final = frozenset({type(None), bool, int, float, str})
+# A torch function, and the number (``id``) of its first tracked argument, which lives as long as the decision.
+CallKey: TypeAlias = tuple[Callable[..., Any], int]
 
 
 class Decision(NamedTuple):
@@ -243,7 +245,7 @@ class _Kept:
     Attributes:
         plan: The plan, without tensors of data.
         rule: The rule that made it.
-        key: The names of its parameters, and its own: see `key_of`.
+        visits: Under what a forward counts it, see `visits_of`.
         form: The forms of its positional arguments, see `_form_of`.
         named: Those of its keyword arguments.
         values: Its arguments with parameters detached: positional and keyword ones.
@@ -254,7 +256,7 @@ class _Kept:
 
     plan: ByRule
     rule: Rule
-    key: Any
+    visits: tuple[str, str]
     form: list[Any]
     named: dict[str, Any]
     values: tuple[list[Any], dict[str, Any]]
@@ -262,20 +264,22 @@ class _Kept:
     saves: bool
     calls: dict[tuple[int, int], tuple[CallSite, int]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        """Note under which key the operation is counted."""
-        self.call_key = "call", self.key
-
     def fits(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Return whether arguments have the form that was decided on."""
-        if len(args) != len(self.form) or kwargs.keys() != self.named.keys():
+        if len(args) != len(self.form):
             return False
-        for form, item in zip(self.form, args, strict=True):
+        for place, item in enumerate(args):
+            form = self.form[place]
             if item is not form and not _has_form(item, form):
                 return False
-        return not kwargs or all(
-            item is self.named[key] or _has_form(item, self.named[key]) for key, item in kwargs.items()
-        )
+        named = self.named
+        if len(kwargs) != len(named):
+            return False
+        for key, item in kwargs.items():
+            form = named.get(key, NotImplemented)
+            if item is not form and not _has_form(item, form):
+                return False
+        return True
 
     def call(self, func: Callable[..., Any], rows: Tensor) -> Callable[[], Tensor]:
         """Return what runs the operation on other data and detached parameters."""
@@ -305,20 +309,20 @@ class DecisionCache:
         self._kept.clear()
         self._size = 0
 
-    def _find(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Kept | None:
+    def _find(self, key: CallKey, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Kept | None:
         """Return the decision for arguments of this form."""
-        for kept in self._kept.get(_key_of_call(func, args, kwargs), ()):
+        for kept in self._kept.get(key, ()):
             if kept.fits(args, kwargs):
                 return kept
         return None
 
     def get(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], forward: ForwardContext
+        self, key: CallKey, args: tuple[Any, ...], kwargs: Mapping[str, Any], forward: ForwardContext
     ) -> Again | None:
         """Return the plan of an operation that was decided on before; its call is counted then.
 
         Args:
-            func: The torch function.
+            key: The torch function, and the number (``id``) of its first tracked argument.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
             forward: The forward.
@@ -326,27 +330,29 @@ class DecisionCache:
         Returns:
             The plan with the data of this call; None where it must be decided on.
         """
-        kept = self._find(func, args, kwargs)
+        kept = self._find(key, args, kwargs)
         if kept is None or in_backward() or not torch.is_grad_enabled() or forward.grown is not None:
             return None
-        visits, call_key, use_key, plan = forward.visits, kept.call_key, kept.key, kept.plan
-        numbers = visits[call_key] + 1, visits[use_key] + 1
+        visits, (calls, uses), plan = forward.visits, kept.visits, kept.plan
+        numbers = visits[calls] + 1, visits[uses] + 1
         site, known = kept.calls.get(numbers, _NO_SITE)
         if site is None or site.attempts < MAX_ATTEMPTS or not is_rule_for(plan.name, kept.rule):
             return None
         place = kept.rows
         rows: Tensor = args[place] if type(place) is int else kwargs[place]
-        sizes = tuple(rows.shape[: plan.captured.num_batch_dims])
+        # A slice of a torch.Size costs as much as ten of a tuple.
+        sizes = tuple(rows.shape)[: plan.captured.num_batch_dims]
         maps = _maps_as_ever(rows, sizes, known, forward)
         if not maps:
             return None
-        visits[call_key], visits[use_key] = numbers
-        return Again(plan, site, rows, sizes, maps, (rows,) if kept.saves else (), kept.call(func, rows))
+        visits[calls], visits[uses] = numbers
+        return Again(plan, site, rows, sizes, maps, (rows,) if kept.saves else (), kept.call(key[0], rows))
 
-    def put(self, operation: Operation, plan: ByRule, use: ParamUse) -> None:
+    def put(self, key: CallKey, operation: Operation, plan: ByRule, use: ParamUse) -> None:
         """Keep a decision, if it follows from the form of the arguments.
 
         Args:
+            key: As for `get`.
             operation: The operation.
             plan: What was decided.
             use: The use that it has in this forward.
@@ -355,11 +361,11 @@ class DecisionCache:
         if forward.batch_size < 2 or in_backward() or not _is_of_form(operation, plan):
             # With one sample every axis may hold it: what is met then says nothing about more.
             return
-        func, args, kwargs, entry = operation.func, operation.args, operation.kwargs, rule_for(operation.name)
+        args, kwargs, entry = operation.args, operation.kwargs, rule_for(operation.name)
         form, named = list(map(_form_of, args)), {name: _form_of(item) for name, item in kwargs.items()}
         if entry is None or any(part is NotImplemented for part in (*form, *named.values())):
             return
-        kept = self._find(func, args, kwargs)
+        kept = self._find(key, args, kwargs)
         if kept is None or kept.rule is not entry[0]:
             if self._size >= _MOST:
                 self.forget()
@@ -369,13 +375,13 @@ class DecisionCache:
             values = _without(plan.rows, list(plain(args))), dict(plain(kwargs))
             if type(rows) is str:
                 values[1][rows] = None
-            own = key_of(operation.tracked, operation.name)
+            own = visits_of(key_of(operation.tracked, operation.name))
             kept = _Kept(_without_data(plan), entry[0], own, form, named, values, rows, bool(plan.saved))
-            found = self._kept[_key_of_call(func, args, kwargs)]
+            found = self._kept[key]
             found[:] = [kept, *(other for other in found if not other.fits(args, kwargs))]
             self._size += 1
-        numbers = forward.visits["call", kept.key], forward.visits[kept.key]
-        kept.calls[numbers] = use.site, plan.known
+        calls, uses = kept.visits
+        kept.calls[forward.visits[calls], forward.visits[uses]] = use.site, plan.known
 
 
 _NOTHING: Final = torch.empty(0)
@@ -431,14 +437,6 @@ def _alike(operation: Operation, plan: ByRule, forward: ForwardContext) -> Form 
         return None
     elements = sum(value.numel() for _, value in values)
     return forward.around.sites.forms.setdefault((rule_for(operation.name), tuple(form), tuple(own)), Form(elements))
-
-
-def _key_of_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, int]:
-    """Return the function and the number (``id``) of its first parameter."""
-    for item in args:
-        if type(item) is TrackedTensor:
-            return func, id(item)
-    return func, next((id(item) for item in kwargs.values() if type(item) is TrackedTensor), 0)
 
 
 def _form_of(item: Any) -> Any:

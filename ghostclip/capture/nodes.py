@@ -128,6 +128,10 @@ class Kept:
         Args:
             tensors: Tensors; their aliases outside the graph are held, lest a graph that holds this hold itself.
         """
+        if len(tensors) == 1:
+            self._tensors: tuple[Tensor, ...] = (tensors[0].detach(),)
+            self._versions = [_torch.version(tensors[0])]
+            return
         self._tensors = tuple([tensor.detach() for tensor in tensors])
         self._versions = _torch.versions(tensors)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ghostclip import _torch
 from ghostclip.capture.batch_axis import RowMap
-from ghostclip.capture.call_sites import CallSite, Form, key_of
+from ghostclip.capture.call_sites import CallSite, Form, key_of, visits_of
 from ghostclip.capture.derive import pull_back
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.inputs import in_backward, under_checkpoint
@@ -233,8 +233,9 @@ def site_of(
     """
     tracked = list(tracked)
     key = key_of(tracked, name)
-    forward.visits[key] += 1
-    return forward.around.sites.at((key, forward.visits[key]), tracked, form, gathered)
+    _, uses = visits_of(key)
+    forward.visits[uses] += 1
+    return forward.around.sites.at((key, forward.visits[uses]), tracked, form, gathered)
 
 
 def register(use: ParamUse) -> None:

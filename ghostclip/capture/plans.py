@@ -5,7 +5,7 @@ A plan holds what was decided and runs it; whatever it does to its forward is to
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -183,8 +183,7 @@ class ByRule(Plan):
         return self.carry_out(self.use_in(forward))
 
 
-@dataclass(eq=False, slots=True)
-class Again(Plan):
+class Again(NamedTuple):
     """What was decided in an earlier forward, on the data of this one.
 
     Attributes:

@@ -84,8 +84,12 @@ def _samples(node: Any, output_nr: int, rows: int, batch_size: int, expected_axi
                 index, parent_rows = selection
                 parent = _parent_samples(node, parent_rows, batch_size, expected_axis)
                 return parent if parent is None or parent is UNKNOWN_ORDER else parent.to(index.device)[index]
-        if name in _VIEWS and tuple(_torch.saved(node, "self_sym_sizes")[:2]) == (1, rows):
-            return _of_one_block(node.next_functions[0][0], rows, batch_size, expected_axis)
+        if name in _VIEWS:
+            sizes = _torch.saved(node, "self_sym_sizes")
+            if tuple(sizes[:2]) == (1, rows):
+                return _of_one_block(node.next_functions[0][0], rows, batch_size, expected_axis)
+            if not sizes or sizes[0] != rows:
+                return None
         following = _same_rows(node, name, rows)
         if following is None:
             return None
@@ -220,21 +224,23 @@ def leads_to(tensor: Tensor, anchor: Tensor) -> bool:
         False also where the search was given up: then an edge too many does no harm.
     """
     node: Any = tensor.grad_fn
-    pending: list[Any] = []
+    # Nearly always it is found by way of the first parents.
     for _ in range(_MAX_NODES):
-        while node is None:
-            if not pending:
-                return False
-            node = pending.pop()
+        if node is None:
+            break
         if METADATA_KEY in node.metadata:
             return True
         edges = node.next_functions
-        if not edges and _torch.leaf_of(node) is anchor:
-            return True
-        # The first parent first.
         node = edges[0][0] if edges else None
-        if len(edges) > 1:
-            pending += [following for following, _ in edges[:0:-1]]
+    pending, seen = [tensor.grad_fn], 0
+    while pending and seen < _MAX_NODES:
+        node = pending.pop()
+        if node is None:
+            continue
+        if METADATA_KEY in node.metadata or _torch.leaf_of(node) is anchor:
+            return True
+        seen += 1
+        pending += [following for following, _ in reversed(node.next_functions)]
     return False
 
 
