@@ -309,13 +309,6 @@ class DecisionCache:
         self._kept.clear()
         self._size = 0
 
-    def _find(self, key: CallKey, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Kept | None:
-        """Return the decision for arguments of this form."""
-        for kept in self._kept.get(key, ()):
-            if kept.fits(args, kwargs):
-                return kept
-        return None
-
     def get(
         self, key: CallKey, args: tuple[Any, ...], kwargs: Mapping[str, Any], forward: ForwardContext
     ) -> Again | None:
@@ -330,8 +323,12 @@ class DecisionCache:
         Returns:
             The plan with the data of this call; None where it must be decided on.
         """
-        kept = self._find(key, args, kwargs)
-        if kept is None or in_backward() or not torch.is_grad_enabled() or forward.grown is not None:
+        for kept in self._kept.get(key, ()):
+            if kept.fits(args, kwargs):
+                break
+        else:
+            return None
+        if in_backward() or not torch.is_grad_enabled() or forward.grown is not None:
             return None
         visits, (calls, uses), plan = forward.visits, kept.visits, kept.plan
         numbers = visits[calls] + 1, visits[uses] + 1
@@ -365,7 +362,7 @@ class DecisionCache:
         form, named = list(map(_form_of, args)), {name: _form_of(item) for name, item in kwargs.items()}
         if entry is None or any(part is NotImplemented for part in (*form, *named.values())):
             return
-        kept = self._find(key, args, kwargs)
+        kept = next((kept for kept in self._kept.get(key, ()) if kept.fits(args, kwargs)), None)
         if kept is None or kept.rule is not entry[0]:
             if self._size >= _MOST:
                 self.forget()

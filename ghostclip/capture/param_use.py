@@ -5,7 +5,7 @@ nothing behind. What outlives them is the call site's memory of how rows map to 
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -89,8 +89,8 @@ class ParamUse:
         behind: The node that made the rows of data, or None.
         batch_dim_sizes: Sizes of the leading axes.
         wants_input_gradient: Whether its data is in the graph, or was put into another order.
-        versions: How often each target had been changed in place.
         alike: What is equal for uses whose factors can be formed together; None where none can be.
+        versions: How often each target that was computed from parameters had been changed in place.
     """
 
     site: CallSite
@@ -103,14 +103,14 @@ class ParamUse:
     behind: Any = None
     batch_dim_sizes: tuple[int, ...] = ()
     wants_input_gradient: bool = True
-    versions: dict[str, int] = field(default_factory=dict)
     alike: Form | None = None
+    versions: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         """Note how often each target that was computed from parameters had been changed in place by now."""
-        for key, target in self.targets.items():
-            if target.origin.func:
-                self.versions[key] = _torch.version(target.origin.graph)
+        if self.versions is None:
+            computed = {key: target.origin for key, target in self.targets.items() if target.origin.func}
+            self.versions = {key: _torch.version(origin.graph) for key, origin in computed.items()}
 
     @property
     def row_map(self) -> RowMap:
@@ -198,6 +198,7 @@ class ParamUse:
             ((name, leaf),) = origin.leaves.items()
             return [(name, factor)] if leaf.parameter.requires_grad else []
         # A parameter itself may be: an embedding with max_norm renormalises the rows it looks up.
+        assert self.versions is not None
         if _torch.version(origin.graph) != self.versions[key]:
             raise UnsupportedModelError(_changed_since(self.site))
         pulled = pull_back(self.targets[key], factor)
@@ -252,9 +253,8 @@ def register(use: ParamUse) -> None:
     else:
         # What is run again in a backward is no further use: counting it would keep its factors waiting.
         counts = forward.use_counts
-        for tracked in use.targets.values():
-            for name in tracked.origin.leaves:
-                counts[name] += 1
+        for name in use.site.consumed:
+            counts[name] += 1
         _note_size(use)
     if under_checkpoint():
         forward.note_checkpointing(again=again)
@@ -270,7 +270,5 @@ def _note_size(use: ParamUse) -> None:
     else:
         entries = sum(tracked.origin.value.numel() for tracked in use.targets.values())
         forward.unplanned += forward.batch_size * entries
-    if type(use.node) is Kept:
-        address = use.node.address
-        if address:
-            forward.readers[address] += 1
+    if type(use.node) is Kept and (address := use.node.address):
+        forward.readers[address] += 1

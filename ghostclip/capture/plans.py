@@ -5,7 +5,7 @@ A plan holds what was decided and runs it; whatever it does to its forward is to
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -129,35 +129,34 @@ class ByRule(Plan):
         """
         gathering = self.maps[0].gathering
         site = site_of(forward, self.targets.values(), self.name, self.captured.form, gathering)
-        return self.use_at(site, self.rows, self.sizes, self.maps, forward)
+        return self.use_at(site, forward, self.rows, self.sizes, self.maps)
 
-    def use_at(
-        self, site: CallSite, rows: Tensor, sizes: tuple[int, ...], maps: list[RowMap], forward: ForwardContext
+    def use_at(  # noqa: PLR0913 - the parts of a use
+        self,
+        site: CallSite,
+        forward: ForwardContext,
+        rows: Tensor,
+        sizes: tuple[int, ...],
+        maps: list[RowMap],
+        versions: Mapping[str, int] | None = None,
     ) -> ParamUse:
         """Return a use of its parameters at a call site, not registered yet.
 
         Args:
             site: The call site.
+            forward: The forward.
             rows: The data that it consumes them with.
             sizes: Sizes of the leading axes of the data.
             maps: How its rows may map to samples.
-            forward: The forward.
+            versions: See `ParamUse`; None to look.
 
         Returns:
             The use.
         """
-        captured = self.captured
+        captured, wanted = self.captured, rows.requires_grad or wants_gradient([rows], forward)
+        factors, dims = captured.factors, captured.num_batch_dims
         return ParamUse(
-            site,
-            forward,
-            self.targets,
-            captured.factors,
-            captured.num_batch_dims,
-            maps,
-            behind=rows.grad_fn,
-            batch_dim_sizes=sizes,
-            wants_input_gradient=rows.requires_grad or wants_gradient([rows], forward),
-            alike=self.alike,
+            site, forward, self.targets, factors, dims, maps, None, rows.grad_fn, sizes, wanted, self.alike, versions
         )
 
     def carry_out(self, use: ParamUse) -> Tensor:
@@ -181,6 +180,10 @@ class ByRule(Plan):
     def run(self, forward: ForwardContext) -> Tensor:
         """Run it with a new use."""
         return self.carry_out(self.use_in(forward))
+
+
+# What is decided again is about parameters themselves.
+_NONE_COMPUTED: Final[Mapping[str, int]] = {}
 
 
 class Again(NamedTuple):
@@ -207,7 +210,7 @@ class Again(NamedTuple):
     def run(self, forward: ForwardContext) -> Tensor:
         """Run it with a new use."""
         decided, rows = self.decided, self.rows
-        use = decided.use_at(self.site, rows, self.sizes, self.maps, forward)
+        use = decided.use_at(self.site, forward, rows, self.sizes, self.maps, _NONE_COMPUTED)
         order, product = decided.captured.order, decided.is_product
         return carry_out(use, self.call, rows=rows, saved=self.saved, order=order, product=product)
 

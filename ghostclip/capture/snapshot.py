@@ -5,23 +5,15 @@ are the same objects as before costs a third of looking them up.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
 from ghostclip import _torch
 
 
-@dataclass(frozen=True, eq=False)
-class _Entry:
-    """One module, with what its tables of children and of parameters hold."""
-
-    module: nn.Module
-    children: list[tuple[str, nn.Module | None]]
-    names: list[str]
-    parameters: list[nn.Parameter | None]
-    identities: list[int]
+# A module, what its table of children holds, the names in its table of parameters, and the identities of these.
+_Entry: TypeAlias = tuple[nn.Module, list[tuple[str, nn.Module | None]], list[str], list[int]]
 
 
 class Snapshot:
@@ -47,12 +39,10 @@ class Snapshot:
 
     def _note(self, module: nn.Module) -> None:
         table: dict[str, Any] = _torch.parameter_table(module)
-        held = list(table.values())
-        # Identities are those of objects that are held here, and none other's as long as they are.
-        self._entries.append(
-            _Entry(module, list(_torch.child_table(module).items()), list(table), held, list(map(id, held)))
-        )
-        for parameter in held:
+        # Identities are those of objects that are held below, and none other's as long as they are.
+        identities = list(map(id, table.values()))
+        self._entries.append((module, list(_torch.child_table(module).items()), list(table), identities))
+        for parameter in table.values():
             if parameter is not None and parameter.requires_grad:
                 self._trainable.append((parameter, _torch.memory_of(parameter)))
             elif parameter is not None:
@@ -68,11 +58,12 @@ class Snapshot:
         Returns:
             False also where a batch norm is in training mode.
         """
-        for entry in self._entries:
-            table: dict[str, Any] = _torch.parameter_table(entry.module)
-            if list(map(id, table.values())) != entry.identities or list(table) != entry.names:
+        for module, children, names, identities in self._entries:
+            table: dict[str, Any] = _torch.parameter_table(module)
+            if (table or names) and (list(map(id, table.values())) != identities or list(table) != names):
                 return False
-            if list(_torch.child_table(entry.module).items()) != entry.children:
+            below = _torch.child_table(module)
+            if (below or children) and list(below.items()) != children:
                 return False
         for parameter, memory in self._trainable:
             if not parameter.requires_grad or _torch.memory_of(parameter) != memory:

@@ -5,7 +5,7 @@ A tracked tensor behaves like the parameter it stands for. Every torch function 
 one that brings in per-sample data is *consumed*.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -93,23 +93,18 @@ class TrackedTensor(torch.Tensor):
     ) -> Any:
         """Hand the operation to the interceptor of the first tracked argument; refuse it under ``torch.vmap``."""
         kwargs = kwargs or {}
-        first = _first_of(args)
-        if first is None:
-            first = _first_of(kwargs.values())
-        if first is None:
-            (first, *_) = tracked_leaves((args, kwargs))
+        for item in args:
+            if type(item) is TrackedTensor:
+                first = item
+                break
+        else:
+            # The arguments themselves before what is inside of them.
+            named = [item for item in kwargs.values() if type(item) is TrackedTensor]
+            (first, *_) = named or tracked_leaves((args, kwargs))
         if _torch.in_transform():
             raise UnsupportedModelError(_in_transform(first.origin.names, func.__name__))
         with _torch.subclasses_off():
             return first.origin.interceptor.intercept(func, args, kwargs, first)
-
-
-def _first_of(items: Iterable[Any]) -> TrackedTensor | None:
-    # Before any container is looked into.
-    for item in items:
-        if type(item) is TrackedTensor:
-            return item
-    return None
 
 
 def wrap(origin: Origin) -> TrackedTensor:
