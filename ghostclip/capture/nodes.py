@@ -186,7 +186,7 @@ def keep(tensors: Sequence[Tensor]) -> Any:
     Returns:
         Its ``saved_tensors`` gives them back (recomputed under activation checkpointing).
     """
-    if _torch.saving_hooks() is None and not any([tensor.is_inference() for tensor in tensors]):
+    if _torch.saving_hooks() is None and not any(map(Tensor.is_inference, tensors)):
         return Kept(tensors)
     with _torch.subclasses_off():
         anchor = torch.zeros((), requires_grad=True)

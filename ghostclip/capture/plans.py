@@ -131,7 +131,7 @@ class ByRule(Plan):
         site = site_of(forward, self.targets.values(), self.name, self.captured.form, gathering)
         return self.use_at(site, forward, self.rows, self.sizes, self.maps)
 
-    def use_at(  # noqa: PLR0913 - the parts of a use
+    def use_at(
         self,
         site: CallSite,
         forward: ForwardContext,

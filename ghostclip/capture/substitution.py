@@ -23,7 +23,6 @@ from ghostclip.capture.snapshot import Snapshot
 from ghostclip.capture.tracked import Interceptor, TrackedTensor, tracked_parameter
 from ghostclip.errors import SampleMixingError, UncoveredParameterError, UnsupportedModelError
 
-
 # The table of a module, a key in it, the parameter that it holds there, and what stands for it in a forward.
 _Place: TypeAlias = tuple[dict[str, Any], str, nn.Parameter, TrackedTensor]
 
@@ -143,6 +142,7 @@ class Substitution:
             if isinstance(module, _torch.AnyBatchNorm) and module.training:
                 raise SampleMixingError(_batch_norm(prefix[:-1], module))
         if found is not None:
+            found.memory = [(parameter, self._tracked[id(parameter)][1]) for _, _, parameter, _ in own.parameters]
             self._snapshot, self._put_last = found, list(own.parameters)
         return self.roster.meet([*(id(parameter) for _, _, parameter, _ in own.parameters), *elsewhere])
 
