@@ -13,8 +13,8 @@ from __future__ import annotations
 import argparse
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from benchmarks.files import RESULTS, head, write
+from benchmarks.gpu.launches import Launch, Listener, kernels_noted
 from benchmarks.gpu.models import LENGTH, Large, large_models
 from benchmarks.tasks import Batch, per_sample_losses
 from ghostclip import GhostClipper
@@ -90,13 +91,15 @@ class Device(TorchDispatchMode):
 
     Args:
         found: Where it is noted.
+        held: What lies there before, and after.
     """
 
-    def __init__(self, found: Counted) -> None:
+    def __init__(self, found: Counted, held: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.found = found
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self._bytes = 0
+        self._follow(list(held))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation on shapes, and note it."""
@@ -120,16 +123,28 @@ class Device(TorchDispatchMode):
 
     def _note(self, func: Any, name: str, inputs: list[Tensor], outputs: list[Tensor], call: Any) -> None:
         args, out = call
-        self.found.kernels[name] += 1
-        moved = sum(_bytes(tensor) for tensor in {id(t): t for t in [*inputs, *outputs]}.values())
-        flops, kind = 0, "other"
+        flops: int | None = None
         if func.overloadpacket in flop_registry:
             flops = flop_registry[func.overloadpacket](*_sized(args), out_val=out)
+        self._add(name, flops, [*inputs, *outputs], inputs)
+
+    def launched(self, launch: Launch) -> None:
+        """Note a kernel of ours.
+
+        Args:
+            launch: Its start.
+        """
+        self._add(launch.name, launch.flops or None, list(launch.tensors), list(launch.tensors))
+
+    def _add(self, name: str, flops: int | None, touched: list[Tensor], inputs: list[Tensor]) -> None:
+        self.found.kernels[name] += 1
+        moved, kind = sum(_bytes(tensor) for tensor in {id(t): t for t in touched}.values()), "other"
+        if flops is not None:
             # What is added to may be wider than what is multiplied.
             half = any(tensor.dtype in _HALF for tensor in inputs)
             kind = "products of 16 bits" if half else "wider products"
         rate = HALF_RATE if kind == "products of 16 bits" else WIDE_RATE
-        self.found.seconds[kind] += max(flops / rate, moved / BANDWIDTH, KERNEL)
+        self.found.seconds[kind] += max((flops or 0) / rate, moved / BANDWIDTH, KERNEL)
 
     def _follow(self, outputs: list[Tensor]) -> None:
         for tensor in outputs:
@@ -204,18 +219,20 @@ def _private(clipper: GhostClipper, model: nn.Module, batch: Batch) -> None:
     model.zero_grad()
 
 
-def count(case: Large, engine: str, samples: int = SAMPLES) -> Counted:
+def count(case: Large, engine: str, samples: int = SAMPLES, *, by_kernels: bool = False) -> Counted:
     """Take two steps and count the second.
 
     Args:
         case: The model.
         engine: One of `ENGINES`.
         samples: B.
+        by_kernels: Whether kernels of ours are used where they are expected to pay.
 
     Returns:
         What it was made of.
     """
-    with pretended(), torch.device("meta"):
+    listeners: list[Listener] = []
+    with pretended(), kernels_noted(listeners) if by_kernels else nullcontext(), torch.device("meta"):
         model = case.task.make_model()
         batch = case.task.make_batch(samples)
         step: Callable[[], None] = partial(_ordinary, model, batch)
@@ -224,9 +241,9 @@ def count(case: Large, engine: str, samples: int = SAMPLES) -> Counted:
             step = partial(_private, clipper, model, batch)
         for _ in range(2):
             found = Counted()
-            with Device(found):
+            with Device(found, model.parameters()) as device:
+                listeners.append(device.launched)
                 step()
-        found.peak += sum(parameter.nbytes for parameter in model.parameters())
     return found
 
 

@@ -25,6 +25,7 @@ from ghostclip.clipping.norms import GroupNorms
 from ghostclip.errors import TamperedGradientError
 from ghostclip.factors import Dense, Factor, Outer
 from ghostclip.factors.base import accumulation_dtype
+from ghostclip.kernels.outer import sums_by_kernel
 
 # Elements of a layer's input, output gradient and parameters up to which copying costs less than calls do. A GPU copies
 # more in the time that it takes to be told to.
@@ -99,7 +100,11 @@ class Joint:
         if isinstance(factor, Dense):
             grad_LBP = factor.grad_BP.reshape(layers, len(coef_B), -1)
             return torch.bmm(coef_B.expand(layers, 1, -1), grad_LBP.to(coef_B.dtype)).view(layers, *factor.shape)
-        a_NTI, g_NTO = factor.a_NTI.to(coef_B.dtype), factor.g_NTO.to(coef_B.dtype)
+        a_NTI, g_NTO = factor.a_NTI, factor.g_NTO
+        out_LOI = coef_B.new_empty(layers, g_NTO.shape[2], a_NTI.shape[2])
+        if sums_by_kernel(a_NTI, g_NTO, coef_B, out_LOI, side_by_side=False, fresh=True):
+            return out_LOI.view(layers, *factor.shape)
+        a_NTI, g_NTO = a_NTI.to(coef_B.dtype), g_NTO.to(coef_B.dtype)
         coef_N = coef_B.repeat(layers).view(-1, 1, 1)
         if a_NTI.shape[2] < g_NTO.shape[2]:
             a_NTI = a_NTI * coef_N
