@@ -191,6 +191,13 @@ class Outer(Factor):
         grad_NOI = products.batched(self.g_NTO.mT, self.a_NTI)
         return grad_NOI.reshape(self.batch_size, *self.shape)
 
+    def aligned(self) -> "Outer":
+        """Return the factor as matrix units read it, which is copied once then and not for norm and sum each."""
+        a_NTI, g_NTO = self.a_NTI, self.g_NTO
+        if not products.takes(a_NTI, g_NTO) or (products.is_taken(a_NTI) and products.is_taken(g_NTO)):
+            return self
+        return Outer(products.aligned(a_NTI), products.aligned(g_NTO), shape=self.shape, slots=self.slots)
+
     def instantiated(self) -> Factor:
         """Return the factor that holds the per-sample gradients themselves, in the order in which they are formed."""
         return Dense(self.materialize())

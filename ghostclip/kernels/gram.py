@@ -224,7 +224,7 @@ def _formed(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Unfinished:
         a_NTI, g_NTO = products.operand(a_NTI), products.operand(g_NTO)
         by_units = a_NTI.dtype in products.HALF or g_NTO.dtype in products.HALF
     if a_NTI.numel() + g_NTO.numel() <= workspace:
-        a_NTI, g_NTO = a_NTI.contiguous(), g_NTO.contiguous()
+        a_NTI, g_NTO = (x_NTF if _in_one_piece(x_NTF) else x_NTF.contiguous() for x_NTF in (a_NTI, g_NTO))
     a_NT, g_NT = position_norms(a_NTI), position_norms(g_NTO)
     levels = gram_levels(a_NTI.shape[1], a_NTI.shape[2] + g_NTO.shape[2], by_units=by_units)
     sums = _halved((a_NTI, g_NTO), (a_NT, g_NT), levels, workspace)

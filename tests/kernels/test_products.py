@@ -176,6 +176,29 @@ def test_rows_that_begin_elsewhere_are_copied_to_where_units_read_them(units, fe
     assert products.aligned(across) is across
 
 
+def test_a_factor_that_is_kept_is_copied_once(units, monkeypatch):
+    """The gradients of a vocabulary of 50,257, say, for norm and sum together; the norm copies no more."""
+    copied = []
+    own = products.aligned
+
+    def noted(x_NTF):
+        found = own(x_NTF)
+        if found is not x_NTF:
+            copied.append(tuple(x_NTF.shape))
+        return found
+
+    monkeypatch.setattr(products, "aligned", noted)
+    torch.manual_seed(0)
+    a, g = (x.to(torch.bfloat16) for x in _random(2, 40, 48, 33))
+    outer = Outer(a, g, shape=(33, 48)).aligned()
+    assert outer.aligned() is outer
+    out = torch.zeros(33, 48)
+    outer.add_clipped_sum_(torch.ones(2), out)
+    assert_covered(outer.gram_sqnorm(), a, g)
+    assert copied == [(2, 40, 33)]
+    assert units.calls
+
+
 @pytest.mark.parametrize("strategy", ["bookkeeping", "ghost", "fast"])
 @pytest.mark.parametrize("data", ["random", "constant"])
 def test_no_sample_passes_the_bound(units, strategy, data):
