@@ -149,6 +149,18 @@ def scaled_all(tensors: Sequence[Tensor], scale: float) -> list[Tensor]:
     return list(torch._foreach_mul(list(tensors), scale))
 
 
+def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the norm of every tensor: ``torch._foreach_norm``.
+
+    Args:
+        tensors: At least one tensor, floating-point.
+
+    Returns:
+        Tensors without axes, of the same dtype.
+    """
+    return list(torch._foreach_norm(list(tensors)))
+
+
 def weak_table() -> Any:
     """Return a dict from tensors, by identity, that holds none of them: ``torch.utils.weak``."""
     return WeakTensorKeyDictionary()

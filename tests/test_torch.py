@@ -1030,3 +1030,8 @@ def test_recurrent_layers_run_step_by_step_where_they_are_taken_apart():
     with _torch.steps_taken_apart():
         assert not any("mkldnn_rnn" in name for name in names())
     assert torch.backends.mkldnn.enabled == torch.backends.mkldnn.is_available()
+
+
+def test_norms_of_tensors_of_several_shapes():
+    x, y = torch.tensor([3.0, 4.0], dtype=torch.float64), torch.ones(2, 2, dtype=torch.float64)
+    assert torch.stack(_torch.norms_of([x, y])).tolist() == [5.0, 2.0]
