@@ -144,6 +144,7 @@ class GhostClipper:
         _check_ranks(model, strategy, sharded=sharded, sequences=sequences)
         self.model = model
         self._sharded = sharded
+        self._ranks = None if sharded is None else sharded.shared_samples
         self.device_only = device_only
         self._sequences = sequences
         self._decisions = Decisions(policy_of(max_grad_norm, policy), relation)
@@ -344,7 +345,14 @@ class GhostClipper:
         group_of = self._groups()
         repeats = Repeats(loss, count=sum(self._capture.forward.use_counts.values()))
         while True:
-            norms = NormPass(group_of, shared=self._shared, repeats=repeats, instantiate=instantiate, index_D=index_D)
+            norms = NormPass(
+                group_of,
+                shared=self._shared,
+                repeats=repeats,
+                instantiate=instantiate,
+                index_D=index_D,
+                ranks=self._ranks,
+            )
             same_uses = self._listen(norms, lambda: self._capture.run_backward([loss], [None]))
             if self._any_rank(same_uses is None or bool(norms.late), norms):
                 self._shared |= norms.late
@@ -365,7 +373,9 @@ class GhostClipper:
             index_D = None if imprecise_B is None else imprecise_B.nonzero().squeeze(1)
         weights = self._decisions.weights(total, self._forward_of(norms), scale, ill_conditioned_B)
         expected = norms.seen if same_uses else None
-        sums = SumPass(self._store, weights, repeats=repeats, expected=expected, several=norms.several)
+        sums = SumPass(
+            self._store, weights, repeats=repeats, expected=expected, several=norms.several, ranks=self._ranks
+        )
 
         def add() -> None:
             self._listen(sums, loss.backward)
@@ -459,7 +469,7 @@ class GhostClipper:
         self._settle_doubt()
         if strategy == "hooks":
             self._store.drop_stale_samples()
-            return Hooks(self._groups(), device_only=self.device_only)
+            return Hooks(self._groups(), device_only=self.device_only, ranks=self._ranks)
         parameters = self._capture.substitution.present
         keep = None if loss is None else self.planner.before(loss, self._capture.forward, parameters)
 
@@ -467,7 +477,11 @@ class GhostClipper:
             return self.planner.during(use, grad, parameters) if keep is None else keep
 
         return BookKeeping(
-            self._groups(), kept_layers=kept_layers, device_only=self.device_only, sequences=self._sequences
+            self._groups(),
+            kept_layers=kept_layers,
+            device_only=self.device_only,
+            sequences=self._sequences,
+            ranks=self._ranks,
         )
 
     # -- sums that were computed elsewhere ------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from ghostclip.capture.bags import Bags, as_flat
 from ghostclip.capture.blocks import Blocks
 from ghostclip.capture.call_sites import CallSites
 from ghostclip.capture.decide import DecisionCache, decide
+from ghostclip.capture.divided import is_divided, on_parts, refuse_whole_data, settled
 from ghostclip.capture.forward import ForwardContext, Surroundings
 from ghostclip.capture.gathering import Gathering
 from ghostclip.capture.inputs import in_backward, with_dummy, without_dummy
@@ -117,7 +118,8 @@ class CaptureContext:
         units = [*units, *(() if gathering is None else gathering.units)]
         self.axis = 0 if batch_first else 1
         self.sites = CallSites()
-        self.substitution = Substitution(model, self, units)
+        self._divided = gathering is not None and gathering.divides
+        self.substitution = Substitution(model, self, units, divided=self._divided)
         self.bags = Bags(model)
         self.note_inputs: Callable[[Sequence[Tensor], int], Any] | None = None
         self._anchor = torch.zeros((), requires_grad=True)
@@ -451,6 +453,23 @@ class CaptureContext:
         Raises:
             UncoveredParameterError: Some are another model's, or a backward starts where no data came in.
         """
+        if self._divided:
+            return self._intercept_divided(func, args, kwargs)
+        return self._intercept(func, args, kwargs)
+
+    def _intercept_divided(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Decide on one operation on parameters of which ranks may have parts."""
+        name = operation_name(func)
+        if name in LOOKED_AT:
+            return self._intercept(func, args, kwargs)
+        args, kwargs = settled(args, kwargs)
+        if is_divided(args, kwargs):
+            return on_parts(func, name, args, kwargs, forward=self.forward, run=self._intercept)
+        assert self.gathering is not None, "who divides"
+        refuse_whole_data(name, args, kwargs, self.forward, self.gathering.brought_together)
+        return self._intercept(func, args, kwargs)
+
+    def _intercept(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         forward = self.forward
         known = self._decisions.get(func, args, kwargs, forward)
         if known is not None:

@@ -16,9 +16,14 @@ class Gathering(Protocol):
 
     Attributes:
         units: The modules whose parameters are gathered for their calls.
+        divides: Whether ranks share samples, and compute with a part of what a parameter is.
+        brought_together: Names of parameters whose modules see to it themselves that what ranks compute with parts of
+            them becomes the whole.
     """
 
     units: Sequence[nn.Module]
+    divides: bool
+    brought_together: frozenset[str]
 
     def hold(self, *, able: bool) -> bool:
         """Decide, with all ranks, whether a forward is one to ask for evidence; if so, gather everything for it.

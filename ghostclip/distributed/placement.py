@@ -7,7 +7,9 @@ axes whose ranks work on the same samples. Along all others each rank has sample
 |---|---|---|
 | of samples (data parallel) | gathered before use: norms are whole | norms are whole |
 | of `sample_mesh_axes` | each rank's square is a part of the sample's | the square counts once |
-| of `sample_mesh_axes`, rows of one sample spread | as above | parts of a gradient: added up, then squared |
+
+Where a parameter of which every rank has a copy meets some of a sample's positions on each rank is seen as it runs
+(`ghostclip.capture.divided`): there ranks have parts of a gradient, which are added up, then squared.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ class MeshAxis(NamedTuple):
     """The dimension of the parameter that is divided among them; None where each has a copy."""
     same_samples: bool
     """Whether they work on the same samples: see `sample_mesh_axes`."""
-    spreads_rows: bool
-    """Whether the rows of one sample that this parameter meets are spread over them."""
+    last: bool = False
+    """Whether it divides what the axes after it have left of the dimension, as ``fully_shard`` divides parts."""
 
 
 class Box(NamedTuple):
@@ -95,7 +97,7 @@ class Placement:
     def here(self) -> Box:
         """The part on this rank, in the way of `torch.chunk`: equal parts, the last ones shorter or empty."""
         starts, sizes = [0] * len(self.shape), list(self.shape)
-        for number in self.divided:
+        for number in sorted(self.divided, key=lambda number: self.axes[number].last):
             axis = self.axes[number]
             dim = axis.divides
             assert dim is not None, "of an axis that divides"
@@ -105,16 +107,13 @@ class Placement:
         return Box(tuple(starts), tuple(sizes), self.shape)
 
 
-def placement_of(
-    name: str, parameter: Any, *, sample_mesh_axes: Collection[str] = (), spreads_rows: Collection[str] = ()
-) -> Placement:
+def placement_of(name: str, parameter: Any, *, sample_mesh_axes: Collection[str] = ()) -> Placement:
     """Read off a parameter how it lies on its mesh.
 
     Args:
         name: The parameter's name, for messages.
         parameter: A DTensor.
         sample_mesh_axes: Axes whose ranks work on the same samples.
-        spreads_rows: Those of them along which the rows of one sample that meet this parameter are spread.
 
     Returns:
         The placement.
@@ -132,14 +131,26 @@ def placement_of(
     mesh, axes = parameter.device_mesh, []
     names: Sequence[str] = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     for number, (axis, placed) in enumerate(zip(names, parameter.placements, strict=True)):
-        if type(placed) not in {Shard, Replicate}:
+        last = _divides_last(parameter, number)
+        if type(placed) not in {Shard, Replicate} and not last:
             raise UnsupportedModelError(
                 f"parameter '{name}' is placed as {placed} along mesh axis '{axis}': only Shard and Replicate are "
                 "supported."
             )
-        divides = placed.dim % parameter.dim() if isinstance(placed, Shard) else None
-        axes.append(MeshAxis(axis, mesh.size(number), divides, axis in sample_mesh_axes, axis in spreads_rows))
+        divides = None if isinstance(placed, Replicate) else placed.dim % parameter.dim()
+        axes.append(MeshAxis(axis, mesh.size(number), divides, axis in sample_mesh_axes, last))
     return Placement(mesh, tuple(axes), tuple(parameter.shape))
+
+
+def _divides_last(parameter: Any, number: int) -> bool:
+    """Return whether an axis of the mesh divides what all later ones have left of a dimension (``_StridedShard``)."""
+    placed = parameter.placements[number]
+    later = [
+        parameter.device_mesh.size(other)
+        for other in range(number + 1, parameter.device_mesh.ndim)
+        if getattr(parameter.placements[other], "dim", None) == getattr(placed, "dim", -1)
+    ]
+    return bool(later) and getattr(placed, "split_factor", None) == prod(later)
 
 
 def local_part(tensor: torch.Tensor, placement: Placement) -> torch.Tensor:

@@ -1,0 +1,138 @@
+"""Who of the ranks works on which samples: read off how the parameters of a model lie on their mesh.
+
+Along some axes of a mesh each rank has samples of its own (data parallel, ``fully_shard``), along others ranks share
+samples, and each computes with a part of the parameters (tensor parallelism). The latter are `sample_mesh_axes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from ghostclip import _torch
+from ghostclip.distributed.agreement import Group, world_size
+from ghostclip.distributed.placement import Placement
+from ghostclip.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How ranks share each batch.
+
+    Attributes:
+        count: Into how many shares a batch is dealt.
+        number: Which of them is this rank's.
+        copies: Ranks that have the same share.
+        groups: Over these, one after the other, sums of what every rank has whole are added up.
+    """
+
+    count: int
+    number: int
+    copies: int = 1
+    groups: Sequence[Group] = (None,)
+
+
+def all_apart() -> Shares:
+    """Return shares of ranks of which each has samples of its own."""
+    ranks = world_size()
+    return Shares(ranks, distributed.get_rank() if ranks > 1 else 0)
+
+
+class SampleRanks:
+    """Ranks that work on the same samples, each with a part of each sample's gradient.
+
+    Args:
+        mesh: A mesh of one axis, of these ranks.
+        model: The model, of which this rank has its parts.
+        divided: Names of the parameters that are divided among these ranks.
+
+    Attributes:
+        shares: How all ranks of the training share each batch.
+        dtype: What norms are in.
+        device: Where this rank's part of the model is.
+    """
+
+    def __init__(self, mesh: DeviceMesh, model: nn.Module, divided: Iterable[str], shares: Shares) -> None:
+        self._group = mesh.get_group()
+        self._is_first = mesh.get_local_rank() == 0
+        self._divided = frozenset(divided)
+        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.shares = shares
+        self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in trained) else torch.float32
+        self.device = _torch.local(trained[0]).device if trained else torch.device("cpu")
+
+    def counts(self, name: str) -> bool:
+        """Return whether this rank adds the squares of a parameter.
+
+        Args:
+            name: The parameter's name.
+
+        Returns:
+            True for one that it has a part of; of one that all have, True on the first of them.
+        """
+        return self._is_first or name in self._divided
+
+    def add_up(self, own: Tensor) -> Tensor:
+        """Return the sum over the ranks; called on all of them.
+
+        Args:
+            own: This rank's, of one shape and type on all; overwritten.
+
+        Returns:
+            The same on all ranks, to the bit.
+        """
+        distributed.all_reduce(own, group=self._group)
+        return own
+
+    def shape_of(self, name: str) -> torch.Size:
+        """Return the shape of a parameter that every rank has whole.
+
+        Args:
+            name: The parameter's name.
+
+        Returns:
+            The shape.
+        """
+        return self._shapes[name]
+
+
+def shares_of(placements: dict[str, Placement], data: DeviceMesh | None, shared: DeviceMesh | None) -> Shares:
+    """Return how ranks share each batch.
+
+    Args:
+        placements: How the parameters in parts lie, by name; for messages.
+        data: The mesh of ranks with samples of their own; None where there is one share.
+        shared: The mesh of ranks that share samples; None where none do.
+
+    Returns:
+        The shares.
+
+    Raises:
+        UnsupportedModelError: The two do not make up all ranks.
+    """
+    ranks, copies = world_size(), 1 if shared is None else shared.size()
+    count = 1 if data is None else data.size()
+    if count * copies != ranks:
+        name = next(iter(placements))
+        raise UnsupportedModelError(
+            f"parameter '{name}' lies on {count} x {copies} of {ranks} ranks (samples of their own x the same "
+            "samples): all ranks must be on the mesh. Apply fully_shard over the other axis: fully_shard(model, "
+            "mesh=mesh['dp']) after parallelize_module(model, mesh['tp'], ...)."
+        )
+    if shared is None:
+        return all_apart()
+    if data is None:
+        return Shares(1, 0, copies, ())
+    number = 0
+    for axis in range(data.ndim):
+        number = number * data.size(axis) + data.get_local_rank(axis)
+    groups: list[Any] = [data.get_group(axis) for axis in range(data.ndim)]
+    return Shares(count, number, copies, tuple(groups))

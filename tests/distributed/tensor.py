@@ -1,0 +1,129 @@
+"""Trainings of models that tensor parallelism divides, as each rank runs them; results go to files."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from tests.cases import transformers_models as hf
+from tests.distributed.sharded import Training, train
+from tests.process_group import process_group
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (part(x).unflatten(-1, (-1, 2)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        found = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.out(found.transpose(1, 2).flatten(2))
+
+
+class _GPTBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.between = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.attention, self.up, self.down = _Attention(), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.before(x))
+        return x + self.down(nn.functional.gelu(self.up(self.between(x))))
+
+
+class GPT(nn.Module):
+    """Token and position embeddings, blocks with biases, and a head."""
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(19, 8), nn.Embedding(12, 8)
+        self.blocks, self.last = nn.ModuleList([_GPTBlock(), _GPTBlock()]), nn.LayerNorm(8)
+        self.head = nn.Linear(8, 19, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.last(x))
+
+
+def mlp() -> nn.Module:
+    """Layers with biases around a normalisation."""
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 5), nn.LayerNorm(5), nn.Linear(5, 3))
+
+
+# ---------------------------------------------------------------- how a model is divided
+
+
+def _mesh() -> Any:
+    return init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+
+
+def of_mlp(net: nn.Module) -> None:
+    """Columns, then rows; the head on every rank."""
+    parallelize_module(net, _mesh(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+_BLOCK = {
+    **{f"attention.{name}": ColwiseParallel() for name in "qkv"},
+    "attention.out": RowwiseParallel(),
+    "up": ColwiseParallel(),
+    "down": RowwiseParallel(),
+}
+
+
+def of_gpt(net: nn.Module) -> None:
+    """The layers of each block."""
+    parallelize_module(net, _mesh(), {f"blocks.*.{name}": style for name, style in _BLOCK.items()})
+
+
+def of_llama(net: nn.Module) -> None:
+    """The layers of each block, as the plan of transformers has them."""
+    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    plan = {f"model.layers.*.{name}": ColwiseParallel() for name in columns}
+    rows = {f"model.layers.*.{name}": RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+    parallelize_module(net, _mesh(), {**plan, **rows})
+
+
+def llama(**options: Any) -> nn.Module:
+    """One whose keys and values have as many heads as there are ranks."""
+    kind, model, config = hf._CAUSAL["llama_untied"]
+    return hf._make(kind, model, {**config, "num_key_value_heads": 2, **options})
+
+
+TRAININGS: dict[str, Training] = {
+    "mlp": Training(mlp, of_mlp),
+    "mlp, two passes": Training(mlp, of_mlp, mode="ghost"),
+    "gpt": Training(GPT, of_gpt, "ids"),
+    "gpt, two passes": Training(GPT, of_gpt, "ids", "ghost"),
+    "llama": Training(llama, of_llama, "ids"),
+    "llama, two passes": Training(llama, of_llama, "ids", "ghost"),
+}
+
+
+def run(rank: int, ranks: int, folder: str, names: Sequence[str]) -> None:
+    """Be one rank of some trainings.
+
+    Args:
+        rank: Its number.
+        ranks: How many there are.
+        folder: Where they meet, and where results go.
+        names: Which trainings.
+    """
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    with process_group(rank, ranks, folder, meshes=True):
+        found = {name: train(TRAININGS[name], divided=True) for name in names}
+    torch.save(found, Path(folder) / f"rank{rank}.pt")
+    os._exit(0)

@@ -1,0 +1,38 @@
+"""A model under tensor parallelism is trained as one process trains it: norms, sums and noise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import multiprocessing
+
+from tests.distributed.sharded import train
+from tests.distributed.tensor import TRAININGS, run
+
+pytestmark = pytest.mark.distributed
+
+
+def _trained(ranks, folder, names):
+    multiprocessing.spawn(run, args=(ranks, str(folder), names), nprocs=ranks)
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory):
+    return _trained(2, tmp_path_factory.mktemp("two"), tuple(TRAININGS))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", TRAININGS)
+def test_two_ranks_train_as_one_process(on_two, name):
+    _compare(on_two, name, TRAININGS[name])
+
+
+def _compare(found, name, training):
+    first = found[0][name]
+    alone = train(training, divided=False, states=first["states"])
+    for rank in found:
+        assert rank[name]["epsilon"] == alone["epsilon"]
+        assert rank[name]["wide"]
+        for one, own in zip(alone["parameters"], rank[name]["parameters"], strict=True):
+            torch.testing.assert_close(own, one, rtol=training.rtol, atol=training.rtol)
