@@ -216,7 +216,8 @@ class _OnParts:
 
         data = [leaf for leaf in plain_leaves((self._args, self._kwargs)) if _torch.is_sharded_tensor(leaf)]
         moving = [one for one in data if not isinstance(one, torch.nn.Parameter)]
-        if any(self._lies(one) is not None for one in (*self._tracked, *data) if one not in moving):
+        frozen = [one for one in data if isinstance(one, torch.nn.Parameter)]
+        if any(self._lies(one) is not None for one in (*self._tracked, *frozen)):
             self._refuse("an operation on a divided parameter other than linear and embedding has no rule")
         placed = {_placement(one) for one in moving} or {Replicate()}
         if len(placed) > 1:
@@ -228,7 +229,7 @@ class _OnParts:
             self._refuse(f"its data is {lies}: redistribute it to Replicate() or Shard(1) before")
         self._note(spread=isinstance(lies, Shard))
         found = self._run(self._func, *self._with_parts(lies))
-        if not isinstance(found, Tensor) or isinstance(found, TrackedTensor):
+        if not isinstance(found, Tensor):
             self._refuse("it returns no single tensor")
         whole = list(found.shape)
         if isinstance(lies, Shard):
@@ -306,6 +307,8 @@ class _OnParts:
     def _lay(self, part: Tensor, lies: Placement, shape: tuple[int, ...]) -> Any:
         from torch.distributed.tensor import DTensor
 
+        if isinstance(part, TrackedTensor):
+            self._refuse("it meets nothing that has samples there (positions, say): leave this module out of the plan")
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(part, self._mesh, [lies], run_check=False, shape=torch.Size(shape), stride=stride)
 

@@ -127,7 +127,7 @@ class Training(NamedTuple):
     Attributes:
         build: Makes the model.
         shard: Divides it.
-        inputs: "features", "ids" or "pixels".
+        inputs: "features", "ids", "even ids" (an even number of them) or "pixels".
         mode: Its grad_sample_mode.
         options: Of ``fully_shard``.
         physical: Largest physical batch.
@@ -213,8 +213,8 @@ ON_FOUR: dict[str, Training] = {
 def samples(inputs: str) -> tuple[Tensor, Tensor]:
     """The records, and what they are of."""
     generator = torch.Generator().manual_seed(1)
-    if inputs == "ids":
-        ids = torch.randint(3, 19, (RECORDS, 11), generator=generator)
+    if inputs.endswith("ids"):
+        ids = torch.randint(3, 19, (RECORDS, 12 if inputs == "even ids" else 11), generator=generator)
         return ids, ids
     shape = (RECORDS, 3, 8, 8) if inputs == "pixels" else (RECORDS, 4)
     return torch.randn(shape, generator=generator), torch.arange(RECORDS) % 3
@@ -222,7 +222,7 @@ def samples(inputs: str) -> tuple[Tensor, Tensor]:
 
 def losses_of(net: nn.Module, inputs: str, x: Tensor, y: Tensor) -> Tensor:
     """Each sample's own loss."""
-    if inputs == "ids":
+    if inputs.endswith("ids"):
         out = net(x)
         logits = getattr(out, "logits", out)
         return nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), y[:, 1:], reduction="none").mean(1)

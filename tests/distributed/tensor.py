@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from tests.cases import transformers_models as hf
 from tests.distributed.sharded import Training, train
@@ -45,9 +52,9 @@ class GPT(nn.Module):
 
     def __init__(self, *, tied: bool = False) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(19, 8), nn.Embedding(12, 8)
+        self.tokens, self.positions = nn.Embedding(20, 8), nn.Embedding(12, 8)
         self.blocks, self.last = nn.ModuleList([_GPTBlock(), _GPTBlock()]), nn.LayerNorm(8)
-        self.head = nn.Linear(8, 19, bias=False)
+        self.head, self.tied = nn.Linear(8, 20, bias=False), tied
         if tied:
             self.head.weight = self.tokens.weight
 
@@ -88,6 +95,39 @@ def of_gpt(net: nn.Module) -> None:
     parallelize_module(net, _mesh(), {f"blocks.*.{name}": style for name, style in _BLOCK.items()})
 
 
+_VOCABULARY = {
+    "tokens": RowwiseParallel(input_layouts=Replicate()),
+    "head": ColwiseParallel(output_layouts=Replicate()),
+}
+
+
+def of_vocabulary(net: nn.Module) -> None:
+    """The table of tokens by rows, and the head alike."""
+    blocks = {f"blocks.*.{name}": style for name, style in _BLOCK.items()}
+    parallelize_module(net, _mesh(), {**blocks, **_VOCABULARY})
+    if net.tied:
+        net.head.weight = net.tokens.weight
+
+
+def of_sequence(net: nn.Module) -> None:
+    """Positions are divided wherever a layer works position by position, and tensors say so on their way."""
+    block = {
+        "before": SequenceParallel(),
+        "between": SequenceParallel(),
+        "attention": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        **{f"attention.{name}": ColwiseParallel() for name in "qkv"},
+        "attention.out": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
+    plan = {f"blocks.*.{name}": style for name, style in block.items()}
+    plan["blocks.0"] = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),))
+    plan["last"] = SequenceParallel()
+    plan["tokens"] = RowwiseParallel(input_layouts=Replicate())
+    plan["head"] = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+    parallelize_module(net, _mesh(), plan)
+
+
 def of_llama(net: nn.Module) -> None:
     """The layers of each block, as the plan of transformers has them."""
     columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
@@ -107,6 +147,11 @@ TRAININGS: dict[str, Training] = {
     "mlp, two passes": Training(mlp, of_mlp, mode="ghost"),
     "gpt": Training(GPT, of_gpt, "ids"),
     "gpt, two passes": Training(GPT, of_gpt, "ids", "ghost"),
+    "vocabulary": Training(GPT, of_vocabulary, "ids"),
+    "tied vocabulary": Training(lambda: GPT(tied=True), of_vocabulary, "ids"),
+    "tied vocabulary, two passes": Training(lambda: GPT(tied=True), of_vocabulary, "ids", "ghost"),
+    "sequence": Training(GPT, of_sequence, "even ids"),
+    "sequence, two passes": Training(GPT, of_sequence, "even ids", "ghost"),
     "llama": Training(llama, of_llama, "ids"),
     "llama, two passes": Training(llama, of_llama, "ids", "ghost"),
 }
