@@ -646,7 +646,15 @@ class GhostClipper:
         rows = 0 if forward.is_dummy else forward.batch_size
         self._decisions.close(rows if self._sequences is None else self._sequences.rows(rows), noted)
         self._store.finish()
+        if self._sharded is not None:
+            # All ranks refuse what one of them finds.
+            found = self._sharded
+            self._all_or_nothing(lambda: found.look_at(self._sums_by_name))
         self._capture.let_go()
+
+    def _sums_by_name(self) -> dict[str, Tensor | None]:
+        parameters = self._capture.substitution.parameters
+        return {name: self._store.summed_gradient(p) for name, p in parameters.items() if p.requires_grad}
 
     def _scale(self, *, per_sample: bool) -> float:
         """A mean divided every sample's gradient by B; undo it."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 
 class Gathering(Protocol):
@@ -25,11 +25,12 @@ class Gathering(Protocol):
     divides: bool
     brought_together: frozenset[str]
 
-    def hold(self, *, able: bool) -> bool:
+    def hold(self, *, able: bool, inputs: Sequence[Tensor]) -> bool:
         """Decide, with all ranks, whether a forward is one to ask for evidence; if so, gather everything for it.
 
         Args:
             able: Whether this rank has samples enough to prove anything.
+            inputs: What the model is called with; ranks that share samples must have the same.
 
         Returns:
             Whether this rank is to ask.
@@ -50,6 +51,20 @@ class Gathering(Protocol):
 
     def telling(self) -> AbstractContextManager[None]:
         """Return a context whose errors the others hear of in `together`, which this rank does not reach."""
+
+    def sharing(self, what: str) -> AbstractContextManager[None]:
+        """Return a context whose errors all ranks that share samples raise, and run nothing together after one.
+
+        Args:
+            what: What is done inside, for messages.
+        """
+
+    def any_sharing(self, holds: bool) -> bool:  # noqa: FBT001 - what is asked, no option
+        """Return whether something holds on a rank that shares samples with this one; called on all of these.
+
+        Args:
+            holds: Whether it does on this rank.
+        """
 
     def tell_failure(self) -> None:
         """Let the others hear in `together` that this rank's forward has raised."""

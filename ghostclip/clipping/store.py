@@ -83,6 +83,13 @@ class Sharded(Gathering, Protocol):
     def delivery(self) -> Delivery:
         """What brings clipped sums to the ranks that hold the parts."""
 
+    def look_at(self, sums: Callable[[], Mapping[str, Tensor | None]]) -> None:
+        """Compare, after a forward that was proved, the clipped sums of parameters that ranks should have alike.
+
+        Args:
+            sums: Returns this rank's sums by name, None where there is none.
+        """
+
     def rest(self) -> None:
         """See to it that the model has the parameters that an optimizer holds."""
 

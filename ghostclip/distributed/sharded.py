@@ -8,12 +8,12 @@ parts of parameters: squared norms are added up over these ranks, and clipped su
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ghostclip import _torch
 from ghostclip.distributed.agreement import gathered, refused_together, tell_refusal, telling, world_size
@@ -61,7 +61,7 @@ class ShardedModel:
         self._number = 0
         self._proved = [False] * world_size()
         self._restore: list[Callable[[], None]] = []
-        self._is_open = self._is_due = False
+        self._is_open = self._is_due = self._proves = False
         self.wants_proof = False
 
     def _buckets(self, model: nn.Module) -> list[Bucket]:
@@ -143,7 +143,7 @@ class ShardedModel:
 
     # -- proofs of forwards ---------------------------------------------------------------------------------------
 
-    def hold(self, *, able: bool) -> bool:
+    def hold(self, *, able: bool, inputs: Sequence[Tensor]) -> bool:
         """Decide, with all ranks, whether a forward is one to ask for evidence; if so, gather everything for it.
 
         Until every rank has asked once, all say in each forward whether they can: one exchange. From then on it is the
@@ -152,6 +152,7 @@ class ShardedModel:
 
         Args:
             able: Whether this rank has samples enough to prove anything.
+            inputs: What the model is called with; ranks that share samples must have the same.
 
         Returns:
             Whether this rank is to ask.
@@ -163,7 +164,10 @@ class ShardedModel:
             found = gathered("forward", able)
             self._proved = [before or now for before, now in zip(self._proved, found, strict=True)]
             asks = any(found)
+        self._proves = asks
         if asks:
+            if self.shared_samples is not None:
+                self.shared_samples.require_same(inputs)
             self._is_open, self._is_due, self.wants_proof = True, False, self.wants_proof and not able
             self._restore = [_torch.keep_gathered(unit) for unit in self.units]
         return asks and able
@@ -203,6 +207,38 @@ class ShardedModel:
                 yield
         finally:
             self._is_open = False
+
+    def sharing(self, what: str) -> AbstractContextManager[None]:
+        """Return a context whose errors all ranks that share samples raise, and run nothing together after one.
+
+        Args:
+            what: What is done inside, for messages.
+
+        Returns:
+            The context.
+        """
+        return nullcontext() if self.shared_samples is None else self.shared_samples.refused_together(what)
+
+    def any_sharing(self, holds: bool) -> bool:  # noqa: FBT001 - what is asked, no option
+        """Return whether something holds on a rank that shares samples with this one; called on all of these.
+
+        Args:
+            holds: Whether it does on this rank.
+
+        Returns:
+            True if so.
+        """
+        return holds if self.shared_samples is None else self.shared_samples.any(holds)
+
+    def look_at(self, sums: Callable[[], Mapping[str, Tensor | None]]) -> None:
+        """Compare, after a forward that was proved, the clipped sums of parameters that ranks should have alike.
+
+        Args:
+            sums: Returns this rank's sums by name, None where there is none.
+        """
+        proves, self._proves = self._proves, False
+        if proves and self.shared_samples is not None:
+            self.shared_samples.require_equal_sums(sums())
 
     def telling(self) -> AbstractContextManager[None]:
         """Return a context whose errors the others hear of in `together`, which this rank does not reach.
