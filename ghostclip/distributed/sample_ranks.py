@@ -143,9 +143,8 @@ class SampleRanks:
         """
         own = [_torch.local(tensor.detach()).contiguous().reshape(-1) for tensor in inputs]
         prints = read_prints([content_prints([flat]) for flat in own])
-        found = gathered(
-            "inputs", (self.shares.number, repr([(tuple(tensor.shape), tensor.dtype) for tensor in inputs]), prints)
-        )
+        layout = repr([(tuple(tensor.shape), tensor.dtype) for tensor in inputs])
+        found = gathered("inputs", (self.shares.number, layout, prints))
         of_share: dict[int, tuple[int, Any]] = {}
         for rank, (number, *values) in enumerate(found):
             first, before = of_share.setdefault(number, (rank, values))

@@ -91,7 +91,7 @@ def whole(net: nn.Module, **options: Any) -> None:
 
 def blocks(net: nn.Module, **options: Any) -> None:
     """Each block by itself, and the model."""
-    kinds = ("_Block", "GPT2Block", "LlamaDecoderLayer", "MixtralDecoderLayer", "ViTLayer")
+    kinds = ("_Block", "_GPTBlock", "GPT2Block", "LlamaDecoderLayer", "MixtralDecoderLayer", "ViTLayer")
     for module in net.modules():
         if type(module).__name__ in kinds:
             fully_shard(module, **options)

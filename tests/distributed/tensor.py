@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tests.cases import transformers_models as hf
-from tests.distributed.sharded import Training, train
+from tests.distributed.sharded import Training, blocks, train
 from tests.process_group import process_group
 
 
@@ -77,9 +77,22 @@ def _mesh() -> Any:
     return init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
 
 
-def of_mlp(net: nn.Module) -> None:
+def on_two_axes(divide: Callable[..., None], *shape: int) -> Callable[[nn.Module], None]:
+    """Tensor parallelism over the last axis of a mesh, ``fully_shard`` over the others, by block and of the rest."""
+
+    def shard(net: nn.Module) -> None:
+        names = ("copies", "parts", "tp")[-len(shape) :]
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        divide(net, mesh["tp"])
+        data = mesh[names[:-1]] if len(shape) > 2 else mesh["parts"]
+        blocks(net, mesh=data)
+
+    return shard
+
+
+def of_mlp(net: nn.Module, mesh: Any = None) -> None:
     """Columns, then rows; the head on every rank."""
-    parallelize_module(net, _mesh(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    parallelize_module(net, mesh or _mesh(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
 _BLOCK = {
@@ -90,9 +103,9 @@ _BLOCK = {
 }
 
 
-def of_gpt(net: nn.Module) -> None:
+def of_gpt(net: nn.Module, mesh: Any = None) -> None:
     """The layers of each block."""
-    parallelize_module(net, _mesh(), {f"blocks.*.{name}": style for name, style in _BLOCK.items()})
+    parallelize_module(net, mesh or _mesh(), {f"blocks.*.{name}": style for name, style in _BLOCK.items()})
 
 
 _VOCABULARY = {
@@ -101,15 +114,15 @@ _VOCABULARY = {
 }
 
 
-def of_vocabulary(net: nn.Module) -> None:
+def of_vocabulary(net: nn.Module, mesh: Any = None) -> None:
     """The table of tokens by rows, and the head alike."""
     blocks = {f"blocks.*.{name}": style for name, style in _BLOCK.items()}
-    parallelize_module(net, _mesh(), {**blocks, **_VOCABULARY})
+    parallelize_module(net, mesh or _mesh(), {**blocks, **_VOCABULARY})
     if net.tied:
         net.head.weight = net.tokens.weight
 
 
-def of_sequence(net: nn.Module) -> None:
+def of_sequence(net: nn.Module, mesh: Any = None) -> None:
     """Positions are divided wherever a layer works position by position, and tensors say so on their way."""
     block = {
         "before": SequenceParallel(),
@@ -125,15 +138,15 @@ def of_sequence(net: nn.Module) -> None:
     plan["last"] = SequenceParallel()
     plan["tokens"] = RowwiseParallel(input_layouts=Replicate())
     plan["head"] = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
-    parallelize_module(net, _mesh(), plan)
+    parallelize_module(net, mesh or _mesh(), plan)
 
 
-def of_llama(net: nn.Module) -> None:
+def of_llama(net: nn.Module, mesh: Any = None) -> None:
     """The layers of each block, as the plan of transformers has them."""
     columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
     plan = {f"model.layers.*.{name}": ColwiseParallel() for name in columns}
     rows = {f"model.layers.*.{name}": RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
-    parallelize_module(net, _mesh(), {**plan, **rows})
+    parallelize_module(net, mesh or _mesh(), {**plan, **rows})
 
 
 def llama(**options: Any) -> nn.Module:
@@ -157,6 +170,20 @@ TRAININGS: dict[str, Training] = {
 }
 
 
+ON_FOUR: dict[str, Training] = {
+    "mlp": Training(mlp, on_two_axes(of_mlp, 2, 2)),
+    "mlp, two passes": Training(mlp, on_two_axes(of_mlp, 2, 2), mode="ghost"),
+    "mlp, small batches": Training(mlp, on_two_axes(of_mlp, 2, 2), batch=1),
+    "tied vocabulary": Training(lambda: GPT(tied=True), on_two_axes(of_vocabulary, 2, 2), "ids"),
+    "sequence": Training(GPT, on_two_axes(of_sequence, 2, 2), "even ids"),
+    "llama": Training(llama, on_two_axes(of_llama, 2, 2), "ids"),
+}
+ON_EIGHT: dict[str, Training] = {
+    "mlp": Training(mlp, on_two_axes(of_mlp, 2, 2, 2)),
+    "sequence, two passes": Training(GPT, on_two_axes(of_sequence, 2, 2, 2), "even ids", "ghost"),
+}
+
+
 def run(rank: int, ranks: int, folder: str, names: Sequence[str]) -> None:
     """Be one rank of some trainings.
 
@@ -169,6 +196,7 @@ def run(rank: int, ranks: int, folder: str, names: Sequence[str]) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     with process_group(rank, ranks, folder, meshes=True):
-        found = {name: train(TRAININGS[name], divided=True) for name in names}
+        trainings = {2: TRAININGS, 4: ON_FOUR, 8: ON_EIGHT}[ranks]
+        found = {name: train(trainings[name], divided=True) for name in names}
     torch.save(found, Path(folder) / f"rank{rank}.pt")
     os._exit(0)

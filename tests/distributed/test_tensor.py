@@ -7,7 +7,7 @@ import torch
 from torch import multiprocessing
 
 from tests.distributed.sharded import train
-from tests.distributed.tensor import TRAININGS, run
+from tests.distributed.tensor import ON_EIGHT, ON_FOUR, TRAININGS, run
 
 pytestmark = pytest.mark.distributed
 
@@ -26,6 +26,30 @@ def on_two(tmp_path_factory):
 @pytest.mark.parametrize("name", TRAININGS)
 def test_two_ranks_train_as_one_process(on_two, name):
     _compare(on_two, name, TRAININGS[name])
+
+
+@pytest.fixture(scope="module")
+def on_four(tmp_path_factory):
+    return _trained(4, tmp_path_factory.mktemp("four"), tuple(ON_FOUR))
+
+
+@pytest.fixture(scope="module")
+def on_eight(tmp_path_factory):
+    return _trained(8, tmp_path_factory.mktemp("eight"), tuple(ON_EIGHT))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_four_ranks_train_as_one_process_on_a_mesh_of_two_axes(on_four, name):
+    _compare(on_four, name, ON_FOUR[name])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ON_EIGHT)
+def test_eight_ranks_train_as_one_process_on_a_mesh_of_three_axes(on_eight, name):
+    _compare(on_eight, name, ON_EIGHT[name])
 
 
 def _compare(found, name, training):
