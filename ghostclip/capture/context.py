@@ -466,7 +466,9 @@ class CaptureContext:
         if is_divided(args, kwargs):
             return on_parts(func, name, args, kwargs, forward=self.forward, run=self._intercept)
         assert self.gathering is not None, "who divides"
-        refuse_whole_data(name, args, kwargs, self.forward, self.gathering.brought_together)
+        self.forward.spread.update(dict.fromkeys(self.gathering.spread, True))
+        if torch.is_grad_enabled():
+            refuse_whole_data(name, args, kwargs, self.forward, self.gathering.brought_together)
         return self._intercept(func, args, kwargs)
 
     def _intercept(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -19,11 +19,13 @@ class Gathering(Protocol):
         divides: Whether ranks share samples, and compute with a part of what a parameter is.
         brought_together: Names of parameters whose modules see to it themselves that what ranks compute with parts of
             them becomes the whole.
+        spread: Names of parameters that every rank has whole, and parts of their gradients.
     """
 
     units: Sequence[nn.Module]
     divides: bool
     brought_together: frozenset[str]
+    spread: frozenset[str]
 
     def hold(self, *, able: bool, inputs: Sequence[Tensor]) -> bool:
         """Decide, with all ranks, whether a forward is one to ask for evidence; if so, gather everything for it.

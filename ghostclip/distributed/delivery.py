@@ -165,7 +165,9 @@ class ShardDelivery:
 
     def _whole(self, parameter: nn.Parameter, placement: Placement, device: torch.device) -> Tensor:
         found = self._waiting.pop(id(parameter), None)
-        return torch.zeros(placement.shape, dtype=_wide(parameter), device=device) if found is None else found
+        if found is None:
+            return torch.zeros(placement.shape, dtype=_wide(parameter), device=device)
+        return found.reshape(placement.shape)
 
     def _receive(self, sent: _Sent) -> None:
         """Wait for a bucket, add up copies (HSDP), and take the parts apart."""
@@ -183,7 +185,7 @@ class ShardDelivery:
         for parameter in sent.parameters:
             part, start = _part_of(sent.out, start, placements[id(parameter)])
             held: Any = parameter
-            part = part.to(held.to_local().device)
+            part = part.view(held.to_local().shape).to(held.to_local().device)
             self._arrived.append(
                 (
                     parameter,

@@ -71,7 +71,8 @@ class Placement:
     Attributes:
         mesh: The mesh.
         axes: Its axes, in order.
-        shape: Shape of the whole parameter.
+        shape: Shape of the whole parameter; a dimension of several blocks each of which is divided (gate and up side by
+            side) counts as two, the blocks and what a block has.
     """
 
     mesh: DeviceMesh
@@ -128,29 +129,37 @@ def placement_of(name: str, parameter: Any, *, sample_mesh_axes: Collection[str]
             f"parameter '{name}' is on the meta device. Give the model memory and values first: model.to_empty(...), "
             "then its initialisation or a checkpoint."
         )
-    mesh, axes = parameter.device_mesh, []
+    mesh, axes, shape = parameter.device_mesh, [], tuple(parameter.shape)
     names: Sequence[str] = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    dims = [None if isinstance(placed, Replicate) else getattr(placed, "dim", -1) for placed in parameter.placements]
+    blocks: dict[int, int] = {}
     for number, (axis, placed) in enumerate(zip(names, parameter.placements, strict=True)):
-        last = _divides_last(parameter, number)
-        if type(placed) not in {Shard, Replicate} and not last:
+        divides = dims[number]
+        # torch's _StridedShard, which says how many pieces there were before it divided each.
+        pieces = 1 if type(placed) in {Shard, Replicate} else getattr(placed, "split_factor", 0)
+        after = prod(mesh.size(other) for other in range(number + 1, mesh.ndim) if dims[other] == divides)
+        if pieces > 1 and dims.count(divides) == 1 and divides is not None and shape[divides] % pieces == 0:
+            blocks[divides] = pieces
+        elif pieces not in {1, after}:
             raise UnsupportedModelError(
-                f"parameter '{name}' is placed as {placed} along mesh axis '{axis}': only Shard and Replicate are "
-                "supported."
+                f"parameter '{name}' is placed as {placed} along mesh axis '{axis}': supported are Shard, Replicate, "
+                "and what fully_shard makes of a parameter that was divided before."
             )
-        divides = None if isinstance(placed, Replicate) else placed.dim % parameter.dim()
-        axes.append(MeshAxis(axis, mesh.size(number), divides, axis in sample_mesh_axes, last))
-    return Placement(mesh, tuple(axes), tuple(parameter.shape))
+        axes.append(MeshAxis(axis, mesh.size(number), divides, axis in sample_mesh_axes, pieces > 1))
+    return _with_blocks(Placement(mesh, tuple(axes), shape), blocks)
 
 
-def _divides_last(parameter: Any, number: int) -> bool:
-    """Return whether an axis of the mesh divides what all later ones have left of a dimension (``_StridedShard``)."""
-    placed = parameter.placements[number]
-    later = [
-        parameter.device_mesh.size(other)
-        for other in range(number + 1, parameter.device_mesh.ndim)
-        if getattr(parameter.placements[other], "dim", None) == getattr(placed, "dim", -1)
-    ]
-    return bool(later) and getattr(placed, "split_factor", None) == prod(later)
+def _with_blocks(placement: Placement, blocks: dict[int, int]) -> Placement:
+    """Return a placement whose dimensions of several blocks count as two each."""
+    if not blocks:
+        return placement
+    shape: list[int] = []
+    places: list[int] = []
+    for dim, size in enumerate(placement.shape):
+        shape += [blocks[dim], size // blocks[dim]] if dim in blocks else [size]
+        places.append(len(shape) - 1)
+    axes = (axis if axis.divides is None else axis._replace(divides=places[axis.divides]) for axis in placement.axes)
+    return Placement(placement.mesh, tuple(axes), tuple(shape))
 
 
 def local_part(tensor: torch.Tensor, placement: Placement) -> torch.Tensor:

@@ -142,10 +142,10 @@ def noisy_parts_(
             for whole, (_, box) in zip(flat_N.split([total.numel() for total in pack]), parts, strict=True)
         ]
         for whole, (part, _) in zip(wholes, parts, strict=True):
-            whole.copy_(part)
+            whole.copy_(part.view(whole.shape))
         source.add_(flat_N, std)
         for whole, (part, _) in zip(wholes, parts, strict=True):
-            part.copy_(whole)
+            part.copy_(whole.reshape(part.shape))
 
 
 def _box_of(total: torch.Tensor) -> Box:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ghostclip import _torch
 from ghostclip.distributed.agreement import gathered, refused_together, tell_refusal, telling, world_size
 from ghostclip.distributed.delivery import Bucket, ShardDelivery
+from ghostclip.distributed.own_ways import own_ways
 from ghostclip.distributed.placement import MeshAxis, Placement, placement_of
 from ghostclip.distributed.sample_ranks import SampleRanks, Shares, shares_of
 from ghostclip.errors import GhostClipError, UnsupportedModelError
@@ -42,6 +43,8 @@ class ShardedModel:
         shares: How the ranks share each batch.
         brought_together: Names of parameters whose modules see to it themselves that what ranks compute with parts of
             them becomes the whole.
+        spread: Names of parameters that every rank has whole, and parts of their gradients: each meets features of a
+            sample that others do not.
         delivery: Brings the clipped sums to the ranks that hold the parts.
         wants_proof: Whether this rank has met something new in a forward that was not one to be proved.
 
@@ -54,7 +57,7 @@ class ShardedModel:
         self._data = _data_mesh(self.units)
         self._named, self._shared = sample_mesh_axes, None
         self.placements: dict[str, Placement] = {}
-        self.brought_together: frozenset[str] = frozenset()
+        self.brought_together, self.spread = own_ways(model)
         self.delivery = ShardDelivery(self._buckets(model))
         self.shares: Shares = shares_of(self.placements, self._data, self._shared)
         self.shared_samples = None if self._shared is None else self._sample_ranks(model, self._shared)
@@ -102,12 +105,12 @@ class ShardedModel:
                 "axis, or of two with copies of the model, after parallelize_module over one more."
             )
         if self._data is None:
-            return Placement(placement.mesh, (), tuple(_torch.local(parameter).shape))
+            return Placement(placement.mesh, (), placement.here.sizes)
         if not data:
             # It is left out of the sharding: ranks with other samples have copies.
             names = self._data.mesh_dim_names or tuple(map(str, range(self._data.ndim)))
             data = [MeshAxis(key, self._data.size(number), None, False) for number, key in enumerate(names)]
-        return Placement(self._data, tuple(data), _part_of(placement, parameter))
+        return Placement(self._data, tuple(data), _part_of(placement))
 
     def _note_shared(self, name: str, placement: Placement) -> None:
         """Note the mesh of the ranks that share samples, one for all parameters."""
@@ -312,10 +315,10 @@ def _others(axes: Sequence[str], data: Any) -> list[str]:
     return [] if data.mesh_dim_names is None else [axis for axis in axes if axis not in data.mesh_dim_names]
 
 
-def _part_of(placement: Placement, parameter: Any) -> tuple[int, ...]:
+def _part_of(placement: Placement) -> tuple[int, ...]:
     """Return the shape of what this rank's share of samples has of a parameter: its part, whole along axes of data."""
     axes = [axis if axis.same_samples else axis._replace(divides=None) for axis in placement.axes]
-    return Placement(placement.mesh, tuple(axes), tuple(parameter.shape)).here.sizes
+    return Placement(placement.mesh, tuple(axes), placement.shape).here.sizes
 
 
 def _with_units(model: nn.Module, units: frozenset[nn.Module]) -> list[tuple[str, nn.Module, nn.Module | None]]:

@@ -126,7 +126,7 @@ class Training(NamedTuple):
 
     Attributes:
         build: Makes the model.
-        shard: Divides it.
+        shard: Divides it, or returns another one that is.
         inputs: "features", "ids", "even ids" (an even number of them) or "pixels".
         mode: Its grad_sample_mode.
         options: Of ``fully_shard``.
@@ -139,7 +139,7 @@ class Training(NamedTuple):
     """
 
     build: Callable[[], nn.Module]
-    shard: Callable[..., None] = blocks
+    shard: Callable[..., nn.Module | None] = blocks
     inputs: str = "features"
     mode: str = "auto"
     options: Mapping[str, Any] = MappingProxyType({})
@@ -257,7 +257,7 @@ def train(training: Training, *, divided: bool, states: dict[str, Any] | None = 
         if training.copies > 1:
             shape = (training.copies, distributed.get_world_size() // training.copies)
             options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "parts"))
-        training.shard(net, **options)
+        net = training.shard(net, **options) or net
     x, y = samples(training.inputs)
     engine = PrivacyEngine()
     private = engine.make_private(

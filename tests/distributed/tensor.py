@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -74,7 +76,7 @@ def mlp() -> nn.Module:
 
 
 def _mesh() -> Any:
-    return init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+    return init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("tp",))
 
 
 def on_two_axes(divide: Callable[..., None], *shape: int) -> Callable[[nn.Module], None]:
@@ -170,6 +172,38 @@ TRAININGS: dict[str, Training] = {
 }
 
 
+def by_plan(name: str, **options: Any) -> Callable[[], nn.Module]:
+    """A model of transformers; ranks load it by its own plan."""
+
+    def build() -> nn.Module:
+        kind, model, config = hf._CAUSAL[name]
+        return hf._make(kind, model, {**config, "num_key_value_heads": 2, **options})
+
+    return build
+
+
+def load_by_plan(net: nn.Module) -> nn.Module:
+    """Save a model, and load it as transformers divides it."""
+    folder = [tempfile.mkdtemp() if distributed.get_rank() == 0 else ""]
+    distributed.broadcast_object_list(folder)
+    if distributed.get_rank() == 0:
+        net.save_pretrained(folder[0])
+    distributed.barrier()
+    found = type(net).from_pretrained(folder[0], tp_plan="auto", dtype=torch.float64, experts_implementation="eager")
+    distributed.barrier()
+    if distributed.get_rank() == 0:
+        shutil.rmtree(folder[0])
+    return found.train()
+
+
+PLANS: dict[str, Training] = {
+    "llama by plan": Training(by_plan("llama_untied"), load_by_plan, "ids"),
+    "tied llama by plan, two passes": Training(by_plan("llama_tied"), load_by_plan, "ids", "ghost"),
+    "mixtral by plan": Training(by_plan("mixtral"), load_by_plan, "ids"),
+    "mixtral by plan, two passes": Training(by_plan("mixtral"), load_by_plan, "ids", "ghost"),
+    "qwen3 by plan": Training(by_plan("qwen3"), load_by_plan, "ids"),
+}
+TRAININGS |= PLANS
 ON_FOUR: dict[str, Training] = {
     "mlp": Training(mlp, on_two_axes(of_mlp, 2, 2)),
     "mlp, two passes": Training(mlp, on_two_axes(of_mlp, 2, 2), mode="ghost"),
