@@ -16,16 +16,18 @@ class Gathering(Protocol):
 
     Attributes:
         units: The modules whose parameters are gathered for their calls.
-        divides: Whether ranks share samples, and compute with a part of what a parameter is.
         brought_together: Names of parameters whose modules see to it themselves that what ranks compute with parts of
             them becomes the whole.
         spread: Names of parameters that every rank has whole, and parts of their gradients.
     """
 
     units: Sequence[nn.Module]
-    divides: bool
     brought_together: frozenset[str]
     spread: frozenset[str]
+
+    @property
+    def divides(self) -> bool:
+        """Whether ranks share samples, and compute with a part of what a parameter is."""
 
     def hold(self, *, able: bool, inputs: Sequence[Tensor]) -> bool:
         """Decide, with all ranks, whether a forward is one to ask for evidence; if so, gather everything for it.
@@ -59,6 +61,9 @@ class Gathering(Protocol):
 
         Args:
             what: What is done inside, for messages.
+
+        Returns:
+            The context.
         """
 
     def any_sharing(self, holds: bool) -> bool:  # noqa: FBT001 - what is asked, no option
@@ -66,6 +71,9 @@ class Gathering(Protocol):
 
         Args:
             holds: Whether it does on this rank.
+
+        Returns:
+            True if so.
         """
 
     def tell_failure(self) -> None:

@@ -58,6 +58,7 @@ class SampleRanks:
         mesh: A mesh of one axis, of these ranks.
         model: The model, of which this rank has its parts.
         divided: Names of the parameters that are divided among these ranks.
+        shares: How all ranks of the training share each batch.
 
     Attributes:
         shares: How all ranks of the training share each batch.

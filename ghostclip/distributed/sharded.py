@@ -55,12 +55,14 @@ class ShardedModel:
     def __init__(self, model: nn.Module, *, sample_mesh_axes: Collection[str] | None = None) -> None:
         self.units: Sequence[nn.Module] = _torch.gathered_modules(model)
         self._data = _data_mesh(self.units)
-        self._named, self._shared = sample_mesh_axes, None
+        self._named = sample_mesh_axes
+        self._shared: DeviceMesh | None = None
         self.placements: dict[str, Placement] = {}
         self.brought_together, self.spread = own_ways(model)
         self.delivery = ShardDelivery(self._buckets(model))
-        self.shares: Shares = shares_of(self.placements, self._data, self._shared)
-        self.shared_samples = None if self._shared is None else self._sample_ranks(model, self._shared)
+        shared: DeviceMesh | None = self._shared
+        self.shares: Shares = shares_of(self.placements, self._data, shared)
+        self.shared_samples: SampleRanks | None = None if shared is None else self._sample_ranks(model, shared)
         self._number = 0
         self._proved = [False] * world_size()
         self._restore: list[Callable[[], None]] = []
