@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from ghostclip.distributed.placement import MeshAxis, Placement, placement_of
 from ghostclip.distributed.sample_ranks import SampleRanks, Shares, shares_of
 from ghostclip.errors import GhostClipError, UnsupportedModelError
 from ghostclip.evidence.unchecked import is_power_of_four
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class ShardedModel:

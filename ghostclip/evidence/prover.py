@@ -116,7 +116,7 @@ class Evidence:
         """
         forward, call = capture.forward, ModuleCall(*capture.bags.as_rows(*call))
         probe = self._probed(capture, output)
-        failed = _on_any(capture, probe is not None and bool(probe.failures))
+        failed = probe is not None and _on_any(capture, bool(probe.failures))
         if failed and forward.guessed and forward.grown is None:
             # What sizes suggested is wrong: ask shapes, and read the forward once more.
             forward.grown = self._grown(capture, call)

@@ -291,6 +291,7 @@ def train(training: Training, *, divided: bool, states: dict[str, Any] | None = 
         "parameters": [whole_of(p).detach().clone() for p in net.parameters()],
         "epsilon": engine.get_epsilon(1e-5) if training.sigma else 0.0,
         "wide": seen["wide"],
+        "in parts": any(hasattr(p, "full_tensor") for p in net.parameters()),
     }
 
 
