@@ -39,23 +39,26 @@ class _Attention(nn.Module):
 
 
 class _GPTBlock(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, folds: bool) -> None:
         super().__init__()
+        self.folds = folds
         self.before, self.between = nn.LayerNorm(8), nn.LayerNorm(8)
         self.attention, self.up, self.down = _Attention(), nn.Linear(8, 12), nn.Linear(12, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.before(x))
-        return x + self.down(nn.functional.gelu(self.up(self.between(x))))
+        inner = self.between(x)
+        inner = self.down(nn.functional.gelu(self.up(inner.flatten(0, 1) if self.folds else inner)))
+        return x + (inner.view_as(x) if self.folds else inner)
 
 
 class GPT(nn.Module):
     """Token and position embeddings, blocks with biases, and a head."""
 
-    def __init__(self, *, tied: bool = False) -> None:
+    def __init__(self, *, tied: bool = False, folds: bool = False) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(20, 8), nn.Embedding(12, 8)
-        self.blocks, self.last = nn.ModuleList([_GPTBlock(), _GPTBlock()]), nn.LayerNorm(8)
+        self.blocks, self.last = nn.ModuleList([_GPTBlock(folds=folds), _GPTBlock(folds=folds)]), nn.LayerNorm(8)
         self.head, self.tied = nn.Linear(8, 20, bias=False), tied
         if tied:
             self.head.weight = self.tokens.weight
@@ -151,6 +154,14 @@ def of_llama(net: nn.Module, mesh: Any = None) -> None:
     parallelize_module(net, mesh or _mesh(), {**plan, **rows})
 
 
+def of_vit(net: nn.Module, mesh: Any = None) -> None:
+    """The layers of each block of a vision transformer."""
+    columns = ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.fc1")
+    plan = {f"vit.layers.*.{name}": ColwiseParallel() for name in columns}
+    rows = {f"vit.layers.*.{name}": RowwiseParallel() for name in ("attention.o_proj", "mlp.fc2")}
+    parallelize_module(net, mesh or _mesh(), {**plan, **rows})
+
+
 def llama(**options: Any) -> nn.Module:
     """One whose keys and values have as many heads as there are ranks."""
     kind, model, config = hf._CAUSAL["llama_untied"]
@@ -167,6 +178,8 @@ TRAININGS: dict[str, Training] = {
     "tied vocabulary, two passes": Training(lambda: GPT(tied=True), of_vocabulary, "ids", "ghost"),
     "sequence": Training(GPT, of_sequence, "even ids"),
     "sequence, two passes": Training(GPT, of_sequence, "even ids", "ghost"),
+    "vit": Training(lambda: hf._make("ViTConfig", "ViTForImageClassification", hf._PIXELS), of_vit, "pixels"),
+    "folded": Training(lambda: GPT(folds=True), of_gpt, "ids"),
     "llama": Training(llama, of_llama, "ids"),
     "llama, two passes": Training(llama, of_llama, "ids", "ghost"),
 }
@@ -214,6 +227,8 @@ ON_FOUR: dict[str, Training] = {
     "mlp, small batches": Training(mlp, on_two_axes(of_mlp, 2, 2), batch=1),
     "tied vocabulary": Training(lambda: GPT(tied=True), on_two_axes(of_vocabulary, 2, 2), "ids"),
     "sequence": Training(GPT, on_two_axes(of_sequence, 2, 2), "even ids"),
+    "vit": Training(lambda: hf._make("ViTConfig", "ViTForImageClassification", hf._PIXELS), of_vit, "pixels"),
+    "folded": Training(lambda: GPT(folds=True), of_gpt, "ids"),
     "llama": Training(llama, on_two_axes(of_llama, 2, 2), "ids"),
 }
 ON_EIGHT: dict[str, Training] = {

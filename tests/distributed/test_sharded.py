@@ -59,6 +59,7 @@ def _compare(found, name, training):
     alone = train(training, divided=False, states=first["states"])
     for rank in found:
         assert rank[name]["epsilon"] == alone["epsilon"]
-        assert rank[name]["wide"] and rank[name]["in parts"]
+        assert rank[name]["wide"]
+        assert rank[name]["in parts"]
         for one, own in zip(alone["parameters"], rank[name]["parameters"], strict=True):
             torch.testing.assert_close(own, one, rtol=training.rtol, atol=training.rtol)

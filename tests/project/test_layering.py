@@ -79,6 +79,7 @@ ORDERED = {
         "forward",
         "backward_entry",
         "blocks",
+        "divided",
         "decompose",
         "layouts",
         "param_use",
