@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 from tests.cases import transformers_models as hf
 from tests.distributed.sharded import Training, blocks, train
@@ -55,8 +56,9 @@ class _GPTBlock(nn.Module):
 class GPT(nn.Module):
     """Token and position embeddings, blocks with biases, and a head."""
 
-    def __init__(self, *, tied: bool = False, folds: bool = False) -> None:
+    def __init__(self, *, tied: bool = False, folds: bool = False, checkpoints: bool = False) -> None:
         super().__init__()
+        self.checkpoints = checkpoints
         self.tokens, self.positions = nn.Embedding(20, 8), nn.Embedding(12, 8)
         self.blocks, self.last = nn.ModuleList([_GPTBlock(folds=folds), _GPTBlock(folds=folds)]), nn.LayerNorm(8)
         self.head, self.tied = nn.Linear(8, 20, bias=False), tied
@@ -66,8 +68,16 @@ class GPT(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
         return self.head(self.last(x))
+
+
+def only_biases() -> nn.Module:
+    """A model of which weights of layers are frozen, and the table of tokens."""
+    net = GPT()
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_(not name.endswith("weight") or "before" in name or "head" in name)
+    return net
 
 
 def mlp() -> nn.Module:
@@ -179,6 +189,13 @@ TRAININGS: dict[str, Training] = {
     "sequence": Training(GPT, of_sequence, "even ids"),
     "sequence, two passes": Training(GPT, of_sequence, "even ids", "ghost"),
     "vit": Training(lambda: hf._make("ViTConfig", "ViTForImageClassification", hf._PIXELS), of_vit, "pixels"),
+    "only biases": Training(only_biases, of_vocabulary, "ids"),
+    "checkpointed": Training(lambda: GPT(checkpoints=True), of_gpt, "ids", "bookkeeping"),
+    "checkpointed, two passes": Training(lambda: GPT(checkpoints=True), of_sequence, "even ids", "ghost"),
+    "physical batches": Training(mlp, of_mlp, physical=2),
+    "small batches": Training(GPT, of_sequence, "even ids", batch=1),
+    "formed for the norm": Training(GPT, of_sequence, "even ids", "fast"),
+    "per-sample gradients": Training(GPT, of_sequence, "even ids", "hooks"),
     "folded": Training(lambda: GPT(folds=True), of_gpt, "ids"),
     "llama": Training(llama, of_llama, "ids"),
     "llama, two passes": Training(llama, of_llama, "ids", "ghost"),
@@ -221,14 +238,14 @@ PLANS: dict[str, Training] = {
     "qwen3 by plan": Training(by_plan("qwen3"), load_by_plan, "ids"),
 }
 TRAININGS |= PLANS
+QUICK = ("mlp", "gpt, two passes", "tied vocabulary", "sequence")
+"""Those of the trainings on two ranks that cover the promise."""
 ON_FOUR: dict[str, Training] = {
     "mlp": Training(mlp, on_two_axes(of_mlp, 2, 2)),
     "mlp, two passes": Training(mlp, on_two_axes(of_mlp, 2, 2), mode="ghost"),
     "mlp, small batches": Training(mlp, on_two_axes(of_mlp, 2, 2), batch=1),
     "tied vocabulary": Training(lambda: GPT(tied=True), on_two_axes(of_vocabulary, 2, 2), "ids"),
     "sequence": Training(GPT, on_two_axes(of_sequence, 2, 2), "even ids"),
-    "vit": Training(lambda: hf._make("ViTConfig", "ViTForImageClassification", hf._PIXELS), of_vit, "pixels"),
-    "folded": Training(lambda: GPT(folds=True), of_gpt, "ids"),
     "llama": Training(llama, on_two_axes(of_llama, 2, 2), "ids"),
 }
 ON_EIGHT: dict[str, Training] = {

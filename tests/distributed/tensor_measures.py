@@ -189,6 +189,13 @@ class _Scale(nn.Module):
         return x * self.factor
 
 
+class _Mixes(nn.Module):
+    """Gives each sample something of all samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
 class _Tied(nn.Module):
     """A head that computes with the transposed table."""
 
@@ -246,11 +253,15 @@ def _refused(rank: int) -> Mapping[str, str]:
         net.weight = nn.Parameter(distribute_tensor(net.weight.detach(), mesh, [Shard(0)]))
         _forward(net)
 
+    def mixes() -> None:
+        torch.manual_seed(0)
+        _forward(parallelize_module(_Stray(_Mixes()), mesh, ends))
+
     def device_only() -> None:
         _clipper(parallelize_module(_Stray(nn.Identity()), mesh, ends), max_grad_norm=BOUND, device_only=True)
 
     attempts = (
-        other_inputs, other_dropout, divided_features, transposed, divided_samples, own_tensors, device_only
+        other_inputs, other_dropout, divided_features, transposed, divided_samples, own_tensors, mixes, device_only
     )  # fmt: skip
     return {attempt.__name__: _message(attempt) for attempt in attempts}
 

@@ -7,7 +7,7 @@ import torch
 from torch import multiprocessing
 
 from tests.distributed.sharded import train
-from tests.distributed.tensor import ON_EIGHT, ON_FOUR, TRAININGS, run
+from tests.distributed.tensor import ON_EIGHT, ON_FOUR, QUICK, TRAININGS, run
 
 pytestmark = pytest.mark.distributed
 
@@ -17,15 +17,30 @@ def _trained(ranks, folder, names):
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
+OTHERS = tuple(name for name in TRAININGS if name not in QUICK)
+
+
 @pytest.fixture(scope="module")
-def on_two(tmp_path_factory):
-    return _trained(2, tmp_path_factory.mktemp("two"), tuple(TRAININGS))
+def quick(tmp_path_factory):
+    return _trained(2, tmp_path_factory.mktemp("quick"), QUICK)
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    return _trained(2, tmp_path_factory.mktemp("others"), OTHERS)
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", TRAININGS)
-def test_two_ranks_train_as_one_process(on_two, name):
-    _compare(on_two, name, TRAININGS[name])
+@pytest.mark.parametrize("name", QUICK)
+def test_two_ranks_train_as_one_process(quick, name):
+    _compare(quick, name, TRAININGS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", OTHERS)
+def test_two_ranks_train_as_one_process_however_the_model_is_divided(others, name):
+    _compare(others, name, TRAININGS[name])
 
 
 @pytest.fixture(scope="module")

@@ -81,6 +81,7 @@ REFUSED = {
     "transposed": "UnsupportedModelError: .*'table.weight'",
     "divided_samples": "UnsupportedModelError: .*divided along axis 0, where samples lie",
     "own_tensors": "UnsupportedModelError: .*'weight'.*meets plain tensors in linear",
+    "mixes": "SampleMixingError: the output of one sample depends on other samples",
     "device_only": "InvalidOptionError: device_only=True with ranks that share samples",
 }
 
