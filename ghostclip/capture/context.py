@@ -17,7 +17,7 @@ from ghostclip.capture.bags import Bags, as_flat
 from ghostclip.capture.blocks import Blocks
 from ghostclip.capture.call_sites import CallSites
 from ghostclip.capture.decide import DecisionCache, decide
-from ghostclip.capture.divided import is_divided, on_parts, refuse_whole_data, settled
+from ghostclip.capture.divided import is_divided, on_parts, refuse_divided_outputs, refuse_whole_data, settled
 from ghostclip.capture.forward import ForwardContext, Surroundings
 from ghostclip.capture.gathering import Gathering
 from ghostclip.capture.inputs import in_backward, with_dummy, without_dummy
@@ -344,6 +344,8 @@ class CaptureContext:
             return None
         read = output
         with nullcontext() if self.gathering is None else self.gathering.together():
+            if self._divided:
+                refuse_divided_outputs(self.model, outputs_of(output))
             if self._rows.missed:
                 self.sites.forget_since(self._sites_before)
                 read = self.again(call)

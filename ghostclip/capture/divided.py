@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ghostclip import _torch, _tree
 from ghostclip.capture.forward import ForwardContext
@@ -105,6 +105,25 @@ def refuse_whole_data(
                     "known. Let parallelize_module prepare the module's inputs (ColwiseParallel, RowwiseParallel, "
                     "PrepareModuleInput)."
                 )
+
+
+def refuse_divided_outputs(model: nn.Module, outputs: Sequence[Tensor]) -> None:
+    """Refuse a model that returns tensors which say how they lie on a mesh: losses are made of plain ones.
+
+    Args:
+        model: The model.
+        outputs: What it returned.
+
+    Raises:
+        UnsupportedModelError: One is a DTensor.
+    """
+    for output in outputs:
+        if _torch.is_sharded_tensor(output):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} returns a DTensor ({_listed(output)}), as loss_parallel takes it: how samples "
+                "lie in it is not followed. Let its last layer return what every rank has: "
+                "ColwiseParallel(output_layouts=Replicate())."
+            )
 
 
 def on_parts(
@@ -215,8 +234,8 @@ class _OnParts:
         from torch.distributed.tensor import Replicate, Shard
 
         data = [leaf for leaf in plain_leaves((self._args, self._kwargs)) if _torch.is_sharded_tensor(leaf)]
-        moving = [one for one in data if not isinstance(one, torch.nn.Parameter)]
-        frozen = [one for one in data if isinstance(one, torch.nn.Parameter)]
+        moving = [one for one in data if not isinstance(one, nn.Parameter)]
+        frozen = [one for one in data if isinstance(one, nn.Parameter)]
         if any(self._lies(one) is not None for one in (*self._tracked, *frozen)):
             self._refuse("an operation on a divided parameter other than linear and embedding has no rule")
         placed = {_placement(one) for one in moving} or {Replicate()}
@@ -300,7 +319,7 @@ class _OnParts:
         def one(item: Any) -> Any:
             if not _torch.is_sharded_tensor(item):
                 return item
-            return _torch.local(item) if isinstance(item, torch.nn.Parameter) else self._local(item, lies)
+            return _torch.local(item) if isinstance(item, nn.Parameter) else self._local(item, lies)
 
         return tuple(map(one, self._args)), {key: one(item) for key, item in self._kwargs.items()}
 

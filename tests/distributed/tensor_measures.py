@@ -257,11 +257,17 @@ def _refused(rank: int) -> Mapping[str, str]:
         torch.manual_seed(0)
         _forward(parallelize_module(_Stray(_Mixes()), mesh, ends))
 
+    def divided_outputs() -> None:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 4))
+        _forward(parallelize_module(net, mesh, {"0": ColwiseParallel(use_local_output=False)}))
+
     def device_only() -> None:
         _clipper(parallelize_module(_Stray(nn.Identity()), mesh, ends), max_grad_norm=BOUND, device_only=True)
 
     attempts = (
-        other_inputs, other_dropout, divided_features, transposed, divided_samples, own_tensors, mixes, device_only
+        other_inputs, other_dropout, divided_features, transposed, divided_samples, own_tensors, mixes,
+        divided_outputs, device_only,
     )  # fmt: skip
     return {attempt.__name__: _message(attempt) for attempt in attempts}
 

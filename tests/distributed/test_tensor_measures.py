@@ -82,6 +82,7 @@ REFUSED = {
     "divided_samples": "UnsupportedModelError: .*divided along axis 0, where samples lie",
     "own_tensors": "UnsupportedModelError: .*'weight'.*meets plain tensors in linear",
     "mixes": "SampleMixingError: the output of one sample depends on other samples",
+    "divided_outputs": "UnsupportedModelError: Sequential returns a DTensor",
     "device_only": "InvalidOptionError: device_only=True with ranks that share samples",
 }
 
