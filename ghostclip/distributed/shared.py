@@ -35,6 +35,9 @@ class SharedNoise:
         shares: How these ranks share each batch; None where each has samples of its own.
     """
 
+    # Ranks that have the same samples.
+    _copies = 1
+
     def __init__(self, source: KeyedNoise, group: Group = None, shares: Shares | None = None) -> None:
         require_agreement("noise_generator", "none" if source.generator is None else "given", group)
         share_noise(source, group)
@@ -42,7 +45,8 @@ class SharedNoise:
         self._group = group
         self._agreed = True
         self._groups: Sequence[Group] = (group,) if shares is None else shares.groups
-        self._copies = 1 if shares is None else shares.copies
+        if shares is not None:
+            self._copies = shares.copies
         self.level = source.level
 
     def add_(self, tensor: torch.Tensor, std: float) -> None:
