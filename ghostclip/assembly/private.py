@@ -16,7 +16,10 @@ from ghostclip import _validate
 from ghostclip.assembly.clipping_options import ClippingOptions
 from ghostclip.capture.replicas import sums_meet_elsewhere
 from ghostclip.clipper import GhostClipper, Reduction
+from ghostclip.data.sampler import PrivateSampler
 from ghostclip.distributed import (
+    ShardedModel,
+    all_apart,
     copy_inside,
     noise_for,
     refuse_sharded,
@@ -141,8 +144,13 @@ def assemble(request: Request, noise: KeyedNoise) -> Private | PrivateWithCriter
             optimizer = _bare_optimizer(request.optimizer)
             module = copy_inside(_bare(request.module, optimizer))
             check_objects(module, optimizer)
-            noise_source = noise_for(request.sampling.replicas, request.module, noise)
-            clipper = _attached(_inside(module), request)
+            sharded = sharded_model(_inside(module))
+            shares = None if sharded is None else sharded.shares
+            noise_source = noise_for(request.sampling.replicas, request.module, noise, shares=shares)
+            clipper = _attached(_inside(module), request, sharded)
+            if shared and isinstance(request.sampling.sampler, PrivateSampler):
+                dealt = shares or all_apart()
+                request.sampling.sampler.deal(dealt.number, dealt.count)
             undo.callback(clipper.remove)
             sums_meet_elsewhere(clipper.model, shared=shared)
             if shared:
@@ -153,12 +161,13 @@ def assemble(request: Request, noise: KeyedNoise) -> Private | PrivateWithCriter
     return private
 
 
-def _attached(module: nn.Module, request: Request) -> GhostClipper:
+def _attached(module: nn.Module, request: Request, sharded: ShardedModel | None) -> GhostClipper:
     """Attach a clipper to the model.
 
     Args:
         module: The bare model.
         request: What the user asked for.
+        sharded: The ranks that hold the model in parts; None where each has it whole.
 
     Returns:
         The clipper.
@@ -176,7 +185,7 @@ def _attached(module: nn.Module, request: Request) -> GhostClipper:
         probe=request.probe,
         memory_budget=request.memory_budget,
         device_only=request.device_only,
-        sharded=sharded_model(module),
+        sharded=sharded,
     )
 
 

@@ -80,6 +80,7 @@ ORDERED = {
         "forward",
         "backward_entry",
         "blocks",
+        "divided",
         "decompose",
         "layouts",
         "param_use",
