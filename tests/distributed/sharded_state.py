@@ -22,9 +22,10 @@ from tests.process_group import process_group
 DELTA, DIES_IN = 1e-5, 3
 
 
-def _begin(**options: Any) -> tuple[Any, Any, Any, Any, Any]:
+def _begin(*, divided: bool = True, **options: Any) -> tuple[Any, Any, Any, Any, Any]:
     net = built(TRAININGS["nested"])
-    nested(net)
+    if divided:
+        nested(net)
     x, y = samples("features")
     engine = PrivacyEngine(**options)
     model, optimizer, loader = engine.make_private(
@@ -97,6 +98,44 @@ def load(rank: int, ranks: int, folder: str) -> None:
         torch.save(found, Path(folder) / f"loaded{rank}.pt")
         distributed.barrier()
     os._exit(0)
+
+
+def keep(rank: int, ranks: int, folder: str) -> None:
+    """Train for an epoch, save one file, and go on for a step; then go on from the file again.
+
+    Args:
+        rank: Number of this process.
+        ranks: How many there are.
+        folder: Where they meet, and where results go.
+    """
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    with process_group(rank, ranks, folder, meshes=True):
+        engine, net, model, optimizer, loader = _begin()
+        for batch in loader:
+            _step(model, optimizer, batch)
+        engine.save_checkpoint(path=f"{folder}/file.pt", module=model, optimizer=optimizer)
+        _step(model, optimizer, next(iter(loader)))
+        torch.save(_seen(engine, net, optimizer), Path(folder) / f"kept{rank}.pt")
+        torch.save(go_on(folder), Path(folder) / f"resumed{rank}.pt")
+        distributed.barrier()
+    os._exit(0)
+
+
+def go_on(folder: str, *, divided: bool = True) -> dict[str, Any]:
+    """Continue the training of a file for a step.
+
+    Args:
+        folder: Where it lies.
+        divided: Whether this is one of several ranks.
+
+    Returns:
+        What is there afterwards.
+    """
+    engine, net, model, optimizer, loader = _begin(divided=divided)
+    engine.load_checkpoint(path=f"{folder}/file.pt", module=model, optimizer=optimizer)
+    _step(model, optimizer, next(iter(loader)))
+    return _seen(engine, net, optimizer)
 
 
 def lose(rank: int, ranks: int, folder: str) -> None:

@@ -202,9 +202,6 @@ def _attempt(how):
     elif how == "slices of a loss":
         clipper = GhostClipper(net, max_grad_norm=1.0, sharded=ShardedModel(_sharded(how, net)))
         clipper.backward_in_chunks(net(torch.randn(3, 4, dtype=torch.float64)), lambda hidden, at: hidden, positions=1)
-    elif how == "one file":
-        engine = PrivacyEngine()
-        engine.save_checkpoint(path="unwritten", module=_sharded(how, net))
     elif how == "sizes of its own":
         _, optimizer, loader = _private(_sharded(how, net))
         BatchMemoryManager(data_loader=loader, max_physical_batch_size="auto", optimizer=optimizer)
@@ -222,7 +219,6 @@ SHARDED = {
     "whole numbers": r"noise_level='exact' with parameters that ranks hold in parts",
     "a budget below 1": r"memory_budget=0.5 with a model that is sharded",
     "slices of a loss": r"backward_in_chunks with a model that ranks hold in parts",
-    "one file": r"save_checkpoint\(\) writes one file",
     "sizes of its own": r"max_physical_batch_size='auto' with a model that several ranks hold",
 }
 
