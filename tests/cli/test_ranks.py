@@ -1,0 +1,177 @@
+"""Several processes under torchrun make the run that one makes: the same epsilon, noise and weights, said once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import multiprocessing
+
+from tests.cli.conftest import TEXT
+from tests.cli.ranks import Job, run
+
+transformers = pytest.importorskip("transformers")
+pytestmark = [pytest.mark.integration, pytest.mark.distributed]
+
+# Two blocks, of which each is divided by itself; sizes that two do not divide.
+SIZES = ["--layers", "2", "--hidden-size", "15", "--heads", "3", "--context-length", "23"]
+GIVEN = ["--data", "text.txt", "--steps", "4", "--batch-size", "7", "--physical-batch-size", "2", "--device", "cpu"]
+FIXED = [*GIVEN, "--eval-samples", "5", "--seed", "1", "--unsafe-noise-seed", "2"]
+COMMON = [*SIZES, *FIXED]
+LORA = [*FIXED, "--model", "base", "--tokenizer", "bytes", "--lora", "2", "--learning-rate", "0.05"]
+
+JOBS = {
+    "copies": Job([*COMMON, "--output", "copies"]),
+    "stopped": Job([*COMMON, "--output", "stopped"], stops=1),
+    "adapters": Job([*LORA, "--output", "adapters"]),
+    "mesh of three": Job([*COMMON, "--output", "none", "--mesh", "dp=3"]),
+    "tensors": Job([*COMMON, "--output", "none", "--mesh", "tp=2"]),
+    "a device": Job([*COMMON, "--output", "none", "--device", "cuda:1"]),
+    "comparison": Job([*COMMON, "--output", "none", "--comparison-steps", "2"]),
+    "no size": Job([*COMMON, "--output", "none", "--mesh", "dp=2", "--physical-batch-size", "auto"]),
+    "wrong on one": Job([*COMMON, "--output", "none"], only=["--epsilon", "-1"]),
+    "other epsilon on one": Job([*COMMON, "--output", "none"], only=["--epsilon", "3"]),
+    "in use": Job([*COMMON, "--output", "copies"]),
+    "parts": Job([*COMMON, "--output", "parts", "--mesh", "dp=2"]),
+    "resumed": Job(["--resume", "--output", "stopped", "--mesh", "dp=2"]),
+    "stopped parts": Job([*COMMON, "--output", "stopped-parts", "--mesh", "dp=2"], stops=0),
+    "adapters in parts": Job([*LORA, "--output", "adapters-in-parts", "--mesh", "dp=2"]),
+}
+REFUSED = {
+    "mesh of three": "--mesh dp=3 is of 3 processes, but there are 2",
+    "tensors": "--mesh tp=2: tp (ranks that share each sample) is planned by ghostclip plan",
+    "a device": "--device cuda:1 with 2 processes: each has its own",
+    "comparison": "--comparison-steps: a run of several processes",
+    "no size": "--physical-batch-size auto with --mesh dp=2",
+    "wrong on one": "rank 1 was refused, and no rank goes on without it: --epsilon is -1",
+    "other epsilon on one": "--epsilon is 3.0 in process 1 and 8.0 in process 0",
+    "in use": "--output copies: the folder is not empty",
+}
+QUICK = ("copies", "wrong on one", "parts")
+
+
+def _save_base(folder):
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=260, n_positions=23, n_embd=12, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    _save_base(folder / "base")
+    return folder
+
+
+def _seen(folder, jobs):
+    multiprocessing.spawn(run, args=(2, str(folder), jobs), nprocs=2)
+    return [torch.load(folder / f"seen{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def quick(work):
+    return _seen(work, {name: JOBS[name] for name in QUICK})
+
+
+@pytest.fixture(scope="module")
+def others(work, quick):
+    (work / "ports").unlink(missing_ok=True)
+    return _seen(work, {name: job for name, job in JOBS.items() if name not in QUICK})
+
+
+def _weights(folder):
+    from safetensors.torch import load_file
+
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def _as_one_process(finetune, record_of, work, monkeypatch, *, name, words):
+    """Compare a run of two processes with the run of one."""
+    monkeypatch.chdir(work)
+    alone = finetune(*words, "--output", f"{name}-alone", "--comparison-steps", "0")
+    assert alone.status == 0, alone.err
+    one, two = record_of(work / f"{name}-alone"), record_of(work / name)
+    assert two["privacy"]["epsilon"] == one["privacy"]["epsilon"]
+    assert two["privacy"]["steps_spent"] == 4
+    assert two["not_private"]["samples"] == one["not_private"]["samples"]
+    assert two["not_private"]["losses"] == pytest.approx(one["not_private"]["losses"], abs=1e-6)
+    assert two["held_out_perplexity"]["after"] == pytest.approx(one["held_out_perplexity"]["after"], rel=1e-6)
+    want, got = _weights(work / f"{name}-alone"), _weights(work / name)
+    assert want.keys() == got.keys()
+    for key, tensor in want.items():
+        torch.testing.assert_close(got[key], tensor, rtol=1e-6, atol=1e-6, msg=key)
+    return two
+
+
+def _went(seen, name):
+    first, second = (rank[name] for rank in seen)
+    assert first[0] == second[0] == 0, (first[2], second[2])
+    assert "perplexity" in first[1]
+    assert second[1:] == ("", "")
+    return first[1]
+
+
+@pytest.mark.parametrize("name", ["copies", "parts"])
+def test_two_processes_make_the_run_of_one(quick, finetune, record_of, work, monkeypatch, name):
+    assert "on cpu in 2 processes; ordinary: not measured (several processes)" in " ".join(_went(quick, name).split())
+    record = _as_one_process(finetune, record_of, work, monkeypatch, name=name, words=COMMON)
+    assert record["machine"]["processes"] == 2
+    assert record["options"]["mesh"] == (None if name == "copies" else "dp=2")
+    assert not (work / name / "private" / "resume").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adapters", "adapters in parts"])
+def test_two_processes_train_the_adapters_of_one(others, finetune, record_of, work, monkeypatch, name):
+    _went(others, name)
+    folder = name.replace(" ", "-")
+    _as_one_process(finetune, record_of, work, monkeypatch, name=folder, words=LORA)
+    assert (work / folder / "adapter_config.json").exists()
+
+
+@pytest.mark.slow
+def test_what_one_process_is_asked_to_stop_two_go_on_with(others, finetune, record_of, work, monkeypatch):
+    """One of two is asked; the run goes on with the model in parts, and is the one that nobody stopped."""
+    for name in ("stopped", "stopped parts"):
+        for status, out, err in (rank[name] for rank in others):
+            assert status == 130
+            assert ("stopped after step 3 of 4" in err) == bool(out)
+        assert "torchrun --nproc-per-node 2 -m ghostclip finetune --resume" in others[0][name][2]
+    _went(others, "resumed")
+    record = _as_one_process(finetune, record_of, work, monkeypatch, name="stopped", words=COMMON)
+    assert record["sessions"] == 2
+    # And one process goes on with what two had in parts.
+    assert finetune("--resume", "--output", "stopped-parts", "--mesh", "dp=1").status == 0
+    _as_one_process(finetune, record_of, work, monkeypatch, name="stopped-parts", words=COMMON)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in REFUSED]
+)
+def test_what_processes_must_not_be_given_is_refused_by_all_and_said_once(request, name):
+    seen = request.getfixturevalue("quick" if name in QUICK else "others")
+    (status, out, err), (other_status, *silent) = (rank[name] for rank in seen)
+    assert status == 2
+    assert other_status == 2
+    assert REFUSED[name] in err
+    assert len(err.splitlines()) == 1
+    assert out == ""
+    assert silent == ["", ""]
+
+
+def test_processes_that_do_not_know_of_each_other_are_refused(finetune, text_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    result = finetune("--data", text_file, "--output", tmp_path / "out", *SIZES)
+    assert result.status == 2
+    assert "WORLD_SIZE=2 without MASTER_ADDR, MASTER_PORT, RANK: start the processes with torchrun" in result.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_mesh_without_torchrun_is_refused(finetune, text_file, tmp_path):
+    result = finetune("--data", text_file, "--output", tmp_path / "out", *SIZES, "--mesh", "dp=2")
+    assert result.status == 2
+    assert "--mesh dp=2 is of 2 processes, but there is 1: start them with torchrun --nproc-per-node 2" in result.err
