@@ -200,6 +200,16 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         help=_default("losses of tokens without logits in memory: auto, fused or logits", "vocabulary_head"),
     )
+    _add_devices(group)
+    group.add_argument(
+        "--seed",
+        type=int,
+        metavar="S",
+        help="fixes split, initial weights and dropout, never the noise (default: fresh, recorded)",
+    )
+
+
+def _add_devices(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--device", metavar="NAME", help=_default("cpu, cuda, cuda:1, mps or auto", "device"))
     group.add_argument(
         "--mesh",
@@ -209,12 +219,6 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--dtype", metavar="NAME", help=_default(f"{' or '.join(DTYPES)} (autocast; weights stay float32)", "dtype")
-    )
-    group.add_argument(
-        "--seed",
-        type=int,
-        metavar="S",
-        help="fixes split, initial weights and dropout, never the noise (default: fresh, recorded)",
     )
 
 
