@@ -69,7 +69,8 @@ def parts_for(saved: Any, like: Any) -> Any:
         return saved
     from torch.distributed.tensor import DTensor
 
-    part = local_part(saved, placement_of("saved state", like)).to(like.to_local().device).contiguous()
+    placement, held = placement_of("saved state", like), like.to_local()
+    part = local_part(saved.reshape(placement.shape), placement).reshape(held.shape).to(held.device).contiguous()
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
