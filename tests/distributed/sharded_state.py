@@ -138,13 +138,22 @@ def go_on(folder: str, *, divided: bool = True) -> dict[str, Any]:
     return _seen(engine, net, optimizer)
 
 
-def lose(rank: int, ranks: int, folder: str) -> None:
-    """Train until rank 1 dies within a step, after its forward.
+ENDS = ("dies", "raises")
+"""How rank 1 is lost: within a step after its forward, or by an error inside its backward, which ends the process."""
+
+
+def _raise(_: Any) -> None:
+    raise RuntimeError("an error of its own")
+
+
+def lose(rank: int, ranks: int, folder: str, how: str) -> None:
+    """Train until rank 1 is lost.
 
     Args:
         rank: Number of this process.
         ranks: How many there are.
         folder: Where they meet, and where results go.
+        how: One of `ENDS`.
     """
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -157,7 +166,9 @@ def lose(rank: int, ranks: int, folder: str) -> None:
                 optimizer.zero_grad()
                 loss = losses_of(model, "features", *batch).sum()
                 if number == DIES_IN - 1 and rank == 1:
-                    os._exit(0)
+                    if how == "dies":
+                        os._exit(0)
+                    loss.register_hook(_raise)
                 loss.backward()
                 optimizer.step()
             except RuntimeError as raised:

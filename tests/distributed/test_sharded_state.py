@@ -7,7 +7,7 @@ import torch
 from torch import multiprocessing
 
 from ghostclip.privacy.ledger_file import LedgerFile
-from tests.distributed.sharded_state import DIES_IN, go_on, keep, load, lose, save
+from tests.distributed.sharded_state import DIES_IN, ENDS, go_on, keep, load, lose, save
 
 pytestmark = pytest.mark.distributed
 
@@ -45,9 +45,12 @@ def test_four_ranks_save_and_two_go_on(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_leaves_the_others_with_an_error_and_the_ledger_whole(tmp_path):
-    multiprocessing.spawn(lose, args=(2, str(tmp_path)), nprocs=2)
+@pytest.mark.parametrize("how", ENDS)
+def test_a_rank_that_is_lost_leaves_the_others_with_an_error_and_the_ledger_whole(tmp_path, how):
+    multiprocessing.spawn(lose, args=(2, str(tmp_path), how), nprocs=2)
     found = torch.load(tmp_path / "lost0.pt", weights_only=True)
+    if how == "raises":
+        assert "an error of its own" in torch.load(tmp_path / "lost1.pt", weights_only=True)["error"]
     assert found["error"]
     assert found["applied"] == DIES_IN - 1
     assert len(LedgerFile(tmp_path / "ledger").entries) >= found["applied"]
