@@ -19,6 +19,11 @@ FIXED = [*GIVEN, "--eval-samples", "5", "--seed", "1", "--unsafe-noise-seed", "2
 COMMON = [*SIZES, *FIXED]
 LORA = [*FIXED, "--model", "base", "--tokenizer", "bytes", "--lora", "2", "--learning-rate", "0.05"]
 
+DROPPED = [*FIXED, "--model", "dropping", "--tokenizer", "bytes"]
+ROWS = ["--data", "rows.csv", "--task", "classify", "--labels", "bad,good"]
+# Most shares of a process hold nothing.
+FEW = [*COMMON, *ROWS, "--batch-size", "1", "--steps", "6", "--toy", "llama", "--hidden-size", "12"]
+
 JOBS = {
     "copies": Job([*COMMON, "--output", "copies"]),
     "stopped": Job([*COMMON, "--output", "stopped"], stops=1),
@@ -34,6 +39,10 @@ JOBS = {
     "parts": Job([*COMMON, "--output", "parts", "--mesh", "dp=2"]),
     "resumed": Job(["--resume", "--output", "stopped", "--mesh", "dp=2"]),
     "stopped parts": Job([*COMMON, "--output", "stopped-parts", "--mesh", "dp=2"], stops=0),
+    "dropping": Job([*DROPPED, "--output", "dropping-out"]),
+    "dropping, stopped": Job([*DROPPED, "--output", "dropping-twice"], stops=0),
+    "dropping, resumed": Job(["--resume", "--output", "dropping-twice"]),
+    "few": Job([*FEW, "--output", "few", "--mesh", "dp=2"]),
     "adapters in parts": Job([*LORA, "--output", "adapters-in-parts", "--mesh", "dp=2"]),
 }
 REFUSED = {
@@ -49,11 +58,12 @@ REFUSED = {
 QUICK = ("copies", "wrong on one", "parts")
 
 
-def _save_base(folder):
+def _save_base(folder, *, dropped):
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        vocab_size=260, n_positions=23, n_embd=12, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
-    )
+        vocab_size=260, n_positions=23, n_embd=12, n_layer=2, n_head=2, resid_pdrop=dropped, embd_pdrop=dropped,
+        attn_pdrop=0.0,
+    )  # fmt: skip
     transformers.GPT2LMHeadModel(config).save_pretrained(folder)
 
 
@@ -61,13 +71,17 @@ def _save_base(folder):
 def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
-    _save_base(folder / "base")
+    rows = [f"{'awful' if n % 2 else 'lovely'} number {n},{'bad' if n % 2 else 'good'}" for n in range(40)]
+    (folder / "rows.csv").write_text("\n".join(["text,label", *rows]), encoding="utf-8")
+    _save_base(folder / "base", dropped=0.0)
+    _save_base(folder / "dropping", dropped=0.2)
     return folder
 
 
-def _seen(folder, jobs):
-    multiprocessing.spawn(run, args=(2, str(folder), jobs), nprocs=2)
-    return [torch.load(folder / f"seen{rank}.pt", weights_only=True) for rank in range(2)]
+def _seen(folder, jobs, *, ranks=2):
+    (folder / "ports").unlink(missing_ok=True)
+    multiprocessing.spawn(run, args=(ranks, str(folder), jobs), nprocs=ranks)
+    return [torch.load(folder / f"seen{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +91,6 @@ def quick(work):
 
 @pytest.fixture(scope="module")
 def others(work, quick):
-    (work / "ports").unlink(missing_ok=True)
     return _seen(work, {name: job for name, job in JOBS.items() if name not in QUICK})
 
 
@@ -94,10 +107,11 @@ def _as_one_process(finetune, record_of, work, monkeypatch, *, name, words):
     assert alone.status == 0, alone.err
     one, two = record_of(work / f"{name}-alone"), record_of(work / name)
     assert two["privacy"]["epsilon"] == one["privacy"]["epsilon"]
-    assert two["privacy"]["steps_spent"] == 4
+    assert two["privacy"]["steps_spent"] == one["privacy"]["steps_spent"]
     assert two["not_private"]["samples"] == one["not_private"]["samples"]
     assert two["not_private"]["losses"] == pytest.approx(one["not_private"]["losses"], abs=1e-6)
-    assert two["held_out_perplexity"]["after"] == pytest.approx(one["held_out_perplexity"]["after"], rel=1e-6)
+    (quality,) = (name for name in one if name in ("held_out_perplexity", "held_out_loss"))
+    assert two[quality]["after"] == pytest.approx(one[quality]["after"], rel=1e-6)
     want, got = _weights(work / f"{name}-alone"), _weights(work / name)
     assert want.keys() == got.keys()
     for key, tensor in want.items():
@@ -106,10 +120,10 @@ def _as_one_process(finetune, record_of, work, monkeypatch, *, name, words):
 
 
 def _went(seen, name):
-    first, second = (rank[name] for rank in seen)
-    assert first[0] == second[0] == 0, (first[2], second[2])
-    assert "perplexity" in first[1]
-    assert second[1:] == ("", "")
+    first, *others = (rank[name] for rank in seen)
+    assert first[0] == 0, first[2]
+    assert "step time" in first[1]
+    assert others == [(0, "", "")] * len(others)
     return first[1]
 
 
@@ -145,6 +159,28 @@ def test_what_one_process_is_asked_to_stop_two_go_on_with(others, finetune, reco
     # And one process goes on with what two had in parts.
     assert finetune("--resume", "--output", "stopped-parts", "--mesh", "dp=1").status == 0
     _as_one_process(finetune, record_of, work, monkeypatch, name="stopped-parts", words=COMMON)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_drops_what_the_run_would_have_dropped(others, work):
+    _went(others, "dropping")
+    _went(others, "dropping, resumed")
+    want, got = _weights(work / "dropping-out"), _weights(work / "dropping-twice")
+    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+
+
+@pytest.mark.slow
+def test_processes_without_records_run_the_model_as_well(others, finetune, record_of, work, monkeypatch):
+    _went(others, "few")
+    record = _as_one_process(finetune, record_of, work, monkeypatch, name="few", words=FEW)
+    assert 0 in record["not_private"]["samples"]
+
+
+@pytest.mark.slow
+def test_four_processes_hold_two_copies_in_parts(finetune, record_of, work, monkeypatch):
+    job = Job([*COMMON, "--output", "both", "--mesh", "replicate=2,dp=2"])
+    _went(_seen(work, {"both": job}, ranks=4), "both")
+    _as_one_process(finetune, record_of, work, monkeypatch, name="both", words=COMMON)
 
 
 @pytest.mark.parametrize(
