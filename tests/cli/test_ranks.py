@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 import torch
 from torch import multiprocessing
@@ -195,6 +202,37 @@ def test_what_processes_must_not_be_given_is_refused_by_all_and_said_once(reques
     assert len(err.splitlines()) == 1
     assert out == ""
     assert silent == ["", ""]
+
+
+def _torchrun(folder, *words):
+    """The command, as a shell starts it; what it says on stderr goes to a file."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    with (folder / "said.txt").open("w") as said:
+        command = [*launcher, "-m", "ghostclip", "finetune", *words]
+        return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=said)
+
+
+@pytest.mark.slow
+def test_torchrun_is_interrupted_and_goes_on(work, record_of):
+    words = ["--steps", "60", "--mesh", "dp=2", "--output", "launched"]
+    process = _torchrun(work, *SIZES, *GIVEN, *words)
+    ledger, waited = work / "launched" / "private" / "resume" / "ledger.txt", time.monotonic() + 120
+    while not (ledger.exists() and len(ledger.read_bytes().splitlines()) > 4):
+        assert process.poll() is None, (work / "said.txt").read_text()
+        assert time.monotonic() < waited
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) != 0
+    said = (work / "said.txt").read_text()
+    # Process 0 may hear of it from the other before its own signal has come.
+    assert said.count("stopping after this step") <= said.count("stopped after step") == 1
+    assert _torchrun(work, "--resume", "--output", "launched").wait(120) == 0, (work / "said.txt").read_text()
+    record = record_of(work / "launched")
+    assert record["sessions"] == 2
+    assert record["privacy"]["steps_spent"] == 60
+    assert None not in record["not_private"]["losses"]
 
 
 def test_processes_that_do_not_know_of_each_other_are_refused(finetune, text_file, tmp_path, monkeypatch):
