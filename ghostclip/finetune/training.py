@@ -301,7 +301,7 @@ class PrivateTraining:
         found = gathered("step", (self._loss_sum, self._step_samples, stop.requested, is_due))
         losses, samples, stops, due = zip(*found, strict=True)
         self._stopping = any(stops)
-        loss = math.fsum(losses) / sum(samples) if sum(samples) else math.nan
+        loss = sum(losses) / sum(samples) if sum(samples) else math.nan
         self.state.losses.append(loss if math.isfinite(loss) else None)
         self.state.samples.append(sum(samples))
         if self._session_steps >= UNTIMED_STEPS:
