@@ -143,6 +143,7 @@ class PrivacyEngine:
         budget: Budget | None = None,
         probe: bool = True,
         memory_budget: float = MEMORY_BUDGET,
+        device_only: bool = False,
     ) -> Private | PrivateWithCriterion:
         """Return private counterparts of a model, its optimizer and its loader.
 
@@ -178,6 +179,9 @@ class PrivacyEngine:
                 model that `ghostclip.validate` found sound in the same layout.
             memory_budget: The most that a backward may hold, over what an ordinary one holds. Below 1 a criterion is
                 given, as some layers may get two backwards; see `ghostclip.GhostClipper`.
+            device_only: Clip without reading a value of a tensor, so that a backward waits for no device: samples that
+                are not finite, or whose norm rounding makes doubtful, contribute nothing; see `ghostclip.GhostClipper`.
+                A release still asks once whether its records are those drawn, unless sampling is declared.
 
         Returns:
             (module, optimizer, data_loader); or (module, optimizer, criterion, data_loader) for "ghost", and if a
@@ -229,6 +233,7 @@ class PrivacyEngine:
                 wrap_model=wrap_model,
                 probe=probe,
                 memory_budget=memory_budget,
+                device_only=device_only,
             ),
             budget,
         )
@@ -261,6 +266,7 @@ class PrivacyEngine:
         when_spent: str = "raise",
         probe: bool = True,
         memory_budget: float = MEMORY_BUDGET,
+        device_only: bool = False,
     ) -> Private | PrivateWithCriterion:
         """Like `make_private`, with the least noise that keeps a privacy budget for a number of epochs.
 
@@ -290,6 +296,7 @@ class PrivacyEngine:
                 (that step and later ones do nothing, the loader hands out no further batch).
             probe: As for `make_private`.
             memory_budget: As for `make_private`.
+            device_only: As for `make_private`.
 
         Returns:
             As `make_private`.
@@ -345,6 +352,7 @@ class PrivacyEngine:
                 wrap_model=wrap_model,
                 probe=probe,
                 memory_budget=memory_budget,
+                device_only=device_only,
             ),
             budget,
         )

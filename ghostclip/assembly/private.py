@@ -66,6 +66,7 @@ class Request:
     wrap_model: bool
     probe: bool
     memory_budget: float
+    device_only: bool
 
 
 def noise_level_of(noise_level: str | None, *, secure_mode: bool) -> str:
@@ -174,6 +175,7 @@ def _attached(module: nn.Module, request: Request) -> GhostClipper:
         relation=request.sampling.event.relation,
         probe=request.probe,
         memory_budget=request.memory_budget,
+        device_only=request.device_only,
         sharded=sharded_model(module),
     )
 

@@ -438,13 +438,16 @@ class CaptureContext:
 
     # -- operations ---------------------------------------------------------------------------------------------
 
-    def intercept(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def intercept(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], first: TrackedTensor
+    ) -> Any:
         """Decide on one operation on tracked tensors, then run it.
 
         Args:
             func: The torch function.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
+            first: The first tracked tensor among them.
 
         Returns:
             What the function returns; tracked where it was computed from parameters alone.
@@ -453,7 +456,7 @@ class CaptureContext:
             UncoveredParameterError: Some are another model's, or a backward starts where no data came in.
         """
         forward = self.forward
-        known = self._decisions.get(func, args, kwargs, forward)
+        known = self._decisions.get((func, id(first)), args, kwargs, forward)
         if known is not None:
             return known.run(forward)
         name = operation_name(func)
@@ -475,7 +478,7 @@ class CaptureContext:
         if not isinstance(plan, ByRule):
             return plan.run(forward)
         use = plan.use_in(forward)
-        self._decisions.put(operation, plan, use)
+        self._decisions.put((func, id(first)), operation, plan, use)
         return plan.carry_out(use)
 
     # -- backward -----------------------------------------------------------------------------------------------

@@ -19,13 +19,16 @@ from ghostclip.errors import UncoveredParameterError, UnsupportedModelError
 class Interceptor(Protocol):
     """Whoever is told of the operations on tracked tensors."""
 
-    def intercept(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def intercept(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], first: "TrackedTensor"
+    ) -> Any:
         """Run one operation that received tracked tensors.
 
         Args:
             func: The torch function.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
+            first: The first tracked tensor among them.
 
         Returns:
             What the function returns; tracked where parameters alone went in.
@@ -95,11 +98,13 @@ class TrackedTensor(torch.Tensor):
                 first = item
                 break
         else:
-            first = tracked_leaves((args, kwargs))[0]
+            # The arguments themselves before what is inside of them.
+            named = [item for item in kwargs.values() if type(item) is TrackedTensor]
+            (first, *_) = named or tracked_leaves((args, kwargs))
         if _torch.in_transform():
             raise UnsupportedModelError(_in_transform(first.origin.names, func.__name__))
         with _torch.subclasses_off():
-            return first.origin.interceptor.intercept(func, args, kwargs)
+            return first.origin.interceptor.intercept(func, args, kwargs, first)
 
 
 def wrap(origin: Origin) -> TrackedTensor:

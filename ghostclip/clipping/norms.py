@@ -17,6 +17,7 @@ from ghostclip.kernels.bounds import (
     CROSS_ROUNDINGS,
     SUM_ROUNDINGS,
     Product,
+    Reduced,
     Unfinished,
     finished,
     product_norms,
@@ -49,20 +50,20 @@ class NormSum:
         self._errors: list[Tensor] = []
         self._terms: list[Terms] = []
         self._blocks: list[Tensor] = []
-        self._unfinished: list[Unfinished] = []
+        self._unfinished: list[Unfinished | Reduced] = []
         self._products: list[Product] = []
         self._root_B: Tensor | None = None
         self._found: SquaredNorm | None = None
         self._settled: tuple[Tensor, Tensor] | None = None
 
-    def add(self, norm: SquaredNorm | Unfinished | Product) -> None:
+    def add(self, norm: SquaredNorm | Unfinished | Reduced | Product) -> None:
         """Add one factor's squared norms, or what they are worked out from when the sum is asked for.
 
         Args:
             norm: What must not change afterwards.
         """
         self._root_B = self._found = None
-        if isinstance(norm, Unfinished):
+        if isinstance(norm, (Unfinished, Reduced)):
             self._unfinished.append(norm)
         elif isinstance(norm, Product):
             self._products.append(norm)
@@ -86,13 +87,13 @@ class NormSum:
         """Work out the errors of squares that were added without."""
         for found in _of_kinds(self._unfinished, lambda one: one.kind):
             bounded = finished(found)
-            self._values += [one.value_N for one in found]
+            self._values += bounded.value_N.unbind()
             self._errors.append(bounded.error_N.sum(0))
             mass_B = torch.linalg.vector_norm(bounded.mass_N, dim=0)
             first = found[0]
             if first.weighting > 1:
                 mass_B = mass_B * first.weighting
-            self._terms.append(Terms(mass_B, bounded.scale_N.sum(0), first.a_NT.shape[1], first.by_units))
+            self._terms.append(Terms(mass_B, bounded.scale_N.sum(0), first.positions, first.by_units))
         self._unfinished = []
 
     def _multiply(self) -> None:
@@ -230,7 +231,7 @@ class GroupNorms:
         self.largest: float | None = None
         self.sums = [NormSum() for _ in range(1 + max(group_of.values(), default=0))]
 
-    def add(self, name: str, norm: SquaredNorm | Unfinished | Product) -> None:
+    def add(self, name: str, norm: SquaredNorm | Unfinished | Reduced | Product) -> None:
         """Add the squared norms of one factor of a parameter.
 
         Args:
@@ -402,8 +403,10 @@ class GroupNorms:
         return None if imprecise_B is None or not bool(imprecise_B.any()) else imprecise_B
 
 
-def _layers_apart(norm: Unfinished | Product, layers: int) -> Sequence[Unfinished | Product]:
+def _layers_apart(norm: Unfinished | Reduced | Product, layers: int) -> Sequence[Unfinished | Reduced | Product]:
     """Return the squared norms of several layers from those of all their samples, of one layer side by side."""
+    if isinstance(norm, Reduced):
+        return [norm._replace(part_NPK=part_NPK) for part_NPK in norm.part_NPK.chunk(layers)]
     if isinstance(norm, Product):
         blocks = zip(*(a_NK.chunk(layers) for a_NK in norm.a_NK), strict=True)
         return [

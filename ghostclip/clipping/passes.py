@@ -14,9 +14,10 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from ghostclip import _torch
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.param_use import ParamUse
-from ghostclip.clipping.alike import Alike, Joint
+from ghostclip.clipping.alike import Alike, Joint, SmallGradients
 from ghostclip.clipping.changes import changed_in_place, versions
 from ghostclip.clipping.norms import GroupNorms, cross_terms, exact_norms, exact_sqnorm, terms_of_uses
 from ghostclip.clipping.repeats import Repeats
@@ -28,6 +29,10 @@ from ghostclip.kernels import workspace
 from ghostclip.kernels.precision import full_precision
 
 KeptLayers: TypeAlias = Callable[[ParamUse, Tensor], frozenset[str]]
+
+
+# More elements than any model has.
+_ANY = 1 << 62
 
 
 class Sums(Protocol):
@@ -130,6 +135,7 @@ class Pass(ABC):
 
     final = True
     only: Collection[str] | None = None
+    _arriving: Tensor | None = None
 
     def __init__(self) -> None:
         """Make a pass that has heard of no use."""
@@ -158,9 +164,19 @@ class Pass(ABC):
             self.streams.note(grad.device)
 
     def _take(self, use: ParamUse, grad: Tensor) -> None:
+        self._arriving = grad
         for name, factor in use.parameter_factors(grad):
             if self.only is None or name in self.only:
                 self.consume(use, name, factor)
+        self._arriving = None
+
+    def _may_wait(self, factor: Factor) -> bool:
+        """Return whether a factor is of memory of its own, which nobody else changes while it waits for others."""
+        return (
+            type(factor) is Dense
+            and self._arriving is not None
+            and _torch.memory_key(factor.grad_BP) != _torch.memory_key(self._arriving)
+        )
 
     def admit(self, forward: ForwardContext) -> None:
         """Take in a forward; all forwards of one backward must have the same samples, and each is taken once.
@@ -278,7 +294,8 @@ class BookKeeping(Pass):
             self._add(name, kept, together=use)
 
     def _kept_form(self, name: str, factor: Factor) -> Factor:
-        return smaller_form(factor, always=name in (self._keep or ()))
+        kept = smaller_form(factor, always=name in (self._keep or ()))
+        return kept.aligned() if type(kept) is Outer else kept
 
     def _add(self, name: str, kept: Factor, *, together: ParamUse | None = None) -> None:
         self.factors[name].append(kept)
@@ -436,10 +453,11 @@ class NormPass(Pass):
         self._shared, self._repeats = shared, repeats
         self._instantiate, self._index_D = instantiate, index_D
         self._together = Together(self.total)
+        self._small = SmallGradients()
         self._waiting: defaultdict[str, list[Factor]] = defaultdict(list)
 
     def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
-        """Add a factor's squared norm and drop it, or keep it for cross terms."""
+        """Add a factor's squared norm and drop it, or keep it for cross terms; small ones wait for their likes."""
         self._repeats.note(name, factor)
         self.seen.add(id(use))
         self.order.append(name)
@@ -450,10 +468,23 @@ class NormPass(Pass):
             self._waiting[name].append(factor)
             return
         self.arrived.add(name)
-        self._add(name, factor, together=use)
+        alone = self._index_D is not None or len(self.total.sums) > 1 or not self._may_wait(factor)
+        if alone or not self._small.takes(name, factor):
+            self._add(name, factor, together=use)
+        elif self._small.full:
+            self.streams.join()
+            self._finish_small()
+
+    def _finish_small(self) -> None:
+        for names, factors in self._small.together():
+            if len(names) == 1:
+                self._add(names[0], factors[0])
+            else:
+                self.total.add_norms_of(names, Dense(torch.cat([factor.grad_BP for factor in factors])))
 
     def norms(self) -> GroupNorms:
         """Return the norms of all samples, or of those that were asked for."""
+        self._finish_small()
         self.several = set(self._waiting)
         if self._index_D is not None:
             self.total.merge(exact_norms(self._waiting, self.total.group_of, self._index_D))
@@ -503,6 +534,11 @@ class SumPass(Pass):
         super().__init__()
         self._sums, self._weights, self._repeats = sums, weights, repeats
         self._expected, self._several = expected, several
+        self._small = SmallGradients()
+        # Where sums are sent on as they come, none waits.
+        self._puts_together = (
+            weights.ill_conditioned_B is None and len(weights.coef_GB) == 1 and sums.takes_at_once(_ANY)
+        )
 
     def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
         """Contract a factor into its parameter's sum."""
@@ -510,12 +546,27 @@ class SumPass(Pass):
             message = f"{use.site.describe()}: its gradient arrived in the second backward only, so it has no norm."
             raise GhostClipError(message)
         self._repeats.note(name, factor)
-        self._weights.into(self._sums, factor, name, more=name in self._several)
-        if name not in self._several:
+        several = name in self._several
+        if not several and self._puts_together and self._may_wait(factor) and self._small.takes(name, factor):
+            if self._small.full:
+                self.streams.join()
+                self._finish_small()
+            return
+        self._weights.into(self._sums, factor, name, more=several)
+        if not several:
             self._sums.complete(name)
 
+    def _finish_small(self) -> None:
+        for names, factors in self._small.together():
+            if len(names) == 1:
+                self._weights.into(self._sums, factors[0], names[0])
+            else:
+                together = Dense(torch.cat([factor.grad_BP for factor in factors]))
+                self._weights.into_several(self._sums, Joint(names, together))
+
     def finish(self) -> None:
-        """Add what waited for all uses of a parameter."""
+        """Add what waited: for others that are like it, or for all uses of a parameter."""
+        self._finish_small()
         self._weights.finish(self._sums)
 
 

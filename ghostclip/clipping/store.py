@@ -1,5 +1,6 @@
 """Store of clipped sums: in ``p.grad``, or, once a private optimizer owns them, where no optimizer sees them."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
@@ -276,10 +277,19 @@ class GradientStore:
             doubt: One bool.
         """
         shown = {parameter: parameter.grad for parameter in self._shown if parameter.grad is not None}
+        alike: defaultdict[int, list[Tensor]] = defaultdict(list)
         for parameter, held in {**self._sums, **shown}.items():
             for kept in self._kept:
                 kept.before_change(parameter, held)
-            _torch.local(held).masked_fill_(doubt.to(held.device), 0.0)
+            own = _torch.local(held)
+            base = _torch.base_of(own)
+            alike[id(own if base is None else base)].append(own)
+        for parts in alike.values():
+            base = _torch.base_of(parts[0])
+            # Sums that were formed together are all that one tensor holds.
+            whole = base is not None and len(parts) > 1 and sum(part.numel() for part in parts) == base.numel()
+            for part in [base] if base is not None and whole else parts:
+                part.masked_fill_(doubt.to(part.device), 0.0)
 
     def _free_buffer(self, parameter: nn.Parameter) -> Tensor | None:
         grad = parameter.grad

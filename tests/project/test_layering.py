@@ -61,6 +61,7 @@ ORDERED = {
         "roster",
         "row_origin",
         "running",
+        "snapshot",
         "tracked",
         "broadcast",
         "by_sample",
