@@ -536,6 +536,9 @@ class PrivacyEngine:
     ) -> None:
         """Save everything that a resumed training needs to be the same training.
 
+        Of several ranks one saves; with a model that they hold in parts (`fully_shard`) all of them call this, and rank
+        0 writes the file, which any number of ranks continues, or one process.
+
         Privacy:
             The file holds the keys that noise and batches follow from: whoever has it can undo the protection. Publish
             `module.state_dict()` instead.
@@ -552,7 +555,7 @@ class PrivacyEngine:
 
         Raises:
             MissingGradientError: In the middle of a logical batch.
-            InvalidOptionError: If several ranks hold the model in parts.
+            OutputError: If the file could not be written.
 
         Example:
             >>> engine = ghostclip.PrivacyEngine()
@@ -562,7 +565,6 @@ class PrivacyEngine:
             >>> engine.save_checkpoint(path=folder / "state.pt", module=private[0], optimizer=private[1])
         """
         private: DPOptimizer | None = release_of(optimizer)
-        checkpoints.refuse_parts(module)
         state = dict(checkpoint_dict or {})
         state.update(checkpoints.training_state(self._account, private, self._sampling))
         state[checkpoints.MODULE] = module.state_dict(**(module_state_dict_kwargs or {}))

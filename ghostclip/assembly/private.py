@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from ghostclip import _validate
+from ghostclip import _torch, _validate
 from ghostclip.assembly.clipping_options import ClippingOptions
 from ghostclip.capture.replicas import sums_meet_elsewhere
 from ghostclip.clipper import GhostClipper, Reduction
@@ -301,6 +301,10 @@ def check_objects(module: nn.Module, optimizer: Optimizer) -> None:
         UnsupportedModelError: If it is split over devices or sharded over ranks.
         UncoveredParameterError: If the optimizer holds parameters that are not the model's.
     """
+    parts = _torch.gathered_modules(module)
+    for part in parts:
+        # A forward without a backward leaves parameters gathered, which are not those that an optimizer holds.
+        part.reshard()
     refuse_sharded(module)
     if not module.training:
         raise IllegalModuleConfigurationError(
@@ -315,7 +319,8 @@ def check_objects(module: nn.Module, optimizer: Optimizer) -> None:
     own = {id(p) for p in module.parameters()}
     strange = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
     if strange:
+        gathered = ", after module.reshard() where a forward has gathered them" if parts else ""
         raise UncoveredParameterError(
             f"optimizer holds {len(strange)} parameter(s) that are not the module's (the first has shape "
-            f"{tuple(strange[0].shape)}). Build the optimizer from module.parameters()."
+            f"{tuple(strange[0].shape)}). Build the optimizer from module.parameters(){gathered}."
         )

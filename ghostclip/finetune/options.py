@@ -27,7 +27,7 @@ TOY_RATE, LORA_RATE, FULL_RATE = 6e-3, 1e-3, 2e-4
 SIZES = ("toy", "layers", "hidden_size", "heads")
 
 # What these decide does not enter the mechanism or the model, so an interrupted run may go on with other values.
-CHANGEABLE_ON_RESUME = frozenset({"device", "physical_batch_size", "comparison_steps", "checkpoint_seconds"})
+CHANGEABLE_ON_RESUME = frozenset({"device", "mesh", "physical_batch_size", "comparison_steps", "checkpoint_seconds"})
 # These say where and how to start, not what the run is.
 NOT_RECORDED = frozenset({"output", "overwrite", "resume"})
 
@@ -74,6 +74,7 @@ class FinetuneOptions:
     strategy: str = "auto"
     vocabulary_head: str = "auto"
     device: str = "auto"
+    mesh: str | None = None
     dtype: str = "float32"
     seed: int | None = None
     secure_noise: bool = False

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import ghostclip
 from ghostclip.clipper import Strategy
+from ghostclip.distributed import sharded_model
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.finetune.losses import SampleLosses, precision
 
@@ -44,7 +45,8 @@ def check_private(model: nn.Module, losses: SampleLosses, *, width: int, strateg
     """
     device = next(model.parameters()).device
     ids_BT, marks_B2 = dummy_passages(2, width, vocabulary_of(model), device)
-    with ghostclip.GhostClipper(model, max_grad_norm=1.0, strategy=strategy) as clipper:
+    parts = sharded_model(model)
+    with ghostclip.GhostClipper(model, max_grad_norm=1.0, strategy=strategy, sharded=parts) as clipper:
         with precision(device, dtype):
             losses_B = losses(model, ids_BT, marks_B2)
         clipper.backward(losses_B)
