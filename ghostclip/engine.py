@@ -143,6 +143,7 @@ class PrivacyEngine:
         budget: Budget | None = None,
         probe: bool = True,
         memory_budget: float = MEMORY_BUDGET,
+        vocabulary_head: str = "logits",
     ) -> Private | PrivateWithCriterion:
         """Return private counterparts of a model, its optimizer and its loader.
 
@@ -178,6 +179,11 @@ class PrivacyEngine:
                 model that `ghostclip.validate` found sound in the same layout.
             memory_budget: The most that a backward may hold, over what an ordinary one holds. Below 1 a criterion is
                 given, as some layers may get two backwards; see `ghostclip.GhostClipper`.
+            vocabulary_head: Of a language model of transformers (causal, masked or sequence to sequence). "auto": in
+                training, ``model(..., labels=labels).loss`` is one loss a record, shape (B,), the mean over its own
+                tokens, and logits are not stored where the vocabulary is large and the model fits; other models stay
+                what they are. "fused" never stores them, and refuses a model that does not fit. "logits" leaves the
+                model's loss what it is.
 
         Returns:
             (module, optimizer, data_loader); or (module, optimizer, criterion, data_loader) for "ghost", and if a
@@ -229,6 +235,7 @@ class PrivacyEngine:
                 wrap_model=wrap_model,
                 probe=probe,
                 memory_budget=memory_budget,
+                vocabulary_head=vocabulary_head,
             ),
             budget,
         )
@@ -261,6 +268,7 @@ class PrivacyEngine:
         when_spent: str = "raise",
         probe: bool = True,
         memory_budget: float = MEMORY_BUDGET,
+        vocabulary_head: str = "logits",
     ) -> Private | PrivateWithCriterion:
         """Like `make_private`, with the least noise that keeps a privacy budget for a number of epochs.
 
@@ -290,6 +298,7 @@ class PrivacyEngine:
                 (that step and later ones do nothing, the loader hands out no further batch).
             probe: As for `make_private`.
             memory_budget: As for `make_private`.
+            vocabulary_head: As for `make_private`.
 
         Returns:
             As `make_private`.
@@ -330,25 +339,23 @@ class PrivacyEngine:
             min_clipbound=min_clipbound,
             unclipped_num_std=unclipped_num_std,
         )
-        private = self._assemble(
-            Request(
-                module=module,
-                optimizer=given.optimizer,
-                criterion=criterion,
-                sampling=sampling,
-                noise_multiplier=noise_multiplier,
-                clipping=options,
-                batch_first=batch_first,
-                loss_reduction=loss_reduction,
-                noise_generator=noise_generator,
-                grad_sample_mode=grad_sample_mode,
-                wrap_model=wrap_model,
-                probe=probe,
-                memory_budget=memory_budget,
-            ),
-            budget,
+        request = Request(
+            module=module,
+            optimizer=given.optimizer,
+            criterion=criterion,
+            sampling=sampling,
+            noise_multiplier=noise_multiplier,
+            clipping=options,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            noise_generator=noise_generator,
+            grad_sample_mode=grad_sample_mode,
+            wrap_model=wrap_model,
+            probe=probe,
+            memory_budget=memory_budget,
+            vocabulary_head=vocabulary_head,
         )
-        return given.around(private)
+        return given.around(self._assemble(request, budget))
 
     @property
     def secure_mode(self) -> bool:

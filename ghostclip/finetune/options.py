@@ -17,7 +17,7 @@ TASKS = ("text", "answers", "classify")
 TOYS = ("gpt2", "llama")
 STRATEGIES = ("auto", "bookkeeping", "ghost", "fast", "hooks", "graph")
 DTYPES = ("float32", "bfloat16")
-# As in ghostclip.integrations.vocabulary_head, which takes longer to load.
+# As in ghostclip.language.vocabulary_head, which takes longer to load.
 HEADS = ("auto", "fused", "logits")
 DEFAULT_EPOCHS = 5.0
 # Tokens of a sample; a model that holds fewer sets the length.

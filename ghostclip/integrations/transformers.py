@@ -26,15 +26,16 @@ from ghostclip.graph import GraphStep
 from ghostclip.integrations._versions import warn_if_untested
 from ghostclip.integrations.peft import is_adapted, watch_adapters
 from ghostclip.integrations.training.arguments import PrivacyArguments, suggests_fields
-from ghostclip.integrations.training.collation import evaluating
 from ghostclip.integrations.training.loss_checks import (
     require_own_loss,
     require_padding_without_effect,
 )
-from ghostclip.integrations.training.record_losses import is_causal, losses_of, task_of, without_adapters
 from ghostclip.integrations.training.refusals import refuse, unexpected
 from ghostclip.integrations.training.run import PrivateRun, Ticket, Tickets
-from ghostclip.integrations.vocabulary_head import use_fused
+from ghostclip.language.record_losses import losses_of
+from ghostclip.language.tasks import task_of, without_adapters
+from ghostclip.language.trials import evaluating
+from ghostclip.language.vocabulary_head import use_fused
 from ghostclip.optim.wrapped import WrappedOptimizer
 
 try:
@@ -359,7 +360,9 @@ class DPTrainer(Trainer):
             own = type(self).compute_loss is DPTrainer.compute_loss
             allowed = own and self.args.grad_sample_mode not in ("hooks", "graph")
             bare = without_adapters(self.model)
-            self._fused = is_causal(task_of(self.model)) and use_fused(bare, self.args.vocabulary_head, allowed=allowed)
+            task = task_of(bare)
+            language = task is not None and bool(task.predicts)
+            self._fused = language and use_fused(bare, self.args.vocabulary_head, allowed=allowed)
         return self._fused
 
     def check_losses(self, model: nn.Module) -> None:

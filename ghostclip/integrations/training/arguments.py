@@ -8,7 +8,7 @@ from typing import TypeVar
 from ghostclip import _validate
 from ghostclip.assembly.clipping_options import CLIPPINGS
 from ghostclip.errors import InvalidOptionError
-from ghostclip.integrations.vocabulary_head import CHOICES
+from ghostclip.language.vocabulary_head import CHOICES
 from ghostclip.noise import LEVELS
 
 _MODES = ("auto", "bookkeeping", "hooks", "graph")
