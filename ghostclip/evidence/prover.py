@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ghostclip import _tree
 from ghostclip.capture.bags import as_flat
 from ghostclip.capture.context import CaptureContext, ModuleCall, outputs_of
 from ghostclip.capture.forward import ForwardContext
@@ -21,6 +22,7 @@ from ghostclip.evidence.growth import grown
 from ghostclip.evidence.independence import Batch, refuse_dependence
 from ghostclip.evidence.loss_graph import Sizes, refuse_beyond_outputs
 from ghostclip.evidence.probe import Probe, ask, starts
+from ghostclip.evidence.randomness import Randomness
 from ghostclip.evidence.unchecked import FEWER, REPLACED, ROWS, Unchecked
 
 
@@ -45,6 +47,7 @@ class Evidence:
         self.unchecked = Unchecked()
         self.loss_sizes: Sizes = {}
         self._buffers: Buffers | None = None
+        self._randomness: Randomness | None = None
 
     def renew(self) -> None:
         """Ask for all evidence anew, from the next forward on: the model was changed."""
@@ -97,6 +100,7 @@ class Evidence:
         self._buffers = Buffers(capture.model) if asks else None
         if asks and not capture.sites.layouts:
             forward.grown = self._grown(capture, call)
+        self._randomness = Randomness(_used(capture, call)) if asks else None
 
     def end(self, capture: CaptureContext, call: ModuleCall, output: Any) -> Any:
         """Weigh the evidence on a forward; read it once more where sizes had to be trusted and were wrong.
@@ -109,6 +113,8 @@ class Evidence:
         Returns:
             The output of the last reading.
         """
+        randomness, self._randomness = self._randomness, None
+        drew = randomness is None or randomness.drawn()
         forward, call = capture.forward, ModuleCall(*capture.bags.as_rows(*call))
         probe = self._probed(capture, output)
         if probe is not None and probe.failures and forward.guessed and forward.grown is None:
@@ -132,7 +138,7 @@ class Evidence:
                     batch_size=size,
                     axis=axis,
                 )
-            self._refuse_dependence(capture, call, output, probe)
+            self._refuse_dependence(capture, call, output, probe, drew=drew)
             self.unchecked.tell()
         return output
 
@@ -168,7 +174,9 @@ class Evidence:
             self.unchecked.missed("the model returned no tensor with a gradient", ROWS)
         return probe
 
-    def _refuse_dependence(self, capture: CaptureContext, call: ModuleCall, output: Any, probe: Probe | None) -> None:
+    def _refuse_dependence(
+        self, capture: CaptureContext, call: ModuleCall, output: Any, probe: Probe | None, *, drew: bool
+    ) -> None:
         """Refuse a model whose outputs for one sample change with the others."""
         forward, inputs = capture.forward, (call.args, dict(call.kwargs))
         if _has_packed(inputs):
@@ -182,6 +190,7 @@ class Evidence:
             gathered=forward.gathered,
             reordered=forward.reordered,
             maps=[known.get(id(found)) for found in outputs_of(output)],
+            outputs=() if drew else outputs_of(output),
         )
         with capture.substitution.unwatched():
             refuse_dependence(
@@ -190,6 +199,11 @@ class Evidence:
                 batch,
                 self.unchecked,
             )
+
+
+def _used(capture: CaptureContext, call: ModuleCall) -> list[Tensor]:
+    """Return tensors on every device that a forward uses."""
+    return [*capture.model.parameters(), *capture.model.buffers(), *_tree.tensors((call.args, dict(call.kwargs)))]
 
 
 def _has_packed(inputs: Any) -> bool:
