@@ -23,6 +23,7 @@ from ghostclip.capture.param_use import ParamUse
 from ghostclip.errors import InvalidOptionError
 from ghostclip.factors import planner, windows
 from ghostclip.factors.base import accumulation_dtype
+from ghostclip.factors.kernel_gradients import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_GPU
 from ghostclip.kernels import products
 from ghostclip.planning.footprint import Footprint, footprint_from, footprint_of
 
@@ -220,6 +221,23 @@ def _kernel_bytes(use: ParamUse, arriving: int, forward: ForwardContext) -> int:
     if small or planner.keeps_per_sample(positions, inputs, kernel.shape[0], itemsize):
         return samples * kernel.numel() * max(4, itemsize)
     return 0
+
+
+def workspace_of(use: ParamUse) -> int:
+    """Return what forming a use's per-sample gradients holds for a moment, beside them.
+
+    Args:
+        use: The use.
+
+    Returns:
+        Bytes: of a convolution's kernel, a copy of as many of its inputs as are unfolded at a time; 0 of any other.
+    """
+    kernels = [tracked.origin.value for tracked in use.targets.values() if tracked.origin.value.dim() > 2]
+    if len(kernels) != 1 or use.node is None or not use.node.saved_tensors:
+        return 0
+    rows = use.node.saved_tensors[0]
+    at_once = CHUNK_ELEMENTS if rows.device.type == "cpu" else CHUNK_ELEMENTS_ON_GPU
+    return min(rows.numel(), at_once) * accumulation_dtype(rows.dtype).itemsize
 
 
 def _gradient_bytes(shape: Shape) -> int:
