@@ -110,7 +110,7 @@ def _read(nodes: Sequence[Any], parameters: Iterable[Tensor]) -> Footprint:
         freed[number] += sizes[key]
     live = sum(sizes.values())
     moments = []
-    for (use, _, _, arriving), passing, gone in zip(found, passing_of(nodes), freed, strict=True):
+    for (use, _, _, arriving), (_, passing), gone in zip(found, passing_of(nodes), freed, strict=True):
         moments.append(Moment(use, live, passing, arriving))
         live -= gone
     owners = Counter(key for storages in kept for key in storages)
@@ -139,8 +139,8 @@ def read_node(node: Any, constant: set[int]) -> tuple[ParamUse | None, dict[Any,
     return use, _storages(_torch.saved_tensors(node), constant) | kept, kept, arriving
 
 
-def passing_of(nodes: Sequence[Any]) -> list[int]:
-    """Return the bytes of gradients that are alive while each operation of a backward runs.
+def passing_of(nodes: Sequence[Any]) -> list[tuple[int, int]]:
+    """Return the bytes of gradients that are alive before and while each operation of a backward runs.
 
     They are what it takes and makes, what it holds beside that (``workspace`` of a function of ours), and what waits
     for operations that come later: of a residual connection the gradient that goes around.
@@ -149,13 +149,13 @@ def passing_of(nodes: Sequence[Any]) -> list[int]:
         nodes: Its nodes, in order.
 
     Returns:
-        Bytes, one number for each.
+        Bytes, two numbers for each.
     """
     gradients, found = _Gradients(), []
     for node in nodes:
         before = gradients.take(node)
         made = gradients.make(node)
-        found.append(before + made + int(getattr(node, "workspace", 0)))
+        found.append((before, before + made + int(getattr(node, "workspace", 0))))
         gradients.drop(node)
     return found
 
