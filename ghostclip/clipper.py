@@ -1,9 +1,8 @@
 """``GhostClipper``: attach to a model, call backward, find the clipped sum in ``.grad``."""
 
-import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Final, Literal, get_args
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip import _torch, _validate
-from ghostclip.capture import backward_entry
 from ghostclip.capture.backward_entry import is_output
 from ghostclip.capture.context import CaptureContext
 from ghostclip.capture.forward import ForwardContext
@@ -20,24 +18,25 @@ from ghostclip.capture.param_use import ParamUse
 from ghostclip.capture.roster import Roster
 from ghostclip.clipping.chunks import LossesOf, in_chunks
 from ghostclip.clipping.decisions import Decisions, columns
-from ghostclip.clipping.grouping import Whole
 from ghostclip.clipping.held import Held
 from ghostclip.clipping.loss import back_propagate, check_shape
 from ghostclip.clipping.loss_scale import refuse_common_factor
 from ghostclip.clipping.norms import GroupNorms
-from ghostclip.clipping.parts import PartlyKept, Parts
-from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, Pass, Sequences, SumPass
+from ghostclip.clipping.one_pass import OnePass
+from ghostclip.clipping.options import TWO_PASS, check_budget, check_ranks, check_readers
+from ghostclip.clipping.parts import Parts
+from ghostclip.clipping.passes import Sequences
 from ghostclip.clipping.policies import ClipPolicy, Layout, policy_of
-from ghostclip.clipping.repeats import Repeats, Verdict
 from ghostclip.clipping.savepoint import Savepoint
 from ghostclip.clipping.scalar_loss import LossExaminer
-from ghostclip.clipping.store import GradientStore, Sharded
+from ghostclip.clipping.state import ClippingState
+from ghostclip.clipping.store import Sharded
+from ghostclip.clipping.two_passes import TwoPasses
 from ghostclip.clipping.zero_grad import ZeroGrad
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
 from ghostclip.evidence.losses import probe_losses, prove_rows
 from ghostclip.evidence.prover import Evidence
 from ghostclip.evidence.unchecked import Unchecked
-from ghostclip.kernels.precision import full_precision
 from ghostclip.planning.below import BlockPlanner, Cut
 from ghostclip.planning.coverage import Coverage, coverage_of
 from ghostclip.planning.plan import MEMORY_BUDGET, Planner
@@ -46,7 +45,6 @@ _log = logging.getLogger(__name__)
 
 Strategy = Literal["auto", "bookkeeping", "ghost", "fast", "hooks", "graph"]
 Reduction = Literal["mean", "sum"]
-_TWO_PASS: Final = ("ghost", "fast")
 # Strategies that leave it to the forward how it is clipped.
 _CHOOSES: Final = ("auto", "graph")
 _NO_BLOCKS: Final = (
@@ -88,11 +86,6 @@ class GhostClipper:
         >>> losses = torch.nn.functional.cross_entropy(model(x), y, reduction="none")
         >>> clipper.backward(losses)
     """
-
-    generation = 0
-    _doubt: Verdict | None = None
-    _held: list[Held] | None = None
-    _loss_elsewhere = False
 
     @_validate.suggests_options
     def __init__(  # noqa: PLR0913 - the public constructor names every choice
@@ -141,18 +134,17 @@ class GhostClipper:
         _validate.choice(loss_reduction, "loss_reduction", get_args(Reduction))
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise UnsupportedModelError(f"{type(model).__name__} has no trainable parameter: nothing to clip.")
-        _check_ranks(model, strategy, sharded=sharded, sequences=sequences)
+        check_ranks(model, strategy, sharded=sharded, sequences=sequences)
+        check_budget(memory_budget, strategy, device_only=device_only, sharded=sharded, sequences=sequences)
         self.model = model
         self._sharded = sharded
         self.device_only = device_only
         self._sequences = sequences
         self._decisions = Decisions(policy_of(max_grad_norm, policy), relation)
-        self._refuse_readers(strategy, self.policy)
-        self._refuse_budget(memory_budget, strategy)
+        check_readers(strategy, self.policy, device_only=device_only)
         self.strategy = strategy
         self.loss_reduction = loss_reduction
         self.batch_first = batch_first
-        self._shared: set[str] = set()
         self._losses_to_probe = 1 if probe else 0
         self._said: set[str] = set()
         self._evidence = Evidence(probes=probe, may_exchange=sequences is not None or sharded is not None)
@@ -165,48 +157,19 @@ class GhostClipper:
             prover=self._evidence,
             gathering=sharded,
         )
-        substitution = self._capture.substitution
-        self._store = GradientStore(
-            substitution.parameters,
-            present=substitution.present,
-            delivery=None if sharded is None else sharded.delivery,
+        mean = loss_reduction == "mean"
+        self._state = ClippingState(
+            model, self._capture, self._decisions, sharded=sharded, sequences=sequences, mean=mean
         )
+        self._store = self._state.store
         self._zero_grad = ZeroGrad(model)
         self.planner = Planner(max(1.0, memory_budget))
         self._reducer = BlockPlanner(memory_budget) if memory_budget < 1 else None
         if self._reducer is not None:
             self._capture.watch_blocks(self._reducer.choose)
-        self._groups()
-
-    def _refuse_budget(self, memory_budget: float, strategy: str) -> None:
-        """Refuse a budget below 1 where nothing can be chosen to keep it."""
-        _validate.positive(memory_budget, "memory_budget", allow_infinity=True)
-        reasons = {
-            "device_only=True": self.device_only,
-            "sequences": self._sequences is not None,
-            "a model that is sharded": self._sharded is not None,
-            f"strategy={strategy!r}": strategy not in ("auto", "bookkeeping"),
-        }
-        given = next((reason for reason, holds in reasons.items() if holds), None)
-        if memory_budget < 1 and given is not None:
-            raise InvalidOptionError(
-                f"memory_budget={memory_budget} with {given}: below 1 every layer gets one backward or two as memory "
-                "allows, and the two are compared. Use strategy='auto', or a budget of 1 or more."
-            )
-
-    def _refuse_readers(self, strategy: str, policy: ClipPolicy) -> None:
-        """Refuse what reads values where none may be read."""
-        if not self.device_only:
-            return
-        if strategy in _TWO_PASS:
-            raise InvalidOptionError(
-                f"strategy={strategy!r} with device_only=True: two backwards are compared, and the answer is read. Use "
-                "strategy='bookkeeping'."
-            )
-        if policy.adaptation is not None:
-            raise InvalidOptionError(
-                "policy with device_only=True: an adaptive bound is a number that every step reads. Use a fixed one."
-            )
+        self._two_passes = TwoPasses(self._state)
+        self._one_pass = OnePass(self._state, self.planner, device_only=device_only)
+        self._state.groups()
 
     # -- backward -------------------------------------------------------------------------------------------------
 
@@ -235,16 +198,16 @@ class GhostClipper:
             self._examine_losses(loss)
         cut = None if self._reducer is None else self._reduce(self._reducer, loss)
         if cut is not None:
-            self._in_parts(loss, cut, per_sample=per_sample)
+            Parts(self._state, loss.sum(), cut).run(scale=self._scale(per_sample=per_sample))
             return
         strategy = self.resolve_strategy()
-        if strategy in _TWO_PASS:
-            self._refuse_readers(strategy, self.policy)
-            self._two_passes(loss.sum(), per_sample=per_sample, instantiate=strategy == "fast")
+        if strategy in TWO_PASS:
+            check_readers(strategy, self.policy, device_only=self.device_only)
+            scale = self._scale(per_sample=per_sample)
+            self._two_passes.run(loss.sum(), scale=scale, instantiate=strategy == "fast")
             return
-        listener = self._one_pass(strategy, loss)
-        self._listen(listener, lambda: back_propagate(loss))
-        self._complete(listener, per_sample=per_sample)
+        listener = self._one_pass.begin(strategy, loss)
+        self._one_pass.run(listener, lambda: back_propagate(loss), per_sample=per_sample)
 
     def backward_in_chunks(self, hidden: Tensor, losses_of: LossesOf, *, positions: int, axis: int = 1) -> Tensor:
         """Back-propagate a loss that is computed for a few positions of every sample at a time.
@@ -289,13 +252,13 @@ class GhostClipper:
                 "slice, and their parameters would be gathered as often. Call clipper.backward(losses), or use "
                 "ghostclip.losses.head_losses."
             )
-        if self.resolve_strategy() in _TWO_PASS or self._reducer is not None:
+        if self.resolve_strategy() in TWO_PASS or self._reducer is not None:
             raise InvalidOptionError(
                 f"strategy={self.strategy!r} with backward_in_chunks: several backwards of a batch are put together as "
                 "they come, and a second one of each is not run. Use strategy='bookkeeping' with memory_budget at 1 or "
                 "more and without activation checkpointing, or ghostclip.losses.head_losses."
             )
-        body, listener = self._capture.forward, self._one_pass(self.resolve_strategy(), None)
+        body, listener = self._capture.forward, self._one_pass.begin(self.resolve_strategy(), None)
         unproven = body.unproven
 
         def back(losses_B: Tensor, leaf: Tensor) -> None:
@@ -305,13 +268,12 @@ class GhostClipper:
             if unproven:
                 prove_rows(self._evidence, losses_B, leaf)
                 unproven = False
-            self._listen(listener, lambda: back_propagate(losses_B))
+            self._state.listen(listener, lambda: back_propagate(losses_B))
 
         total_B, grad = in_chunks(hidden, losses_of, positions=positions, axis=axis, back=back)
         self._capture.forward = body
         grad = torch.zeros_like(hidden) if grad is None else grad
-        self._listen(listener, lambda: torch.autograd.backward([hidden], [grad]))
-        self._complete(listener, per_sample=True)
+        self._one_pass.run(listener, lambda: torch.autograd.backward([hidden], [grad]), per_sample=True)
         return total_B
 
     def _examine_losses(self, loss_B: Tensor) -> None:
@@ -336,48 +298,6 @@ class GhostClipper:
         self._say(f"{asked}: book-keeping, one backward pass.")
         return "bookkeeping"
 
-    def _two_passes(self, loss: Tensor, *, per_sample: bool, instantiate: bool) -> None:
-        scale = self._scale(per_sample=per_sample)
-        index_D: Tensor | None = None
-        total: GroupNorms | None = None
-        ill_conditioned_B: Tensor | None = None
-        group_of = self._groups()
-        repeats = Repeats(loss, count=sum(self._capture.forward.use_counts.values()))
-        while True:
-            norms = NormPass(group_of, shared=self._shared, repeats=repeats, instantiate=instantiate, index_D=index_D)
-            same_uses = self._listen(norms, lambda: self._capture.run_backward([loss], [None]))
-            if self._any_rank(same_uses is None or bool(norms.late), norms):
-                self._shared |= norms.late
-                repeats.begin_again(anew=total is None)
-                continue
-            repeats.begin_again()
-            norms.streams.join()
-            with torch.no_grad(), full_precision():
-                found = norms.norms()
-                if total is not None:
-                    if index_D is not None:
-                        ill_conditioned_B = total.refine(found, index_D)
-                    break
-                total = found
-                imprecise_B = self._imprecise_B(total)
-            if not self._any_rank(imprecise_B is not None, norms):
-                break
-            index_D = None if imprecise_B is None else imprecise_B.nonzero().squeeze(1)
-        weights = self._decisions.weights(total, self._forward_of(norms), scale, ill_conditioned_B)
-        expected = norms.seen if same_uses else None
-        sums = SumPass(self._store, weights, repeats=repeats, expected=expected, several=norms.several)
-
-        def add() -> None:
-            self._listen(sums, loss.backward)
-            sums.streams.join()
-            with torch.no_grad(), full_precision():
-                sums.finish()
-                self._require(repeats)
-
-        self._all_or_nothing(add)
-        sums.streams.part()
-        self._close(norms)
-
     def _reduce(self, reducer: BlockPlanner, loss: Tensor) -> Cut | None:
         """Decide how a backward keeps a budget below an ordinary step's memory; returns where it is interrupted."""
         forward = self._capture.forward
@@ -394,88 +314,12 @@ class GhostClipper:
             )
         return reducer.interrupt(loss, forward)
 
-    def _in_parts(self, loss: Tensor, cut: Cut, *, per_sample: bool) -> None:
-        """Run one backward for what comes before a cut, and two for what is behind it."""
-        self._settle_doubt()
-        scale = self._scale(per_sample=per_sample)
-        listener = PartlyKept(self._groups(), dropped=cut.names)
-        parts = Parts(loss.sum(), cut, self._listen, self._capture.run_backward)
-        total = parts.measure(listener)
-        weights = self._decisions.weights(total, self._forward_of(listener), scale, listener.ill_conditioned_B)
-
-        def add() -> None:
-            parts.add_sums(listener, self._store, weights, scale)
-            self._require(parts.repeats)
-
-        self._all_or_nothing(add)
-        self._close(listener)
-
-    def _any_rank(self, again: bool, norms: NormPass) -> bool:  # noqa: FBT001 - what is asked, no option
-        """Return whether a rank needs the backward again: where parameters are gathered for it, all take part.
-
-        Args:
-            again: Whether this rank does.
-            norms: Has heard of the parameters in an order that their sums may come in, if all ranks have it.
-
-        Returns:
-            True if any does.
-        """
-        if self._sharded is None:
-            return again
-        order = int.from_bytes(hashlib.blake2b(repr(norms.order).encode(), digest_size=7).digest(), "big")
-        found = self._sharded.agree("second backward", 2 * order + again)
-        self._sharded.delivery.order(at_once=len({value // 2 for value in found}) == 1)
-        return any(value % 2 for value in found)
-
-    def _require(self, repeats: Repeats) -> None:
-        """Drop the sums of a second backward that brought other gradients; where asking waits, it is asked later."""
-        self._doubt = repeats.require()
-        if self._doubt is not None and self._sharded is not None:
-            # Other ranks hold a part of these sums, and wait for no later answer.
-            doubt, self._doubt = self._doubt, None
-            doubt.require()
-        elif self._doubt is not None:
-            self._store.drop_if(self._doubt.differs_K.any())
-
-    def _imprecise_B(self, total: GroupNorms) -> Tensor | None:
-        """Ask which norms must be computed in float64, and at the same time whether the step before repeated itself."""
-        doubt, self._doubt = self._doubt, None
-        imprecise_B = total.imprecise_B(None if doubt is None else doubt.differs_K.any())
-        if doubt is not None and not total.finite:
-            doubt.require()
-        return imprecise_B
-
-    def _listen(self, listener: Pass, run: Callable[[], bool | None]) -> bool | None:
-        with self._capture.listening(listener), self._capture.substituted():
-            return run()
-
-    def _settle_doubt(self) -> None:
-        """Ask whether the step before repeated itself, where that is still open."""
-        doubt, self._doubt = self._doubt, None
-        if doubt is not None:
-            doubt.require()
-
-    def _one_pass(self, strategy: str, loss: Tensor | None) -> BookKeeping:
-        self._settle_doubt()
-        if strategy == "hooks":
-            self._store.drop_stale_samples()
-            return Hooks(self._groups(), device_only=self.device_only)
-        parameters = self._capture.substitution.present
-        keep = None if loss is None else self.planner.before(loss, self._capture.forward, parameters)
-
-        def kept_layers(use: ParamUse, grad: Tensor) -> frozenset[str]:
-            return self.planner.during(use, grad, parameters) if keep is None else keep
-
-        return BookKeeping(
-            self._groups(), kept_layers=kept_layers, device_only=self.device_only, sequences=self._sequences
-        )
-
     # -- sums that were computed elsewhere ------------------------------------------------------------------------
 
     @property
     def completes_alone(self) -> bool:
         """Whether a backward here completes norms and sums: no sequence is split over ranks, no other stage follows."""
-        return self._sequences is None and self._held is None
+        return self._sequences is None and not self._one_pass.is_held
 
     def unwatched(self) -> AbstractContextManager[None]:
         """Return a context in which forwards of the model run as without a clipper: they are only written down."""
@@ -483,7 +327,7 @@ class GhostClipper:
 
     def clip_groups(self) -> Layout:
         """Return the clip groups of the parameters that are trainable now, with their bounds."""
-        self._groups()
+        self._state.groups()
         return self._decisions.layout
 
     def add_computed(
@@ -507,20 +351,13 @@ class GhostClipper:
         rows, note = norm_GB[0].numel(), self._capture.note_inputs
         noted = [] if note is None else [note(inputs, rows)]
         self._decisions.adopt(norm_GB, coef_GB, certain_B)
-
-        def add() -> None:
-            with torch.no_grad():
-                for name, own in sums.items():
-                    self._store.add(name, own)
-
-        self._all_or_nothing(add)
-        self._decisions.close(rows, noted)
-        self._store.finish()
+        with torch.no_grad():
+            self._state.adopt(sums, rows, noted)
 
     def _open_implicit_pass(self, use: ParamUse | None) -> None:
         """Begin listening to a plain ``loss.backward()``; it completes when that backward ends."""
         strategy = "bookkeeping" if self.strategy in _CHOOSES else self.strategy
-        if strategy in _TWO_PASS:
+        if strategy in TWO_PASS:
             message = (
                 f"strategy '{strategy}' takes two backward passes: call clipper.backward(loss) instead of "
                 "loss.backward(), or choose strategy='bookkeeping'."
@@ -536,37 +373,18 @@ class GhostClipper:
                 "loss.backward() under activation checkpointing keeps every layer's input; clipper.backward(loss) "
                 "does not."
             )
-        listener = self._one_pass(strategy, None)
+        listener = self._one_pass.begin(strategy, None)
         self._capture.start_listening(listener)
 
         def complete() -> None:
             self._capture.stop_listening()
-            self._complete(listener, per_sample=False)
+            self._one_pass.complete(listener, per_sample=False)
 
         _torch.at_the_end(complete)
 
-    def _complete(self, listener: BookKeeping, *, per_sample: bool) -> None:
-        listener.streams.join()
-        with torch.no_grad(), full_precision():
-            held = Held(listener, listener.norms(), self._forward_of(listener))
-            if self._held is None:
-                self._add_sums(held, held.total, self._scale(per_sample=per_sample))
-        if self._held is None:
-            self._close(listener)
-        else:
-            self._held.append(held)
-
-    def _add_sums(self, held: Held, total: GroupNorms, scale: float) -> None:
-        listener = held.listener
-        weights = self._decisions.weights(
-            total, held.forward, scale, listener.ill_conditioned_B, certain_B=listener.certain_B
-        )
-        self._all_or_nothing(lambda: listener.add_sums(self._store, weights, scale))
-
     # -- a part of a model ----------------------------------------------------------------------------------------
 
-    @contextmanager
-    def holding(self, *, loss_elsewhere: bool) -> Iterator[list[Held]]:
+    def holding(self, *, loss_elsewhere: bool) -> AbstractContextManager[list[Held]]:
         """Hold back the sums of plain backwards: the model is a part of another, whose norms are not known yet.
 
         Privacy:
@@ -576,14 +394,11 @@ class GhostClipper:
         Args:
             loss_elsewhere: The loss is computed in another part, and backwards begin at outputs of this one.
 
-        Yields:
-            The backwards that have ended so far, in order; `conclude` adds their sums, which are dropped otherwise.
+        Returns:
+            A context that gives the backwards that have ended so far, in order; `conclude` adds their sums, which are
+            dropped otherwise.
         """
-        self._held, self._loss_elsewhere = [], loss_elsewhere
-        try:
-            yield self._held
-        finally:
-            self._held, self._loss_elsewhere = None, False
+        return self._one_pass.holding(loss_elsewhere=loss_elsewhere)
 
     def conclude(self, held: Sequence[Held], totals: Sequence[GroupNorms]) -> None:
         """Add the clipped sums of backwards that were held back, as one backward over samples of each.
@@ -592,18 +407,12 @@ class GhostClipper:
             held: The backwards.
             totals: Norms over all parts of the model, of the samples of each.
         """
-        before = self.backward_passes
-        with torch.no_grad(), full_precision():
-            for one, total in zip(held, totals, strict=True):
-                mean = self.loss_reduction == "mean"
-                self._add_sums(one, total, float(max(1, one.forward.batch_size)) if mean else 1.0)
-                self._close(one.listener)
-        self.merge_passes(since=before)
+        self._one_pass.conclude(held, totals)
 
     def _on_loss(
         self, roots: Sequence[Any], grads: Sequence[Tensor | None], forwards: Sequence[ForwardContext]
     ) -> None:
-        if not self._loss_elsewhere:
+        if not self._one_pass.loss_elsewhere:
             self._examiner.examine(self._capture, roots, grads, forwards)
             return
         given = list(grads) or [None]
@@ -614,41 +423,8 @@ class GhostClipper:
             )
             raise GhostClipError(message)
 
-    def _all_or_nothing(self, add: Callable[[], object]) -> None:
-        """Drop every sum when adding to them fails half-way: half a batch must never be released."""
-        try:
-            add()
-        except BaseException:
-            self.reset()
-            raise
-
-    def _close(self, listener: Pass) -> None:
-        listener.streams.part()
-        for forward in listener.forwards:
-            forward.consumed = True
-            backward_entry.forget(forward)
-        forward = self._forward_of(listener)
-        noted = [one.noted for one in listener.forwards if one.noted is not None]
-        rows = 0 if forward.is_dummy else forward.batch_size
-        self._decisions.close(rows if self._sequences is None else self._sequences.rows(rows), noted)
-        self._store.finish()
-        self._capture.let_go()
-
     def _scale(self, *, per_sample: bool) -> float:
-        """A mean divided every sample's gradient by B; undo it."""
-        mean = self.loss_reduction == "mean" and not per_sample
-        return float(max(1, self._capture.forward.batch_size)) if mean else 1.0
-
-    def _forward_of(self, listener: Pass) -> ForwardContext:
-        return listener.forwards[0] if listener.forwards else self._capture.forward
-
-    def _groups(self) -> Mapping[str, int]:
-        """Return the clip group of every trainable parameter, as the policy says for those that are trainable now."""
-        self._decisions.device = next(self.model.parameters()).device
-        if type(self.policy.grouping) is Whole:
-            return self._decisions.open([]).group_of
-        named = self.model.named_parameters()
-        return self._decisions.open([name for name, parameter in named if parameter.requires_grad]).group_of
+        return self._state.scale(self._capture.forward, per_sample=per_sample)
 
     # -- what can be asked ----------------------------------------------------------------------------------------
 
@@ -713,9 +489,9 @@ class GhostClipper:
     def policy(self, value: ClipPolicy) -> None:
         if self.has_clipped_sum:
             raise InvalidOptionError("policy: a batch was clipped by the present one. Replace it after the step.")
-        self._refuse_readers(self.strategy, value)
+        check_readers(self.strategy, value, device_only=self.device_only)
         self._decisions.policy = value
-        self._groups()
+        self._state.groups()
 
     @property
     def relation(self) -> str:
@@ -907,11 +683,11 @@ class GhostClipper:
         Returns:
             A context; see `Savepoint`.
         """
-        generation = self.generation
+        generation = self._state.generation
         restore_sums, forget = self._store.snapshot()
 
         def restore_generation() -> None:
-            self.generation = generation
+            self._state.generation = generation
 
         return Savepoint(restore_sums, self._decisions.snapshot(), restore_generation, forget=forget)
 
@@ -919,11 +695,14 @@ class GhostClipper:
         """Count the backwards after the first `since` as one: they went through parts that share no sample."""
         self._decisions.merge_passes(since)
 
+    @property
+    def generation(self) -> int:
+        """How often the sums were forgotten."""
+        return self._state.generation
+
     def reset(self) -> None:
         """Forget the sums; sets ``p.grad`` to None where no optimizer owns them."""
-        self.generation += 1
-        self._decisions.forget()
-        self._store.reset()
+        self._state.reset()
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -955,33 +734,3 @@ class GhostClipper:
 
     def _warn(self, text: str) -> None:
         self._say(text, level=logging.WARNING)
-
-
-def _check_ranks(model: nn.Module, strategy: str, *, sharded: Sharded | None, sequences: Sequences | None) -> None:
-    """Check what a clipper is told of other ranks.
-
-    Args:
-        model: The model.
-        strategy: How the clipped sum is formed.
-        sharded: The ranks that hold its parameters in parts.
-        sequences: The ranks over which sequences are split.
-
-    Raises:
-        UnsupportedModelError: The model has parameters in parts, and nobody says how they are held.
-        InvalidOptionError: The options contradict each other.
-    """
-    if sharded is None and any(map(_torch.is_sharded_tensor, model.parameters())):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has parameters that several ranks hold in parts (DTensor). Call make_private, "
-            "or say GhostClipper(model, sharded=ghostclip.distributed.ShardedModel(model), ...)."
-        )
-    if sequences is not None and sharded is not None:
-        raise InvalidOptionError(
-            "sequences with sharded: splitting sequences over ranks that hold parameters in parts is not supported. "
-            "Use one of them."
-        )
-    if sequences is not None and strategy not in {"auto", "bookkeeping"}:
-        raise InvalidOptionError(
-            f"strategy={strategy!r} with sequences: factors that ranks have in parts are brought together by "
-            "book-keeping alone. Use strategy='bookkeeping'."
-        )

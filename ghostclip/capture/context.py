@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from ghostclip import _torch, _tree
 from ghostclip.capture import backward_entry, eager, hooks
@@ -553,7 +554,9 @@ class CaptureContext:
         # Reentrant checkpointing hides the anchor from the outer graph, and accepts no backward for inputs alone.
         return self.forward.ran_without_grad or _torch.will_run(accumulation_node(self._anchor))
 
-    def run_backward(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool | None:
+    def run_backward(
+        self, outputs: Sequence[Tensor] | Sequence[GradientEdge], grads: Sequence[Tensor | None]
+    ) -> bool | None:
         """Run a backward through captured operations only, keeping the graph and every ``.grad`` outside.
 
         Args:

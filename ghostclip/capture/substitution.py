@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 from ghostclip import _torch
@@ -272,7 +273,7 @@ def _batch_norm(path: str, module: nn.Module) -> str:
 
 
 @contextmanager
-def untouched_grads(outputs: Sequence[Tensor]) -> Iterator[None]:
+def untouched_grads(outputs: Sequence[Tensor] | Sequence[GradientEdge]) -> Iterator[None]:
     """Restore the ``.grad`` of every leaf in the graph of ``outputs`` afterwards.
 
     Args:
@@ -291,7 +292,7 @@ def untouched_grads(outputs: Sequence[Tensor]) -> Iterator[None]:
             leaf.grad = grad
 
 
-def _leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
+def _leaves(outputs: Sequence[Tensor] | Sequence[GradientEdge]) -> list[Tensor]:
     with torch.no_grad():
         nodes = nodes_behind(edge_of(output)[0] for output in outputs)
         return [leaf for leaf in map(_torch.leaf_of, nodes) if leaf is not None]

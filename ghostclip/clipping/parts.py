@@ -5,16 +5,16 @@ book-keeping and its part of the graph is freed; behind it factors are dropped o
 coefficients of all, what was kept is contracted, and the part behind goes backward once more for its own sums.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor
 
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.clipping.norms import GroupNorms, exact_norms
-from ghostclip.clipping.passes import BookKeeping, ClipWeights, NormPass, Pass, SumPass, Sums
+from ghostclip.clipping.passes import BookKeeping, ClipWeights, NormPass, SumPass
 from ghostclip.clipping.repeats import Repeats
+from ghostclip.clipping.state import ClippingState
 from ghostclip.factors import Factor
 from ghostclip.kernels.precision import full_precision
 from ghostclip.planning.below import Cut
@@ -76,26 +76,37 @@ class Parts:
 
     repeats: Repeats
 
-    def __init__(
-        self,
-        loss: Tensor,
-        cut: Cut,
-        listen: Callable[[Pass, Callable[[], Any]], object],
-        run_backward: Callable[[Sequence[Any], Sequence[Tensor]], object],
-    ) -> None:
+    def __init__(self, state: ClippingState, loss: Tensor, cut: Cut) -> None:
         """Run nothing yet.
 
         Args:
+            state: What the strategies share.
             loss: A scalar, where the first backward starts.
             cut: Where it is interrupted.
-            listen: Runs a function while a pass receives the gradients of uses.
-            run_backward: Runs a backward through captured operations only and keeps their graph.
         """
-        self._loss, self._cut = loss, cut
-        self._listen, self._run_backward = listen, run_backward
+        self._state, self._loss, self._cut = state, loss, cut
         self._grad: Tensor | None = None
 
-    def measure(self, listener: PartlyKept) -> GroupNorms:
+    def run(self, *, scale: float) -> None:
+        """Add the clipped sums of the batch.
+
+        Args:
+            scale: What turns the gradients that arrive into those of each sample's own loss.
+        """
+        state = self._state
+        state.settle_doubt()
+        listener = PartlyKept(state.groups(), dropped=self._cut.names)
+        total = self._measure(listener)
+        weights = state.decisions.weights(total, state.forward_of(listener), scale, listener.ill_conditioned_B)
+
+        def add() -> None:
+            self._add_sums(listener, weights, scale)
+            state.require(self.repeats)
+
+        state.all_or_nothing(add)
+        state.close(listener)
+
+    def _measure(self, listener: PartlyKept) -> GroupNorms:
         """Run the first backwards.
 
         Args:
@@ -104,11 +115,11 @@ class Parts:
         Returns:
             The norms of all samples.
         """
-        self._listen(listener, self._before)
+        self._state.listen(listener, self._before)
         assert self._grad is not None
         self.repeats = Repeats(self._grad, count=len(self._cut.names))
         listener.go_behind(self.repeats, lambda index_D: self._again(listener, index_D))
-        self._listen(listener, self._behind)
+        self._state.listen(listener, self._behind)
         listener.streams.join()
         with torch.no_grad(), full_precision():
             return listener.norms()
@@ -118,31 +129,30 @@ class Parts:
 
     def _behind(self) -> None:
         assert self._grad is not None
-        self._run_backward([self._cut.edge], [self._grad])
+        self._state.capture.run_backward([self._cut.edge], [self._grad])
 
     def _again(self, listener: PartlyKept, index_D: Tensor) -> GroupNorms:
         self.repeats.begin_again()
         norms = NormPass(listener.total.group_of, shared=set(), repeats=self.repeats, index_D=index_D)
         norms.only = self._cut.names
-        self._listen(norms, self._behind)
+        self._state.listen(norms, self._behind)
         norms.streams.join()
         return norms.norms()
 
-    def add_sums(self, listener: PartlyKept, sums: Sums, weights: ClipWeights, scale: float) -> None:
+    def _add_sums(self, listener: PartlyKept, weights: ClipWeights, scale: float) -> None:
         """Contract what was kept, and run the last backward for what was not.
 
         Args:
             listener: Has measured.
-            sums: Where sums go.
             weights: The weights of the samples.
             scale: As for `BookKeeping.add_sums`.
         """
         with torch.no_grad(), full_precision():
-            listener.add_sums(sums, weights, scale)
+            listener.add_sums(self._state.store, weights, scale)
         self.repeats.begin_again()
-        behind = SumPass(sums, weights, repeats=self.repeats, expected=listener.seen, several=set())
+        behind = SumPass(self._state.store, weights, repeats=self.repeats, expected=listener.seen, several=set())
         behind.only = self._cut.names
-        self._listen(behind, lambda: torch.autograd.backward([self._cut.edge], [self._grad]))
+        self._state.listen(behind, lambda: torch.autograd.backward([self._cut.edge], [self._grad]))
         behind.streams.join()
         with torch.no_grad(), full_precision():
             behind.finish()

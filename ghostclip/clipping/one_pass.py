@@ -1,0 +1,135 @@
+"""One backward: its norms, and then the clipped sums, at once or when other parts of the model have theirs."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ghostclip.capture.param_use import ParamUse
+from ghostclip.clipping.held import Held
+from ghostclip.clipping.norms import GroupNorms
+from ghostclip.clipping.passes import BookKeeping, Hooks
+from ghostclip.clipping.state import ClippingState
+from ghostclip.kernels.precision import full_precision
+from ghostclip.planning.plan import Planner
+
+
+class OnePass:
+    """Runs the strategies "bookkeeping" and "hooks".
+
+    Attributes:
+        loss_elsewhere: Whether backwards begin at outputs, as the loss is computed in another part of the model.
+    """
+
+    loss_elsewhere = False
+    _held: list[Held] | None = None
+
+    def __init__(self, state: ClippingState, planner: Planner, *, device_only: bool) -> None:
+        """Run nothing yet.
+
+        Args:
+            state: What the strategies share.
+            planner: Says which layers are kept as factors.
+            device_only: Read no value of a tensor.
+        """
+        self._state = state
+        self._planner = planner
+        self._device_only = device_only
+
+    @property
+    def is_held(self) -> bool:
+        """Whether sums are held back."""
+        return self._held is not None
+
+    def begin(self, strategy: str, loss: Tensor | None) -> BookKeeping:
+        """Return what listens to a backward.
+
+        Args:
+            strategy: "bookkeeping" or "hooks".
+            loss: Where the backward starts; None if that is not known.
+
+        Returns:
+            Has heard nothing.
+        """
+        state = self._state
+        state.settle_doubt()
+        if strategy == "hooks":
+            state.store.drop_stale_samples()
+            return Hooks(state.groups(), device_only=self._device_only)
+        parameters = state.capture.substitution.present
+        keep = None if loss is None else self._planner.before(loss, state.capture.forward, parameters)
+
+        def kept_layers(use: ParamUse, grad: Tensor) -> frozenset[str]:
+            return self._planner.during(use, grad, parameters) if keep is None else keep
+
+        return BookKeeping(
+            state.groups(), kept_layers=kept_layers, device_only=self._device_only, sequences=state.sequences
+        )
+
+    def run(self, listener: BookKeeping, back: Callable[[], None], *, per_sample: bool) -> None:
+        """Run a backward and add its clipped sums.
+
+        Args:
+            listener: Of `begin`.
+            back: Runs it.
+            per_sample: Whether the loss was given sample by sample.
+        """
+        self._state.listen(listener, back)
+        self.complete(listener, per_sample=per_sample)
+
+    def complete(self, listener: BookKeeping, *, per_sample: bool) -> None:
+        """Add the clipped sums of a backward that has ended.
+
+        Args:
+            listener: Heard it.
+            per_sample: Whether the loss was given sample by sample.
+        """
+        state = self._state
+        listener.streams.join()
+        with torch.no_grad(), full_precision():
+            held = Held(listener, listener.norms(), state.forward_of(listener))
+            if self._held is None:
+                self._add_sums(held, held.total, state.scale(state.capture.forward, per_sample=per_sample))
+        if self._held is None:
+            state.close(listener)
+        else:
+            self._held.append(held)
+
+    def _add_sums(self, held: Held, total: GroupNorms, scale: float) -> None:
+        state, listener = self._state, held.listener
+        weights = state.decisions.weights(
+            total, held.forward, scale, listener.ill_conditioned_B, certain_B=listener.certain_B
+        )
+        state.all_or_nothing(lambda: listener.add_sums(state.store, weights, scale))
+
+    @contextmanager
+    def holding(self, *, loss_elsewhere: bool) -> Iterator[list[Held]]:
+        """Hold sums back; see `GhostClipper.holding`.
+
+        Args:
+            loss_elsewhere: See the class.
+
+        Yields:
+            The backwards that have ended so far, in order.
+        """
+        self._held, self.loss_elsewhere = [], loss_elsewhere
+        try:
+            yield self._held
+        finally:
+            self._held, self.loss_elsewhere = None, False
+
+    def conclude(self, held: Sequence[Held], totals: Sequence[GroupNorms]) -> None:
+        """Add the clipped sums of backwards that were held back, as one backward over samples of each.
+
+        Args:
+            held: The backwards.
+            totals: Norms over all parts of the model, of the samples of each.
+        """
+        state = self._state
+        before = state.decisions.passes
+        with torch.no_grad(), full_precision():
+            for one, total in zip(held, totals, strict=True):
+                self._add_sums(one, total, state.scale(one.forward, per_sample=False))
+                state.close(one.listener)
+        state.decisions.merge_passes(before)

@@ -1,0 +1,97 @@
+"""Options of a clipper that contradict each other."""
+
+from typing import Final
+
+from torch import nn
+
+from ghostclip import _torch, _validate
+from ghostclip.clipping.passes import Sequences
+from ghostclip.clipping.policies import ClipPolicy
+from ghostclip.clipping.store import Sharded
+from ghostclip.errors import InvalidOptionError, UnsupportedModelError
+
+TWO_PASS: Final = ("ghost", "fast")
+
+
+def check_ranks(model: nn.Module, strategy: str, *, sharded: Sharded | None, sequences: Sequences | None) -> None:
+    """Check what a clipper is told of other ranks.
+
+    Args:
+        model: The model.
+        strategy: How the clipped sum is formed.
+        sharded: The ranks that hold its parameters in parts.
+        sequences: The ranks over which sequences are split.
+
+    Raises:
+        UnsupportedModelError: The model has parameters in parts, and nobody says how they are held.
+        InvalidOptionError: The options contradict each other.
+    """
+    if sharded is None and any(map(_torch.is_sharded_tensor, model.parameters())):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has parameters that several ranks hold in parts (DTensor). Call make_private, "
+            "or say GhostClipper(model, sharded=ghostclip.distributed.ShardedModel(model), ...)."
+        )
+    if sequences is not None and sharded is not None:
+        raise InvalidOptionError(
+            "sequences with sharded: splitting sequences over ranks that hold parameters in parts is not supported. "
+            "Use one of them."
+        )
+    if sequences is not None and strategy not in {"auto", "bookkeeping"}:
+        raise InvalidOptionError(
+            f"strategy={strategy!r} with sequences: factors that ranks have in parts are brought together by "
+            "book-keeping alone. Use strategy='bookkeeping'."
+        )
+
+
+def check_budget(
+    memory_budget: float, strategy: str, *, device_only: bool, sharded: Sharded | None, sequences: Sequences | None
+) -> None:
+    """Refuse a budget below 1 where nothing can be chosen to keep it.
+
+    Args:
+        memory_budget: The most that a backward may hold, over what an ordinary one holds.
+        strategy: How the clipped sum is formed.
+        device_only: Whether no value of a tensor may be read.
+        sharded: As for `check_ranks`.
+        sequences: As for `check_ranks`.
+
+    Raises:
+        InvalidOptionError: The options contradict each other.
+    """
+    _validate.positive(memory_budget, "memory_budget", allow_infinity=True)
+    reasons = {
+        "device_only=True": device_only,
+        "sequences": sequences is not None,
+        "a model that is sharded": sharded is not None,
+        f"strategy={strategy!r}": strategy not in ("auto", "bookkeeping"),
+    }
+    given = next((reason for reason, holds in reasons.items() if holds), None)
+    if memory_budget < 1 and given is not None:
+        raise InvalidOptionError(
+            f"memory_budget={memory_budget} with {given}: below 1 every layer gets one backward or two as memory "
+            "allows, and the two are compared. Use strategy='auto', or a budget of 1 or more."
+        )
+
+
+def check_readers(strategy: str, policy: ClipPolicy, *, device_only: bool) -> None:
+    """Refuse what reads values where none may be read.
+
+    Args:
+        strategy: How the clipped sum is formed.
+        policy: How samples are clipped.
+        device_only: Whether no value of a tensor may be read.
+
+    Raises:
+        InvalidOptionError: The options contradict each other.
+    """
+    if not device_only:
+        return
+    if strategy in TWO_PASS:
+        raise InvalidOptionError(
+            f"strategy={strategy!r} with device_only=True: two backwards are compared, and the answer is read. Use "
+            "strategy='bookkeeping'."
+        )
+    if policy.adaptation is not None:
+        raise InvalidOptionError(
+            "policy with device_only=True: an adaptive bound is a number that every step reads. Use a fixed one."
+        )

@@ -1,0 +1,190 @@
+"""What the strategies of one clipper share: the capture of a model, decisions on samples, the clipped sums."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ghostclip.capture import backward_entry
+from ghostclip.capture.context import CaptureContext
+from ghostclip.capture.forward import ForwardContext
+from ghostclip.clipping.decisions import Decisions
+from ghostclip.clipping.grouping import Whole
+from ghostclip.clipping.passes import Pass, Sequences
+from ghostclip.clipping.repeats import Repeats, Verdict
+from ghostclip.clipping.store import GradientStore, Sharded
+
+
+class ClippingState:
+    """Runs backwards for the strategies, and begins and ends what each of them adds to the sums.
+
+    Attributes:
+        model: The model.
+        capture: Sees what its forwards and backwards do with parameters.
+        decisions: Norms to coefficients.
+        store: The clipped sums.
+        sharded: The ranks that hold the model's parameters in parts.
+        sequences: The ranks over which sequences are split.
+        mean: Whether a scalar loss is a mean over the samples, else their sum.
+        generation: How often the sums were forgotten.
+    """
+
+    generation = 0
+    _doubt: Verdict | None = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        capture: CaptureContext,
+        decisions: Decisions,
+        *,
+        sharded: Sharded | None,
+        sequences: Sequences | None,
+        mean: bool,
+    ) -> None:
+        """Begin with sums of nothing.
+
+        Args:
+            model: The model.
+            capture: Attached to it.
+            decisions: Holds the policy.
+            sharded: See the class.
+            sequences: See the class.
+            mean: See the class.
+        """
+        self.model = model
+        self.capture = capture
+        self.decisions = decisions
+        self.sharded = sharded
+        self.sequences = sequences
+        self.mean = mean
+        substitution = capture.substitution
+        self.store = GradientStore(
+            substitution.parameters,
+            present=substitution.present,
+            delivery=None if sharded is None else sharded.delivery,
+        )
+
+    def listen(self, listener: Pass, run: Callable[[], bool | None]) -> bool | None:
+        """Run a backward.
+
+        Args:
+            listener: Receives the gradients of the uses of parameters.
+            run: Runs it.
+
+        Returns:
+            What `run` returns.
+        """
+        with self.capture.listening(listener), self.capture.substituted():
+            return run()
+
+    def groups(self) -> Mapping[str, int]:
+        """Return the clip group of every trainable parameter, as the policy says for those that are trainable now."""
+        self.decisions.device = next(self.model.parameters()).device
+        if type(self.decisions.policy.grouping) is Whole:
+            return self.decisions.open([]).group_of
+        named = self.model.named_parameters()
+        return self.decisions.open([name for name, parameter in named if parameter.requires_grad]).group_of
+
+    def forward_of(self, listener: Pass) -> ForwardContext:
+        """Return the forward that a backward went through.
+
+        Args:
+            listener: Heard it.
+
+        Returns:
+            The first of several; the latest one where the backward met no parameter.
+        """
+        return listener.forwards[0] if listener.forwards else self.capture.forward
+
+    def scale(self, forward: ForwardContext, *, per_sample: bool) -> float:
+        """Return what turns the gradients that arrive into those of each sample's own loss: a mean has divided by B.
+
+        Args:
+            forward: The forward that the loss comes from.
+            per_sample: Whether the loss was given sample by sample.
+
+        Returns:
+            The factor.
+        """
+        return float(max(1, forward.batch_size)) if self.mean and not per_sample else 1.0
+
+    def all_or_nothing(self, add: Callable[[], object]) -> None:
+        """Drop every sum when adding to them fails half-way: half a batch must never be released.
+
+        Args:
+            add: Adds the sums of a batch.
+        """
+        try:
+            add()
+        except BaseException:
+            self.reset()
+            raise
+
+    def close(self, listener: Pass) -> None:
+        """Note that the sums of a backward are complete, and let go of what it needed.
+
+        Args:
+            listener: Heard the backward.
+        """
+        listener.streams.part()
+        for forward in listener.forwards:
+            forward.consumed = True
+            backward_entry.forget(forward)
+        forward = self.forward_of(listener)
+        noted = [one.noted for one in listener.forwards if one.noted is not None]
+        rows = 0 if forward.is_dummy else forward.batch_size
+        self._end(rows if self.sequences is None else self.sequences.rows(rows), noted)
+        self.capture.let_go()
+
+    def adopt(self, sums: Mapping[str, Tensor], rows: int, noted: list[Any]) -> None:
+        """Add the sums of a batch that were formed elsewhere.
+
+        Args:
+            sums: Sum by parameter name.
+            rows: Samples of the batch.
+            noted: What was noted of its inputs.
+        """
+
+        def add() -> None:
+            for name, own in sums.items():
+                self.store.add(name, own)
+
+        self.all_or_nothing(add)
+        self._end(rows, noted)
+
+    def _end(self, rows: int, noted: list[Any]) -> None:
+        self.decisions.close(rows, noted)
+        self.store.finish()
+
+    def reset(self) -> None:
+        """Forget the sums."""
+        self.generation += 1
+        self.decisions.forget()
+        self.store.reset()
+
+    # -- whether a second backward repeated the first ---------------------------------------------------------------
+
+    def require(self, repeats: Repeats) -> None:
+        """Drop the sums of a second backward that brought other gradients; where asking waits, it is asked later.
+
+        Args:
+            repeats: Has compared the two.
+        """
+        self._doubt = repeats.require()
+        if self._doubt is not None and self.sharded is not None:
+            # Other ranks hold a part of these sums, and wait for no later answer.
+            self.settle_doubt()
+        elif self._doubt is not None:
+            self.store.drop_if(self._doubt.differs_K.any())
+
+    def take_doubt(self) -> Verdict | None:
+        """Return whether the step before repeated itself, where that is still open, for the caller to ask."""
+        doubt, self._doubt = self._doubt, None
+        return doubt
+
+    def settle_doubt(self) -> None:
+        """Ask whether the step before repeated itself, where that is still open."""
+        doubt = self.take_doubt()
+        if doubt is not None:
+            doubt.require()
