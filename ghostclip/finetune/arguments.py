@@ -196,6 +196,12 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         help=_default("losses of tokens without logits in memory: auto, fused or logits", "vocabulary_head"),
     )
+    group.add_argument(
+        "--memory-budget",
+        type=float,
+        metavar="R",
+        help=_default("memory of a backward, over an ordinary one's; below 1 blocks are run again", "memory_budget"),
+    )
     group.add_argument("--device", metavar="NAME", help=_default("cpu, cuda, cuda:1, mps or auto", "device"))
     group.add_argument(
         "--dtype", metavar="NAME", help=_default(f"{' or '.join(DTYPES)} (autocast; weights stay float32)", "dtype")

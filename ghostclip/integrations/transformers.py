@@ -9,6 +9,7 @@ Needs transformers.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -346,6 +347,9 @@ class DPTrainer(Trainer):
     ) -> tuple[Tensor, Any]:
         """Return the loss of each record, or a mean that the engine will prove, and the outputs."""
         task = task_of(self.model)
+        if self.args.memory_budget < 1 and _takes(without_adapters(self.model), "use_cache"):
+            # A block that fills a cache cannot be run again.
+            inputs = {**inputs, "use_cache": False}
         if self.compute_loss_func is not None:
             outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
             return self.compute_loss_func(outputs, inputs.get("labels"), num_items_in_batch=None), outputs
@@ -464,6 +468,11 @@ def _mean(loss: Tensor) -> Tensor:
             "ghostclip.losses.token_losses."
         )
     return loss.mean() if loss.dim() else loss
+
+
+def _takes(model: nn.Module, name: str) -> bool:
+    """Return whether a model's forward has an argument of some name."""
+    return name in inspect.signature(model.forward).parameters
 
 
 def _scalar_loss(outputs: Any) -> Tensor | None:
