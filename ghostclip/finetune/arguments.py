@@ -200,6 +200,12 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         help=_default("losses of tokens without logits in memory: auto, fused or logits", "vocabulary_head"),
     )
+    group.add_argument(
+        "--memory-budget",
+        type=float,
+        metavar="R",
+        help=_default("memory of a backward, over an ordinary one's; below 1 blocks are run again", "memory_budget"),
+    )
     _add_devices(group)
     group.add_argument(
         "--seed",

@@ -156,7 +156,7 @@ def _facts(options: FinetuneOptions, tokens: Tokens, split: Split) -> DataFacts:
 def _check_private(model: PreTrainedModel, split: Split, options: FinetuneOptions) -> None:
     check_private(
         model, losses_for(options.task, model, vocabulary_head=options.head), width=split.training.width,
-        strategy=cast("Strategy", options.strategy), dtype=options.dtype,
+        strategy=cast("Strategy", options.strategy), dtype=options.dtype, memory_budget=options.memory_budget,
     )  # fmt: skip
 
 

@@ -113,6 +113,7 @@ class PrivateTraining:
                 wrap_model=self.options.strategy != "graph",
                 noise_generator=self._unsafe_generator(stream=1),
                 budget=budget,
+                memory_budget=self.options.memory_budget,
             )
 
     @property
