@@ -175,11 +175,23 @@ def tell_refusal(what: str, error: Exception, group: Group = None) -> None:
         error: What this rank raises.
         group: The ranks that train together.
     """
-    if world_size(group) > 1 and not getattr(error, _KNOWN, False):
+    if world_size(group) > 1 and not is_known_to_all(error):
         # Where the others are gone already, the error that counts is this rank's own.
         with contextlib.suppress(GhostClipError, RuntimeError):
             gathered(what, _Refusal(type(error).__name__, str(error)), group)
         known_to_all(error)
+
+
+def is_known_to_all(error: Exception) -> bool:
+    """Return whether every rank was told of an error, so that one of them may say it for all.
+
+    Args:
+        error: What this rank has raised.
+
+    Returns:
+        True if so.
+    """
+    return bool(getattr(error, _KNOWN, False))
 
 
 class _Refusal(NamedTuple):

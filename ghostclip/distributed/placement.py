@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -94,7 +95,7 @@ class Placement:
         """How many ranks the mesh has."""
         return prod(axis.size for axis in self.axes)
 
-    @property
+    @cached_property
     def here(self) -> Box:
         """The part on this rank, in the way of `torch.chunk`: equal parts, the last ones shorter or empty."""
         starts, sizes = [0] * len(self.shape), list(self.shape)

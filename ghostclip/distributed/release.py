@@ -13,7 +13,7 @@ from ghostclip.distributed.agreement import Group, world_size
 from ghostclip.distributed.placement import Box, placement_of
 from ghostclip.errors import InvalidOptionError
 from ghostclip.noise.keyed import KeyedNoise, skip_noise
-from ghostclip.noise.packs import add_noise_, copy_back_, flattened, packs
+from ghostclip.noise.packs import add_noise_, copy_back_, draws_shares, flattened, packs
 
 _BUCKET: Final = 25 << 20
 """Bytes of sums that are reduced together, as torch's DistributedDataParallel has them."""
@@ -23,12 +23,16 @@ _BUCKET: Final = 25 << 20
 def noisy_sum_(partial: torch.Tensor, std: float, source: KeyedNoise, *, group: Group = None) -> None:
     """Replace every rank's partial sum by the sum over all ranks plus one draw of noise, the same on all ranks.
 
-    Rank 0 adds the noise to its part; the others pass over it, so that all sources keep the same position. The noise is
-    that of a run on one machine, and int64 sums (level "exact") are equal to that run's to the last bit.
+    Each rank draws its share of the noise, of blocks of elements, and adds it to its part; all sources keep the same
+    position. The noise is that of a run on one machine, and int64 sums (level "exact") are equal to that run's to the
+    last bit.
 
     Privacy:
-        The noise is added before anything leaves rank 0. Partial sums of other ranks travel without noise: the ranks
-        trust each other.
+        Every element gets its noise on one rank. Partial sums travel with the noise of a part of their elements: the
+        ranks trust each other, and only the sum is released.
+
+    Cost:
+        A rank draws the noise of its share of the elements, as far as these are more than a block for each.
 
     Args:
         partial: This rank's clipped sum of one parameter, all shapes equal; overwritten.
@@ -47,7 +51,8 @@ def noisy_sum_(partial: torch.Tensor, std: float, source: KeyedNoise, *, group: 
 def noisy_sums_(partials: Sequence[torch.Tensor], std: float, source: KeyedNoise, *, group: Group = None) -> None:
     """Replace every rank's partial sums by those over all ranks plus one draw of noise, the same on all ranks.
 
-    As `noisy_sum_` for each, with the noise that one machine adds to all of them at once.
+    As `noisy_sum_` for each, with the noise that one machine adds to all of them at once. A source whose methods were
+    covered by others draws all of it on rank 0: on all ranks or on none.
 
     Args:
         partials: This rank's clipped sums of several parameters, in the same order on all ranks; overwritten.
@@ -60,12 +65,18 @@ def noisy_sums_(partials: Sequence[torch.Tensor], std: float, source: KeyedNoise
     """
     for partial in partials:
         _require_wide(partial)
-    if world_size(group) == 1 or distributed.get_rank(group) == 0:
+    ranks = world_size(group)
+    if ranks == 1:
+        add_noise_(source, partials, std)
+        return
+    rank = distributed.get_rank(group)
+    if draws_shares(source):
+        source.add_share_(partials, std, rank=rank, ranks=ranks)
+    elif rank == 0:
         add_noise_(source, partials, std)
     elif std > 0:
         skip_noise(source, partials)
-    if world_size(group) > 1:
-        _all_reduce_all(partials, group)
+    _all_reduce_all(partials, group)
 
 
 @torch.no_grad()

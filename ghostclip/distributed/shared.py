@@ -17,6 +17,7 @@ from ghostclip.distributed.sample_ranks import Shares
 from ghostclip.distributed.weights import require_equal_weights
 from ghostclip.errors import InvalidOptionError
 from ghostclip.noise.keyed import KeyedNoise, NoiseSource
+from ghostclip.noise.packs import draws_shares
 
 
 class SharedNoise:
@@ -67,7 +68,7 @@ class SharedNoise:
         """
         self._follow_first()
         if not self._agreed:
-            require_agreement("noise", self._source.fingerprint(), self._group)
+            require_agreement("noise", self._fingerprint(), self._group)
             self._agreed = True
         if self._copies > 1 or any(map(_torch.is_sharded_tensor, tensors)):
             noisy_parts_(tensors, std, self._source, groups=self._groups)
@@ -88,10 +89,14 @@ class SharedNoise:
         """
         self._follow_first()
         if share is not None:
-            share = share._replace(noise=digest_of(self._source.fingerprint()))
+            share = share._replace(noise=digest_of(self._fingerprint()))
         asks = require_one_draw(share, self._group, copies=self._copies)
         self._agreed = share is not None
         return asks
+
+    def _fingerprint(self) -> str:
+        """Return which noise comes next, and whether one rank draws all of it: a rank alone must not think so."""
+        return self._source.fingerprint() + ", all on rank 0" * (not draws_shares(self._source))
 
     def _follow_first(self) -> None:
         """Take rank 0's noise where it follows a generator: whether that was seeded anew, only rank 0 says for all."""

@@ -23,6 +23,7 @@ from ghostclip.evidence.growth import grown
 from ghostclip.evidence.independence import Batch, refuse_dependence
 from ghostclip.evidence.loss_graph import Sizes, refuse_beyond_outputs
 from ghostclip.evidence.probe import Probe, ask, starts
+from ghostclip.evidence.randomness import Randomness
 from ghostclip.evidence.unchecked import FEWER, REPLACED, ROWS, Unchecked
 
 _WHERE_ON_ONE: Final = "Run ghostclip.validate on a smaller model of this kind on one device, which names the module."
@@ -49,6 +50,7 @@ class Evidence:
         self.unchecked = Unchecked()
         self.loss_sizes: Sizes = {}
         self._buffers: Buffers | None = None
+        self._randomness: Randomness | None = None
 
     def renew(self) -> None:
         """Ask for all evidence anew, from the next forward on: the model was changed."""
@@ -102,6 +104,7 @@ class Evidence:
         self._buffers = Buffers(capture.model) if asks else None
         if asks and not capture.sites.layouts:
             forward.grown = self._grown(capture, call)
+        self._randomness = Randomness(_used(capture, call)) if asks else None
 
     def end(self, capture: CaptureContext, call: ModuleCall, output: Any) -> Any:
         """Weigh the evidence on a forward; read it once more where sizes had to be trusted and were wrong.
@@ -114,6 +117,8 @@ class Evidence:
         Returns:
             The output of the last reading.
         """
+        randomness, self._randomness = self._randomness, None
+        drew = randomness is None or randomness.drawn()
         forward, call = capture.forward, ModuleCall(*capture.bags.as_rows(*call))
         probe = self._probed(capture, output)
         failed = probe is not None and _on_any(capture, bool(probe.failures))
@@ -145,7 +150,7 @@ class Evidence:
                     batch_size=size,
                     axis=axis,
                 )
-            self._refuse_dependence(capture, call, output, probe)
+            self._refuse_dependence(capture, call, output, probe, drew=drew)
             self.unchecked.tell()
         return output
 
@@ -181,7 +186,9 @@ class Evidence:
             self.unchecked.missed("the model returned no tensor with a gradient", ROWS)
         return probe
 
-    def _refuse_dependence(self, capture: CaptureContext, call: ModuleCall, output: Any, probe: Probe | None) -> None:
+    def _refuse_dependence(
+        self, capture: CaptureContext, call: ModuleCall, output: Any, probe: Probe | None, *, drew: bool
+    ) -> None:
         """Refuse a model whose outputs for one sample change with the others."""
         forward, inputs = capture.forward, (call.args, dict(call.kwargs))
         if _has_packed(inputs):
@@ -195,6 +202,7 @@ class Evidence:
             gathered=forward.gathered,
             reordered=forward.reordered,
             maps=[known.get(id(found)) for found in outputs_of(output)],
+            outputs=() if _on_any(capture, drew) else outputs_of(output),
         )
         with capture.substitution.unwatched(), _sharing(capture, "batch independence"):
             refuse_dependence(
@@ -213,6 +221,11 @@ def _sharing(capture: CaptureContext, what: str) -> AbstractContextManager[None]
 def _on_any(capture: CaptureContext, holds: bool) -> bool:  # noqa: FBT001 - what is asked, no option
     """Return whether something holds on any rank that shares samples with this one."""
     return holds if capture.gathering is None else capture.gathering.any_sharing(holds)
+
+
+def _used(capture: CaptureContext, call: ModuleCall) -> list[Tensor]:
+    """Return tensors on every device that a forward uses."""
+    return [*capture.model.parameters(), *capture.model.buffers(), *_tree.tensors((call.args, dict(call.kwargs)))]
 
 
 def _has_packed(inputs: Any) -> bool:

@@ -30,9 +30,10 @@ DIVIDED: dict[str, Training] = {
 }
 
 
-def _begin(how: str = "nested", **options: Any) -> tuple[Any, Any, Any, Any, Any]:
+def _begin(how: str = "nested", *, divided: bool = True, **options: Any) -> tuple[Any, Any, Any, Any, Any]:
     net = built(DIVIDED[how])
-    DIVIDED[how].shard(net)
+    if divided:
+        DIVIDED[how].shard(net)
     x, y = samples("features")
     engine = PrivacyEngine(**options)
     model, optimizer, loader = engine.make_private(
@@ -109,13 +110,60 @@ def load(rank: int, ranks: int, folder: str, how: str = "nested") -> None:
     os._exit(0)
 
 
-def lose(rank: int, ranks: int, folder: str) -> None:
-    """Train until rank 1 dies within a step, after its forward.
+def keep(rank: int, ranks: int, folder: str) -> None:
+    """Train for an epoch, save one file, and go on for a step; then go on from the file again.
 
     Args:
         rank: Number of this process.
         ranks: How many there are.
         folder: Where they meet, and where results go.
+    """
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    with process_group(rank, ranks, folder, meshes=True):
+        engine, net, model, optimizer, loader = _begin()
+        for batch in loader:
+            _step(model, optimizer, batch)
+        engine.save_checkpoint(path=f"{folder}/file.pt", module=model, optimizer=optimizer)
+        _step(model, optimizer, next(iter(loader)))
+        torch.save(_seen(engine, net, optimizer), Path(folder) / f"kept{rank}.pt")
+        torch.save(go_on(folder), Path(folder) / f"resumed{rank}.pt")
+        distributed.barrier()
+    os._exit(0)
+
+
+def go_on(folder: str, *, divided: bool = True) -> dict[str, Any]:
+    """Continue the training of a file for a step.
+
+    Args:
+        folder: Where it lies.
+        divided: Whether this is one of several ranks.
+
+    Returns:
+        What is there afterwards.
+    """
+    engine, net, model, optimizer, loader = _begin(divided=divided)
+    engine.load_checkpoint(path=f"{folder}/file.pt", module=model, optimizer=optimizer)
+    _step(model, optimizer, next(iter(loader)))
+    return _seen(engine, net, optimizer)
+
+
+ENDS = ("dies", "raises")
+"""How rank 1 is lost: within a step after its forward, or by an error inside its backward, which ends the process."""
+
+
+def _raise(_: Any) -> None:
+    raise RuntimeError("an error of its own")
+
+
+def lose(rank: int, ranks: int, folder: str, how: str) -> None:
+    """Train until rank 1 is lost.
+
+    Args:
+        rank: Number of this process.
+        ranks: How many there are.
+        folder: Where they meet, and where results go.
+        how: One of `ENDS`.
     """
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -128,7 +176,9 @@ def lose(rank: int, ranks: int, folder: str) -> None:
                 optimizer.zero_grad()
                 loss = losses_of(model, "features", *batch).sum()
                 if number == DIES_IN - 1 and rank == 1:
-                    os._exit(0)
+                    if how == "dies":
+                        os._exit(0)
+                    loss.register_hook(_raise)
                 loss.backward()
                 optimizer.step()
             except RuntimeError as raised:

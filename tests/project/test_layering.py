@@ -28,6 +28,7 @@ LAYERS = (
     "clipper",
     "graph",
     "validation.fixers",
+    "language",
     "facade",
     "noise",
     "distributed",
