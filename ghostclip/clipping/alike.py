@@ -262,9 +262,9 @@ class Alike:
         """
         waiting, self._waiting, self._elements = self._waiting, defaultdict(list), 0
         for found in waiting.values():
-            for use, grad, version in found:
-                if _torch.version(grad) != version:
-                    raise TamperedGradientError(changed_in_place(", ".join(use.site.names)))
+            if _torch.versions([one.grad for one in found]) != [one.version for one in found]:
+                changed = next(one for one in found if _torch.version(one.grad) != one.version)
+                raise TamperedGradientError(changed_in_place(", ".join(changed.use.site.names)))
             if len(found) == 1 or not all(map(_trains, found)) or not self._joined(found):
                 for use, grad, _ in found:
                     self._alone(use, grad)
@@ -339,8 +339,11 @@ def _stands_alone(use: ParamUse) -> bool:
 
 def _trains(waiting: _Waiting) -> bool:
     """Return whether all parameters of a use are trained still: one may have been frozen since the forward."""
-    targets = waiting.use.targets.values()
-    return all(leaf.parameter.requires_grad for target in targets for leaf in target.origin.leaves.values())
+    for target in waiting.use.targets.values():
+        for leaf in target.origin.leaves.values():
+            if not leaf.parameter.requires_grad:
+                return False
+    return True
 
 
 def _explain(found: Sequence[_Waiting], formed: Mapping[str, Factor]) -> None:

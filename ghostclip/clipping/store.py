@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ghostclip import _torch
 from ghostclip.capture.gathering import Gathering
+from ghostclip.clipping.norms import SharedSamples
 from ghostclip.clipping.savepoint import SumsBefore
 from ghostclip.errors import TamperedGradientError
 
@@ -76,8 +77,19 @@ class Sharded(Gathering, Protocol):
     """A model whose parameters are held in parts by several ranks."""
 
     @property
+    def shared_samples(self) -> SharedSamples | None:
+        """The ranks that work on the same samples as this one; None where it has samples of its own."""
+
+    @property
     def delivery(self) -> Delivery:
         """What brings clipped sums to the ranks that hold the parts."""
+
+    def look_at(self, sums: Callable[[], Mapping[str, Tensor | None]]) -> None:
+        """Compare, after a forward that was proved, the clipped sums of parameters that ranks should have alike.
+
+        Args:
+            sums: Returns this rank's sums by name, None where there is none.
+        """
 
     def rest(self) -> None:
         """See to it that the model has the parameters that an optimizer holds."""
@@ -216,7 +228,7 @@ class GradientStore:
         whole = self._whole.get(parameter)
         if whole is not None:
             return whole, False
-        here = self._present[name]
+        here = _torch.local(self._present[name])
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         whole = self._whole[parameter] = torch.empty(here.shape, dtype=dtype, device=here.device)
         return whole, True
