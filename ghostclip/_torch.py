@@ -149,6 +149,18 @@ def scaled_all(tensors: Sequence[Tensor], scale: float) -> list[Tensor]:
     return list(torch._foreach_mul(list(tensors), scale))
 
 
+def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the norm of every tensor: ``torch._foreach_norm``.
+
+    Args:
+        tensors: At least one tensor, floating-point.
+
+    Returns:
+        Tensors without axes, of the same dtype.
+    """
+    return list(torch._foreach_norm(list(tensors)))
+
+
 def weak_table() -> Any:
     """Return a dict from tensors, by identity, that holds none of them: ``torch.utils.weak``."""
     return WeakTensorKeyDictionary()
@@ -626,6 +638,50 @@ def gathered_modules(model: nn.Module) -> list[Any]:
     """Return the modules that ``fully_shard`` was called with: the instances of ``FSDPModule``."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
+
+
+def is_arriving(tensor: Any) -> bool:
+    """Return whether a collective may still be writing a tensor: ``_functional_collectives.AsyncCollectiveTensor``."""
+    functional = sys.modules.get("torch.distributed._functional_collectives")
+    kind = getattr(functional, "AsyncCollectiveTensor", None)
+    return kind is not None and isinstance(tensor, kind)
+
+
+class _Arrived(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Tensor:
+        found: Tensor = tensor.wait()
+        return found.view_as(found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def arrived(tensor: Any) -> Tensor:
+    """Wait for a collective: ``AsyncCollectiveTensor.wait``.
+
+    Args:
+        tensor: One that `is_arriving`.
+
+    Returns:
+        The plain tensor, in the graph where the other one was.
+    """
+    found: Tensor = _Arrived.apply(tensor)
+    return found
+
+
+def data_mesh(module: Any) -> Any:
+    """Return the mesh that ``fully_shard`` divided a module over: ``FSDPParamGroup.mesh_info``.
+
+    Args:
+        module: One of `gathered_modules`.
+
+    Returns:
+        The mesh; None for a module that holds no parameters of its own.
+    """
+    groups = _groups_of(module._get_fsdp_state())
+    return groups[0].mesh_info.mesh if groups else None
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:

@@ -72,6 +72,8 @@ class ForwardContext:
         input_sizes: What tells the sizes of the model's inputs, where its blocks are watched.
         blocks: Calls of its repeated blocks in order, likewise.
         checkpointed_by_model: Activation checkpointing was active that no memory plan asked for.
+        spread: Parameters on several ranks, and whether each rank has parts of their gradients only (positions of a
+            sample are divided among the ranks), by name.
     """
 
     around: Surroundings
@@ -99,6 +101,7 @@ class ForwardContext:
     input_sizes: Any = None
     blocks: list[Any] = field(default_factory=list)
     checkpointed_by_model: bool = False
+    spread: dict[str, bool] = field(default_factory=dict)
     _recomputing: bool = False
 
     @property

@@ -54,14 +54,18 @@ class Substitution:
         generation: How many tracked tensors were made so far; another number means that plans for older ones are void.
     """
 
-    def __init__(self, model: nn.Module, interceptor: Interceptor, units: Sequence[nn.Module] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, interceptor: Interceptor, units: Sequence[nn.Module] = (), *, divided: bool = False
+    ) -> None:
         """Prepare to substitute a model's parameters.
 
         Args:
             model: The model.
             interceptor: Who is told of operations on the tracked tensors.
             units: Modules whose parameters exist only while they run.
+            divided: Whether ranks compute with parts of parameters, of which this rank's are tracked.
         """
+        self._divided = divided
         self.parameters: dict[str, nn.Parameter] = {}
         self.present: dict[str, nn.Parameter] = {}
         self.units = frozenset(units)
@@ -215,7 +219,8 @@ class Substitution:
     def _tracked_for(self, name: str, parameter: nn.Parameter) -> TrackedTensor:
         """Return the tracked tensor, made anew when the parameter's storage was exchanged (``.data = ...``)."""
         cached = self._tracked.get(id(parameter))
-        if cached is not None and cached[1] == _torch.memory_of(parameter):
+        memory = _torch.memory_of(_torch.local(parameter) if self._divided else parameter)
+        if cached is not None and cached[1] == memory:
             # Another parameter may have stood at its place meanwhile.
             self._stands(name, parameter)
             return cached[0]
@@ -225,7 +230,7 @@ class Substitution:
                 "(nn.Parameter(torch.view_as_real(w))) and take torch.view_as_complex of it in the forward."
             )
             raise UnsupportedModelError(message)
-        if _torch.is_sharded_tensor(parameter):
+        if _torch.is_sharded_tensor(parameter) and not self._divided:
             message = (
                 f"parameter '{name}' is held in parts (DTensor), and was not when the clipper was attached. Divide the "
                 "model first (fully_shard), then build the optimizer from its parameters, then call make_private."
@@ -236,7 +241,7 @@ class Substitution:
         self.generation += 1
         tracked = tracked_parameter(name, parameter, self._interceptor)
         # It holds the parameter, whose number is its own as long as it lives.
-        self._tracked[id(parameter)] = tracked, _torch.memory_of(parameter)
+        self._tracked[id(parameter)] = tracked, memory
         return tracked
 
     def _stands(self, name: str, parameter: nn.Parameter) -> None:

@@ -164,10 +164,10 @@ def tracked_parameter(name: str, parameter: nn.Parameter, interceptor: Intercept
         interceptor: Who is told of its uses.
 
     Returns:
-        A tracked tensor that shares the parameter's memory.
+        A tracked tensor that shares the parameter's memory, or this rank's part of it.
     """
-    value = parameter.detach()
-    graph = parameter.detach().requires_grad_()
+    value = _torch.local(parameter).detach()
+    graph = value.detach().requires_grad_()
     leaf = Leaf(name, parameter, graph)
     return wrap(Origin(interceptor, graph, value, {name: leaf}))
 
