@@ -144,6 +144,7 @@ class PrivacyEngine:
         probe: bool = True,
         memory_budget: float = MEMORY_BUDGET,
         vocabulary_head: str = "logits",
+        device_only: bool = False,
     ) -> Private | PrivateWithCriterion:
         """Return private counterparts of a model, its optimizer and its loader.
 
@@ -184,6 +185,9 @@ class PrivacyEngine:
                 tokens, and logits are not stored where the vocabulary is large and the model fits; other models stay
                 what they are. "fused" never stores them, and refuses a model that does not fit. "logits" leaves the
                 model's loss what it is.
+            device_only: Clip without reading a value of a tensor, so that a backward waits for no device: samples that
+                are not finite, or whose norm rounding makes doubtful, contribute nothing; see `ghostclip.GhostClipper`.
+                A release still asks once whether its records are those drawn, unless sampling is declared.
 
         Returns:
             (module, optimizer, data_loader); or (module, optimizer, criterion, data_loader) for "ghost", and if a
@@ -236,6 +240,7 @@ class PrivacyEngine:
                 probe=probe,
                 memory_budget=memory_budget,
                 vocabulary_head=vocabulary_head,
+                device_only=device_only,
             ),
             budget,
         )
@@ -269,6 +274,7 @@ class PrivacyEngine:
         probe: bool = True,
         memory_budget: float = MEMORY_BUDGET,
         vocabulary_head: str = "logits",
+        device_only: bool = False,
     ) -> Private | PrivateWithCriterion:
         """Like `make_private`, with the least noise that keeps a privacy budget for a number of epochs.
 
@@ -299,6 +305,7 @@ class PrivacyEngine:
             probe: As for `make_private`.
             memory_budget: As for `make_private`.
             vocabulary_head: As for `make_private`.
+            device_only: As for `make_private`.
 
         Returns:
             As `make_private`.
@@ -354,6 +361,7 @@ class PrivacyEngine:
             probe=probe,
             memory_budget=memory_budget,
             vocabulary_head=vocabulary_head,
+            device_only=device_only,
         )
         return given.around(self._assemble(request, budget))
 

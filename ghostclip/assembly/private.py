@@ -16,7 +16,10 @@ from ghostclip import _validate
 from ghostclip.assembly.clipping_options import ClippingOptions
 from ghostclip.capture.replicas import sums_meet_elsewhere
 from ghostclip.clipper import GhostClipper, Reduction
+from ghostclip.data.sampler import PrivateSampler
 from ghostclip.distributed import (
+    ShardedModel,
+    all_apart,
     copy_inside,
     noise_for,
     refuse_sharded,
@@ -69,6 +72,7 @@ class Request:
     probe: bool
     memory_budget: float
     vocabulary_head: str
+    device_only: bool
 
 
 def noise_level_of(noise_level: str | None, *, secure_mode: bool) -> str:
@@ -144,8 +148,13 @@ def assemble(request: Request, noise: KeyedNoise) -> Private | PrivateWithCriter
             module = copy_inside(_bare(request.module, optimizer))
             check_objects(module, optimizer)
             around = _losses_by_record(module, request)
-            noise_source = noise_for(request.sampling.replicas, request.module, noise)
-            clipper = _attached(_inside(module), request)
+            sharded = sharded_model(_inside(module))
+            shares = None if sharded is None else sharded.shares
+            noise_source = noise_for(request.sampling.replicas, request.module, noise, shares=shares)
+            clipper = _attached(_inside(module), request, sharded)
+            if shared and isinstance(request.sampling.sampler, PrivateSampler):
+                dealt = shares or all_apart()
+                request.sampling.sampler.deal(dealt.number, dealt.count)
             undo.callback(clipper.remove)
             sums_meet_elsewhere(clipper.model, shared=shared)
             if shared:
@@ -173,12 +182,13 @@ def _losses_by_record(module: nn.Module, request: Request) -> Callable[[], Abstr
     return by_record(_inside(module), choice, allowed=strategy not in ("hooks", "graph"))
 
 
-def _attached(module: nn.Module, request: Request) -> GhostClipper:
+def _attached(module: nn.Module, request: Request, sharded: ShardedModel | None) -> GhostClipper:
     """Attach a clipper to the model.
 
     Args:
         module: The bare model.
         request: What the user asked for.
+        sharded: The ranks that hold the model in parts; None where each has it whole.
 
     Returns:
         The clipper.
@@ -195,7 +205,8 @@ def _attached(module: nn.Module, request: Request) -> GhostClipper:
         relation=request.sampling.event.relation,
         probe=request.probe,
         memory_budget=request.memory_budget,
-        sharded=sharded_model(module),
+        device_only=request.device_only,
+        sharded=sharded,
     )
 
 

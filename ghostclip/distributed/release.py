@@ -102,7 +102,9 @@ def noisy_shard(
 
 
 @torch.no_grad()
-def noisy_parts_(sums: Sequence[torch.Tensor], std: float, source: KeyedNoise, *, group: Group = None) -> None:
+def noisy_parts_(
+    sums: Sequence[torch.Tensor], std: float, source: KeyedNoise, *, groups: Sequence[Group] = (None,)
+) -> None:
     """Make releases of sums of which some are held in parts: every rank draws the noise of its own part alone.
 
     The noise is that of one machine, which adds it to all whole sums at once: to the bit, for any number of ranks.
@@ -112,7 +114,7 @@ def noisy_parts_(sums: Sequence[torch.Tensor], std: float, source: KeyedNoise, *
             order on all ranks; overwritten.
         std: Standard deviation of the noise in one coordinate.
         source: This rank's source, of which all share the key.
-        group: The ranks that train together.
+        groups: Over these, one after the other, sums of what every rank has whole are added up.
 
     Raises:
         InvalidOptionError: If a sum has a 16-bit type.
@@ -122,8 +124,9 @@ def noisy_parts_(sums: Sequence[torch.Tensor], std: float, source: KeyedNoise, *
     """
     for total in sums:
         _require_wide(total)
-    if world_size(group) > 1:
-        _all_reduce_all([total for total in sums if not _torch.is_sharded_tensor(total)], group)
+    for group in groups:
+        if world_size(group) > 1:
+            _all_reduce_all([total for total in sums if not _torch.is_sharded_tensor(total)], group)
     if std == 0:
         return
     for pack in packs(sums, source._block_size):
@@ -139,10 +142,10 @@ def noisy_parts_(sums: Sequence[torch.Tensor], std: float, source: KeyedNoise, *
             for whole, (_, box) in zip(flat_N.split([total.numel() for total in pack]), parts, strict=True)
         ]
         for whole, (part, _) in zip(wholes, parts, strict=True):
-            whole.copy_(part)
+            whole.copy_(part.view(whole.shape))
         source.add_(flat_N, std)
         for whole, (part, _) in zip(wholes, parts, strict=True):
-            part.copy_(whole)
+            part.copy_(whole.reshape(part.shape))
 
 
 def _box_of(total: torch.Tensor) -> Box:

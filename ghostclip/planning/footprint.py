@@ -250,7 +250,7 @@ def order(node: Any) -> int:
 
 def addresses(tensors: Iterable[Tensor]) -> set[int]:
     """Return where the memory of tensors begins."""
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    return {_torch.local(tensor).untyped_storage().data_ptr() for tensor in tensors}
 
 
 def _inputs_of(use: ParamUse | None) -> Sequence[Tensor]:
@@ -259,8 +259,8 @@ def _inputs_of(use: ParamUse | None) -> Sequence[Tensor]:
 
 def _storages(tensors: Iterable[Tensor], constant: set[int]) -> dict[int, int]:
     found = {}
-    for tensor in tensors:
-        if tensor.layout is torch.strided:
+    for tensor in map(_torch.local, tensors):
+        if tensor.layout is torch.strided and not _torch.is_arriving(tensor):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in constant:
                 found[storage.data_ptr()] = storage.nbytes()

@@ -16,15 +16,23 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import PrivacyEngine
 from tests import process_group as meeting
-from tests.distributed.sharded import TRAININGS, built, losses_of, nested, samples, whole_of
+from tests.distributed import tensor
+from tests.distributed.sharded import TRAININGS, Training, built, losses_of, samples, whole_of
 from tests.process_group import process_group
 
 DELTA, DIES_IN = 1e-5, 3
 
 
-def _begin(**options: Any) -> tuple[Any, Any, Any, Any, Any]:
-    net = built(TRAININGS["nested"])
-    nested(net)
+DIVIDED: dict[str, Training] = {
+    "nested": TRAININGS["nested"],
+    "tensor": Training(tensor.mlp, tensor.of_mlp),
+    "two axes": Training(tensor.mlp, tensor.on_two_axes(tensor.of_mlp, 2, 2)),
+}
+
+
+def _begin(how: str = "nested", **options: Any) -> tuple[Any, Any, Any, Any, Any]:
+    net = built(DIVIDED[how])
+    DIVIDED[how].shard(net)
     x, y = samples("features")
     engine = PrivacyEngine(**options)
     model, optimizer, loader = engine.make_private(
@@ -54,18 +62,19 @@ def _seen(engine: Any, net: Any, optimizer: Any) -> dict[str, Any]:
     }
 
 
-def save(rank: int, ranks: int, folder: str) -> None:
+def save(rank: int, ranks: int, folder: str, how: str = "nested") -> None:
     """Train for an epoch and save.
 
     Args:
         rank: Number of this process.
         ranks: How many there are.
         folder: Where they meet, and where results go.
+        how: How the model is divided.
     """
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     with process_group(rank, ranks, folder, meshes=True):
-        engine, net, model, optimizer, loader = _begin()
+        engine, net, model, optimizer, loader = _begin(how)
         for batch in loader:
             _step(model, optimizer, batch)
         of_model, of_optimizer = get_state_dict(net, optimizer)
@@ -75,18 +84,19 @@ def save(rank: int, ranks: int, folder: str) -> None:
     os._exit(0)
 
 
-def load(rank: int, ranks: int, folder: str) -> None:
+def load(rank: int, ranks: int, folder: str, how: str = "nested") -> None:
     """Continue what other ranks have saved, for one step.
 
     Args:
         rank: Number of this process.
         ranks: How many there are.
         folder: Where they meet, and where results go.
+        how: How the model is divided.
     """
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     with process_group(rank, ranks, folder, meshes=True):
-        engine, net, model, optimizer, loader = _begin()
+        engine, net, model, optimizer, loader = _begin(how)
         of_model, of_optimizer = get_state_dict(net, optimizer)
         state = {"model": of_model, "optimizer": of_optimizer}
         checkpoint.load(state, checkpoint_id=f"{folder}/saved")

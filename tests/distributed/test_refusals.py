@@ -159,13 +159,18 @@ def _fake_store():
 def _sharded(how, net):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+    from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
     if how == "wrapper":
         return FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True)
     mesh = init_device_mesh("cpu", (1,))
-    if how == "tensor":
-        return parallelize_module(net, mesh, {"0": ColwiseParallel()})
+    if how == "two axes":
+        both = init_device_mesh("cpu", (1, 1), mesh_dim_names=("rows", "columns"))
+        net[0].weight = nn.Parameter(distribute_tensor(net[0].weight.detach(), both, [Shard(0), Shard(1)]))
+        return net
+    if how == "parts of a sum":
+        net[0].weight = nn.Parameter(DTensor.from_local(net[0].weight.detach(), mesh, [Partial()]))
+        return net
     if how == "meta":
         net = net.to("meta")
     fully_shard(net[0], mesh=mesh)
@@ -214,7 +219,8 @@ def _attempt(how):
 
 SHARDED = {
     "wrapper": r"^module \(FullyShardedDataParallel\): .* Use torch.distributed.fsdp.fully_shard",
-    "tensor": r"^parameter '0.weight' \(DTensor\) is sharded .* Divide the model with fully_shard",
+    "two axes": r"^parameter '0.weight' lies on another mesh .* Use one axis of one mesh for tensor parallelism",
+    "parts of a sum": r"^parameter '0.weight' is placed as P.* along mesh axis '0': supported are Shard, Replicate",
     "meta": r"^parameter '0.weight' is on the meta device",
     "after the optimizer": r"Build the optimizer from module.parameters\(\)",
     "bare clipper": r"GhostClipper\(model, sharded=",

@@ -16,11 +16,15 @@ def _found(folder, what, ranks):
     return [torch.load(folder / f"{what}{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
-def test_four_ranks_save_and_two_go_on(tmp_path):
-    multiprocessing.spawn(save, args=(4, str(tmp_path)), nprocs=4)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((4, "nested"), (2, "nested")), ((2, "tensor"), (4, "two axes")), ((4, "two axes"), (2, "tensor"))],
+)
+def test_some_ranks_save_and_others_go_on(tmp_path, before, after):
+    multiprocessing.spawn(save, args=(before[0], str(tmp_path), before[1]), nprocs=before[0])
     (tmp_path / "meeting").unlink(missing_ok=True)
-    multiprocessing.spawn(load, args=(2, str(tmp_path)), nprocs=2)
-    saved, loaded = _found(tmp_path, "saved", 4), _found(tmp_path, "loaded", 2)
+    multiprocessing.spawn(load, args=(after[0], str(tmp_path), after[1]), nprocs=after[0])
+    saved, loaded = _found(tmp_path, "saved", before[0]), _found(tmp_path, "loaded", after[0])
     for rank in loaded:
         assert rank["epsilon"] == saved[0]["epsilon"]
         assert rank["later"] > rank["epsilon"]
