@@ -119,21 +119,21 @@ def peak(way: str, sizes: Sizes, samples: int) -> int:
     return found.peak + parameters + ids_BT.nbytes
 
 
-def largest(way: str, sizes: Sizes, memory: int) -> dict[str, int]:
+def largest(way: str, sizes: Sizes, memory: int, *, least: int) -> dict[str, int]:
     """Find the largest batch, on the line through the peaks of two small ones.
 
     Args:
         way: One of `WAYS`.
         sizes: Of the model.
         memory: Bytes that a step may take.
+        least: Bytes that one more sample takes at least: of few samples, gradients of a large head alone are the peak.
 
     Returns:
-        `batch`, 0 where not one sample fits, `sample`, the bytes that one more takes, and `fixed`, those of none.
+        `batch`, 0 where not one sample fits, `sample`, the bytes that one more takes, and `peak`, those of a few.
     """
     first, second = (peak(way, sizes, samples) for samples in (_FIRST, _SECOND))
-    sample = max(1, (second - first) // (_SECOND - _FIRST))
-    fixed = first - _FIRST * sample
-    return {"batch": max(0, (memory - fixed) // sample), "sample": sample, "fixed": fixed}
+    sample = max(1, least, (second - first) // (_SECOND - _FIRST))
+    return {"batch": max(0, _SECOND + (memory - second) // sample), "sample": sample, "peak": second}
 
 
 def _text(report: dict[str, Any]) -> str:
@@ -144,8 +144,8 @@ def _text(report: dict[str, Any]) -> str:
         f"`{report['command']}`, {report['date']}, torch {torch.__version__}: GPT of {sizes['layers']} layers, width "
         f"{sizes['width']}, {sizes['positions']} tokens a sample, float32. The largest physical batch whose step takes "
         f"{memory:g} GB at most: all tensors alive, parameters and gradients included, an optimizer's state not. "
-        f"Counted on tensors without data, of {_FIRST} and of {_SECOND} samples, and on the line through the two; no GPU "
-        "took part. In brackets: MB that one more sample takes.",
+        f"Counted on tensors without data, of {_FIRST} and of {_SECOND} samples, and on the line through the two, a "
+        "sample at no less than with a smaller vocabulary; no GPU took part. In brackets: MB of one more sample.",
         "",
         f"| step | {' | '.join(f'V {vocabulary:,}' for vocabulary in report['batches'])} |",
         f"|---|{'---:|' * len(report['batches'])}",
@@ -173,10 +173,12 @@ def main() -> None:
     report = files.head("benchmarks.head.capacity", arguments, torch.device("cpu"), quick=options.quick)
     report |= {"sizes": asdict(sizes), "memory": int(memory * GIGABYTE), "batches": {}}
     for vocabulary in (500,) if options.quick else VOCABULARIES:
+        before = list(report["batches"].values())
         rows = report["batches"].setdefault(vocabulary, {})
         for way in WAYS:
             try:
-                rows[way] = largest(way, replace(sizes, vocabulary=vocabulary), report["memory"])
+                least = max((found[way].get("sample", 0) for found in before), default=0)
+                rows[way] = largest(way, replace(sizes, vocabulary=vocabulary), report["memory"], least=least)
             except CannotDo as problem:
                 rows[way] = {"cannot": str(problem)}
             print(vocabulary, way, rows[way], flush=True)

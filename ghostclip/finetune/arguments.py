@@ -191,6 +191,20 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--strategy", metavar="NAME", help=_default(f"how gradients are clipped: {', '.join(STRATEGIES)}", "strategy")
     )
+    _add_memory(group)
+    group.add_argument("--device", metavar="NAME", help=_default("cpu, cuda, cuda:1, mps or auto", "device"))
+    group.add_argument(
+        "--dtype", metavar="NAME", help=_default(f"{' or '.join(DTYPES)} (autocast; weights stay float32)", "dtype")
+    )
+    group.add_argument(
+        "--seed",
+        type=int,
+        metavar="S",
+        help="fixes split, initial weights and dropout, never the noise (default: fresh, recorded)",
+    )
+
+
+def _add_memory(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--vocabulary-head",
         metavar="NAME",
@@ -201,16 +215,6 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         type=float,
         metavar="R",
         help=_default("memory of a backward, over an ordinary one's; below 1 blocks are run again", "memory_budget"),
-    )
-    group.add_argument("--device", metavar="NAME", help=_default("cpu, cuda, cuda:1, mps or auto", "device"))
-    group.add_argument(
-        "--dtype", metavar="NAME", help=_default(f"{' or '.join(DTYPES)} (autocast; weights stay float32)", "dtype")
-    )
-    group.add_argument(
-        "--seed",
-        type=int,
-        metavar="S",
-        help="fixes split, initial weights and dropout, never the noise (default: fresh, recorded)",
     )
 
 
