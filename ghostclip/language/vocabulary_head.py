@@ -93,6 +93,10 @@ def without_logits(model: nn.Module, *, label_smoothing: float = 0.0, reduction:
         UnsupportedModelError: Its head is no plain linear layer.
 
     Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=50, **sizes))
+        >>> ids = torch.randint(50, (8, 6))
         >>> with without_logits(model):
         ...     losses = model(input_ids=ids, labels=ids).loss
         >>> losses.shape
