@@ -1,4 +1,7 @@
-"""CPU time of private steps as one graph, and a table of architectures: `python -m benchmarks.graph --help`."""
+"""Time, memory and compiling of private steps as one graph, a table of architectures and a picture.
+
+`python -m benchmarks.graph --help`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import files, machine
-from benchmarks.graph import speed, table
+from benchmarks.graph import compiling, memory, speed, table
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
@@ -27,6 +30,24 @@ def _speed(options: argparse.Namespace) -> None:
         report["rows"].append(speed.measure(task, rounds=options.rounds))
         print(json.dumps(report["rows"][-1]), flush=True)
         files.write(options.output, "graph-speed-cpu", report, speed.text(report))
+
+
+def _memory(options: argparse.Namespace) -> None:
+    report = files.head("benchmarks.graph", sys.argv[1:], torch.device("cpu"), quick=False)
+    report["rows"] = []
+    for task in speed.TASKS:
+        if options.only and task.name not in options.only:
+            continue
+        report["rows"].append(memory.measure(task))
+        print(json.dumps(report["rows"][-1]), flush=True)
+        files.write(options.output, "graph-memory-cpu", report, memory.text(report))
+
+
+def _compiling(options: argparse.Namespace) -> None:
+    report = files.head("benchmarks.graph", sys.argv[1:], torch.device("cpu"), quick=False)
+    report["rows"] = compiling.measure()
+    print(json.dumps(report["rows"]), flush=True)
+    files.write(options.output, "graph-compiling-cpu", report, compiling.text(report))
 
 
 def _architectures(options: argparse.Namespace) -> None:
@@ -45,14 +66,15 @@ def _architectures(options: argparse.Namespace) -> None:
 def main() -> None:
     """Measure, and write a report."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.graph", description=__doc__)
-    parser.add_argument("what", choices=("speed", "architectures"))
+    programs = {"speed": _speed, "memory": _memory, "compiling": _compiling, "architectures": _architectures}
+    parser.add_argument("what", choices=programs)
     parser.add_argument("--only", nargs="*", help="names of models or architectures")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     machine.keep_heap()
-    (_speed if options.what == "speed" else _architectures)(options)
+    programs[options.what](options)
 
 
 if __name__ == "__main__":

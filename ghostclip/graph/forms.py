@@ -24,6 +24,9 @@ LARGER: Final = 2
 """How many times the size of its two factors a gradient may have that is formed: beyond, on a CPU, writing and reading
 it twice takes longer than the Gram of the factors."""
 
+BESIDE: Final = 16
+"""An eager step holds products and copies beside what its backward needs: a sixteenth of that at least."""
+
 Kept = dict[str, list[Factor]]
 
 
@@ -69,6 +72,19 @@ def _bytes_of(factors: Iterable[Factor]) -> int:
         elif isinstance(item, Factor):
             pending += vars(item).values()
     return sum(memory.values())
+
+
+def room_of(graph: fx.GraphModule) -> int:
+    """Return what may be kept until the clipped sum, so that a step takes no more than the eager engine's.
+
+    Args:
+        graph: Forward, loss and backward.
+
+    Returns:
+        Bytes.
+    """
+    most = most_held(graph)
+    return most + most // BESIDE
 
 
 def most_held(graph: fx.GraphModule) -> int:

@@ -18,7 +18,7 @@ from ghostclip.clipping.norms import GroupNorms, cross_terms
 from ghostclip.clipping.policies import ClipPolicy, Layout, finite_samples
 from ghostclip.factors import Factor
 from ghostclip.graph.axes import SIZES_ALONE, Axes, first_of
-from ghostclip.graph.forms import Kept, kept, most_held
+from ghostclip.graph.forms import Kept, kept, room_of
 from ghostclip.graph.refusal import NoGraphError
 from ghostclip.graph.sums import Reduction, Sum, Value, linear
 from ghostclip.graph.trace import Inputs, Traced, first_line, operation
@@ -158,7 +158,7 @@ def private_step(traced: Traced, axes: Axes, inputs: Inputs, clipping: Clipping)
         certain, ``(B,)`` bool, the losses ``(B,)``, norms and coefficients of each group, ``(B,)`` each, the clipped
         sum of every trainable parameter, and the tensors of what else the loss function returned.
     """
-    room = most_held(traced.graph)
+    room = room_of(traced.graph)
 
     def step(valid_B: Tensor, *flat: Tensor) -> list[Tensor]:
         losses_B, found, extra = factors_of(traced, axes, inputs, flat)

@@ -102,7 +102,7 @@ def _token_losses(model, ids, y):
 @pytest.mark.parametrize("room", [0, None], ids=["factors", "formed"])
 def test_sums_are_the_same_in_both_forms(room, monkeypatch):
     if room is not None:
-        monkeypatch.setattr("ghostclip.graph.rewrite.most_held", lambda graph: room)
+        monkeypatch.setattr("ghostclip.graph.rewrite.room_of", lambda graph: room)
     torch.manual_seed(0)
     model, data = Wide().double(), (torch.randint(11, (5, 12)), torch.randint(200, (5, 12)))
     clipper = ghostclip.GhostClipper(model, max_grad_norm=0.1, strategy="graph")
