@@ -11,6 +11,7 @@ import logging
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -54,12 +55,18 @@ def _architectures(options: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     report = files.head("benchmarks.graph", sys.argv[1:], torch.device("cpu"), quick=False)
-    report["rows"] = []
+    rows: dict[str, Any] = {}
+    earlier = options.output / "graph-architectures.json"
+    if options.only and earlier.exists():
+        # Some rows anew: the others stay.
+        report = json.loads(earlier.read_text())
+        rows = {row["name"]: row for row in report["rows"]}
     for found in table.names():
         if options.only and found.name not in options.only:
             continue
-        report["rows"].append(table.tried(found))
-        print(json.dumps(report["rows"][-1]), flush=True)
+        rows[found.name] = table.tried(found)
+        print(json.dumps(rows[found.name]), flush=True)
+        report["rows"] = list(rows.values())
         files.write(options.output, "graph-architectures", report, table.text(report))
 
 
@@ -68,7 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.graph", description=__doc__)
     programs = {"speed": _speed, "memory": _memory, "compiling": _compiling, "architectures": _architectures}
     parser.add_argument("what", choices=programs)
-    parser.add_argument("--only", nargs="*", help="names of models or architectures")
+    parser.add_argument("--only", nargs="*", help="names of models or architectures; rows of other architectures stay")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
