@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -138,30 +138,42 @@ def _of_budgets(report: dict[str, Any]) -> str:
 
 def _of_courses(report: dict[str, Any]) -> str:
     sizes = report["sizes"]
-    said = f"V {sizes['vocabulary']}, {sizes['samples']} samples of {sizes['positions']} tokens."
+    said = f"V {sizes['vocabulary']}, {sizes['layers']} layers, width {sizes['width']}, {sizes['samples']} samples."
     lines = _head(report, "What a step holds as it goes", said)
-    lines += ["", "| step | most, MiB |", "|---|---:|"]
-    lines += [f"| {name} | {peak / MEBIBYTE:.0f} |" for name, peak in report["peaks"].items()]
-    return "\n".join([*lines, "", f"![{report['picture']}]({report['picture']})"]) + "\n"
+    lengths = list(report["courses"])
+    lines += [
+        "",
+        f"| most, MiB | {' | '.join(f'T {length}' for length in lengths)} |",
+        f"|---|{'---:|' * len(lengths)}",
+    ]
+    for name in COURSES:
+        cells = [f"{report['courses'][length]['peaks'][name] / MEBIBYTE:.0f}" for length in lengths]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    pictures = [report["courses"][length]["picture"] for length in lengths]
+    return "\n".join([*lines, *(line for picture in pictures for line in ("", f"![{picture}]({picture})"))]) + "\n"
 
 
 def _measured(part: str, report: dict[str, Any], folder: Path, *, quick: bool) -> None:
     """Measure one part; what there is so far is written as it comes."""
     stem = files.stem(f"memory-{part}", torch.device("cpu"), quick=quick)
-    sizes = Sizes(layers=1, width=32, vocabulary=300, positions=16) if quick else Sizes(positions=64)
     if part == "budgets":
         report["budgets"] = {}
         for name in ("gpt",) if quick else ("gpt-512",):
             task = find(name, quick=quick)
             report["budgets"][task.title] = _budgets(task)
             files.write(folder, stem, report, _of_budgets(report))
-    else:
-        report |= {"sizes": asdict(sizes), "picture": f"{stem}.png"}
+        return
+    small = Sizes(layers=1, width=32, vocabulary=300)
+    report |= {"sizes": asdict(small if quick else Sizes()), "courses": {}}
+    for length in (16, 32) if quick else (64, 512):
+        sizes = replace(small if quick else Sizes(), positions=length)
         courses = {name: _course(name, sizes) for name in COURSES}
-        report["peaks"] = {name: max(course) for name, course in courses.items()}
-        files.write(folder, stem, report, _of_courses(report))
-        title = f"V {sizes.vocabulary}, {sizes.samples} samples of {sizes.positions} tokens, {sizes.layers} layers"
-        _draw(courses, folder / report["picture"], title)
+        picture = f"{stem}-T{length}.png"
+        peaks = {name: max(course) for name, course in courses.items()}
+        report["courses"][str(length)] = {"peaks": peaks, "picture": picture}
+        title = f"V {sizes.vocabulary}, {sizes.samples} samples of {length} tokens, {sizes.layers} layers"
+        _draw(courses, folder / picture, title)
+    files.write(folder, stem, report, _of_courses(report))
 
 
 def main() -> None:

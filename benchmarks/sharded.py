@@ -1,7 +1,9 @@
 """A step of a GPT on several ranks, with and without privacy, in one run: `python -m benchmarks.sharded --help`.
 
 Both models live in the same processes and take turns, so that whatever else the machine does meets both. A step is
-forward, backward and the optimizer's step, and ends when all ranks have ended it.
+forward, backward and the optimizer's step, and ends when all ranks have ended it. Each rank by itself, without the
+others, is the third way: what privacy costs there, several ranks do not add. The time of a rank's own thread is that of
+its work, without waiting.
 """
 
 from __future__ import annotations
@@ -19,13 +21,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import distributed, multiprocessing, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import files
-from ghostclip import PrivacyEngine
+from ghostclip import DPDataLoader, PrivacyEngine
 
-WAYS = ("fully_shard", "data parallel")
+ALONE = "each by itself"
+WAYS = ("fully_shard", "data parallel", ALONE)
 LENGTHS = (128, 512)
 FIRST_STEPS = 4
 
@@ -75,6 +78,18 @@ def _losses(model: Any, ids_BT: torch.Tensor) -> torch.Tensor:
     return flat.view(len(ids_BT), -1).mean(1)
 
 
+def _divided(way: str, model: Any, *, private: bool) -> nn.Module:
+    if way == "fully_shard":
+        for block in model.transformer.h:
+            fully_shard(block)
+        fully_shard(model)
+        if not private:
+            model.set_force_sum_reduction_for_comms(True)
+    elif way == "data parallel" and not private:
+        return nn.parallel.DistributedDataParallel(model)
+    return model
+
+
 def _step(way: str, sizes: Sizes, ids_BT: torch.Tensor, *, private: bool) -> Callable[[], None]:
     """Return what makes one step of one way.
 
@@ -87,15 +102,7 @@ def _step(way: str, sizes: Sizes, ids_BT: torch.Tensor, *, private: bool) -> Cal
     Returns:
         The step.
     """
-    model: Any = _gpt(sizes, ids_BT.shape[1])
-    if way == "fully_shard":
-        for block in model.transformer.h:
-            fully_shard(block)
-        fully_shard(model)
-    if not private and isinstance(model, FSDPModule):
-        model.set_force_sum_reduction_for_comms(True)
-    elif not private:
-        model = nn.parallel.DistributedDataParallel(model)
+    model: Any = _divided(way, _gpt(sizes, ids_BT.shape[1]), private=private)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
     if not private:
 
@@ -105,14 +112,17 @@ def _step(way: str, sizes: Sizes, ids_BT: torch.Tensor, *, private: bool) -> Cal
             optimizer.step()
 
         return plain
-    ranks = distributed.get_world_size()
+    ranks = 1 if way == ALONE else distributed.get_world_size()
     records = TensorDataset(torch.zeros(ranks * len(ids_BT), 1))
+    loader: Any = DataLoader(records, batch_size=ranks * len(ids_BT))
+    if way == ALONE:
+        loader = DPDataLoader.from_data_loader(loader, distributed=False)
     engine = PrivacyEngine()
     module, private_optimizer, loader = engine.make_private(
         module=model,
         optimizer=optimizer,
-        data_loader=DataLoader(records, batch_size=ranks * len(ids_BT)),
-        poisson_sampling=False,
+        data_loader=loader,
+        poisson_sampling=way == ALONE,
         noise_multiplier=1.0,
         max_grad_norm=1.0,
     )
@@ -153,19 +163,24 @@ def _rank(rank: int, ranks: int, folder: str, options: argparse.Namespace) -> No
 def _timed(steps: dict[bool, Callable[[], None]], rounds: int) -> dict[str, float]:
     """Return the seconds of a step without and with privacy, and the median of their ratios in one round each."""
     taken: dict[bool, list[float]] = {private: [] for private in steps}
+    worked: dict[bool, list[float]] = {private: [] for private in steps}
     for number in range(FIRST_STEPS + rounds):
         for private, step in steps.items():
             distributed.barrier()
-            begun = time.perf_counter()
+            begun, thread = time.perf_counter(), time.thread_time()
             step()
+            thread = time.thread_time() - thread
             distributed.barrier()
             if number >= FIRST_STEPS:
                 taken[private].append(time.perf_counter() - begun)
+                worked[private].append(thread)
     ratios = [own / plain for own, plain in zip(taken[True], taken[False], strict=True)]
     return {
         "plain_seconds": statistics.median(taken[False]),
         "private_seconds": statistics.median(taken[True]),
         "ratio": statistics.median(ratios),
+        "plain_thread_seconds": statistics.median(worked[False]),
+        "private_thread_seconds": statistics.median(worked[True]),
     }
 
 
@@ -173,12 +188,13 @@ def _markdown(report: dict[str, Any]) -> str:
     lines = [
         f"A step on {report['ranks']} ranks (gloo), {report['machine']['cpu']}; made by `{report['command']}`.",
         "",
-        "| | T | B a rank | s, no privacy | s, private | ratio |",
-        "|---|---|---|---|---|---|",
+        "| | T | B a rank | s, no privacy | s, private | ratio | s of a rank's thread, no privacy | private | ratio |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
         f"| {row['way']} | {row['T']} | {row['B']} | {row['plain_seconds']:.3f} | {row['private_seconds']:.3f} "
-        f"| {row['ratio']:.2f} |"
+        f"| {row['ratio']:.2f} | {row['plain_thread_seconds']:.3f} | {row['private_thread_seconds']:.3f} "
+        f"| {row['private_thread_seconds'] / row['plain_thread_seconds']:.2f} |"
         for row in report["rows"]
     ]
     return "\n".join(lines) + "\n"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from types import CodeType, FrameType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -149,6 +149,18 @@ def scaled_all(tensors: Sequence[Tensor], scale: float) -> list[Tensor]:
     return list(torch._foreach_mul(list(tensors), scale))
 
 
+def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the norm of every tensor: ``torch._foreach_norm``.
+
+    Args:
+        tensors: At least one tensor, floating-point.
+
+    Returns:
+        Tensors without axes, of the same dtype.
+    """
+    return list(torch._foreach_norm(list(tensors)))
+
+
 def weak_table() -> Any:
     """Return a dict from tensors, by identity, that holds none of them: ``torch.utils.weak``."""
     return WeakTensorKeyDictionary()
@@ -264,7 +276,8 @@ def hear_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> Any:
         tensor.register_hook(hook)
         return node
     # Its key is none of the numbers that handles of other hooks have.
-    tensor._backward_hooks = OrderedDict(ghostclip=hook)
+    tensor._backward_hooks = hooks = OrderedDict[Any, Any]()
+    hooks["ghostclip"] = hook
     node._register_hook_dict(tensor)
     return node
 
@@ -510,33 +523,36 @@ def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     return list(module._forward_hooks.values())
 
 
-def take_hooks(module: nn.Module, before: int, after: int) -> tuple[Any, Any] | None:
-    """Take two hooks out of a module's tables: ``Module._forward_pre_hooks``, ``Module._forward_hooks``.
+# Tables of hooks with the number of a hook that was taken out of each, and the hook.
+_Taken: TypeAlias = tuple[Any, int, Any, Any, int, Any]
+
+
+def take_hooks(watched: Iterable[tuple[nn.Module, int, int]], outermost: nn.Module) -> list[_Taken]:
+    """Take two hooks out of the tables of modules: ``Module._forward_pre_hooks``, ``Module._forward_hooks``.
 
     Args:
-        module: The module.
-        before: The number of the hook that runs before its forward, which its handle has.
-        after: That of the hook after it.
+        watched: Modules with the number of the hook that runs before their forward, which its handle has, and that of
+            the hook after it.
+        outermost: A module that keeps its own.
 
     Returns:
-        The hooks; None where one of them is not there.
+        What `put_hooks_back` wants; nothing of a module where one of the hooks is not there.
     """
-    pre, post = module._forward_pre_hooks, module._forward_hooks
-    return (pre.pop(before), post.pop(after)) if before in pre and after in post else None
+    taken: list[_Taken] = []
+    for module, before, after in watched:
+        pre, post = module._forward_pre_hooks, module._forward_hooks
+        if module is not outermost and before in pre and after in post:
+            taken.append((pre, before, pre.pop(before), post, after, post.pop(after)))
+    return taken
 
 
-def put_hooks_back(module: nn.Module, before: tuple[int, Any], after: tuple[int, Any]) -> None:
-    """Put back what `take_hooks` took, first and last: ``Module._forward_pre_hooks``, ``Module._forward_hooks``.
-
-    Args:
-        module: The module.
-        before: Number and hook.
-        after: Likewise.
-    """
-    pre: Any = module._forward_pre_hooks
-    pre[before[0]] = before[1]
-    pre.move_to_end(before[0], last=False)
-    module._forward_hooks[after[0]] = after[1]
+def put_hooks_back(taken: Iterable[_Taken]) -> None:
+    """Put back what `take_hooks` took, first and last: ``Module._forward_pre_hooks``, ``Module._forward_hooks``."""
+    for pre, before, first, post, after, last in taken:
+        pre[before] = first
+        if len(pre) > 1:
+            pre.move_to_end(before, last=False)
+        post[after] = last
 
 
 # The hooks that a call runs, and what they are called with.
@@ -630,6 +646,50 @@ def gathered_modules(model: nn.Module) -> list[Any]:
     return [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
 
 
+def is_arriving(tensor: Any) -> bool:
+    """Return whether a collective may still be writing a tensor: ``_functional_collectives.AsyncCollectiveTensor``."""
+    functional = sys.modules.get("torch.distributed._functional_collectives")
+    kind = getattr(functional, "AsyncCollectiveTensor", None)
+    return kind is not None and isinstance(tensor, kind)
+
+
+class _Arrived(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Tensor:
+        found: Tensor = tensor.wait()
+        return found.view_as(found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def arrived(tensor: Any) -> Tensor:
+    """Wait for a collective: ``AsyncCollectiveTensor.wait``.
+
+    Args:
+        tensor: One that `is_arriving`.
+
+    Returns:
+        The plain tensor, in the graph where the other one was.
+    """
+    found: Tensor = _Arrived.apply(tensor)
+    return found
+
+
+def data_mesh(module: Any) -> Any:
+    """Return the mesh that ``fully_shard`` divided a module over: ``FSDPParamGroup.mesh_info``.
+
+    Args:
+        module: One of `gathered_modules`.
+
+    Returns:
+        The mesh; None for a module that holds no parameters of its own.
+    """
+    groups = _groups_of(module._get_fsdp_state())
+    return groups[0].mesh_info.mesh if groups else None
+
+
 def class_of(module: nn.Module) -> type[nn.Module]:
     """Return a module's class, below the one that ``fully_shard`` puts over it: ``FSDPModule._orig_cls_mro_index``."""
     kind = type(module)
@@ -714,7 +774,8 @@ def memory_of(tensor: Tensor) -> tuple[Any, ...]:
     Returns:
         ``UntypedStorage._cdata``, which stays as the content is exchanged, and the place of the elements in it.
     """
-    return memory_key(tensor), tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def running_wrapper() -> Any:

@@ -134,7 +134,7 @@ class GhostClipper:
         _validate.choice(loss_reduction, "loss_reduction", get_args(Reduction))
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise UnsupportedModelError(f"{type(model).__name__} has no trainable parameter: nothing to clip.")
-        check_ranks(model, strategy, sharded=sharded, sequences=sequences)
+        check_ranks(model, strategy, device_only=device_only, sharded=sharded, sequences=sequences)
         check_budget(memory_budget, strategy, device_only=device_only, sharded=sharded, sequences=sequences)
         self.model = model
         self._sharded = sharded

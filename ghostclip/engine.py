@@ -143,6 +143,8 @@ class PrivacyEngine:
         budget: Budget | None = None,
         probe: bool = True,
         memory_budget: float = MEMORY_BUDGET,
+        device_only: bool = False,
+        vocabulary_head: str = "logits",
     ) -> Private | PrivateWithCriterion:
         """Return private counterparts of a model, its optimizer and its loader.
 
@@ -178,6 +180,14 @@ class PrivacyEngine:
                 model that `ghostclip.validate` found sound in the same layout.
             memory_budget: The most that a backward may hold, over what an ordinary one holds. Below 1 a criterion is
                 given, as some layers may get two backwards; see `ghostclip.GhostClipper`.
+            device_only: Clip without reading a value of a tensor, so that a backward waits for no device: samples that
+                are not finite, or whose norm rounding makes doubtful, contribute nothing; see `ghostclip.GhostClipper`.
+                A release still asks once whether its records are those drawn, unless sampling is declared.
+            vocabulary_head: Of a language model of transformers (causal, masked or sequence to sequence). "auto": in
+                training, ``model(..., labels=labels).loss`` is one loss a record, shape (B,), the mean over its own
+                tokens, and logits are not stored where the vocabulary is large and the model fits; other models stay
+                what they are. "fused" never stores them, and refuses a model that does not fit. "logits" leaves the
+                model's loss what it is.
 
         Returns:
             (module, optimizer, data_loader); or (module, optimizer, criterion, data_loader) for "ghost", and if a
@@ -229,6 +239,8 @@ class PrivacyEngine:
                 wrap_model=wrap_model,
                 probe=probe,
                 memory_budget=memory_budget,
+                device_only=device_only,
+                vocabulary_head=vocabulary_head,
             ),
             budget,
         )
@@ -261,6 +273,8 @@ class PrivacyEngine:
         when_spent: str = "raise",
         probe: bool = True,
         memory_budget: float = MEMORY_BUDGET,
+        device_only: bool = False,
+        vocabulary_head: str = "logits",
     ) -> Private | PrivateWithCriterion:
         """Like `make_private`, with the least noise that keeps a privacy budget for a number of epochs.
 
@@ -290,6 +304,8 @@ class PrivacyEngine:
                 (that step and later ones do nothing, the loader hands out no further batch).
             probe: As for `make_private`.
             memory_budget: As for `make_private`.
+            device_only: As for `make_private`.
+            vocabulary_head: As for `make_private`.
 
         Returns:
             As `make_private`.
@@ -330,25 +346,24 @@ class PrivacyEngine:
             min_clipbound=min_clipbound,
             unclipped_num_std=unclipped_num_std,
         )
-        private = self._assemble(
-            Request(
-                module=module,
-                optimizer=given.optimizer,
-                criterion=criterion,
-                sampling=sampling,
-                noise_multiplier=noise_multiplier,
-                clipping=options,
-                batch_first=batch_first,
-                loss_reduction=loss_reduction,
-                noise_generator=noise_generator,
-                grad_sample_mode=grad_sample_mode,
-                wrap_model=wrap_model,
-                probe=probe,
-                memory_budget=memory_budget,
-            ),
-            budget,
+        request = Request(
+            module=module,
+            optimizer=given.optimizer,
+            criterion=criterion,
+            sampling=sampling,
+            noise_multiplier=noise_multiplier,
+            clipping=options,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            noise_generator=noise_generator,
+            grad_sample_mode=grad_sample_mode,
+            wrap_model=wrap_model,
+            probe=probe,
+            memory_budget=memory_budget,
+            device_only=device_only,
+            vocabulary_head=vocabulary_head,
         )
-        return given.around(private)
+        return given.around(self._assemble(request, budget))
 
     @property
     def secure_mode(self) -> bool:
@@ -528,6 +543,9 @@ class PrivacyEngine:
     ) -> None:
         """Save everything that a resumed training needs to be the same training.
 
+        Of several ranks one saves; with a model that they hold in parts (`fully_shard`) all of them call this, and rank
+        0 writes the file, which any number of ranks continues, or one process.
+
         Privacy:
             The file holds the keys that noise and batches follow from: whoever has it can undo the protection. Publish
             `module.state_dict()` instead.
@@ -544,7 +562,7 @@ class PrivacyEngine:
 
         Raises:
             MissingGradientError: In the middle of a logical batch.
-            InvalidOptionError: If several ranks hold the model in parts.
+            OutputError: If the file could not be written.
 
         Example:
             >>> engine = ghostclip.PrivacyEngine()
@@ -554,7 +572,6 @@ class PrivacyEngine:
             >>> engine.save_checkpoint(path=folder / "state.pt", module=private[0], optimizer=private[1])
         """
         private: DPOptimizer | None = release_of(optimizer)
-        checkpoints.refuse_parts(module)
         state = dict(checkpoint_dict or {})
         state.update(checkpoints.training_state(self._account, private, self._sampling))
         state[checkpoints.MODULE] = module.state_dict(**(module_state_dict_kwargs or {}))

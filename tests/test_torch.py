@@ -790,6 +790,22 @@ def test_parts_and_the_modules_that_gather_them_are_known(divided):
     assert _torch.gathered_modules(nn.Linear(1, 1)) == []
     assert _torch.gathered_together(divided) != _torch.gathered_together(divided[0])
     assert (_torch.class_of(divided[0]), _torch.class_of(divided[1])) == (nn.Linear, nn.ReLU)
+    assert _torch.data_mesh(divided).size() == 1
+    assert _torch.data_mesh(divided) == _torch.data_mesh(divided[0])
+
+
+def test_what_a_collective_may_still_write_is_waited_for_in_the_graph(divided):
+    from torch.distributed._functional_collectives import all_reduce
+
+    group = _torch.data_mesh(divided).get_group()
+    arriving = all_reduce(torch.full((3,), 2.0), "sum", group)
+    assert _torch.is_arriving(arriving)
+    assert not _torch.is_arriving(torch.ones(3))
+    found = _torch.arrived(arriving.requires_grad_())
+    assert type(found) is torch.Tensor
+    assert found.eq(2.0).all()
+    found.sum().backward()
+    assert arriving.grad.eq(1.0).all()
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -951,10 +967,12 @@ def test_hooks_that_were_taken_come_back_in_their_places():
     first = module.register_forward_pre_hook(note("first"), with_kwargs=True, prepend=True)
     module.register_forward_hook(note("after"))
     last = module.register_forward_hook(note("last"), with_kwargs=True, always_call=True)
-    taken = _torch.take_hooks(module, first.id, last.id)
-    assert _torch.take_hooks(module, first.id, last.id) is None
+    watched = [(module, first.id, last.id)]
+    assert _torch.take_hooks(watched, module) == []
+    taken = _torch.take_hooks(watched, nn.Identity())
+    assert _torch.take_hooks(watched, nn.Identity()) == []
     module(torch.ones(1, 2))
-    _torch.put_hooks_back(module, (first.id, taken[0]), (last.id, taken[1]))
+    _torch.put_hooks_back(taken)
     module(torch.ones(1, 2))
     assert order == ["before", "after", "first", "before", "after", "last"]
     first.remove(), last.remove()
@@ -1028,3 +1046,8 @@ def test_recurrent_layers_run_step_by_step_where_they_are_taken_apart():
     with _torch.steps_taken_apart():
         assert not any("mkldnn_rnn" in name for name in names())
     assert torch.backends.mkldnn.enabled == torch.backends.mkldnn.is_available()
+
+
+def test_norms_of_tensors_of_several_shapes():
+    x, y = torch.tensor([3.0, 4.0], dtype=torch.float64), torch.ones(2, 2, dtype=torch.float64)
+    assert torch.stack(_torch.norms_of([x, y])).tolist() == [5.0, 2.0]

@@ -13,8 +13,8 @@ from __future__ import annotations
 import argparse
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from benchmarks.files import RESULTS, head, write
+from benchmarks.gpu.launches import Launch, Listener, kernels_noted
 from benchmarks.gpu.models import LENGTH, Large, large_models
 from benchmarks.tasks import Batch, per_sample_losses
 from ghostclip import GhostClipper
@@ -37,6 +38,9 @@ from ghostclip.planning.coverage import as_table
 
 SAMPLES = 8
 ENGINES = ("ordinary", "bookkeeping", "ghost")
+# Ordinary training; private ways without and with our own kernels.
+WAYS = (("ordinary", False), *((engine, by_kernels) for engine in ENGINES[1:] for by_kernels in (False, True)))
+TOP = 8
 # An H100: 989e12 FLOPs a second of dense bfloat16, of which products reach 60 %, float32 beside them; bytes a second.
 HALF_RATE, WIDE_RATE, BANDWIDTH = 0.6 * 989e12, 50e12, 3.35e12
 # No kernel is shorter.
@@ -49,8 +53,15 @@ a second, and of {least:.0f} µs; times are added up, and the host is taken to b
 operations that run a kernel, over the number of blocks. `peak` is what is alive at most, parameters included.
 `host reads` are numbers that the host waits for; what is read is answered as of a well-conditioned batch.
 
+`kernels on` is a step with Triton kernels for norms, clipped sums and affine weights (`GHOSTCLIP_KERNELS=auto`), as
+the code that starts them on a GPU starts them; `off`, the default, one with torch's functions alone. Both are held to
+the same rates, which cuBLAS reaches and a kernel of ours may not. `breaks even at` is the share of the rate of 16-bit
+products at which a step with kernels would take as long as one without: below it they had better be off.
+
 Targets of a private step, over an ordinary one: launches × {launches}, bytes × {bytes}, time × {time}.
 """
+
+_MOST = "Launches of a step of book-keeping beyond those of an ordinary one, the most first:"
 
 _HALF = (torch.bfloat16, torch.float16)
 # What makes a tensor without a kernel; views are told by the operation itself.
@@ -72,6 +83,8 @@ class Counted:
     reads: int = 0
     seconds: Counter[str] = field(default_factory=Counter)
     peak: int = 0
+    own_products: float = 0.0
+    """Seconds of products that kernels of ours form, among those of 16 bits."""
 
     def as_dict(self) -> dict[str, object]:
         """Plain numbers."""
@@ -81,6 +94,7 @@ class Counted:
             "peak_bytes": self.peak,
             "seconds": dict(self.seconds),
             "total_seconds": self.seconds.total(),
+            "own_products_seconds": self.own_products,
             "kernels": dict(self.kernels.most_common()),
         }
 
@@ -90,13 +104,15 @@ class Device(TorchDispatchMode):
 
     Args:
         found: Where it is noted.
+        held: What lies there before, and after.
     """
 
-    def __init__(self, found: Counted) -> None:
+    def __init__(self, found: Counted, held: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.found = found
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self._bytes = 0
+        self._follow(list(held))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation on shapes, and note it."""
@@ -120,16 +136,31 @@ class Device(TorchDispatchMode):
 
     def _note(self, func: Any, name: str, inputs: list[Tensor], outputs: list[Tensor], call: Any) -> None:
         args, out = call
-        self.found.kernels[name] += 1
-        moved = sum(_bytes(tensor) for tensor in {id(t): t for t in [*inputs, *outputs]}.values())
-        flops, kind = 0, "other"
+        flops: int | None = None
         if func.overloadpacket in flop_registry:
             flops = flop_registry[func.overloadpacket](*_sized(args), out_val=out)
+        self._add(name, flops, [*inputs, *outputs], inputs)
+
+    def launched(self, launch: Launch) -> None:
+        """Note a kernel of ours.
+
+        Args:
+            launch: Its start.
+        """
+        before = self.found.seconds.total()
+        self._add(launch.name, launch.flops or None, list(launch.tensors), list(launch.tensors))
+        if launch.flops:
+            self.found.own_products += self.found.seconds.total() - before
+
+    def _add(self, name: str, flops: int | None, touched: list[Tensor], inputs: list[Tensor]) -> None:
+        self.found.kernels[name] += 1
+        moved, kind = sum(_bytes(tensor) for tensor in {id(t): t for t in touched}.values()), "other"
+        if flops is not None:
             # What is added to may be wider than what is multiplied.
             half = any(tensor.dtype in _HALF for tensor in inputs)
             kind = "products of 16 bits" if half else "wider products"
         rate = HALF_RATE if kind == "products of 16 bits" else WIDE_RATE
-        self.found.seconds[kind] += max(flops / rate, moved / BANDWIDTH, KERNEL)
+        self.found.seconds[kind] += max((flops or 0) / rate, moved / BANDWIDTH, KERNEL)
 
     def _follow(self, outputs: list[Tensor]) -> None:
         for tensor in outputs:
@@ -204,29 +235,33 @@ def _private(clipper: GhostClipper, model: nn.Module, batch: Batch) -> None:
     model.zero_grad()
 
 
-def count(case: Large, engine: str, samples: int = SAMPLES) -> Counted:
+def count(case: Large, engine: str, samples: int = SAMPLES, *, by_kernels: bool = False) -> Counted:
     """Take two steps and count the second.
 
     Args:
         case: The model.
         engine: One of `ENGINES`.
         samples: B.
+        by_kernels: Whether kernels of ours are used where they are expected to pay.
 
     Returns:
         What it was made of.
     """
-    with pretended(), torch.device("meta"):
+    listeners: list[Listener] = []
+    with pretended(), kernels_noted(listeners) if by_kernels else nullcontext(), torch.device("meta"):
         model = case.task.make_model()
         batch = case.task.make_batch(samples)
         step: Callable[[], None] = partial(_ordinary, model, batch)
         if engine != "ordinary":
             clipper = GhostClipper(model, max_grad_norm=1.0, strategy=engine, probe=False)
+            # As a private optimizer does.
+            clipper.own_gradients()
             step = partial(_private, clipper, model, batch)
         for _ in range(2):
             found = Counted()
-            with Device(found):
+            with Device(found, model.parameters()) as device:
+                listeners.append(device.launched)
                 step()
-        found.peak += sum(parameter.nbytes for parameter in model.parameters())
     return found
 
 
@@ -235,39 +270,53 @@ def _blocks(model: nn.Module) -> int:
     return max(len(module) for module in model.modules() if isinstance(module, nn.ModuleList))
 
 
-def _text(rows: dict[str, dict[str, Counted]], layers: dict[str, int]) -> str:
+Rows = dict[str, dict[tuple[str, bool], Counted]]
+_HEADER = (
+    *("model", "step", "kernels", "launches a layer", "×", "host reads", "peak GB", "×", "16 bits ms", "wider ms"),
+    *("rest ms", "total ms", "×", "breaks even at"),
+)
+
+
+def _text(rows: Rows, layers: dict[str, int]) -> str:
     lines = []
     for model, found in rows.items():
-        base = found["ordinary"]
-        for engine, row in found.items():
-            seconds = row.seconds
+        base = found["ordinary", False]
+        for (engine, by_kernels), row in found.items():
+            seconds, total = row.seconds, row.seconds.total()
             lines.append(
                 (
                     model,
                     engine,
+                    "" if engine == "ordinary" else "on" if by_kernels else "off",
                     f"{row.kernels.total() / layers[model]:.0f}",
                     f"{row.kernels.total() / base.kernels.total():.2f}",
                     f"{row.reads}",
                     f"{row.peak / 1e9:.1f}",
                     f"{row.peak / base.peak:.2f}",
                     *(f"{seconds[kind] * 1e3:.0f}" for kind in ("products of 16 bits", "wider products", "other")),
-                    f"{seconds.total() * 1e3:.0f}",
-                    f"{seconds.total() / base.seconds.total():.2f}",
+                    f"{total * 1e3:.0f}",
+                    f"{total / base.seconds.total():.2f}",
+                    f"{_even(row, found[engine, False]):.0%}" if by_kernels else "",
                 )
             )
-    header = (
-        "model",
-        "step",
-        "launches a layer",
-        "×",
-        "host reads",
-        "peak GB",
-        "×",
-        "16 bits ms",
-        "wider ms",
-        "rest ms",
-    )
-    return as_table((*header, "total ms", "×"), lines)
+    return as_table(_HEADER, lines)
+
+
+def _even(on: Counted, off: Counted) -> float:
+    """The share of the rate of products at which kernels of ours take as long as what they stand for."""
+    return on.own_products / max(1e-9, off.seconds.total() - on.seconds.total() + on.own_products)
+
+
+def _most_started(rows: Rows) -> str:
+    """What a step of book-keeping starts beside an ordinary one, the most first."""
+    lines = []
+    for model, found in rows.items():
+        for by_kernels in (False, True):
+            more = Counter(found["bookkeeping", by_kernels].kernels)
+            more.subtract(found["ordinary", False].kernels)
+            said = ", ".join(f"{name} {count:+d}" for name, count in more.most_common(TOP) if count > 0)
+            lines.append(f"- {model}, kernels {'on' if by_kernels else 'off'}: {said}")
+    return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -280,26 +329,32 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--samples", type=int, default=SAMPLES)
     given = parser.parse_args(arguments)
-    rows: dict[str, dict[str, Counted]] = {}
+    rows: Rows = {}
     layers, log = {}, logging.getLogger("ghostclip")
     level = log.level
     log.setLevel(logging.ERROR)
     try:
         for case in large_models():
-            rows[case.name] = {engine: count(case, engine, given.samples) for engine in ENGINES}
+            rows[case.name] = {
+                (engine, by_kernels): count(case, engine, given.samples, by_kernels=by_kernels)
+                for engine, by_kernels in WAYS
+            }
             with torch.device("meta"):
                 layers[case.name] = _blocks(case.task.make_model())
     finally:
         log.setLevel(level)
-    text = _text(rows, layers)
-    print(text)
+    text, most = _text(rows, layers), _most_started(rows)
+    print(f"{text}\n\n{most}")
     report = head("benchmarks.gpu.counted", arguments or [], torch.device("cpu"), quick=False)
-    report["rows"] = {model: {engine: row.as_dict() for engine, row in found.items()} for model, found in rows.items()}
+    report["rows"] = {
+        model: {f"{engine}, kernels {'on' if on else 'off'}": row.as_dict() for (engine, on), row in found.items()}
+        for model, found in rows.items()
+    }
     rates = {"half": HALF_RATE / 1e12, "wide": WIDE_RATE / 1e12, "band": BANDWIDTH / 1e12, "least": KERNEL * 1e6}
     notes = _NOTES.format(**rates, **TARGETS)
     title = f"# A step on an H100, counted ({given.samples} samples of {LENGTH} tokens, bfloat16)"
     command = f"`{report['command']}`, torch {torch.__version__}"
-    write(given.out, "gpu-counted", report, f"{title}\n\n{command}\n{notes}\n```\n{text}\n```\n")
+    write(given.out, "gpu-counted", report, f"{title}\n\n{command}\n{notes}\n```\n{text}\n```\n\n{_MOST}\n\n{most}\n")
 
 
 if __name__ == "__main__":

@@ -77,7 +77,11 @@ def stages(device: torch.device, *, quick: bool) -> list[Stage]:
         options = ("--case", case, "--engine", engine, "--kernels", kernels, *own)
         return job("large", f"{case}: {' '.join((engine, 'kernels', kernels, *own[:1]))}", seconds, *options)
 
-    gpt2 = tuple(way("gpt2-large", engine) for engine in WAYS)
+    gpt2 = (
+        *(way("gpt2-large", engine) for engine in WAYS[:2]),
+        way("gpt2-large", DEFAULT, "auto"),
+        *(way("gpt2-large", engine) for engine in WAYS[2:]),
+    )
     llama = (
         *(way("llama-1b", engine) for engine in WAYS[:2]),
         way("llama-1b", "bookkeeping", "auto"),

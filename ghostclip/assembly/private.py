@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -12,11 +12,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from ghostclip import _validate
+from ghostclip import _torch, _validate
 from ghostclip.assembly.clipping_options import ClippingOptions
 from ghostclip.capture.replicas import sums_meet_elsewhere
 from ghostclip.clipper import GhostClipper, Reduction
+from ghostclip.data.sampler import PrivateSampler
 from ghostclip.distributed import (
+    ShardedModel,
+    all_apart,
     copy_inside,
     noise_for,
     refuse_sharded,
@@ -30,7 +33,9 @@ from ghostclip.errors import (
     UncoveredParameterError,
     UnsupportedModelError,
 )
-from ghostclip.facade import GradSampleHooks, GradSampleModule, PrivateCriterion, defer, strategy_of
+from ghostclip.facade import GradSampleHooks, GradSampleModule, PrivateCriterion, defer, run_in, strategy_of
+from ghostclip.language.record_losses import by_record
+from ghostclip.language.vocabulary_head import CHOICES
 from ghostclip.noise import LEVELS, NoiseSource
 from ghostclip.noise.keyed import KeyedNoise
 from ghostclip.optim import DPOptimizer, MemberOptimizer
@@ -66,6 +71,8 @@ class Request:
     wrap_model: bool
     probe: bool
     memory_budget: float
+    device_only: bool
+    vocabulary_head: str
 
 
 def noise_level_of(noise_level: str | None, *, secure_mode: bool) -> str:
@@ -140,24 +147,48 @@ def assemble(request: Request, noise: KeyedNoise) -> Private | PrivateWithCriter
             optimizer = _bare_optimizer(request.optimizer)
             module = copy_inside(_bare(request.module, optimizer))
             check_objects(module, optimizer)
-            noise_source = noise_for(request.sampling.replicas, request.module, noise)
-            clipper = _attached(_inside(module), request)
+            around = _losses_by_record(module, request)
+            sharded = sharded_model(_inside(module))
+            shares = None if sharded is None else sharded.shares
+            noise_source = noise_for(request.sampling.replicas, request.module, noise, shares=shares)
+            clipper = _attached(_inside(module), request, sharded)
+            if shared and isinstance(request.sampling.sampler, PrivateSampler):
+                dealt = shares or all_apart()
+                request.sampling.sampler.deal(dealt.number, dealt.count)
             undo.callback(clipper.remove)
             sums_meet_elsewhere(clipper.model, shared=shared)
             if shared:
                 mechanism = (request.noise_multiplier, clipper.policy.max_grad_norm, clipper.policy.describe())
                 require_agreement("mechanism (σ, C, clipping)", mechanism)
             private = _around(clipper, optimizer, replace(request, module=module), noise_source)
+            if around is not None:
+                run_in(cast(GradSampleModule, private[0]), around)
         undo.pop_all()
     return private
 
 
-def _attached(module: nn.Module, request: Request) -> GhostClipper:
+def _losses_by_record(module: nn.Module, request: Request) -> Callable[[], AbstractContextManager[None]] | None:
+    """Return what private forwards of a language model run in, so that its own loss is one a record."""
+    choice = _validate.choice(request.vocabulary_head, "vocabulary_head", CHOICES)
+    strategy = strategy_of(request.grad_sample_mode)
+    if choice != "logits" and not request.wrap_model:
+        raise InvalidOptionError(
+            f"vocabulary_head={choice!r} with wrap_model=False: the model stays as it is. Run its forwards in "
+            "ghostclip.language.vocabulary_head.without_logits(model), or leave wrap_model out."
+        )
+    if choice == "auto" and strategy == "graph":
+        # Its criterion sees what the model returns.
+        return None
+    return by_record(_inside(module), choice, allowed=strategy not in ("hooks", "graph"))
+
+
+def _attached(module: nn.Module, request: Request, sharded: ShardedModel | None) -> GhostClipper:
     """Attach a clipper to the model.
 
     Args:
         module: The bare model.
         request: What the user asked for.
+        sharded: The ranks that hold the model in parts; None where each has it whole.
 
     Returns:
         The clipper.
@@ -174,7 +205,8 @@ def _attached(module: nn.Module, request: Request) -> GhostClipper:
         relation=request.sampling.event.relation,
         probe=request.probe,
         memory_budget=request.memory_budget,
-        sharded=sharded_model(module),
+        device_only=request.device_only,
+        sharded=sharded,
     )
 
 
@@ -290,6 +322,10 @@ def check_objects(module: nn.Module, optimizer: Optimizer) -> None:
         UnsupportedModelError: If it is split over devices or sharded over ranks.
         UncoveredParameterError: If the optimizer holds parameters that are not the model's.
     """
+    parts = _torch.gathered_modules(module)
+    for part in parts:
+        # A forward without a backward leaves parameters gathered, which are not those that an optimizer holds.
+        part.reshard()
     refuse_sharded(module)
     if not module.training:
         raise IllegalModuleConfigurationError(
@@ -304,7 +340,8 @@ def check_objects(module: nn.Module, optimizer: Optimizer) -> None:
     own = {id(p) for p in module.parameters()}
     strange = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
     if strange:
+        gathered = ", after module.reshard() where a forward has gathered them" if parts else ""
         raise UncoveredParameterError(
             f"optimizer holds {len(strange)} parameter(s) that are not the module's (the first has shape "
-            f"{tuple(strange[0].shape)}). Build the optimizer from module.parameters()."
+            f"{tuple(strange[0].shape)}). Build the optimizer from module.parameters(){gathered}."
         )

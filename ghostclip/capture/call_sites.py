@@ -19,6 +19,7 @@ class CallSite:
     Attributes:
         names: The parameters.
         operation: The torch function.
+        consumed: The parameters, each as often as it is consumed.
         forms: What each parameter's factors are there.
         chosen: The row map that evidence confirmed (its key), once there was evidence.
         attempts: How many probes passed it without a gradient to judge by.
@@ -29,6 +30,7 @@ class CallSite:
 
     names: tuple[str, ...]
     operation: str
+    consumed: tuple[str, ...]
     forms: dict[str, str] = field(default_factory=dict)
     chosen: tuple[str, int] | None = None
     attempts: int = 0
@@ -109,8 +111,8 @@ class CallSites:
         tracked, (key, _) = list(tracked), number
         numbered = (*number, form, gathered)
         if numbered not in self.table:
-            names = tuple(dict.fromkeys(leaf for t in tracked for leaf in t.origin.names))
-            self.table[numbered] = CallSite(names, key[1])
+            consumed = tuple(leaf for t in tracked for leaf in t.origin.names)
+            self.table[numbered] = CallSite(tuple(dict.fromkeys(consumed)), key[1], consumed)
         site = self.table[numbered]
         for t in tracked:
             shown = "dense" if form.startswith("outer") and t.origin.value.dim() < 2 else form
@@ -143,3 +145,15 @@ def key_of(tracked: Iterable[TrackedTensor], name: str) -> tuple[Any, ...]:
         The names of the parameters, and its own.
     """
     return tuple(t.origin.names for t in tracked), name
+
+
+def visits_of(key: tuple[Any, ...]) -> tuple[str, str]:
+    """Return under what a forward counts an operation: its calls, and its uses.
+
+    Args:
+        key: See `key_of`.
+
+    Returns:
+        Strings: they keep their hashes, nested tuples work them out at each look-up.
+    """
+    return f"call {key}", f"use {key}"

@@ -71,5 +71,6 @@ def _dropping(casts: Casts) -> Callable[[Any], None]:
 
 def may_cast(tensor: Tensor) -> bool:
     """Return whether autocast may bring an operation's input to 16 bits."""
-    wide = tensor.dtype == torch.float32 and _torch.autocast_is_on(tensor.device.type)
-    return wide and not tensor.is_inference()
+    # The type of a device is a string that is made anew each time.
+    kind = "cpu" if tensor.is_cpu else tensor.device.type
+    return _torch.autocast_is_on(kind) and tensor.dtype == torch.float32 and not tensor.is_inference()

@@ -17,6 +17,7 @@ from ghostclip.capture.bags import Bags, as_flat
 from ghostclip.capture.blocks import Blocks
 from ghostclip.capture.call_sites import CallSites
 from ghostclip.capture.decide import DecisionCache, decide
+from ghostclip.capture.divided import is_divided, on_parts, refuse_divided_outputs, refuse_whole_data, settled
 from ghostclip.capture.forward import ForwardContext, Surroundings
 from ghostclip.capture.gathering import Gathering
 from ghostclip.capture.inputs import in_backward, with_dummy, without_dummy
@@ -31,7 +32,7 @@ from ghostclip.capture.replicas import quieten_wrapper
 from ghostclip.capture.row_tracker import RowTracker
 from ghostclip.capture.running import Running
 from ghostclip.capture.substitution import Substitution, untouched_grads
-from ghostclip.capture.tracked import TrackedTensor, plain, without_samples
+from ghostclip.capture.tracked import TrackedTensor, plain, tracked_leaves, without_samples
 from ghostclip.errors import GhostClipError, UncoveredParameterError, UnsupportedModelError
 from ghostclip.rules.modules import any_samplers
 from ghostclip.rules.registry import operation_name
@@ -118,7 +119,8 @@ class CaptureContext:
         units = [*units, *(() if gathering is None else gathering.units)]
         self.axis = 0 if batch_first else 1
         self.sites = CallSites()
-        self.substitution = Substitution(model, self, units)
+        self._divided = gathering is not None and gathering.divides
+        self.substitution = Substitution(model, self, units, divided=self._divided)
         self.bags = Bags(model)
         self.note_inputs: Callable[[Sequence[Tensor], int], Any] | None = None
         self._anchor = torch.zeros((), requires_grad=True)
@@ -342,6 +344,8 @@ class CaptureContext:
             return None
         read = output
         with nullcontext() if self.gathering is None else self.gathering.together():
+            if self._divided:
+                refuse_divided_outputs(self.model, outputs_of(output))
             if self._rows.missed:
                 self.sites.forget_since(self._sites_before)
                 read = self.again(call)
@@ -438,13 +442,16 @@ class CaptureContext:
 
     # -- operations ---------------------------------------------------------------------------------------------
 
-    def intercept(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def intercept(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], first: TrackedTensor
+    ) -> Any:
         """Decide on one operation on tracked tensors, then run it.
 
         Args:
             func: The torch function.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
+            first: The first tracked tensor among them.
 
         Returns:
             What the function returns; tracked where it was computed from parameters alone.
@@ -452,8 +459,33 @@ class CaptureContext:
         Raises:
             UncoveredParameterError: Some are another model's, or a backward starts where no data came in.
         """
+        if self._divided:
+            return self._intercept_divided(func, args, kwargs)
+        return self._intercept(func, args, kwargs, first)
+
+    def _intercept_divided(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Decide on one operation on parameters of which ranks may have parts."""
+        name = operation_name(func)
+        if name in LOOKED_AT:
+            return self._intercept_plain(func, args, kwargs)
+        args, kwargs = settled(args, kwargs)
+        if is_divided(args, kwargs):
+            return on_parts(func, name, args, kwargs, forward=self.forward, run=self._intercept_plain)
+        assert self.gathering is not None, "who divides"
+        self.forward.spread.update(dict.fromkeys(self.gathering.spread, True))
+        if torch.is_grad_enabled():
+            refuse_whole_data(name, args, kwargs, self.forward, self.gathering.brought_together)
+        return self._intercept_plain(func, args, kwargs)
+
+    def _intercept_plain(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Decide on one operation on plain tensors that stand for what ranks have parts of."""
+        return self._intercept(func, args, kwargs, tracked_leaves((args, kwargs))[0])
+
+    def _intercept(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], first: TrackedTensor
+    ) -> Any:
         forward = self.forward
-        known = self._decisions.get(func, args, kwargs, forward)
+        known = self._decisions.get((func, id(first)), args, kwargs, forward)
         if known is not None:
             return known.run(forward)
         name = operation_name(func)
@@ -475,7 +507,7 @@ class CaptureContext:
         if not isinstance(plan, ByRule):
             return plan.run(forward)
         use = plan.use_in(forward)
-        self._decisions.put(operation, plan, use)
+        self._decisions.put((func, id(first)), operation, plan, use)
         return plan.carry_out(use)
 
     # -- backward -----------------------------------------------------------------------------------------------

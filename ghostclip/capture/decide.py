@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from ghostclip import _torch, _tree
 from ghostclip.capture import broadcast
 from ghostclip.capture.batch_axis import RowMap
-from ghostclip.capture.call_sites import CallSite, Form, key_of
+from ghostclip.capture.call_sites import MAX_ATTEMPTS, CallSite, Form, key_of, visits_of
 from ghostclip.capture.decompose import decompose
 from ghostclip.capture.derive import reorders_copies
 from ghostclip.capture.forward import ForwardContext
@@ -28,14 +28,14 @@ from ghostclip.capture.inputs import in_backward
 from ghostclip.capture.layouts import ArgumentLayout, is_data, own_axis
 from ghostclip.capture.operation import Operation
 from ghostclip.capture.param_use import ParamUse
-from ghostclip.capture.plans import Broadcast, ByRule, Derive, General, Inside, OwnCopies, Plain, Plan, Write
+from ghostclip.capture.plans import Again, Broadcast, ByRule, Derive, General, Inside, OwnCopies, Plain, Plan, Write
 from ghostclip.capture.rewrite import rewritten
-from ghostclip.capture.row_maps import RowOrder, order_of_rows, row_maps, rows_along
+from ghostclip.capture.row_maps import RowOrder, candidates_along, order_of_rows, row_maps
 from ghostclip.capture.row_origin import UNKNOWN_ORDER, origin_of_rows
 from ghostclip.capture.tracked import TrackedTensor, plain
 from ghostclip.capture.writes import refuse_data
 from ghostclip.errors import GhostClipError
-from ghostclip.rules import Call, Captured, Rule, follows_from_form, rule_for
+from ghostclip.rules import Call, Captured, Rule, follows_from_form, is_rule_for, rule_for
 
 # One of two tensors is brought to the other's dtype, device or shape; the other's values take no part.
 _LIKE: Final = frozenset({"to", "type_as", "view_as", "reshape_as", "expand_as"})
@@ -44,6 +44,8 @@ _MOST: Final = 4096
 # Forms of factors that several parameters can have together.
 _TOGETHER: Final = frozenset({"outer product", "dense"})
 _VALUES: Final = frozenset({type(None), bool, int, float, str})
+# A torch function, and the number (``id``) of its first tracked argument, which lives as long as the decision.
+CallKey: TypeAlias = tuple[Callable[..., Any], int]
 
 
 class Decision(NamedTuple):
@@ -117,11 +119,12 @@ def _consuming(
     if bound is not None:
         targets, captured = bound
         known = _axis_of_rows(operation, captured, layout, forward)
-        maps, order = row_maps(captured.rows, tuple(captured.rows.shape[: captured.num_batch_dims]), known, forward)
+        sizes = tuple(captured.rows.shape[: captured.num_batch_dims])
+        maps, order = row_maps(captured.rows, sizes, known, forward)
         orders.append(order)
         if maps:
             rows, saved = captured.rows, captured.saved
-            by_rule = ByRule(operation.name, targets, captured, rows, saved, maps, known, operation.run_plain)
+            by_rule = ByRule(operation.name, targets, captured, rows, saved, sizes, maps, known, operation.run_plain)
             by_rule.alike = _alike(operation, by_rule, forward)
             return by_rule, orders
         if known < 0 and not operation.is_in_graph:
@@ -242,7 +245,7 @@ class _Kept:
     Attributes:
         plan: The plan, without tensors of data.
         rule: The rule that made it.
-        key: The names of its parameters, and its own: see `key_of`.
+        visits: Under what a forward counts it, see `visits_of`.
         form: The forms of its positional arguments, see `_form_of`.
         named: Those of its keyword arguments.
         values: Its arguments with parameters detached: positional and keyword ones.
@@ -253,7 +256,7 @@ class _Kept:
 
     plan: ByRule
     rule: Rule
-    key: Any
+    visits: tuple[str, str]
     form: list[Any]
     named: dict[str, Any]
     values: tuple[list[Any], dict[str, Any]]
@@ -261,20 +264,22 @@ class _Kept:
     saves: bool
     calls: dict[tuple[int, int], tuple[CallSite, int]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        """Note under which key the operation is counted."""
-        self.call_key = "call", self.key
-
     def fits(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Return whether arguments have the form that was decided on."""
-        if len(args) != len(self.form) or kwargs.keys() != self.named.keys():
+        if len(args) != len(self.form):
             return False
-        for form, item in zip(self.form, args, strict=True):
+        for place, item in enumerate(args):
+            form = self.form[place]
             if item is not form and not _has_form(item, form):
                 return False
-        return not kwargs or all(
-            item is self.named[key] or _has_form(item, self.named[key]) for key, item in kwargs.items()
-        )
+        named = self.named
+        if len(kwargs) != len(named):
+            return False
+        for key, item in kwargs.items():
+            form = named.get(key, NotImplemented)
+            if item is not form and not _has_form(item, form):
+                return False
+        return True
 
     def call(self, func: Callable[..., Any], rows: Tensor) -> Callable[[], Tensor]:
         """Return what runs the operation on other data and detached parameters."""
@@ -304,20 +309,13 @@ class DecisionCache:
         self._kept.clear()
         self._size = 0
 
-    def _find(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Kept | None:
-        """Return the decision for arguments of this form."""
-        for kept in self._kept.get(_key_of_call(func, args, kwargs), ()):
-            if kept.fits(args, kwargs):
-                return kept
-        return None
-
     def get(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], forward: ForwardContext
-    ) -> ByRule | None:
+        self, key: CallKey, args: tuple[Any, ...], kwargs: Mapping[str, Any], forward: ForwardContext
+    ) -> Again | None:
         """Return the plan of an operation that was decided on before; its call is counted then.
 
         Args:
-            func: The torch function.
+            key: The torch function, and the number (``id``) of its first tracked argument.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
             forward: The forward.
@@ -325,26 +323,33 @@ class DecisionCache:
         Returns:
             The plan with the data of this call; None where it must be decided on.
         """
-        kept = self._find(func, args, kwargs)
-        if kept is None or in_backward() or not torch.is_grad_enabled() or forward.grown is not None:
+        for kept in self._kept.get(key, ()):
+            if kept.fits(args, kwargs):
+                break
+        else:
             return None
-        visits, call_key, plan = forward.visits, kept.call_key, kept.plan
-        numbers, entry = (visits[call_key] + 1, visits[kept.key] + 1), rule_for(plan.name)
+        if in_backward() or not torch.is_grad_enabled() or forward.grown is not None:
+            return None
+        visits, (calls, uses), plan = forward.visits, kept.visits, kept.plan
+        numbers = visits[calls] + 1, visits[uses] + 1
         site, known = kept.calls.get(numbers, _NO_SITE)
-        if site is None or not site.proven or entry is None or entry[0] is not kept.rule:
+        if site is None or site.attempts < MAX_ATTEMPTS or not is_rule_for(plan.name, kept.rule):
             return None
-        rows: Tensor = args[kept.rows] if type(kept.rows) is int else kwargs[kept.rows]
-        maps = _maps_as_ever(rows, known, plan.captured.num_batch_dims, forward)
+        place = kept.rows
+        rows: Tensor = args[place] if type(place) is int else kwargs[place]
+        # A slice of a torch.Size costs as much as ten of a tuple.
+        sizes = tuple(rows.shape)[: plan.captured.num_batch_dims]
+        maps = _maps_as_ever(rows, sizes, known, forward)
         if not maps:
             return None
-        visits[call_key], visits[kept.key] = numbers
-        saved, call = (rows,) if kept.saves else (), kept.call(func, rows)
-        return ByRule(plan.name, plan.targets, plan.captured, rows, saved, maps, known, call, site, plan.alike)
+        visits[calls], visits[uses] = numbers
+        return Again(plan, site, rows, sizes, maps, (rows,) if kept.saves else (), kept.call(key[0], rows))
 
-    def put(self, operation: Operation, plan: ByRule, use: ParamUse) -> None:
+    def put(self, key: CallKey, operation: Operation, plan: ByRule, use: ParamUse) -> None:
         """Keep a decision, if it follows from the form of the arguments.
 
         Args:
+            key: As for `get`.
             operation: The operation.
             plan: What was decided.
             use: The use that it has in this forward.
@@ -353,11 +358,11 @@ class DecisionCache:
         if forward.batch_size < 2 or in_backward() or not _is_of_form(operation, plan):
             # With one sample every axis may hold it: what is met then says nothing about more.
             return
-        func, args, kwargs, entry = operation.func, operation.args, operation.kwargs, rule_for(operation.name)
+        args, kwargs, entry = operation.args, operation.kwargs, rule_for(operation.name)
         form, named = list(map(_form_of, args)), {name: _form_of(item) for name, item in kwargs.items()}
         if entry is None or any(part is NotImplemented for part in (*form, *named.values())):
             return
-        kept = self._find(func, args, kwargs)
+        kept = next((kept for kept in self._kept.get(key, ()) if kept.fits(args, kwargs)), None)
         if kept is None or kept.rule is not entry[0]:
             if self._size >= _MOST:
                 self.forget()
@@ -367,13 +372,13 @@ class DecisionCache:
             values = _without(plan.rows, list(plain(args))), dict(plain(kwargs))
             if type(rows) is str:
                 values[1][rows] = None
-            own = key_of(operation.tracked, operation.name)
+            own = visits_of(key_of(operation.tracked, operation.name))
             kept = _Kept(_without_data(plan), entry[0], own, form, named, values, rows, bool(plan.saved))
-            found = self._kept[_key_of_call(func, args, kwargs)]
+            found = self._kept[key]
             found[:] = [kept, *(other for other in found if not other.fits(args, kwargs))]
             self._size += 1
-        numbers = forward.visits["call", kept.key], forward.visits[kept.key]
-        kept.calls[numbers] = use.site, plan.known
+        calls, uses = kept.visits
+        kept.calls[forward.visits[calls], forward.visits[uses]] = use.site, plan.known
 
 
 _NOTHING: Final = torch.empty(0)
@@ -386,19 +391,19 @@ def _without(data: Tensor, arguments: list[Any]) -> list[Any]:
 
 def _without_data(plan: ByRule) -> ByRule:
     captured = replace(plan.captured, saved=(), rows=_NOTHING)
-    return ByRule(plan.name, plan.targets, captured, _NOTHING, (), [], plan.known, _NOTHING.clone, alike=plan.alike)
+    return ByRule(plan.name, plan.targets, captured, _NOTHING, (), (), [], plan.known, _NOTHING.clone, alike=plan.alike)
 
 
-def _maps_as_ever(rows: Tensor, known: int, num_batch_dims: int, forward: ForwardContext) -> list[RowMap]:
+def _maps_as_ever(rows: Tensor, sizes: tuple[int, ...], known: int, forward: ForwardContext) -> list[RowMap]:
     """Return the row maps of data of a known form; empty where something is different now."""
     if known >= 0 and rows.requires_grad:
         size, axis = forward.batch_size, forward.batch_axis
         if known == 0 and origin_of_rows(rows, 0, size, axis) is not None:
             return []
-        return rows_along(known, rows.shape[:num_batch_dims], size, axis, None)
+        return candidates_along(known, sizes, size, axis)
     if not rows.requires_grad and (known < 0 or forward.around.rows.samples_of(rows) is not None):
         return []
-    maps, order = row_maps(rows, tuple(rows.shape[:num_batch_dims]), known, forward)
+    maps, order = row_maps(rows, sizes, known, forward)
     return [] if order.samples is not None or order.unknown else maps
 
 
@@ -429,14 +434,6 @@ def _alike(operation: Operation, plan: ByRule, forward: ForwardContext) -> Form 
         return None
     elements = sum(value.numel() for _, value in values)
     return forward.around.sites.forms.setdefault((rule_for(operation.name), tuple(form), tuple(own)), Form(elements))
-
-
-def _key_of_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, int]:
-    """Return the function and the number (``id``) of its first parameter."""
-    for item in args:
-        if type(item) is TrackedTensor:
-            return func, id(item)
-    return func, next((id(item) for item in kwargs.values() if type(item) is TrackedTensor), 0)
 
 
 def _form_of(item: Any) -> Any:

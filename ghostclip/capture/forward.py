@@ -62,7 +62,7 @@ class ForwardContext:
         reordered: Data was put into another order before a parameter met it.
         gathered: Rows that reached a parameter had been gathered on the way.
         stays_small: The model does not run with one sample more.
-        visits: How often each call site was passed.
+        visits: How often each operation was called, and how often it was a use: see `call_sites.visits_of`.
         guessed: Some operation was taken as sizes suggest, since no shapes have shown where its samples lie.
         grown: The same forward with one sample more, where it ran.
         sizes: Parameters and leading sizes of every use of a rule, in order.
@@ -72,6 +72,8 @@ class ForwardContext:
         input_sizes: What tells the sizes of the model's inputs, where its blocks are watched.
         blocks: Calls of its repeated blocks in order, likewise.
         checkpointed_by_model: Activation checkpointing was active that no memory plan asked for.
+        spread: Parameters on several ranks, and whether each rank has parts of their gradients only (positions of a
+            sample are divided among the ranks), by name.
     """
 
     around: Surroundings
@@ -89,7 +91,7 @@ class ForwardContext:
     reordered: bool = False
     gathered: bool = False
     stays_small: bool = False
-    visits: defaultdict[Any, int] = field(default_factory=_counts)
+    visits: defaultdict[str, int] = field(default_factory=_counts)
     guessed: bool = False
     grown: Grown | None = None
     sizes: list[tuple[tuple[str, ...], tuple[int, ...]]] = field(default_factory=list)
@@ -99,6 +101,7 @@ class ForwardContext:
     input_sizes: Any = None
     blocks: list[Any] = field(default_factory=list)
     checkpointed_by_model: bool = False
+    spread: dict[str, bool] = field(default_factory=dict)
     _recomputing: bool = False
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 
 class Gathering(Protocol):
@@ -16,15 +16,25 @@ class Gathering(Protocol):
 
     Attributes:
         units: The modules whose parameters are gathered for their calls.
+        brought_together: Names of parameters whose modules see to it themselves that what ranks compute with parts of
+            them becomes the whole.
+        spread: Names of parameters that every rank has whole, and parts of their gradients.
     """
 
     units: Sequence[nn.Module]
+    brought_together: frozenset[str]
+    spread: frozenset[str]
 
-    def hold(self, *, able: bool) -> bool:
+    @property
+    def divides(self) -> bool:
+        """Whether ranks share samples, and compute with a part of what a parameter is."""
+
+    def hold(self, *, able: bool, inputs: Sequence[Tensor]) -> bool:
         """Decide, with all ranks, whether a forward is one to ask for evidence; if so, gather everything for it.
 
         Args:
             able: Whether this rank has samples enough to prove anything.
+            inputs: What the model is called with; ranks that share samples must have the same.
 
         Returns:
             Whether this rank is to ask.
@@ -45,6 +55,26 @@ class Gathering(Protocol):
 
     def telling(self) -> AbstractContextManager[None]:
         """Return a context whose errors the others hear of in `together`, which this rank does not reach."""
+
+    def sharing(self, what: str) -> AbstractContextManager[None]:
+        """Return a context whose errors all ranks that share samples raise, and run nothing together after one.
+
+        Args:
+            what: What is done inside, for messages.
+
+        Returns:
+            The context.
+        """
+
+    def any_sharing(self, holds: bool) -> bool:  # noqa: FBT001 - what is asked, no option
+        """Return whether something holds on a rank that shares samples with this one; called on all of these.
+
+        Args:
+            holds: Whether it does on this rank.
+
+        Returns:
+            True if so.
+        """
 
     def tell_failure(self) -> None:
         """Let the others hear in `together` that this rank's forward has raised."""

@@ -56,7 +56,7 @@ class Watch:
         self.kinds: set[type[nn.Module]] = set()
         self._handles: list[RemovableHandle] = []
         self._watched: list[tuple[nn.Module, int, int]] = []
-        self._off: list[tuple[nn.Module, tuple[int, _Hook], tuple[int, _Hook]]] = []
+        self._off: list[Any] = []
 
     def __bool__(self) -> bool:
         """Return whether any module is watched."""
@@ -87,17 +87,12 @@ class Watch:
         Args:
             outermost: The module.
         """
-        for module, before, after in self._watched:
-            if module is not outermost:
-                found = _torch.take_hooks(module, before, after)
-                if found is not None:
-                    self._off.append((module, (before, found[0]), (after, found[1])))
+        self._off += _torch.take_hooks(self._watched, outermost)
 
     def inner_on(self) -> None:
         """Put them back, each where it was: before, and after, all others."""
         off, self._off = self._off, []
-        for module, before, after in off:
-            _torch.put_hooks_back(module, before, after)
+        _torch.put_hooks_back(off)
 
     def remove(self) -> None:
         """Remove all hooks."""

@@ -82,6 +82,5 @@ def under_checkpoint() -> bool:
     return hooks is not None and "checkpoint" in getattr(hooks[0], "__module__", "")
 
 
-def in_backward() -> bool:
-    """Return whether a backward is running on this thread."""
-    return _torch.in_backward()
+# Whether a backward is running on this thread.
+in_backward: Final = _torch.in_backward

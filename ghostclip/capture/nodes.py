@@ -128,6 +128,10 @@ class Kept:
         Args:
             tensors: Tensors; their aliases outside the graph are held, lest a graph that holds this hold itself.
         """
+        if len(tensors) == 1:
+            self._tensors: tuple[Tensor, ...] = (tensors[0].detach(),)
+            self._versions = [_torch.version(tensors[0])]
+            return
         self._tensors = tuple([tensor.detach() for tensor in tensors])
         self._versions = _torch.versions(tensors)
 
@@ -135,8 +139,8 @@ class Kept:
     def address(self) -> int:
         """Where the first tensor begins, if it may hold many positions of each sample; else 0."""
         first = self._tensors[0]
-        plain = type(first) is Tensor and first.layout is torch.strided
-        return first.data_ptr() if plain and first.dim() > 2 else 0
+        many = first.dim() > 2 and type(first) is Tensor and first.layout is torch.strided
+        return first.data_ptr() if many else 0
 
     @property
     def form(self) -> tuple[torch.Size, int]:
@@ -182,7 +186,7 @@ def keep(tensors: Sequence[Tensor]) -> Any:
     Returns:
         Its ``saved_tensors`` gives them back (recomputed under activation checkpointing).
     """
-    if _torch.saving_hooks() is None and not any(tensor.is_inference() for tensor in tensors):
+    if _torch.saving_hooks() is None and not any(map(Tensor.is_inference, tensors)):
         return Kept(tensors)
     with _torch.subclasses_off():
         anchor = torch.zeros((), requires_grad=True)

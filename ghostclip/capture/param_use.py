@@ -5,17 +5,18 @@ nothing behind. What outlives them is the call site's memory of how rows map to 
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from ghostclip import _torch
 from ghostclip.capture.batch_axis import RowMap
-from ghostclip.capture.call_sites import CallSite, Form, key_of
+from ghostclip.capture.call_sites import CallSite, Form, key_of, visits_of
 from ghostclip.capture.derive import pull_back
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.inputs import in_backward, under_checkpoint
+from ghostclip.capture.nodes import Kept
 from ghostclip.capture.statistics import Circumstances, statistics_of
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.errors import BatchAxisError, UnsupportedModelError
@@ -73,7 +74,7 @@ class Listener(Protocol):
 FactorFunction = Callable[[Sequence[Tensor], Tensor, Callable[[Tensor, int], Tensor]], Mapping[str, Factor]]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class ParamUse:
     """One consumption, with all that its backward needs.
 
@@ -88,8 +89,8 @@ class ParamUse:
         behind: The node that made the rows of data, or None.
         batch_dim_sizes: Sizes of the leading axes.
         wants_input_gradient: Whether its data is in the graph, or was put into another order.
-        versions: How often each target had been changed in place.
         alike: What is equal for uses whose factors can be formed together; None where none can be.
+        versions: How often each target that was computed from parameters had been changed in place.
     """
 
     site: CallSite
@@ -102,14 +103,14 @@ class ParamUse:
     behind: Any = None
     batch_dim_sizes: tuple[int, ...] = ()
     wants_input_gradient: bool = True
-    versions: dict[str, int] = field(default_factory=dict)
     alike: Form | None = None
+    versions: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         """Note how often each target that was computed from parameters had been changed in place by now."""
-        for key, target in self.targets.items():
-            if target.origin.func:
-                self.versions[key] = _torch.version(target.origin.graph)
+        if self.versions is None:
+            computed = {key: target.origin for key, target in self.targets.items() if target.origin.func}
+            self.versions = {key: _torch.version(origin.graph) for key, origin in computed.items()}
 
     @property
     def row_map(self) -> RowMap:
@@ -197,6 +198,7 @@ class ParamUse:
             ((name, leaf),) = origin.leaves.items()
             return [(name, factor)] if leaf.parameter.requires_grad else []
         # A parameter itself may be: an embedding with max_norm renormalises the rows it looks up.
+        assert self.versions is not None
         if _torch.version(origin.graph) != self.versions[key]:
             raise UnsupportedModelError(_changed_since(self.site))
         pulled = pull_back(self.targets[key], factor)
@@ -232,8 +234,9 @@ def site_of(
     """
     tracked = list(tracked)
     key = key_of(tracked, name)
-    forward.visits[key] += 1
-    return forward.around.sites.at((key, forward.visits[key]), tracked, form, gathered)
+    _, uses = visits_of(key)
+    forward.visits[uses] += 1
+    return forward.around.sites.at((key, forward.visits[uses]), tracked, form, gathered)
 
 
 def register(use: ParamUse) -> None:
@@ -242,20 +245,21 @@ def register(use: ParamUse) -> None:
     Args:
         use: The use.
     """
-    forward = use.forward
-    if in_backward():
+    forward, again = use.forward, in_backward()
+    if again:
         # The other kind of checkpointing recomputes under hooks of its own, and what it registers then is dropped.
         sites = forward.around.sites
         sites.reentrant = sites.reentrant or not under_checkpoint()
     else:
         # What is run again in a backward is no further use: counting it would keep its factors waiting.
-        for tracked in use.targets.values():
-            for name in tracked.origin.leaves:
-                forward.use_counts[name] += 1
+        counts = forward.use_counts
+        for name in use.site.consumed:
+            counts[name] += 1
         _note_size(use)
     if under_checkpoint():
-        forward.note_checkpointing(again=in_backward())
-    forward.unproven = forward.unproven or not use.site.proven
+        forward.note_checkpointing(again=again)
+    if not use.site.proven:
+        forward.unproven = True
 
 
 def _note_size(use: ParamUse) -> None:
@@ -266,6 +270,5 @@ def _note_size(use: ParamUse) -> None:
     else:
         entries = sum(tracked.origin.value.numel() for tracked in use.targets.values())
         forward.unplanned += forward.batch_size * entries
-    address = getattr(use.node, "address", 0)
-    if address:
+    if type(use.node) is Kept and (address := use.node.address):
         forward.readers[address] += 1

@@ -5,7 +5,7 @@ A plan holds what was decided and runs it; whatever it does to its forward is to
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -100,10 +100,10 @@ class ByRule(Plan):
         captured: What the rule made of it; of a plan that is used again, made of another call.
         rows: The data that it consumes them with.
         saved: What the backward will want back.
+        sizes: Sizes of the leading axes of the rows.
         maps: How rows may map to samples, the preferred one first.
         known: The axis of the rows that holds samples, as far as it is known.
         call: Runs it on detached parameters.
-        site: Its call site, where that was looked up before.
         alike: See `ParamUse`.
     """
 
@@ -112,10 +112,10 @@ class ByRule(Plan):
     captured: Captured
     rows: Tensor
     saved: tuple[Tensor, ...]
+    sizes: tuple[int, ...]
     maps: list[RowMap]
     known: int
     call: Callable[[], Tensor]
-    site: CallSite | None = None
     alike: Form | None = None
 
     def use_in(self, forward: ForwardContext) -> ParamUse:
@@ -127,23 +127,37 @@ class ByRule(Plan):
         Returns:
             The use.
         """
-        captured, rows, maps, site = self.captured, self.rows, self.maps, self.site
-        if site is None:
-            site = site_of(forward, self.targets.values(), self.name, captured.form, maps[0].gathering)
-        sizes = tuple(rows.shape[: captured.num_batch_dims])
-        use = ParamUse(
-            site,
-            forward,
-            self.targets,
-            captured.factors,
-            captured.num_batch_dims,
-            maps,
-            batch_dim_sizes=sizes,
-            alike=self.alike,
+        gathering = self.maps[0].gathering
+        site = site_of(forward, self.targets.values(), self.name, self.captured.form, gathering)
+        return self.use_at(site, forward, self.rows, self.sizes, self.maps)
+
+    def use_at(
+        self,
+        site: CallSite,
+        forward: ForwardContext,
+        rows: Tensor,
+        sizes: tuple[int, ...],
+        maps: list[RowMap],
+        versions: Mapping[str, int] | None = None,
+    ) -> ParamUse:
+        """Return a use of its parameters at a call site, not registered yet.
+
+        Args:
+            site: The call site.
+            forward: The forward.
+            rows: The data that it consumes them with.
+            sizes: Sizes of the leading axes of the data.
+            maps: How its rows may map to samples.
+            versions: See `ParamUse`; None to look.
+
+        Returns:
+            The use.
+        """
+        captured, wanted = self.captured, rows.requires_grad or wants_gradient([rows], forward)
+        factors, dims = captured.factors, captured.num_batch_dims
+        return ParamUse(
+            site, forward, self.targets, factors, dims, maps, None, rows.grad_fn, sizes, wanted, self.alike, versions
         )
-        use.behind = rows.grad_fn
-        use.wants_input_gradient = rows.requires_grad or wants_gradient([rows], forward)
-        return use
 
     def carry_out(self, use: ParamUse) -> Tensor:
         """Run the operation with a use of its parameters.
@@ -154,12 +168,51 @@ class ByRule(Plan):
         Returns:
             What the function returns, in the graph.
         """
-        order, product = self.captured.order, self.captured.form.startswith("outer product")
-        return carry_out(use, self.call, rows=self.rows, saved=self.saved, order=order, product=product)
+        return carry_out(
+            use, self.call, rows=self.rows, saved=self.saved, order=self.captured.order, product=self.is_product
+        )
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it is a product of matrices."""
+        return self.captured.form.startswith("outer product")
 
     def run(self, forward: ForwardContext) -> Tensor:
         """Run it with a new use."""
         return self.carry_out(self.use_in(forward))
+
+
+# What is decided again is about parameters themselves.
+_NONE_COMPUTED: Final[Mapping[str, int]] = {}
+
+
+class Again(NamedTuple):
+    """What was decided in an earlier forward, on the data of this one.
+
+    Attributes:
+        decided: The plan of then, without data.
+        site: The call site.
+        rows: The data.
+        sizes: Sizes of its leading axes.
+        maps: How its rows may map to samples.
+        saved: What the backward will want back.
+        call: Runs the operation on detached parameters.
+    """
+
+    decided: ByRule
+    site: CallSite
+    rows: Tensor
+    sizes: tuple[int, ...]
+    maps: list[RowMap]
+    saved: tuple[Tensor, ...]
+    call: Callable[[], Tensor]
+
+    def run(self, forward: ForwardContext) -> Tensor:
+        """Run it with a new use."""
+        decided, rows = self.decided, self.rows
+        use = decided.use_at(self.site, forward, rows, self.sizes, self.maps, _NONE_COMPUTED)
+        order, product = decided.captured.order, decided.is_product
+        return carry_out(use, self.call, rows=rows, saved=self.saved, order=order, product=product)
 
 
 @dataclass(frozen=True, eq=False)

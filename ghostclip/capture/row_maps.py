@@ -82,7 +82,8 @@ def row_maps(rows: Tensor, sizes: Sequence[int], known: int, forward: ForwardCon
     size, axis, order = forward.batch_size, forward.batch_axis, IN_ORDER
     if size > 1 and known >= 0:
         order = order_of_rows(rows, 0, forward) if known == 0 else IN_ORDER
-        return rows_along(known, sizes, size, axis, order.samples), order
+        maps = candidates_along(known, tuple(sizes), size, axis)
+        return maps if order.samples is None else [RowMap("gathered", 0, order.samples), *maps], order
     if size > 1 and sizes and not (axis == 1 and len(sizes) > 1):
         order = order_of_rows(rows, 0, forward)
         if order.samples is not None:
@@ -94,25 +95,19 @@ def row_maps(rows: Tensor, sizes: Sequence[int], known: int, forward: ForwardCon
     return candidates(sizes, size, axis=axis), order
 
 
-def rows_along(axis: int, sizes: Sequence[int], batch_size: int, expected: int, samples: Tensor | None) -> list[RowMap]:
-    """List the row maps along one axis.
+@lru_cache(maxsize=4096)
+def candidates_along(axis: int, sizes: tuple[int, ...], batch_size: int, expected: int) -> list[RowMap]:
+    """List the row maps along one axis, of rows that were not gathered.
 
     Args:
         axis: The axis.
         sizes: Sizes of the leading axes.
         batch_size: B.
         expected: The expected batch axis, which says in which order folded rows are likelier.
-        samples: The sample of every row, where rows were gathered.
 
     Returns:
-        Row maps, the preferred one first.
+        Row maps, the preferred one first; not to be changed.
     """
-    maps = _candidates_along(axis, tuple(sizes), batch_size, expected)
-    return maps if samples is None else [RowMap("gathered", 0, samples), *maps]
-
-
-@lru_cache(maxsize=4096)
-def _candidates_along(axis: int, sizes: tuple[int, ...], batch_size: int, expected: int) -> list[RowMap]:
     return [row_map for row_map in candidates(sizes, batch_size, axis=expected) if row_map.axis == axis]
 
 

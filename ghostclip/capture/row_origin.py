@@ -38,9 +38,10 @@ _names: dict[type, str] = {}
 
 def _name_of(node: Any) -> str:
     kind = type(node)
-    if kind not in _names:
-        _names[kind] = node.name()
-    return _names[kind]
+    name = _names.get(kind)
+    if name is None:
+        name = _names[kind] = node.name()
+    return name
 
 
 def _name_is(node: Any, names: frozenset[str]) -> bool:
@@ -85,7 +86,7 @@ def _samples(node: Any, output_nr: int, rows: int, batch_size: int, expected_axi
                 return parent if parent is None or parent is UNKNOWN_ORDER else parent.to(index.device)[index]
         if name in _VIEWS and tuple(_torch.saved(node, "self_sym_sizes")[:2]) == (1, rows):
             return _of_one_block(node.next_functions[0][0], rows, batch_size, expected_axis)
-        following = _same_rows(node, rows)
+        following = _same_rows(node, name, rows)
         if following is None:
             return None
         node, output_nr = following
@@ -218,18 +219,24 @@ def leads_to(tensor: Tensor, anchor: Tensor) -> bool:
     Returns:
         False also where the search was given up: then an edge too many does no harm.
     """
-    pending, seen = [tensor.grad_fn], 0
-    while pending and seen < _MAX_NODES:
-        node: Any = pending.pop()
+    node: Any = tensor.grad_fn
+    # Nearly always it is found by way of the first parents.
+    for _ in range(_MAX_NODES):
         if node is None:
-            continue
+            break
         if METADATA_KEY in node.metadata:
             return True
-        seen += 1
-        if not _name_is(node, _LEAVES):
-            pending += [following for following, _ in reversed(node.next_functions)]
-        elif _torch.leaf_of(node) is anchor:
+        edges = node.next_functions
+        node = edges[0][0] if edges else None
+    pending, seen = [tensor.grad_fn], 0
+    while pending and seen < _MAX_NODES:
+        node = pending.pop()
+        if node is None:
+            continue
+        if METADATA_KEY in node.metadata or _torch.leaf_of(node) is anchor:
             return True
+        seen += 1
+        pending += [following for following, _ in reversed(node.next_functions)]
     return False
 
 
@@ -268,7 +275,7 @@ def _alternate(edge: tuple[Any, int], rows: int, batch_size: int, expected_axis:
                 return sizes[1] == batch_size
             axis = _axis_of_samples(node.next_functions[0])
             return alternate if axis is None else axis == 1
-        following = _same_rows(node, rows)
+        following = _same_rows(node, _name_of(node), rows)
         if following is None:
             break
         edge = following
@@ -404,18 +411,21 @@ def _start(node: Any, name: str, output_nr: int) -> int:
     return int(sum(_torch.saved(node, "split_sizes")[:output_nr]))
 
 
-def _same_rows(node: Any, rows: int) -> tuple[Any, int] | None:
-    if _name_is(node, _SELECT) and _torch.saved(node, "dim") == 0:
+def _same_rows(node: Any, name: str, rows: int) -> tuple[Any, int] | None:
+    if name in _SELECT and _torch.saved(node, "dim") == 0:
         # The rows lay on the second axis; of a stack, they are those of one part.
         stack, _ = node.next_functions[0]
         stacked = stack is not None and stack.name() == "StackBackward0" and _torch.saved(stack, "dim") == 0
         place = _torch.signed(_torch.saved(node, "index"))
         part = stack.next_functions[place] if stacked else (None, 0)
         return None if part[0] is None else part
+    # What a view saved of its input's sizes costs less than asking the node that made it.
+    if name in _VIEWS and tuple(_torch.saved(node, "self_sym_sizes")[:1]) != (rows,):
+        return None
     for following, number in node.next_functions:
-        if following is None or _name_is(following, _LEAVES):
+        if following is None or _name_of(following) in _LEAVES:
             continue
         shape = _torch.outputs_of(following)[number].shape
-        if len(shape) > 0 and shape[0] == rows:
+        if shape and shape[0] == rows:
             return following, number
     return None

@@ -9,7 +9,7 @@ own, substituted after whatever gathers and given back before whatever frees.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +19,19 @@ from torch.utils.hooks import RemovableHandle
 from ghostclip import _torch
 from ghostclip.capture.nodes import edge_of, nodes_behind
 from ghostclip.capture.roster import Roster
+from ghostclip.capture.snapshot import Snapshot
 from ghostclip.capture.tracked import Interceptor, TrackedTensor, tracked_parameter
 from ghostclip.errors import SampleMixingError, UncoveredParameterError, UnsupportedModelError
+
+# The table of a module, a key in it, the parameter that it holds there, and what stands for it in a forward.
+_Place: TypeAlias = tuple[dict[str, Any], str, nn.Parameter, TrackedTensor]
 
 
 @dataclass(eq=False)
 class _Unit:
     """What is to be given back of one unit."""
 
-    parameters: list[tuple[dict[str, Any], str, nn.Parameter, TrackedTensor]] = field(default_factory=list)
+    parameters: list[_Place] = field(default_factory=list)
     flat: list[tuple[nn.RNNBase, list[Any]]] = field(default_factory=list)
 
     def give_back(self) -> None:
@@ -50,14 +54,18 @@ class Substitution:
         generation: How many tracked tensors were made so far; another number means that plans for older ones are void.
     """
 
-    def __init__(self, model: nn.Module, interceptor: Interceptor, units: Sequence[nn.Module] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, interceptor: Interceptor, units: Sequence[nn.Module] = (), *, divided: bool = False
+    ) -> None:
         """Prepare to substitute a model's parameters.
 
         Args:
             model: The model.
             interceptor: Who is told of operations on the tracked tensors.
             units: Modules whose parameters exist only while they run.
+            divided: Whether ranks compute with parts of parameters, of which this rank's are tracked.
         """
+        self._divided = divided
         self.parameters: dict[str, nn.Parameter] = {}
         self.present: dict[str, nn.Parameter] = {}
         self.units = frozenset(units)
@@ -70,6 +78,9 @@ class Substitution:
         # What units gather, by identity, with the parameter that an optimizer holds in its place.
         self._gathered: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._held: dict[str, nn.Parameter] = {}
+        # What the forward before has found, and what it has put in place.
+        self._snapshot: Snapshot | None = None
+        self._put_last: list[_Place] = []
         self.roster = Roster(model)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -118,7 +129,13 @@ class Substitution:
             UnsupportedModelError: A parameter is complex.
         """
         own, elsewhere = self._substituted.setdefault(self._model, _Unit()), list[int]()
-        for prefix, module, unit in _modules_of(self._model, self.units):
+        known = self._snapshot
+        if known is not None and not own.parameters and known.holds():
+            return self._put_again(own, known)
+        modules = _modules_of(self._model, self.units)
+        self._snapshot = None
+        found = None if self.units or own.parameters else Snapshot([module for _, module, _ in modules])
+        for prefix, module, unit in modules:
             if unit is None:
                 self._put(own, prefix, module)
             else:
@@ -128,7 +145,19 @@ class Substitution:
                 ]
             if isinstance(module, _torch.AnyBatchNorm) and module.training:
                 raise SampleMixingError(_batch_norm(prefix[:-1], module))
+        if found is not None:
+            found.memory = [(parameter, self._tracked[id(parameter)][1]) for _, _, parameter, _ in own.parameters]
+            self._snapshot, self._put_last = found, list(own.parameters)
         return self.roster.meet([*(id(parameter) for _, _, parameter, _ in own.parameters), *elsewhere])
+
+    def _put_again(self, own: _Unit, known: Snapshot) -> bool:
+        """Put the tracked tensors of the forward before in their places, where nothing has changed since."""
+        own.parameters = list(self._put_last)
+        for table, key, _, tracked in own.parameters:
+            table[key] = tracked
+        for module in known.recurrent:
+            _put_flat(own, module)
+        return self.roster.meet([id(parameter) for _, _, parameter, _ in own.parameters])
 
     def take_stock(self) -> None:
         """Note which parameters the units hold, before anything is gathered from them for a forward."""
@@ -184,15 +213,14 @@ class Substitution:
             tracked = self._tracked_for(prefix + key, parameter)
             unit.parameters.append((parameters, key, parameter, tracked))
             parameters[key] = tracked
-        if isinstance(module, nn.RNNBase) and not _is_substituted(module):
-            unit.flat.append((module, _torch.flat_weights(module)))
-            own = [parameters.get(name) for name in _torch.flat_weight_names(module)]
-            _torch.set_flat_weights(module, own)
+        if isinstance(module, nn.RNNBase):
+            _put_flat(unit, module)
 
     def _tracked_for(self, name: str, parameter: nn.Parameter) -> TrackedTensor:
         """Return the tracked tensor, made anew when the parameter's storage was exchanged (``.data = ...``)."""
         cached = self._tracked.get(id(parameter))
-        if cached is not None and cached[1] == _torch.memory_of(parameter):
+        memory = _torch.memory_of(_torch.local(parameter) if self._divided else parameter)
+        if cached is not None and cached[1] == memory:
             # Another parameter may have stood at its place meanwhile.
             self._stands(name, parameter)
             return cached[0]
@@ -202,7 +230,7 @@ class Substitution:
                 "(nn.Parameter(torch.view_as_real(w))) and take torch.view_as_complex of it in the forward."
             )
             raise UnsupportedModelError(message)
-        if _torch.is_sharded_tensor(parameter):
+        if _torch.is_sharded_tensor(parameter) and not self._divided:
             message = (
                 f"parameter '{name}' is held in parts (DTensor), and was not when the clipper was attached. Divide the "
                 "model first (fully_shard), then build the optimizer from its parameters, then call make_private."
@@ -213,7 +241,7 @@ class Substitution:
         self.generation += 1
         tracked = tracked_parameter(name, parameter, self._interceptor)
         # It holds the parameter, whose number is its own as long as it lives.
-        self._tracked[id(parameter)] = tracked, _torch.memory_of(parameter)
+        self._tracked[id(parameter)] = tracked, memory
         return tracked
 
     def _stands(self, name: str, parameter: nn.Parameter) -> None:
@@ -241,6 +269,8 @@ class Substitution:
             handle.remove()
         self._guards.clear()
         self._tracked.clear()
+        self._snapshot = None
+        self._put_last.clear()
 
 
 def _modules_of(model: nn.Module, units: frozenset[nn.Module]) -> list[tuple[str, nn.Module, nn.Module | None]]:
@@ -261,8 +291,13 @@ def _modules_of(model: nn.Module, units: frozenset[nn.Module]) -> list[tuple[str
     return [(prefix, module, unit) for module, (prefix, unit) in found.items()]
 
 
-def _is_substituted(module: nn.RNNBase) -> bool:
-    return any(isinstance(weight, TrackedTensor) for weight in _torch.flat_weights(module))
+def _put_flat(unit: _Unit, module: nn.RNNBase) -> None:
+    """Let the list of weights of a recurrent layer be that of what its table holds."""
+    if any(isinstance(weight, TrackedTensor) for weight in _torch.flat_weights(module)):
+        return
+    unit.flat.append((module, _torch.flat_weights(module)))
+    table: dict[str, Any] = _torch.parameter_table(module)
+    _torch.set_flat_weights(module, [table.get(name) for name in _torch.flat_weight_names(module)])
 
 
 def _batch_norm(path: str, module: nn.Module) -> str:

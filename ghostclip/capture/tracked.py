@@ -19,13 +19,16 @@ from ghostclip.errors import UncoveredParameterError, UnsupportedModelError
 class Interceptor(Protocol):
     """Whoever is told of the operations on tracked tensors."""
 
-    def intercept(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def intercept(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], first: "TrackedTensor"
+    ) -> Any:
         """Run one operation that received tracked tensors.
 
         Args:
             func: The torch function.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
+            first: The first tracked tensor among them.
 
         Returns:
             What the function returns; tracked where parameters alone went in.
@@ -95,11 +98,13 @@ class TrackedTensor(torch.Tensor):
                 first = item
                 break
         else:
-            first = tracked_leaves((args, kwargs))[0]
+            # The arguments themselves before what is inside of them.
+            named = [item for item in kwargs.values() if type(item) is TrackedTensor]
+            (first, *_) = named or tracked_leaves((args, kwargs))
         if _torch.in_transform():
             raise UnsupportedModelError(_in_transform(first.origin.names, func.__name__))
         with _torch.subclasses_off():
-            return first.origin.interceptor.intercept(func, args, kwargs)
+            return first.origin.interceptor.intercept(func, args, kwargs, first)
 
 
 def wrap(origin: Origin) -> TrackedTensor:
@@ -159,10 +164,10 @@ def tracked_parameter(name: str, parameter: nn.Parameter, interceptor: Intercept
         interceptor: Who is told of its uses.
 
     Returns:
-        A tracked tensor that shares the parameter's memory.
+        A tracked tensor that shares the parameter's memory, or this rank's part of it.
     """
-    value = parameter.detach()
-    graph = parameter.detach().requires_grad_()
+    value = _torch.local(parameter).detach()
+    graph = value.detach().requires_grad_()
     leaf = Leaf(name, parameter, graph)
     return wrap(Origin(interceptor, graph, value, {name: leaf}))
 

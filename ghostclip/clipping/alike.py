@@ -25,6 +25,7 @@ from ghostclip.clipping.norms import GroupNorms
 from ghostclip.errors import TamperedGradientError
 from ghostclip.factors import Dense, Factor, Outer
 from ghostclip.factors.base import accumulation_dtype
+from ghostclip.kernels.outer import sums_by_kernel
 
 # Elements of a layer's input, output gradient and parameters up to which copying costs less than calls do. A GPU copies
 # more in the time that it takes to be told to.
@@ -99,7 +100,11 @@ class Joint:
         if isinstance(factor, Dense):
             grad_LBP = factor.grad_BP.reshape(layers, len(coef_B), -1)
             return torch.bmm(coef_B.expand(layers, 1, -1), grad_LBP.to(coef_B.dtype)).view(layers, *factor.shape)
-        a_NTI, g_NTO = factor.a_NTI.to(coef_B.dtype), factor.g_NTO.to(coef_B.dtype)
+        a_NTI, g_NTO = factor.a_NTI, factor.g_NTO
+        out_LOI = coef_B.new_empty(layers, g_NTO.shape[2], a_NTI.shape[2])
+        if sums_by_kernel(a_NTI, g_NTO, coef_B, out_LOI, side_by_side=False, fresh=True):
+            return out_LOI.view(layers, *factor.shape)
+        a_NTI, g_NTO = a_NTI.to(coef_B.dtype), g_NTO.to(coef_B.dtype)
         coef_N = coef_B.repeat(layers).view(-1, 1, 1)
         if a_NTI.shape[2] < g_NTO.shape[2]:
             a_NTI = a_NTI * coef_N
@@ -107,6 +112,63 @@ class Joint:
             g_NTO = g_NTO * coef_N
         a_LRI, g_LRO = (x.reshape(layers, -1, x.shape[2]) for x in (a_NTI, g_NTO))
         return torch.bmm(g_LRO.mT, a_LRI).view(layers, *factor.shape)
+
+
+class SmallGradients:
+    """Holds gradients of few numbers (biases, affine weights) until others of their shape have come."""
+
+    def __init__(self) -> None:
+        """Hold nothing."""
+        self._formed: defaultdict[Any, list[_Formed]] = defaultdict(list)
+        self._elements = 0
+        self._most = 0
+
+    def takes(self, name: str, factor: Factor) -> bool:
+        """Take a parameter's gradients, if they are few numbers that others may be like.
+
+        Args:
+            name: The parameter, which nothing else in this backward contributes to.
+            factor: Any factor; it must not change until `together`.
+
+        Returns:
+            Whether it was taken.
+        """
+        if type(factor) is not Dense:
+            return False
+        grad_BP = factor.grad_BP
+        most = _most(grad_BP)
+        if grad_BP.numel() > most:
+            return False
+        key = grad_BP.shape, grad_BP.dtype, grad_BP.device
+        self._formed[key].append(_Formed(name, factor, _torch.version(grad_BP)))
+        self._elements += grad_BP.numel()
+        self._most = most * _WAITING
+        return True
+
+    @property
+    def full(self) -> bool:
+        """Whether as much waits as may."""
+        return self._elements > self._most
+
+    def together(self) -> Iterator[tuple[list[str], list[Dense]]]:
+        """Yield those of each shape, and hold them no more.
+
+        Yields:
+            Names and gradients: those of one parameter where there are too few to be worth putting together.
+
+        Raises:
+            TamperedGradientError: One was changed in place while it waited.
+        """
+        self._elements = 0
+        while self._formed:
+            found = self._formed.popitem()[1]
+            for name, factor, version in found:
+                if _torch.version(factor.grad_BP) != version:
+                    raise TamperedGradientError(changed_in_place(name))
+            size = len(found) if len(found) > _FEW else 1
+            for start in range(0, len(found), size):
+                some = found[start : start + size]
+                yield [one.name for one in some], [one.factor for one in some]
 
 
 class Alike:
@@ -137,7 +199,7 @@ class Alike:
         """
         self.joints: list[Joint] = []
         self._total, self._form, self._alone, self._single = total, form, alone, single
-        self._formed: defaultdict[Any, list[_Formed]] = defaultdict(list)
+        self._small = SmallGradients()
         self._waiting: defaultdict[Any, list[_Waiting]] = defaultdict(list)
         self._elements = 0
         self._most = 0
@@ -185,14 +247,7 @@ class Alike:
         Returns:
             Whether it was taken.
         """
-        if type(factor) is not Dense or len(self._total.sums) > 1:
-            return False
-        grad_BP = factor.grad_BP
-        if grad_BP.numel() > _most(grad_BP):
-            return False
-        key = grad_BP.shape, grad_BP.dtype, grad_BP.device
-        self._formed[key].append(_Formed(name, factor, _torch.version(grad_BP)))
-        return True
+        return len(self._total.sums) == 1 and self._small.takes(name, factor)
 
     @property
     def full(self) -> bool:
@@ -207,9 +262,9 @@ class Alike:
         """
         waiting, self._waiting, self._elements = self._waiting, defaultdict(list), 0
         for found in waiting.values():
-            for use, grad, version in found:
-                if _torch.version(grad) != version:
-                    raise TamperedGradientError(changed_in_place(", ".join(use.site.names)))
+            if _torch.versions([one.grad for one in found]) != [one.version for one in found]:
+                changed = next(one for one in found if _torch.version(one.grad) != one.version)
+                raise TamperedGradientError(changed_in_place(", ".join(changed.use.site.names)))
             if len(found) == 1 or not all(map(_trains, found)) or not self._joined(found):
                 for use, grad, _ in found:
                     self._alone(use, grad)
@@ -222,17 +277,11 @@ class Alike:
         Raises:
             TamperedGradientError: One was changed in place while it waited.
         """
-        while self._formed:
-            found = self._formed.popitem()[1]
-            for name, factor, version in found:
-                if _torch.version(factor.grad_BP) != version:
-                    raise TamperedGradientError(changed_in_place(name))
-            if len(found) <= _FEW:
-                for name, factor, _ in found:
-                    self._single(name, factor)
+        for names, factors in self._small.together():
+            if len(names) == 1:
+                self._single(names[0], factors[0])
                 continue
-            names = [one.name for one in found]
-            together = Dense(torch.cat([one.factor.grad_BP for one in found]))
+            together = Dense(torch.cat([factor.grad_BP for factor in factors]))
             self._total.add_norms_of(names, together)
             self.joints.append(Joint(names, together))
 
@@ -290,8 +339,11 @@ def _stands_alone(use: ParamUse) -> bool:
 
 def _trains(waiting: _Waiting) -> bool:
     """Return whether all parameters of a use are trained still: one may have been frozen since the forward."""
-    targets = waiting.use.targets.values()
-    return all(leaf.parameter.requires_grad for target in targets for leaf in target.origin.leaves.values())
+    for target in waiting.use.targets.values():
+        for leaf in target.origin.leaves.values():
+            if not leaf.parameter.requires_grad:
+                return False
+    return True
 
 
 def _explain(found: Sequence[_Waiting], formed: Mapping[str, Factor]) -> None:

@@ -1,11 +1,15 @@
 """Changes in place to what a factor holds, between its norm and its sum: autograd counts them."""
 
 from collections.abc import Iterator
+from typing import Final
 
+import torch
 from torch import Tensor
 
 from ghostclip import _torch
 from ghostclip.factors import Dense, Factor
+
+_NO_TENSORS: Final = frozenset({type(None), bool, int, float, str, tuple, torch.Size, torch.dtype})
 
 
 def versions(factor: Factor) -> list[int]:
@@ -32,6 +36,9 @@ def tensors_of(factor: Factor) -> Iterator[Tensor]:
         Each in the order in which the factor holds them.
     """
     for value in vars(factor).values():
+        # What most attributes are; asking whether they are factors costs more than the rest.
+        if type(value) in _NO_TENSORS:
+            continue
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, Factor):

@@ -1,11 +1,11 @@
 """Norms of whole samples from the factors of all parameters, with cross terms and certified against rounding.
 
-Shape letters: B samples, K factors.
+Shape letters: B samples, K factors, G clip groups; R, N rows and columns of what ranks exchange.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from ghostclip.kernels.bounds import (
     CROSS_ROUNDINGS,
     SUM_ROUNDINGS,
     Product,
+    Reduced,
     Unfinished,
     finished,
     product_norms,
@@ -37,6 +38,48 @@ TOLERANCE_BY_UNITS: Final = 2.0**-9
 UNBOUNDED: Final = 2.0**-21
 
 
+class SharedSamples(Protocol):
+    """Ranks that work on the same samples, each with a part of every sample's gradient: squares of parts add up."""
+
+    def counts(self, name: str) -> bool:
+        """Return whether this rank adds the squares of a parameter.
+
+        Args:
+            name: The parameter's name.
+
+        Returns:
+            True for one that it has a part of; of one that all have, True on one of them.
+        """
+
+    def add_up(self, own: Tensor) -> Tensor:
+        """Return the sum over the ranks; called on all of them.
+
+        Args:
+            own: This rank's, of one shape and type on all; not used any more by who calls.
+
+        Returns:
+            The same on all ranks, to the bit.
+        """
+
+    def shape_of(self, name: str) -> torch.Size:
+        """Return the shape of a parameter that every rank has whole.
+
+        Args:
+            name: The parameter's name.
+
+        Returns:
+            The shape.
+        """
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What norms are in: the same on all ranks."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's part of the model is."""
+
+
 class NormSum:
     """Adds up squared norms, their error bounds and the masses of their terms over factors.
 
@@ -49,20 +92,20 @@ class NormSum:
         self._errors: list[Tensor] = []
         self._terms: list[Terms] = []
         self._blocks: list[Tensor] = []
-        self._unfinished: list[Unfinished] = []
+        self._unfinished: list[Unfinished | Reduced] = []
         self._products: list[Product] = []
         self._root_B: Tensor | None = None
         self._found: SquaredNorm | None = None
         self._settled: tuple[Tensor, Tensor] | None = None
 
-    def add(self, norm: SquaredNorm | Unfinished | Product) -> None:
+    def add(self, norm: SquaredNorm | Unfinished | Reduced | Product) -> None:
         """Add one factor's squared norms, or what they are worked out from when the sum is asked for.
 
         Args:
             norm: What must not change afterwards.
         """
         self._root_B = self._found = None
-        if isinstance(norm, Unfinished):
+        if isinstance(norm, (Unfinished, Reduced)):
             self._unfinished.append(norm)
         elif isinstance(norm, Product):
             self._products.append(norm)
@@ -86,13 +129,13 @@ class NormSum:
         """Work out the errors of squares that were added without."""
         for found in _of_kinds(self._unfinished, lambda one: one.kind):
             bounded = finished(found)
-            self._values += [one.value_N for one in found]
+            self._values += bounded.value_N.unbind()
             self._errors.append(bounded.error_N.sum(0))
             mass_B = torch.linalg.vector_norm(bounded.mass_N, dim=0)
             first = found[0]
             if first.weighting > 1:
                 mass_B = mass_B * first.weighting
-            self._terms.append(Terms(mass_B, bounded.scale_N.sum(0), first.a_NT.shape[1], first.by_units))
+            self._terms.append(Terms(mass_B, bounded.scale_N.sum(0), first.positions, first.by_units))
         self._unfinished = []
 
     def _multiply(self) -> None:
@@ -122,6 +165,15 @@ class NormSum:
             self._values, self._terms = [value_B], [] if terms is None else [terms]
             self._found = SquaredNorm(value_B, _sum(errors, device) if errors else None, terms)
         return self._found
+
+    def replace(self, found: SquaredNorm) -> None:
+        """Take other sums in the place of what was added.
+
+        Args:
+            found: With the error of the clipped sum in it, as `total` returns them.
+        """
+        self._errors, self._terms, self._root_B = [], [], None
+        self._values, self._found = [found.value_B], found
 
     def settle(self, index_D: Tensor, norm_D: Tensor) -> None:
         """Say what the norms of a few samples are, whatever their squares add up to.
@@ -219,18 +271,19 @@ class GroupNorms:
         largest: The largest of the norms where that is known and finite, else None.
     """
 
-    def __init__(self, group_of: Mapping[str, int]) -> None:
+    def __init__(self, group_of: Mapping[str, int], ranks: SharedSamples | None = None) -> None:
         """Start at nothing.
 
         Args:
             group_of: Number of each parameter's group by parameter name; names that are not listed belong to group 0.
+            ranks: Those that have parts of the same samples' gradients; None where this process has them whole.
         """
-        self.group_of = group_of
+        self.group_of, self._ranks = group_of, ranks
         self.finite = False
         self.largest: float | None = None
         self.sums = [NormSum() for _ in range(1 + max(group_of.values(), default=0))]
 
-    def add(self, name: str, norm: SquaredNorm | Unfinished | Product) -> None:
+    def add(self, name: str, norm: SquaredNorm | Unfinished | Reduced | Product) -> None:
         """Add the squared norms of one factor of a parameter.
 
         Args:
@@ -238,7 +291,8 @@ class GroupNorms:
             norm: Its squared norms, or what they are worked out from.
         """
         self._changed()
-        self.sums[self.group_of.get(name, 0)].add(norm)
+        if self.counts(name):
+            self.sums[self.group_of.get(name, 0)].add(norm)
 
     def add_norm_of(self, name: str, factor: Factor) -> None:
         """Add the squared norms of one factor of a parameter, in the cheapest form.
@@ -247,6 +301,8 @@ class GroupNorms:
             name: The parameter's name.
             factor: Its per-sample gradients through one use.
         """
+        if not self.counts(name):
+            return
         norm = factor.unfinished()
         norms = factor.block_norms() if norm is None else None
         if norms is None:
@@ -280,6 +336,42 @@ class GroupNorms:
 
     def _changed(self) -> None:
         self.finite, self.largest = False, None
+
+    def counts(self, name: str) -> bool:
+        """Return whether this process adds the squares of a parameter, or another rank does.
+
+        Args:
+            name: The parameter's name.
+
+        Returns:
+            True if it does.
+        """
+        return self._ranks is None or self._ranks.counts(name)
+
+    def anew(self) -> "GroupNorms":
+        """Return sums of the same groups and ranks that have nothing yet."""
+        return GroupNorms(self.group_of, self._ranks)
+
+    def complete(self, batch_size: int) -> None:
+        """Add up what ranks that share samples have; called on all of them, once nothing is added any more.
+
+        Args:
+            batch_size: B.
+
+        Cost:
+            One exchange of four numbers a sample and clip group: the square, its error, and what tells whether a sample
+            must be measured again.
+        """
+        if self._ranks is None:
+            return
+        self._changed()
+        totals = [own.total() for own in self.sums]
+        own_GRN = torch.zeros(len(totals), 4, batch_size + 2, dtype=torch.float64, device=self._ranks.device)
+        for rows_RN, total in zip(own_GRN, totals, strict=True):
+            _write_rows(rows_RN, total)
+        found_GRN = self._ranks.add_up(own_GRN)
+        for own, rows_RN in zip(self.sums, found_GRN, strict=True):
+            own.replace(_read_rows(rows_RN, self._ranks.dtype))
 
     def merge(self, other: "GroupNorms") -> None:
         """Add the sums of other parameters of the same groups.
@@ -402,8 +494,36 @@ class GroupNorms:
         return None if imprecise_B is None or not bool(imprecise_B.any()) else imprecise_B
 
 
-def _layers_apart(norm: Unfinished | Product, layers: int) -> Sequence[Unfinished | Product]:
+def _write_rows(rows_RN: Tensor, total: SquaredNorm | None) -> None:
+    """Write down a rank's sum so that those of all ranks can be added up: terms do not overlap, and lie side by side.
+
+    Args:
+        rows_RN: Zeros, two columns more than samples.
+        total: The sum; None for nothing.
+    """
+    if total is None:
+        return
+    rows_RN[0, :-2] = total.value_B
+    if total.error_B is not None:
+        rows_RN[1, :-2] = total.error_B
+    if total.terms is not None:
+        rows_RN[2, :-2] = total.terms.mass_B.double().square_()
+        rows_RN[3, :-2] = total.terms.scale_B
+        rows_RN[0, -2], rows_RN[0, -1] = total.terms.number, float(total.terms.by_units)
+
+
+def _read_rows(rows_RN: Tensor, dtype: torch.dtype) -> SquaredNorm:
+    """Return the sum of what ranks have written down."""
+    value_B, error_B, square_B, scale_B = rows_RN[:, :-2].unbind()
+    number, by_units = rows_RN[0, -2:].tolist()
+    terms = Terms(square_B.sqrt().to(dtype), scale_B.to(dtype), int(number), by_units > 0)
+    return SquaredNorm(value_B.to(dtype), error_B.to(dtype), terms)
+
+
+def _layers_apart(norm: Unfinished | Reduced | Product, layers: int) -> Sequence[Unfinished | Reduced | Product]:
     """Return the squared norms of several layers from those of all their samples, of one layer side by side."""
+    if isinstance(norm, Reduced):
+        return [norm._replace(part_NPK=part_NPK) for part_NPK in norm.part_NPK.chunk(layers)]
     if isinstance(norm, Product):
         blocks = zip(*(a_NK.chunk(layers) for a_NK in norm.a_NK), strict=True)
         return [
@@ -590,21 +710,21 @@ def exact_sqnorm_of_uses(factors: Sequence[Factor], index_D: Tensor) -> SquaredN
     return SquaredNorm(torch.cat(formed), None, terms_of_uses(few))
 
 
-def exact_norms(
-    by_parameter: Mapping[str, Sequence[Factor]], group_of: Mapping[str, int], index_D: Tensor
-) -> GroupNorms:
+def exact_norms(by_parameter: Mapping[str, Sequence[Factor]], like: GroupNorms, index_D: Tensor) -> GroupNorms:
     """Return the norms of a few samples in float64; shared parameters are summed before squaring.
 
     Args:
         by_parameter: All factors of every parameter.
-        group_of: The parameters' clip groups, see `GroupNorms`.
+        like: Has the parameters' clip groups.
         index_D: Which samples, shape ``(D,)``.
 
     Returns:
         The sums.
     """
-    total = GroupNorms(group_of)
+    total = like.anew()
     for name, factors in by_parameter.items():
+        if not total.counts(name):
+            continue
         if len(factors) == 1:
             total.add(name, exact_sqnorm(factors[0], index_D))
         else:

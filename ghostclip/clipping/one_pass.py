@@ -56,7 +56,7 @@ class OnePass:
         state.settle_doubt()
         if strategy == "hooks":
             state.store.drop_stale_samples()
-            return Hooks(state.groups(), device_only=self._device_only)
+            return Hooks(state.groups(), device_only=self._device_only, ranks=state.ranks)
         parameters = state.capture.substitution.present
         keep = None if loss is None else self._planner.before(loss, state.capture.forward, parameters)
 
@@ -64,7 +64,11 @@ class OnePass:
             return self._planner.during(use, grad, parameters) if keep is None else keep
 
         return BookKeeping(
-            state.groups(), kept_layers=kept_layers, device_only=self._device_only, sequences=state.sequences
+            state.groups(),
+            kept_layers=kept_layers,
+            device_only=self._device_only,
+            sequences=state.sequences,
+            ranks=state.ranks,
         )
 
     def run(self, listener: BookKeeping, back: Callable[[], None], *, per_sample: bool) -> None:

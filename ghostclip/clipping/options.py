@@ -13,12 +13,15 @@ from ghostclip.errors import InvalidOptionError, UnsupportedModelError
 TWO_PASS: Final = ("ghost", "fast")
 
 
-def check_ranks(model: nn.Module, strategy: str, *, sharded: Sharded | None, sequences: Sequences | None) -> None:
+def check_ranks(
+    model: nn.Module, strategy: str, *, device_only: bool, sharded: Sharded | None, sequences: Sequences | None
+) -> None:
     """Check what a clipper is told of other ranks.
 
     Args:
         model: The model.
         strategy: How the clipped sum is formed.
+        device_only: Whether no value of a tensor may be read.
         sharded: The ranks that hold its parameters in parts.
         sequences: The ranks over which sequences are split.
 
@@ -30,6 +33,11 @@ def check_ranks(model: nn.Module, strategy: str, *, sharded: Sharded | None, seq
         raise UnsupportedModelError(
             f"{type(model).__name__} has parameters that several ranks hold in parts (DTensor). Call make_private, "
             "or say GhostClipper(model, sharded=ghostclip.distributed.ShardedModel(model), ...)."
+        )
+    if device_only and sharded is not None and sharded.shared_samples is not None:
+        raise InvalidOptionError(
+            "device_only=True with ranks that share samples (tensor parallelism): their squares are added up, and what "
+            "they say of rounding is read. Leave device_only out."
         )
     if sequences is not None and sharded is not None:
         raise InvalidOptionError(

@@ -61,7 +61,7 @@ class PartlyKept(BookKeeping):
 
     def exact(self, index_D: Tensor) -> GroupNorms:
         """Return the norms of a few samples from float64: of what was kept, and of what is formed once more."""
-        found = exact_norms(self.factors, self.total.group_of, index_D)
+        found = exact_norms(self.factors, self.total, index_D)
         if self.measured_again is not None:
             found.merge(self.measured_again(index_D))
         return found

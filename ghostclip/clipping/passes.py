@@ -14,20 +14,33 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from ghostclip import _torch
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.param_use import ParamUse
-from ghostclip.clipping.alike import Alike, Joint
+from ghostclip.clipping.alike import Alike, Joint, SmallGradients
 from ghostclip.clipping.changes import changed_in_place, versions
-from ghostclip.clipping.norms import GroupNorms, cross_terms, exact_norms, exact_sqnorm, terms_of_uses
+from ghostclip.clipping.norms import (
+    GroupNorms,
+    SharedSamples,
+    cross_terms,
+    exact_norms,
+    exact_sqnorm,
+    terms_of_uses,
+)
 from ghostclip.clipping.repeats import Repeats
 from ghostclip.clipping.streams import Streams
 from ghostclip.clipping.together import Together
 from ghostclip.errors import BatchAxisError, GhostClipError, TamperedGradientError
 from ghostclip.factors import Dense, Factor, Outer, Permuted, Placed, SquaredNorm, joined
+from ghostclip.factors.stacked import sum_tensors
 from ghostclip.kernels import workspace
 from ghostclip.kernels.precision import full_precision
 
 KeptLayers: TypeAlias = Callable[[ParamUse, Tensor], frozenset[str]]
+
+
+# More elements than any model has.
+_ANY = 1 << 62
 
 
 class Sums(Protocol):
@@ -130,10 +143,17 @@ class Pass(ABC):
 
     final = True
     only: Collection[str] | None = None
+    _arriving: Tensor | None = None
 
-    def __init__(self) -> None:
-        """Make a pass that has heard of no use."""
+    def __init__(self, ranks: SharedSamples | None = None) -> None:
+        """Make a pass that has heard of no use.
+
+        Args:
+            ranks: Those that have parts of the same samples' gradients; None where this process has them whole.
+        """
         self.forwards: list[ForwardContext] = []
+        self._ranks = ranks
+        self._spread: defaultdict[str, list[Factor]] = defaultdict(list)
         workspace.renew()
         self.streams = Streams()
 
@@ -158,9 +178,47 @@ class Pass(ABC):
             self.streams.note(grad.device)
 
     def _take(self, use: ParamUse, grad: Tensor) -> None:
+        self._arriving = grad
         for name, factor in use.parameter_factors(grad):
             if self.only is None or name in self.only:
                 self.consume(use, name, factor)
+        self._arriving = None
+
+    def _may_wait(self, factor: Factor) -> bool:
+        """Return whether a factor is of memory of its own, which nobody else changes while it waits for others."""
+        return (
+            type(factor) is Dense
+            and self._arriving is not None
+            and _torch.memory_key(factor.grad_BP) != _torch.memory_key(self._arriving)
+        )
+
+    def _holds(self, use: ParamUse, name: str, factor: Factor) -> bool:
+        """Hold a factor back that is a part of one, of some of a sample's positions; returns whether it is."""
+        if self._ranks is None or not use.forward.spread.get(name, False):
+            return False
+        self._spread[name].append(factor)
+        return True
+
+    def _brought_together(self) -> list[tuple[str, Factor]]:
+        """Return the factors that were held back, whole: the sums of all ranks' parts, in one exchange."""
+        if self._ranks is None or not self.forwards:
+            return []
+        names = sorted({name for one in self.forwards for name, spread in one.spread.items() if spread})
+        if not names:
+            return []
+        batch_size, ranks = self.forwards[0].batch_size, self._ranks
+        parts: list[Tensor] = []
+        for name in names:
+            held = self._spread.pop(name, [])
+            # Whoever has no position of any sample has nothing to add.
+            nothing = torch.zeros(batch_size, ranks.shape_of(name).numel(), dtype=ranks.dtype, device=ranks.device)
+            parts.append(sum_tensors([factor.materialize().flatten(1) for factor in held]) if held else nothing)
+        whole_BP = ranks.add_up(torch.cat([part.to(nothing) for part in parts], dim=1))
+        split = whole_BP.split([part.shape[1] for part in parts], dim=1)
+        return [
+            (name, Dense(part_BP.reshape(batch_size, *ranks.shape_of(name))))
+            for name, part_BP in zip(names, split, strict=True)
+        ]
 
     def admit(self, forward: ForwardContext) -> None:
         """Take in a forward; all forwards of one backward must have the same samples, and each is taken once.
@@ -220,6 +278,7 @@ class BookKeeping(Pass):
         kept_layers: KeptLayers = lambda use, grad: frozenset(),
         device_only: bool = False,
         sequences: Sequences | None = None,
+        ranks: SharedSamples | None = None,
     ) -> None:
         """Make a pass that keeps no factor yet.
 
@@ -229,15 +288,16 @@ class BookKeeping(Pass):
                 although their factors are smaller; see `Planner`.
             device_only: Read no value of a tensor: no sample is measured again.
             sequences: Brings factors together of which each rank has some positions only.
+            ranks: As for `Pass`.
         """
-        super().__init__()
+        super().__init__(ranks)
         self._device_only = device_only
         self._sequences = sequences
-        self.puts_together = type(self).puts_together and sequences is None
+        self.puts_together = type(self).puts_together and sequences is None and ranks is None
         self._kept_layers = kept_layers
         self._keep: frozenset[str] | None = None
         self.factors: defaultdict[str, list[Factor]] = defaultdict(list)
-        self.total = GroupNorms(group_of)
+        self.total = GroupNorms(group_of, ranks)
         self._waiting: defaultdict[str, list[Factor]] = defaultdict(list)
         self._versions: dict[int, list[int]] = {}
         self._together = Together(self.total)
@@ -267,6 +327,8 @@ class BookKeeping(Pass):
 
     def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
         """Keep a factor and add its squared norm."""
+        if self._holds(use, name, factor):
+            return
         if self._sequences is not None:
             factor = self._sequences.gather(factor)
         kept = self._kept_form(name, factor)
@@ -278,7 +340,8 @@ class BookKeeping(Pass):
             self._add(name, kept, together=use)
 
     def _kept_form(self, name: str, factor: Factor) -> Factor:
-        return smaller_form(factor, always=name in (self._keep or ()))
+        kept = smaller_form(factor, always=name in (self._keep or ()))
+        return kept.aligned() if type(kept) is Outer else kept
 
     def _add(self, name: str, kept: Factor, *, together: ParamUse | None = None) -> None:
         self.factors[name].append(kept)
@@ -294,6 +357,8 @@ class BookKeeping(Pass):
         """Return the norms of all samples; recomputed in float64 where rounding could matter."""
         self._alike.finish()
         self._alike.finish_gradients()
+        for name, factor in self._brought_together():
+            self._add(name, factor)
         for name in list(self._waiting):
             for factor in joined(self._waiting.pop(name)):
                 self._add(name, smaller_form(factor))
@@ -305,6 +370,7 @@ class BookKeeping(Pass):
             crossed = cross_terms(factors)
             if crossed is not None:
                 self.total.add(name, crossed)
+        self._complete()
         if self._leaves_out():
             return self.total
         imprecise_B = self.total.imprecise_B()
@@ -313,6 +379,10 @@ class BookKeeping(Pass):
             index_D = imprecise_B.nonzero().squeeze(1)
             self.ill_conditioned_B = self.total.refine(self.exact(index_D), index_D)
         return self.total
+
+    def _complete(self) -> None:
+        if self.forwards:
+            self.total.complete(self.forwards[0].batch_size)
 
     def exact(self, index_D: Tensor) -> GroupNorms:
         """Return the norms of a few samples from float64.
@@ -323,7 +393,9 @@ class BookKeeping(Pass):
         Returns:
             Their norms alone.
         """
-        return exact_norms(self.factors, self.total.group_of, index_D)
+        found = exact_norms(self.factors, self.total, index_D)
+        found.complete(len(index_D))
+        return found
 
     def add_sums(self, sums: Sums, weights: "ClipWeights", scale: float) -> None:
         """Contract every factor into its parameter's sum, dropping it at once.
@@ -379,6 +451,8 @@ class Hooks(BookKeeping):
 
     def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
         """Materialise a factor and add it to the parameter's per-sample gradients."""
+        if self._holds(use, name, factor):
+            return
         grad_BP = factor.materialize()
         if isinstance(factor, Dense):
             # It may be the gradient of the output itself, which the user must not get to change.
@@ -390,8 +464,11 @@ class Hooks(BookKeeping):
 
     def norms(self) -> GroupNorms:
         """Return the norms of the materialised gradients."""
+        for name, factor in self._brought_together():
+            self.factors[name].append(factor)
         for name, (factor,) in self.factors.items():
             self.total.add_norm_of(name, factor)
+        self._complete()
         self._leaves_out()
         return self.total
 
@@ -415,6 +492,7 @@ class NormPass(Pass):
         repeats: Repeats,
         instantiate: bool = False,
         index_D: Tensor | None = None,
+        ranks: SharedSamples | None = None,
     ) -> None:
         """Make a pass that has heard of no use.
 
@@ -425,9 +503,10 @@ class NormPass(Pass):
             instantiate: Form each layer's per-sample gradient for its norm (fast gradient clipping).
             index_D: Samples whose norms rounding may have changed, shape ``(D,)``; if given, only theirs are computed,
                 in float64.
+            ranks: As for `Pass`.
         """
-        super().__init__()
-        self.total = GroupNorms(group_of)
+        super().__init__(ranks)
+        self.total = GroupNorms(group_of, ranks)
         self.seen: set[int] = set()
         self.arrived: set[str] = set()
         self.late: set[str] = set()
@@ -436,13 +515,16 @@ class NormPass(Pass):
         self._shared, self._repeats = shared, repeats
         self._instantiate, self._index_D = instantiate, index_D
         self._together = Together(self.total)
+        self._small = SmallGradients()
         self._waiting: defaultdict[str, list[Factor]] = defaultdict(list)
 
     def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
-        """Add a factor's squared norm and drop it, or keep it for cross terms."""
+        """Add a factor's squared norm and drop it, or keep it for cross terms; small ones wait for their likes."""
         self._repeats.note(name, factor)
         self.seen.add(id(use))
         self.order.append(name)
+        if self._holds(use, name, factor):
+            return
         if name in self.arrived:
             # A second use came after the first one was dropped: only the whole pass again can give the cross term.
             self.late.add(name)
@@ -450,13 +532,29 @@ class NormPass(Pass):
             self._waiting[name].append(factor)
             return
         self.arrived.add(name)
-        self._add(name, factor, together=use)
+        alone = self._index_D is not None or len(self.total.sums) > 1 or not self._may_wait(factor)
+        if alone or not self._small.takes(name, factor):
+            self._add(name, factor, together=use)
+        elif self._small.full:
+            self.streams.join()
+            self._finish_small()
+
+    def _finish_small(self) -> None:
+        for names, factors in self._small.together():
+            if len(names) == 1:
+                self._add(names[0], factors[0])
+            else:
+                self.total.add_norms_of(names, Dense(torch.cat([factor.grad_BP for factor in factors])))
 
     def norms(self) -> GroupNorms:
         """Return the norms of all samples, or of those that were asked for."""
+        self._finish_small()
         self.several = set(self._waiting)
+        for name, factor in self._brought_together():
+            self._add(name, factor)
         if self._index_D is not None:
-            self.total.merge(exact_norms(self._waiting, self.total.group_of, self._index_D))
+            self.total.merge(exact_norms(self._waiting, self.total, self._index_D))
+            self.total.complete(len(self._index_D))
             return self.total
         self._together.finish()
         for name, waiting in self._waiting.items():
@@ -471,6 +569,8 @@ class NormPass(Pass):
                 terms = factors[0].terms() or terms_of_uses(waiting)
                 self.total.add(name, SquaredNorm(torch.zeros_like(terms.mass_B), None, terms))
         self._waiting.clear()
+        if self.forwards:
+            self.total.complete(self.forwards[0].batch_size)
         return self.total
 
     def _add(self, name: str, factor: Factor, *, together: ParamUse | None = None) -> None:
@@ -489,7 +589,14 @@ class SumPass(Pass):
     """The second backward: every layer's clipped sum is contracted as its gradient arrives, and dropped at once."""
 
     def __init__(
-        self, sums: Sums, weights: "ClipWeights", *, repeats: Repeats, expected: set[int] | None, several: set[str]
+        self,
+        sums: Sums,
+        weights: "ClipWeights",
+        *,
+        repeats: Repeats,
+        expected: set[int] | None,
+        several: set[str],
+        ranks: SharedSamples | None = None,
     ) -> None:
         """Make the second pass of a batch whose clip weights are known.
 
@@ -499,10 +606,16 @@ class SumPass(Pass):
             repeats: Compares the factors with those that the norms are of.
             expected: The uses that the norm pass heard of; None where recomputation makes new ones.
             several: Parameters that it heard of more than once.
+            ranks: As for `Pass`.
         """
-        super().__init__()
+        super().__init__(ranks)
         self._sums, self._weights, self._repeats = sums, weights, repeats
         self._expected, self._several = expected, several
+        self._small = SmallGradients()
+        # Where sums are sent on as they come, none waits.
+        self._puts_together = (
+            weights.ill_conditioned_B is None and len(weights.coef_GB) == 1 and sums.takes_at_once(_ANY)
+        )
 
     def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
         """Contract a factor into its parameter's sum."""
@@ -510,12 +623,32 @@ class SumPass(Pass):
             message = f"{use.site.describe()}: its gradient arrived in the second backward only, so it has no norm."
             raise GhostClipError(message)
         self._repeats.note(name, factor)
-        self._weights.into(self._sums, factor, name, more=name in self._several)
-        if name not in self._several:
+        if self._holds(use, name, factor):
+            return
+        several = name in self._several
+        if not several and self._puts_together and self._may_wait(factor) and self._small.takes(name, factor):
+            if self._small.full:
+                self.streams.join()
+                self._finish_small()
+            return
+        self._weights.into(self._sums, factor, name, more=several)
+        if not several:
             self._sums.complete(name)
 
+    def _finish_small(self) -> None:
+        for names, factors in self._small.together():
+            if len(names) == 1:
+                self._weights.into(self._sums, factors[0], names[0])
+            else:
+                together = Dense(torch.cat([factor.grad_BP for factor in factors]))
+                self._weights.into_several(self._sums, Joint(names, together))
+
     def finish(self) -> None:
-        """Add what waited for all uses of a parameter."""
+        """Add what waited: for others that are like it, for all uses of a parameter, and for other ranks."""
+        self._finish_small()
+        for name, factor in self._brought_together():
+            self._weights.into(self._sums, factor, name)
+            self._sums.complete(name)
         self._weights.finish(self._sums)
 
 

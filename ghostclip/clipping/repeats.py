@@ -6,11 +6,14 @@ be applied to other gradients, of any norm. Torch's generators are put back, so 
 whatever else differs is refused.
 """
 
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ghostclip import _torch
 from ghostclip.clipping.changes import tensors_of
 from ghostclip.errors import TamperedGradientError
 from ghostclip.evidence.randomness import Randomness
@@ -94,11 +97,7 @@ class Repeats:
         Raises:
             TamperedGradientError: It did; its sums must not be used.
         """
-        differs = [_differ(was, now) for was, now in self._pairs]
-        verdict = None
-        if differs and self._unlike is None:
-            device = differs[0].device
-            verdict = Verdict(torch.stack([one.to(device) for one in differs]), list(self._names))
+        verdict = _verdict(self._pairs, self._names) if self._pairs and self._unlike is None else None
         self._pairs.clear()
         self._names.clear()
         if self._unlike is not None:
@@ -148,11 +147,32 @@ def _some(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_floating_point() else tensor.double()
 
 
-def _differ(was: Tensor, now: Tensor) -> Tensor:
-    """Return whether values differ by more than rounding; where they are not finite, nothing is contributed."""
-    finite = was.isfinite()
-    before, after = was.where(finite, 0).double(), now.where(finite, 0).double()
-    tolerance = torch.finfo(was.dtype).eps ** 0.5
-    distance, size = torch.linalg.vector_norm(after - before), torch.linalg.vector_norm(before)
+def _verdict(pairs: Sequence[tuple[Tensor, Tensor]], names: Sequence[str]) -> Verdict:
+    """Compare pairs of values, those of one type and device together: a few operations, and not as many for each."""
+    alike: defaultdict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
+    for number, (was, _) in enumerate(pairs):
+        alike[was.dtype, was.device].append(number)
+    differs = [_differ(*zip(*(pairs[number] for number in numbers), strict=True)) for numbers in alike.values()]
+    order = [number for numbers in alike.values() for number in numbers]
+    differs_K = torch.cat([one.to(differs[0].device) for one in differs])
+    return Verdict(differs_K, [names[number] for number in order])
+
+
+def _differ(was: Sequence[Tensor], now: Sequence[Tensor]) -> Tensor:
+    """Return whether values differ by more than rounding; where they are not finite, nothing is contributed.
+
+    Args:
+        was: K tensors of one type, on one device.
+        now: As many, of the same shapes.
+
+    Returns:
+        Shape ``(K,)``, bool.
+    """
+    first_N, second_N = (torch.cat([one.flatten() for one in values]) for values in (was, now))
+    finite_N = first_N.isfinite()
+    before_N, after_N = (values_N.where(finite_N, 0).double() for values_N in (first_N, second_N))
+    sizes = [one.numel() for one in was]
+    off_K, whole_K = (torch.stack(_torch.norms_of(part_N.split(sizes))) for part_N in (after_N - before_N, before_N))
+    tolerance = torch.finfo(first_N.dtype).eps ** 0.5
     # Not finite where the first was: above any tolerance.
-    return ~(distance <= tolerance * size)
+    return ~(off_K <= tolerance * whole_K)

@@ -24,6 +24,7 @@ class ClippingState:
         decisions: Norms to coefficients.
         store: The clipped sums.
         sharded: The ranks that hold the model's parameters in parts.
+        ranks: Those of them that work on the same samples.
         sequences: The ranks over which sequences are split.
         mean: Whether a scalar loss is a mean over the samples, else their sum.
         generation: How often the sums were forgotten.
@@ -56,6 +57,7 @@ class ClippingState:
         self.capture = capture
         self.decisions = decisions
         self.sharded = sharded
+        self.ranks = None if sharded is None else sharded.shared_samples
         self.sequences = sequences
         self.mean = mean
         substitution = capture.substitution
@@ -135,7 +137,15 @@ class ClippingState:
         noted = [one.noted for one in listener.forwards if one.noted is not None]
         rows = 0 if forward.is_dummy else forward.batch_size
         self._end(rows if self.sequences is None else self.sequences.rows(rows), noted)
+        sharded = self.sharded
+        if sharded is not None:
+            # What one rank finds, all refuse.
+            self.all_or_nothing(lambda: sharded.look_at(self._sums))
         self.capture.let_go()
+
+    def _sums(self) -> dict[str, Tensor | None]:
+        parameters = self.capture.substitution.parameters
+        return {name: self.store.summed_gradient(p) for name, p in parameters.items() if p.requires_grad}
 
     def adopt(self, sums: Mapping[str, Tensor], rows: int, noted: list[Any]) -> None:
         """Add the sums of a batch that were formed elsewhere.

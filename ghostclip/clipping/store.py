@@ -1,5 +1,6 @@
 """Store of clipped sums: in ``p.grad``, or, once a private optimizer owns them, where no optimizer sees them."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from ghostclip import _torch
 from ghostclip.capture.gathering import Gathering
+from ghostclip.clipping.norms import SharedSamples
 from ghostclip.clipping.savepoint import SumsBefore
 from ghostclip.errors import TamperedGradientError
 
@@ -75,8 +77,19 @@ class Sharded(Gathering, Protocol):
     """A model whose parameters are held in parts by several ranks."""
 
     @property
+    def shared_samples(self) -> SharedSamples | None:
+        """The ranks that work on the same samples as this one; None where it has samples of its own."""
+
+    @property
     def delivery(self) -> Delivery:
         """What brings clipped sums to the ranks that hold the parts."""
+
+    def look_at(self, sums: Callable[[], Mapping[str, Tensor | None]]) -> None:
+        """Compare, after a forward that was proved, the clipped sums of parameters that ranks should have alike.
+
+        Args:
+            sums: Returns this rank's sums by name, None where there is none.
+        """
 
     def rest(self) -> None:
         """See to it that the model has the parameters that an optimizer holds."""
@@ -215,7 +228,7 @@ class GradientStore:
         whole = self._whole.get(parameter)
         if whole is not None:
             return whole, False
-        here = self._present[name]
+        here = _torch.local(self._present[name])
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         whole = self._whole[parameter] = torch.empty(here.shape, dtype=dtype, device=here.device)
         return whole, True
@@ -276,10 +289,19 @@ class GradientStore:
             doubt: One bool.
         """
         shown = {parameter: parameter.grad for parameter in self._shown if parameter.grad is not None}
+        alike: defaultdict[int, list[Tensor]] = defaultdict(list)
         for parameter, held in {**self._sums, **shown}.items():
             for kept in self._kept:
                 kept.before_change(parameter, held)
-            _torch.local(held).masked_fill_(doubt.to(held.device), 0.0)
+            own = _torch.local(held)
+            base = _torch.base_of(own)
+            alike[id(own if base is None else base)].append(own)
+        for parts in alike.values():
+            base = _torch.base_of(parts[0])
+            # Sums that were formed together are all that one tensor holds.
+            whole = base is not None and len(parts) > 1 and sum(part.numel() for part in parts) == base.numel()
+            for part in [base] if base is not None and whole else parts:
+                part.masked_fill_(doubt.to(part.device), 0.0)
 
     def _free_buffer(self, parameter: nn.Parameter) -> Tensor | None:
         grad = parameter.grad

@@ -8,7 +8,7 @@ Shape letters: N samples, T positions, I values of the input, O values of the ot
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
@@ -21,8 +21,7 @@ from ghostclip.clipping.norms import GroupNorms
 from ghostclip.errors import TamperedGradientError
 from ghostclip.factors import Outer, SquaredNorm, planner
 from ghostclip.factors.base import end_to_end
-from ghostclip.kernels import products
-from ghostclip.kernels.bounds import Unfinished, samples_joined
+from ghostclip.kernels.bounds import Reduced, Unfinished, samples_joined
 from ghostclip.kernels.gram import CACHED
 
 # What putting an element beside others costs, and what calling the functions of a Gram costs, in FLOPs.
@@ -31,6 +30,8 @@ _CALLS: Final = 3_000_000
 # The same on matrix units: 2 bytes read and written, 8 functions of 5 microseconds.
 _MOVED_BY_UNITS: Final = 4 * planner.BYTE
 _CALLS_BY_UNITS: Final = 24_000_000_000
+# And where a kernel forms a Gram: one function.
+_CALLS_FUSED: Final = _CALLS_BY_UNITS // 8
 
 
 class _Waiting(NamedTuple):
@@ -77,7 +78,7 @@ class Together:
         forward = use.forward
         if not forward.readers or forward.runs_again or len(self._total.sums) > 1:
             return False
-        if type(factor) is not Outer or factor.slots > 1 or factor.sizes[0] <= 1:
+        if type(factor) is not Outer or factor.slots > 1 or factor.sizes[0] <= 1 or not self._total.counts(name):
             return False
         # A weight that is used transposed has its input in the place of the gradient.
         for input_NTI, other_NTO in ((factor.a_NTI, factor.g_NTO), (factor.g_NTO, factor.a_NTI)):
@@ -107,10 +108,12 @@ class Together:
                 raise TamperedGradientError(changed_in_place(waiting.name))
         samples, positions, inputs = found[0].input_NTI.shape
         outputs = sum(waiting.other_NTO.shape[2] for waiting in found)
-        by_units = all(products.takes(found[0].input_NTI, waiting.other_NTO) for waiting in found)
-        joint = planner.gram_flops(positions, inputs, outputs, by_units=by_units)
-        moved, calls = (_MOVED_BY_UNITS, _CALLS_BY_UNITS) if by_units else (_MOVED, _CALLS)
-        saved = samples * (_apart(found, by_units=by_units) - joint - moved * positions * outputs)
+        by = planner.formed_by(found[0].input_NTI, found[0].other_NTO)
+        joint = planner.gram_flops(positions, inputs, outputs, **by)
+        moved, calls = (_MOVED_BY_UNITS, _CALLS_BY_UNITS) if by["by_units"] else (_MOVED, _CALLS)
+        if by["fused"]:
+            calls = _CALLS_FUSED
+        saved = samples * (_apart(found, by) - joint - moved * positions * outputs)
         saved += (len(found) - 1) * calls
         if len(found) > 1 and saved > 0:
             self._total.add(found[0].name, _joint(found[0].input_NTI, [waiting.other_NTO for waiting in found]))
@@ -121,10 +124,10 @@ class Together:
             self._total.add_norm_of(waiting.name, waiting.factor)
 
 
-def _apart(found: Sequence[_Waiting], *, by_units: bool) -> int:
+def _apart(found: Sequence[_Waiting], by: Mapping[str, bool]) -> int:
     """Return what the norms cost one by one, a sample: FLOPs of products."""
     sizes = [waiting.factor.sizes for waiting in found]
-    return sum(min(planner.gram_flops(*size, by_units=by_units), 2 * size[0] * size[1] * size[2]) for size in sizes)
+    return sum(min(planner.gram_flops(*size, **by), 2 * size[0] * size[1] * size[2]) for size in sizes)
 
 
 def _explain(waiting: _Waiting, flops: int, readers: int) -> None:
@@ -136,7 +139,7 @@ def _explain(waiting: _Waiting, flops: int, readers: int) -> None:
             waiting.use.site.statistics[key] = replace(arrived, products=(product,))
 
 
-def _joint(input_NTI: Tensor, others: Sequence[Tensor]) -> SquaredNorm | Unfinished:
+def _joint(input_NTI: Tensor, others: Sequence[Tensor]) -> SquaredNorm | Unfinished | Reduced:
     """Return the sum of the layers' squared norms, their other tensors side by side for a few samples at a time."""
     positions, inputs = input_NTI.shape[1:]
     outputs = sum(other_NTO.shape[2] for other_NTO in others)
@@ -145,7 +148,7 @@ def _joint(input_NTI: Tensor, others: Sequence[Tensor]) -> SquaredNorm | Unfinis
     cached = CACHED * torch.get_num_threads() if input_NTI.device.type == "cpu" else workspace
     at_once = max(1, min(workspace, cached) // (positions * (inputs + outputs)))
     parts: list[SquaredNorm] = []
-    sums: list[Unfinished] = []
+    sums: list[Unfinished | Reduced] = []
     for start in range(0, max(1, input_NTI.shape[0]), at_once):
         piece = slice(start, start + at_once)
         other_NTO = torch.cat([other_NTO[piece] for other_NTO in others], 2)

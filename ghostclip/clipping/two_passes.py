@@ -41,7 +41,9 @@ class TwoPasses:
         norms, total, same_uses, ill_conditioned_B = self._measure(loss, repeats, instantiate=instantiate)
         weights = state.decisions.weights(total, state.forward_of(norms), scale, ill_conditioned_B)
         expected = norms.seen if same_uses else None
-        sums = SumPass(state.store, weights, repeats=repeats, expected=expected, several=norms.several)
+        sums = SumPass(
+            state.store, weights, repeats=repeats, expected=expected, several=norms.several, ranks=state.ranks
+        )
 
         def add() -> None:
             state.listen(sums, loss.backward)
@@ -73,7 +75,14 @@ class TwoPasses:
         total: GroupNorms | None = None
         ill_conditioned_B: Tensor | None = None
         while True:
-            norms = NormPass(group_of, shared=self._several, repeats=repeats, instantiate=instantiate, index_D=index_D)
+            norms = NormPass(
+                group_of,
+                shared=self._several,
+                repeats=repeats,
+                instantiate=instantiate,
+                index_D=index_D,
+                ranks=state.ranks,
+            )
             same_uses = state.listen(norms, lambda: state.capture.run_backward([loss], [None]))
             if self._any_rank(same_uses is None or bool(norms.late), norms):
                 self._several |= norms.late

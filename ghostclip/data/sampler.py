@@ -203,11 +203,25 @@ class PrivateSampler(Sampler[list[int]]):
         Raises:
             InvalidOptionError: If the rank is not below the number of replicas.
         """
+        self.deal(rank, num_replicas)
+        self._owner.move_here(self, remedy=_REMEDY)
+        self._key.load(key)
+
+    def deal(self, rank: int, num_replicas: int) -> None:
+        """Keep every `num_replicas`-th record of each batch from here on, from `rank` on.
+
+        Replicas of one number keep the same records: ranks of which each has a part of the model, say.
+
+        Args:
+            rank: Number of this replica, from 0.
+            num_replicas: How many there are.
+
+        Raises:
+            InvalidOptionError: If the rank is not below the number of replicas.
+        """
         if not 0 <= rank < num_replicas:
             raise InvalidOptionError(f"rank={rank!r}: must lie in [0, num_replicas={num_replicas!r}).")
-        self._owner.move_here(self, remedy=_REMEDY)
         self.rank, self.num_replicas = rank, num_replicas
-        self._key.load(key)
 
     def renew_key(self) -> None:
         """Draw with a fresh key from here on, as a run must that branches off a checkpoint instead of continuing it."""

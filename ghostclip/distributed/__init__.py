@@ -16,6 +16,7 @@ from ghostclip.distributed.parallel import DifferentiallyPrivateDistributedDataP
 from ghostclip.distributed.pipeline import PipelineClipper
 from ghostclip.distributed.placement import Box, MeshAxis, Placement, placement_of
 from ghostclip.distributed.release import noisy_parts_, noisy_shard, noisy_sum_, noisy_sums_
+from ghostclip.distributed.sample_ranks import Shares, all_apart
 from ghostclip.distributed.sharded import ShardedModel, sharded_model
 from ghostclip.distributed.shared import SharedNoise, noise_for
 from ghostclip.distributed.weights import broadcast_parameters, require_equal_weights
@@ -29,8 +30,10 @@ __all__ = [
     "Placement",
     "Share",
     "ShardedModel",
+    "Shares",
     "SharedNoise",
     "SplitSequences",
+    "all_apart",
     "broadcast_parameters",
     "copy_inside",
     "from_first",

@@ -98,10 +98,10 @@ def gathered(what: str, value: Any, group: Group = None) -> list[Any]:
     distributed.all_gather_object(found, (what, value), group=group)
     for rank, (_, other) in enumerate(found):
         if isinstance(other, _Refusal):
-            raise _told(other.elsewhere(rank))
+            raise known_to_all(other.elsewhere(rank))
     for rank, (place, _) in enumerate(found):
         if place != found[0][0]:
-            raise _told(
+            raise known_to_all(
                 InvalidOptionError(
                     f"rank {rank} exchanges its {place}, rank 0 its {found[0][0]}: call the same functions with the "
                     "same arguments in the same order on every rank."
@@ -175,11 +175,23 @@ def tell_refusal(what: str, error: Exception, group: Group = None) -> None:
         error: What this rank raises.
         group: The ranks that train together.
     """
-    if world_size(group) > 1 and not getattr(error, _KNOWN, False):
+    if world_size(group) > 1 and not is_known_to_all(error):
         # Where the others are gone already, the error that counts is this rank's own.
         with contextlib.suppress(GhostClipError, RuntimeError):
             gathered(what, _Refusal(type(error).__name__, str(error)), group)
-        _told(error)
+        known_to_all(error)
+
+
+def is_known_to_all(error: Exception) -> bool:
+    """Return whether every rank was told of an error, so that one of them may say it for all.
+
+    Args:
+        error: What this rank has raised.
+
+    Returns:
+        True if so.
+    """
+    return bool(getattr(error, _KNOWN, False))
 
 
 class _Refusal(NamedTuple):
@@ -205,8 +217,15 @@ class _Refusal(NamedTuple):
 _KNOWN = "_known_to_all_ranks"
 
 
-def _told(error: Exception) -> Exception:
-    """Mark an error as one that every rank knows of, so that no rank is told twice."""
+def known_to_all(error: Exception) -> Exception:
+    """Mark an error as one that every rank knows of, so that no rank is told twice.
+
+    Args:
+        error: What all of them raise.
+
+    Returns:
+        The error itself.
+    """
     setattr(error, _KNOWN, True)
     return error
 
@@ -223,7 +242,7 @@ def require_equal(what: str, values: Sequence[Any]) -> None:
     """
     different = [rank for rank, other in enumerate(values) if other != values[0]]
     if different:
-        raise _told(
+        raise known_to_all(
             InvalidOptionError(
                 f"{what} of rank {different[0]} is {values[different[0]]!r}, of rank 0 {values[0]!r}. Build the "
                 "private objects with the same arguments, and resume from the same checkpoint, on every rank."

@@ -150,7 +150,7 @@ class ShardDelivery:
             return
         placement = trainable[0][1]
         device = _device_of(placement)
-        rows = [_by_rank(self._whole(p, device), placed) for p, placed in trainable]
+        rows = [_by_rank(self._whole(p, placed, device), placed) for p, placed in trainable]
         source = torch.cat(rows, dim=1) if len(rows) > 1 else rows[0]
         del rows
         parameters = [p for p, _ in trainable]
@@ -163,13 +163,11 @@ class ShardDelivery:
             work = distributed.reduce_scatter_tensor(out, source.reshape(-1), group=group, async_op=at_once)
         self._sent.append(_Sent(bucket, parameters, out, work, source if work is not None else None))
 
-    def _whole(self, parameter: nn.Parameter, device: torch.device) -> Tensor:
+    def _whole(self, parameter: nn.Parameter, placement: Placement, device: torch.device) -> Tensor:
         found = self._waiting.pop(id(parameter), None)
         if found is None:
-            return torch.zeros(
-                parameter.shape, dtype=torch.promote_types(parameter.dtype, torch.float32), device=device
-            )
-        return found
+            return torch.zeros(placement.shape, dtype=_wide(parameter), device=device)
+        return found.reshape(placement.shape)
 
     def _receive(self, sent: _Sent) -> None:
         """Wait for a bucket, add up copies (HSDP), and take the parts apart."""
@@ -187,7 +185,7 @@ class ShardDelivery:
         for parameter in sent.parameters:
             part, start = _part_of(sent.out, start, placements[id(parameter)])
             held: Any = parameter
-            part = part.to(held.to_local().device)
+            part = part.view(held.to_local().shape).to(held.to_local().device)
             self._arrived.append(
                 (
                     parameter,

@@ -43,7 +43,7 @@ class Share(NamedTuple):
         return f"{draw}, {self.rows} rows seen"
 
 
-def require_one_draw(share: Share | None, group: Group = None) -> bool:
+def require_one_draw(share: Share | None, group: Group = None, *, copies: int = 1) -> bool:
     """Refuse a step for which the ranks do not hold one draw; every rank must call this, in each step.
 
     One process may have been handed the whole draw and have dealt it out: ranks without a draw are in order, as long as
@@ -56,6 +56,7 @@ def require_one_draw(share: Share | None, group: Group = None) -> bool:
         share: What this rank brings to the step; None where it refuses the step for a reason of its own, which it
             raises afterwards: then the other ranks refuse it too, instead of waiting for this one.
         group: The ranks that train together.
+        copies: Ranks that each sample is on.
 
     Returns:
         Whether a rank asks for proofs in the next forward.
@@ -77,7 +78,7 @@ def require_one_draw(share: Share | None, group: Group = None) -> bool:
         raise InvalidOptionError(
             f"rank {absent[0]} refuses this step (its own error says why), so no rank makes it: nothing was released."
         )
-    _require_consistent([other for other in shares if other is not None])
+    _require_consistent([other for other in shares if other is not None], copies)
     return any(other is not None and other.asks for other in shares)
 
 
@@ -93,7 +94,7 @@ def digest_of(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
-def _require_consistent(shares: Sequence[Share]) -> None:
+def _require_consistent(shares: Sequence[Share], copies: int) -> None:
     first = shares[0]
     for rank, other in enumerate(shares):
         if (other.std, other.sensitivity) != (first.std, first.sensitivity):
@@ -109,7 +110,7 @@ def _require_consistent(shares: Sequence[Share]) -> None:
             )
     held = [share for share in shares if share.draw >= 0]
     rows = sum(share.rows for share in shares)
-    if held and ({share[1:3] for share in held} != {held[0][1:3]} or rows != held[0].records):
+    if held and ({share[1:3] for share in held} != {held[0][1:3]} or rows != held[0].records * copies):
         each = "; ".join(f"rank {rank}: {share}" for rank, share in enumerate(shares))
         raise InvalidOptionError(
             f"the ranks do not hold one draw whose records all went through the model ({each}). Iterate over the "

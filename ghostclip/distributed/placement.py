@@ -7,13 +7,16 @@ axes whose ranks work on the same samples. Along all others each rank has sample
 |---|---|---|
 | of samples (data parallel) | gathered before use: norms are whole | norms are whole |
 | of `sample_mesh_axes` | each rank's square is a part of the sample's | the square counts once |
-| of `sample_mesh_axes`, rows of one sample spread | as above | parts of a gradient: added up, then squared |
+
+Where a parameter of which every rank has a copy meets some of a sample's positions on each rank is seen as it runs
+(`ghostclip.capture.divided`): there ranks have parts of a gradient, which are added up, then squared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,8 +39,8 @@ class MeshAxis(NamedTuple):
     """The dimension of the parameter that is divided among them; None where each has a copy."""
     same_samples: bool
     """Whether they work on the same samples: see `sample_mesh_axes`."""
-    spreads_rows: bool
-    """Whether the rows of one sample that this parameter meets are spread over them."""
+    last: bool = False
+    """Whether it divides what the axes after it have left of the dimension, as ``fully_shard`` divides parts."""
 
 
 class Box(NamedTuple):
@@ -69,7 +72,8 @@ class Placement:
     Attributes:
         mesh: The mesh.
         axes: Its axes, in order.
-        shape: Shape of the whole parameter.
+        shape: Shape of the whole parameter; a dimension of several blocks each of which is divided (gate and up side by
+            side) counts as two, the blocks and what a block has.
     """
 
     mesh: DeviceMesh
@@ -91,11 +95,11 @@ class Placement:
         """How many ranks the mesh has."""
         return prod(axis.size for axis in self.axes)
 
-    @property
+    @cached_property
     def here(self) -> Box:
         """The part on this rank, in the way of `torch.chunk`: equal parts, the last ones shorter or empty."""
         starts, sizes = [0] * len(self.shape), list(self.shape)
-        for number in self.divided:
+        for number in sorted(self.divided, key=lambda number: self.axes[number].last):
             axis = self.axes[number]
             dim = axis.divides
             assert dim is not None, "of an axis that divides"
@@ -105,16 +109,13 @@ class Placement:
         return Box(tuple(starts), tuple(sizes), self.shape)
 
 
-def placement_of(
-    name: str, parameter: Any, *, sample_mesh_axes: Collection[str] = (), spreads_rows: Collection[str] = ()
-) -> Placement:
+def placement_of(name: str, parameter: Any, *, sample_mesh_axes: Collection[str] = ()) -> Placement:
     """Read off a parameter how it lies on its mesh.
 
     Args:
         name: The parameter's name, for messages.
         parameter: A DTensor.
         sample_mesh_axes: Axes whose ranks work on the same samples.
-        spreads_rows: Those of them along which the rows of one sample that meet this parameter are spread.
 
     Returns:
         The placement.
@@ -129,17 +130,37 @@ def placement_of(
             f"parameter '{name}' is on the meta device. Give the model memory and values first: model.to_empty(...), "
             "then its initialisation or a checkpoint."
         )
-    mesh, axes = parameter.device_mesh, []
+    mesh, axes, shape = parameter.device_mesh, [], tuple(parameter.shape)
     names: Sequence[str] = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    dims = [None if isinstance(placed, Replicate) else getattr(placed, "dim", -1) for placed in parameter.placements]
+    blocks: dict[int, int] = {}
     for number, (axis, placed) in enumerate(zip(names, parameter.placements, strict=True)):
-        if type(placed) not in {Shard, Replicate}:
+        divides = dims[number]
+        # torch's _StridedShard, which says how many pieces there were before it divided each.
+        pieces = 1 if type(placed) in {Shard, Replicate} else getattr(placed, "split_factor", 0)
+        after = prod(mesh.size(other) for other in range(number + 1, mesh.ndim) if dims[other] == divides)
+        if pieces > 1 and dims.count(divides) == 1 and divides is not None and shape[divides] % pieces == 0:
+            blocks[divides] = pieces
+        elif pieces not in {1, after}:
             raise UnsupportedModelError(
-                f"parameter '{name}' is placed as {placed} along mesh axis '{axis}': only Shard and Replicate are "
-                "supported."
+                f"parameter '{name}' is placed as {placed} along mesh axis '{axis}': supported are Shard, Replicate, "
+                "and what fully_shard makes of a parameter that was divided before."
             )
-        divides = placed.dim % parameter.dim() if isinstance(placed, Shard) else None
-        axes.append(MeshAxis(axis, mesh.size(number), divides, axis in sample_mesh_axes, axis in spreads_rows))
-    return Placement(mesh, tuple(axes), tuple(parameter.shape))
+        axes.append(MeshAxis(axis, mesh.size(number), divides, axis in sample_mesh_axes, pieces > 1))
+    return _with_blocks(Placement(mesh, tuple(axes), shape), blocks)
+
+
+def _with_blocks(placement: Placement, blocks: dict[int, int]) -> Placement:
+    """Return a placement whose dimensions of several blocks count as two each."""
+    if not blocks:
+        return placement
+    shape: list[int] = []
+    places: list[int] = []
+    for dim, size in enumerate(placement.shape):
+        shape += [blocks[dim], size // blocks[dim]] if dim in blocks else [size]
+        places.append(len(shape) - 1)
+    axes = (axis if axis.divides is None else axis._replace(divides=places[axis.divides]) for axis in placement.axes)
+    return Placement(placement.mesh, tuple(axes), tuple(shape))
 
 
 def local_part(tensor: torch.Tensor, placement: Placement) -> torch.Tensor:

@@ -13,7 +13,7 @@ from ghostclip.distributed.agreement import Group, world_size
 from ghostclip.distributed.placement import Box, placement_of
 from ghostclip.errors import InvalidOptionError
 from ghostclip.noise.keyed import KeyedNoise, skip_noise
-from ghostclip.noise.packs import add_noise_, copy_back_, flattened, packs
+from ghostclip.noise.packs import add_noise_, copy_back_, draws_shares, flattened, packs
 
 _BUCKET: Final = 25 << 20
 """Bytes of sums that are reduced together, as torch's DistributedDataParallel has them."""
@@ -23,12 +23,16 @@ _BUCKET: Final = 25 << 20
 def noisy_sum_(partial: torch.Tensor, std: float, source: KeyedNoise, *, group: Group = None) -> None:
     """Replace every rank's partial sum by the sum over all ranks plus one draw of noise, the same on all ranks.
 
-    Rank 0 adds the noise to its part; the others pass over it, so that all sources keep the same position. The noise is
-    that of a run on one machine, and int64 sums (level "exact") are equal to that run's to the last bit.
+    Each rank draws its share of the noise, of blocks of elements, and adds it to its part; all sources keep the same
+    position. The noise is that of a run on one machine, and int64 sums (level "exact") are equal to that run's to the
+    last bit.
 
     Privacy:
-        The noise is added before anything leaves rank 0. Partial sums of other ranks travel without noise: the ranks
-        trust each other.
+        Every element gets its noise on one rank. Partial sums travel with the noise of a part of their elements: the
+        ranks trust each other, and only the sum is released.
+
+    Cost:
+        A rank draws the noise of its share of the elements, as far as these are more than a block for each.
 
     Args:
         partial: This rank's clipped sum of one parameter, all shapes equal; overwritten.
@@ -47,7 +51,8 @@ def noisy_sum_(partial: torch.Tensor, std: float, source: KeyedNoise, *, group: 
 def noisy_sums_(partials: Sequence[torch.Tensor], std: float, source: KeyedNoise, *, group: Group = None) -> None:
     """Replace every rank's partial sums by those over all ranks plus one draw of noise, the same on all ranks.
 
-    As `noisy_sum_` for each, with the noise that one machine adds to all of them at once.
+    As `noisy_sum_` for each, with the noise that one machine adds to all of them at once. A source whose methods were
+    covered by others draws all of it on rank 0: on all ranks or on none.
 
     Args:
         partials: This rank's clipped sums of several parameters, in the same order on all ranks; overwritten.
@@ -60,12 +65,18 @@ def noisy_sums_(partials: Sequence[torch.Tensor], std: float, source: KeyedNoise
     """
     for partial in partials:
         _require_wide(partial)
-    if world_size(group) == 1 or distributed.get_rank(group) == 0:
+    ranks = world_size(group)
+    if ranks == 1:
+        add_noise_(source, partials, std)
+        return
+    rank = distributed.get_rank(group)
+    if draws_shares(source):
+        source.add_share_(partials, std, rank=rank, ranks=ranks)
+    elif rank == 0:
         add_noise_(source, partials, std)
     elif std > 0:
         skip_noise(source, partials)
-    if world_size(group) > 1:
-        _all_reduce_all(partials, group)
+    _all_reduce_all(partials, group)
 
 
 @torch.no_grad()
@@ -102,7 +113,9 @@ def noisy_shard(
 
 
 @torch.no_grad()
-def noisy_parts_(sums: Sequence[torch.Tensor], std: float, source: KeyedNoise, *, group: Group = None) -> None:
+def noisy_parts_(
+    sums: Sequence[torch.Tensor], std: float, source: KeyedNoise, *, groups: Sequence[Group] = (None,)
+) -> None:
     """Make releases of sums of which some are held in parts: every rank draws the noise of its own part alone.
 
     The noise is that of one machine, which adds it to all whole sums at once: to the bit, for any number of ranks.
@@ -112,7 +125,7 @@ def noisy_parts_(sums: Sequence[torch.Tensor], std: float, source: KeyedNoise, *
             order on all ranks; overwritten.
         std: Standard deviation of the noise in one coordinate.
         source: This rank's source, of which all share the key.
-        group: The ranks that train together.
+        groups: Over these, one after the other, sums of what every rank has whole are added up.
 
     Raises:
         InvalidOptionError: If a sum has a 16-bit type.
@@ -122,8 +135,9 @@ def noisy_parts_(sums: Sequence[torch.Tensor], std: float, source: KeyedNoise, *
     """
     for total in sums:
         _require_wide(total)
-    if world_size(group) > 1:
-        _all_reduce_all([total for total in sums if not _torch.is_sharded_tensor(total)], group)
+    for group in groups:
+        if world_size(group) > 1:
+            _all_reduce_all([total for total in sums if not _torch.is_sharded_tensor(total)], group)
     if std == 0:
         return
     for pack in packs(sums, source._block_size):
@@ -139,10 +153,10 @@ def noisy_parts_(sums: Sequence[torch.Tensor], std: float, source: KeyedNoise, *
             for whole, (_, box) in zip(flat_N.split([total.numel() for total in pack]), parts, strict=True)
         ]
         for whole, (part, _) in zip(wholes, parts, strict=True):
-            whole.copy_(part)
+            whole.copy_(part.view(whole.shape))
         source.add_(flat_N, std)
         for whole, (part, _) in zip(wholes, parts, strict=True):
-            part.copy_(whole)
+            part.copy_(whole.reshape(part.shape))
 
 
 def _box_of(total: torch.Tensor) -> Box:

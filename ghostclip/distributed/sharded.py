@@ -1,24 +1,31 @@
-"""`ShardedModel`: a model whose parameters ``fully_shard`` has divided among the ranks (FSDP2, HSDP).
+"""`ShardedModel`: a model whose parameters are divided among the ranks (FSDP2, HSDP, tensor parallelism, and both).
 
-A module's parameters are whole while it runs, and each rank has samples of its own: norms and coefficients are those of
-one device, and nothing is exchanged for them. The clipped sums of whole parameters are reduced and scattered.
+Where ``fully_shard`` has divided it, a module's parameters are whole while it runs, and each rank has samples of its
+own: norms and coefficients are those of one device, and nothing is exchanged for them. The clipped sums of whole
+parameters are reduced and scattered. Where ``parallelize_module`` has, ranks work on the same samples, each with its
+parts of parameters: squared norms are added up over these ranks, and clipped sums of parts stay where they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ghostclip import _torch
 from ghostclip.distributed.agreement import gathered, refused_together, tell_refusal, telling, world_size
 from ghostclip.distributed.delivery import Bucket, ShardDelivery
-from ghostclip.distributed.placement import Placement, placement_of
+from ghostclip.distributed.own_ways import own_ways
+from ghostclip.distributed.placement import MeshAxis, Placement, placement_of
+from ghostclip.distributed.sample_ranks import SampleRanks, Shares, shares_of
 from ghostclip.errors import GhostClipError, UnsupportedModelError
 from ghostclip.evidence.unchecked import is_power_of_four
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class ShardedModel:
@@ -27,11 +34,20 @@ class ShardedModel:
     Called on all ranks, with models of the same structure.
 
     Args:
-        model: A model that ``fully_shard`` was applied to, wholly or in parts, with its parameters in their parts.
+        model: A model that ``parallelize_module``, ``fully_shard`` or both were applied to, with its parameters in
+            their parts.
+        sample_mesh_axes: Axes of the parameters' meshes whose ranks work on the same samples; None for all those along
+            which ``fully_shard`` has not divided the model.
 
     Attributes:
         units: The modules whose parameters are gathered for their calls.
         placements: How each parameter in parts lies, by name.
+        shared_samples: The ranks that work on the same samples; None where each has samples of its own.
+        shares: How the ranks share each batch.
+        brought_together: Names of parameters whose modules see to it themselves that what ranks compute with parts of
+            them becomes the whole.
+        spread: Names of parameters that every rank has whole, and parts of their gradients: each meets features of a
+            sample that others do not.
         delivery: Brings the clipped sums to the ranks that hold the parts.
         wants_proof: Whether this rank has met something new in a forward that was not one to be proved.
 
@@ -39,14 +55,21 @@ class ShardedModel:
         UnsupportedModelError: If a parameter is gathered at the moment, or lies in a way that is not supported.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, sample_mesh_axes: Collection[str] | None = None) -> None:
         self.units: Sequence[nn.Module] = _torch.gathered_modules(model)
+        self._data = _data_mesh(self.units)
+        self._named = sample_mesh_axes
+        self._shared: DeviceMesh | None = None
         self.placements: dict[str, Placement] = {}
+        self.brought_together, self.spread = own_ways(model)
         self.delivery = ShardDelivery(self._buckets(model))
+        shared: DeviceMesh | None = self._shared
+        self.shares: Shares = shares_of(self.placements, self._data, shared)
+        self.shared_samples: SampleRanks | None = None if shared is None else self._sample_ranks(model, shared)
         self._number = 0
         self._proved = [False] * world_size()
         self._restore: list[Callable[[], None]] = []
-        self._is_open = self._is_due = False
+        self._is_open = self._is_due = self._proves = False
         self.wants_proof = False
 
     def _buckets(self, model: nn.Module) -> list[Bucket]:
@@ -55,35 +78,80 @@ class ShardedModel:
         seen: set[int] = set()
         for path, module, unit in _with_units(model, frozenset(self.units)):
             for key, parameter in module.named_parameters(recurse=False):
-                if unit is None or id(parameter) in seen:
+                # Left out of the sharding by name: each rank has a copy.
+                if id(parameter) in seen or not _torch.is_sharded_tensor(parameter):
                     continue
                 seen.add(id(parameter))
                 name = f"{path}.{key}" if path else key
-                placement = self._placement(name, parameter)
-                if placement is None:
-                    continue
-                self.placements[name] = placement
-                parameters, placements = found.setdefault(_torch.gathered_together(unit), ([], []))
+                delivered = self._delivered(name, parameter)
+                # What one rank sums up for all by itself waits for no other.
+                together = id(parameter) if unit is None else _torch.gathered_together(unit)
+                parameters, placements = found.setdefault(together, ([], []))
                 parameters.append(parameter)
-                placements.append(placement)
+                placements.append(delivered)
         return [bucket for pair in reversed(list(found.values())) for bucket in _of_one_mesh(*pair)]
 
-    def _placement(self, name: str, parameter: nn.Parameter) -> Placement | None:
-        if not _torch.is_sharded_tensor(parameter):
-            # Left out of the sharding by name: each rank has a copy.
-            return None
-        placement = placement_of(name, parameter)
-        if len(placement.divided) != 1 or placement.ranks != world_size():
+    def _delivered(self, name: str, parameter: Any) -> Placement:
+        """Return how a parameter's clipped sum, of this rank's part where ranks share samples, goes to other ranks."""
+        axes: Sequence[str] = parameter.device_mesh.mesh_dim_names or tuple(map(str, range(parameter.device_mesh.ndim)))
+        named = self._named if self._named is not None else _others(axes, self._data)
+        placement = self.placements[name] = placement_of(name, parameter, sample_mesh_axes=named)
+        self._note_shared(name, placement)
+        shape = list(placement.shape)
+        for axis in placement.axes:
+            if axis.same_samples and axis.divides is not None:
+                shape[axis.divides] = -1
+        data = [axis for axis in placement.axes if not axis.same_samples]
+        clash = [axis.name for axis in data if axis.divides is not None and shape[axis.divides] < 0 and not axis.last]
+        if sum(axis.divides is not None for axis in data) > 1 or clash:
             raise UnsupportedModelError(
-                f"parameter '{name}' lies on a mesh of {placement.ranks} of {world_size()} ranks, divided along "
-                f"{len(placement.divided)} of its axes. Supported are fully_shard over all ranks (a mesh of one axis) "
-                "and over a part of them with copies of the model (a mesh of two axes)."
+                f"parameter '{name}' is divided along {len(placement.divided)} axes of its mesh "
+                f"({', '.join(axis.name for axis in placement.axes)}). Supported are fully_shard over a mesh of one "
+                "axis, or of two with copies of the model, after parallelize_module over one more."
             )
-        return placement
+        if self._data is None:
+            return Placement(placement.mesh, (), placement.here.sizes)
+        if not data:
+            # It is left out of the sharding: ranks with other samples have copies.
+            names = self._data.mesh_dim_names or tuple(map(str, range(self._data.ndim)))
+            data = [MeshAxis(key, self._data.size(number), None, False) for number, key in enumerate(names)]
+        return Placement(self._data, tuple(data), _part_of(placement))
+
+    def _note_shared(self, name: str, placement: Placement) -> None:
+        """Note the mesh of the ranks that share samples, one for all parameters."""
+        numbers = [number for number, axis in enumerate(placement.axes) if axis.same_samples]
+        if not numbers:
+            return
+        mesh: Any = placement.mesh
+        mesh = mesh if mesh.ndim == 1 else mesh[placement.axes[numbers[0]].name]
+        before = self._shared
+        if len(numbers) > 1 or (before is not None and before.mesh.tolist() != mesh.mesh.tolist()):
+            raise UnsupportedModelError(
+                f"parameter '{name}' lies on another mesh of ranks that share samples than those before it, or on one "
+                f"of several axes ({', '.join(axis.name for axis in placement.axes)}). Use one axis of one mesh for "
+                "tensor parallelism, and fully_shard over the others."
+            )
+        self._shared = mesh if before is None else before
+
+    def _sample_ranks(self, model: nn.Module, mesh: Any) -> SampleRanks:
+        divided = {
+            name
+            for name, placement in self.placements.items()
+            if any(axis.same_samples and axis.divides is not None for axis in placement.axes)
+        }
+        # A tied parameter has a name at each of its places.
+        tied = {id(model.get_parameter(name)) for name in divided}
+        names = [name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in tied]
+        return SampleRanks(mesh, model, names, self.shares)
+
+    @property
+    def divides(self) -> bool:
+        """Whether ranks share samples, and compute with a part of what a parameter is."""
+        return self._shared is not None
 
     # -- proofs of forwards ---------------------------------------------------------------------------------------
 
-    def hold(self, *, able: bool) -> bool:
+    def hold(self, *, able: bool, inputs: Sequence[Tensor]) -> bool:
         """Decide, with all ranks, whether a forward is one to ask for evidence; if so, gather everything for it.
 
         Until every rank has asked once, all say in each forward whether they can: one exchange. From then on it is the
@@ -92,6 +160,7 @@ class ShardedModel:
 
         Args:
             able: Whether this rank has samples enough to prove anything.
+            inputs: What the model is called with; ranks that share samples must have the same.
 
         Returns:
             Whether this rank is to ask.
@@ -103,7 +172,10 @@ class ShardedModel:
             found = gathered("forward", able)
             self._proved = [before or now for before, now in zip(self._proved, found, strict=True)]
             asks = any(found)
+        self._proves = asks
         if asks:
+            if self.shared_samples is not None:
+                self.shared_samples.require_same(inputs)
             self._is_open, self._is_due, self.wants_proof = True, False, self.wants_proof and not able
             self._restore = [_torch.keep_gathered(unit) for unit in self.units]
         return asks and able
@@ -117,7 +189,7 @@ class ShardedModel:
         Returns:
             True within such a forward.
         """
-        is_held = bool(self._restore)
+        is_held = bool(self._restore) or not self.units
         self.wants_proof |= not is_held
         return is_held
 
@@ -143,6 +215,38 @@ class ShardedModel:
                 yield
         finally:
             self._is_open = False
+
+    def sharing(self, what: str) -> AbstractContextManager[None]:
+        """Return a context whose errors all ranks that share samples raise, and run nothing together after one.
+
+        Args:
+            what: What is done inside, for messages.
+
+        Returns:
+            The context.
+        """
+        return nullcontext() if self.shared_samples is None else self.shared_samples.refused_together(what)
+
+    def any_sharing(self, holds: bool) -> bool:  # noqa: FBT001 - what is asked, no option
+        """Return whether something holds on a rank that shares samples with this one; called on all of these.
+
+        Args:
+            holds: Whether it does on this rank.
+
+        Returns:
+            True if so.
+        """
+        return holds if self.shared_samples is None else self.shared_samples.any(holds)
+
+    def look_at(self, sums: Callable[[], Mapping[str, Tensor | None]]) -> None:
+        """Compare, after a forward that was proved, the clipped sums of parameters that ranks should have alike.
+
+        Args:
+            sums: Returns this rank's sums by name, None where there is none.
+        """
+        proves, self._proves = self._proves, False
+        if proves and self.shared_samples is not None:
+            self.shared_samples.require_equal_sums(sums())
 
     def telling(self) -> AbstractContextManager[None]:
         """Return a context whose errors the others hear of in `together`, which this rank does not reach.
@@ -186,7 +290,7 @@ class ShardedModel:
 
 
 def sharded_model(model: nn.Module) -> ShardedModel | None:
-    """Return what a clipper has to know of a model that ``fully_shard`` has divided, None for any other.
+    """Return what a clipper has to know of a model that ranks hold in parts, None for any other.
 
     Args:
         model: The model.
@@ -194,7 +298,32 @@ def sharded_model(model: nn.Module) -> ShardedModel | None:
     Returns:
         The ranks that hold it, or None.
     """
-    return ShardedModel(model) if _torch.gathered_modules(model) else None
+    in_parts = _torch.gathered_modules(model) or any(map(_torch.is_sharded_tensor, model.parameters()))
+    return ShardedModel(model) if in_parts else None
+
+
+def _data_mesh(units: Sequence[Any]) -> Any:
+    """Return the mesh that ``fully_shard`` has divided a model over; None where it has not."""
+    meshes = [mesh for mesh in map(_torch.data_mesh, units) if mesh is not None]
+    for mesh in meshes:
+        if mesh.mesh.tolist() != meshes[0].mesh.tolist():
+            raise UnsupportedModelError(
+                f"fully_shard has divided modules over different meshes ({meshes[0]}, {mesh}). Use one for all."
+            )
+    return meshes[0] if meshes else None
+
+
+def _others(axes: Sequence[str], data: Any) -> list[str]:
+    """Return the axes of a parameter's mesh along which ``fully_shard`` has not divided the model."""
+    if data is None:
+        return list(axes)
+    return [] if data.mesh_dim_names is None else [axis for axis in axes if axis not in data.mesh_dim_names]
+
+
+def _part_of(placement: Placement) -> tuple[int, ...]:
+    """Return the shape of what this rank's share of samples has of a parameter: its part, whole along axes of data."""
+    axes = [axis if axis.same_samples else axis._replace(divides=None) for axis in placement.axes]
+    return Placement(placement.mesh, tuple(axes), placement.shape).here.sizes
 
 
 def _with_units(model: nn.Module, units: frozenset[nn.Module]) -> list[tuple[str, nn.Module, nn.Module | None]]:

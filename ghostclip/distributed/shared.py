@@ -13,9 +13,11 @@ from ghostclip.distributed.agreement import Group, require_agreement, share_nois
 from ghostclip.distributed.draws import Share, digest_of, require_one_draw
 from ghostclip.distributed.parallel import DifferentiallyPrivateDistributedDataParallel
 from ghostclip.distributed.release import noisy_parts_, noisy_sums_
+from ghostclip.distributed.sample_ranks import Shares
 from ghostclip.distributed.weights import require_equal_weights
 from ghostclip.errors import InvalidOptionError
 from ghostclip.noise.keyed import KeyedNoise, NoiseSource
+from ghostclip.noise.packs import draws_shares
 
 
 class SharedNoise:
@@ -31,14 +33,21 @@ class SharedNoise:
     Args:
         source: This rank's source, of the same level on all; takes rank 0's key.
         group: The ranks that train together.
+        shares: How these ranks share each batch; None where each has samples of its own.
     """
 
-    def __init__(self, source: KeyedNoise, group: Group = None) -> None:
+    # Ranks that have the same samples.
+    _copies = 1
+
+    def __init__(self, source: KeyedNoise, group: Group = None, shares: Shares | None = None) -> None:
         require_agreement("noise_generator", "none" if source.generator is None else "given", group)
         share_noise(source, group)
         self._source = source
         self._group = group
         self._agreed = True
+        self._groups: Sequence[Group] = (group,) if shares is None else shares.groups
+        if shares is not None:
+            self._copies = shares.copies
         self.level = source.level
 
     def add_(self, tensor: torch.Tensor, std: float) -> None:
@@ -59,10 +68,12 @@ class SharedNoise:
         """
         self._follow_first()
         if not self._agreed:
-            require_agreement("noise", self._source.fingerprint(), self._group)
+            require_agreement("noise", self._fingerprint(), self._group)
             self._agreed = True
-        in_parts = any(map(_torch.is_sharded_tensor, tensors))
-        (noisy_parts_ if in_parts else noisy_sums_)(tensors, std, self._source, group=self._group)
+        if self._copies > 1 or any(map(_torch.is_sharded_tensor, tensors)):
+            noisy_parts_(tensors, std, self._source, groups=self._groups)
+        else:
+            noisy_sums_(tensors, std, self._source, group=self._group)
 
     def require_one_draw(self, share: Share | None) -> bool:
         """Refuse a step for which the ranks hold different draws, mechanisms or noise; called on all of them.
@@ -78,10 +89,14 @@ class SharedNoise:
         """
         self._follow_first()
         if share is not None:
-            share = share._replace(noise=digest_of(self._source.fingerprint()))
-        asks = require_one_draw(share, self._group)
+            share = share._replace(noise=digest_of(self._fingerprint()))
+        asks = require_one_draw(share, self._group, copies=self._copies)
         self._agreed = share is not None
         return asks
+
+    def _fingerprint(self) -> str:
+        """Return which noise comes next, and whether one rank draws all of it: a rank alone must not think so."""
+        return self._source.fingerprint() + ", all on rank 0" * (not draws_shares(self._source))
 
     def _follow_first(self) -> None:
         """Take rank 0's noise where it follows a generator: whether that was seeded anew, only rank 0 says for all."""
@@ -111,7 +126,7 @@ class SharedNoise:
         self._agreed = False
 
 
-def noise_for(replicas: int, module: nn.Module, source: KeyedNoise) -> NoiseSource:
+def noise_for(replicas: int, module: nn.Module, source: KeyedNoise, *, shares: Shares | None = None) -> NoiseSource:
     """Return the noise source of a training: shared by all ranks where they share its batches, else the source itself.
 
     Ranks that share batches must hold equal models. Called on all ranks.
@@ -120,6 +135,7 @@ def noise_for(replicas: int, module: nn.Module, source: KeyedNoise) -> NoiseSour
         replicas: How many ranks share each batch.
         module: The model, as the user gave it.
         source: This rank's source.
+        shares: How ranks that hold the model in parts share each batch; None where each has the model whole.
 
     Returns:
         What the private optimizer is given.
@@ -131,7 +147,7 @@ def noise_for(replicas: int, module: nn.Module, source: KeyedNoise) -> NoiseSour
     """
     ranks = world_size()
     wrappers = (nn.parallel.DistributedDataParallel, DifferentiallyPrivateDistributedDataParallel)
-    in_parts = bool(_torch.gathered_modules(module))
+    in_parts = shares is not None
     together = isinstance(module, wrappers) or in_parts
     if in_parts and source.level == "exact":
         raise InvalidOptionError(
@@ -147,4 +163,4 @@ def noise_for(replicas: int, module: nn.Module, source: KeyedNoise) -> NoiseSour
     if replicas == 1 and not in_parts:
         return source
     require_equal_weights(module)
-    return SharedNoise(source)
+    return SharedNoise(source, shares=shares)

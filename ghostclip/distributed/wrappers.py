@@ -7,7 +7,6 @@ import sys
 
 from torch import nn
 
-from ghostclip import _torch
 from ghostclip.errors import UnsupportedModelError
 
 _log = logging.getLogger(__name__)
@@ -33,13 +32,13 @@ def copy_inside(module: nn.Module) -> nn.Module:
 
 
 def refuse_sharded(module: nn.Module) -> None:
-    """Refuse a model of which each rank holds a part, unless ``fully_shard`` has divided it.
+    """Refuse a model of which each rank holds a part in a way that hides which layer a value is of.
 
     Args:
         module: The model.
 
     Raises:
-        UnsupportedModelError: If modules or parameters are sharded in another way.
+        UnsupportedModelError: If it is divided so; how parameters that are DTensors lie is for `ShardedModel` to say.
     """
     kind = _loaded("torch.distributed.fsdp", "FullyShardedDataParallel")
     for path, part in module.named_modules():
@@ -47,19 +46,6 @@ def refuse_sharded(module: nn.Module) -> None:
             raise UnsupportedModelError(
                 f"{path or 'module'} (FullyShardedDataParallel): its flat parameters hide which layer a value is of. "
                 "Use torch.distributed.fsdp.fully_shard, which took its place."
-            )
-    gathered = {
-        parameter
-        for unit in _torch.gathered_modules(module)
-        for parameter in unit.parameters()
-        if _torch.is_sharded_tensor(parameter)
-    }
-    for name, parameter in module.named_parameters():
-        if _torch.is_sharded_tensor(parameter) and parameter not in gathered:
-            raise UnsupportedModelError(
-                f"parameter '{name}' (DTensor) is sharded over ranks in a way that is not supported (tensor "
-                "parallelism, DTensors of your own): a sample's norm would be known in parts. Divide the model with "
-                "fully_shard, or give make_private the whole model on every rank."
             )
 
 

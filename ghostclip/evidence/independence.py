@@ -4,8 +4,9 @@ A mask that is left out when no sample is padded, an expert's capacity that earl
 ``len(x)``: no gradient leads from one sample to the other, so that the probe sees nothing. In the forwards that are
 proved, the model is therefore run without gradients and without dropout on the batch with one half of its samples
 replaced by copies of a sample of the other half, then the other half, and on the first half alone. What the other
-samples receive must stay the same. All runs draw the same random numbers; half of a batch would meet others, so that it
-is left to models that draw none.
+samples receive must stay the same as in the forward itself; where that has drawn random numbers, or something differs,
+as in another run on the batch as it is. All runs draw the same random numbers; half of a batch would meet others, so
+that it is left to models that draw none.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -44,6 +45,7 @@ class Batch:
         gathered: Whether rows were selected in it, so that data decides which random number a row meets.
         reordered: Whether they were put into another order: outputs may come in an order that follows the data.
         maps: How the rows of each output map to samples, None where that is not known; empty where nothing is.
+        outputs: What the forward returned, where it drew no random numbers; else empty.
     """
 
     inputs: Any
@@ -52,6 +54,7 @@ class Batch:
     gathered: bool = False
     reordered: bool = False
     maps: Sequence[RowMap | None] = ()
+    outputs: Sequence[Tensor] = ()
 
     @property
     def halves(self) -> tuple[slice, slice]:
@@ -132,6 +135,9 @@ def _plainly(run: Run) -> Run:
 
 def _look(run: Run, batch: Batch, unchecked: Unchecked, before: Randomness, coarsest: torch.dtype) -> str:
     """Return what was done to the batch when other samples' outputs changed; empty if they never did."""
+    if batch.outputs and _is_independent(run, batch, unchecked, before, coarsest):
+        return ""
+    before.restore()
     base = run(batch.inputs)
     drawn = before.drawn()
     # One after the other: outputs may be as large as all activations of a layer.
@@ -155,6 +161,25 @@ def _look(run: Run, batch: Batch, unchecked: Unchecked, before: Randomness, coar
     fewer = _Outputs(batch, first.stop, first, _FEWER, coarsest).differ(base, run(batch.half()))
     _note(unchecked, FEWER, [fewer])
     return "the last samples were left out" if fewer else ""
+
+
+def _is_independent(run: Run, batch: Batch, unchecked: Unchecked, before: Randomness, coarsest: torch.dtype) -> bool:
+    """Return whether nothing differs from what the forward itself returned; where something does, more is looked at."""
+    base = [output.detach() for output in batch.outputs]
+    first, second = batch.halves
+    for half, rest in ((first, second), (second, first)):
+        alike = len(range(batch.size)[half]) + 1
+        outputs = _Outputs(batch, batch.size, rest, _TOLERANCE, coarsest, alike)
+        if outputs.differ(base, run(batch.copied(half))) is not False:
+            return False
+    if before.drawn():
+        return False
+    unchecked.ran(REPLACED)
+    fewer = _Outputs(batch, first.stop, first, _FEWER, coarsest).differ(base, run(batch.half()))
+    if fewer is not False or before.drawn():
+        return False
+    unchecked.ran(FEWER)
+    return True
 
 
 def _note(unchecked: Unchecked, check: str, differ: list[bool | None]) -> None:

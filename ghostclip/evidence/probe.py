@@ -140,20 +140,22 @@ def _explains(row_map: Any, use: ParamUse, grad: Tensor, samples: set[int]) -> b
 
 
 def _nonzero_rows(rows: Tensor) -> Tensor:
-    """Return which rows hold anything but zeros, a piece at a time: no copy of a gradient as large as the logits.
+    """Return which rows hold anything but zeros, by their extremes: no copy of a gradient as large as the logits.
 
     A zero gradient through a sample that is not finite gives NaN there: no evidence of anything.
     """
-    size = rows[:1].numel()
-    if size > _LOOKED_AT:
-        found = [any(bool(_nonzero(part).any()) for part in row.reshape(-1).split(_LOOKED_AT)) for row in rows]
-        return torch.tensor(found, device=rows.device)
-    few = max(1, _LOOKED_AT // max(1, size))
-    return torch.cat([_nonzero(part).flatten(1).any(1) for part in rows.unsqueeze(-1).split(few)])
-
-
-def _nonzero(part: Tensor) -> Tensor:
-    return part.nan_to_num(nan=0.0) != 0
+    rows = torch.view_as_real(rows) if rows.is_complex() else rows
+    if not rows.numel():
+        return torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+    rows = rows.unsqueeze(-1)
+    axes = tuple(range(1, rows.dim()))
+    most, least = rows.amax(axes), rows.amin(axes)
+    found, unclear = (most != 0) | (least != 0), most.isnan()
+    for row in unclear.nonzero().flatten().tolist() if bool(unclear.any()) else ():
+        # A piece at a time.
+        pieces = rows[row].reshape(-1).split(_LOOKED_AT)
+        found[row] = any(bool((piece.nan_to_num(nan=0.0) != 0).any()) for piece in pieces)
+    return found
 
 
 def _shapes(grad: Tensor, use: ParamUse) -> str:
@@ -261,7 +263,8 @@ def cotangents(begun: Sequence[Start], *, batch_size: int, samples: set[int]) ->
         samples: The samples.
 
     Returns:
-        For every output a gradient that is random in the samples' rows and zero elsewhere.
+        For every output a gradient that is random in the samples' rows and zero elsewhere: a product of numbers for
+        each place along every axis, so that no two contributions cancel and next to nothing is drawn or held beside it.
     """
     generators: dict[torch.device, torch.Generator] = {}
     grads = []
@@ -270,18 +273,23 @@ def cotangents(begun: Sequence[Start], *, batch_size: int, samples: set[int]) ->
         rows = place.shape[axis] if place.shape else 1
         sample_n = start.row_map.samples_of(rows, batch_size).to(place.device)
         chosen_n = torch.isin(sample_n, torch.tensor(sorted(samples), device=place.device))
-        # Never zero, so that no row of a sample can be missed.
-        noise = _random(place, generators).add_(0.5).to(device=place.device, dtype=place.dtype)
-        grads.append(noise.mul_(chosen_n.view([-1 if other == axis else 1 for other in range(len(place.shape))])))
+        grad = _random(rows, place, generators) * chosen_n
+        grad = grad.view([rows if other == axis else 1 for other in range(len(place.shape))])
+        for other, size in enumerate(place.shape):
+            if other != axis:
+                along = [size if one == other else 1 for one in range(len(place.shape))]
+                grad = grad * _random(size, place, generators).view(along)
+        grads.append(grad)
     return grads
 
 
-def _random(place: GradientSource, generators: dict[torch.device, torch.Generator]) -> Tensor:
-    """Return random numbers from 0 to 1, drawn where they are used: of a model's logits, the host takes seconds."""
+def _random(size: int, place: GradientSource, generators: dict[torch.device, torch.Generator]) -> Tensor:
+    """Return random numbers from 1/2 to 3/2: never zero, so that no row of a sample can be missed."""
     device = place.device if place.device.type in _DRAWING else torch.device("cpu")
     if device not in generators:
         generators[device] = torch.Generator(device).manual_seed(0)
-    return torch.rand(place.shape, generator=generators[device], device=device)
+    drawn = torch.rand(size, generator=generators[device], device=device).add_(0.5)
+    return drawn.to(device=place.device, dtype=place.dtype)
 
 
 def ask(

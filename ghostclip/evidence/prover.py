@@ -5,10 +5,12 @@ after it, gradients of some samples alone, other batches and buffers are looked 
 """
 
 from collections.abc import Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
 
 from torch import Tensor, nn
 
+from ghostclip import _tree
 from ghostclip.capture.bags import as_flat
 from ghostclip.capture.context import CaptureContext, ModuleCall, outputs_of
 from ghostclip.capture.forward import ForwardContext
@@ -21,7 +23,10 @@ from ghostclip.evidence.growth import grown
 from ghostclip.evidence.independence import Batch, refuse_dependence
 from ghostclip.evidence.loss_graph import Sizes, refuse_beyond_outputs
 from ghostclip.evidence.probe import Probe, ask, starts
+from ghostclip.evidence.randomness import Randomness
 from ghostclip.evidence.unchecked import FEWER, REPLACED, ROWS, Unchecked
+
+_WHERE_ON_ONE: Final = "Run ghostclip.validate on a smaller model of this kind on one device, which names the module."
 
 
 class Evidence:
@@ -45,6 +50,7 @@ class Evidence:
         self.unchecked = Unchecked()
         self.loss_sizes: Sizes = {}
         self._buffers: Buffers | None = None
+        self._randomness: Randomness | None = None
 
     def renew(self) -> None:
         """Ask for all evidence anew, from the next forward on: the model was changed."""
@@ -92,11 +98,13 @@ class Evidence:
         forward = capture.forward
         forward.unproven = self.unchecked.begin(forward.batch_size, probes=self.probes)
         if self.probes and capture.gathering is not None:
-            forward.unproven = capture.gathering.hold(able=forward.batch_size > 1)
+            inputs = _tree.tensors((call.args, call.kwargs))
+            forward.unproven = capture.gathering.hold(able=forward.batch_size > 1, inputs=inputs)
         asks = self.asks(capture)
         self._buffers = Buffers(capture.model) if asks else None
         if asks and not capture.sites.layouts:
             forward.grown = self._grown(capture, call)
+        self._randomness = Randomness(_used(capture, call)) if asks else None
 
     def end(self, capture: CaptureContext, call: ModuleCall, output: Any) -> Any:
         """Weigh the evidence on a forward; read it once more where sizes had to be trusted and were wrong.
@@ -109,9 +117,12 @@ class Evidence:
         Returns:
             The output of the last reading.
         """
+        randomness, self._randomness = self._randomness, None
+        drew = randomness is None or randomness.drawn()
         forward, call = capture.forward, ModuleCall(*capture.bags.as_rows(*call))
         probe = self._probed(capture, output)
-        if probe is not None and probe.failures and forward.guessed and forward.grown is None:
+        failed = probe is not None and _on_any(capture, bool(probe.failures))
+        if failed and forward.guessed and forward.grown is None:
             # What sizes suggested is wrong: ask shapes, and read the forward once more.
             forward.grown = self._grown(capture, call)
             if forward.grown is not None:
@@ -120,19 +131,26 @@ class Evidence:
         inputs: Any = call.args, dict(call.kwargs)
         size, axis = forward.batch_size, forward.batch_axis
         if probe is not None:
-            model, module = capture.model, call.module
-            probe.verdict(lambda: where_dependence_starts(model, module, inputs, batch_size=size, axis=axis))
+            found, model, module = probe, capture.model, call.module
+
+            def where() -> str:
+                if capture.gathering is not None and capture.gathering.divides:
+                    return _WHERE_ON_ONE
+                return where_dependence_starts(model, module, inputs, batch_size=size, axis=axis)
+
+            with _sharing(capture, "whose rows are whose"):
+                found.verdict(where)
             self.unchecked.ran(ROWS)
         if self._buffers is not None:
             buffers, self._buffers = self._buffers, None
-            with capture.aside():
+            with capture.aside(), _sharing(capture, "buffers"):
                 buffers.refuse_data(
                     inputs,
                     run=lambda given: capture.again(ModuleCall(call.module, *given)),
                     batch_size=size,
                     axis=axis,
                 )
-            self._refuse_dependence(capture, call, output, probe)
+            self._refuse_dependence(capture, call, output, probe, drew=drew)
             self.unchecked.tell()
         return output
 
@@ -168,7 +186,9 @@ class Evidence:
             self.unchecked.missed("the model returned no tensor with a gradient", ROWS)
         return probe
 
-    def _refuse_dependence(self, capture: CaptureContext, call: ModuleCall, output: Any, probe: Probe | None) -> None:
+    def _refuse_dependence(
+        self, capture: CaptureContext, call: ModuleCall, output: Any, probe: Probe | None, *, drew: bool
+    ) -> None:
         """Refuse a model whose outputs for one sample change with the others."""
         forward, inputs = capture.forward, (call.args, dict(call.kwargs))
         if _has_packed(inputs):
@@ -182,14 +202,30 @@ class Evidence:
             gathered=forward.gathered,
             reordered=forward.reordered,
             maps=[known.get(id(found)) for found in outputs_of(output)],
+            outputs=() if _on_any(capture, drew) else outputs_of(output),
         )
-        with capture.substitution.unwatched():
+        with capture.substitution.unwatched(), _sharing(capture, "batch independence"):
             refuse_dependence(
                 capture.model,
                 lambda given: outputs_of(capture.run(call.module, *given)),
                 batch,
                 self.unchecked,
             )
+
+
+def _sharing(capture: CaptureContext, what: str) -> AbstractContextManager[None]:
+    """Return a context whose errors are those of all ranks that share samples: none of them goes on by itself."""
+    return nullcontext() if capture.gathering is None else capture.gathering.sharing(what)
+
+
+def _on_any(capture: CaptureContext, holds: bool) -> bool:  # noqa: FBT001 - what is asked, no option
+    """Return whether something holds on any rank that shares samples with this one."""
+    return holds if capture.gathering is None else capture.gathering.any_sharing(holds)
+
+
+def _used(capture: CaptureContext, call: ModuleCall) -> list[Tensor]:
+    """Return tensors on every device that a forward uses."""
+    return [*capture.model.parameters(), *capture.model.buffers(), *_tree.tensors((call.args, dict(call.kwargs)))]
 
 
 def _has_packed(inputs: Any) -> bool:

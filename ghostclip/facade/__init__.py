@@ -5,6 +5,15 @@ The objects hold no hooks and compute nothing: all of that is the clipper's.
 
 from ghostclip.facade.criterion import PrivateCriterion, PrivateLoss
 from ghostclip.facade.modes import MODES, strategy_of
-from ghostclip.facade.module import GradSampleHooks, GradSampleModule, defer
+from ghostclip.facade.module import GradSampleHooks, GradSampleModule, defer, run_in
 
-__all__ = ["MODES", "GradSampleHooks", "GradSampleModule", "PrivateCriterion", "PrivateLoss", "defer", "strategy_of"]
+__all__ = [
+    "MODES",
+    "GradSampleHooks",
+    "GradSampleModule",
+    "PrivateCriterion",
+    "PrivateLoss",
+    "defer",
+    "run_in",
+    "strategy_of",
+]

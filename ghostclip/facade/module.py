@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -94,7 +95,7 @@ class GradSampleModule(ClipperHandle, nn.Module):
         super().__init__()
         attached = attached_clipper(m, clipper, strict=strict, batch_first=batch_first, loss_reduction=loss_reduction)
         self.__dict__["clipper"] = attached
-        self.__dict__["deferral"] = None
+        self.__dict__["deferral"] = self.__dict__["around"] = None
         self.train(m.training)
         self.add_module("_module", m)
         self.register_load_state_dict_pre_hook(_with_prefix)
@@ -119,7 +120,14 @@ class GradSampleModule(ClipperHandle, nn.Module):
                 "private",
                 type(self._module).__name__,
             )
-        return self._module(*args, **kwargs)
+        with self._around():
+            return self._module(*args, **kwargs)
+
+    def _around(self) -> AbstractContextManager[None]:
+        """Return what a private forward runs in."""
+        around = self.__dict__.get("around")
+        clips = self.clipper is not None and self.clipper.attached and self.training and torch.is_grad_enabled()
+        return around() if around is not None and clips else nullcontext()
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
         """Discard what was accumulated since the last step, per-sample gradients included.
@@ -215,7 +223,7 @@ class GradSampleModule(ClipperHandle, nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the clipper out of copies and pickles: a second model must not write into the first one's sums."""
-        return {**super().__getstate__(), "clipper": None, "deferral": None}
+        return {**super().__getstate__(), "clipper": None, "deferral": None, "around": None}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._module!r})"
@@ -242,3 +250,13 @@ def defer(module: GradSampleModule, criterion: PrivateCriterion) -> None:
     """
     assert module.clipper is not None
     module.__dict__["deferral"] = criterion.deferral = Deferral(module.clipper, criterion)
+
+
+def run_in(module: GradSampleModule, around: Callable[[], AbstractContextManager[None]]) -> None:
+    """Let every private forward of a model run in a context; its other forwards do not.
+
+    Args:
+        module: The private model.
+        around: Makes the context.
+    """
+    module.__dict__["around"] = around

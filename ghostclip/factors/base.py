@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ghostclip.kernels.bounds import Product, Unfinished, block_norms, sum_of_squares
+from ghostclip.kernels.bounds import Product, Reduced, Unfinished, block_norms, sum_of_squares
 
 
 class Terms(NamedTuple):
@@ -71,7 +71,7 @@ class Factor(ABC):
         """
         return None
 
-    def unfinished(self) -> Unfinished | Product | None:
+    def unfinished(self) -> Unfinished | Reduced | Product | None:
         """Return squared norms whose errors are cheaper to work out for many parameters together.
 
         Returns:

@@ -28,6 +28,7 @@ from ghostclip.kernels import products
 from ghostclip.kernels.bounds import (
     Bounded,
     Product,
+    Reduced,
     Unfinished,
     block_norms,
     masses,
@@ -35,7 +36,7 @@ from ghostclip.kernels.bounds import (
     product_norms,
     sum_of_squares,
 )
-from ghostclip.kernels.outer import summed_by_units, weighting
+from ghostclip.kernels.outer import summed_by_units, sums_by_kernel, weighting
 
 INSTANTIATE: Final = "instantiate"
 SYMMETRIC_GRAM: Final = "symmetric Gram"
@@ -80,15 +81,17 @@ class Outer(Factor):
             return PRODUCT_OF_NORMS, 0
         if not self._prefers_gram():
             return INSTANTIATE, 2 * positions * inputs * outputs
-        by_units = products.takes(self.a_NTI, self.g_NTO)
-        return SYMMETRIC_GRAM, planner.gram_flops(positions, inputs, outputs, by_units=by_units)
+        return SYMMETRIC_GRAM, planner.gram_flops(positions, inputs, outputs, **self._formed_by())
 
     def _keeps(self) -> bool:
         itemsize = min(self.a_NTI.element_size(), self.g_NTO.element_size())
         return planner.keeps_per_sample(*self.sizes, itemsize)
 
     def _prefers_gram(self) -> bool:
-        return planner.prefers_gram(*self.sizes, by_units=products.takes(self.a_NTI, self.g_NTO))
+        return planner.prefers_gram(*self.sizes, **self._formed_by())
+
+    def _formed_by(self) -> dict[str, bool]:
+        return planner.formed_by(self.a_NTI, self.g_NTO)
 
     def sqnorm(self) -> SquaredNorm:
         """Return squared norms, by the cheaper of a symmetric Gram and instantiation.
@@ -112,7 +115,7 @@ class Outer(Factor):
         # One position meets no other: nothing cancels.
         return Product(block_norms(to_accumulation(self.a_NTI.flatten(1))), position_norms(self.g_NTO), self.sizes[1:])
 
-    def unfinished(self) -> Unfinished | Product | None:
+    def unfinished(self) -> Unfinished | Reduced | Product | None:
         """Return the norms of both factors at one position, a Gram's sums or those of the gradients formed at more."""
         if self.slots > 1 or self.a_NTI.shape[0] == 0:
             return None
@@ -120,8 +123,8 @@ class Outer(Factor):
             return self._product()
         return self.gram_sums() if self._prefers_gram() else self.instantiated_sums()
 
-    def gram_sums(self) -> Unfinished | None:
-        """Return what `gram_sqnorm` is worked out from; None where a kernel works it out."""
+    def gram_sums(self) -> Unfinished | Reduced | None:
+        """Return what `gram_sqnorm` is worked out from; None where there is nothing."""
         workspace = planner.workspace(self.a_NTI.device)
         return kernels.gram_sums(self.a_NTI, self.g_NTO, workspace=workspace)
 
@@ -149,8 +152,8 @@ class Outer(Factor):
         chunk = planner.chunk_of_samples(self.sizes[1] * self.sizes[2], self.a_NTI.device)
         return self._summed(kernels.outer_square(self.a_NTI, self.g_NTO, samples_at_once=chunk))
 
-    def instantiated_sums(self) -> Unfinished | None:
-        """Return what `instantiated_sqnorm` is worked out from, in one slot; None where a kernel works it out."""
+    def instantiated_sums(self) -> Unfinished | Reduced | None:
+        """Return what `instantiated_sqnorm` is worked out from, in one slot; None where there is nothing."""
         if self.slots > 1 or self.sizes[0] <= 1:
             return None
         chunk = planner.chunk_of_samples(self.sizes[1] * self.sizes[2], self.a_NTI.device)
@@ -188,6 +191,13 @@ class Outer(Factor):
         grad_NOI = products.batched(self.g_NTO.mT, self.a_NTI)
         return grad_NOI.reshape(self.batch_size, *self.shape)
 
+    def aligned(self) -> "Outer":
+        """Return the factor as matrix units read it, which is copied once then and not for norm and sum each."""
+        a_NTI, g_NTO = self.a_NTI, self.g_NTO
+        if not products.takes(a_NTI, g_NTO) or (products.is_taken(a_NTI) and products.is_taken(g_NTO)):
+            return self
+        return Outer(products.aligned(a_NTI), products.aligned(g_NTO), shape=self.shape, slots=self.slots)
+
     def instantiated(self) -> Factor:
         """Return the factor that holds the per-sample gradients themselves, in the order in which they are formed."""
         return Dense(self.materialize())
@@ -198,10 +208,12 @@ class Outer(Factor):
         if self.slots == 1:
             kernels.weighted_sum(self.a_NTI, self.g_NTO, coef_B, out.view(outputs, inputs))
             return
+        out_SOI = out.view(self.slots, outputs, inputs)
+        if sums_by_kernel(self.a_NTI, self.g_NTO, coef_B, out_SOI, side_by_side=True):
+            return
         if summed_by_units(self.a_NTI, self.g_NTO, coef_B, out):
             return
         a_NTI, g_NTO = self.a_NTI.to(out.dtype), self.g_NTO.to(out.dtype)
-        out_SOI = out.view(self.slots, outputs, inputs)
         lead = (self.batch_size, self.slots, positions)
         factors = (g_NTO.reshape(*lead, outputs), a_NTI.reshape(*lead, inputs))
         out_SOI += contraction("b,bsto,bsti->soi", coef_B, *factors)

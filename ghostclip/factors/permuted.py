@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ghostclip.factors.base import Factor, SquaredNorm, Terms
 from ghostclip.factors.dense import Dense
-from ghostclip.kernels.bounds import Product, Unfinished
+from ghostclip.kernels.bounds import Product, Reduced, Unfinished
 
 
 class Permuted(Factor):
@@ -29,7 +29,7 @@ class Permuted(Factor):
         """Return the inner factor's squared norms: an order of axes changes none."""
         return self.inner.sqnorm()
 
-    def unfinished(self) -> Unfinished | Product | None:
+    def unfinished(self) -> Unfinished | Reduced | Product | None:
         """Return the squared norms of the inner factor."""
         return self.inner.unfinished()
 

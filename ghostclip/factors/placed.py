@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ghostclip.factors.base import Factor, SquaredNorm, Terms
 from ghostclip.factors.dense import Dense
-from ghostclip.kernels.bounds import Product, Unfinished
+from ghostclip.kernels.bounds import Product, Reduced, Unfinished
 
 
 class Placed(Factor):
@@ -31,7 +31,7 @@ class Placed(Factor):
         """Return the slice's squared norms: nothing lies outside it."""
         return self.inner.sqnorm()
 
-    def unfinished(self) -> Unfinished | Product | None:
+    def unfinished(self) -> Unfinished | Reduced | Product | None:
         """Return the squared norms of the inner factor."""
         return self.inner.unfinished()
 

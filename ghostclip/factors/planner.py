@@ -2,14 +2,16 @@
 
 Per sample, T positions, I inputs, O outputs, h = 2·I·O/(I+O). All counts are multiply-adds ×2 (FLOPs):
 a symmetric Gram of E entries costs 2·E·(I+O), instantiation 2·T·I·O, the backward's own weight gradient 2·T·I·O.
-Matrix units of a GPU make FLOPs so cheap that bytes count beside them.
+Matrix units of a GPU make FLOPs so cheap that bytes count beside them, unless a kernel stores nothing that it forms.
 """
 
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from ghostclip import kernels
+from ghostclip.kernels import gram, outer, products
 from ghostclip.kernels import workspace as on_gpu
 
 # Elements of the largest temporary a norm may allocate on a CPU (float32: 16 MiB).
@@ -45,7 +47,21 @@ def keeps_per_sample(positions: int, inputs: int, outputs: int, itemsize: int = 
     return positions > 1 and max(itemsize, 4) * inputs * outputs <= itemsize * positions * (inputs + outputs)
 
 
-def prefers_gram(positions: int, inputs: int, outputs: int, *, by_units: bool = False) -> bool:
+def formed_by(a_NTI: Tensor, g_NTO: Tensor) -> dict[str, bool]:
+    """Return what forms the norms of outer products, as the other functions here take it.
+
+    Args:
+        a_NTI: Layer inputs, shape ``(N, T, I)``.
+        g_NTO: Gradients of the layer outputs, shape ``(N, T, O)``.
+
+    Returns:
+        Whether matrix units do, and whether kernels do that store nothing.
+    """
+    fused = gram.is_fused(a_NTI, g_NTO) and outer.is_fused(a_NTI, g_NTO)
+    return {"by_units": products.takes(a_NTI, g_NTO), "fused": fused}
+
+
+def prefers_gram(positions: int, inputs: int, outputs: int, *, by_units: bool = False, fused: bool = False) -> bool:
     """Return whether the symmetric Gram norm needs fewer FLOPs than instantiating the gradient.
 
     Args:
@@ -53,21 +69,24 @@ def prefers_gram(positions: int, inputs: int, outputs: int, *, by_units: bool = 
         inputs: I.
         outputs: O.
         by_units: Whether matrix units form the products; what entries cost in memory then counts as well.
+        fused: Whether kernels do that store no entry, so that FLOPs alone count.
 
     Returns:
         True when the Gram's entries · (I+O) < T·I·O.
     """
+    if fused and positions > 1:
+        return gram.fused_entries(positions) * (inputs + outputs) < positions * inputs * outputs
     if by_units and positions > 1:
         entries = kernels.gram_entries(positions, inputs + outputs, by_units=True)
-        gram = entries * (2 * (inputs + outputs) + _BYTES_AN_ENTRY * BYTE)
-        return gram < inputs * outputs * (2 * positions + _BYTES_FORMED * BYTE)
+        cost = entries * (2 * (inputs + outputs) + _BYTES_AN_ENTRY * BYTE)
+        return cost < inputs * outputs * (2 * positions + _BYTES_FORMED * BYTE)
     return (
         positions == 1
         or kernels.gram_entries(positions, inputs + outputs) * (inputs + outputs) < positions * inputs * outputs
     )
 
 
-def gram_flops(positions: int, inputs: int, outputs: int, *, by_units: bool = False) -> int:
+def gram_flops(positions: int, inputs: int, outputs: int, *, by_units: bool = False, fused: bool = False) -> int:
     """Return what the symmetric Gram of one sample costs.
 
     Args:
@@ -75,12 +94,15 @@ def gram_flops(positions: int, inputs: int, outputs: int, *, by_units: bool = Fa
         inputs: I.
         outputs: O.
         by_units: Whether matrix units form it.
+        fused: Whether a kernel does that stores no entry.
 
     Returns:
         FLOPs of its products; none for one position.
     """
     if positions <= 1:
         return 0
+    if fused:
+        return 2 * gram.fused_entries(positions) * (inputs + outputs)
     return 2 * kernels.gram_entries(positions, inputs + outputs, by_units=by_units) * (inputs + outputs)
 
 

@@ -31,7 +31,7 @@ from ghostclip.factors.kernel_gradients import KernelGradients, unfolded_channel
 from ghostclip.factors.outer import INSTANTIATE, Outer
 from ghostclip.factors.permuted import Permuted
 from ghostclip.kernels import products
-from ghostclip.kernels.bounds import Masses, Unfinished, finished_one, formed_error, masses, samples_joined
+from ghostclip.kernels.bounds import Masses, Reduced, Unfinished, finished_one, formed_error, masses, samples_joined
 
 # Gradients of so few elements in all are kept whatever they replace (float32: 8 MiB).
 SMALL: Final = 1 << 21
@@ -122,7 +122,7 @@ class Windows(Outer):
     def block_norms(self) -> None:
         """Return None: norms are formed from windows or pixels, of many positions."""
 
-    def unfinished(self) -> Unfinished | None:
+    def unfinished(self) -> Unfinished | Reduced | None:
         """Return squared norms in the cheapest form, where one group's fit the workspace."""
         if self._is_of_few():
             return None
@@ -141,7 +141,7 @@ class Windows(Outer):
         """
         return self._summed(finished_one(self._pixel_sums()))
 
-    def _pixel_sums(self) -> Unfinished:
+    def _pixel_sums(self) -> Unfinished | Reduced:
         entries = max(self.x_BKC.shape[1] * prod(self.x_BKC.shape[3:]), self.sizes[0]) ** 2
         chunk = planner.chunk_of_samples(2 * self.slots * entries, self.x_BKC.device)
         return samples_joined([part._by_pixels() for part in self._in_parts(chunk)])

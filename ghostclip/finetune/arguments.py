@@ -31,6 +31,10 @@ examples:
       columns text and label; a new head on pretrained weights
   ghostclip finetune --resume
       go on with an interrupted run, to the same epsilon
+  torchrun --nproc-per-node 4 -m ghostclip finetune --data notes.txt --model gpt2
+      four processes (GPUs) share each batch; epsilon and noise are those of one
+  torchrun --nproc-per-node 4 -m ghostclip finetune --mesh dp=4 --physical-batch-size 8 --model ./large
+      the same, each with a quarter of the weights, clipped sums and optimizer state
 """
 _DEFAULTS = {field.name: field.default for field in fields(FinetuneOptions)}
 
@@ -196,15 +200,31 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         help=_default("losses of tokens without logits in memory: auto, fused or logits", "vocabulary_head"),
     )
-    group.add_argument("--device", metavar="NAME", help=_default("cpu, cuda, cuda:1, mps or auto", "device"))
     group.add_argument(
-        "--dtype", metavar="NAME", help=_default(f"{' or '.join(DTYPES)} (autocast; weights stay float32)", "dtype")
+        "--memory-budget",
+        type=float,
+        metavar="R",
+        help=_default("memory of a backward, over an ordinary one's; below 1 blocks are run again", "memory_budget"),
     )
+    _add_devices(group)
     group.add_argument(
         "--seed",
         type=int,
         metavar="S",
         help="fixes split, initial weights and dropout, never the noise (default: fresh, recorded)",
+    )
+
+
+def _add_devices(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--device", metavar="NAME", help=_default("cpu, cuda, cuda:1, mps or auto", "device"))
+    group.add_argument(
+        "--mesh",
+        metavar="AXES",
+        help="how the processes of torchrun hold the model: replicate=N copies, dp=N parts of one (fully_shard), or "
+        "both, as replicate=2,dp=4; the axes of ghostclip plan (default: a copy on each)",
+    )
+    group.add_argument(
+        "--dtype", metavar="NAME", help=_default(f"{' or '.join(DTYPES)} (autocast; weights stay float32)", "dtype")
     )
 
 

@@ -89,10 +89,17 @@ class Comparison:
         options: The run's options.
         width: Tokens of a passage.
         device: Where the private steps run.
+        alone: Whether one process takes them; the steps of several are compared with nothing.
     """
 
     def __init__(
-        self, make_copy: Callable[[], nn.Module], options: FinetuneOptions, *, width: int, device: torch.device
+        self,
+        make_copy: Callable[[], nn.Module],
+        options: FinetuneOptions,
+        *,
+        width: int,
+        device: torch.device,
+        alone: bool = True,
     ) -> None:
         self._make_copy = make_copy
         self._options = options
@@ -100,7 +107,9 @@ class Comparison:
         self._device = device
         self._steps: OrdinarySteps | None = None
         self._neighbours: list[tuple[int, float]] = []
-        self.missing = "not measured (--comparison-steps 0)" if options.comparison_steps == 0 else ""
+        self.missing = "" if alone else "not measured (several processes)"
+        if options.comparison_steps == 0:
+            self.missing = "not measured (--comparison-steps 0)"
 
     @property
     def measures(self) -> StepMeasures | None:

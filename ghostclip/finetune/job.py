@@ -6,25 +6,26 @@ Everything that can be refused is refused before the output folder is touched.
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ghostclip._files import reason_of, require_plotting, write_text
-from ghostclip.errors import InvalidOptionError, OutputError
+from ghostclip.errors import GhostClipError, InvalidOptionError, OutputError
 from ghostclip.finetune import output as files
 from ghostclip.finetune.models import require_known_model
 from ghostclip.finetune.options import FinetuneOptions, require_together, resumed_options
 from ghostclip.finetune.plot import Curves, draw
+from ghostclip.finetune.ranks import Ranks, is_broken_connection, joined, refused_by_all, require_same
 from ghostclip.finetune.tokens import stay_local
 from ghostclip.terminal import Working
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from ghostclip.finetune.checkpoint import Interrupted
     from ghostclip.finetune.comparison import Comparison
     from ghostclip.finetune.losses import Quality
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from ghostclip.finetune.record import Outcome
     from ghostclip.finetune.training import PrivateTraining
 
-EXIT_INTERRUPTED = 130
+EXIT_REFUSED, EXIT_INTERRUPTED = 2, 130
 
 
 def run(given: dict[str, object]) -> int:
@@ -48,27 +49,48 @@ def run(given: dict[str, object]) -> int:
     Raises:
         OutputError: A result could not be written; the run can be continued.
     """
-    _require_one_process()
-    options, interrupted = _options(given)
+    ranks = Ranks.started()
+    try:
+        with joined(ranks):
+            return _run(given, ranks)
+    except (GhostClipError, OSError) as error:
+        if ranks.is_first or not _is_known_to_all(error):
+            raise
+        return EXIT_REFUSED
+
+
+def _run(given: dict[str, object], ranks: Ranks) -> int:
+    with refused_by_all("options"):
+        options, interrupted = _options(given, ranks)
+        require_same(options)
     stay_local(options.model, options.tokenizer)
-    _require_libraries()
-    from ghostclip.finetune.prepare import prepare
+    with Working("preparing"), refused_by_all("preparations"):
+        _require_libraries()
+        from ghostclip.finetune.prepare import prepare
+
+        prepared = prepare(options, interrupted, ranks)
     from ghostclip.finetune.report import plan_text, result_text
 
-    with Working("preparing"):
-        prepared = prepare(options, interrupted)
     print(plan_text(prepared.data, prepared.model_text, prepared.mechanism, state=prepared.state, options=options))
     for line in prepared.warnings:
         print(f"warning: {line}", file=sys.stderr)
-    training = _begin(prepared)
+    with refused_by_all("beginning of the training"):
+        training = _begin(prepared)
     try:
         comparison = _train(prepared, training)
         if prepared.state.step < prepared.mechanism.steps:
             return _interrupted(prepared)
-        outcome = _finish(prepared, training, comparison)
+        with refused_by_all("results"):
+            outcome = _finish(prepared, training, comparison)
     except KeyboardInterrupt:
-        return _interrupted(prepared)
+        status = _interrupted(prepared)
+        if ranks.count > 1:
+            # The others may be within a step, and are not waited for.
+            raise SystemExit(status) from None
+        return status
     except OSError as error:
+        if isinstance(error, ConnectionError) or (_is_known_to_all(error) and not ranks.is_first):
+            raise
         reason = reason_of(error)
         raise OutputError(
             f"--output {prepared.output}: could not be written ({reason}); once it can be, continue with: "
@@ -78,33 +100,37 @@ def run(given: dict[str, object]) -> int:
     return 0
 
 
-def _require_one_process() -> None:
-    """Refuse to be one of several processes that torchrun started: each would train on all records and release them."""
-    ranks = os.environ.get("WORLD_SIZE", "1")
-    if ranks.isdecimal() and int(ranks) > 1:
-        raise InvalidOptionError(
-            f"WORLD_SIZE={ranks}: ghostclip finetune trains in one process. Start it without torchrun; a script of "
-            "your own trains on several (docs: several devices)."
-        )
+def _is_known_to_all(error: Exception) -> bool:
+    """Return whether all processes were told of an error; without torch there is one."""
+    from ghostclip.distributed.agreement import is_known_to_all
+
+    return is_known_to_all(error)
 
 
-def _options(given: dict[str, object]) -> tuple[FinetuneOptions, Interrupted | None]:
+def _options(given: dict[str, object], ranks: Ranks) -> tuple[FinetuneOptions, Interrupted | None]:
+    from ghostclip.distributed import from_first
     from ghostclip.finetune.checkpoint import ResumePoint
 
     resuming = bool(given.get("resume"))
     if not resuming:
         require_together(given)
     FinetuneOptions(**given).validate()  # type: ignore[arg-type]
+    if ranks.count > 1 and given.get("comparison_steps"):
+        raise InvalidOptionError(
+            "--comparison-steps: a run of several processes is compared with nothing; leave it out"
+        )
     asked = given.get("output")
-    folder = files.choose_folder(asked if isinstance(asked, Path) else None, resume=resuming)
+    folder = from_first(
+        "output folder", lambda: files.choose_folder(asked if isinstance(asked, Path) else None, resume=resuming)
+    )
     if resuming:
-        interrupted = ResumePoint.of(folder).load()
+        interrupted = from_first("resume point", lambda: ResumePoint.of(folder).load())
         options = resumed_options(interrupted.options, {**given, "output": folder})
         options.validate()
         return options, interrupted
     options = FinetuneOptions(**{**given, "output": folder})  # type: ignore[arg-type]
     require_known_model(options.model)
-    files.require_usable(folder, overwrite=options.overwrite)
+    from_first("output folder", lambda: files.require_usable(folder, overwrite=options.overwrite))
     return options, None
 
 
@@ -135,13 +161,23 @@ def _train(prepared: Prepared, training: PrivateTraining) -> Comparison:
     from ghostclip.finetune.progress import ProgressBar
 
     state, steps, width = prepared.state, prepared.mechanism.steps, prepared.split.training.width
-    comparison = Comparison(partial(fresh_copy, prepared.model), prepared.options, width=width, device=prepared.device)
+    comparison = Comparison(
+        partial(fresh_copy, prepared.model), prepared.options, width=width, device=prepared.device,
+        alone=prepared.ranks.count == 1,
+    )  # fmt: skip
     try:
         with StopRequest() as stop, ProgressBar(steps=steps, done=state.step, epsilon=training.epsilon) as bar:
             training.run(stop=stop, on_step=_on_step(prepared, training, comparison, bar))
-            training.save()
+            with refused_by_all("resume point"):
+                training.save()
     except torch.OutOfMemoryError as error:
         raise MemoryError(_memory_advice(prepared, str(error).splitlines()[0])) from error
+    except RuntimeError as error:
+        if not is_broken_connection(error):
+            raise
+        raise ConnectionError(
+            f"another process of the run has gone ({str(error).splitlines()[0]}); continue with: {_again(prepared)}"
+        ) from error
     finally:
         training.close()
     return comparison
@@ -149,15 +185,18 @@ def _train(prepared: Prepared, training: PrivateTraining) -> Comparison:
 
 def _begin(prepared: Prepared) -> PrivateTraining:
     """Make the model private and write the first resume point; where that fails, leave the folder as it was."""
+    from ghostclip.distributed import from_first
     from ghostclip.finetune.training import PrivateTraining
 
     if prepared.lost is not None:
         return PrivateTraining(prepared)
     made = not prepared.output.exists()
     try:
-        files.start_anew(prepared.output)
+        from_first("output folder", lambda: files.start_anew(prepared.output))
         return PrivateTraining(prepared)
     except OSError as error:
+        if not prepared.ranks.is_first:
+            raise
         files.forget_resume(prepared.output)
         if made:
             shutil.rmtree(prepared.output, ignore_errors=True)
@@ -168,15 +207,10 @@ def _on_step(
     prepared: Prepared, training: PrivateTraining, comparison: Comparison, bar: ProgressBar
 ) -> Callable[[], None]:
     state = prepared.state
-    saved = time.monotonic()
 
     def on_step() -> None:
-        nonlocal saved
         bar.step(state.losses[-1], state.samples[-1] or 0, training.measures.physical_batch)
         comparison.after_private_step(training.measures, left=prepared.mechanism.steps - state.step)
-        if time.monotonic() - saved >= prepared.options.checkpoint_seconds:
-            training.save()
-            saved = time.monotonic()
 
     return on_step
 
@@ -192,7 +226,7 @@ def _interrupted(prepared: Prepared) -> int:
 
 
 def _again(prepared: Prepared) -> str:
-    return f"ghostclip finetune --resume --output {prepared.output}"
+    return f"{prepared.ranks.command} --resume --output {prepared.output}"
 
 
 def _memory_advice(prepared: Prepared, reason: str) -> str:
@@ -200,22 +234,34 @@ def _memory_advice(prepared: Prepared, reason: str) -> str:
 
 
 def _finish(prepared: Prepared, training: PrivateTraining, comparison: Comparison) -> Outcome:
-    """Evaluate, write the checkpoint, compare, and write plot and record; then the run cannot be resumed any more."""
-    from ghostclip.finetune import card
+    """Evaluate, compare, write checkpoint, plot and record; then the run cannot be resumed any more."""
+    from ghostclip.finetune.models import whole_copy
     from ghostclip.finetune.prepare import evaluate
-    from ghostclip.finetune.record import write_record
 
     with Working("evaluating"):
         after = evaluate(prepared.model, prepared.split, prepared.options)
-    prepared.model.to("cpu")
-    files.save_model(prepared.model, prepared.tokens, prepared.output)
+    model: PreTrainedModel | None = prepared.model
+    if prepared.mesh.dp > 1:
+        model = whole_copy(prepared.model)
+    else:
+        prepared.model.to("cpu")
+    if prepared.ranks.is_first and model is not None:
+        files.save_model(model, prepared.tokens, prepared.output)
     comparison.finish(physical_batch=training.measures.physical_batch)
     outcome = _outcome(prepared, training, comparison, after)
+    if prepared.ranks.is_first:
+        _write(prepared, outcome)
+    return outcome
+
+
+def _write(prepared: Prepared, outcome: Outcome) -> None:
+    from ghostclip.finetune import card
+    from ghostclip.finetune.record import write_record
+
     draw(_curves(outcome), prepared.output / files.PLOT)
     write_record(outcome, prepared.output / files.RECORD)
     write_text(prepared.output / card.NAME, card.card(outcome, pad_id=prepared.tokens.pad_id))
     files.forget_resume(prepared.output)
-    return outcome
 
 
 def _outcome(prepared: Prepared, training: PrivateTraining, comparison: Comparison, after: Quality) -> Outcome:
@@ -231,6 +277,7 @@ def _outcome(prepared: Prepared, training: PrivateTraining, comparison: Comparis
         model=prepared.model_text,
         strategy=training.strategy,
         device=str(prepared.device),
+        processes=prepared.ranks.count,
         mechanism=mechanism,
         assumptions=tuple(assumptions(mechanism, prepared.data.most_per_document, options)),
         warnings=prepared.warnings,

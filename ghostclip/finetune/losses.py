@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ghostclip.finetune.passages import PassageDataset
-from ghostclip.integrations.training.record_losses import without_adapters
-from ghostclip.integrations.vocabulary_head import use_fused, without_logits
+from ghostclip.language.tasks import without_adapters
+from ghostclip.language.vocabulary_head import use_fused, without_logits
 from ghostclip.losses import token_losses
 
 _IGNORED = -100

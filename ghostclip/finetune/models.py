@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ghostclip import _torch
+from ghostclip.distributed import is_first
+from ghostclip.distributed.whole import gathered_whole
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
 from ghostclip.finetune.options import FinetuneOptions
 from ghostclip.finetune.rows import labels_of
@@ -87,14 +90,33 @@ def fresh_copy(model: PreTrainedModel) -> PreTrainedModel:
     Returns:
         The other model, on the CPU, with adapters of the same kind.
     """
+    # The class of a model in parts is one that torch has put over its own.
     if not hasattr(model, "peft_config"):
-        return type(model)(copy.deepcopy(model.config)).float()
+        return _torch.class_of(model)(copy.deepcopy(model.config)).float()
     import peft
 
     base = model.get_base_model()
     config = copy.deepcopy(model.peft_config["default"])
-    plain = type(base)(copy.deepcopy(base.config))
+    plain = _torch.class_of(base)(copy.deepcopy(base.config))
     return peft.get_peft_model(plain, config).float()
+
+
+def whole_copy(model: PreTrainedModel) -> PreTrainedModel | None:
+    """Return a model that the processes hold in parts as a whole one in main memory; called in all of them.
+
+    Args:
+        model: The model; not changed.
+
+    Returns:
+        A copy on rank 0, None elsewhere.
+    """
+    found = gathered_whole(model.state_dict())
+    if not is_first():
+        return None
+    with torch.random.fork_rng(devices=[]):
+        whole = fresh_copy(model)
+    whole.load_state_dict(found)
+    return whole
 
 
 def context_length(model: PreTrainedModel, options: FinetuneOptions) -> int:

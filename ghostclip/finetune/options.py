@@ -17,8 +17,10 @@ TASKS = ("text", "answers", "classify")
 TOYS = ("gpt2", "llama")
 STRATEGIES = ("auto", "bookkeeping", "ghost", "fast", "hooks", "graph")
 DTYPES = ("float32", "bfloat16")
-# As in ghostclip.integrations.vocabulary_head, which takes longer to load.
+# As in ghostclip.language.vocabulary_head, which takes longer to load.
 HEADS = ("auto", "fused", "logits")
+# As in ghostclip.planning.plan, for the same reason.
+MEMORY_BUDGET = 1.05
 DEFAULT_EPOCHS = 5.0
 # Tokens of a sample; a model that holds fewer sets the length.
 TOY_CONTEXT, DEFAULT_CONTEXT = 64, 128
@@ -27,7 +29,7 @@ TOY_RATE, LORA_RATE, FULL_RATE = 6e-3, 1e-3, 2e-4
 SIZES = ("toy", "layers", "hidden_size", "heads")
 
 # What these decide does not enter the mechanism or the model, so an interrupted run may go on with other values.
-CHANGEABLE_ON_RESUME = frozenset({"device", "physical_batch_size", "comparison_steps", "checkpoint_seconds"})
+CHANGEABLE_ON_RESUME = frozenset({"device", "mesh", "physical_batch_size", "comparison_steps", "checkpoint_seconds"})
 # These say where and how to start, not what the run is.
 NOT_RECORDED = frozenset({"output", "overwrite", "resume"})
 
@@ -73,7 +75,9 @@ class FinetuneOptions:
     learning_rate: float | None = None
     strategy: str = "auto"
     vocabulary_head: str = "auto"
+    memory_budget: float = MEMORY_BUDGET
     device: str = "auto"
+    mesh: str | None = None
     dtype: str = "float32"
     seed: int | None = None
     secure_noise: bool = False
@@ -136,6 +140,7 @@ class FinetuneOptions:
         if self.context_length is not None:
             _require_at_least("context_length", self.context_length, 2)
         _require_at_least("comparison_steps", self.comparison_steps, 0)
+        _require_positive("--memory-budget", self.memory_budget)
         for option, value in (("--learning-rate", self.learning_rate), ("--lora-alpha", self.lora_alpha)):
             if value is not None:
                 _require_positive(option, value)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from ghostclip import _torch
+from ghostclip.distributed import from_first
 from ghostclip.errors import InvalidOptionError, ResumeError
 from ghostclip.finetune.checkpoint import Interrupted, RunState
 from ghostclip.finetune.losses import Quality, held_out_quality, losses_for
@@ -16,6 +18,7 @@ from ghostclip.finetune.models import context_length, describe_model, make_model
 from ghostclip.finetune.options import FinetuneOptions
 from ghostclip.finetune.passages import Split, split_passages
 from ghostclip.finetune.privacy import Mechanism, plan_mechanism, warnings_about
+from ghostclip.finetune.ranks import ALONE, Ranks, divide
 from ghostclip.finetune.record import DataFacts
 from ghostclip.finetune.rows import answered_prompts, labelled_texts
 from ghostclip.finetune.sources import describe_source, read_documents
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ghostclip.clipper import Strategy
+    from ghostclip.scaling import Mesh
 
 EVALUATION_BATCH = 32
 
@@ -45,18 +49,21 @@ class Prepared:
     data: DataFacts
     model: PreTrainedModel
     model_text: str
+    ranks: Ranks
+    mesh: Mesh
     mechanism: Mechanism
     warnings: tuple[str, ...]
     state: RunState
     lost: int | None
 
 
-def prepare(options: FinetuneOptions, interrupted: Interrupted | None) -> Prepared:
-    """Load and check everything, and write nothing.
+def prepare(options: FinetuneOptions, interrupted: Interrupted | None, ranks: Ranks = ALONE) -> Prepared:
+    """Load and check everything, and write nothing; called in all processes of the run.
 
     Args:
         options: The run's options.
         interrupted: The interrupted run, or ``None`` for a new one.
+        ranks: The processes.
 
     Returns:
         The run, ready to begin.
@@ -64,7 +71,9 @@ def prepare(options: FinetuneOptions, interrupted: Interrupted | None) -> Prepar
     Raises:
         ResumeError: The data are not those of the interrupted run.
     """
-    device = _device(options.device)
+    mesh = ranks.mesh(options.mesh)
+    _require_for(mesh, options)
+    device = _device(options.device, ranks)
     state = None if interrupted is None else interrupted.state
     seed = state.seed if state is not None else _seed(options)
     tokens = choose_tokens(options.tokenizer, options.model)
@@ -75,11 +84,15 @@ def prepare(options: FinetuneOptions, interrupted: Interrupted | None) -> Prepar
         raise ResumeError("the data (or its tokenizer) changed since the run was interrupted: start anew elsewhere")
     if options.task != "classify":
         require_causal(model, length=split.training.width)
-    model.to(device)
+    text = describe_model(model, options)
+    if mesh.dp > 1:
+        divide(model, mesh, device)
+    else:
+        model.to(device)
     _check_private(model, split, options)
     return Prepared(
         options=options, output=options.output, device=device, tokens=tokens, split=split,
-        data=_facts(options, tokens, split), model=model, model_text=describe_model(model, options),
+        data=_facts(options, tokens, split), model=model, model_text=text, ranks=ranks, mesh=mesh,
         mechanism=mechanism, warnings=(*warnings_about(mechanism, options), *_shortened(split, options)),
         state=state if state is not None else _first_state(model, split, options, seed),
         lost=None if interrupted is None else interrupted.lost,
@@ -106,11 +119,20 @@ def _shortened(split: Split, options: FinetuneOptions) -> list[str]:
     return [f"{split.shortened} of {split.documents} rows are longer than {width} tokens and lose {what}"]
 
 
-def _device(name: str) -> torch.device:
+def _require_for(mesh: Mesh, options: FinetuneOptions) -> None:
+    """Refuse options that a model in parts cannot be trained with."""
+    if mesh.dp > 1 and options.physical_batch_size is None:
+        raise InvalidOptionError(
+            f"--physical-batch-size auto with --mesh {mesh}: processes that hold the model in parts run it equally "
+            "often, so that none can try sizes by itself. Give a number (ghostclip plan says what fits)"
+        )
+
+
+def _device(name: str, ranks: Ranks) -> torch.device:
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(name)
+        device = ranks.device(name)
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
@@ -119,7 +141,7 @@ def _device(name: str) -> torch.device:
 
 
 def _seed(options: FinetuneOptions) -> int:
-    return secrets.randbits(48) if options.seed is None else options.seed
+    return from_first("seed", lambda: secrets.randbits(48)) if options.seed is None else options.seed
 
 
 def _facts(options: FinetuneOptions, tokens: Tokens, split: Split) -> DataFacts:
@@ -134,7 +156,7 @@ def _facts(options: FinetuneOptions, tokens: Tokens, split: Split) -> DataFacts:
 def _check_private(model: PreTrainedModel, split: Split, options: FinetuneOptions) -> None:
     check_private(
         model, losses_for(options.task, model, vocabulary_head=options.head), width=split.training.width,
-        strategy=cast("Strategy", options.strategy), dtype=options.dtype,
+        strategy=cast("Strategy", options.strategy), dtype=options.dtype, memory_budget=options.memory_budget,
     )  # fmt: skip
 
 
@@ -143,7 +165,7 @@ def _first_state(model: PreTrainedModel, split: Split, options: FinetuneOptions,
 
 
 def evaluate(model: PreTrainedModel, split: Split, options: FinetuneOptions) -> Quality:
-    """Measure how good the model is on held-out samples.
+    """Measure how good the model is on held-out samples; called in all processes.
 
     Args:
         model: The model, on its device.
@@ -153,7 +175,18 @@ def evaluate(model: PreTrainedModel, split: Split, options: FinetuneOptions) -> 
     Returns:
         The quality.
     """
-    return held_out_quality(
-        model, split.held_out, task=options.task, limit=options.eval_samples, batch_size=EVALUATION_BATCH,
-        dtype=options.dtype,
-    )  # fmt: skip
+
+    def quality() -> Quality:
+        return held_out_quality(
+            model, split.held_out, task=options.task, limit=options.eval_samples, batch_size=EVALUATION_BATCH,
+            dtype=options.dtype,
+        )  # fmt: skip
+
+    parts = _torch.gathered_modules(model)
+    if not parts:
+        return from_first("held-out quality", quality)
+    # A model in parts runs in all of them or in none, and keeps what it has gathered for a forward without a backward.
+    found = quality()
+    for part in parts:
+        part.reshard()
+    return found

@@ -54,6 +54,7 @@ class Outcome:
     model: str
     strategy: str
     device: str
+    processes: int
     mechanism: Mechanism
     assumptions: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -120,7 +121,7 @@ def as_json(outcome: Outcome) -> dict[str, object]:
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
-        "machine": machine(outcome.device),
+        "machine": {**machine(outcome.device), "processes": outcome.processes},
         "options": outcome.options.recorded(),
         "seed": outcome.state.seed,
         "sessions": outcome.state.sessions,

@@ -112,9 +112,14 @@ def _cost_lines(outcome: Outcome) -> list[str]:
         _item(
             "",
             f"for {outcome.mechanism.batch_size} samples, at most {outcome.private.physical_batch} at once, clipped by "
-            f"{outcome.strategy} on {outcome.device}; ordinary: {_ordinary_text(outcome)}",
+            f"{outcome.strategy} on {_devices(outcome)}; ordinary: {_ordinary_text(outcome)}",
         ),
     ]
+
+
+def _devices(outcome: Outcome) -> str:
+    kind = outcome.device.partition(":")[0]
+    return outcome.device if outcome.processes == 1 else f"{kind} in {outcome.processes} processes"
 
 
 def _ordinary_text(outcome: Outcome) -> str:

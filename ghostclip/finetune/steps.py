@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import ghostclip
 from ghostclip.clipper import Strategy
+from ghostclip.distributed import sharded_model
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.finetune.losses import SampleLosses, precision
 
@@ -29,7 +30,9 @@ class StepMeasures:
     physical_batch: int = 0
 
 
-def check_private(model: nn.Module, losses: SampleLosses, *, width: int, strategy: Strategy, dtype: str) -> None:
+def check_private(
+    model: nn.Module, losses: SampleLosses, *, width: int, strategy: Strategy, dtype: str, memory_budget: float
+) -> None:
     """Clip two dummy passages, so that a model that cannot be made private is refused before anything is written.
 
     Args:
@@ -38,13 +41,17 @@ def check_private(model: nn.Module, losses: SampleLosses, *, width: int, strateg
         width: Tokens of a passage.
         strategy: How gradients are to be clipped.
         dtype: ``float32`` or ``bfloat16`` (autocast).
+        memory_budget: As for ``GhostClipper``.
 
     Raises:
         UnsupportedModelError: No parameter gets a gradient.
     """
     device = next(model.parameters()).device
     ids_BT, marks_B2 = dummy_passages(2, width, vocabulary_of(model), device)
-    with ghostclip.GhostClipper(model, max_grad_norm=1.0, strategy=strategy) as clipper:
+    clip = ghostclip.GhostClipper(
+        model, max_grad_norm=1.0, strategy=strategy, memory_budget=memory_budget, sharded=sharded_model(model)
+    )
+    with clip as clipper:
         with precision(device, dtype):
             losses_B = losses(model, ids_BT, marks_B2)
         clipper.backward(losses_B)

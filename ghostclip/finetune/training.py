@@ -5,10 +5,12 @@ Shapes: B samples of a physical batch, T tokens.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -16,10 +18,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import ghostclip
+from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.data.physical_batch_size import find_max_physical_batch_size
 from ghostclip.data.physical_batches import PhysicalBatches
 from ghostclip.data.size_policies import largest_batch
 from ghostclip.data.tensor_memory import peak_bytes
+from ghostclip.distributed import gathered
 from ghostclip.errors import FixedSeedWarning
 from ghostclip.finetune.checkpoint import ResumePoint
 from ghostclip.finetune.interrupts import StopRequest
@@ -59,6 +63,7 @@ class PrivateTraining:
         self.mechanism = prepared.mechanism
         self.options = options = prepared.options
         self.state = prepared.state
+        self._ranks, self._divided = prepared.ranks, prepared.mesh.dp > 1
         self.measures = StepMeasures()
         self._losses = losses_for(options.task, prepared.model, vocabulary_head=options.head)
         self.device = prepared.device
@@ -80,6 +85,8 @@ class PrivateTraining:
         self._step_samples = 0
         self._step_began = 0.0
         self._peak = 0
+        self._stopping = False
+        self._saved = time.monotonic()
         if prepared.lost is None:
             self.save()
         else:
@@ -106,6 +113,7 @@ class PrivateTraining:
                 wrap_model=self.options.strategy != "graph",
                 noise_generator=self._unsafe_generator(stream=1),
                 budget=budget,
+                memory_budget=self.options.memory_budget,
             )
 
     @property
@@ -115,7 +123,10 @@ class PrivateTraining:
         return used if asked == used else f"{used} ({asked})"
 
     def save(self) -> None:
-        """Replace the resume point; only between two steps."""
+        """Replace the resume point; only between two steps, and in all processes."""
+        self._saved = time.monotonic()
+        if not (self._divided or self._ranks.is_first):
+            return
         self._engine.save_checkpoint(
             path=self._point.path,
             module=self._base_model,
@@ -170,27 +181,63 @@ class PrivateTraining:
         self._base_model.zero_grad(set_to_none=True)
 
     def run(self, *, stop: StopRequest, on_step: Callable[[], None]) -> None:
-        """Take the steps that are left, or stop after the one in which stopping was asked for.
+        """Take the steps that are left, or stop after the one in which stopping was asked for; in all processes.
+
+        Resume points are saved on the way.
 
         Args:
             stop: Asked after every step.
             on_step: Called after every step.
         """
         self.model.train()
-        if not self._unfinished(stop):
+        if not self._unfinished:
             return
         physical = self.options.physical_batch_size or self._find_physical_batch()
-        parts = PhysicalBatches(self.optimizer, max_physical_batch_size=physical)
-        self._step_began = time.perf_counter()
-        while self._unfinished(stop):
-            for ids_BT, marks_B2 in self.loader:
-                self._step(parts, ids_BT, marks_B2)
-                self.measures.physical_batch = parts.size
-                self._finish_step()
+        released = self._released_in_parts(physical) if self._divided else self._released(physical)
+        self._begin_step()
+        while self._unfinished:
+            for _ in released():
+                is_due = self._finish_step(stop)
                 on_step()
-                self._step_began = time.perf_counter()
-                if not self._unfinished(stop):
+                if self._ranks.count == 1:
+                    self._stopping |= stop.requested
+                if is_due:
+                    self.save()
+                if not self._unfinished:
                     break
+                self._begin_step()
+
+    def _released(self, physical: int) -> Callable[[], Iterator[None]]:
+        """Return what goes through the loader once, and yields after each release."""
+        parts = PhysicalBatches(self.optimizer, max_physical_batch_size=physical)
+
+        def released() -> Iterator[None]:
+            for ids_BT, marks_B2 in self.loader:
+                self._measured(partial(self._forward_backward_step, parts, ids_BT, marks_B2))
+                self.measures.physical_batch = parts.size
+                yield
+
+        return released
+
+    def _released_in_parts(self, physical: int) -> Callable[[], Iterator[None]]:
+        """Return the same for a model that the processes hold in parts: all run it equally often, on no sample too."""
+        self.measures.physical_batch = physical
+        parts = BatchMemoryManager(data_loader=self.loader, max_physical_batch_size=physical, optimizer=self.optimizer)
+
+        def released() -> Iterator[None]:
+            with parts as batches:
+                for batch in batches:
+                    self._measured(partial(self._part, batch))
+                    if not self.optimizer.last_step_was_virtual:
+                        yield
+
+        return released
+
+    def _part(self, batch: tuple[Tensor, Tensor]) -> None:
+        self._loss_sum += float(self._forward_backward(batch).sum())
+        self._step_samples += len(batch[0])
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def _find_physical_batch(self) -> int:
         """Find the largest physical batch that fits, or on a CPU the largest that still pays, with dummy passages."""
@@ -207,18 +254,25 @@ class PrivateTraining:
         ids_BT, marks_B2 = dummy_passages(size, self._width, self._vocabulary, self.device)
         self.optimizer.clipper.backward(self._sample_losses(self.model, ids_BT, marks_B2))
 
-    def _unfinished(self, stop: StopRequest) -> bool:
-        return self.state.step < self.mechanism.steps and not stop.requested
+    @property
+    def _unfinished(self) -> bool:
+        return self.state.step < self.mechanism.steps and not self._stopping
 
-    def _step(self, parts: PhysicalBatches, ids_BT: Tensor, marks_B2: Tensor) -> None:
+    def _begin_step(self) -> None:
+        if self._ranks.count > 1:
+            # Dropout of its own in each process, in a resumed run the same.
+            place = f"{self.state.seed} {self._ranks.rank} {self.state.step}"
+            torch.manual_seed(int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest(), "big"))
         rate = learning_rate_at(self.state.step, steps=self.mechanism.steps, peak=self.options.rate)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        self._step_began = time.perf_counter()
+
+    def _measured(self, work: Callable[[], None]) -> None:
         if self._session_steps == UNTIMED_STEPS - 1:
-            peak = peak_bytes(lambda: self._forward_backward_step(parts, ids_BT, marks_B2), self.device)
-            self._peak = max(self._peak, peak or 0)
+            self._peak = max(self._peak, peak_bytes(work, self.device) or 0)
         else:
-            self._forward_backward_step(parts, ids_BT, marks_B2)
+            work()
 
     def _forward_backward_step(self, parts: PhysicalBatches, ids_BT: Tensor, marks_B2: Tensor) -> None:
         # A Poisson batch can be empty: then the step is one of noise only, which the optimizer takes by itself.
@@ -242,12 +296,18 @@ class PrivateTraining:
         self.optimizer.clipper.backward(losses_B)
         return losses_B.detach()
 
-    def _finish_step(self) -> None:
-        loss = self._loss_sum / self._step_samples if self._step_samples else math.nan
+    def _finish_step(self, stop: StopRequest) -> bool:
+        """Note what the step was, over all processes, and return whether a resume point is due."""
+        is_due = time.monotonic() - self._saved >= self.options.checkpoint_seconds
+        found = gathered("step", (self._loss_sum, self._step_samples, stop.requested, is_due))
+        losses, samples, stops, due = zip(*found, strict=True)
+        self._stopping = any(stops)
+        loss = sum(losses) / sum(samples) if sum(samples) else math.nan
         self.state.losses.append(loss if math.isfinite(loss) else None)
-        self.state.samples.append(self._step_samples)
+        self.state.samples.append(sum(samples))
         if self._session_steps >= UNTIMED_STEPS:
-            self.measures.timed.append((self._step_samples, time.perf_counter() - self._step_began))
+            self.measures.timed.append((sum(samples), time.perf_counter() - self._step_began))
         self.measures.peak_bytes = self._peak or None
         self._session_steps += 1
         self._loss_sum, self._step_samples = 0.0, 0
+        return due[0] and self._unfinished

@@ -134,6 +134,7 @@ class HostTraining:
             noise_generator=self._generator(1),
             wrap_model=wrap_model,
             budget=budget,
+            memory_budget=options.memory_budget,
         )
         self.optimizer = release_of(private)
         at_once = "auto" if options.physical_batch == "auto" else self._at_once

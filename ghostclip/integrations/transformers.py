@@ -9,6 +9,7 @@ Needs transformers.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,15 +27,16 @@ from ghostclip.graph import GraphStep
 from ghostclip.integrations._versions import warn_if_untested
 from ghostclip.integrations.peft import is_adapted, watch_adapters
 from ghostclip.integrations.training.arguments import PrivacyArguments, suggests_fields
-from ghostclip.integrations.training.collation import evaluating
 from ghostclip.integrations.training.loss_checks import (
     require_own_loss,
     require_padding_without_effect,
 )
-from ghostclip.integrations.training.record_losses import is_causal, losses_of, task_of, without_adapters
 from ghostclip.integrations.training.refusals import refuse, unexpected
 from ghostclip.integrations.training.run import PrivateRun, Ticket, Tickets
-from ghostclip.integrations.vocabulary_head import use_fused
+from ghostclip.language.record_losses import losses_of
+from ghostclip.language.tasks import task_of, without_adapters
+from ghostclip.language.trials import evaluating
+from ghostclip.language.vocabulary_head import use_fused
 from ghostclip.optim.wrapped import WrappedOptimizer
 
 try:
@@ -345,6 +347,9 @@ class DPTrainer(Trainer):
     ) -> tuple[Tensor, Any]:
         """Return the loss of each record, or a mean that the engine will prove, and the outputs."""
         task = task_of(self.model)
+        if self.args.memory_budget < 1 and _takes(without_adapters(self.model), "use_cache"):
+            # A block that fills a cache cannot be run again.
+            inputs = {**inputs, "use_cache": False}
         if self.compute_loss_func is not None:
             outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
             return self.compute_loss_func(outputs, inputs.get("labels"), num_items_in_batch=None), outputs
@@ -359,7 +364,9 @@ class DPTrainer(Trainer):
             own = type(self).compute_loss is DPTrainer.compute_loss
             allowed = own and self.args.grad_sample_mode not in ("hooks", "graph")
             bare = without_adapters(self.model)
-            self._fused = is_causal(task_of(self.model)) and use_fused(bare, self.args.vocabulary_head, allowed=allowed)
+            task = task_of(bare)
+            language = task is not None and bool(task.predicts)
+            self._fused = language and use_fused(bare, self.args.vocabulary_head, allowed=allowed)
         return self._fused
 
     def check_losses(self, model: nn.Module) -> None:
@@ -461,6 +468,11 @@ def _mean(loss: Tensor) -> Tensor:
             "ghostclip.losses.token_losses."
         )
     return loss.mean() if loss.dim() else loss
+
+
+def _takes(model: nn.Module, name: str) -> bool:
+    """Return whether a model's forward has an argument of some name."""
+    return name in inspect.signature(model.forward).parameters
 
 
 def _scalar_loss(outputs: Any) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Per-sample gradients of the affine part of a norm over features, with their squared norms.
+"""Per-sample gradients of the affine part of a norm over features.
 
 Shape letters: B samples, T positions, F features.
 """
@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ghostclip.kernels.bounds import Bounded, widened
+from ghostclip.kernels.bounds import widened
 from ghostclip.kernels.twins import Twins, generator
 
 MAX_FEATURES: Final = 1 << 13
@@ -18,21 +18,15 @@ MAX_FEATURES: Final = 1 << 13
 
 
 class NormAffine(NamedTuple):
-    """Gradients of weight and bias with their squared norms.
-
-    The gradients are what is clipped and summed, so that their norms' error bounds are zero.
+    """Gradients of weight and bias, which are what is measured, clipped and summed.
 
     Attributes:
         weight_BF: ``Σ_t g·x̂``, float32 or float64.
         bias_BF: ``Σ_t g``, likewise.
-        weight_norm: Squared norms of ``weight_BF``.
-        bias_norm: Squared norms of ``bias_BF``.
     """
 
     weight_BF: Tensor
     bias_BF: Tensor
-    weight_norm: Bounded
-    bias_norm: Bounded
 
 
 def layer_norm_affine(x_BTF: Tensor, g_BTF: Tensor, *, eps: float) -> NormAffine:
@@ -46,7 +40,7 @@ def layer_norm_affine(x_BTF: Tensor, g_BTF: Tensor, *, eps: float) -> NormAffine
         eps: Added to the variance.
 
     Returns:
-        Gradients and squared norms.
+        Gradients.
     """
     return _either(x_BTF, g_BTF, eps, centred=1)
 
@@ -60,7 +54,7 @@ def rms_norm_affine(x_BTF: Tensor, g_BTF: Tensor, *, eps: float) -> NormAffine:
         eps: Added to the mean square.
 
     Returns:
-        Gradients and squared norms.
+        Gradients.
     """
     return _either(x_BTF, g_BTF, eps, centred=0)
 
@@ -92,19 +86,13 @@ def _naive(x_BTF: Tensor, g_BTF: Tensor, eps: float, centred: int) -> NormAffine
     if centred:
         x_BTF = x_BTF - x_BTF.mean(2, keepdim=True)
     x_BTF = x_BTF / (x_BTF.square().mean(2, keepdim=True) + eps).sqrt()
-    gradients = ((g_BTF * x_BTF).sum(1), g_BTF.sum(1))
-    return _with_norms(*gradients, *(gradient.double().square().sum(1).to(gradient.dtype) for gradient in gradients))
-
-
-def _with_norms(weight_BF: Tensor, bias_BF: Tensor, weight_B: Tensor, bias_B: Tensor) -> NormAffine:
-    norms = (Bounded(value_B, torch.zeros_like(value_B), value_B.sqrt(), value_B) for value_B in (weight_B, bias_B))
-    return NormAffine(weight_BF, bias_BF, *norms)
+    return NormAffine((g_BTF * x_BTF).sum(1), g_BTF.sum(1))
 
 
 def _fast(x_BTF: Tensor, g_BTF: Tensor, eps: float, centred: int) -> NormAffine:
     from ghostclip.kernels._compiled.affine import norm_affine as kernel
 
-    return _with_norms(*kernel(x_BTF, g_BTF, eps, centred))
+    return NormAffine(*kernel(x_BTF, g_BTF, eps, centred))
 
 
 def _example(device: torch.device) -> tuple[Tensor, Tensor, float, int]:
@@ -112,4 +100,4 @@ def _example(device: torch.device) -> tuple[Tensor, Tensor, float, int]:
     return x, g, 1e-5, 1
 
 
-TWINS: Final = Twins("norm_affine", _naive, _fast, _example)
+TWINS: Final = Twins("norm_affine", _naive, _fast, (_example,))

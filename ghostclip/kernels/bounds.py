@@ -15,11 +15,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-CHUNK: Final = 512
-"""Products that a kernel adds up before it starts a new sum.
-
-A matrix unit truncates once for every 16 products, by half a last place on average; sums of chunks round to nearest.
-"""
+CHAIN_OF_KERNELS: Final = 512
+"""Products of float32 that a kernel of ours adds up before it starts a new sum."""
 
 UNIT_STEP: Final = 16
 """Products that a matrix unit adds up at once, to what it has added up before."""
@@ -116,10 +113,59 @@ class Unfinished(NamedTuple):
     weighting: int = 1
 
     @property
+    def positions(self) -> int:
+        """T."""
+        return self.a_NT.shape[1]
+
+    @property
     def kind(self) -> tuple[object, ...]:
         """What is equal for those that can be finished together."""
         alike = self.a_NT.shape, self.a_NT.dtype, self.a_NT.device, self.by_units, self.weighting
         return *alike, self.value_N.dtype, self.absolute_N is None, self.square_KNT is None, self.drift
+
+
+class Reduced(NamedTuple):
+    """What a kernel has added up of the squared norms of sums of outer products, in the place of `Unfinished`.
+
+    A kernel leaves one row of sums for each of its programs, so that nothing but the kernel runs for a layer: rows of
+    many layers are added up together.
+
+    Attributes:
+        part_NPK: Sums of each program, float64, shape ``(N, P, K)``, in the order of `COLUMNS`; of gradients that were
+            formed, and not their Gram, only the first `FORMED_COLUMNS`.
+        positions: T.
+        sizes: I and O.
+        by_units: Whether matrix units formed products.
+        weighting: Roundings of a term when it is weighted for the clipped sum.
+    """
+
+    part_NPK: Tensor
+    positions: int
+    sizes: tuple[int, int]
+    by_units: bool = False
+    weighting: int = 1
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What is equal for those that can be finished together."""
+        return "reduced", self.part_NPK.shape, self.part_NPK.device, self.positions, self.by_units, self.weighting
+
+
+COLUMNS: Final = (
+    "value",  # squared norms
+    "mass",  # Σ_t |a_t|·|g_t|
+    "scale",  # Σ_t |a_t|²·|g_t|²
+    "inputs",  # Σ_t |a_t|
+    "gradients",  # Σ_t |g_t|
+    "absolute",  # Σ_{s,t} |(a_s·a_t)(g_s·g_t)|
+    "inputs off",  # Σ_t ((a_t·a_t) - |a_t|²)²·w_t², as products left the first; w_t = |a_t|·|g_t|
+    "inputs whole",  # Σ_t |a_t|⁴·w_t²
+    "gradients off",
+    "gradients whole",
+)
+"""What the columns of `Reduced` hold."""
+
+FORMED_COLUMNS: Final = 5
 
 
 class Product(NamedTuple):
@@ -165,7 +211,7 @@ def rounded_up_(norms: Tensor) -> Tensor:
     return norms.add_(norms, alpha=8 * torch.finfo(norms.dtype).eps)
 
 
-def finished(found: Sequence[Unfinished]) -> Bounded:
+def finished(found: Sequence[Unfinished | Reduced]) -> Bounded:
     """Return squared norms with their errors, measured on the diagonals of both Gram matrices where there are such.
 
     Args:
@@ -174,6 +220,30 @@ def finished(found: Sequence[Unfinished]) -> Bounded:
     Returns:
         Each of shape ``(L, N)``.
     """
+    reduced = [one for one in found if isinstance(one, Reduced)]
+    if reduced:
+        return _finished_reduced(reduced)
+    return _finished_unfinished([one for one in found if isinstance(one, Unfinished)])
+
+
+def _finished_reduced(found: Sequence[Reduced]) -> Bounded:
+    inputs, outputs = (max(one.sizes[side] for one in found) for side in (0, 1))
+    sums_KLN = torch.stack([one.part_NPK for one in found]).sum(2).movedim(2, 0)
+    value_LN, mass_LN, scale_LN, a_LN, g_LN, *rest = sums_KLN.float().unbind()
+    lost_LN = vanished(a_LN, g_LN, inputs, outputs)
+    measured = Masses(mass_LN + lost_LN, scale_LN, lost_LN)
+    first = found[0]
+    if not rest:
+        error_LN = formed_error(value_LN, measured, first.positions if first.by_units else 0)
+        return Bounded(value_LN, error_LN, measured.mass_N, scale_LN)
+    # In float64, where eighth powers of norms fit.
+    off_KLN, whole_KLN = sums_KLN[-4::2], sums_KLN[-3::2]
+    share_KLN = off_KLN.div_(whole_KLN.clamp_(min=torch.finfo(torch.float64).tiny)).sqrt_()
+    error_LN = gram_error(rest[0], share_KLN.sum(0).float(), measured, inputs + outputs, by_units=first.by_units)
+    return Bounded(value_LN, error_LN, measured.mass_N, scale_LN)
+
+
+def _finished_unfinished(found: Sequence[Unfinished]) -> Bounded:
     first = found[0]
     inputs, outputs = (max(one.sizes[side] for one in found) for side in (0, 1))
     norm_LKNT = torch.stack([x for one in found for x in (one.a_NT, one.g_NT)]).unflatten(0, (-1, 2))
@@ -190,7 +260,7 @@ def finished(found: Sequence[Unfinished]) -> Bounded:
     return Bounded(value_LN, error_LN, measured.mass_N, measured.scale_N)
 
 
-def finished_one(found: Unfinished) -> Bounded:
+def finished_one(found: Unfinished | Reduced) -> Bounded:
     """Return what `finished` does, of one.
 
     Args:
@@ -202,17 +272,23 @@ def finished_one(found: Unfinished) -> Bounded:
     return Bounded(*(part.squeeze(0) for part in finished([found])))
 
 
-def samples_joined(parts: Sequence[Unfinished]) -> Unfinished:
+def samples_joined(found: Sequence[Unfinished | Reduced]) -> Unfinished | Reduced:
     """Return the squared norms of all samples from those of a few at a time, all formed in one way.
 
     Args:
-        parts: One at least.
+        found: One at least.
 
     Returns:
         Their entries end to end.
     """
-    if len(parts) == 1:
-        return parts[0]
+    first = found[0]
+    if len(found) == 1:
+        return first
+    if isinstance(first, Reduced):
+        # Fewer samples may have had more programs.
+        rows = [one.part_NPK.sum(1, keepdim=True) for one in found if isinstance(one, Reduced)]
+        return first._replace(part_NPK=torch.cat(rows))
+    parts = [one for one in found if isinstance(one, Unfinished)]
     absolute = [part.absolute_N for part in parts if part.absolute_N is not None]
     squares = [part.square_KNT for part in parts if part.square_KNT is not None]
     return parts[0]._replace(
@@ -325,11 +401,6 @@ def raised(value: Tensor, delta: Tensor) -> Tensor:
         Same shape.
     """
     return delta * (2 * value.clamp(min=0).sqrt() + delta)
-
-
-def matrix_unit_drift(products: int) -> float:
-    """Return what truncation in matrix units may take from a sum of so many products, as a share of it."""
-    return torch.finfo(torch.float32).eps * min(products, CHUNK) / 32
 
 
 def position_norms(x_NTF: Tensor) -> Tensor:

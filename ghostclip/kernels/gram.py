@@ -6,7 +6,7 @@ Shape letters: N samples (times slots), T positions, I inputs, O outputs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final, NamedTuple, TypeAlias
 
 import torch
@@ -16,6 +16,7 @@ from ghostclip.kernels import products, reads
 from ghostclip.kernels.bounds import (
     UNSEEN_DRIFT,
     Bounded,
+    Reduced,
     Unfinished,
     dots,
     finished_one,
@@ -25,7 +26,7 @@ from ghostclip.kernels.bounds import (
     unit_roundoff,
 )
 from ghostclip.kernels.outer import weighting
-from ghostclip.kernels.twins import Twins, generator, is_half
+from ghostclip.kernels.twins import LARGE, SMALL, Twins, generator, is_half
 
 Factors: TypeAlias = tuple[Tensor, Tensor]
 
@@ -128,6 +129,35 @@ def gram_entries(positions: int, width: int, *, by_units: bool = False) -> int:
     return above + (leaf**2 << levels if leaf > 1 else 0) + (positions - whole) * positions
 
 
+def fused_tile(positions: int, *, half: bool = True) -> int:
+    """Return the rows and columns of a tile of the kernel.
+
+    Args:
+        positions: T.
+        half: Whether both factors are of 16 bits.
+
+    Returns:
+        A power of two.
+    """
+    if positions >= LARGE and half:
+        return LARGE
+    return next(size for size in (16, 32, SMALL) if positions <= size or size == SMALL)
+
+
+def fused_entries(positions: int) -> int:
+    """Return how many entries of one T×T Gram matrix the kernel forms.
+
+    Args:
+        positions: T.
+
+    Returns:
+        Those of whole tiles, on the diagonal and above it.
+    """
+    tile = fused_tile(positions)
+    tiles = -(-positions // tile)
+    return tile**2 * tiles * (tiles + 1) // 2
+
+
 class _Sums(NamedTuple):
     """Sums over blocks of a Gram matrix, and what products left on its diagonal.
 
@@ -142,7 +172,20 @@ class _Sums(NamedTuple):
     squares: Tensor | None = None
 
 
-def gram_sums(a_NTI: Tensor, g_NTO: Tensor, *, workspace: int = WORKSPACE) -> Unfinished | None:
+def is_fused(a_NTI: Tensor, g_NTO: Tensor) -> bool:
+    """Return whether the kernel would form the norms, so that no block of the Gram matrix is stored.
+
+    Args:
+        a_NTI: Layer inputs, shape ``(N, T, I)``, floating-point.
+        g_NTO: Gradients of the layer outputs, shape ``(N, T, O)``.
+
+    Returns:
+        False on a CPU.
+    """
+    return TWINS.pick(a_NTI, g_NTO, pays=is_half(a_NTI, g_NTO)) is not _naive
+
+
+def gram_sums(a_NTI: Tensor, g_NTO: Tensor, *, workspace: int = WORKSPACE) -> Unfinished | Reduced | None:
     """Return squared norms as `symmetric_gram` does, their errors to be worked out with those of other layers.
 
     Args:
@@ -151,18 +194,18 @@ def gram_sums(a_NTI: Tensor, g_NTO: Tensor, *, workspace: int = WORKSPACE) -> Un
         workspace: As for `symmetric_gram`.
 
     Returns:
-        Squared norms, which may be slightly negative; None where a kernel forms them, or nothing is to be formed.
+        Squared norms, which may be slightly negative; None where nothing is to be formed.
     """
-    if a_NTI.shape[1] <= 1 or not len(a_NTI) or TWINS.pick(a_NTI, g_NTO, pays=is_half(a_NTI, g_NTO)) is not _naive:
+    if a_NTI.shape[1] <= 1 or not len(a_NTI):
         return None
-    return _unfinished(a_NTI, g_NTO, workspace)
+    return _reduced(a_NTI, g_NTO) if is_fused(a_NTI, g_NTO) else _unfinished(a_NTI, g_NTO, workspace)
 
 
 def _naive(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Bounded:
     return finished_one(_unfinished(a_NTI, g_NTO, workspace))
 
 
-def _unfinished(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Unfinished:
+def _unfinished(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Unfinished | Reduced:
     samples, positions, inputs = a_NTI.shape
     outputs = g_NTO.shape[2]
     at_once = max(1, samples)
@@ -188,7 +231,7 @@ def _formed(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Unfinished:
         a_NTI, g_NTO = products.operand(a_NTI), products.operand(g_NTO)
         by_units = a_NTI.dtype in products.HALF or g_NTO.dtype in products.HALF
     if a_NTI.numel() + g_NTO.numel() <= workspace:
-        a_NTI, g_NTO = a_NTI.contiguous(), g_NTO.contiguous()
+        a_NTI, g_NTO = (x_NTF if _in_one_piece(x_NTF) else x_NTF.contiguous() for x_NTF in (a_NTI, g_NTO))
     a_NT, g_NT = position_norms(a_NTI), position_norms(g_NTO)
     levels = gram_levels(a_NTI.shape[1], a_NTI.shape[2] + g_NTO.shape[2], by_units=by_units)
     if reads.traced():
@@ -334,15 +377,29 @@ def _product(rows: Factors, columns: Factors, samples: int, *, seen: bool, offse
     return _Sums(value_N, torch.linalg.vector_norm(entry_NE, 1, dim=1), square_KML)
 
 
-def _fast(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Bounded:
+def _reduced(a_NTI: Tensor, g_NTO: Tensor) -> Reduced:
     from ghostclip.kernels._compiled.gram import symmetric_gram as kernel
 
-    return kernel(a_NTI, g_NTO, workspace)
+    return kernel(a_NTI, g_NTO, weighting(a_NTI, g_NTO))
 
 
-def _example(device: torch.device) -> tuple[Tensor, Tensor, int]:
-    a, g = (torch.randn(2, 70, width, generator=generator()) for width in (40, 33))
-    return a.to(device, torch.bfloat16), g.to(device, torch.bfloat16), WORKSPACE
+def _fast(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Bounded:
+    del workspace
+    return finished_one(_reduced(a_NTI, g_NTO))
 
 
-TWINS: Final = Twins("symmetric_gram", _naive, _fast, _example)
+def _example(device: torch.device, positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
+    a, g = (torch.randn(2, positions, width, generator=generator()) for width in (40, 33))
+    return a.to(device, dtype), g.to(device, dtype), WORKSPACE
+
+
+TWINS: Final = Twins(
+    "symmetric_gram",
+    _naive,
+    _fast,
+    # One for each size of tiles.
+    tuple(
+        partial(_example, positions=positions, dtype=dtype)
+        for positions, dtype in ((150, torch.bfloat16), (150, torch.float16), (70, torch.float32), (20, torch.bfloat16))
+    ),
+)

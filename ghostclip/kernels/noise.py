@@ -230,4 +230,4 @@ def _example(device: torch.device) -> tuple[Tensor, list[int], tuple[float, floa
 
 
 # Triton goes from 64 to 16 bits by way of 32, which rounds twice; clipped sums have 32 at least.
-TWINS: Final = Twins("add_noise_", _naive, _fast, _example, dtypes=(torch.float32, torch.float64))
+TWINS: Final = Twins("add_noise_", _naive, _fast, (_example,), dtypes=(torch.float32, torch.float64))

@@ -5,7 +5,9 @@ Shape letters: N samples (times slots), T positions, I inputs, O outputs.
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,8 +16,10 @@ from ghostclip.kernels import products, workspace
 from ghostclip.kernels.bounds import (
     SPLIT_ROUNDINGS,
     Bounded,
+    Reduced,
     Unfinished,
     block_norms,
+    finished_one,
     formed_error,
     masses,
     position_norms,
@@ -30,6 +34,9 @@ SHORT: Final = 16
 FORMED: Final = 512
 """Positions from which it is quicker to form each sample's gradient, and to weigh that in float32, than to multiply
 weighted terms in two parts: 8 bytes of memory for every entry in the place of 2·T operations of matrix units."""
+
+# Matrices that one start of the kernel adds to: CUDA counts programs to 65,535 along this axis.
+_MOST_SUMS: Final = (1 << 16) - 1
 
 # Positions whose weighted terms are formed and added at a time.
 _POSITIONS: Final = 1 << 14
@@ -52,14 +59,27 @@ def outer_square(a_NTI: Tensor, g_NTO: Tensor, *, samples_at_once: int = 1) -> B
     Privacy:
         ``value_N + error_N`` is at least the true squared norm, whichever way it was formed.
     """
-    return SQUARE.pick(a_NTI, g_NTO, pays=_square_pays(a_NTI, g_NTO))(a_NTI, g_NTO, samples_at_once)
+    return SQUARE.pick(a_NTI, g_NTO, pays=_pays(a_NTI, g_NTO))(a_NTI, g_NTO, samples_at_once)
 
 
-def _square_pays(a_NTI: Tensor, g_NTO: Tensor) -> bool:
+def is_fused(a_NTI: Tensor, g_NTO: Tensor) -> bool:
+    """Return whether the kernel would form the norms of gradients, so that none is stored.
+
+    Args:
+        a_NTI: Layer inputs, shape ``(N, T, I)``, floating-point.
+        g_NTO: Gradients of the layer outputs, shape ``(N, T, O)``.
+
+    Returns:
+        False on a CPU.
+    """
+    return SQUARE.pick(a_NTI, g_NTO, pays=_pays(a_NTI, g_NTO)) is not _naive_square
+
+
+def _pays(a_NTI: Tensor, g_NTO: Tensor) -> bool:
     return is_half(a_NTI, g_NTO) and a_NTI.shape[1] >= SHORT
 
 
-def square_sums(a_NTI: Tensor, g_NTO: Tensor, *, samples_at_once: int = 1) -> Unfinished | None:
+def square_sums(a_NTI: Tensor, g_NTO: Tensor, *, samples_at_once: int = 1) -> Unfinished | Reduced | None:
     """Return squared norms as `outer_square` does, their errors to be worked out with those of other layers.
 
     Args:
@@ -68,13 +88,13 @@ def square_sums(a_NTI: Tensor, g_NTO: Tensor, *, samples_at_once: int = 1) -> Un
         samples_at_once: As for `outer_square`.
 
     Returns:
-        The squared norms; None where a kernel forms them, nothing is to be formed, or the two are rounded differently.
+        The squared norms; None where nothing is to be formed, or the two are rounded differently.
     """
     by_units = products.takes(a_NTI, g_NTO)
     if not len(a_NTI) or by_units != any(products.takes(x_NTF, x_NTF) for x_NTF in (a_NTI, g_NTO)):
         return None
-    if SQUARE.pick(a_NTI, g_NTO, pays=_square_pays(a_NTI, g_NTO)) is not _naive_square:
-        return None
+    if is_fused(a_NTI, g_NTO):
+        return _reduced_square(a_NTI, g_NTO)
     norms = position_norms(a_NTI), position_norms(g_NTO)
     value_N = _squares(a_NTI, g_NTO, samples_at_once)
     sizes = a_NTI.shape[2], g_NTO.shape[2]
@@ -97,10 +117,33 @@ def weighted_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor, *
     Returns:
         ``out_OI``.
     """
-    pays = is_half(a_NTI, g_NTO) and a_NTI.shape[1] >= SHORT
     if out_OI.dtype != torch.float32 or not out_OI.is_contiguous():
         return _naive_sum(a_NTI, g_NTO, coef_N, out_OI, fresh=fresh)
-    return SUM.pick(a_NTI, g_NTO, coef_N, out_OI, pays=pays)(a_NTI, g_NTO, coef_N, out_OI, fresh=fresh)
+    return SUM.pick(a_NTI, g_NTO, coef_N, out_OI, pays=_pays(a_NTI, g_NTO))(a_NTI, g_NTO, coef_N, out_OI, fresh=fresh)
+
+
+def sums_by_kernel(
+    a_NTI: Tensor, g_NTO: Tensor, coef_B: Tensor, out_SOI: Tensor, *, side_by_side: bool, fresh: bool = False
+) -> bool:
+    """Add to several matrices at once what `weighted_sum` adds to one, if the kernel does.
+
+    Args:
+        a_NTI: Layer inputs, shape ``(S·B, T, I)``, floating-point.
+        g_NTO: Gradients of the layer outputs, shape ``(S·B, T, O)``.
+        coef_B: Coefficients, shape ``(B,)``.
+        out_SOI: What is added to, contiguous.
+        side_by_side: Whether the rows of one sample lie side by side, and not those of one matrix.
+        fresh: Whether it is written, whatever its memory held.
+
+    Returns:
+        Whether it was added.
+    """
+    if out_SOI.dtype != torch.float32 or not out_SOI.is_contiguous() or len(out_SOI) > _MOST_SUMS:
+        return False
+    if SUM.pick(a_NTI, g_NTO, coef_B, out_SOI, pays=_pays(a_NTI, g_NTO)) is _naive_sum:
+        return False
+    _by_kernel(a_NTI, g_NTO, coef_B, out_SOI, apart=1 if side_by_side else len(coef_B), fresh=fresh)
+    return True
 
 
 def _naive_square(a_NTI: Tensor, g_NTO: Tensor, samples_at_once: int) -> Bounded:
@@ -224,31 +267,50 @@ def _naive_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor, *, 
     return torch.mm(*factors, out=out_OI) if fresh else torch.addmm(out_OI, *factors, out=out_OI)
 
 
-def _fast_square(a_NTI: Tensor, g_NTO: Tensor, samples_at_once: int) -> Bounded:
+def _reduced_square(a_NTI: Tensor, g_NTO: Tensor) -> Reduced:
     from ghostclip.kernels._compiled.outer import outer_square as kernel
 
-    return kernel(a_NTI, g_NTO, samples_at_once)
+    return kernel(a_NTI, g_NTO, weighting(a_NTI, g_NTO))
+
+
+def _fast_square(a_NTI: Tensor, g_NTO: Tensor, samples_at_once: int) -> Bounded:
+    del samples_at_once
+    return finished_one(_reduced_square(a_NTI, g_NTO))
 
 
 def _fast_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor, *, fresh: bool = False) -> Tensor:
+    _by_kernel(a_NTI, g_NTO, coef_N, out_OI.unsqueeze(0), apart=0, fresh=fresh)
+    return out_OI
+
+
+def _by_kernel(a_NTI: Tensor, g_NTO: Tensor, coef_B: Tensor, out_SOI: Tensor, *, apart: int, fresh: bool) -> None:
     from ghostclip.kernels._compiled.outer import weighted_sum as kernel
 
-    return kernel(a_NTI, g_NTO, coef_N, out_OI, fresh=fresh)
+    kernel(a_NTI, g_NTO, coef_B, out_SOI, apart=apart, fresh=fresh)
 
 
-def _factors(device: torch.device) -> tuple[Tensor, Tensor]:
-    a, g = (torch.randn(3, 70, width, generator=generator()) for width in (40, 33))
-    return a.to(device, torch.bfloat16), g.to(device, torch.bfloat16)
+def _factors(device: torch.device, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    a, g = (torch.randn(2, 40, size, generator=generator()) for size in (width, width - 7))
+    return a.to(device, dtype), g.to(device, dtype)
 
 
-def _square_example(device: torch.device) -> tuple[Tensor, Tensor, int]:
-    return *_factors(device), 2
+def _square_example(device: torch.device, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
+    return *_factors(device, width, dtype), 2
 
 
-def _sum_example(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    coef_N = torch.rand(3, generator=generator()).to(device)
-    return *_factors(device), coef_N, torch.ones(33, 40, device=device)
+def _sum_example(device: torch.device, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    a_NTI, g_NTO = _factors(device, width, dtype)
+    coef_N = torch.rand(len(a_NTI), generator=generator()).to(device)
+    return a_NTI, g_NTO, coef_N, torch.ones(width - 7, width, device=device)
 
 
-SQUARE: Final = Twins("outer_square", _naive_square, _fast_square, _square_example)
-SUM: Final = Twins("weighted_sum", _naive_sum, _fast_sum, _sum_example)
+# One for each size of tiles.
+_SIZES: Final = ((1300, torch.bfloat16), (1300, torch.float16), (70, torch.bfloat16), (70, torch.float32))
+
+
+def _examples(example: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
+    return tuple(partial(example, width=width, dtype=dtype) for width, dtype in _SIZES)
+
+
+SQUARE: Final = Twins("outer_square", _naive_square, _fast_square, _examples(_square_example))
+SUM: Final = Twins("weighted_sum", _naive_sum, _fast_sum, _examples(_sum_example))

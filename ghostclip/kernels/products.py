@@ -76,11 +76,14 @@ def is_taken(x_NTF: Tensor) -> bool:
 
 
 def aligned(x_NTF: Tensor) -> Tensor:
-    """Return a 16-bit tensor whose rows begin at multiples of 16 bytes: a copy where its own do not (V = 50,257)."""
+    """Return a 16-bit tensor whose rows begin at multiples of 16 bytes: a copy where its own do not (V = 50,257).
+
+    Rows of a copy begin at multiples of 32 bytes, so that kernels of ours read it as it is, too.
+    """
     features, per_load = x_NTF.shape[2], _ALIGNED // x_NTF.element_size()
     if is_taken(x_NTF) or x_NTF.numel() == 0 or features < per_load:
         return x_NTF
-    width = -(-features // per_load) * per_load
+    width = -(-features // (2 * per_load)) * 2 * per_load
     return x_NTF.new_empty(*x_NTF.shape[:2], width)[:, :, :features].copy_(x_NTF)
 
 

@@ -106,4 +106,4 @@ def _example(device: torch.device) -> tuple[Tensor, Tensor]:
     return ids_BT.to(device), torch.randn(2, 13, 33, generator=generator()).to(device)
 
 
-TWINS: Final = Twins("row_square", _naive, _fast, _example)
+TWINS: Final = Twins("row_square", _naive, _fast, (_example,))

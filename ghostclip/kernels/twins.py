@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ghostclip.kernels import switch
 from ghostclip.kernels.bounds import Bounded
@@ -20,8 +20,17 @@ from ghostclip.kernels.products import HALF
 
 _log = logging.getLogger(__name__)
 
+SMALL: Final = 64
+"""Rows and columns of a kernel's tile that any GPU holds in registers, in float32 as well."""
+
+LARGE: Final = 128
+"""Those of a tile that keeps matrix units busy with 16-bit numbers: each that is read takes part in 128 products."""
+
 AGREEMENT: Final = 1e-4
 """Largest relative difference of a kernel from its twin, over a tensor: rounding is far below, mistakes far above."""
+
+
+_PLAIN: Final = (Tensor, nn.Parameter)
 
 
 @dataclass(frozen=True)
@@ -32,14 +41,15 @@ class Twins:
         name: What warnings call the kernel.
         naive: The twin; returns a tensor or a tuple of tensors.
         fast: The kernel, with the same arguments and results; loads Triton when called.
-        example: Arguments for the check on a device, odd sizes, new ones at every call.
+        examples: Each makes arguments for the check on a device: odd sizes, one problem for every way in which the
+            kernel is started, new tensors at every call.
         dtypes: What the kernel accepts.
     """
 
     name: str
     naive: Callable[..., Any]
     fast: Callable[..., Any]
-    example: Callable[[torch.device], tuple[Any, ...]]
+    examples: tuple[Callable[[torch.device], tuple[Any, ...]], ...]
     dtypes: tuple[torch.dtype, ...] = (torch.float32, *HALF)
     _trusted: dict[torch.device, bool] = field(default_factory=dict)
 
@@ -60,7 +70,10 @@ class Twins:
         mode = switch.mode()
         if mode == "off" or not (pays or mode == "on"):
             return self.naive
-        fits = all(tensor.dtype in self.dtypes and tensor.device == device for tensor in tensors)
+        # What stands for a tensor, where operations are traced, has no memory that a kernel could be given.
+        fits = all(
+            tensor.dtype in self.dtypes and tensor.device == device and type(tensor) in _PLAIN for tensor in tensors
+        )
         return self.fast if fits and self.trusted(device) else self.naive
 
     def trusted(self, device: torch.device) -> bool:
@@ -92,8 +105,8 @@ class Twins:
         return difference <= AGREEMENT
 
     def difference(self, device: torch.device) -> float:
-        """Return the largest relative difference between kernel and twin on the example."""
-        return difference(self.fast(*self.example(device)), self.naive(*self.example(device)))
+        """Return the largest relative difference between kernel and twin on the examples."""
+        return max(difference(self.fast(*make(device)), self.naive(*make(device))) for make in self.examples)
 
 
 # How much smaller a kernel's error bound may be than its twin's.

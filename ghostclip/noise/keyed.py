@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -197,6 +198,25 @@ class KeyedNoise:
             run(self._jobs(tensors, std, divisor), workers=self._workers(tensors))
         elif divisor != 1 and tensors:
             _torch.divide_all_(tensors, divisor)
+
+    @torch.no_grad()
+    def add_share_(self, tensors: Sequence[torch.Tensor], std: float, *, rank: int, ranks: int) -> None:
+        """Add one of several shares of the noise that `add_all_` adds, in place; all shares together are that noise.
+
+        A pack, or on a CPU a block of a larger tensor, is in one share: each costs as much as the others.
+
+        Args:
+            tensors: As `add_` takes them; none twice.
+            std: Standard deviation, finite and at least 0.
+            rank: Number of the share.
+            ranks: How many there are.
+
+        Privacy:
+            Elements without noise in this share have it in another: their sum over all shares is what is released.
+        """
+        if non_negative(std, "std") > 0:
+            # The others are counted as well, so that all sources with this key keep one position.
+            run(islice(self._jobs(tensors, std, 1.0), rank, None, ranks), workers=self._workers(tensors))
 
     def _jobs(self, tensors: Sequence[torch.Tensor], std: float, divisor: float) -> Iterator[Callable[[], None]]:
         """Yield what is to be done, each independent of the others; positions are taken in the order of the tensors."""

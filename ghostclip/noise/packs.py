@@ -87,6 +87,18 @@ def draws_at_once(source: Source) -> bool:
     return _stands_for(source, "add_all_", "add_")
 
 
+def draws_shares(source: Source) -> bool:
+    """Return whether a source's `add_share_` stands for all of its methods that add noise; see `draws_at_once`.
+
+    Args:
+        source: The source.
+
+    Returns:
+        Whether one class defines all of them, and nothing covers them.
+    """
+    return _stands_for(source, "add_share_", "add_", "add_all_", "add_shard_", "release_all_")
+
+
 def _stands_for(source: Source, joint: str, *methods: str) -> bool:
     for kind in type(source).__mro__:
         own = vars(kind)

@@ -32,7 +32,7 @@ class Moment:
     Attributes:
         use: The use whose gradient arrives there, or None.
         live: Bytes of saved tensors while it runs, of this operation and all that follow.
-        passing: Bytes of gradients that it takes and makes.
+        passing: Bytes of gradients that it takes and makes, and of those that wait.
         arriving: Bytes of the gradient that it takes.
     """
 
@@ -102,7 +102,7 @@ def footprint_from(use: ParamUse, grad: Tensor, parameters: Iterable[Tensor]) ->
 def _read(nodes: Sequence[Any], parameters: Iterable[Tensor]) -> Footprint:
     constant = addresses(parameters)
     found = [read_node(node, constant) for node in nodes]
-    uses, kept, saved = [use for use, *_ in found], [own for _, _, own, *_ in found], [every for _, every, *_ in found]
+    uses, kept, saved = [use for use, *_ in found], [own for _, _, own, _ in found], [every for _, every, *_ in found]
     last = {key: number for number, storages in enumerate(saved) for key in storages}
     freed = [0] * len(nodes)
     sizes = {key: size for storages in saved for key, size in storages.items()}
@@ -110,7 +110,7 @@ def _read(nodes: Sequence[Any], parameters: Iterable[Tensor]) -> Footprint:
         freed[number] += sizes[key]
     live = sum(sizes.values())
     moments = []
-    for (use, _, _, arriving, passing), gone in zip(found, freed, strict=True):
+    for (use, _, _, arriving), (_, passing), gone in zip(found, passing_of(nodes), freed, strict=True):
         moments.append(Moment(use, live, passing, arriving))
         live -= gone
     owners = Counter(key for storages in kept for key in storages)
@@ -122,7 +122,7 @@ def _read(nodes: Sequence[Any], parameters: Iterable[Tensor]) -> Footprint:
     return Footprint(moments, inputs)
 
 
-def read_node(node: Any, constant: set[int]) -> tuple[ParamUse | None, dict[Any, int], dict[Any, int], int, int]:
+def read_node(node: Any, constant: set[int]) -> tuple[ParamUse | None, dict[Any, int], dict[Any, int], int]:
     """Read one operation of a backward.
 
     Args:
@@ -131,13 +131,103 @@ def read_node(node: Any, constant: set[int]) -> tuple[ParamUse | None, dict[Any,
 
     Returns:
         Its use, or None; the memory that it reads, and that which its use keeps of it (address and bytes); bytes of the
-        gradient that it takes; bytes of that and of what it makes.
+        gradient that it takes.
     """
     use = node.metadata.get(METADATA_KEY)
     kept = _storages(_inputs_of(use), constant)
     arriving = _bytes_of(_torch.outputs_of(node))
-    made = 0 if node.name().removesuffix("Backward0").removesuffix("Backward") in _VIEWS else _made(node)
-    return use, _storages(_torch.saved_tensors(node), constant) | kept, kept, arriving, arriving + made
+    return use, _storages(_torch.saved_tensors(node), constant) | kept, kept, arriving
+
+
+def passing_of(nodes: Sequence[Any]) -> list[tuple[int, int]]:
+    """Return the bytes of gradients that are alive before and while each operation of a backward runs.
+
+    They are what it takes and makes, what it holds beside that (``workspace`` of a function of ours), and what waits
+    for operations that come later: of a residual connection the gradient that goes around.
+
+    Args:
+        nodes: Its nodes, in order.
+
+    Returns:
+        Bytes, two numbers for each.
+    """
+    gradients, found = _Gradients(), []
+    for node in nodes:
+        before = gradients.take(node)
+        made = gradients.make(node)
+        found.append((before, before + made + int(getattr(node, "workspace", 0))))
+        gradients.drop(node)
+    return found
+
+
+class _Gradients:
+    """The memory of gradients on their way through a backward; several places may share it."""
+
+    def __init__(self) -> None:
+        self._at: dict[tuple[Any, int], int] = {}
+        self._sizes: list[int] = []
+        self._holders: Counter[int] = Counter()
+        self._own: list[int] = []
+        self._alive = 0
+
+    def take(self, node: Any) -> int:
+        """Let gradients arrive; returns the bytes of all that are alive."""
+        places = [(node, number) for number in range(len(_torch.outputs_of(node)))]
+        self._own = [self._at.pop(place) for place in places if place in self._at]
+        if not self._own:
+            self._own = [self._hold(self._new(_bytes_of(_torch.outputs_of(node))))]
+        return self._alive
+
+    def make(self, node: Any) -> int:
+        """Hand on what an operation makes; returns the bytes of it that are new, and not counted as alive before."""
+        before, made = self._alive, 0
+        own = self._own[0]
+        passes_on = node.name().removesuffix("Backward0").removesuffix("Backward") in _VIEWS
+        for following, number in node.next_functions:
+            if following is None:
+                continue
+            size = _bytes_of([_torch.outputs_of(following)[number]])
+            if _torch.leaf_of(following) is not None:
+                made += 0 if passes_on else size
+                continue
+            same = passes_on and size == self._sizes[own]
+            other = self._at.get((following, number))
+            if other is None:
+                self._at[following, number] = self._hold(own if same else self._new(size))
+                continue
+            # What comes is added in place where nobody else holds what is there.
+            made += 0 if same else size
+            if self._holders[other] > 1 or not self._sizes[other]:
+                self._at[following, number] = self._hold(self._new(size))
+                self._release(other)
+        return made + self._alive - before
+
+    def drop(self, node: Any) -> None:
+        """Let go of what arrived; what a use keeps of it is counted as the use's."""
+        use = node.metadata.get(METADATA_KEY)
+        for storage in self._own:
+            if use is not None and _keeps(use):
+                self._alive -= self._sizes[storage]
+                self._sizes[storage] = 0
+            self._release(storage)
+
+    def _new(self, size: int) -> int:
+        self._sizes.append(size)
+        return len(self._sizes) - 1
+
+    def _hold(self, storage: int) -> int:
+        self._alive += 0 if self._holders[storage] else self._sizes[storage]
+        self._holders[storage] += 1
+        return storage
+
+    def _release(self, storage: int) -> None:
+        self._holders[storage] -= 1
+        self._alive -= 0 if self._holders[storage] else self._sizes[storage]
+
+
+def _keeps(use: ParamUse) -> bool:
+    """Return whether a use may keep the gradient of its output as it arrives: that of a matrix or a kernel."""
+    return any(tracked.origin.value.dim() > 1 for tracked in use.targets.values())
 
 
 def nodes_in_order(start: Any) -> list[Any]:
@@ -160,7 +250,7 @@ def order(node: Any) -> int:
 
 def addresses(tensors: Iterable[Tensor]) -> set[int]:
     """Return where the memory of tensors begins."""
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    return {_torch.local(tensor).untyped_storage().data_ptr() for tensor in tensors}
 
 
 def _inputs_of(use: ParamUse | None) -> Sequence[Tensor]:
@@ -169,20 +259,12 @@ def _inputs_of(use: ParamUse | None) -> Sequence[Tensor]:
 
 def _storages(tensors: Iterable[Tensor], constant: set[int]) -> dict[int, int]:
     found = {}
-    for tensor in tensors:
-        if tensor.layout is torch.strided:
+    for tensor in map(_torch.local, tensors):
+        if tensor.layout is torch.strided and not _torch.is_arriving(tensor):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in constant:
                 found[storage.data_ptr()] = storage.nbytes()
     return found
-
-
-def _made(node: Any) -> int:
-    return sum(
-        _bytes_of([_torch.outputs_of(following)[number]])
-        for following, number in node.next_functions
-        if following is not None
-    )
 
 
 def _bytes_of(metadata: Iterable[Any]) -> int:

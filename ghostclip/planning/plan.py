@@ -23,6 +23,7 @@ from ghostclip.capture.param_use import ParamUse
 from ghostclip.errors import InvalidOptionError
 from ghostclip.factors import planner, windows
 from ghostclip.factors.base import accumulation_dtype
+from ghostclip.factors.kernel_gradients import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_GPU
 from ghostclip.kernels import products
 from ghostclip.planning.footprint import Footprint, footprint_from, footprint_of
 
@@ -210,16 +211,46 @@ def held_by(use: ParamUse, arriving: int, forward: ForwardContext) -> tuple[int,
 
 def _kernel_bytes(use: ParamUse, arriving: int, forward: ForwardContext) -> int:
     """Return what per-sample gradients of a convolution's kernel take; 0 where its inputs and gradients are kept."""
-    kernels = [tracked.origin.value for tracked in use.targets.values() if tracked.origin.value.dim() > 2]
-    if len(kernels) != 1 or not forward.batch_size:
+    kernel, samples = _kernel_of(use), forward.batch_size
+    if kernel is None or not samples:
         return 0
-    kernel, samples = kernels[0], forward.batch_size
-    inputs, itemsize = kernel[0].numel(), kernel.element_size()
-    positions = arriving // (samples * kernel.shape[0] * itemsize)
+    inputs, positions = kernel[0].numel(), _positions(kernel, arriving, samples)
     small = samples * kernel.numel() <= windows.SMALL
-    if small or planner.keeps_per_sample(positions, inputs, kernel.shape[0], itemsize):
-        return samples * kernel.numel() * max(4, itemsize)
+    if small or planner.keeps_per_sample(positions, inputs, kernel.shape[0], kernel.element_size()):
+        return samples * kernel.numel() * max(4, kernel.element_size())
     return 0
+
+
+def workspace_of(use: ParamUse, arriving: int, forward: ForwardContext) -> int:
+    """Return what forming a use's per-sample gradients holds for a moment, beside them.
+
+    Args:
+        use: The use.
+        arriving: Bytes of its output's gradient.
+        forward: Its forward.
+
+    Returns:
+        Bytes: of a convolution's kernel, its inputs laid out for windows and the windows of some samples; 0 of any
+        other.
+    """
+    kernel, samples = _kernel_of(use), forward.batch_size
+    if kernel is None or not samples or use.node is None or not use.node.saved_tensors:
+        return 0
+    rows, positions = use.node.saved_tensors[0], _positions(kernel, arriving, samples)
+    at_once = CHUNK_ELEMENTS if rows.device.type == "cpu" else CHUNK_ELEMENTS_ON_GPU
+    unfolded = samples * positions * kernel[0].numel()
+    laid_out = rows.numel() if rows.numel() <= at_once else 0
+    return (laid_out + unfolded // max(1, -(-unfolded // at_once))) * accumulation_dtype(rows.dtype).itemsize
+
+
+def _kernel_of(use: ParamUse) -> Tensor | None:
+    """Return the kernel of a convolution; None for any other use."""
+    kernels = [tracked.origin.value for tracked in use.targets.values() if tracked.origin.value.dim() > 2]
+    return kernels[0] if len(kernels) == 1 else None
+
+
+def _positions(kernel: Tensor, arriving: int, samples: int) -> int:
+    return arriving // (samples * kernel.shape[0] * kernel.element_size())
 
 
 def _gradient_bytes(shape: Shape) -> int:

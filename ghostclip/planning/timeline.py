@@ -16,7 +16,7 @@ from ghostclip.capture.blocks import BLOCK_KEY, BlockCall
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.planning import footprint
-from ghostclip.planning.plan import held_by
+from ghostclip.planning.plan import held_by, workspace_of
 
 Sizes = dict[Hashable, int]
 
@@ -30,7 +30,8 @@ class Step:
         saved: Memory that it reads: address and bytes.
         inputs: The part of it that its use keeps.
         arriving: Bytes of the gradient that it takes.
-        passing: The same and what it makes.
+        before: Bytes of all gradients that are on their way when it begins.
+        passing: The same while it runs.
         ends: Number of the block's call that ends there in the forward, or None.
     """
 
@@ -38,6 +39,7 @@ class Step:
     saved: Sizes
     inputs: Sizes
     arriving: int
+    before: int
     passing: int
     ends: int | None
 
@@ -73,12 +75,12 @@ class Timeline:
         """
         self.calls, self.parts = calls, parts
         self._unplanned = 4 * forward.unplanned
-        self._kept = {
-            id(step.use): held_by(step.use, step.arriving, forward)
-            for part in parts
-            for step in part.steps
-            if step.use is not None
-        }
+        self._kept = dict[int, tuple[int, bool]]()
+        self._formed = dict[int, int]()
+        for use, arriving in ((step.use, step.arriving) for part in parts for step in part.steps):
+            if use is not None:
+                self._kept[id(use)] = held_by(use, arriving, forward)
+                self._formed[id(use)] = workspace_of(use, arriving, forward)
 
     def ordinary_peak(self) -> int:
         """Return the most that the same backward of ordinary training holds, its gradients included."""
@@ -101,11 +103,12 @@ class Timeline:
             cut: The call at whose end the part begins of which a second backward is run; None where there is none.
 
         Returns:
-            Bytes, the norms' own workspace not counted.
+            Bytes; of what norms are formed in, only a convolution's windows are counted.
         """
         live, passing = self._live(recomputed, cut)
         begin = self._begin(cut)
-        gathered, held, sums = np.zeros(len(live)), self._unplanned, list[tuple[int, int]]()
+        gathered, forming = np.zeros(len(live)), np.zeros(len(live))
+        held, sums = self._unplanned, list[tuple[int, int]]()
         seen, again = set[str](), 0
         for number, step in enumerate(step for part in self.parts for step in part.steps):
             if step.use is not None:
@@ -119,7 +122,9 @@ class Timeline:
                 else:
                     again += size
             gathered[number] = held
-        first = int((live + passing + gathered).max())
+            forming[number] = step.before + (0 if step.use is None else self._formed[id(step.use)])
+        # What is kept of a use is formed before the operation itself runs.
+        first = int((live + np.maximum(passing, forming) + gathered).max())
         now = int(live[-1]) + held
         for size, kept in sums:
             now += size
@@ -183,14 +188,15 @@ def read(loss: Tensor, forward: ForwardContext, parameters: Iterable[Tensor]) ->
     calls: Sequence[BlockCall] = forward.blocks
     constant = footprint.addresses(parameters)
     parts: list[Part] = []
-    for node in footprint.nodes_in_order(loss.grad_fn):
+    nodes = footprint.nodes_in_order(loss.grad_fn)
+    for node, waiting in zip(nodes, footprint.passing_of(nodes), strict=True):
         order = footprint.order(node)
         call = next((number for number, one in enumerate(calls) if one.first <= order < one.last), None)
         if not parts or parts[-1].call != call:
             parts.append(Part(call))
         if call is None or not calls[call].recomputed:
-            use, saved, inputs, arriving, passing = footprint.read_node(node, constant)
-            parts[-1].steps.append(Step(use, saved, inputs, arriving, passing, node.metadata.get(BLOCK_KEY)))
+            use, saved, inputs, arriving = footprint.read_node(node, constant)
+            parts[-1].steps.append(Step(use, saved, inputs, arriving, *waiting, node.metadata.get(BLOCK_KEY)))
     seen = Counter(address for call in calls for address, _ in set(call.inputs))
     shared = {address for address, count in seen.items() if count > 1}
     measured = {calls[part.call].kind: part for part in parts if part.call is not None and part.steps}
@@ -218,7 +224,7 @@ def _renamed(step: Step, call: int, names: dict[int, int], shared: set[int]) -> 
             found[names.get(key, key) if known else (call, key)] = size  # type: ignore[call-overload]
         return found
 
-    return Step(step.use, other(step.saved), other(step.inputs), step.arriving, step.passing, step.ends)
+    return Step(step.use, other(step.saved), other(step.inputs), step.arriving, step.before, step.passing, step.ends)
 
 
 def _names(use: ParamUse) -> list[str]:

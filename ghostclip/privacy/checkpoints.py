@@ -13,7 +13,9 @@ from torch import nn
 
 from ghostclip import _torch
 from ghostclip._files import reason_of
-from ghostclip.errors import InvalidOptionError, OutputError, ResumeError
+from ghostclip.distributed import from_first
+from ghostclip.distributed.whole import gathered_whole, is_in_parts, parts_for
+from ghostclip.errors import OutputError, ResumeError
 from ghostclip.noise.keyed import KeyedNoise
 from ghostclip.optim import DPOptimizer
 from ghostclip.privacy.account import Account, run_of
@@ -203,10 +205,35 @@ def restore(checkpoint: dict[str, Any], optimizer: DPOptimizer | None, sampling:
     if optimizer is not None:
         if OPTIMIZER not in checkpoint:
             raise ResumeError("checkpoint: it was saved without its optimizer. Pass optimizer=None, or save it too.")
-        optimizer.original_optimizer.load_state_dict(checkpoint[OPTIMIZER])
+        inner = optimizer.original_optimizer
+        inner.load_state_dict(_for_parts(checkpoint[OPTIMIZER], inner))
     restore_positions(checkpoint, optimizer, sampling)
     if optimizer is not None and GENERATORS in checkpoint:
         _continue_generators(checkpoint[GENERATORS])
+
+
+def _for_parts(saved: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
+    """Return an optimizer's saved state with this rank's parts of what it holds in parts.
+
+    Args:
+        saved: What its `state_dict` returned, whole.
+        optimizer: The optimizer, of several together one by one.
+
+    Returns:
+        What its `load_state_dict` takes.
+    """
+    members = getattr(optimizer, "members", None)
+    if members is not None:
+        states = list(saved.get("members", []))
+        if len(states) != len(members):
+            return dict(saved)
+        return {**saved, "members": [_for_parts(*pair) for pair in zip(states, members, strict=True)]}
+    held = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+    state = {
+        number: {name: parts_for(value, held.get(number)) for name, value in of.items()}
+        for number, of in saved["state"].items()
+    }
+    return {**saved, "state": state}
 
 
 def restore_positions(checkpoint: Mapping[str, Any], optimizer: DPOptimizer | None, sampling: Sampling | None) -> None:
@@ -334,24 +361,10 @@ def continue_schedules(
             setattr(optimizer, name, saved[name])
 
 
-def refuse_parts(module: nn.Module) -> None:
-    """Refuse a model of which one file would hold a part.
-
-    Args:
-        module: The model, private or not.
-
-    Raises:
-        InvalidOptionError: If several ranks hold its parameters in parts.
-    """
-    if any(map(_torch.is_sharded_tensor, module.parameters())):
-        raise InvalidOptionError(
-            "save_checkpoint() writes one file, and each rank holds a part of the model. Use torch.distributed."
-            "checkpoint: get_state_dict(model, optimizer) holds the account too, and loads on any number of ranks."
-        )
-
-
 def save(state: dict[str, Any], place: Place, options: Mapping[str, Any]) -> None:
     """Write a checkpoint; a file appears under its name only when it is complete.
+
+    Of a model that ranks hold in parts rank 0 writes the whole; then this is called on all of them.
 
     Args:
         state: What to write.
@@ -361,6 +374,14 @@ def save(state: dict[str, Any], place: Place, options: Mapping[str, Any]) -> Non
     Raises:
         OutputError: If the file could not be written; the one that lay there before still does.
     """
+    if is_in_parts(state):
+        whole = gathered_whole(state)
+        from_first("checkpoint", lambda: _write(whole, place, options))
+    else:
+        _write(state, place, options)
+
+
+def _write(state: dict[str, Any], place: Place, options: Mapping[str, Any]) -> None:
     state[DIGEST] = digest_of(state)
     if not isinstance(place, (str, os.PathLike)):
         torch.save(state, place, **options)
@@ -447,4 +468,6 @@ def load_module(module: nn.Module, checkpoint: Mapping[str, Any], options: Mappi
         checkpoint: What was loaded.
         options: Further options of `load_state_dict`.
     """
-    module.load_state_dict(checkpoint[MODULE], **options)
+    held = {name: tensor for name, tensor in module.state_dict().items() if _torch.is_sharded_tensor(tensor)}
+    saved = {name: parts_for(value, held.get(name)) for name, value in checkpoint[MODULE].items()}
+    module.load_state_dict(saved if held else checkpoint[MODULE], **options)

@@ -19,13 +19,14 @@ from ghostclip.rules import (  # noqa: F401  (importing a family registers its r
     recurrent,
 )
 from ghostclip.rules.modules import register_grad_sampler, register_norm_sampler
-from ghostclip.rules.registry import Call, Captured, Rule, follows_from_form, register_rule, rule_for
+from ghostclip.rules.registry import Call, Captured, Rule, follows_from_form, is_rule_for, register_rule, rule_for
 
 __all__ = [
     "Call",
     "Captured",
     "Rule",
     "follows_from_form",
+    "is_rule_for",
     "register_grad_sampler",
     "register_norm_sampler",
     "register_rule",

@@ -122,6 +122,8 @@ class _Recurrence(torch.autograd.Function):
         ctx.direction, ctx.dtypes = direction, [None if tensor is None else tensor.dtype for tensor in entered]
         ctx.kept = len(ran) - 1 - direction.bias - direction.projected
         ctx.shapes = [tensor.shape for tensor in made]
+        # Read where a backward's memory is estimated.
+        ctx.workspace = ran[0].nbytes // direction.kind.gates * direction.kind.beside
         ctx.save_for_backward(*ran)
         ctx.set_materialize_grads(False)
         return tuple(made)

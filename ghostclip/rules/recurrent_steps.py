@@ -129,9 +129,12 @@ class Kind(ABC):
 
     Attributes:
         gates: G.
+        beside: What the backward holds beside the gradient that arrives and each of its results, in values for every
+            row and unit of the state; what is returned twice counts once.
     """
 
     gates: int
+    beside: int
 
     @abstractmethod
     def forward(self, gates_NG: Tensor, firsts: Sequence[Tensor], weights: Weights, steps: Steps) -> Ran:
@@ -181,7 +184,8 @@ class _State:
 class LSTM(Kind):
     """``c' = f·c + i·g``, ``h = o·tanh(c')``, perhaps projected."""
 
-    gates = 4
+    # Slopes of three gates by the cell and of one by the state, two more, and the state's gradient, less the gates'.
+    gates, beside = 4, 3 + 4 - 4
 
     def forward(self, gates_NG: Tensor, firsts: Sequence[Tensor], weights: Weights, steps: Steps) -> Ran:
         """Run all steps; leaves activated gates in ``gates_NG``."""
@@ -250,7 +254,8 @@ class LSTM(Kind):
 class GRU(Kind):
     """``h' = n + z·(h - n)`` with ``n = tanh(x_n + r·(W_n h + b_n))``: the reset gate comes after the product."""
 
-    gates = 3
+    # Slopes of three gates by the state, one of the new one, and the state's gradient.
+    gates, beside = 3, 3 + 2
 
     def forward(self, gates_NG: Tensor, firsts: Sequence[Tensor], weights: Weights, steps: Steps) -> Ran:
         """Run all steps; leaves activated gates in ``gates_NG``."""
@@ -302,7 +307,8 @@ class GRU(Kind):
 class RNN(Kind):
     """``h' = act(x + W h + b)`` with tanh or ReLU."""
 
-    gates = 1
+    # The activation's slope, less the gates' gradient.
+    gates, beside = 1, 0
 
     def __init__(self, *, relu: bool) -> None:
         """Choose the activation.

@@ -164,6 +164,12 @@ def operation_name(func: Callable[..., Any]) -> str:
     return name
 
 
+def is_rule_for(name: str, rule: Rule) -> bool:
+    """Return whether a rule is still the one for an operation."""
+    entry = _RULES.get(name)
+    return entry is not None and entry.rule is rule
+
+
 def rule_for(name: str) -> tuple[Rule, tuple[str, ...]] | None:
     """Return the rule for an operation and its argument names, or None."""
     entry = _RULES.get(name)

@@ -7,6 +7,7 @@ Shape letters: B samples, T positions.
 """
 
 from collections.abc import Sequence
+from typing import Final
 
 from ghostclip.planning.cost import kept_input
 from ghostclip.planning.coverage import Coverage, readable_bytes
@@ -15,6 +16,9 @@ from ghostclip.scaling.facts import WAYS, WIDE, Facts
 from ghostclip.scaling.local import Shard, held_values
 from ghostclip.scaling.report import Row, readable_flops
 from ghostclip.validation.inspection.memory import OPTIMIZERS
+
+# Of each sample: its square, and three that tell what rounding may have done to it (`GroupNorms.complete`).
+_NUMBERS: Final = 4
 
 
 def fixed(facts: Facts, optimizer: str) -> list[Row]:
@@ -165,8 +169,8 @@ def _wire_of_tensors(facts: Facts, batch_size: int) -> list[Row]:
         size = 3 * _ring(facts.mesh.tp, sum(head) * batch_size // facts.samples * WIDE)
         how = f"largest, sum and label's of the logits: 3 of B x T x {WIDE} B {ring}"
         rows.append(Row("tp: loss over the vocabulary", (size,) * len(ways), how))
-    norm = _ring(facts.mesh.tp, batch_size * WIDE)
-    how = f"one of B x {WIDE} B {ring}: squared norms of all layers"
+    norm = _ring(facts.mesh.tp, (batch_size + 2) * _NUMBERS * 8)
+    how = f"one of (B + 2) x {_NUMBERS} x 8 B {ring}: squared norms of all layers, and their errors"
     return [*rows, Row("tp: all-reduce of norms", (0, *[norm] * (len(ways) - 1)), how)]
 
 

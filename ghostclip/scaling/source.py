@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ghostclip import _torch, _tree
-from ghostclip.integrations.vocabulary_head import LARGE, reason_against, without_logits
+from ghostclip.language.vocabulary_head import LARGE, reason_against, without_logits
 from ghostclip.validation.inspection import Source, architectures, load_source
 from ghostclip.validation.inspection.inspect import train_only
 from ghostclip.validation.inspection.measure import losses_of

@@ -115,7 +115,7 @@ def test_what_is_remembered_holds_no_data():
     for kept in decisions:
         held = list(
             _tensors_in(
-                (kept.plan.captured, kept.plan.rows, kept.plan.saved, kept.plan.call, kept.rule, kept.key), set()
+                (kept.plan.captured, kept.plan.rows, kept.plan.saved, kept.plan.call, kept.rule, kept.visits), set()
             )
         )
         assert not any(tensor.numel() for tensor in held), kept.plan.name

@@ -176,11 +176,3 @@ def test_as_a_program(tmp_path):
     assert done.stdout == ""
     assert done.stderr == f"ghostclip finetune: error: {tmp_path / 'gone.txt'}: no such file or folder\n"
     assert list(tmp_path.iterdir()) == []
-
-
-def test_one_of_several_processes_is_refused(finetune, text_file, tmp_path, monkeypatch):
-    """Each would draw batches of its own from all records, and write into one folder."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    result = finetune("--data", text_file, "--output", tmp_path / "out", *TINY)
-    assert_refused(result, "WORLD_SIZE=2", "Start it without torchrun")
-    assert not (tmp_path / "out").exists()

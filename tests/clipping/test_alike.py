@@ -10,10 +10,12 @@ from torch import nn
 
 from ghostclip import GhostClipper
 from ghostclip.clipping import alike
+from ghostclip.clipping.alike import SmallGradients
 from ghostclip.clipping.grouping import PerParameter
-from ghostclip.clipping.passes import BookKeeping
+from ghostclip.clipping.passes import BookKeeping, NormPass
 from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.errors import TamperedGradientError
+from ghostclip.factors import Dense
 from tests.reference import Reference, clip_and_sum, per_sample_gradients
 
 BOUND = 0.3
@@ -314,3 +316,50 @@ def test_gradients_of_one_shape_that_change_while_they_wait_are_refused():
     clipper = GhostClipper(model, max_grad_norm=BOUND, strategy="bookkeeping", probe=False)
     with pytest.raises(TamperedGradientError, match=r"bias.*changed in place"):
         clipper.backward(_losses(model, {"x": torch.randn(3, 200)}))
+
+
+@pytest.mark.parametrize("finite", [True, False])
+@pytest.mark.parametrize("positions", [None, 5])
+@pytest.mark.parametrize("strategy", ["ghost", "fast"])
+def test_two_backwards_put_small_gradients_together(strategy, positions, finite, monkeypatch):
+    """Biases and affine weights of one shape: one norm and one sum for all, in both backwards."""
+    found: list[int] = []
+    own = SmallGradients.together
+
+    def noted(self):
+        for names, factors in own(self):
+            found.append(len(names))
+            yield names, factors
+
+    monkeypatch.setattr(SmallGradients, "together", noted)
+    torch.manual_seed(0)
+    model = Stack()
+    x = torch.randn(3, 6) if positions is None else torch.randn(3, positions, 6)
+    if not finite:
+        x[1].fill_(float("nan"))
+    clipper = GhostClipper(model, max_grad_norm=BOUND, strategy=strategy)
+    clipper.backward(_losses(model, {"x": x}))
+    # In each backward of a batch whose samples are all certain; where one is not, the sums are formed one by one.
+    assert len(found) >= (2 if finite else 1)
+    assert min(found) == 4
+    kept = [0, 1, 2] if finite else [0, 2]
+    expected = _reference(model, x[kept])
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad.double(), expected.clipped[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_gradient_that_arrived_itself_waits_for_no_other():
+    """Who changes it afterwards changes nothing that is still to be read."""
+    norms = NormPass({}, shared=set(), repeats=None)
+    norms._arriving = torch.randn(3, 4)
+    assert norms._may_wait(Dense(norms._arriving.sum(1)))
+    assert not norms._may_wait(Dense(norms._arriving))
+    assert not norms._may_wait(Dense(norms._arriving[:, :2]))
+
+
+def test_a_small_gradient_that_changes_while_it_waits_is_refused():
+    small, grad = SmallGradients(), torch.randn(3, 4)
+    assert small.takes("bias", Dense(grad))
+    grad.mul_(2)
+    with pytest.raises(TamperedGradientError, match="bias"):
+        list(small.together())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ghostclip import GhostClipper
 from ghostclip.clipping.store import GradientStore
@@ -65,6 +66,35 @@ def test_sums_that_are_dropped_for_a_doubt_come_back():
     assert _sums(store, parameters) == {"used": 0.0, "unused": 0.0}
     restore()
     assert _sums(store, parameters) == {"used": 1.0, "unused": 1.0}
+
+
+def test_sums_that_were_formed_together_are_dropped_together():
+    """One operation for all of them, whatever else lies in other tensors."""
+    layers = nn.ModuleList(nn.LayerNorm(3) for _ in range(4))
+    parameters = dict(layers.named_parameters())
+    store = GradientStore(parameters)
+    store.own(samples=False)
+    names = list(parameters)
+    store.add_several(names[:5], torch.ones(5, 3))
+    store.add(names[5], torch.ones(3))
+    filled = []
+    with _Filled(filled):
+        store.drop_if(torch.tensor(True))
+    assert sorted(filled) == [3, 15]
+    assert all(not store.summed_gradient(parameters[name]).any() for name in names[:6])
+
+
+class _Filled(TorchDispatchMode):
+    """Notes how many elements are filled."""
+
+    def __init__(self, found: list[int]) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ == "masked_fill_":
+            self._found.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
 
 
 def test_two_at_once():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from ghostclip.data import DPDataLoader, Poisson, PrivateSampler
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.data.sampler import share_sampler
 from ghostclip.distributed import (
+    Share,
     SharedNoise,
     broadcast_parameters,
     noisy_shard,
     noisy_sum_,
+    noisy_sums_,
     require_agreement,
     share_noise,
 )
@@ -56,6 +59,7 @@ def run(rank: int, ranks: int, folder: str) -> None:
         found: dict[str, Any] = {
             "batches": _batches(),
             "noise": {level: _releases(level, rank) for level in LEVELS},
+            "shares": {level: _shares(level) for level in LEVELS},
             "refused": _refused(rank),
             "reseeded": _reseeded(rank),
             "trained": {setting: train(rank, *setting) for setting in SETTINGS},
@@ -169,6 +173,27 @@ def _releases(level: str, rank: int) -> dict[str, Any]:
     return {"state": state, "whole": whole, "shards": shards, "position": source.state_dict()["position"]}
 
 
+def many(level: str) -> list[torch.Tensor]:
+    """Sums of zeros, of a large parameter and small ones."""
+    sizes = (300_001, *(20_000 + size for size in range(20)), 7)
+    return [torch.zeros(size, dtype=torch.int64 if level == "exact" else torch.float32) for size in sizes]
+
+
+def _shares(level: str) -> dict[str, Any]:
+    """Release sums of zeros, and count what this rank draws; once more where something covers the source's method."""
+    source = make_noise_source(level=level)
+    share_noise(source)
+    state, drawn, plain = source.state_dict(), [0], source._add
+    source._add = lambda part_N, *rest: [drawn.append(part_N.numel()), plain(part_N, *rest)]
+    sums, again = many(level), many(level)
+    noisy_sums_(sums, STD, source)
+    count, add = sum(drawn), source.add_
+    drawn.clear()
+    source.add_ = partial(add)
+    noisy_sums_(again, STD, source)
+    return {"state": state, "sums": sums, "drawn": count, "again": again, "drawn again": sum(drawn)}
+
+
 def _refused(rank: int) -> list[str]:
     """Disagree on purpose."""
     return [
@@ -176,6 +201,7 @@ def _refused(rank: int) -> list[str]:
         _message(lambda: share_noise(make_noise_source(level=LEVELS[rank]))),
         _message(lambda: require_agreement("step", rank)),
         _message(lambda: _noise_of_other_states(rank)),
+        _message(lambda: _noise_that_one_rank_covers(rank)),
     ]
 
 
@@ -189,6 +215,16 @@ def _noise_of_other_states(rank: int) -> None:
     assert total.tolist() == [2.0] * 3
     shared.load_state_dict({**shared.state_dict(), "position": 7 + rank})
     shared.add_(total, 1.0)
+
+
+def _noise_that_one_rank_covers(rank: int) -> None:
+    """Let one rank think that rank 0 draws all noise, and the other that each draws its share."""
+    source = make_noise_source()
+    shared = SharedNoise(source)
+    if rank == 1:
+        add = source.add_
+        source.add_ = partial(add)
+    shared.require_one_draw(Share(3))
 
 
 def _message(attempt: Callable[[], None]) -> str:

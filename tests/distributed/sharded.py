@@ -91,7 +91,7 @@ def whole(net: nn.Module, **options: Any) -> None:
 
 def blocks(net: nn.Module, **options: Any) -> None:
     """Each block by itself, and the model."""
-    kinds = ("_Block", "GPT2Block", "LlamaDecoderLayer", "MixtralDecoderLayer", "ViTLayer")
+    kinds = ("_Block", "_GPTBlock", "GPT2Block", "LlamaDecoderLayer", "MixtralDecoderLayer", "ViTLayer")
     for module in net.modules():
         if type(module).__name__ in kinds:
             fully_shard(module, **options)
@@ -126,8 +126,8 @@ class Training(NamedTuple):
 
     Attributes:
         build: Makes the model.
-        shard: Divides it.
-        inputs: "features", "ids" or "pixels".
+        shard: Divides it, or returns another one that is.
+        inputs: "features", "ids", "even ids" (an even number of them) or "pixels".
         mode: Its grad_sample_mode.
         options: Of ``fully_shard``.
         physical: Largest physical batch.
@@ -139,7 +139,7 @@ class Training(NamedTuple):
     """
 
     build: Callable[[], nn.Module]
-    shard: Callable[..., None] = blocks
+    shard: Callable[..., nn.Module | None] = blocks
     inputs: str = "features"
     mode: str = "auto"
     options: Mapping[str, Any] = MappingProxyType({})
@@ -213,8 +213,8 @@ ON_FOUR: dict[str, Training] = {
 def samples(inputs: str) -> tuple[Tensor, Tensor]:
     """The records, and what they are of."""
     generator = torch.Generator().manual_seed(1)
-    if inputs == "ids":
-        ids = torch.randint(3, 19, (RECORDS, 11), generator=generator)
+    if inputs.endswith("ids"):
+        ids = torch.randint(3, 19, (RECORDS, 12 if inputs == "even ids" else 11), generator=generator)
         return ids, ids
     shape = (RECORDS, 3, 8, 8) if inputs == "pixels" else (RECORDS, 4)
     return torch.randn(shape, generator=generator), torch.arange(RECORDS) % 3
@@ -222,7 +222,7 @@ def samples(inputs: str) -> tuple[Tensor, Tensor]:
 
 def losses_of(net: nn.Module, inputs: str, x: Tensor, y: Tensor) -> Tensor:
     """Each sample's own loss."""
-    if inputs == "ids":
+    if inputs.endswith("ids"):
         out = net(x)
         logits = getattr(out, "logits", out)
         return nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), y[:, 1:], reduction="none").mean(1)
@@ -257,7 +257,7 @@ def train(training: Training, *, divided: bool, states: dict[str, Any] | None = 
         if training.copies > 1:
             shape = (training.copies, distributed.get_world_size() // training.copies)
             options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "parts"))
-        training.shard(net, **options)
+        net = training.shard(net, **options) or net
     x, y = samples(training.inputs)
     engine = PrivacyEngine()
     private = engine.make_private(
@@ -291,6 +291,7 @@ def train(training: Training, *, divided: bool, states: dict[str, Any] | None = 
         "parameters": [whole_of(p).detach().clone() for p in net.parameters()],
         "epsilon": engine.get_epsilon(1e-5) if training.sigma else 0.0,
         "wide": seen["wide"],
+        "in parts": any(hasattr(p, "full_tensor") for p in net.parameters()),
     }
 
 

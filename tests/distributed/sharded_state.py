@@ -16,15 +16,24 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import PrivacyEngine
 from tests import process_group as meeting
-from tests.distributed.sharded import TRAININGS, built, losses_of, nested, samples, whole_of
+from tests.distributed import tensor
+from tests.distributed.sharded import TRAININGS, Training, built, losses_of, samples, whole_of
 from tests.process_group import process_group
 
 DELTA, DIES_IN = 1e-5, 3
 
 
-def _begin(**options: Any) -> tuple[Any, Any, Any, Any, Any]:
-    net = built(TRAININGS["nested"])
-    nested(net)
+DIVIDED: dict[str, Training] = {
+    "nested": TRAININGS["nested"],
+    "tensor": Training(tensor.mlp, tensor.of_mlp),
+    "two axes": Training(tensor.mlp, tensor.on_two_axes(tensor.of_mlp, 2, 2)),
+}
+
+
+def _begin(how: str = "nested", *, divided: bool = True, **options: Any) -> tuple[Any, Any, Any, Any, Any]:
+    net = built(DIVIDED[how])
+    if divided:
+        DIVIDED[how].shard(net)
     x, y = samples("features")
     engine = PrivacyEngine(**options)
     model, optimizer, loader = engine.make_private(
@@ -54,18 +63,19 @@ def _seen(engine: Any, net: Any, optimizer: Any) -> dict[str, Any]:
     }
 
 
-def save(rank: int, ranks: int, folder: str) -> None:
+def save(rank: int, ranks: int, folder: str, how: str = "nested") -> None:
     """Train for an epoch and save.
 
     Args:
         rank: Number of this process.
         ranks: How many there are.
         folder: Where they meet, and where results go.
+        how: How the model is divided.
     """
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     with process_group(rank, ranks, folder, meshes=True):
-        engine, net, model, optimizer, loader = _begin()
+        engine, net, model, optimizer, loader = _begin(how)
         for batch in loader:
             _step(model, optimizer, batch)
         of_model, of_optimizer = get_state_dict(net, optimizer)
@@ -75,18 +85,19 @@ def save(rank: int, ranks: int, folder: str) -> None:
     os._exit(0)
 
 
-def load(rank: int, ranks: int, folder: str) -> None:
+def load(rank: int, ranks: int, folder: str, how: str = "nested") -> None:
     """Continue what other ranks have saved, for one step.
 
     Args:
         rank: Number of this process.
         ranks: How many there are.
         folder: Where they meet, and where results go.
+        how: How the model is divided.
     """
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     with process_group(rank, ranks, folder, meshes=True):
-        engine, net, model, optimizer, loader = _begin()
+        engine, net, model, optimizer, loader = _begin(how)
         of_model, of_optimizer = get_state_dict(net, optimizer)
         state = {"model": of_model, "optimizer": of_optimizer}
         checkpoint.load(state, checkpoint_id=f"{folder}/saved")
@@ -99,13 +110,60 @@ def load(rank: int, ranks: int, folder: str) -> None:
     os._exit(0)
 
 
-def lose(rank: int, ranks: int, folder: str) -> None:
-    """Train until rank 1 dies within a step, after its forward.
+def keep(rank: int, ranks: int, folder: str) -> None:
+    """Train for an epoch, save one file, and go on for a step; then go on from the file again.
 
     Args:
         rank: Number of this process.
         ranks: How many there are.
         folder: Where they meet, and where results go.
+    """
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    with process_group(rank, ranks, folder, meshes=True):
+        engine, net, model, optimizer, loader = _begin()
+        for batch in loader:
+            _step(model, optimizer, batch)
+        engine.save_checkpoint(path=f"{folder}/file.pt", module=model, optimizer=optimizer)
+        _step(model, optimizer, next(iter(loader)))
+        torch.save(_seen(engine, net, optimizer), Path(folder) / f"kept{rank}.pt")
+        torch.save(go_on(folder), Path(folder) / f"resumed{rank}.pt")
+        distributed.barrier()
+    os._exit(0)
+
+
+def go_on(folder: str, *, divided: bool = True) -> dict[str, Any]:
+    """Continue the training of a file for a step.
+
+    Args:
+        folder: Where it lies.
+        divided: Whether this is one of several ranks.
+
+    Returns:
+        What is there afterwards.
+    """
+    engine, net, model, optimizer, loader = _begin(divided=divided)
+    engine.load_checkpoint(path=f"{folder}/file.pt", module=model, optimizer=optimizer)
+    _step(model, optimizer, next(iter(loader)))
+    return _seen(engine, net, optimizer)
+
+
+ENDS = ("dies", "raises")
+"""How rank 1 is lost: within a step after its forward, or by an error inside its backward, which ends the process."""
+
+
+def _raise(_: Any) -> None:
+    raise RuntimeError("an error of its own")
+
+
+def lose(rank: int, ranks: int, folder: str, how: str) -> None:
+    """Train until rank 1 is lost.
+
+    Args:
+        rank: Number of this process.
+        ranks: How many there are.
+        folder: Where they meet, and where results go.
+        how: One of `ENDS`.
     """
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -118,7 +176,9 @@ def lose(rank: int, ranks: int, folder: str) -> None:
                 optimizer.zero_grad()
                 loss = losses_of(model, "features", *batch).sum()
                 if number == DIES_IN - 1 and rank == 1:
-                    os._exit(0)
+                    if how == "dies":
+                        os._exit(0)
+                    loss.register_hook(_raise)
                 loss.backward()
                 optimizer.step()
             except RuntimeError as raised:

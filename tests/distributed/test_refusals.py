@@ -159,13 +159,18 @@ def _fake_store():
 def _sharded(how, net):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+    from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
     if how == "wrapper":
         return FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True)
     mesh = init_device_mesh("cpu", (1,))
-    if how == "tensor":
-        return parallelize_module(net, mesh, {"0": ColwiseParallel()})
+    if how == "two axes":
+        both = init_device_mesh("cpu", (1, 1), mesh_dim_names=("rows", "columns"))
+        net[0].weight = nn.Parameter(distribute_tensor(net[0].weight.detach(), both, [Shard(0), Shard(1)]))
+        return net
+    if how == "parts of a sum":
+        net[0].weight = nn.Parameter(DTensor.from_local(net[0].weight.detach(), mesh, [Partial()]))
+        return net
     if how == "meta":
         net = net.to("meta")
     fully_shard(net[0], mesh=mesh)
@@ -185,11 +190,22 @@ def _private(net, *, optimizer=None, **options):
     )
 
 
+def _evaluated(net):
+    with torch.no_grad():
+        net(torch.randn(3, 4, dtype=torch.float64))
+    # What a root has gathered it keeps for a backward.
+    assert not hasattr(net[3].weight, "placements")
+
+
 def _attempt(how):
     net = model()
     if how == "after the optimizer":
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         _private(_sharded(how, net), optimizer=optimizer)
+    elif how == "an optimizer of gathered parameters":
+        net = _sharded(how, net)
+        _evaluated(net)
+        _private(net)
     elif how == "bare clipper":
         GhostClipper(_sharded(how, net), max_grad_norm=1.0)
     elif how == "after the clipper":
@@ -202,9 +218,6 @@ def _attempt(how):
     elif how == "slices of a loss":
         clipper = GhostClipper(net, max_grad_norm=1.0, sharded=ShardedModel(_sharded(how, net)))
         clipper.backward_in_chunks(net(torch.randn(3, 4, dtype=torch.float64)), lambda hidden, at: hidden, positions=1)
-    elif how == "one file":
-        engine = PrivacyEngine()
-        engine.save_checkpoint(path="unwritten", module=_sharded(how, net))
     elif how == "sizes of its own":
         _, optimizer, loader = _private(_sharded(how, net))
         BatchMemoryManager(data_loader=loader, max_physical_batch_size="auto", optimizer=optimizer)
@@ -214,15 +227,16 @@ def _attempt(how):
 
 SHARDED = {
     "wrapper": r"^module \(FullyShardedDataParallel\): .* Use torch.distributed.fsdp.fully_shard",
-    "tensor": r"^parameter '0.weight' \(DTensor\) is sharded .* Divide the model with fully_shard",
+    "two axes": r"^parameter '0.weight' lies on another mesh .* Use one axis of one mesh for tensor parallelism",
+    "parts of a sum": r"^parameter '0.weight' is placed as P.* along mesh axis '0': supported are Shard, Replicate",
     "meta": r"^parameter '0.weight' is on the meta device",
     "after the optimizer": r"Build the optimizer from module.parameters\(\)",
+    "an optimizer of gathered parameters": r"module.parameters\(\), after module.reshard\(\) where a forward",
     "bare clipper": r"GhostClipper\(model, sharded=",
     "after the clipper": r"^parameter '0.weight' is held in parts .* Divide the model first",
     "whole numbers": r"noise_level='exact' with parameters that ranks hold in parts",
     "a budget below 1": r"memory_budget=0.5 with a model that is sharded",
     "slices of a loss": r"backward_in_chunks with a model that ranks hold in parts",
-    "one file": r"save_checkpoint\(\) writes one file",
     "sizes of its own": r"max_physical_batch_size='auto' with a model that several ranks hold",
 }
 
@@ -232,6 +246,20 @@ SHARDED = {
 def test_sharded_models_are_refused_by_name(group_of_one, how):
     with pytest.raises(GhostClipError, match=SHARDED[how]):
         _attempt(how)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_may_have_been_evaluated_before_it_is_made_private(group_of_one):
+    net = _sharded("evaluated", model())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    _evaluated(net)
+    private, optimizer, loader = _private(net, optimizer=optimizer)
+    trained = [p for p in net.parameters() if p.requires_grad]
+    before = [p.to_local().clone() for p in trained]
+    _, x, y = next(iter(loader))
+    nn.functional.cross_entropy(private(x), y).backward()
+    optimizer.step()
+    assert all(not torch.equal(p.to_local(), old) for p, old in zip(trained, before, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -60,5 +60,6 @@ def _compare(found, name, training):
     for rank in found:
         assert rank[name]["epsilon"] == alone["epsilon"]
         assert rank[name]["wide"]
+        assert rank[name]["in parts"]
         for one, own in zip(alone["parameters"], rank[name]["parameters"], strict=True):
             torch.testing.assert_close(own, one, rtol=training.rtol, atol=training.rtol)

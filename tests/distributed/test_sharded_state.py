@@ -7,20 +7,38 @@ import torch
 from torch import multiprocessing
 
 from ghostclip.privacy.ledger_file import LedgerFile
-from tests.distributed.sharded_state import DIES_IN, load, lose, save
+from tests.distributed.sharded_state import DIES_IN, ENDS, go_on, keep, load, lose, save
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 
 
 def _found(folder, what, ranks):
     return [torch.load(folder / f"{what}{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
-def test_four_ranks_save_and_two_go_on(tmp_path):
-    multiprocessing.spawn(save, args=(4, str(tmp_path)), nprocs=4)
+@pytest.mark.filterwarnings("ignore")
+def test_one_file_of_two_ranks_is_continued_by_two_and_by_one(tmp_path):
+    multiprocessing.spawn(keep, args=(2, str(tmp_path)), nprocs=2)
+    kept, resumed = _found(tmp_path, "kept", 2), _found(tmp_path, "resumed", 2)
+    alone = go_on(str(tmp_path), divided=False)
+    for rank in (*resumed, alone):
+        assert rank["epsilon"] == kept[0]["epsilon"]
+        assert rank["noise"] == kept[0]["noise"]
+        for what in ("parameters", "moments"):
+            for one, own in zip(kept[0][what], rank[what], strict=True):
+                torch.testing.assert_close(own, one, rtol=1e-12 if rank is alone else 0, atol=1e-12 * (rank is alone))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((4, "nested"), (2, "nested")), ((2, "tensor"), (4, "two axes")), ((4, "two axes"), (2, "tensor"))],
+)
+def test_some_ranks_save_and_others_go_on(tmp_path, before, after):
+    multiprocessing.spawn(save, args=(before[0], str(tmp_path), before[1]), nprocs=before[0])
     (tmp_path / "meeting").unlink(missing_ok=True)
-    multiprocessing.spawn(load, args=(2, str(tmp_path)), nprocs=2)
-    saved, loaded = _found(tmp_path, "saved", 4), _found(tmp_path, "loaded", 2)
+    multiprocessing.spawn(load, args=(after[0], str(tmp_path), after[1]), nprocs=after[0])
+    saved, loaded = _found(tmp_path, "saved", before[0]), _found(tmp_path, "loaded", after[0])
     for rank in loaded:
         assert rank["epsilon"] == saved[0]["epsilon"]
         assert rank["later"] > rank["epsilon"]
@@ -30,9 +48,13 @@ def test_four_ranks_save_and_two_go_on(tmp_path):
                 assert torch.equal(one, own)
 
 
-def test_a_rank_that_dies_leaves_the_others_with_an_error_and_the_ledger_whole(tmp_path):
-    multiprocessing.spawn(lose, args=(2, str(tmp_path)), nprocs=2)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ENDS)
+def test_a_rank_that_is_lost_leaves_the_others_with_an_error_and_the_ledger_whole(tmp_path, how):
+    multiprocessing.spawn(lose, args=(2, str(tmp_path), how), nprocs=2)
     found = torch.load(tmp_path / "lost0.pt", weights_only=True)
+    if how == "raises":
+        assert "an error of its own" in torch.load(tmp_path / "lost1.pt", weights_only=True)["error"]
     assert found["error"]
     assert found["applied"] == DIES_IN - 1
     assert len(LedgerFile(tmp_path / "ledger").entries) >= found["applied"]

@@ -10,7 +10,7 @@ from ghostclip.data import Poisson, PrivateSampler
 from ghostclip.distributed import noisy_shard, noisy_sum_, require_agreement, share_noise, world_size
 from ghostclip.errors import FixedSeedWarning, InvalidOptionError
 from ghostclip.noise import make_noise_source
-from tests.distributed.ranks import LEVELS, RECORDS, SETTINGS, SHAPES, STD, model, partial_sums, run, train
+from tests.distributed.ranks import LEVELS, RECORDS, SETTINGS, SHAPES, STD, many, model, partial_sums, run, train
 
 pytestmark = pytest.mark.distributed
 RANKS = 2
@@ -71,6 +71,22 @@ def test_a_release_is_that_of_one_process(found, level):
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_each_rank_draws_its_share_of_the_noise_of_one_process(found, level):
+    one, two = (rank["shares"][level] for rank in found)
+    source, sums, again = alone(one["state"]), many(level), many(level)
+    source.add_all_(sums, STD)
+    for tensor in again:
+        source.add_(tensor, STD)
+    for rank in (one, two):
+        assert all(map(torch.equal, rank["sums"], sums))
+        assert all(map(torch.equal, rank["again"], again))
+    elements = sum(tensor.numel() for tensor in sums)
+    assert one["drawn"] + two["drawn"] == elements
+    assert max(one["drawn"], two["drawn"]) < 0.6 * elements
+    assert (one["drawn again"], two["drawn again"]) == (elements, 0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_shards_of_a_release_are_that_of_one_process(found, level):
     results = [rank["noise"][level] for rank in found]
     source = alone(results[0]["state"])
@@ -88,11 +104,12 @@ def test_shards_of_a_release_are_that_of_one_process(found, level):
 
 def test_ranks_that_differ_are_refused_on_every_rank(found):
     for rank in found:
-        sampling, level, step, noise = rank["refused"]
+        sampling, level, step, noise, covered = rank["refused"]
         assert sampling.startswith("sampling of rank 1 is {'kind': 'poisson', 'num_samples': 11")
         assert level.startswith("level of noise of rank 1 is 'secure', of rank 0 'fast'")
         assert "same checkpoint" in step
         assert "at call 8', of rank 0 'fast" in noise
+        assert "the noise of rank 1 is not that of rank 0" in covered
 
 
 def test_without_other_ranks_nothing_is_exchanged():

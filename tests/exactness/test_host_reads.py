@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ghostclip import GhostClipper
+from ghostclip import DeclaredSampling, GhostClipper, PrivacyEngine
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.errors import InvalidOptionError, TamperedGradientError
 from ghostclip.kernels import reads
@@ -249,3 +249,49 @@ def test_a_second_backward_that_differs_releases_nothing(strategy):
     assert all(not p.grad.any() for p in model.parameters())
     with pytest.raises(TamperedGradientError, match="second backward"):
         backward()
+
+
+def _private(data: torch.utils.data.TensorDataset, *, declared: bool, **options: str) -> tuple:
+    torch.manual_seed(0)
+    model = MODELS["mlp"][0]()
+    loader = torch.utils.data.DataLoader(data, batch_size=8)
+    own = DeclaredSampling(sample_rate=0.02, expected_batch_size=8, num_units=400, data_loader=loader)
+    return PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        data_loader=own if declared else loader,
+        noise_multiplier=1.0,
+        max_grad_norm=0.1,
+        device_only=True,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("mode", ["auto", "hooks"])
+@pytest.mark.parametrize("declared", [False, True])
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_of_an_engine_of_the_device_alone_asks_for_its_records_only(mode, declared, monkeypatch):
+    """What `make_private` returns, once proved: nothing is read but whether a draw's records are those released."""
+    monkeypatch.setattr(logging.getLogger("ghostclip"), "disabled", True)
+    data = torch.utils.data.TensorDataset(torch.randn(400, 5))
+    model, optimizer, loader = _private(data, declared=declared, grad_sample_mode=mode)
+    for number, (x,) in zip(range(PROVED + 2), loader, strict=False):
+        with host_reads(refused=number >= PROVED):
+            optimizer.zero_grad()
+            _losses(model, x).mean().backward()
+        with host_reads() as found:
+            optimizer.step()
+        assert len(found) == (0 if declared else 1), str(found)
+        assert declared or "optim/records.py" in found.places[0]
+    assert number == PROVED + 1
+
+
+def test_an_engine_refuses_what_must_read_and_leaves_nothing_attached():
+    model = nn.Linear(2, 2)
+    data = torch.utils.data.TensorDataset(torch.randn(8, 2))
+    options = {"module": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.01), "noise_multiplier": 1.0}
+    options |= {"data_loader": torch.utils.data.DataLoader(data, batch_size=4), "max_grad_norm": 1.0}
+    for refused in ({"grad_sample_mode": "ghost"}, {"clipping": "adaptive"}, {"memory_budget": 0.5}):
+        with pytest.raises(InvalidOptionError, match="device_only"):
+            PrivacyEngine().make_private(**options, **refused, device_only=True)
+    GhostClipper(model, max_grad_norm=1.0).remove()

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.integration
 
 from ghostclip.finetune import options as finetune_options  # noqa: E402
 from ghostclip.finetune.losses import losses_for  # noqa: E402
-from ghostclip.integrations import vocabulary_head  # noqa: E402
-from ghostclip.integrations.vocabulary_head import (  # noqa: E402
+from ghostclip.language import vocabulary_head  # noqa: E402
+from ghostclip.language.vocabulary_head import (  # noqa: E402
     CHOICES,
     reason_against,
     use_fused,

@@ -29,8 +29,8 @@ def fast(request: pytest.FixtureRequest, poisoned_memory: None) -> Callable[...,
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed: kernels are not tested, their twins are")
 
-    def call(name: str, *arguments: Any, programs: int | None = None, **options: bool) -> Any:
-        return _moved(worker.call_here(name, *_moved(arguments, "cuda"), programs=programs, **options), "cpu")
+    def call(name: str, *arguments: Any, **options: Any) -> Any:
+        return _moved(worker.call_here(name, *_moved(arguments, "cuda"), **options), "cpu")
 
     return call
 

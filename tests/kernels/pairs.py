@@ -1,6 +1,7 @@
-"""A kernel that turns given words into normal values: key streams do not hit the tails on demand.
+"""What tests of kernels call beside them, in the process where they run.
 
-And how often the kernel of noise is started.
+A kernel that turns given words into normal values, as key streams do not hit the tails on demand; how often the kernel
+of noise is started; what kernels of norms leave before it is worked out; a private step with kernels on.
 """
 
 from unittest import mock
@@ -9,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ghostclip import GhostClipper, kernels
+from ghostclip.kernels import gram, outer
 from ghostclip.kernels._compiled import noise
 
 
@@ -36,3 +39,53 @@ def noise_launches(count: int) -> int:
     # Each block of noise is in one grid.
     assert sum(grid[0] for (grid,), _ in kernel.__getitem__.call_args_list) == -(-count // (1 << 15))
     return kernel.__getitem__.return_value.call_count
+
+
+def columns(form: str, a_NTI: torch.Tensor, g_NTO: torch.Tensor) -> torch.Tensor:
+    """What a kernel of norms adds up, over its programs."""
+    found = (gram._reduced if form == "symmetric_gram" else outer._reduced_square)(a_NTI, g_NTO)
+    return found.part_NPK.sum(1)
+
+
+def several_sums(
+    a_NTI: torch.Tensor,
+    g_NTO: torch.Tensor,
+    coef_B: torch.Tensor,
+    out_SOI: torch.Tensor,
+    *,
+    side_by_side: bool,
+    fresh: bool,
+) -> torch.Tensor:
+    """Several matrices that one launch adds to."""
+    with kernels.using("on"):
+        assert outer.sums_by_kernel(a_NTI, g_NTO, coef_B, out_SOI, side_by_side=side_by_side, fresh=fresh)
+    return out_SOI
+
+
+def clipped_sums(strategy: str, dtype: torch.dtype, mode: str) -> tuple[torch.Tensor, ...]:
+    """Inputs, weights and clipped sums of small layers of all kinds that kernels know."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(7, 24),
+        torch.nn.LayerNorm(24),
+        torch.nn.Linear(24, 40),
+        torch.nn.Linear(40, 24),
+        torch.nn.Unflatten(1, (20, 1)),
+        torch.nn.Flatten(2),
+        torch.nn.Conv1d(20, 20, 3, groups=2),
+    ).to(dtype)
+    ids_BT = torch.randint(7, (4, 20))
+    clipper = GhostClipper(model, max_grad_norm=0.3, strategy=strategy)
+    with kernels.using(mode):
+        clipper.backward(model(ids_BT).float().square().sum((1, 2)))
+    sums = [parameter.grad.detach().clone() for parameter in model.parameters()]
+    return ids_BT, *(parameter.detach() for parameter in model.parameters()), *sums
+
+
+FUNCTIONS = {
+    "normal_pair": normal_pair,
+    "noise_launches": noise_launches,
+    "columns": columns,
+    "several sums": several_sums,
+    "clipped_sums": clipped_sums,
+}

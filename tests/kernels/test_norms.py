@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ghostclip.kernels.bounds import COLUMNS
+from tests.kernels.units import reference_columns
+
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # N, T, I, O: one tile or several, an odd and an even number of them, sizes that fill no tile.
 SIZES = [(1, 2, 5, 3), (2, 63, 60, 33), (1, 70, 17, 65), (3, 16, 4, 4), (1, 150, 9, 7), (1, 20, 70, 1)]
@@ -28,12 +31,12 @@ def _close(got, wanted, tolerance=TOLERANCE):
     torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance * float(wanted.abs().max()))
 
 
-def _covers(norm, exact):
-    """The value is right, and the bound makes up for its rounding without being a margin of its own."""
+def _covers(norm, exact, dtype=torch.float32):
+    """The value is right, and the bound makes up for its rounding, or that of matrix units, without being much more."""
     _close(norm.value_N, exact)
     assert (norm.value_N.double() + norm.error_N.double() >= exact).all()
     assert (norm.error_N >= 0).all()
-    assert (norm.error_N.double() <= 1e-5 * exact).all()
+    assert (norm.error_N.double() <= (1e-5 if dtype == torch.float32 else 1e-3) * exact).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -41,7 +44,7 @@ def _covers(norm, exact):
 @pytest.mark.parametrize("name", NORMS)
 def test_norm(fast, name, size, dtype):
     a, g = _factors(size, dtype)
-    _covers(fast(name, a, g, 1), _gradients(a, g).square().sum((1, 2)))
+    _covers(fast(name, a, g, 1), _gradients(a, g).square().sum((1, 2)), dtype)
 
 
 @pytest.mark.parametrize("programs", [2, 6])
@@ -54,15 +57,43 @@ def test_norm_by_few_programs(fast, name, programs):
 
 @pytest.mark.parametrize("name", NORMS)
 def test_sums_longer_than_a_chunk(fast, name):
-    a, g = _factors((1, 600, 5, 3) if name == "outer_square" else (1, 5, 1100, 600), torch.bfloat16)
+    a, g = _factors((1, 600, 5, 3) if name == "outer_square" else (1, 5, 1100, 600))
     _covers(fast(name, a, g, 1), _gradients(a, g).square().sum((1, 2)))
+    a, g = _factors((1, 4200, 5, 3) if name == "outer_square" else (1, 5, 4200, 60), torch.bfloat16)
+    _covers(fast(name, a, g, 1), _gradients(a, g).square().sum((1, 2)), torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", NORMS)
 def test_mixed_types_and_strides(fast, name):
     a, g = _factors((2, 33, 8, 20), torch.bfloat16)
     a, g = a.float().mT.contiguous().mT, g[:, :, ::2]
-    _covers(fast(name, a, g, 1), _gradients(a, g).square().sum((1, 2)))
+    _covers(fast(name, a, g, 1), _gradients(a, g).square().sum((1, 2)), torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", [*NORMS, "weighted_sum"])
+def test_rows_that_begin_at_odd_places_are_copied_a_few_samples_at_a_time(fast, name):
+    """As of a vocabulary of 50,257: what is copied stays within the workspace."""
+    a, g = _factors((3, 17, 20, 1025), torch.bfloat16)
+    exact = _gradients(a, g)
+    if name == "weighted_sum":
+        coef, out = torch.rand(3), torch.randn(1025, 20)
+        wanted = out.double() + torch.einsum("n,noi->oi", coef.double(), exact)
+        _close(fast(name, a, g, coef, out, workspace=20_000), wanted)
+    else:
+        _covers(fast(name, a, g, 1, workspace=20_000), exact.square().sum((1, 2)), torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", [*NORMS, "weighted_sum"])
+def test_large_tiles(fast, name):
+    """Of 128 rows, the last of which are filled with nothing."""
+    a, g = _factors((2, 200, 150, 130), torch.bfloat16)
+    exact = _gradients(a, g)
+    if name == "weighted_sum":
+        coef = torch.rand(2)
+        found = fast(name, a, g, coef, torch.full((130, 150), torch.nan), fresh=True, enough=1)
+        _close(found, torch.einsum("n,noi->oi", coef.double(), exact))
+    else:
+        _covers(fast(name, a, g, 1, enough=1), exact.square().sum((1, 2)), torch.bfloat16)
 
 
 @pytest.mark.parametrize("size", EMPTY, ids=str)
@@ -122,6 +153,21 @@ def test_weighted_sum_replaces_what_memory_held(fast, programs):
     _close(fast("weighted_sum", a, g, coef, out, programs=programs, fresh=True), expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("side_by_side", [False, True])
+@pytest.mark.parametrize("programs", [1, 40])
+def test_several_weighted_sums(fast, dtype, fresh, side_by_side, programs):
+    """Of layers of one shape, or of the slots of every sample, in one launch."""
+    a, g = _factors((6, 33, 20, 17), dtype)
+    coef, out = torch.rand(3), torch.randn(2, 17, 20)
+    exact = _gradients(a, g).unflatten(0, (3, 2) if side_by_side else (2, 3))
+    exact = exact if side_by_side else exact.transpose(0, 1)
+    wanted = torch.einsum("b,bsoi->soi", coef.double(), exact) + (0 if fresh else out.double())
+    found = fast("several sums", a, g, coef, out, fresh=fresh, side_by_side=side_by_side, programs=programs)
+    _close(found, wanted)
+
+
 @pytest.mark.parametrize("size", EMPTY, ids=str)
 def test_weighted_sum_of_nothing(fast, size):
     assert not fast(
@@ -175,21 +221,15 @@ def test_norm_affine(fast, centred, shape, dtype):
     wide = wide / (wide.square().mean(2, keepdim=True) + 1e-5).sqrt()
     for programs in (None, 1):
         got = fast("norm_affine", x, g, 1e-5, centred, programs=programs)
-        for gradient, norm, exact in (
-            (got.weight_BF, got.weight_norm, (wide * g.double()).sum(1)),
-            (got.bias_BF, got.bias_norm, g.double().sum(1)),
-        ):
-            _close(gradient, exact, 1e-5)
-            torch.testing.assert_close(norm.value_N, gradient.double().square().sum(1).float())
-            assert not norm.error_N.any()
+        _close(got.weight_BF, (wide * g.double()).sum(1), 1e-5)
+        _close(got.bias_BF, g.double().sum(1), 1e-5)
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 3), (2, 0, 3)], ids=str)
 def test_norm_affine_of_nothing(fast, shape):
     got = fast("norm_affine", torch.zeros(shape), torch.zeros(shape), 0.0, 1)
-    assert got.weight_BF.shape == (shape[0], 3)
-    assert not got.weight_BF.any()
-    assert got.bias_norm.value_N.tolist() == [0.0] * shape[0]
+    assert got.weight_BF.shape == got.bias_BF.shape == (shape[0], 3)
+    assert not torch.stack(got).any()
 
 
 def test_rms_norm_without_eps_at_the_padding(fast):
@@ -198,3 +238,32 @@ def test_rms_norm_without_eps_at_the_padding(fast):
     got = fast("norm_affine", x, g, 0.0, 0)
     exact = (x.double() / x.double().square().mean(2, keepdim=True).sqrt() * g.double()).sum(1)
     _close(got.weight_BF, exact)
+
+
+@pytest.mark.parametrize("size", [(2, 150, 30, 20), (1, 33, 70, 65)], ids=str)
+@pytest.mark.parametrize("programs", [None, 2])
+@pytest.mark.parametrize("name", NORMS)
+def test_what_a_kernel_adds_up_beside_the_norm(fast, name, size, programs):
+    """Everything that a bound is worked out from, in the launch that forms the norm."""
+    a, g = _factors(size)
+    wanted = reference_columns(a.double(), g.double(), lambda x, y: x @ y)
+    found = fast("columns", name, a, g, programs=programs)
+    names = [column for column in COLUMNS[: found.shape[1]] if not column.endswith("off")]
+    for column in names:
+        torch.testing.assert_close(found[:, COLUMNS.index(column)], wanted[column], rtol=2e-6, atol=0)
+    if name == "symmetric_gram":
+        # Products of 30 and 70 numbers are off by some 1e-7.
+        for side in ("inputs", "gradients"):
+            off, whole = (found[:, COLUMNS.index(f"{side} {part}")] for part in ("off", "whole"))
+            assert (off <= (5e-7) ** 2 * whole).all()
+            assert (off > 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("strategy", ["bookkeeping", "ghost", "fast"])
+def test_a_private_step_by_kernels(fast, strategy, dtype):
+    """Clipped sums of all kinds of layers with kernels on are those without, far within what the type resolves."""
+    by_kernels, by_twins = (fast("clipped_sums", strategy, dtype, mode) for mode in ("on", "off"))
+    for one, other in zip(by_kernels, by_twins, strict=True):
+        scale = float(other.abs().max())
+        torch.testing.assert_close(one, other, rtol=0, atol=(2e-6 if dtype == torch.float32 else 8e-3) * scale)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from ghostclip import GhostClipper
 from ghostclip.factors import Outer
 from ghostclip.kernels import gram, products
-from ghostclip.kernels.bounds import UNIT_LOSS, unit_steps
-from tests.kernels.units import AMPERE, HOPPER, product
+from ghostclip.kernels.bounds import COLUMNS, FORMED_COLUMNS, UNIT_LOSS, Reduced, finished_one, unit_steps
+from tests.kernels.units import AMPERE, HOPPER, product, reference_columns
 
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -67,6 +69,26 @@ def test_norms_are_not_underestimated(units, dtype, data, positions, form, kind)
     assert (found.value_B.double() + found.error_B.double() >= exact_B).all()
     if data is _random:
         assert (found.error_B <= 2e-4 * found.value_B).all()
+
+
+@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize("positions", [2, 64, 130])
+@pytest.mark.parametrize("kind", [HOPPER, AMPERE])
+@pytest.mark.parametrize("formed", [False, True])
+def test_norms_of_kernels_are_not_underestimated(data, positions, kind, formed):
+    """What a kernel leaves where matrix units form its products as they are known to."""
+    torch.manual_seed(0)
+    a, g = (x.to(torch.bfloat16) for x in data(3, positions, 272, 40))
+    columns = reference_columns(a, g, partial(product, kind=kind))
+    if formed:
+        columns["value"] = product(g.mT, a, kind).double().square().sum((1, 2))
+    part_NPK = torch.stack([columns[name] for name in COLUMNS], 1).unsqueeze(1)
+    kept = part_NPK[:, :, :FORMED_COLUMNS] if formed else part_NPK
+    found = finished_one(Reduced(kept, positions, (272, 40), by_units=True))
+    exact_B = _exact(a, g).square().sum((1, 2))
+    assert (found.value_N.double() + found.error_N.double() >= exact_B).all()
+    if data is _random:
+        assert (found.error_N <= 2e-4 * found.value_N).all()
 
 
 @pytest.mark.parametrize("data", DATA)
@@ -152,6 +174,29 @@ def test_rows_that_begin_elsewhere_are_copied_to_where_units_read_them(units, fe
     assert features < 8 or found.stride(1) % 8 == 0
     across = torch.randn(3, features, 8).bfloat16().mT
     assert products.aligned(across) is across
+
+
+def test_a_factor_that_is_kept_is_copied_once(units, monkeypatch):
+    """The gradients of a vocabulary of 50,257, say, for norm and sum together; the norm copies no more."""
+    copied = []
+    own = products.aligned
+
+    def noted(x_NTF):
+        found = own(x_NTF)
+        if found is not x_NTF:
+            copied.append(tuple(x_NTF.shape))
+        return found
+
+    monkeypatch.setattr(products, "aligned", noted)
+    torch.manual_seed(0)
+    a, g = (x.to(torch.bfloat16) for x in _random(2, 40, 48, 33))
+    outer = Outer(a, g, shape=(33, 48)).aligned()
+    assert outer.aligned() is outer
+    out = torch.zeros(33, 48)
+    outer.add_clipped_sum_(torch.ones(2), out)
+    assert_covered(outer.gram_sqnorm(), a, g)
+    assert copied == [(2, 40, 33)]
+    assert units.calls
 
 
 @pytest.mark.parametrize("strategy", ["bookkeeping", "ghost", "fast"])

@@ -5,15 +5,15 @@ Triton decides when it is first imported whether it interprets, and torch may ha
 
 from __future__ import annotations
 
-import importlib
 import io
 import os
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing import get_context
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -29,8 +29,8 @@ def interpreter() -> Iterator[Callable[..., Any]]:
     try:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
 
-            def call(name: str, *arguments: Any, programs: int | None = None, **options: bool) -> Any:
-                return _unpacked(pool.submit(_in_child, name, _packed(arguments), programs, options).result())
+            def call(name: str, *arguments: Any, **options: Any) -> Any:
+                return _unpacked(pool.submit(_in_child, name, _packed(arguments), options).result())
 
             call("symmetric_gram", torch.ones(0, 1, 1), torch.ones(0, 1, 1), 1)  # started while the variable is set
             del os.environ["TRITON_INTERPRET"]
@@ -39,31 +39,43 @@ def interpreter() -> Iterator[Callable[..., Any]]:
         os.environ.pop("TRITON_INTERPRET", None)
 
 
-def call_here(name: str, *arguments: Any, programs: int | None = None, **options: bool) -> Any:
-    """Call a kernel in this process, with at most `programs` programs working on all samples."""
-    if name in ("normal_pair", "noise_launches"):
-        from tests.kernels import pairs
+def call_here(
+    name: str,
+    *arguments: Any,
+    programs: int | None = None,
+    workspace: int | None = None,
+    enough: int | None = None,
+    **options: bool,
+) -> Any:
+    """Call a kernel, or a function of `tests.kernels.pairs`, in this process.
 
-        return getattr(pairs, name)(*arguments)
-    modules = [importlib.import_module(f"ghostclip.kernels._compiled.{module}") for module in MATRIX_MODULES]
-    usual = [module._PROGRAMS for module in modules]
-    fast = next(twins.fast for twins in kernels.TWINS if twins.name == name)
-    try:
-        for module, number in zip(modules, usual, strict=True):
-            module._PROGRAMS = programs or number
-        return fast(*arguments, **options)
-    finally:
-        for module, number in zip(modules, usual, strict=True):
-            module._PROGRAMS = number
+    At most `programs` programs work on all samples, copies are of `workspace` elements, and `enough` large tiles are
+    enough; as usual where nothing is given.
+    """
+    from tests.kernels import pairs
+
+    fast = {pair.name: pair.fast for pair in kernels.TWINS} | pairs.FUNCTIONS
+    room = "ghostclip.kernels._compiled"
+    limits = [(f"{room}.{module}._PROGRAMS", programs) for module in MATRIX_MODULES]
+    limits += [(f"{room}.outer._WANTED", programs), (f"{room}.tiles._ENOUGH", enough)]
+    with ExitStack() as stack:
+        for place, number in limits:
+            if number is not None:
+                stack.enter_context(mock.patch(place, number))
+        if workspace is not None:
+            stack.enter_context(mock.patch("ghostclip.kernels.workspace.elements", return_value=workspace))
+        return fast[name](*arguments, **options)
 
 
-def _in_child(name: str, packed: bytes, programs: int | None, options: dict[str, bool]) -> bytes:
+def _in_child(name: str, packed: bytes, options: dict[str, Any]) -> bytes:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "invalid value", RuntimeWarning)  # numpy, where a sample is not finite
+    # How the interpreter reads the bounds of a loop.
+    warnings.filterwarnings("ignore", "Conversion of an array with ndim", DeprecationWarning)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
-    return _packed(call_here(name, *_unpacked(packed), programs=programs, **options))
+    return _packed(call_here(name, *_unpacked(packed), **options))
 
 
 def _packed(values: Any) -> bytes:

@@ -8,8 +8,9 @@ from typing import TypeVar
 from ghostclip import _validate
 from ghostclip.assembly.clipping_options import CLIPPINGS
 from ghostclip.errors import InvalidOptionError
-from ghostclip.integrations.vocabulary_head import CHOICES
+from ghostclip.language.vocabulary_head import CHOICES
 from ghostclip.noise import LEVELS
+from ghostclip.planning.plan import MEMORY_BUDGET
 
 _MODES = ("auto", "bookkeeping", "hooks", "graph")
 _A = TypeVar("_A", bound="PrivacyArguments")
@@ -33,6 +34,8 @@ class PrivacyArguments:
         grad_sample_mode: "auto", "bookkeeping", "hooks" or "graph".
         vocabulary_head: "auto" computes the loss of causal language models without their logits where that fits,
             "fused" refuses models where it does not, "logits" never does.
+        memory_budget: The most that a backward may hold, over what an ordinary one holds: below 1 repeated blocks are
+            run again, and some get two backwards; see `PrivacyEngine.make_private`.
         noise_level: "fast", "secure" or "exact".
         ledger: A file that every release is written to before it is applied.
         reproducible_seed: What sampling and noise follow from, and so not private against who knows it; for tests.
@@ -45,6 +48,9 @@ class PrivacyArguments:
     physical_batch: str | None = field(default=None, metadata={"help": '"auto": as large as memory allows.'})
     grad_sample_mode: str = field(default="auto", metadata={"help": f"Strategy: {', '.join(_MODES)}."})
     vocabulary_head: str = field(default="auto", metadata={"help": f"Loss of a head: {', '.join(CHOICES)}."})
+    memory_budget: float = field(
+        default=MEMORY_BUDGET, metadata={"help": "Memory of a backward, over an ordinary one's."}
+    )
     noise_level: str = field(default="fast", metadata={"help": f"Source of noise: {', '.join(LEVELS)}."})
     ledger: str | None = field(default=None, metadata={"help": "File that every release is written to first."})
     reproducible_seed: int | None = field(default=None, metadata={"help": "For tests: not private."})
@@ -69,6 +75,7 @@ class PrivacyArguments:
         _validate.choice(self.grad_sample_mode, "grad_sample_mode", _MODES)
         _validate.choice(self.vocabulary_head, "vocabulary_head", CHOICES)
         _validate.choice(self.noise_level, "noise_level", LEVELS)
+        _validate.positive(self.memory_budget, "memory_budget", allow_infinity=True)
         if self.physical_batch not in (None, "auto"):
             raise InvalidOptionError(
                 f"physical_batch={self.physical_batch!r}: None or 'auto'; a number is per_device_train_batch_size."

@@ -2,43 +2,17 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ghostclip.errors import DataError
+from ghostclip.language.trials import own_randomness
 
 # Records that are tried as company of the first one, and states of the random generators.
 _TRIED, _SEEDS = 32, 3
-
-
-@contextmanager
-def own_randomness(seed: int | None = None) -> Iterator[None]:
-    """Leave the global random generators as they were; inside, let them begin at a seed.
-
-    Args:
-        seed: None to go on from where they are.
-
-    Yields:
-        Nothing.
-    """
-    before = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
-        if seed is not None:
-            random.seed(seed)
-            np.random.seed(seed)
-            torch.manual_seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(before[0])
-            np.random.set_state(before[1])
 
 
 def require_apart(dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
@@ -141,23 +115,3 @@ def _name(collate: Any) -> str:
     # Trainer puts a collator of its own around, which removes columns.
     inner = getattr(collate, "data_collator", collate)
     return getattr(inner, "__name__", type(inner).__name__)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, without gradients and without a trace in the random generators.
-
-    Args:
-        model: The model.
-
-    Yields:
-        Nothing.
-    """
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with own_randomness(), torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ghostclip.data.out_of_memory import count_rows, rows_of
 from ghostclip.errors import LossReductionError, SampleMixingError
-from ghostclip.integrations.training.record_losses import OWN
+from ghostclip.language.record_losses import OWN
 
 Loss = Callable[[dict[str, Any]], Tensor | None]
 

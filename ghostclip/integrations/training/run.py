@@ -21,7 +21,8 @@ from ghostclip.data.out_of_memory import count_rows
 from ghostclip.engine import PrivacyEngine
 from ghostclip.errors import DataError
 from ghostclip.integrations._host import HostTraining
-from ghostclip.integrations.training.collation import own_randomness, unlike_pair
+from ghostclip.integrations.training.collation import unlike_pair
+from ghostclip.language.trials import own_randomness
 from ghostclip.optim import DPOptimizer
 
 

@@ -1,4 +1,4 @@
-"""Per-sample gradients of the affine part of layer and RMS norm, with their squared norms, in one pass over them."""
+"""Per-sample gradients of the affine part of layer and RMS norm, in one pass over what they are formed of."""
 # Triton reads the annotations of kernels: only its own mean something to it.
 # ruff: noqa: ANN001, ANN202, PLR0913, PLR0917, N803
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
@@ -18,16 +18,14 @@ _TILE: Final = 4096
 def _norm_affine(
     x_ptr,
     g_ptr,
-    weight_ptr,
-    bias_ptr,
-    square_ptr,
+    out_ptr,
     positions,
     features,
     share,
     programs,
+    apart,
     eps,
     CENTRED: tl.constexpr,
-    WHOLE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
@@ -53,17 +51,12 @@ def _norm_affine(
         weight += tl.sum(g_TF * x_TF, 0)
         bias += tl.sum(g_TF, 0)
     place = (sample * programs + program) * features + f
-    tl.store(weight_ptr + place, weight, mask=f < features)
-    tl.store(bias_ptr + place, bias, mask=f < features)
-    if WHOLE:
-        one = tl.arange(0, 1)
-        zero = tl.zeros((1,), dtype=tl.float64)
-        tl.store(square_ptr + sample * 2 + one, zero + tl.sum((weight * weight).to(tl.float64), 0))
-        tl.store(square_ptr + sample * 2 + 1 + one, zero + tl.sum((bias * bias).to(tl.float64), 0))
+    tl.store(out_ptr + place, weight, mask=f < features)
+    tl.store(out_ptr + apart + place, bias, mask=f < features)
 
 
-def norm_affine(x_BTF: Tensor, g_BTF: Tensor, eps: float, centred: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return per-sample gradients of weight and bias and the squares of their norms.
+def norm_affine(x_BTF: Tensor, g_BTF: Tensor, eps: float, centred: int) -> Tensor:
+    """Return per-sample gradients of weight and bias.
 
     Args:
         x_BTF: What is normalised, float32, float16 or bfloat16.
@@ -72,38 +65,30 @@ def norm_affine(x_BTF: Tensor, g_BTF: Tensor, eps: float, centred: int) -> tuple
         centred: 1 for layer norm, 0 for RMS norm.
 
     Returns:
-        Gradients of weight and bias, float32, shape ``(B, F)``, and their squared norms, shape ``(B,)``.
+        Float32, shape ``(2, B, F)``.
     """
     samples, positions, features = x_BTF.shape
     if x_BTF.numel() == 0:
-        none = torch.zeros(samples, features, device=x_BTF.device)
-        return none, none.clone(), none.sum(1), none.sum(1)
+        return torch.zeros(2, samples, features, device=x_BTF.device)
     block_f = triton.next_power_of_2(features)
     block_t = max(1, min(triton.next_power_of_2(positions), _TILE // block_f))
     wanted = min(triton.cdiv(_PROGRAMS, samples), triton.cdiv(positions, 4 * block_t))
     share = triton.cdiv(positions, wanted)
     programs = triton.cdiv(positions, share)
-    weight_BPF, bias_BPF = torch.empty(2, samples, programs, features, device=x_BTF.device)
-    square_B2 = torch.empty(samples, 2, dtype=torch.float64, device=x_BTF.device)
-    _norm_affine[(samples, programs)](
+    both_KBPF = torch.empty(2, samples, programs, features, device=x_BTF.device)
+    _norm_affine[samples, programs](
         x_BTF.contiguous(),
         g_BTF.contiguous(),
-        weight_BPF,
-        bias_BPF,
-        square_B2,
+        both_KBPF,
         positions,
         features,
         share,
         programs,
+        samples * programs * features,
         eps,
         CENTRED=bool(centred),
-        WHOLE=programs == 1,
         BLOCK_T=block_t,
         BLOCK_F=block_f,
         num_warps=max(4, block_t * block_f // 1024),
     )
-    if programs == 1:
-        return weight_BPF[:, 0], bias_BPF[:, 0], square_B2[:, 0].float(), square_B2[:, 1].float()
-    weight_BF, bias_BF = weight_BPF.sum(1), bias_BPF.sum(1)
-    squares = (gradient.double().square().sum(1).float() for gradient in (weight_BF, bias_BF))
-    return weight_BF, bias_BF, *squares
+    return both_KBPF[:, :, 0] if programs == 1 else both_KBPF.sum(2)

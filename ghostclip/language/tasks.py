@@ -1,4 +1,4 @@
-"""The loss of each record, for the models of transformers whose own loss is a mean over the batch's tokens.
+"""What models of transformers predict, and the loss of each record from their logits.
 
 Shapes: B records, T positions, V classes.
 """
@@ -8,17 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ghostclip.errors import DataError, LossReductionError
-from ghostclip.integrations.vocabulary_head import without_logits
+from ghostclip.errors import LossReductionError
 from ghostclip.losses import token_losses
-
-OWN = "pass compute_loss_func=, a function of (outputs, labels, num_items_in_batch) that returns one loss a record"
 
 
 @dataclass(frozen=True)
@@ -29,11 +26,16 @@ class Task:
         losses: From (logits and the like, labels by name, config, label smoothing) to the losses, (B,).
         labels: Names of the inputs that only the loss needs.
         smooths: Whether label smoothing is defined for it.
+        predicts: Of a language model, whose head may do without logits, which token a position predicts: the "next" one
+            or the one in its "place".
+        decodes: Whether a decoder's inputs are made of the labels.
     """
 
     losses: Callable[[Any, Mapping[str, Tensor], Any, float], Tensor]
     labels: tuple[str, ...] = ("labels",)
     smooths: bool = True
+    predicts: Literal["", "next", "place"] = ""
+    decodes: bool = False
 
 
 def task_of(model: nn.Module) -> Task | None:
@@ -66,51 +68,6 @@ def without_adapters(model: nn.Module) -> nn.Module:
     return inner() if callable(inner) else model
 
 
-def is_causal(task: Task | None) -> bool:
-    """Return whether a task is to predict the next token, so that its head may do without logits."""
-    return task is _CAUSAL
-
-
-def losses_of(
-    model: nn.Module, inputs: Mapping[str, Any], task: Task, *, smoothing: float = 0.0, fused: bool = False
-) -> tuple[Tensor, Any]:
-    """Run a model and return the loss of each record.
-
-    Args:
-        model: The model.
-        inputs: A batch, labels included; not changed.
-        task: The model's.
-        smoothing: Label smoothing.
-        fused: Whether a causal model's losses are computed without logits, which the outputs then do not hold.
-
-    Returns:
-        Losses, (B,), and the outputs.
-
-    Raises:
-        DataError: If labels are missing.
-        LossReductionError: If label smoothing is asked for where it is not defined.
-    """
-    missing = [name for name in task.labels if inputs.get(name) is None]
-    if missing:
-        raise DataError(
-            f"the batch has no {missing[0]!r} (it has {', '.join(inputs)}): the loss of {type(model).__name__} needs "
-            f"it. Let the collator make it (remove_unused_columns=False keeps columns of other names), or {OWN}."
-        )
-    if smoothing and not task.smooths:
-        raise LossReductionError(f"label_smoothing_factor={smoothing}: not defined for {type(model).__name__}.")
-    labels = {name: inputs[name] for name in task.labels}
-    bare = without_adapters(model)
-    if fused and is_causal(task):
-        with without_logits(bare, label_smoothing=smoothing):
-            outputs = model(**inputs)
-        return outputs["loss"], outputs
-    given = {name: value for name, value in inputs.items() if name not in labels}
-    if task is _TRANSLATION and "decoder_input_ids" not in given and "decoder_inputs_embeds" not in given:
-        given["decoder_input_ids"] = decoder_inputs(bare, labels["labels"])
-    outputs = model(**given)
-    return task.losses(outputs, labels, bare.config, smoothing), outputs
-
-
 def decoder_inputs(model: nn.Module, labels_BT: Tensor) -> Tensor:
     """Return what a model makes its decoder's inputs of, given labels: those, moved by one.
 
@@ -138,6 +95,24 @@ def decoder_inputs(model: nn.Module, labels_BT: Tensor) -> Tensor:
     moved = labels_BT.new_full(labels_BT.shape, start)
     moved[:, 1:] = labels_BT[:, :-1]
     return moved.masked_fill(moved == -100, config.pad_token_id)
+
+
+def with_decoder_inputs(model: nn.Module, inputs: Mapping[str, Any], labels_BT: Tensor) -> dict[str, Any]:
+    """Return a model's inputs with those of its decoder, where it has one that is not given any.
+
+    Args:
+        model: A language model of transformers.
+        inputs: Its inputs, without labels.
+        labels_BT: The labels.
+
+    Returns:
+        The inputs that a forward without labels takes.
+    """
+    task = task_of(model)
+    given = "decoder_input_ids" in inputs or "decoder_inputs_embeds" in inputs
+    if task is None or not task.decodes or given:
+        return dict(inputs)
+    return {**inputs, "decoder_input_ids": decoder_inputs(model, labels_BT)}
 
 
 # Each task's losses
@@ -201,7 +176,8 @@ def _choices(outputs: Any, labels: Mapping[str, Tensor], config: Any, smoothing:
     )
 
 
-_CAUSAL, _IN_PLACE, _TRANSLATION = Task(_causal), Task(_in_place), Task(_in_place)
+_CAUSAL, _MASKED = Task(_causal, predicts="next"), Task(_in_place, predicts="place")
+_TRANSLATION, _TOKENS = Task(_in_place, predicts="place", decodes=True), Task(_in_place)
 _CLASSES, _CHOICES = Task(_classes), Task(_choices)
 _ANSWERS = Task(_answers, labels=("start_positions", "end_positions"))
 # The tables of transformers' auto classes, the more special first.
@@ -210,8 +186,8 @@ _TABLES: tuple[tuple[str, Task], ...] = (
     ("SPEECH_SEQ_2_SEQ", _TRANSLATION),
     ("CAUSAL_LM", _CAUSAL),
     ("IMAGE_TEXT_TO_TEXT", _CAUSAL),
-    ("MASKED_LM", _IN_PLACE),
-    ("TOKEN_CLASSIFICATION", _IN_PLACE),
+    ("MASKED_LM", _MASKED),
+    ("TOKEN_CLASSIFICATION", _TOKENS),
     ("SEQUENCE_CLASSIFICATION", _CLASSES),
     ("IMAGE_CLASSIFICATION", _CLASSES),
     ("VIDEO_CLASSIFICATION", _CLASSES),

@@ -1,4 +1,4 @@
-"""Causal language models of transformers whose loss is computed without logits.
+"""Language models of transformers whose loss is computed without logits: causal, masked, and sequence to sequence.
 
 Nothing of transformers is imported: a model fits if it names its head (``get_output_embeddings``) and a few tokens have
 the same loss either way.
@@ -8,7 +8,7 @@ Shapes: B records, T positions, I features of a hidden state, V entries of the v
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -18,7 +18,8 @@ from torch.nn import functional
 
 from ghostclip.capture.in_place import in_place_of
 from ghostclip.errors import LossReductionError, UnsupportedModelError
-from ghostclip.integrations.training.collation import evaluating
+from ghostclip.language.tasks import task_of, with_decoder_inputs
+from ghostclip.language.trials import evaluating
 from ghostclip.losses import head_losses, token_losses
 
 CHOICES: Final = ("auto", "fused", "logits")
@@ -32,12 +33,21 @@ _ALIKE, _ALIKE_16 = 1e-4, 3e-2
 
 
 class _Catcher:
-    """Stands for the head during one forward: takes the hidden states and returns scores of one entry."""
+    """Stands for the head during one forward: takes the hidden states and returns scores of no position.
+
+    Attributes:
+        losses: Of the records of the latest forward.
+
+    Args:
+        model: The model.
+        head: Its head.
+        options: Further ones of `head_losses`.
+    """
 
     def __init__(self, model: nn.Module, head: nn.Linear, options: dict[str, Any]) -> None:
         self.losses: Tensor | None = None
-        self._head, self._options = head, options
-        self._form = _form_of(model)
+        self._model, self._head, self._options = model, head, options
+        self._form, self._shifts = _form_of(model), _shifts(model)
         self._labels: Tensor | None = None
 
     def begin(self, labels_BT: Tensor) -> None:
@@ -55,14 +65,15 @@ class _Catcher:
             )
         # A soft prompt comes before the labels, and does not count.
         labels_BT = functional.pad(labels, (hidden.shape[1] - labels.shape[1], 0), value=_IGNORED)
-        weight, bias = self._head.weight, self._head.bias
-        self.losses = head_losses(hidden, weight, labels_BT, bias=bias, **self._form, **self._options)
-        return hidden.new_zeros(*hidden.shape[:-1], 1)
+        options = {**self._form, **self._options, "shift": self._shifts, "bias": _bias_of(self._model, self._head)}
+        self.losses = head_losses(hidden, self._head.weight, labels_BT, **options)
+        # Of no position: a model may add a bias of all words to its logits.
+        return hidden.new_zeros(len(hidden), 0, 1)
 
 
 @contextmanager
 def without_logits(model: nn.Module, *, label_smoothing: float = 0.0, reduction: str = "none") -> Iterator[None]:
-    """Let a causal language model compute its loss through a head without logits, where it is given labels.
+    """Let a language model compute its loss through a head without logits, where it is given labels by name.
 
     ``model(input_ids, labels=labels)`` then returns an output with ``loss`` and without logits: a loss of each record,
     the mean over its own counted tokens, or the mean of these. Without labels the model is what it was.
@@ -89,7 +100,7 @@ def without_logits(model: nn.Module, *, label_smoothing: float = 0.0, reduction:
     """
     head = _head_of(model)
     if isinstance(head, str):
-        raise UnsupportedModelError(_refusal(model, head))
+        raise UnsupportedModelError(refusal(model, head))
     forward, catcher = model.forward, _Catcher(model, head, {"label_smoothing": label_smoothing})
 
     def run(*args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
@@ -97,16 +108,39 @@ def without_logits(model: nn.Module, *, label_smoothing: float = 0.0, reduction:
             return forward(*args, **kwargs)
         catcher.begin(labels)
         with in_place_of(head, catcher):
-            outputs = forward(*args, **kwargs)
+            outputs = forward(*args, **with_decoder_inputs(model, kwargs, labels))
         if catcher.losses is None:
-            raise UnsupportedModelError(_refusal(model, "its forward does not call the head"))
-        outputs["logits"] = None
-        outputs["loss"] = catcher.losses.mean() if reduction == "mean" else catcher.losses
+            raise UnsupportedModelError(refusal(model, "its forward does not call the head"))
+        losses = catcher.losses.mean() if reduction == "mean" else catcher.losses
         catcher.losses = None
-        return outputs
+        return with_loss(outputs, losses, logits=False)
 
     with in_place_of(model, run):
         yield
+
+
+def with_loss(outputs: Any, losses: Tensor, *, logits: bool = True) -> Any:
+    """Put losses into a model's outputs.
+
+    Args:
+        outputs: The outputs, with names; changed.
+        losses: The losses.
+        logits: Whether the outputs keep their logits.
+
+    Returns:
+        The outputs.
+
+    Raises:
+        LossReductionError: They are a tuple, whose entries have no names.
+    """
+    if not isinstance(outputs, Mapping):
+        message = "return_dict=False: losses of the records are returned by name. Leave it out."
+        raise LossReductionError(message)
+    changed: Any = outputs
+    changed["loss"] = losses
+    if not logits:
+        changed["logits"] = None
+    return changed
 
 
 def use_fused(model: nn.Module, choice: str, *, allowed: bool = True) -> bool:
@@ -126,13 +160,13 @@ def use_fused(model: nn.Module, choice: str, *, allowed: bool = True) -> bool:
     if choice == "logits" or (choice == "auto" and not allowed):
         return False
     needed = "logits are needed (by a compute_loss of the trainer's own, or by grad_sample_mode='hooks' or 'graph')"
+    head = _head_of(model)
+    if choice == "auto" and not isinstance(head, str) and len(head.weight) < LARGE:
+        return False
     reason = reason_against(model) if allowed else needed
     if reason and choice == "fused":
-        raise UnsupportedModelError(_refusal(model, reason))
-    if reason or choice == "fused":
-        return not reason
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    return bool(head.weight.shape[0] >= LARGE)
+        raise UnsupportedModelError(refusal(model, reason))
+    return not reason
 
 
 def reason_against(model: nn.Module) -> str:
@@ -147,18 +181,61 @@ def reason_against(model: nn.Module) -> str:
     head = _head_of(model)
     if isinstance(head, str):
         return head
-    ids = torch.arange(10, device=head.weight.device).view(2, 5) % max(2, min(10, len(head.weight)))
+    ids = few_tokens(head.weight)
     try:
         with evaluating(model):
-            plain = token_losses(model(input_ids=ids).logits, ids)
+            inputs = with_decoder_inputs(model, {"input_ids": ids}, ids)
+            plain = token_losses(model(**inputs).logits, ids, shift=_shifts(model))
             with without_logits(model):
                 fused = model(input_ids=ids, labels=ids).loss
     except Exception as error:  # noqa: BLE001 - whatever it is, such a model is not run that way
         return f"a trial on a few tokens raised {type(error).__name__}"
-    tolerance = _ALIKE if head.weight.dtype.itemsize >= 4 else _ALIKE_16
-    if not torch.allclose(plain.double(), fused.double(), rtol=tolerance, atol=tolerance):
+    if not alike(plain, fused, head.weight.dtype):
         return "its logits are no linear map of the last hidden states, up to a factor and a soft cap in its config"
     return ""
+
+
+def few_tokens(weight: Tensor) -> Tensor:
+    """Return ids that a model is tried on, shape (2, 5).
+
+    Args:
+        weight: Of a head or an embedding, a row for each entry of the vocabulary.
+
+    Returns:
+        The ids.
+    """
+    return torch.arange(10, device=weight.device).view(2, 5) % max(2, min(10, len(weight)))
+
+
+def alike(losses: Tensor, others: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether losses differ by rounding alone.
+
+    Args:
+        losses: Some losses.
+        others: As many.
+        dtype: Of the model.
+
+    Returns:
+        Whether they do.
+    """
+    tolerance = _ALIKE if dtype.itemsize >= 4 else _ALIKE_16
+    return torch.allclose(losses.double(), others.double(), rtol=tolerance, atol=tolerance)
+
+
+def _shifts(model: nn.Module) -> bool:
+    """Return whether a position predicts the next token, as of every model whose task is not known."""
+    task = task_of(model)
+    return task is None or task.predicts != "place"
+
+
+def _bias_of(model: nn.Module, head: nn.Linear) -> Tensor | None:
+    """Return what is added to the logits: of BART and its kin a buffer as well."""
+    own: Tensor | None = head.bias
+    beside = getattr(model, "final_logits_bias", None)
+    if not isinstance(beside, Tensor):
+        return own
+    row = beside.reshape(-1).to(head.weight.dtype)
+    return row if own is None else row + own
 
 
 def _head_of(model: nn.Module) -> nn.Linear | str:
@@ -185,7 +262,16 @@ def _form_of(model: nn.Module) -> dict[str, Any]:
     return {"logit_scale": float(scale) / float(divisor), "logit_cap": None if cap is None else float(cap)}
 
 
-def _refusal(model: nn.Module, reason: str) -> str:
+def refusal(model: nn.Module, reason: str) -> str:
+    """Return what is said to whoever asked for a loss without logits in vain.
+
+    Args:
+        model: The model.
+        reason: Why.
+
+    Returns:
+        Two sentences.
+    """
     return (
         f"{type(model).__name__}: its loss cannot be computed without logits, since {reason}. Let it be computed from "
         "logits (vocabulary_head='logits', or 'auto', which decides by itself)."

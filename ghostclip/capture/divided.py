@@ -1,0 +1,395 @@
+"""Operations on parameters of which ranks hold parts (tensor parallelism): they run on this rank's parts.
+
+There a parameter is a DTensor, and so is what its operation computes with, which says how it lies on the mesh. The
+operation is captured as one of plain tensors, this rank's parts, and its result lies as the parts say:
+
+| parameter | data | result | gradient of the data |
+|---|---|---|---|
+| linear, divided by outputs | on every rank | divided by features | a part of the sum on every rank |
+| linear, divided by inputs | divided by features | a part of the sum on every rank | divided by features |
+| embedding, divided by rows of the table | on every rank | a part of the sum on every rank | |
+| embedding, divided by features | on every rank | divided by features | |
+| on every rank | on every rank | on every rank | on every rank |
+| on every rank | positions divided (sequence parallelism) | positions divided | positions divided |
+
+In the last row each rank has some positions of every sample, and so a part of each sample's gradient: which parameters
+those are is noted on the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from ghostclip import _torch, _tree
+from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.tracked import TrackedTensor, plain_leaves, tracked_leaves
+from ghostclip.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
+
+Run = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Captures an operation on plain and tracked tensors."""
+
+# What is computed position by position: data and result lie alike. For layer_norm and rms_norm see `_normalised_axes`.
+_BY_POSITION: Final = frozenset(
+    {"add", "__add__", "__radd__", "sub", "__sub__", "mul", "__mul__", "__rmul__", "div", "__truediv__"}
+)
+_NORMALISES: Final = frozenset({"layer_norm", "rms_norm"})
+# They make of a part the part of the same place.
+_KEEPS_PLACES: Final = frozenset({"", "to", "float", "double", "half", "bfloat16", "type", "type_as", "clone"})
+_LINEAR: Final = ("input", "weight", "bias")
+_EMBEDDING: Final = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+
+
+def settled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments of which none is still being written by a collective.
+
+    Args:
+        args: Positional arguments of an operation.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        The same, where all had arrived.
+    """
+    if not any(map(_torch.is_arriving, plain_leaves((args, kwargs)))):
+        return args, kwargs
+
+    def one(item: Any) -> Any:
+        return _torch.arrived(item) if _torch.is_arriving(item) else item
+
+    found: tuple[tuple[Any, ...], dict[str, Any]] = _tree.mapped(one, (args, kwargs))
+    return found
+
+
+def is_divided(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operation computes with tensors that say how they lie on a mesh.
+
+    Args:
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        True if so.
+    """
+    return any(map(_torch.is_sharded_tensor, plain_leaves((args, kwargs))))
+
+
+def refuse_whole_data(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], forward: ForwardContext, allowed: frozenset[str]
+) -> None:
+    """Refuse a part of a parameter that meets data of which nothing says how it lies.
+
+    Args:
+        name: Name of the operation, none of whose arguments is a DTensor.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        forward: The forward.
+        allowed: Parameters whose modules bring their parts together themselves.
+
+    Raises:
+        UnsupportedModelError: One does.
+    """
+    if not plain_leaves((args, kwargs)):
+        return
+    for tracked in tracked_leaves((args, kwargs)):
+        for leaf in tracked.origin.leaves.values():
+            if leaf.name not in allowed and _divides(leaf.parameter) is not None:
+                raise UnsupportedModelError(
+                    f"{forward.around.describe(leaf.name)}: parameter '{leaf.name}', of which each rank holds a part "
+                    f"({_listed(leaf.parameter)}), meets plain tensors in {name}: how they lie on the mesh is not "
+                    "known. Let parallelize_module prepare the module's inputs (ColwiseParallel, RowwiseParallel, "
+                    "PrepareModuleInput)."
+                )
+
+
+def refuse_divided_outputs(model: nn.Module, outputs: Sequence[Tensor]) -> None:
+    """Refuse a model that returns tensors which say how they lie on a mesh: losses are made of plain ones.
+
+    Args:
+        model: The model.
+        outputs: What it returned.
+
+    Raises:
+        UnsupportedModelError: One is a DTensor.
+    """
+    for output in outputs:
+        if _torch.is_sharded_tensor(output):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} returns a DTensor ({_listed(output)}), as loss_parallel takes it: how samples "
+                "lie in it is not followed. Let its last layer return what every rank has: "
+                "ColwiseParallel(output_layouts=Replicate())."
+            )
+
+
+def on_parts(
+    func: Callable[..., Any],
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    forward: ForwardContext,
+    run: Run,
+) -> Any:
+    """Run an operation on this rank's parts.
+
+    Args:
+        func: The torch function.
+        name: Its name.
+        args: Its positional arguments, some of them DTensors.
+        kwargs: Its keyword arguments.
+        forward: The forward.
+        run: Captures it on plain tensors.
+
+    Returns:
+        Its result, a DTensor.
+
+    Raises:
+        UnsupportedModelError: How the arguments lie does not tell the parameters' per-sample gradients.
+    """
+    operation = _OnParts(func, name, args, kwargs, forward, run)
+    if name == "linear":
+        return operation.linear()
+    return operation.embedding() if name == "embedding" else operation.alike()
+
+
+class _OnParts:
+    """One operation on parts."""
+
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        forward: ForwardContext,
+        run: Run,
+    ) -> None:
+        self._func, self._name, self._args, self._kwargs = func, name, args, kwargs
+        self._forward, self._run = forward, run
+        self._tracked = tracked_leaves((args, kwargs))
+        data = [leaf for leaf in plain_leaves((args, kwargs)) if _torch.is_sharded_tensor(leaf)]
+        self._mesh: Any = data[0].device_mesh  # type: ignore[attr-defined]
+        parameters = [leaf.parameter for one in self._tracked for leaf in one.origin.leaves.values()]
+        meshes = {part.device_mesh for part in (*data, *parameters) if _torch.is_sharded_tensor(part)}  # type: ignore[attr-defined]
+        if len(meshes) > 1 or self._mesh.ndim > 1:
+            self._refuse("its arguments lie on several meshes, or on one of several axes: one axis is supported")
+
+    # -- operations -----------------------------------------------------------------------------------------------
+
+    def linear(self) -> Any:
+        from torch.distributed.tensor import Partial, Shard
+
+        x, weight, bias, *_ = self._bound(_LINEAR)
+        divides, last = self._lies(weight), x.dim() - 1
+        if divides is None:
+            return self.alike()
+        if divides == 0:
+            self._require(x, None)
+            if bias is not None and self._lies(bias) != 0:
+                self._refuse("its weight is divided by outputs, and its bias is not")
+            found = self._captured(self._local(x, Partial()), self._part(weight), self._part(bias))
+            return self._lay(found, Shard(last), (*x.shape[:-1], _whole_shape(weight)[0]))
+        self._require(x, last)
+        if bias is not None and self._lies(bias) is not None:
+            self._refuse("its weight is divided by inputs, and its bias is divided as well")
+        found = self._captured(self._local(x, Shard(last)), self._part(weight), self._part(bias))
+        if bias is not None and self._rank > 0:
+            # Every rank's part of the sum has it, and its gradient is the same on all; in the sum it counts once.
+            found = found - _value(bias).to(found.dtype)
+        return self._lay(found, Partial(), tuple(found.shape))
+
+    def embedding(self) -> Any:
+        from torch.distributed.tensor import Partial, Shard
+
+        ids, weight, padding, max_norm, *rest = self._bound(_EMBEDDING)
+        divides = self._lies(weight)
+        if divides is None:
+            return self.alike()
+        if max_norm is not None:
+            self._refuse("max_norm changes rows that other ranks hold")
+        self._require(ids, None)
+        here = self._local(ids, None)
+        if divides == 1:
+            found = self._captured(here, self._part(weight), padding, None, *rest)
+            return self._lay(found, Shard(found.dim() - 1), (*ids.shape, _whole_shape(weight)[1]))
+        rows, total = self._part(weight).shape[0], _whole_shape(weight)[0]
+        first = min(total, -(-total // self._mesh.size()) * self._rank)
+        elsewhere = (here < first) | (here >= first + rows)
+        if padding is not None:
+            padding = padding % total - first
+            padding = padding if 0 <= padding < rows else None
+        if rows == 0:
+            self._refuse("this rank holds no row of the table: divide it over fewer ranks")
+        own = (here - first).masked_fill(elsewhere, 0)
+        found = self._captured(own, self._part(weight), padding, None, *rest)
+        return self._lay(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), Partial(), (*ids.shape, found.shape[-1]))
+
+    def alike(self) -> Any:
+        """Run an operation on parameters that every rank has, whose data all lies alike."""
+        from torch.distributed.tensor import Replicate, Shard
+
+        data = [leaf for leaf in plain_leaves((self._args, self._kwargs)) if _torch.is_sharded_tensor(leaf)]
+        moving = [one for one in data if not isinstance(one, nn.Parameter)]
+        frozen = [one for one in data if isinstance(one, nn.Parameter)]
+        if any(self._lies(one) is not None for one in (*self._tracked, *frozen)):
+            self._refuse("an operation on a divided parameter other than linear and embedding has no rule")
+        placed = {_placement(one) for one in moving} or {Replicate()}
+        if len(placed) > 1:
+            self._refuse(f"its arguments lie differently ({', '.join(map(str, placed))})")
+        (lies,) = placed
+        if isinstance(lies, Shard):
+            self._require_by_position(moving, lies.dim)
+        elif not isinstance(lies, Replicate):
+            self._refuse(f"its data is {lies}: redistribute it to Replicate() or Shard(1) before")
+        self._note(spread=isinstance(lies, Shard))
+        found = self._run(self._func, *self._with_parts(lies))
+        if not isinstance(found, Tensor):
+            self._refuse("it returns no single tensor")
+        whole = list(found.shape)
+        if isinstance(lies, Shard):
+            whole[lies.dim] = moving[0].shape[lies.dim]
+        return self._lay(found, lies, tuple(whole))
+
+    def _require_by_position(self, data: Sequence[Tensor], axis: int) -> None:
+        """Refuse divided positions where an operation is not one of each position by itself."""
+        axis, most = axis % data[0].dim(), max(one.dim() for one in data)
+        if axis == self._forward.batch_axis or any(one.dim() != most for one in data):
+            self._refuse(f"its data is divided along axis {axis}, where samples lie: divide positions (Shard(1))")
+        features = max((one.dim() for one in self._tracked), default=0)
+        known = self._name in _NORMALISES or self._name in _BY_POSITION or self._name == "linear"
+        if not known or axis >= most - (1 if self._name == "linear" else features):
+            self._refuse(f"its data is divided along axis {axis}, which it does not compute position by position")
+
+    # -- arguments ------------------------------------------------------------------------------------------------
+
+    @property
+    def _rank(self) -> int:
+        rank: int = self._mesh.get_local_rank()
+        return rank
+
+    def _bound(self, names: Sequence[str]) -> list[Any]:
+        """Return arguments by the names of the function's, None for those that were not given."""
+        found = dict(zip(names, self._args, strict=False)) | self._kwargs
+        return [found.get(name) for name in names]
+
+    def _lies(self, operand: Any) -> int | None:
+        """Return the axis along which a parameter is divided; None where every rank has all of it."""
+        if not isinstance(operand, TrackedTensor):
+            return _divides(operand)
+        found = {_divides(leaf.parameter) for leaf in operand.origin.leaves.values()}
+        if found == {None}:
+            return None
+        one: TrackedTensor | None = operand
+        while one is not None and one.origin.func in _KEEPS_PLACES:
+            one = one.origin.parent
+        if len(found) > 1 or one is not None:
+            self._refuse("what is computed from a divided parameter before lies in no known way")
+        return found.pop()
+
+    def _part(self, operand: Any) -> Any:
+        """Return what the operation runs with on this rank: a tracked part, or that of a frozen parameter."""
+        if isinstance(operand, TrackedTensor):
+            self._note_one(operand, spread=False)
+            return operand
+        return None if operand is None else _torch.local(operand)
+
+    def _local(self, data: Any, gradient: Placement | None) -> Tensor:
+        """Return this rank's part of data, in the graph.
+
+        Args:
+            data: A DTensor.
+            gradient: How the gradient lies that the operation will have for it; None for as the data.
+
+        Returns:
+            A plain tensor.
+        """
+        found = data.to_local() if gradient is None else data.to_local(grad_placements=[gradient])
+        return _torch.arrived(found) if _torch.is_arriving(found) else found
+
+    def _captured(self, *args: Any) -> Tensor:
+        found: Tensor = self._run(self._func, args, {})
+        return found
+
+    def _with_parts(self, lies: Placement) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def one(item: Any) -> Any:
+            if not _torch.is_sharded_tensor(item):
+                return item
+            return _torch.local(item) if isinstance(item, nn.Parameter) else self._local(item, lies)
+
+        return tuple(map(one, self._args)), {key: one(item) for key, item in self._kwargs.items()}
+
+    def _lay(self, part: Tensor, lies: Placement, shape: tuple[int, ...]) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(part, TrackedTensor):
+            self._refuse("it meets nothing that has samples there (positions, say): leave this module out of the plan")
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(part, self._mesh, [lies], run_check=False, shape=torch.Size(shape), stride=stride)
+
+    def _require(self, data: Any, axis: int | None) -> None:
+        """Refuse data that lies otherwise than a divided weight asks: nothing is redistributed here."""
+        from torch.distributed.tensor import Replicate, Shard
+
+        wanted = Replicate() if axis is None else Shard(axis)
+        if not _torch.is_sharded_tensor(data) or _placement(data) != wanted:
+            lies = _placement(data) if _torch.is_sharded_tensor(data) else "a plain tensor"
+            self._refuse(f"its data is {lies}, and its weight asks for {wanted}: redistribute the input before")
+
+    # -- what is noted --------------------------------------------------------------------------------------------
+
+    def _note(self, *, spread: bool) -> None:
+        for tracked in self._tracked:
+            self._note_one(tracked, spread=spread)
+
+    def _note_one(self, tracked: TrackedTensor, *, spread: bool) -> None:
+        """Note whether ranks have parts of the gradients of the parameters behind a tracked tensor."""
+        for name in tracked.origin.names:
+            if self._forward.spread.setdefault(name, spread) != spread:
+                self._refuse("it is used with all positions and with divided ones in one forward")
+
+    def _refuse(self, reason: str) -> None:
+        names = [name for tracked in self._tracked for name in tracked.origin.names]
+        place = self._forward.around.describe(names[0])
+        raise UnsupportedModelError(
+            f"{place}: parameter '{', '.join(dict.fromkeys(names))}' on several ranks in {self._name}: {reason}; a "
+            "sample's norm would not be known."
+        )
+
+
+def _placement(data: Any) -> Any:
+    """Return how a DTensor lies on its mesh of one axis, axes counted from the front."""
+    from torch.distributed.tensor import Shard
+
+    (found,) = data.placements
+    return Shard(found.dim % data.dim()) if type(found) is Shard else found
+
+
+def _divides(parameter: Any) -> int | None:
+    """Return the axis along which a parameter is divided among ranks that share samples; None where it is not."""
+    if not _torch.is_sharded_tensor(parameter):
+        return None
+    axes = [getattr(placed, "dim", None) for placed in parameter.placements]
+    found = [axis % parameter.dim() for axis in axes if axis is not None]
+    return found[0] if found else None
+
+
+def _listed(parameter: Any) -> str:
+    return ", ".join(map(str, parameter.placements))
+
+
+def _whole_shape(operand: Any) -> torch.Size:
+    """Return the shape of a parameter on all ranks together."""
+    if isinstance(operand, TrackedTensor):
+        (leaf,) = operand.origin.leaves.values()
+        return leaf.parameter.shape
+    shape: torch.Size = operand.shape
+    return shape
+
+
+def _value(operand: Any) -> Tensor:
+    return operand.origin.value if isinstance(operand, TrackedTensor) else _torch.local(operand.detach())

@@ -1,0 +1,242 @@
+"""Who of the ranks works on which samples: read off how the parameters of a model lie on their mesh.
+
+Along some axes of a mesh each rank has samples of its own (data parallel, ``fully_shard``), along others ranks share
+samples, and each computes with a part of the parameters (tensor parallelism). The latter are `sample_mesh_axes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, distributed, nn
+
+from ghostclip import _torch
+from ghostclip.distributed.agreement import Group, gathered, known_to_all, refused_together, world_size
+from ghostclip.distributed.placement import Placement
+from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
+from ghostclip.kernels.fingerprints import content_prints, read_prints
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+_ALIKE: Final = 1e-3
+"""Share of its norm by which a clipped sum may differ between ranks: rounding, and the order of sums on a GPU."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How ranks share each batch.
+
+    Attributes:
+        count: Into how many shares a batch is dealt.
+        number: Which of them is this rank's.
+        copies: Ranks that have the same share.
+        groups: Over these, one after the other, sums of what every rank has whole are added up.
+    """
+
+    count: int
+    number: int
+    copies: int = 1
+    groups: Sequence[Group] = (None,)
+
+
+def all_apart() -> Shares:
+    """Return shares of ranks of which each has samples of its own."""
+    ranks = world_size()
+    return Shares(ranks, distributed.get_rank() if ranks > 1 else 0)
+
+
+class SampleRanks:
+    """Ranks that work on the same samples, each with a part of each sample's gradient.
+
+    Args:
+        mesh: A mesh of one axis, of these ranks.
+        model: The model, of which this rank has its parts.
+        divided: Names of the parameters that are divided among these ranks.
+        shares: How all ranks of the training share each batch.
+
+    Attributes:
+        shares: How all ranks of the training share each batch.
+        dtype: What norms are in.
+        device: Where this rank's part of the model is.
+    """
+
+    def __init__(self, mesh: DeviceMesh, model: nn.Module, divided: Iterable[str], shares: Shares) -> None:
+        self._group = mesh.get_group()
+        self._is_first = mesh.get_local_rank() == 0
+        self._divided = frozenset(divided)
+        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._local_sizes = {
+            name: _torch.local(p).numel() for name, p in model.named_parameters(remove_duplicate=False)
+        }
+        self.shares = shares
+        self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in trained) else torch.float32
+        self.device = _torch.local(trained[0]).device if trained else torch.device("cpu")
+
+    def counts(self, name: str) -> bool:
+        """Return whether this rank adds the squares of a parameter.
+
+        Args:
+            name: The parameter's name.
+
+        Returns:
+            True for one that it has a part of; of one that all have, True on the first of them.
+        """
+        return self._is_first or name in self._divided
+
+    def add_up(self, own: Tensor) -> Tensor:
+        """Return the sum over the ranks; called on all of them.
+
+        Args:
+            own: This rank's, of one shape and type on all; overwritten.
+
+        Returns:
+            The same on all ranks, to the bit.
+        """
+        distributed.all_reduce(own, group=self._group)
+        return own
+
+    @contextmanager
+    def refused_together(self, what: str) -> Iterator[None]:
+        """Let the errors of what is done inside be raised on all of these ranks.
+
+        Args:
+            what: What is done, for messages.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            GhostClipError: On all of them, if one of them raised.
+        """
+        try:
+            with refused_together(what, self._group):
+                yield
+        except GhostClipError as error:
+            # These ranks know of it, and others of the training may not: they are told as of any error.
+            raise type(error)(str(error)) from error
+
+    def any(self, holds: bool) -> bool:  # noqa: FBT001 - what is asked, no option
+        """Return whether something holds on one of these ranks; called on all of them.
+
+        Args:
+            holds: Whether it does on this one.
+
+        Returns:
+            True if so.
+        """
+        return any(gathered("evidence", holds, self._group))
+
+    def require_same(self, inputs: Sequence[Tensor]) -> None:
+        """Refuse inputs that differ between these ranks; called on all ranks of the training.
+
+        Args:
+            inputs: What the model is about to be called with.
+
+        Raises:
+            InvalidOptionError: On all ranks of the training, if they do.
+        """
+        own = [_torch.local(tensor.detach()).contiguous().reshape(-1) for tensor in inputs]
+        prints = read_prints([content_prints([flat]) for flat in own])
+        layout = repr([(tuple(tensor.shape), tensor.dtype) for tensor in inputs])
+        found = gathered("inputs", (self.shares.number, layout, prints))
+        of_share: dict[int, tuple[int, Any]] = {}
+        for rank, (number, *values) in enumerate(found):
+            first, before = of_share.setdefault(number, (rank, values))
+            if before != values:
+                raise known_to_all(
+                    InvalidOptionError(
+                        f"ranks {first} and {rank} work on the same samples, and the model was called with different "
+                        "inputs there. Iterate over the private loader as make_private returned it, with the same "
+                        "augmentation (seed alike) on ranks that share samples."
+                    )
+                )
+
+    def require_equal_sums(self, sums: Mapping[str, Tensor | None]) -> None:
+        """Refuse clipped sums that differ between these ranks where each has the whole parameter; called on all ranks.
+
+        Privacy:
+            Norms count such a parameter once, on one rank. That others' gradients are the same is what this shows.
+
+        Args:
+            sums: This rank's sums of all parameters by name, None where there is none.
+
+        Raises:
+            UnsupportedModelError: On all ranks of the training, if they do.
+        """
+        names = sorted(name for name in sums if name not in self._divided)
+        own = [self._flat_sum(sums[name], name) for name in names]
+        worst = ""
+        if own:
+            total = self.add_up(torch.cat(own)) / distributed.get_world_size(self._group)
+            sizes = [part.numel() for part in own]
+            for name, mine, mean in zip(names, own, total.split(sizes), strict=True):
+                if not bool((mine - mean).norm() <= _ALIKE * mean.norm()):
+                    worst = worst or name
+        found = [name for name in gathered("sums of whole parameters", worst) if name]
+        if found:
+            raise known_to_all(
+                UnsupportedModelError(
+                    f"parameter '{found[0]}': ranks that share samples each have all of it, and their gradients differ "
+                    "(dropout that draws other numbers on each rank, or a layer that meets other features or positions "
+                    "there): a sample's norm would not be known. Seed these ranks alike (torch.manual_seed), divide "
+                    "the parameter as the data is divided (SequenceParallel for a norm of divided positions), or "
+                    "freeze it."
+                )
+            )
+
+    def _flat_sum(self, total: Tensor | None, name: str) -> Tensor:
+        if total is None:
+            return torch.zeros(self._local_sizes[name], dtype=torch.float64, device=self.device)
+        return _torch.local(total).flatten().double()
+
+    def shape_of(self, name: str) -> torch.Size:
+        """Return the shape of a parameter that every rank has whole.
+
+        Args:
+            name: The parameter's name.
+
+        Returns:
+            The shape.
+        """
+        return self._shapes[name]
+
+
+def shares_of(placements: dict[str, Placement], data: DeviceMesh | None, shared: DeviceMesh | None) -> Shares:
+    """Return how ranks share each batch.
+
+    Args:
+        placements: How the parameters in parts lie, by name; for messages.
+        data: The mesh of ranks with samples of their own; None where there is one share.
+        shared: The mesh of ranks that share samples; None where none do.
+
+    Returns:
+        The shares.
+
+    Raises:
+        UnsupportedModelError: The two do not make up all ranks.
+    """
+    ranks, copies = world_size(), 1 if shared is None else shared.size()
+    count = 1 if data is None else data.size()
+    if count * copies != ranks:
+        name = next(iter(placements))
+        raise UnsupportedModelError(
+            f"parameter '{name}' lies on {count} x {copies} of {ranks} ranks (samples of their own x the same "
+            "samples): all ranks must be on the mesh. Apply fully_shard over the other axis: fully_shard(model, "
+            "mesh=mesh['dp']) after parallelize_module(model, mesh['tp'], ...)."
+        )
+    if shared is None:
+        return all_apart()
+    if data is None:
+        return Shares(1, 0, copies, ())
+    number = 0
+    for axis in range(data.ndim):
+        number = number * data.size(axis) + data.get_local_rank(axis)
+    groups: list[Any] = [data.get_group(axis) for axis in range(data.ndim)]
+    return Shares(count, number, copies, tuple(groups))

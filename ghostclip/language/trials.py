@@ -1,0 +1,55 @@
+"""Trials of a model on a few made-up or given inputs, which leave no trace in it or in the random generators."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import nn
+
+
+@contextmanager
+def own_randomness(seed: int | None = None) -> Iterator[None]:
+    """Leave the global random generators as they were; inside, let them begin at a seed.
+
+    Args:
+        seed: None to go on from where they are.
+
+    Yields:
+        Nothing.
+    """
+    before = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        if seed is not None:
+            random.seed(seed)
+            np.random.seed(seed)
+            torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, without gradients and without a trace in the random generators.
+
+    Args:
+        model: The model.
+
+    Yields:
+        Nothing.
+    """
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with own_randomness(), torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True

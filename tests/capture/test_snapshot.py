@@ -1,0 +1,128 @@
+"""What may change of a model between two forwards, and is seen by the second one."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from ghostclip import GhostClipper
+from ghostclip.errors import SampleMixingError
+from tests.exactness.runs import engine
+from tests.reference import per_sample_gradients, whole_norm
+
+
+def _model():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4)), nn.Linear(4, 4)).double()
+    model[2].bias.requires_grad_(False)
+    return model
+
+
+def _another_module(model):
+    model[0] = nn.Linear(4, 4).double()
+
+
+def _another_parameter(model):
+    model[0].weight = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
+
+
+def _a_tied_one(model):
+    model[2].weight = model[0].weight
+
+
+def _one_less(model):
+    model[0].bias = None
+
+
+def _other_memory(model):
+    model[0].weight.data = torch.randn(4, 4, dtype=torch.float64)
+
+
+def _another_view_of_its_memory(model):
+    model[0].weight.data = model[0].weight.data.t()
+
+
+def _frozen(model):
+    model[0].weight.requires_grad_(False)
+
+
+def _unfrozen(model):
+    model[2].bias.requires_grad_()
+
+
+def _exchanged_places(model):
+    model[0], model[2] = model[2], model[0]
+
+
+def _one_more(model):
+    model[1].append(nn.Linear(4, 4).double())
+
+
+def _another_table(model):
+    model[0].__dict__["_parameters"] = dict(model[0]._parameters)
+
+
+def _names_exchanged(model):
+    first, second = model[0], model[1]
+    model._modules.clear()
+    model._modules.update({"1": first, "0": second, "2": nn.Identity()})
+
+
+CHANGES = [
+    _another_module, _another_parameter, _a_tied_one, _one_less, _other_memory, _another_view_of_its_memory, _frozen,
+    _unfrozen, _exchanged_places, _one_more, _another_table, _names_exchanged,
+]  # fmt: skip
+
+
+def _rows(model, batch):
+    return model(batch["x"]).square().sum(1)
+
+
+def _after_a_forward(model):
+    clipper = GhostClipper(model, max_grad_norm=0.1)
+    clipper.backward(model(torch.randn(5, 4, dtype=torch.float64)).square().sum(1))
+    return clipper, clipper._capture.substitution._snapshot
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_seen(change):
+    model = _model()
+    _, snapshot = _after_a_forward(model)
+    assert snapshot.holds()
+    change(model)
+    assert not snapshot.holds()
+
+
+def test_what_has_not_changed_is_not_looked_up_again():
+    model = _model()
+    clipper, snapshot = _after_a_forward(model)
+    clipper.backward(model(torch.randn(3, 4, dtype=torch.float64)).square().sum(1))
+    assert clipper._capture.substitution._snapshot is snapshot
+
+
+@pytest.mark.parametrize("change", [None, *CHANGES])
+def test_forwards_after_a_change_are_exact(change, strategy):
+    model = _model()
+    clipper = engine(strategy)(model, 0.1)
+    for forward in range(4):
+        if forward == 2 and change is not None:
+            change(model)
+        x = torch.randn(5, 4, dtype=torch.float64)
+        model.zero_grad()
+        clipper.backward(model(x).square().sum(1))
+        per_sample = per_sample_gradients(copy.deepcopy(model), {"x": x}, _rows, axes={})
+        norms_B = torch.stack([whole_norm(gradient) for gradient in per_sample])
+        assert torch.allclose(clipper.per_sample_norms, norms_B, rtol=1e-9)
+
+
+def test_a_batch_norm_that_begins_to_train_is_refused():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval())
+    clipper = engine("bookkeeping")(model, 0.1)
+    for _ in range(2):
+        clipper.backward(model(torch.randn(5, 4)).square().sum(1))
+        model.zero_grad()
+    model.train()
+    with pytest.raises(SampleMixingError, match="BatchNorm1d"):
+        model(torch.randn(5, 4))
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())

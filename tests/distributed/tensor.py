@@ -1,0 +1,272 @@
+"""Trainings of models that tensor parallelism divides, as each rank runs them; results go to files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+from tests.cases import transformers_models as hf
+from tests.distributed.sharded import Training, blocks, train
+from tests.process_group import process_group
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (part(x).unflatten(-1, (-1, 2)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        found = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.out(found.transpose(1, 2).flatten(2))
+
+
+class _GPTBlock(nn.Module):
+    def __init__(self, *, folds: bool) -> None:
+        super().__init__()
+        self.folds = folds
+        self.before, self.between = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.attention, self.up, self.down = _Attention(), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.before(x))
+        inner = self.between(x)
+        inner = self.down(nn.functional.gelu(self.up(inner.flatten(0, 1) if self.folds else inner)))
+        return x + (inner.view_as(x) if self.folds else inner)
+
+
+class GPT(nn.Module):
+    """Token and position embeddings, blocks with biases, and a head."""
+
+    def __init__(self, *, tied: bool = False, folds: bool = False, checkpoints: bool = False) -> None:
+        super().__init__()
+        self.checkpoints = checkpoints
+        self.tokens, self.positions = nn.Embedding(20, 8), nn.Embedding(12, 8)
+        self.blocks, self.last = nn.ModuleList([_GPTBlock(folds=folds), _GPTBlock(folds=folds)]), nn.LayerNorm(8)
+        self.head, self.tied = nn.Linear(8, 20, bias=False), tied
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+        return self.head(self.last(x))
+
+
+def only_biases() -> nn.Module:
+    """A model of which weights of layers are frozen, and the table of tokens."""
+    net = GPT()
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_(not name.endswith("weight") or "before" in name or "head" in name)
+    return net
+
+
+def mlp() -> nn.Module:
+    """Layers with biases around a normalisation."""
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 5), nn.LayerNorm(5), nn.Linear(5, 3))
+
+
+# ---------------------------------------------------------------- how a model is divided
+
+
+def _mesh() -> Any:
+    return init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("tp",))
+
+
+def on_two_axes(divide: Callable[..., None], *shape: int) -> Callable[[nn.Module], None]:
+    """Tensor parallelism over the last axis of a mesh, ``fully_shard`` over the others, by block and of the rest."""
+
+    def shard(net: nn.Module) -> None:
+        names = ("copies", "parts", "tp")[-len(shape) :]
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        divide(net, mesh["tp"])
+        data = mesh[names[:-1]] if len(shape) > 2 else mesh["parts"]
+        blocks(net, mesh=data)
+
+    return shard
+
+
+def of_mlp(net: nn.Module, mesh: Any = None) -> None:
+    """Columns, then rows; the head on every rank."""
+    parallelize_module(net, mesh or _mesh(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+_BLOCK = {
+    **{f"attention.{name}": ColwiseParallel() for name in "qkv"},
+    "attention.out": RowwiseParallel(),
+    "up": ColwiseParallel(),
+    "down": RowwiseParallel(),
+}
+
+
+def of_gpt(net: nn.Module, mesh: Any = None) -> None:
+    """The layers of each block."""
+    parallelize_module(net, mesh or _mesh(), {f"blocks.*.{name}": style for name, style in _BLOCK.items()})
+
+
+_VOCABULARY = {
+    "tokens": RowwiseParallel(input_layouts=Replicate()),
+    "head": ColwiseParallel(output_layouts=Replicate()),
+}
+
+
+def of_vocabulary(net: nn.Module, mesh: Any = None) -> None:
+    """The table of tokens by rows, and the head alike."""
+    blocks = {f"blocks.*.{name}": style for name, style in _BLOCK.items()}
+    parallelize_module(net, mesh or _mesh(), {**blocks, **_VOCABULARY})
+    if net.tied:
+        net.head.weight = net.tokens.weight
+
+
+def of_sequence(net: nn.Module, mesh: Any = None) -> None:
+    """Positions are divided wherever a layer works position by position, and tensors say so on their way."""
+    block = {
+        "before": SequenceParallel(),
+        "between": SequenceParallel(),
+        "attention": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        **{f"attention.{name}": ColwiseParallel() for name in "qkv"},
+        "attention.out": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
+    plan = {f"blocks.*.{name}": style for name, style in block.items()}
+    plan["blocks.0"] = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),))
+    plan["last"] = SequenceParallel()
+    plan["tokens"] = RowwiseParallel(input_layouts=Replicate())
+    plan["head"] = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+    parallelize_module(net, mesh or _mesh(), plan)
+
+
+def of_llama(net: nn.Module, mesh: Any = None) -> None:
+    """The layers of each block, as the plan of transformers has them."""
+    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    plan = {f"model.layers.*.{name}": ColwiseParallel() for name in columns}
+    rows = {f"model.layers.*.{name}": RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+    parallelize_module(net, mesh or _mesh(), {**plan, **rows})
+
+
+def of_vit(net: nn.Module, mesh: Any = None) -> None:
+    """The layers of each block of a vision transformer."""
+    columns = ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.fc1")
+    plan = {f"vit.layers.*.{name}": ColwiseParallel() for name in columns}
+    rows = {f"vit.layers.*.{name}": RowwiseParallel() for name in ("attention.o_proj", "mlp.fc2")}
+    parallelize_module(net, mesh or _mesh(), {**plan, **rows})
+
+
+def llama(**options: Any) -> nn.Module:
+    """One whose keys and values have as many heads as there are ranks."""
+    kind, model, config = hf._CAUSAL["llama_untied"]
+    return hf._make(kind, model, {**config, "num_key_value_heads": 2, **options})
+
+
+TRAININGS: dict[str, Training] = {
+    "mlp": Training(mlp, of_mlp),
+    "mlp, two passes": Training(mlp, of_mlp, mode="ghost"),
+    "gpt": Training(GPT, of_gpt, "ids"),
+    "gpt, two passes": Training(GPT, of_gpt, "ids", "ghost"),
+    "vocabulary": Training(GPT, of_vocabulary, "ids"),
+    "tied vocabulary": Training(lambda: GPT(tied=True), of_vocabulary, "ids"),
+    "tied vocabulary, two passes": Training(lambda: GPT(tied=True), of_vocabulary, "ids", "ghost"),
+    "sequence": Training(GPT, of_sequence, "even ids"),
+    "sequence, two passes": Training(GPT, of_sequence, "even ids", "ghost"),
+    "vit": Training(lambda: hf._make("ViTConfig", "ViTForImageClassification", hf._PIXELS), of_vit, "pixels"),
+    "only biases": Training(only_biases, of_vocabulary, "ids"),
+    "checkpointed": Training(lambda: GPT(checkpoints=True), of_gpt, "ids", "bookkeeping"),
+    "checkpointed, two passes": Training(lambda: GPT(checkpoints=True), of_sequence, "even ids", "ghost"),
+    "physical batches": Training(mlp, of_mlp, physical=2),
+    "small batches": Training(GPT, of_sequence, "even ids", batch=1),
+    "formed for the norm": Training(GPT, of_sequence, "even ids", "fast"),
+    "per-sample gradients": Training(GPT, of_sequence, "even ids", "hooks"),
+    "folded": Training(lambda: GPT(folds=True), of_gpt, "ids"),
+    "llama": Training(llama, of_llama, "ids"),
+    "llama, two passes": Training(llama, of_llama, "ids", "ghost"),
+}
+
+
+def by_plan(name: str, **options: Any) -> Callable[[], nn.Module]:
+    """A model of transformers; ranks load it by its own plan."""
+
+    def build() -> nn.Module:
+        kind, model, config = hf._CAUSAL[name]
+        return hf._make(kind, model, {**config, "num_key_value_heads": 2, **options})
+
+    return build
+
+
+def load_by_plan(net: nn.Module) -> nn.Module:
+    """Save a model, and load it as transformers divides it."""
+    # As torchrun says it; without it there would be one rank for transformers.
+    os.environ["WORLD_SIZE"] = str(distributed.get_world_size())
+    folder = [tempfile.mkdtemp() if distributed.get_rank() == 0 else ""]
+    distributed.broadcast_object_list(folder)
+    if distributed.get_rank() == 0:
+        net.save_pretrained(folder[0])
+    distributed.barrier()
+    found = type(net).from_pretrained(folder[0], tp_plan="auto", dtype=torch.float64, experts_implementation="eager")
+    distributed.barrier()
+    if distributed.get_rank() == 0:
+        shutil.rmtree(folder[0])
+    return found.train()
+
+
+ROUTED = 1e-9
+"""Its router and norms are in float32 whatever the model is, which rounds sums over ranks otherwise: 5e-11 seen."""
+PLANS: dict[str, Training] = {
+    "llama by plan": Training(by_plan("llama_untied"), load_by_plan, "ids"),
+    "tied llama by plan, two passes": Training(by_plan("llama_tied"), load_by_plan, "ids", "ghost"),
+    "mixtral by plan": Training(by_plan("mixtral"), load_by_plan, "ids", rtol=ROUTED),
+    "mixtral by plan, two passes": Training(by_plan("mixtral"), load_by_plan, "ids", "ghost", rtol=ROUTED),
+    "qwen3 by plan": Training(by_plan("qwen3"), load_by_plan, "ids"),
+}
+TRAININGS |= PLANS
+QUICK = ("mlp", "gpt, two passes", "tied vocabulary", "sequence")
+"""Those of the trainings on two ranks that cover the promise."""
+ON_FOUR: dict[str, Training] = {
+    "mlp": Training(mlp, on_two_axes(of_mlp, 2, 2)),
+    "mlp, two passes": Training(mlp, on_two_axes(of_mlp, 2, 2), mode="ghost"),
+    "mlp, small batches": Training(mlp, on_two_axes(of_mlp, 2, 2), batch=1),
+    "tied vocabulary": Training(lambda: GPT(tied=True), on_two_axes(of_vocabulary, 2, 2), "ids"),
+    "sequence": Training(GPT, on_two_axes(of_sequence, 2, 2), "even ids"),
+    "llama": Training(llama, on_two_axes(of_llama, 2, 2), "ids"),
+}
+ON_EIGHT: dict[str, Training] = {
+    "mlp": Training(mlp, on_two_axes(of_mlp, 2, 2, 2)),
+    "sequence, two passes": Training(GPT, on_two_axes(of_sequence, 2, 2, 2), "even ids", "ghost"),
+}
+
+
+def run(rank: int, ranks: int, folder: str, names: Sequence[str]) -> None:
+    """Be one rank of some trainings.
+
+    Args:
+        rank: Its number.
+        ranks: How many there are.
+        folder: Where they meet, and where results go.
+        names: Which trainings.
+    """
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    with process_group(rank, ranks, folder, meshes=True):
+        trainings = {2: TRAININGS, 4: ON_FOUR, 8: ON_EIGHT}[ranks]
+        found = {name: train(trainings[name], divided=True) for name in names}
+    torch.save(found, Path(folder) / f"rank{rank}.pt")
+    os._exit(0)

@@ -1,0 +1,280 @@
+"""What tensor parallelism costs and promises, as each rank finds it: norms, collectives, bounds, noise, refusals."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+from ghostclip import GhostClipper
+from ghostclip.clipping.grouping import PerParameter
+from ghostclip.clipping.policies import ClipPolicy
+from ghostclip.distributed import ShardedModel, noisy_parts_, share_noise
+from ghostclip.errors import GhostClipError
+from ghostclip.noise import make_noise_source
+from tests.distributed.sharded import built, losses_of, samples, whole_of
+from tests.distributed.sharded_measures import _Collectives
+from tests.distributed.tensor import TRAININGS
+from tests.process_group import process_group
+
+STD, BOUND, SAMPLES = 3.0, 0.05, 6
+SHAPES = ((41, 30), (300, 150), (3, 5), (8, 3))
+STRATEGIES = ("bookkeeping", "ghost", "fast", "hooks")
+MEASURED = ("gpt", "sequence", "tied vocabulary", "mixtral by plan", "qwen3 by plan")
+
+
+def run(rank: int, ranks: int, folder: str) -> None:
+    """Be one rank.
+
+    Args:
+        rank: Its number.
+        ranks: How many there are.
+        folder: Where they meet, and where results go.
+    """
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    with process_group(rank, ranks, folder, meshes=True):
+        found = {
+            "measured": {(name, way): measured(name, way, divided=True) for name in MEASURED for way in STRATEGIES},
+            "by layer": measured("sequence", "bookkeeping", divided=True, policy=by_layer()),
+            "collectives": {name: _collectives(name) for name in ("gpt", "tied vocabulary", "sequence")},
+            "moves": {name: _moves(name) for name in ("gpt", "sequence")},
+            "noise": _noise(),
+            "refused": _refused(rank),
+        }
+    torch.save(found, Path(folder) / f"rank{rank}.pt")
+    os._exit(0)
+
+
+def by_layer() -> ClipPolicy:
+    """A bound for each parameter."""
+    return ClipPolicy(BOUND, grouping=PerParameter())
+
+
+def _divided(name: str) -> nn.Module:
+    net = built(TRAININGS[name])
+    return TRAININGS[name].shard(net) or net
+
+
+def _clipper(net: nn.Module, **options: Any) -> GhostClipper:
+    clipper = GhostClipper(net, sharded=ShardedModel(net), loss_reduction="sum", **options)
+    clipper.own_gradients()
+    return clipper
+
+
+def _sums(net: nn.Module, clipper: GhostClipper) -> list[Tensor]:
+    parameters = list(net.parameters())
+    found = clipper.hand_over_sums(parameters)
+    clipper.reset()
+    return [whole_of(torch.zeros_like(p) if own is None else own) for p, own in zip(parameters, found, strict=True)]
+
+
+def measured(name: str, strategy: str, *, divided: bool, **options: Any) -> Mapping[str, Any]:
+    """Norms and clipped sums of a batch.
+
+    Args:
+        name: Which training's model.
+        strategy: How it is clipped.
+        divided: Whether this is one of several ranks.
+        **options: Of the clipper.
+
+    Returns:
+        Norms of the samples in each group, and the sum of each parameter.
+    """
+    options = options or {"max_grad_norm": BOUND}
+    if divided:
+        net = _divided(name)
+        clipper = _clipper(net, strategy=strategy, **options)
+    else:
+        net = built(TRAININGS[name])
+        clipper = GhostClipper(net, strategy=strategy, loss_reduction="sum", **options)
+        clipper.own_gradients()
+    x, y = (part[:SAMPLES] for part in samples(TRAININGS[name].inputs))
+    clipper.backward(losses_of(net, TRAININGS[name].inputs, x, y))
+    return {"norms": clipper.group_norms, "sums": _sums(net, clipper)}
+
+
+def _collectives(name: str) -> Mapping[str, Mapping[str, int]]:
+    """Count what a forward and a backward ask of the other ranks, without privacy and with it."""
+    training = TRAININGS[name]
+    x, y = (part[:SAMPLES] for part in samples(training.inputs))
+    found = {}
+    for way in ("plain", "bookkeeping", "ghost"):
+        net = _divided(name)
+        clipper = None if way == "plain" else _clipper(net, max_grad_norm=BOUND, strategy=way)
+        for _ in range(3):
+            with _Collectives() as counted:
+                losses = losses_of(net, training.inputs, x, y)
+                losses.sum().backward() if clipper is None else clipper.backward(losses)
+            if clipper is not None:
+                clipper.reset()
+        found[way] = _by_kind(counted.counts)
+    return found
+
+
+def _by_kind(counts: Counter[str]) -> Mapping[str, int]:
+    found: Counter[str] = Counter()
+    for name, count in counts.items():
+        kind = name.partition("::")[2].strip("_").replace("allreduce", "all_reduce")
+        if kind != "wait_tensor":
+            found[kind] += count
+    return dict(found)
+
+
+def _moves(name: str) -> list[float]:
+    """Leave one sample out after the other, and tell how far the sum moves, in units of C."""
+    training = TRAININGS[name]
+    net = _divided(name)
+    clipper = _clipper(net, max_grad_norm=BOUND)
+    x, y = samples(training.inputs)
+
+    def summed(left_out: int | None) -> Tensor:
+        kept = [number for number in range(SAMPLES) if number != left_out]
+        losses_of(net, training.inputs, x[kept], y[kept]).sum().backward()
+        return torch.cat([total.flatten() for total in _sums(net, clipper)])
+
+    everything = summed(None)
+    return [float((everything - summed(number)).norm() / BOUND) for number in range(SAMPLES)]
+
+
+def _noise() -> Mapping[str, Any]:
+    """Draw this rank's parts of the noise: divided along either axis, and whole on every rank."""
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("tp",))
+    found = {}
+    for level in ("fast", "secure"):
+        source = make_noise_source(level=level)
+        share_noise(source)
+        state = source.state_dict()
+        lies: list[Any] = [Shard(0), Shard(1), None, Replicate()]
+        sums = [
+            torch.zeros(shape) if placed is None else distribute_tensor(torch.zeros(shape), mesh, [placed])
+            for shape, placed in zip(SHAPES, lies, strict=True)
+        ]
+        noisy_parts_(sums, STD, source, groups=())
+        found[level] = {"state": state, "noise": [whole_of(total) for total in sums]}
+    return found
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+class _Stray(nn.Module):
+    """A layer of its own between columns and rows."""
+
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        self.up, self.middle, self.down = nn.Linear(4, 8), middle, nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.middle(self.up(x).tanh()))
+
+
+class _Scale(nn.Module):
+    """One factor for all features that a rank has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class _Mixes(nn.Module):
+    """Gives each sample something of all samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+class _Tied(nn.Module):
+    """A head that computes with the transposed table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table(ids) @ self.table.weight.mT
+
+
+def _forward(net: nn.Module, *, x: Tensor | None = None) -> None:
+    clipper = _clipper(net.double(), max_grad_norm=BOUND)
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64) if x is None else x
+    clipper.backward(net(x).flatten(1).sum(1))
+
+
+def _refused(rank: int) -> Mapping[str, str]:
+    """Try what is refused; every rank must hear of it."""
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("tp",))
+    ends = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+    def other_inputs() -> None:
+        torch.manual_seed(0)
+        net = parallelize_module(_Stray(nn.Identity()), mesh, ends)
+        _forward(net, x=torch.full((4, 4), float(rank), dtype=torch.float64))
+
+    def other_dropout() -> None:
+        torch.manual_seed(0)
+        net = parallelize_module(
+            nn.Sequential(_Stray(nn.Identity()), nn.Dropout(), nn.Linear(3, 3)),
+            mesh,
+            {"0.up": ends["up"], "0.down": ends["down"]},
+        )
+        torch.manual_seed(rank)
+        _forward(net)
+
+    def divided_features() -> None:
+        torch.manual_seed(0)
+        _forward(parallelize_module(_Stray(_Scale()), mesh, ends))
+
+    def transposed() -> None:
+        torch.manual_seed(0)
+        net = parallelize_module(_Tied(), mesh, {"table": RowwiseParallel(input_layouts=Replicate())})
+        _forward(net, x=torch.arange(8).view(4, 2))
+
+    def divided_samples() -> None:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 3))
+        _forward(parallelize_module(net, mesh, {"0": SequenceParallel(sequence_dim=0, use_local_output=True)}))
+
+    def own_tensors() -> None:
+        torch.manual_seed(0)
+        net = nn.Linear(4, 4)
+        net.weight = nn.Parameter(distribute_tensor(net.weight.detach(), mesh, [Shard(0)]))
+        _forward(net)
+
+    def mixes() -> None:
+        torch.manual_seed(0)
+        _forward(parallelize_module(_Stray(_Mixes()), mesh, ends))
+
+    def divided_outputs() -> None:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 4))
+        _forward(parallelize_module(net, mesh, {"0": ColwiseParallel(use_local_output=False)}))
+
+    def device_only() -> None:
+        _clipper(parallelize_module(_Stray(nn.Identity()), mesh, ends), max_grad_norm=BOUND, device_only=True)
+
+    attempts = (
+        other_inputs, other_dropout, divided_features, transposed, divided_samples, own_tensors, mixes,
+        divided_outputs, device_only,
+    )  # fmt: skip
+    return {attempt.__name__: _message(attempt) for attempt in attempts}
+
+
+def _message(attempt: Callable[[], None]) -> str:
+    try:
+        attempt()
+    except GhostClipError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -1,0 +1,93 @@
+"""Under tensor parallelism norms and sums are those of one process, one exchange completes them, the bound holds."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import multiprocessing
+
+from ghostclip.noise import make_noise_source
+from ghostclip.noise.packs import add_noise_
+from tests.distributed.tensor import TRAININGS
+from tests.distributed.tensor_measures import MEASURED, SHAPES, STD, STRATEGIES, by_layer, measured, run
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What the ranks found, in the order of the ranks."""
+    folder = tmp_path_factory.mktemp("measures")
+    multiprocessing.spawn(run, args=(RANKS, str(folder)), nprocs=RANKS)
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(RANKS)]
+
+
+def _compare(found, alone, rtol=1e-12):
+    for rank in found:
+        torch.testing.assert_close(rank["norms"], alone["norms"], rtol=rtol, atol=rtol)
+        for one, own in zip(alone["sums"], rank["sums"], strict=True):
+            torch.testing.assert_close(own, one, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", MEASURED)
+def test_norms_and_sums_are_those_of_one_process(found, name, strategy):
+    alone = measured(name, strategy, divided=False)
+    _compare([rank["measured"][name, strategy] for rank in found], alone, TRAININGS[name].rtol)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_norms_of_each_layer_are_those_of_one_process(found):
+    alone = measured("sequence", "bookkeeping", divided=False, policy=by_layer())
+    _compare([rank["by layer"] for rank in found], alone)
+
+
+@pytest.mark.parametrize(("name", "more"), [("gpt", 1), ("tied vocabulary", 1), ("sequence", 2)])
+def test_book_keeping_exchanges_norms_once_and_those_of_divided_positions(found, name, more):
+    for rank in found:
+        counts = rank["collectives"][name]
+        plain, private = counts["plain"], counts["bookkeeping"]
+        assert sum(plain.values()) > 2
+        assert private.get("all_reduce", 0) <= plain.get("all_reduce", 0) + more
+        assert sum(private.values()) <= sum(plain.values()) + more
+
+
+@pytest.mark.parametrize("name", ["gpt", "sequence"])
+def test_one_sample_moves_the_sum_by_the_bound_at_most(found, name):
+    for rank in found:
+        assert max(rank["moves"][name]) <= 1 + 1e-6
+        assert max(rank["moves"][name]) > 0.99
+
+
+@pytest.mark.parametrize("level", ["fast", "secure"])
+def test_parts_of_the_noise_are_those_of_one_draw_to_the_bit(found, level):
+    source = make_noise_source(level=level)
+    source.load_state_dict(found[0]["noise"][level]["state"])
+    whole = [torch.zeros(shape) for shape in SHAPES]
+    add_noise_(source, whole, STD)
+    for rank in found:
+        for one, own in zip(whole, rank["noise"][level]["noise"], strict=True):
+            assert torch.equal(one, own)
+
+
+REFUSED = {
+    "other_inputs": "InvalidOptionError: .*different inputs",
+    "other_dropout": "UnsupportedModelError: .*their gradients differ",
+    "divided_features": "UnsupportedModelError: .*'middle.factor'.*their gradients differ",
+    "transposed": "UnsupportedModelError: .*'table.weight'",
+    "divided_samples": "UnsupportedModelError: .*divided along axis 0, where samples lie",
+    "own_tensors": "UnsupportedModelError: .*'weight'.*meets plain tensors in linear",
+    "mixes": "SampleMixingError: the output of one sample depends on other samples",
+    "divided_outputs": "UnsupportedModelError: Sequential returns a DTensor",
+    "device_only": "InvalidOptionError: device_only=True with ranks that share samples",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_not_exact_is_refused_on_every_rank(found, what):
+    for rank in found:
+        assert re.match(REFUSED[what], rank["refused"][what], re.DOTALL), rank["refused"][what]

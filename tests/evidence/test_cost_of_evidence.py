@@ -1,0 +1,77 @@
+"""What a forward that is proved costs: how often the model runs, and what a probe draws and reads."""
+
+import pytest
+import torch
+from torch import nn
+
+import ghostclip
+from ghostclip.capture.batch_axis import RowMap
+from ghostclip.evidence.gradient_edges import GradientSource
+from ghostclip.evidence.probe import Start, _nonzero_rows, cotangents
+
+B = 6
+
+
+class _Counted(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.layer, self.dropout, self.seen = nn.Linear(3, 4), nn.Dropout(dropout), []
+
+    def forward(self, x):
+        self.seen.append(len(x))
+        return self.dropout(self.layer(x))
+
+
+@pytest.mark.parametrize(
+    ("dropout", "extra"),
+    # One sample more, the forward itself, either half replaced, the first half alone.
+    [(0.0, [B + 1, B, B, B, B // 2]), (0.5, [B + 1, B, B, B, B, B // 2])],
+)
+def test_how_often_the_model_runs(dropout, extra):
+    model = _Counted(dropout)
+    with ghostclip.GhostClipper(model, max_grad_norm=1.0) as clipper:
+        clipper.backward(model(torch.randn(B, 3)).square().sum(1))
+        assert model.seen == extra
+        model.seen.clear()
+        clipper.backward(model(torch.randn(B, 3)).square().sum(1))
+    assert model.seen == [B]
+
+
+NAN, INF = float("nan"), float("inf")
+ROWS = [
+    ([0.0, 0.0], False), ([0.0, -0.0], False), ([0.0, 1e-45], True), ([-1.0, 0.0], True), ([NAN, 0.0], False),
+    ([NAN, -2.0], True), ([INF, 0.0], True), ([NAN, INF], True), ([-INF, INF], True), ([NAN, NAN], False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("wide", [False, True])
+def test_rows_that_are_not_zero(dtype, wide):
+    rows = [values for values, _ in ROWS if dtype is not torch.bfloat16 or 1e-45 not in values]
+    wanted = [found for values, found in ROWS if values in rows]
+    held = torch.tensor(rows).to(dtype)
+    held = held.unsqueeze(1).expand(-1, 3, -1).mT if wide else held
+    assert _nonzero_rows(held).tolist() == wanted
+    assert _nonzero_rows(held[:0]).tolist() == []
+    assert _nonzero_rows(held[:, :0]).tolist() == [False] * len(rows)
+
+
+@pytest.mark.parametrize(
+    ("shape", "row_map"),
+    [
+        ((B,), RowMap("axis", 0)),
+        ((B, 3, 4), RowMap("axis", 0)),
+        ((3, B, 4), RowMap("axis", 1)),
+        ((2 * B, 4), RowMap("major", 0)),
+        ((2 * B, 4), RowMap("minor", 0)),
+    ],
+)
+def test_a_probe_begins_in_rows_of_its_samples_alone_and_in_all_of_these(shape, row_map):
+    place = GradientSource.of(torch.zeros(shape, dtype=torch.float64))
+    (grad,) = cotangents([Start(place, row_map)], batch_size=B, samples={1, 4})
+    assert grad.shape == shape
+    rows_B = row_map.split(grad, len(shape), B).flatten(1)
+    others = [sample for sample in range(B) if sample not in (1, 4)]
+    assert not rows_B[others].any()
+    assert bool((rows_B[[1, 4]] > 0).all())
+    assert len(rows_B[[1, 4]].unique()) == 2 * rows_B.shape[1]
