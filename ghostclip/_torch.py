@@ -893,7 +893,7 @@ def compiled(graph: Any, inputs: Sequence[Tensor], options: Mapping[str, Any]) -
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    forms = [fake.from_tensor(tensor, static_shapes=True) for tensor in inputs]
+    forms: list[Any] = [fake.from_tensor(tensor, static_shapes=True) for tensor in inputs]
     with tracing(TracingContext(fake)):
         function: Callable[..., Any] = torch._inductor.compile(graph, forms, options=dict(options))
     return function

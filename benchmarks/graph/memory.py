@@ -42,9 +42,9 @@ def text(report: dict[str, Any]) -> str:
         "# The private step as one graph: memory",
         "",
         f"`{report['command']}`, {report['date']}: {report['machine']['cpu']}, torch "
-        f"{report['machine']['versions']['torch']}, float32. Peak of the resident set of a process in later steps, above "
-        "what it holds between steps, in MB (10⁶ bytes); in brackets the ratio to book-keeping. Freed memory goes back "
-        "to the system at once.",
+        f"{report['machine']['versions']['torch']}, float32. Peak of the resident set of a process in later steps, "
+        "above what it holds between steps, in MB (10⁶ bytes); in brackets the ratio to book-keeping. Freed memory "
+        "goes back to the system at once.",
         "",
         f"| model | {' | '.join(speed.WAYS)} |",
         "|---|" + "---:|" * len(speed.WAYS),

@@ -245,7 +245,7 @@ def _widened(graph: fx.Graph, node: fx.Node) -> None:
     if values[0].numel() <= _SHORT * max(1, values[1].numel()):
         return
     with graph.inserting_after(node):
-        narrow = graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": torch.float32})
+        narrow = graph.call_function(torch.ops.aten.to.dtype, (node, torch.float32))
     node.replace_all_uses_with(narrow, delete_user_cb=lambda user: user is not narrow)
     narrow.meta, node.meta = dict(node.meta), {**node.meta, "val": values[1].double()}
     node.kwargs = {**node.kwargs, "dtype": torch.float64}
