@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from benchmarks import files, machine
-from benchmarks.graph import compiling, memory, speed, table
+from benchmarks.graph import compiling, memory, picture, speed, table
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
+PICTURE = Path(__file__).resolve().parents[2] / "docs" / "use" / "graph-layer.svg"
 
 
 def _speed(options: argparse.Namespace) -> None:
@@ -70,10 +71,16 @@ def _architectures(options: argparse.Namespace) -> None:
         files.write(options.output, "graph-architectures", report, table.text(report))
 
 
+def _picture(options: argparse.Namespace) -> None:
+    del options  # its place is the page that shows it
+    PICTURE.write_text(picture.draw(), encoding="utf-8")
+
+
 def main() -> None:
     """Measure, and write a report."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.graph", description=__doc__)
     programs = {"speed": _speed, "memory": _memory, "compiling": _compiling, "architectures": _architectures}
+    programs["picture"] = _picture
     parser.add_argument("what", choices=programs)
     parser.add_argument("--only", nargs="*", help="names of models or architectures; rows of other architectures stay")
     parser.add_argument("--rounds", type=int, default=15)
