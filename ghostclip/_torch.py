@@ -8,11 +8,12 @@ benchmarks/results/torch-versions.md.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import CodeType, FrameType
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -30,9 +31,9 @@ _T = TypeVar("_T", bound=Tensor)
 # ---------------------------------------------------------------- tensors and their memory
 
 
-def version(tensor: Tensor) -> int:
-    """Return how often a tensor, or another one on its memory, was changed in place: ``Tensor._version``."""
-    return tensor._version
+# How often a tensor, or another one on its memory, was changed in place: ``Tensor._version``. A forward asks hundreds
+# of times, as of what follows, so that no function of ours stands in between.
+version: Final[Callable[[Tensor], int]] = operator.attrgetter("_version")
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:
@@ -40,9 +41,8 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
     return [tensor._version for tensor in tensors]
 
 
-def is_view(tensor: Tensor) -> bool:
-    """Return whether autograd takes a tensor for a view of another: ``Tensor._is_view``."""
-    return tensor._is_view()
+# Whether autograd takes a tensor for a view of another: ``Tensor._is_view``.
+is_view: Final[Callable[[Tensor], bool]] = Tensor._is_view
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
@@ -318,22 +318,16 @@ def at_the_end(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
-def saving_hooks() -> Any:
-    """Return (pack, unpack) of the innermost hooks on saved tensors: ``_autograd._top_saved_tensors_default_hooks``.
-
-    Returns:
-        The hooks that ``torch.autograd.graph.saved_tensors_hooks`` set, or None; also while a function is traced.
-    """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+# (pack, unpack) of the innermost hooks on saved tensors that ``torch.autograd.graph.saved_tensors_hooks`` set, or None;
+# also while a function is traced: ``_autograd._top_saved_tensors_default_hooks``.
+saving_hooks: Final[Callable[[], Any]] = partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
 
 
 # ---------------------------------------------------------------- overriding torch's functions
 
 
-def subclasses_off() -> AbstractContextManager[None]:
-    """Return a context in which no subclass's override is called, modes are: ``DisableTorchFunctionSubclass``."""
-    context: Any = torch._C.DisableTorchFunctionSubclass()
-    return context
+# A context in which no subclass's override is called, modes are: ``torch._C.DisableTorchFunctionSubclass``.
+subclasses_off: Final[Callable[[], AbstractContextManager[None]]] = torch._C.DisableTorchFunctionSubclass
 
 
 def overrides_off() -> AbstractContextManager[None]:

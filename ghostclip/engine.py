@@ -335,8 +335,7 @@ class PrivacyEngine:
         sampling = self._sampled(given.data_loader, poisson_sampling=poisson_sampling)
         budget = _target(target_epsilon, target_delta, when_spent=when_spent)
         self._warn_of(target_delta, sampling)
-        coordinates = coordinates_of(module, self.noise_level)
-        noise_multiplier = self._account.noise_for(budget, sampling, epochs=epochs, coordinates=coordinates)
+        noise_multiplier = self._noise_for(budget, module, sampling, epochs)
         options = ClippingOptions(
             clipping=clipping,
             max_grad_norm=max_grad_norm,
@@ -711,6 +710,10 @@ class PrivacyEngine:
         optimizer.account = OptimizerAccount(self._account, optimizer, sampling)
         self._sampling = sampling
         return private
+
+    def _noise_for(self, budget: Budget, module: nn.Module, sampling: Sampling, epochs: int) -> float:
+        coordinates = coordinates_of(module, self.noise_level)
+        return self._account.noise_for(budget, sampling, epochs=epochs, coordinates=coordinates)
 
     def _warn_of(self, delta: float, sampling: Sampling | None) -> None:
         """Warn once of a δ that promises nothing; how many units there are is public."""

@@ -208,7 +208,14 @@ class Again(NamedTuple):
     call: Callable[[], Tensor]
 
     def run(self, forward: ForwardContext) -> Tensor:
-        """Run it with a new use."""
+        """Run it with a new use.
+
+        Args:
+            forward: The forward that it is part of.
+
+        Returns:
+            What the function returns, in the graph.
+        """
         decided, rows = self.decided, self.rows
         use = decided.use_at(self.site, forward, rows, self.sizes, self.maps, _NONE_COMPUTED)
         order, product = decided.captured.order, decided.is_product

@@ -320,19 +320,24 @@ class GroupNorms:
         """
         self._changed()
         total, layers = self.sums[0], len(names)
-        norm = factor.unfinished()
+        counted = [number for number, name in enumerate(names) if self.counts(name)]
+        norm = factor.unfinished() if counted else None
         if norm is not None:
-            for part in _layers_apart(norm, layers):
-                total.add(part)
+            parts = _layers_apart(norm, layers)
+            for number in counted:
+                total.add(parts[number])
             return
-        blocks = factor.block_norms()
+        blocks = factor.block_norms() if counted else None
         if blocks is not None:
-            total.add_blocks([norm_NK.unflatten(0, (layers, -1)).transpose(0, 1).flatten(1) for norm_NK in blocks])
-            return
-        square = factor.sqnorm()
-        error, terms = _rest_apart(square, layers)
-        for value_B, error_B, own in zip(square.value_B.chunk(layers), error, terms, strict=True):
-            total.add(SquaredNorm(value_B, error_B, own))
+            apart = [norm_NK.unflatten(0, (layers, -1)) for norm_NK in blocks]
+            own = apart if len(counted) == layers else [norm_LBK[counted] for norm_LBK in apart]
+            total.add_blocks([norm_LBK.transpose(0, 1).flatten(1) for norm_LBK in own])
+        elif counted:
+            square = factor.sqnorm()
+            error, terms = _rest_apart(square, layers)
+            value = square.value_B.chunk(layers)
+            for number in counted:
+                total.add(SquaredNorm(value[number], error[number], terms[number]))
 
     def _changed(self) -> None:
         self.finite, self.largest = False, None

@@ -202,7 +202,8 @@ class Evidence:
             gathered=forward.gathered,
             reordered=forward.reordered,
             maps=[known.get(id(found)) for found in outputs_of(output)],
-            outputs=() if _on_any(capture, drew) else outputs_of(output),
+            # Ranks that share samples run the model equally often, whatever each of them finds.
+            outputs=() if drew or capture.gathering is not None else outputs_of(output),
         )
         with capture.substitution.unwatched(), _sharing(capture, "batch independence"):
             refuse_dependence(

@@ -9,8 +9,8 @@ from ghostclip.clipper import Strategy
 from ghostclip.errors import InvalidOptionError
 
 SHARDED: Final = (
-    "parameters that are sharded over devices (FSDP, tensor parallel) cannot be clipped yet. Train data-parallel, "
-    "where every rank holds the model, see ghostclip.distributed"
+    "how a model is sharded over devices is no mode here. Shard it (fully_shard, parallelize_module), then choose a "
+    "mode as on one device: grad_sample_mode='ghost' for two passes"
 )
 NO_OP: Final = (
     "it trains without clipping while the account goes on. Use the plain model and optimizer to compare with "

@@ -57,8 +57,8 @@ def formed_by(a_NTI: Tensor, g_NTO: Tensor) -> dict[str, bool]:
     Returns:
         Whether matrix units do, and whether kernels do that store nothing.
     """
-    fused = gram.is_fused(a_NTI, g_NTO) and outer.is_fused(a_NTI, g_NTO)
-    return {"by_units": products.takes(a_NTI, g_NTO), "fused": fused}
+    by_units = products.takes(a_NTI, g_NTO)
+    return {"by_units": by_units, "fused": by_units and gram.is_fused(a_NTI, g_NTO) and outer.is_fused(a_NTI, g_NTO)}
 
 
 def prefers_gram(positions: int, inputs: int, outputs: int, *, by_units: bool = False, fused: bool = False) -> bool:

@@ -192,6 +192,17 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         metavar="R",
         help=f"peak learning rate of AdamW (default: {TOY_RATE:g} toy, {LORA_RATE:g} LoRA, {FULL_RATE:g} pretrained)",
     )
+    _add_clipping(group)
+    _add_devices(group)
+    group.add_argument(
+        "--seed",
+        type=int,
+        metavar="S",
+        help="fixes split, initial weights and dropout, never the noise (default: fresh, recorded)",
+    )
+
+
+def _add_clipping(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--strategy", metavar="NAME", help=_default(f"how gradients are clipped: {', '.join(STRATEGIES)}", "strategy")
     )
@@ -205,13 +216,6 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         type=float,
         metavar="R",
         help=_default("memory of a backward, over an ordinary one's; below 1 blocks are run again", "memory_budget"),
-    )
-    _add_devices(group)
-    group.add_argument(
-        "--seed",
-        type=int,
-        metavar="S",
-        help="fixes split, initial weights and dropout, never the noise (default: fresh, recorded)",
     )
 
 

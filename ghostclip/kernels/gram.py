@@ -388,18 +388,24 @@ def _fast(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Bounded:
     return finished_one(_reduced(a_NTI, g_NTO))
 
 
-def _example(device: torch.device, positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
-    a, g = (torch.randn(2, positions, width, generator=generator()) for width in (40, 33))
+def _example(device: torch.device, positions: int, dtype: torch.dtype, width: int) -> tuple[Tensor, Tensor, int]:
+    a, g = (torch.randn(2, positions, size, generator=generator()) for size in (width, 33))
     return a.to(device, dtype), g.to(device, dtype), WORKSPACE
 
 
+# One for each size of tiles, and for products that are added up in several sums.
+_EXAMPLES: Final = (
+    (150, torch.bfloat16, 40),
+    (150, torch.float16, 40),
+    (150, torch.bfloat16, 4200),
+    (70, torch.float32, 600),
+    (40, torch.bfloat16, 40),
+    (20, torch.bfloat16, 40),
+    (10, torch.bfloat16, 40),
+)
 TWINS: Final = Twins(
     "symmetric_gram",
     _naive,
     _fast,
-    # One for each size of tiles.
-    tuple(
-        partial(_example, positions=positions, dtype=dtype)
-        for positions, dtype in ((150, torch.bfloat16), (150, torch.float16), (70, torch.float32), (20, torch.bfloat16))
-    ),
+    tuple(partial(_example, positions=positions, dtype=dtype, width=width) for positions, dtype, width in _EXAMPLES),
 )

@@ -289,27 +289,33 @@ def _by_kernel(a_NTI: Tensor, g_NTO: Tensor, coef_B: Tensor, out_SOI: Tensor, *,
     kernel(a_NTI, g_NTO, coef_B, out_SOI, apart=apart, fresh=fresh)
 
 
-def _factors(device: torch.device, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    a, g = (torch.randn(2, 40, size, generator=generator()) for size in (width, width - 7))
+def _factors(device: torch.device, positions: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    a, g = (torch.randn(2, positions, size, generator=generator()) for size in (width, width - 7))
     return a.to(device, dtype), g.to(device, dtype)
 
 
-def _square_example(device: torch.device, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
-    return *_factors(device, width, dtype), 2
+def _square_example(device: torch.device, positions: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
+    return *_factors(device, positions, width, dtype), 2
 
 
-def _sum_example(device: torch.device, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    a_NTI, g_NTO = _factors(device, width, dtype)
+def _sum_example(
+    device: torch.device, positions: int, width: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    a_NTI, g_NTO = _factors(device, positions, width, dtype)
     coef_N = torch.rand(len(a_NTI), generator=generator()).to(device)
     return a_NTI, g_NTO, coef_N, torch.ones(width - 7, width, device=device)
 
 
-# One for each size of tiles.
-_SIZES: Final = ((1300, torch.bfloat16), (1300, torch.float16), (70, torch.bfloat16), (70, torch.float32))
-
-
 def _examples(example: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
-    return tuple(partial(example, width=width, dtype=dtype) for width, dtype in _SIZES)
+    """Return one problem for each size of tiles, and for products that are added up in several sums."""
+    sizes = (
+        (40, 1300, torch.bfloat16),
+        (40, 1300, torch.float16),
+        (40, 70, torch.bfloat16),
+        (4200, 70, torch.bfloat16),
+        (600, 70, torch.float32),
+    )
+    return tuple(partial(example, positions=positions, width=width, dtype=dtype) for positions, width, dtype in sizes)
 
 
 SQUARE: Final = Twins("outer_square", _naive_square, _fast_square, _examples(_square_example))

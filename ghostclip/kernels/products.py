@@ -76,9 +76,14 @@ def is_taken(x_NTF: Tensor) -> bool:
 
 
 def aligned(x_NTF: Tensor) -> Tensor:
-    """Return a 16-bit tensor whose rows begin at multiples of 16 bytes: a copy where its own do not (V = 50,257).
+    """Return a 16-bit tensor whose rows begin at multiples of 16 bytes.
 
-    Rows of a copy begin at multiples of 32 bytes, so that kernels of ours read it as it is, too.
+    Args:
+        x_NTF: Shape ``(N, T, F)``.
+
+    Returns:
+        The tensor itself, or a copy where its own rows do not (V = 50,257): at multiples of 32 bytes then, so that
+        kernels of ours read it as it is, too.
     """
     features, per_load = x_NTF.shape[2], _ALIGNED // x_NTF.element_size()
     if is_taken(x_NTF) or x_NTF.numel() == 0 or features < per_load:

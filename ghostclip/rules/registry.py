@@ -165,7 +165,15 @@ def operation_name(func: Callable[..., Any]) -> str:
 
 
 def is_rule_for(name: str, rule: Rule) -> bool:
-    """Return whether a rule is still the one for an operation."""
+    """Return whether a rule is still the one for an operation.
+
+    Args:
+        name: The operation.
+        rule: The rule.
+
+    Returns:
+        False where another has taken its place.
+    """
     entry = _RULES.get(name)
     return entry is not None and entry.rule is rule
 

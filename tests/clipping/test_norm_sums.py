@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from ghostclip.clipping.coefficients import PSAC, AutoS, Flat, Normalised, clip_
 from ghostclip.clipping.decisions import Decisions
 from ghostclip.clipping.grouping import PerParameter
 from ghostclip.clipping.norms import GroupNorms, NormSum
-from ghostclip.factors import SquaredNorm
+from ghostclip.factors import Dense, Outer, SquaredNorm
 
 
 def squares(count, dtype=torch.float32):
@@ -201,3 +202,46 @@ def test_groups_of_one_bound_are_clipped_as_each_alone(rule):
         assert (coef_B[finite_B] > 0).all()
     apart = policy.coefficients([norm_B.to(MIXED[place % 2]) for place, norm_B in enumerate(norm_GB)], bounds)
     torch.testing.assert_close(torch.stack([coef_B.float() for coef_B in apart]), torch.stack(together))
+
+
+class _Ranks:
+    """One of two ranks that share samples, of which the other has the same; it counts what is named."""
+
+    dtype, device = torch.float64, torch.device("cpu")
+
+    def __init__(self, counted):
+        self.counted = counted
+
+    def counts(self, name):
+        return name in self.counted
+
+    def add_up(self, own):
+        return 2 * own
+
+
+PARTS = {"a": slice(3), "b": slice(3, None)}
+
+
+@pytest.mark.parametrize("counted", ["", "a", "b", "ab"])
+@pytest.mark.parametrize("form", ["gradients", "one position", "positions"])
+def test_each_parameter_counts_on_the_rank_that_it_counts_on_however_it_was_put_together(form, counted):
+    generator = torch.Generator().manual_seed(0)
+    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
+    sizes = {"gradients": (), "one position": (1,), "positions": (40,)}[form]
+    left, right = draw(6, *sizes, 4), draw(6, *sizes, 5)
+
+    def factor(part):
+        return Dense(left[part]) if form == "gradients" else Outer(left[part], right[part], shape=(5, 4))
+
+    together, apart = (GroupNorms({}, _Ranks(counted)) for _ in range(2))
+    together.add_norms_of(["a", "b"], factor(slice(None)))
+    for name, part in PARTS.items():
+        apart.add_norm_of(name, factor(part))
+    for total in (together, apart):
+        total.complete(3)
+    own = [
+        factor(slice(3 * number, 3 * number + 3)).materialize() for number, name in enumerate("ab") if name in counted
+    ]
+    expected = (2 * sum(grad.flatten(1).square().sum(1) for grad in own)) ** 0.5 if own else torch.zeros(3).double()
+    torch.testing.assert_close(together.norm_GB(3)[0], expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(apart.norm_GB(3)[0], expected, rtol=1e-9, atol=1e-12)

@@ -86,13 +86,17 @@ def test_norm_affine(kind):
         torch.testing.assert_close(got.bias_BF[n], g[n].sum(0))
 
 
-# Of large tiles as many as fill a GPU: an interpreter takes seconds.
+# Tiles enough for a GPU, and sums of thousands of products: an interpreter takes seconds.
+LONG = {"symmetric_gram": (2,), "outer_square": (0, 1, 3), "weighted_sum": (0, 1, 3)}
 EXAMPLES = [
     pytest.param(
-        pair, make, marks=[pytest.mark.slow] if pair.name in ("outer_square", "weighted_sum") else [], id=pair.name
+        pair,
+        make,
+        marks=[pytest.mark.slow] if number in LONG.get(pair.name, ()) else [],
+        id=f"{pair.name}-{number}",
     )
     for pair in kernels.TWINS
-    for make in pair.examples
+    for number, make in enumerate(pair.examples)
 ]
 
 
