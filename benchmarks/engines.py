@@ -103,8 +103,32 @@ class _Ghostclip:
         return [parameter.grad for parameter in trainable(self.model)]
 
 
+class _GhostclipGraph(_Ghostclip):
+    """ghostclip's strategy that computes a step by one compiled graph."""
+
+    def __init__(self, model: nn.Module, max_grad_norm: float) -> None:
+        import ghostclip
+
+        super().__init__(model, max_grad_norm, strategy="graph")
+        self._step = ghostclip.GraphStep(self.clipper, lambda model, *batch: per_sample_losses(model, batch))
+
+    def prepare(self, batch: Batch) -> None:
+        """Compile for such a batch."""
+        self.step(batch)
+
+    def step(self, batch: Batch) -> None:
+        if not self._step.graphs:
+            # The first sum is that of the eager engine, which the graph is held against.
+            self._step(*batch)
+        self.model.zero_grad(set_to_none=True)
+        self._step(*batch)
+        if self._step.reasons:
+            raise CannotDo(f"computed eagerly: {next(iter(self._step.reasons))}")
+
+
 NON_PRIVATE = Engine("nonprivate", "PyTorch, not private", False, _NonPrivate)
-STRATEGIES = ("bookkeeping", "ghost", "fast", "hooks")
+EAGER = ("bookkeeping", "ghost", "fast", "hooks")
+STRATEGIES = (*EAGER, "graph")
 
 
 def engines() -> list[Engine]:
@@ -114,7 +138,8 @@ def engines() -> list[Engine]:
         The non-private one first. `benchmarks.peers.every_engine` adds whoever else is installed.
     """
     found = [NON_PRIVATE]
-    found += [Engine(name, f"ghostclip {name}", True, partial(_Ghostclip, strategy=name)) for name in STRATEGIES]
+    found += [Engine(name, f"ghostclip {name}", True, partial(_Ghostclip, strategy=name)) for name in EAGER]
+    found.append(Engine("graph", "ghostclip graph", True, _GhostclipGraph))
     if find_spec("opacus"):
         from benchmarks.peers.opacus import Ghost, Hooks
 

@@ -871,6 +871,8 @@ def functional(function: Callable[..., Any]) -> Callable[..., Any]:
 def compiled(graph: Any, inputs: Sequence[Tensor], options: Mapping[str, Any]) -> Callable[..., Any]:
     """Compile a graph by Inductor, without Dynamo: ``torch._inductor.compile``.
 
+    It asks its cache on disk only where shapes have an environment, as Dynamo's have (``torch._guards``).
+
     Args:
         graph: A ``torch.fx.GraphModule`` of aten operations.
         inputs: Tensors of the shapes it is compiled for.
@@ -880,8 +882,14 @@ def compiled(graph: Any, inputs: Sequence[Tensor], options: Mapping[str, Any]) -
         What takes such tensors and returns the graph's outputs.
     """
     import torch._inductor
+    from torch._guards import TracingContext, tracing
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    function: Callable[..., Any] = torch._inductor.compile(graph, list(inputs), options=dict(options))
+    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    forms: list[Any] = [fake.from_tensor(tensor, static_shapes=True) for tensor in inputs]
+    with tracing(TracingContext(fake)):
+        function: Callable[..., Any] = torch._inductor.compile(graph, forms, options=dict(options))
     return function
 
 

@@ -1,4 +1,7 @@
-"""CPU time of private steps as one graph, and a table of architectures: `python -m benchmarks.graph --help`."""
+"""Time, memory and compiling of private steps as one graph, a table of architectures and a picture.
+
+`python -m benchmarks.graph --help`.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,15 @@ import logging
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks import files, machine
-from benchmarks.graph import speed, table
+from benchmarks.graph import compiling, memory, picture, speed, table
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
+PICTURE = Path(__file__).resolve().parents[2] / "docs" / "use" / "graph-layer.svg"
 
 
 def _speed(options: argparse.Namespace) -> None:
@@ -29,30 +34,61 @@ def _speed(options: argparse.Namespace) -> None:
         files.write(options.output, "graph-speed-cpu", report, speed.text(report))
 
 
+def _memory(options: argparse.Namespace) -> None:
+    report = files.head("benchmarks.graph", sys.argv[1:], torch.device("cpu"), quick=False)
+    report["rows"] = []
+    for task in speed.TASKS:
+        if options.only and task.name not in options.only:
+            continue
+        report["rows"].append(memory.measure(task))
+        print(json.dumps(report["rows"][-1]), flush=True)
+        files.write(options.output, "graph-memory-cpu", report, memory.text(report))
+
+
+def _compiling(options: argparse.Namespace) -> None:
+    report = files.head("benchmarks.graph", sys.argv[1:], torch.device("cpu"), quick=False)
+    report["rows"] = compiling.measure()
+    print(json.dumps(report["rows"]), flush=True)
+    files.write(options.output, "graph-compiling-cpu", report, compiling.text(report))
+
+
 def _architectures(options: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     report = files.head("benchmarks.graph", sys.argv[1:], torch.device("cpu"), quick=False)
-    report["rows"] = []
+    rows: dict[str, Any] = {}
+    earlier = options.output / "graph-architectures.json"
+    if options.only and earlier.exists():
+        # Some rows anew: the others stay.
+        report = json.loads(earlier.read_text())
+        rows = {row["name"]: row for row in report["rows"]}
     for found in table.names():
         if options.only and found.name not in options.only:
             continue
-        report["rows"].append(table.tried(found))
-        print(json.dumps(report["rows"][-1]), flush=True)
+        rows[found.name] = table.tried(found)
+        print(json.dumps(rows[found.name]), flush=True)
+        report["rows"] = list(rows.values())
         files.write(options.output, "graph-architectures", report, table.text(report))
+
+
+def _picture(options: argparse.Namespace) -> None:
+    del options  # its place is the page that shows it
+    PICTURE.write_text(picture.draw(), encoding="utf-8")
 
 
 def main() -> None:
     """Measure, and write a report."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.graph", description=__doc__)
-    parser.add_argument("what", choices=("speed", "architectures"))
-    parser.add_argument("--only", nargs="*", help="names of models or architectures")
+    programs = {"speed": _speed, "memory": _memory, "compiling": _compiling, "architectures": _architectures}
+    programs["picture"] = _picture
+    parser.add_argument("what", choices=programs)
+    parser.add_argument("--only", nargs="*", help="names of models or architectures; rows of other architectures stay")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     machine.keep_heap()
-    (_speed if options.what == "speed" else _architectures)(options)
+    programs[options.what](options)
 
 
 if __name__ == "__main__":

@@ -81,36 +81,56 @@ TASKS = (
 )
 
 
-def _steps(task: Task, batch: tuple[Tensor, ...]) -> tuple[dict[str, Callable[[], Any]], ghostclip.GraphStep]:
-    models = {name: task.model() for name in WAYS}
-    for model in models.values():
-        model.load_state_dict(models["ordinary"].state_dict())
-    compiled = torch.compile(models["ordinary, compiled"])
-    clippers = {
-        name: ghostclip.GhostClipper(models[name], max_grad_norm=1.0, strategy=strategy)
-        for name, strategy in (("book-keeping", "bookkeeping"), ("graph", "graph"))
-    }
-    step = ghostclip.GraphStep(clippers["graph"], task.losses)
+class Ways:
+    """One task run in several ways, each on a model of its own with the same parameters.
 
-    def ordinary(name: str, model: Any) -> None:
-        models[name].zero_grad()
-        task.losses(model, *batch).mean().backward()
+    Attributes:
+        runs: What makes one step, by way.
+        step: The graph.
+    """
 
-    def eager() -> None:
-        clippers["book-keeping"].reset()
-        clippers["book-keeping"].backward(task.losses(models["book-keeping"], *batch))
+    def __init__(self, task: Task, batch: tuple[Tensor, ...]) -> None:
+        """Attach all ways; nothing is computed or compiled yet.
 
-    def graph() -> None:
-        clippers["graph"].reset()
-        step(*batch)
+        Args:
+            task: The task.
+            batch: Its batch.
+        """
+        self._losses, self._batch = task.losses, batch
+        self._models = {name: task.model() for name in WAYS}
+        for model in self._models.values():
+            model.load_state_dict(self._models["ordinary"].state_dict())
+        self._compiled = torch.compile(self._models["ordinary, compiled"])
+        self._clippers = {
+            name: ghostclip.GhostClipper(self._models[name], max_grad_norm=1.0, strategy=strategy)
+            for name, strategy in (("book-keeping", "bookkeeping"), ("graph", "graph"))
+        }
+        self.step = ghostclip.GraphStep(self._clippers["graph"], task.losses)
+        runs = (
+            lambda: self._ordinary(self._models["ordinary"]),
+            lambda: self._ordinary(self._compiled),
+            self._bookkeeping,
+            lambda: self.step(*batch),
+        )
+        self.runs: dict[str, Callable[[], Any]] = dict(zip(WAYS, runs, strict=True))
 
-    runs = (
-        lambda: ordinary("ordinary", models["ordinary"]),
-        lambda: ordinary("ordinary, compiled", compiled),
-        eager,
-        graph,
-    )
-    return dict(zip(WAYS, runs, strict=True)), step
+    def _ordinary(self, model: Any) -> None:
+        self._losses(model, *self._batch).mean().backward()
+
+    def _bookkeeping(self) -> None:
+        clipper = self._clippers["book-keeping"]
+        clipper.backward(self._losses(self._models["book-keeping"], *self._batch))
+
+    def let_go(self, way: str) -> None:
+        """Drop the gradients or sums of one way.
+
+        Args:
+            way: Which.
+        """
+        if way in self._clippers:
+            self._clippers[way].reset()
+        else:
+            self._models[way].zero_grad()
 
 
 def measure(task: Task, *, rounds: int) -> dict[str, Any]:
@@ -125,20 +145,21 @@ def measure(task: Task, *, rounds: int) -> dict[str, Any]:
     """
     torch.manual_seed(0)
     batch = task.batch()
-    steps, step = _steps(task, batch)
+    ways = Ways(task, batch)
     begun, clock = time.process_time(), time.perf_counter()
-    steps["graph"]()
+    ways.runs["graph"]()
     first = {"compile_cpu_s": time.process_time() - begun, "compile_s": time.perf_counter() - clock}
-    for run in steps.values():
-        run()
-        run()
+    for name in [*WAYS, *WAYS]:
+        ways.let_go(name)
+        ways.runs[name]()
     taken: dict[str, list[float]] = {name: [] for name in WAYS}
     for _ in range(rounds):
-        for name, run in steps.items():
+        for name in WAYS:
             begun = time.process_time()
-            run()
+            ways.let_go(name)
+            ways.runs[name]()
             taken[name].append(time.process_time() - begun)
-    graphs = step.graphs
+    graphs = ways.step.graphs
     return {
         "name": task.name,
         "title": task.title,
@@ -146,7 +167,7 @@ def measure(task: Task, *, rounds: int) -> dict[str, Any]:
         "milliseconds": {name: 1000 * statistics.median(own) for name, own in taken.items()},
         **first,
         "nodes": len(graphs[0].graph.graph.nodes) if graphs else None,
-        "eager": dict(step.reasons),
+        "eager": dict(ways.step.reasons),
     }
 
 

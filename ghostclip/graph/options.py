@@ -64,5 +64,11 @@ class GraphOptions:
         if self.backend == "aten":
             return graph
         # Random operations stay those of the generator, so that seeds mean what they mean without compiling.
-        options = {"fallback_random": True, **(_torch.inductor_options(self.mode) if self.mode else {})}
+        # Sizes and strides are those of its inputs: the batch is of one form and contiguous, parameters are watched.
+        options = {
+            "fallback_random": True,
+            "size_asserts": False,
+            "alignment_asserts": False,
+            **(_torch.inductor_options(self.mode) if self.mode else {}),
+        }
         return _torch.compiled(graph, inputs, options)

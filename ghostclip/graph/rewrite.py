@@ -8,17 +8,17 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, fx
 
 from ghostclip import _torch
 from ghostclip.clipping.norms import GroupNorms, cross_terms
-from ghostclip.clipping.passes import smaller_form
 from ghostclip.clipping.policies import ClipPolicy, Layout, finite_samples
-from ghostclip.factors import Factor, joined
+from ghostclip.factors import Factor
 from ghostclip.graph.axes import SIZES_ALONE, Axes, first_of
+from ghostclip.graph.forms import Kept, kept, room_of
 from ghostclip.graph.refusal import NoGraphError
 from ghostclip.graph.sums import Reduction, Sum, Value, linear
 from ghostclip.graph.trace import Inputs, Traced, first_line, operation
@@ -105,7 +105,7 @@ def _is_zero(node: Any) -> bool:
     return name in ("zeros", "new_zeros", "zeros_like") or (name in _INTO and _is_zero(node.args[0]))
 
 
-def factors_of(traced: Traced, axes: Axes, inputs: Inputs, flat: Sequence[Tensor]) -> tuple[Any, dict[str, Any], Any]:
+def factors_of(traced: Traced, axes: Axes, inputs: Inputs, flat: Sequence[Tensor]) -> tuple[Any, Kept, Any]:
     """Run a traced graph up to the factors of every gradient.
 
     Args:
@@ -122,7 +122,7 @@ def factors_of(traced: Traced, axes: Axes, inputs: Inputs, flat: Sequence[Tensor
     """
     losses_B, *rest = _Factored(traced.graph, axes).run(*flat)
     count = len(inputs.trainable)
-    found: dict[str, Any] = {}
+    found: Kept = {}
     for name, grad in zip(inputs.trainable, rest[:count], strict=True):
         if isinstance(grad, Tensor):
             raise NoGraphError(f"{name}: its gradient is no sum over samples")
@@ -158,11 +158,12 @@ def private_step(traced: Traced, axes: Axes, inputs: Inputs, clipping: Clipping)
         certain, ``(B,)`` bool, the losses ``(B,)``, norms and coefficients of each group, ``(B,)`` each, the clipped
         sum of every trainable parameter, and the tensors of what else the loss function returned.
     """
+    room = room_of(traced.graph)
 
     def step(valid_B: Tensor, *flat: Tensor) -> list[Tensor]:
-        losses_B, by_parameter, extra = factors_of(traced, axes, inputs, flat)
-        total = GroupNorms(clipping.layout.group_of)
-        factors = {name: _measured(name, found, total) for name, found in by_parameter.items()}
+        losses_B, found, extra = factors_of(traced, axes, inputs, flat)
+        factors = kept(found, room)
+        total = _norms(factors, clipping.layout)
         certain_B = total.certain_B(axes.batch_size).to(valid_B.device)
         norm_GB = total.norm_GB(axes.batch_size, valid_B.device)
         certain_B = certain_B & finite_samples(norm_GB)
@@ -185,15 +186,16 @@ def private_step(traced: Traced, axes: Axes, inputs: Inputs, clipping: Clipping)
     return step
 
 
-def _measured(name: str, found: list[Factor], total: GroupNorms) -> list[Factor]:
-    """Add a parameter's squared norms, and return its factors in the form in which they are kept."""
-    kept = [smaller_form(factor) for factor in (joined(found) if len(found) > 1 else found)]
-    for factor in kept:
-        total.add_norm_of(name, factor)
-    crossed = cross_terms(kept)
-    if crossed is not None:
-        total.add(name, crossed)
-    return kept
+def _norms(factors: Kept, layout: Layout) -> GroupNorms:
+    """Return the norms of samples from the factors of all parameters."""
+    total = GroupNorms(layout.group_of)
+    for name, found in factors.items():
+        for factor in found:
+            total.add_norm_of(name, factor)
+        crossed = cross_terms(found)
+        if crossed is not None:
+            total.add(name, crossed)
+    return total
 
 
 def rewritten(step: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> fx.GraphModule:
@@ -220,9 +222,30 @@ def rewritten(step: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> fx
             f"its factors cannot be written as a graph ({type(problem).__name__}: {first_line(problem)})"
         ) from problem
     graph.graph.eliminate_dead_code()
-    for node in graph.graph.nodes:
+    for node in list(graph.graph.nodes):
         # What a view was of may lie otherwise once it is computed.
         if node.target is torch.ops.aten.view.default:
             node.target = torch.ops.aten.reshape.default
+        elif operation(node) == "sum":
+            _widened(graph.graph, node)
     graph.recompile()
     return graph
+
+
+_SHORT: Final = 256
+"""Numbers that are added up in float32, at most: Inductor adds up thousands in a row in each lane of a processor, and a
+sum of equal numbers comes out a thousand roundings too small, which error bounds do not know of."""
+
+
+def _widened(graph: fx.Graph, node: fx.Node) -> None:
+    """Have a long sum on a CPU run in float64."""
+    values = first_of(node).meta["val"], node.meta["val"]
+    if any(value.dtype != torch.float32 or value.device.type != "cpu" for value in values):
+        return
+    if values[0].numel() <= _SHORT * max(1, values[1].numel()):
+        return
+    with graph.inserting_after(node):
+        narrow = graph.call_function(torch.ops.aten.to.dtype, (node, torch.float32))
+    node.replace_all_uses_with(narrow, delete_user_cb=lambda user: user is not narrow)
+    narrow.meta, node.meta = dict(node.meta), {**node.meta, "val": values[1].double()}
+    node.kwargs = {**node.kwargs, "dtype": torch.float64}

@@ -239,8 +239,9 @@ def _refuse_sizes(graph: fx.GraphModule) -> None:
 
 @contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """Put back afterwards what a forward leaves on its modules: values without memory, when it is only written down."""
-    before = [(own, dict(own)) for module in model.modules() for own in (vars(module), _torch.tables(module)[2])]
+    """Put back afterwards what a forward leaves on its modules: values without memory, hooks that it adds once."""
+    own_of = [(own, *(part for part in own.values() if isinstance(part, dict))) for own in map(vars, model.modules())]
+    before = [(own, dict(own)) for parts in own_of for own in parts]
     try:
         yield
     finally:

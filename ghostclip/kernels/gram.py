@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ghostclip.kernels import products
+from ghostclip.kernels import products, reads
 from ghostclip.kernels.bounds import (
     UNSEEN_DRIFT,
     Bounded,
@@ -45,6 +45,13 @@ more to start. Twice as many are worth another level."""
 
 THINNEST: Final = 128
 """Positions of the smallest blocks on the diagonal that matrix units form."""
+
+TRACED_LEAF: Final = 128
+"""Positions of the smallest blocks on the diagonal in a graph that is written down: smaller ones save no time on a CPU,
+and each is several operations to compile."""
+
+TRACED_LEVELS: Final = 3
+"""Halvings in such a graph, at most."""
 
 WORKSPACE: Final = 1 << 22
 """Elements of the Gram matrices that the twin holds at a time (float32: 16 MiB)."""
@@ -202,7 +209,7 @@ def _unfinished(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Unfinished | Re
     samples, positions, inputs = a_NTI.shape
     outputs = g_NTO.shape[2]
     at_once = max(1, samples)
-    if a_NTI.device.type == "cpu":
+    if a_NTI.device.type == "cpu" and not reads.traced():
         cached = CACHED * torch.get_num_threads()
         at_once = max(1, min(workspace, cached) // max(1, positions * (inputs + outputs)))
     elif is_half(a_NTI, g_NTO) and not (products.is_taken(a_NTI) and products.is_taken(g_NTO)):
@@ -227,6 +234,8 @@ def _formed(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Unfinished:
         a_NTI, g_NTO = (x_NTF if _in_one_piece(x_NTF) else x_NTF.contiguous() for x_NTF in (a_NTI, g_NTO))
     a_NT, g_NT = position_norms(a_NTI), position_norms(g_NTO)
     levels = gram_levels(a_NTI.shape[1], a_NTI.shape[2] + g_NTO.shape[2], by_units=by_units)
+    if reads.traced():
+        levels = min(levels, TRACED_LEVELS, max(0, (a_NTI.shape[1] // TRACED_LEAF).bit_length() - 1))
     sums = _halved((a_NTI, g_NTO), (a_NT, g_NT), levels, workspace)
     unseen = None if sums.squares is not None else UNSEEN_DRIFT * unit_roundoff(a_NT.dtype)
     sizes = a_NTI.shape[2], g_NTO.shape[2]

@@ -16,6 +16,11 @@ def wait(tensor: Tensor) -> bool:
     return bool(_none) or tensor.device.type != "cpu"
 
 
+def traced() -> bool:
+    """Return whether operations are written down, and none runs."""
+    return bool(_none)
+
+
 @contextmanager
 def none() -> Iterator[None]:
     """Have values read on no device, as where operations are written down and none runs.

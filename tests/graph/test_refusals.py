@@ -72,6 +72,20 @@ def test_what_a_forward_leaves_on_modules_is_taken_back():
     assert not hasattr(model, "cache")
 
 
+def test_hooks_that_a_forward_adds_once_are_taken_back_with_what_says_that_they_are_there():
+    class Listening(Net):
+        def forward(self, x):
+            if not hasattr(self, "listens"):
+                self.first.register_forward_hook(lambda module, args, output: output + 1)
+                self.listens = True
+            return super().forward(x)
+
+    model = Listening().double()
+    _analysed(model)
+    assert not hasattr(model, "listens")
+    assert not model.first._forward_hooks
+
+
 def test_eager_batches_are_exact_and_say_why(caplog):
     model = net(how=lambda h: h * 2 if float(h[0, 0]) > 5 else h)
     step = step_of(model)

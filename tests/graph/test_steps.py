@@ -270,3 +270,24 @@ def test_inductor_computes_what_operations_one_by_one_do(p):
         found.append(sums(model))
         assert not step.reasons
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+
+
+def test_a_mode_of_the_compiler_is_passed_on(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "ghostclip._torch.compiled", lambda graph, inputs, options: (seen.append(dict(options)), graph)[1]
+    )
+    warmed(net(), options=GraphOptions(mode="max-autotune"))
+    assert seen[0]["max_autotune"] is True
+    assert seen[0]["fallback_random"] is True
+
+
+@pytest.mark.slow
+def test_the_compiler_finds_in_its_cache_what_it_compiled_before():
+    from torch._dynamo.utils import counters
+
+    for _ in range(2):
+        before = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+        step = warmed(net(), options=GraphOptions())
+        assert not step.reasons
+    assert counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"] > before

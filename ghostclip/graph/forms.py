@@ -1,0 +1,121 @@
+"""The form in which a graph keeps each gradient until the clipped sum: two factors, or the gradients of all samples.
+
+Forming the gradients of samples costs the operations of an ordinary weight gradient, which they replace: their norms
+and their weighted sum read them once each. A Gram matrix of factors costs products beside it, and many small
+operations. So gradients are formed where they are little larger than the factors, as long as what is kept fits in the
+memory that an ordinary step takes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Final
+
+from torch import Tensor, fx
+
+from ghostclip import _torch
+from ghostclip.clipping.passes import smaller_form
+from ghostclip.factors import Factor, Outer, joined
+from ghostclip.graph.axes import values_of
+from ghostclip.graph.trace import outputs_of
+
+LARGER: Final = 2
+"""How many times the size of its two factors a gradient may have that is formed: beyond, on a CPU, writing and reading
+it twice takes longer than the Gram of the factors."""
+
+BESIDE: Final = 16
+"""An eager step holds products and copies beside what its backward needs: a sixteenth of that at least."""
+
+Kept = dict[str, list[Factor]]
+
+
+def kept(found: Kept, room: int) -> Kept:
+    """Return factors in the form in which they are kept until the clipped sum.
+
+    Args:
+        found: Factors by parameter.
+        room: Bytes that all of them together may take where larger forms are quicker.
+
+    Returns:
+        Factors of the same gradients by parameter, several of one form as one.
+    """
+    forms = {
+        name: [smaller_form(factor) for factor in (joined(own) if len(own) > 1 else own)] for name, own in found.items()
+    }
+    places = [(name, place) for name, own in forms.items() for place in range(len(own))]
+    wanted = [(name, place) for name, place in places if _growth(forms[name][place]) <= LARGER]
+    for name, place in sorted(wanted, key=lambda at: _growth(forms[at[0]][at[1]])):
+        factor = forms[name][place]
+        forms[name][place] = smaller_form(factor, always=True)
+        if _bytes_of(part for own in forms.values() for part in own) > room:
+            forms[name][place] = factor
+    return forms
+
+
+def _growth(factor: Factor) -> float:
+    """Return how many times larger than its factors a gradient is; infinite for what is not formed so."""
+    if type(factor) is not Outer or factor.batch_size == 0 or factor.sizes[0] <= 1:
+        return float("inf")
+    gradient = max(4, factor.a_NTI.element_size()) * factor.batch_size * factor.numel()
+    return gradient / (factor.a_NTI.nbytes + factor.g_NTO.nbytes)
+
+
+def _bytes_of(factors: Iterable[Factor]) -> int:
+    """Return what factors keep, memory that several share counted once."""
+    memory: dict[int, int] = {}
+    pending: list[object] = list(factors)
+    while pending:
+        item = pending.pop()
+        if isinstance(item, Tensor):
+            memory[_torch.memory_key(item)] = item.untyped_storage().nbytes()
+        elif isinstance(item, Factor):
+            pending += vars(item).values()
+    return sum(memory.values())
+
+
+def room_of(graph: fx.GraphModule) -> int:
+    """Return what may be kept until the clipped sum, so that a step takes no more than the eager engine's.
+
+    Args:
+        graph: Forward, loss and backward.
+
+    Returns:
+        Bytes.
+    """
+    most = most_held(graph)
+    return most + most // BESIDE
+
+
+def most_held(graph: fx.GraphModule) -> int:
+    """Return what the intermediate results of a graph take at most, run in order.
+
+    Args:
+        graph: Functional operations, their values known without memory.
+
+    Returns:
+        Bytes; inputs and outputs are not counted.
+    """
+    nodes = list(graph.graph.nodes)
+    sizes: dict[int, int] = {}
+    begin: dict[int, int] = {}
+    end: dict[int, int] = {}
+    for place, node in enumerate(nodes):
+        for value in values_of(node):
+            key = _torch.memory_key(value)
+            sizes[key] = value.untyped_storage().nbytes()
+            begin.setdefault(key, place)
+            end[key] = place
+        for value in (value for parent in node.all_input_nodes for value in values_of(parent)):
+            end[_torch.memory_key(value)] = place
+    given = [node for node in nodes if node.op != "call_function"]
+    apart = {_torch.memory_key(x) for node in [*given, *filter(None, outputs_of(graph))] for x in values_of(node)}
+    change: defaultdict[int, int] = defaultdict(int)
+    for key in sizes.keys() - apart:
+        change[begin[key]] += sizes[key]
+        change[end[key] + 1] -= sizes[key]
+    held = most = 0
+    for place in sorted(change):
+        held += change[place]
+        most = max(most, held)
+    return most
