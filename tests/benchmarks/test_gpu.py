@@ -109,6 +109,7 @@ def _ordered(model):
     return [parameter for _, parameter in sorted(model.named_parameters(), key=place)]
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # Inductor calls what torch has deprecated
 def test_agreement_is_looked_at_strategy_by_strategy(written):
     found = written(agreement)
     assert {row["status"] for row in found.values()} == {"ok"}
