@@ -122,7 +122,7 @@ class Substitution:
         """Put tracked tensors in the place of the trainable parameters that belong to no unit of `units`.
 
         Returns:
-            Whether parameters have come in, become trainable or gone since the forward before.
+            Whether parameters have come in, become trainable, gone or changed places since the forward before.
 
         Raises:
             SampleMixingError: A batch norm is in training mode.
@@ -135,6 +135,7 @@ class Substitution:
         modules = _modules_of(self._model, self.units)
         self._snapshot = None
         found = None if self.units or own.parameters else Snapshot([module for _, module, _ in modules])
+        moved = found is not None and self._forget_moved(modules)
         for prefix, module, unit in modules:
             if unit is None:
                 self._put(own, prefix, module)
@@ -148,7 +149,30 @@ class Substitution:
         if found is not None:
             found.memory = [(parameter, self._tracked[id(parameter)][1]) for _, _, parameter, _ in own.parameters]
             self._snapshot, self._put_last = found, list(own.parameters)
-        return self.roster.meet([*(id(parameter) for _, _, parameter, _ in own.parameters), *elsewhere])
+        return self.roster.meet([*(id(parameter) for _, _, parameter, _ in own.parameters), *elsewhere]) or moved
+
+    def _forget_moved(self, modules: list[tuple[str, nn.Module, nn.Module | None]]) -> bool:
+        """Forget the tracked tensors whose parameter stands nowhere under its name any more; returns whether any did.
+
+        Another may stand there, and what is known by the name would be of two.
+        """
+        stands = {
+            prefix + key: parameter
+            for prefix, module, _ in modules
+            for key, parameter in _torch.parameter_table(module).items()
+        }
+        kept = {
+            number: entry
+            for number, entry in self._tracked.items()
+            if all(stands.get(name) is leaf.parameter for name, leaf in entry[0].origin.leaves.items())
+        }
+        if len(kept) == len(self._tracked):
+            return False
+        self._tracked, self.generation = kept, self.generation + 1
+        for name in [name for name in self.present if name not in stands]:
+            del self.present[name]
+            self.parameters.pop(name, None)
+        return True
 
     def _put_again(self, own: _Unit, known: Snapshot) -> bool:
         """Put the tracked tensors of the forward before in their places, where nothing has changed since."""

@@ -10,6 +10,7 @@ from typing import Final, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from ghostclip.errors import UnsupportedModelError
 from ghostclip.factors import Factor, Placed, SquaredNorm, inner
 from ghostclip.factors.base import Terms, terms_side_by_side
 from ghostclip.factors.stacked import sum_tensors
@@ -38,17 +39,37 @@ TOLERANCE_BY_UNITS: Final = 2.0**-9
 UNBOUNDED: Final = 2.0**-21
 
 
+# By what share the squared norms of what all ranks have may differ between them: what rounding does.
+_ALIKE: Final = 1e-5
+# Share of a sample's squared norm that is no more than rounding.
+_NOTHING: Final = 1e-10
+_DIFFER: Final = (
+    "parameters that every rank has whole got different gradients on ranks that share samples (dropout that draws "
+    "other numbers on each rank, other inputs, or a layer that meets other features or positions there): a sample's "
+    "norm would not be known. Seed these ranks alike (torch.manual_seed), iterate over the private loader as it is, "
+    "divide such a parameter as its data is divided (SequenceParallel for a norm of divided positions), or freeze it."
+)
+
+
 class SharedSamples(Protocol):
     """Ranks that work on the same samples, each with a part of every sample's gradient: squares of parts add up."""
 
-    def counts(self, name: str) -> bool:
-        """Return whether this rank adds the squares of a parameter.
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the one that the squares of whole parameters count on."""
+
+    def is_divided(self, name: str) -> bool:
+        """Return whether each rank has a part of a parameter.
 
         Args:
             name: The parameter's name.
 
         Returns:
-            True for one that it has a part of; of one that all have, True on one of them.
+            False for one that every rank has whole, whose gradients must be the same on all.
         """
 
     def add_up(self, own: Tensor) -> Tensor:
@@ -282,6 +303,8 @@ class GroupNorms:
         self.finite = False
         self.largest: float | None = None
         self.sums = [NormSum() for _ in range(1 + max(group_of.values(), default=0))]
+        # Of parameters that all ranks have whole: all measure them, one counts them.
+        self._whole = [] if ranks is None else [NormSum() for _ in self.sums]
 
     def add(self, name: str, norm: SquaredNorm | Unfinished | Reduced | Product) -> None:
         """Add the squared norms of one factor of a parameter.
@@ -291,8 +314,10 @@ class GroupNorms:
             norm: Its squared norms, or what they are worked out from.
         """
         self._changed()
-        if self.counts(name):
-            self.sums[self.group_of.get(name, 0)].add(norm)
+        self._sum_of(name).add(norm)
+
+    def _sum_of(self, name: str) -> "NormSum":
+        return (self._whole if self.is_whole(name) else self.sums)[self.group_of.get(name, 0)]
 
     def add_norm_of(self, name: str, factor: Factor) -> None:
         """Add the squared norms of one factor of a parameter, in the cheapest form.
@@ -301,15 +326,13 @@ class GroupNorms:
             name: The parameter's name.
             factor: Its per-sample gradients through one use.
         """
-        if not self.counts(name):
-            return
         norm = factor.unfinished()
         norms = factor.block_norms() if norm is None else None
         if norms is None:
             self.add(name, factor.sqnorm() if norm is None else norm)
         else:
             self._changed()
-            self.sums[self.group_of.get(name, 0)].add_blocks(norms)
+            self._sum_of(name).add_blocks(norms)
 
     def add_norms_of(self, names: Sequence[str], factor: Factor) -> None:
         """Add the squared norms of several parameters' factors that were formed together, all of the first group.
@@ -319,39 +342,45 @@ class GroupNorms:
             factor: Their per-sample gradients, those of one parameter side by side.
         """
         self._changed()
-        total, layers = self.sums[0], len(names)
-        counted = [number for number, name in enumerate(names) if self.counts(name)]
-        norm = factor.unfinished() if counted else None
-        if norm is not None:
-            parts = _layers_apart(norm, layers)
-            for number in counted:
-                total.add(parts[number])
-            return
-        blocks = factor.block_norms() if counted else None
-        if blocks is not None:
-            apart = [norm_NK.unflatten(0, (layers, -1)) for norm_NK in blocks]
-            own = apart if len(counted) == layers else [norm_LBK[counted] for norm_LBK in apart]
-            total.add_blocks([norm_LBK.transpose(0, 1).flatten(1) for norm_LBK in own])
-        elif counted:
-            square = factor.sqnorm()
-            error, terms = _rest_apart(square, layers)
-            value = square.value_B.chunk(layers)
-            for number in counted:
-                total.add(SquaredNorm(value[number], error[number], terms[number]))
+        layers = len(names)
+        norm = factor.unfinished()
+        parts = None if norm is None else _layers_apart(norm, layers)
+        blocks = factor.block_norms() if norm is None else None
+        square = factor.sqnorm() if norm is None and blocks is None else None
+        for total, numbers in self._by_sum(names):
+            if parts is not None:
+                for number in numbers:
+                    total.add(parts[number])
+            elif blocks is not None:
+                apart = [norm_NK.unflatten(0, (layers, -1)) for norm_NK in blocks]
+                own = apart if len(numbers) == layers else [norm_LBK[numbers] for norm_LBK in apart]
+                total.add_blocks([norm_LBK.transpose(0, 1).flatten(1) for norm_LBK in own])
+            elif square is not None:
+                error, terms = _rest_apart(square, layers)
+                value = square.value_B.chunk(layers)
+                for number in numbers:
+                    total.add(SquaredNorm(value[number], error[number], terms[number]))
+
+    def _by_sum(self, names: Sequence[str]) -> list[tuple["NormSum", list[int]]]:
+        """Return the sums that parameters of the first group belong to, with the numbers of these parameters."""
+        whole = [number for number, name in enumerate(names) if self.is_whole(name)]
+        parts = [number for number in range(len(names)) if number not in whole]
+        found = [(self.sums[0], parts)]
+        return [(total, numbers) for total, numbers in (*found, *((own, whole) for own in self._whole[:1])) if numbers]
 
     def _changed(self) -> None:
         self.finite, self.largest = False, None
 
-    def counts(self, name: str) -> bool:
-        """Return whether this process adds the squares of a parameter, or another rank does.
+    def is_whole(self, name: str) -> bool:
+        """Return whether several ranks measure a parameter that each of them has whole.
 
         Args:
             name: The parameter's name.
 
         Returns:
-            True if it does.
+            False where this process alone has the samples.
         """
-        return self._ranks is None or self._ranks.counts(name)
+        return self._ranks is not None and not self._ranks.is_divided(name)
 
     def anew(self) -> "GroupNorms":
         """Return sums of the same groups and ranks that have nothing yet."""
@@ -364,17 +393,27 @@ class GroupNorms:
             batch_size: B.
 
         Cost:
-            One exchange of four numbers a sample and clip group: the square, its error, and what tells whether a sample
-            must be measured again.
+            One exchange of six numbers a sample and clip group: the square, its error, what tells whether a sample must
+            be measured again, and what tells whether the ranks agree on what each has whole.
+
+        Raises:
+            UnsupportedModelError: On all of the ranks, where they do not.
         """
         if self._ranks is None:
             return
         self._changed()
-        totals = [own.total() for own in self.sums]
-        own_GRN = torch.zeros(len(totals), 4, batch_size + 2, dtype=torch.float64, device=self._ranks.device)
-        for rows_RN, total in zip(own_GRN, totals, strict=True):
-            _write_rows(rows_RN, total)
+        own_GRN = torch.zeros(len(self.sums), 6, batch_size + 2, dtype=torch.float64, device=self._ranks.device)
+        for rows_RN, own, whole in zip(own_GRN, self.sums, self._whole, strict=True):
+            measured = whole.total()
+            if measured is not None and self._ranks.is_first:
+                own.add(measured)
+            _write_rows(rows_RN, own.total())
+            if measured is not None:
+                rows_RN[4, :-2] = measured.value_B
+                rows_RN[5, :-2] = measured.value_B.double().square()
         found_GRN = self._ranks.add_up(own_GRN)
+        if bool(torch.stack([_differ_B(rows_RN, self._ranks.size) for rows_RN in found_GRN]).any()):
+            raise UnsupportedModelError(_DIFFER)
         for own, rows_RN in zip(self.sums, found_GRN, strict=True):
             own.replace(_read_rows(rows_RN, self._ranks.dtype))
 
@@ -385,7 +424,7 @@ class GroupNorms:
             other: Sums that are not used any more.
         """
         self._changed()
-        for own, more in zip(self.sums, other.sums, strict=True):
+        for own, more in zip([*self.sums, *self._whole], [*other.sums, *other._whole], strict=True):
             total = more.total()
             if total is not None:
                 own.add(total)
@@ -517,9 +556,21 @@ def _write_rows(rows_RN: Tensor, total: SquaredNorm | None) -> None:
         rows_RN[0, -2], rows_RN[0, -1] = total.terms.number, float(total.terms.by_units)
 
 
+def _differ_B(rows_RN: Tensor, ranks: int) -> Tensor:
+    """Return which samples' gradients of whole parameters differ between ranks, by the sum of squares and its variance.
+
+    What is next to nothing of the sample's norm may differ: rounding leaves that of gradients that vanish.
+    """
+    total_B, sum_B, square_B = rows_RN[0, :-2], rows_RN[4, :-2], rows_RN[5, :-2]
+    spread_B = square_B - sum_B.square() / ranks
+    return (spread_B > _ALIKE**2 * square_B).logical_and_(sum_B > ranks * _NOTHING * total_B)
+
+
 def _read_rows(rows_RN: Tensor, dtype: torch.dtype) -> SquaredNorm:
     """Return the sum of what ranks have written down."""
-    value_B, error_B, square_B, scale_B = rows_RN[:, :-2].unbind()
+    value_B, error_B, square_B, scale_B, whole_B, _ = rows_RN[:, :-2].unbind()
+    # What is not finite on one rank is added to sums there.
+    value_B = value_B + whole_B * 0
     number, by_units = rows_RN[0, -2:].tolist()
     terms = Terms(square_B.sqrt().to(dtype), scale_B.to(dtype), int(number), by_units > 0)
     return SquaredNorm(value_B.to(dtype), error_B.to(dtype), terms)
@@ -728,8 +779,6 @@ def exact_norms(by_parameter: Mapping[str, Sequence[Factor]], like: GroupNorms, 
     """
     total = like.anew()
     for name, factors in by_parameter.items():
-        if not total.counts(name):
-            continue
         if len(factors) == 1:
             total.add(name, exact_sqnorm(factors[0], index_D))
         else:

@@ -30,7 +30,7 @@ from ghostclip.clipping.norms import (
 from ghostclip.clipping.repeats import Repeats
 from ghostclip.clipping.streams import Streams
 from ghostclip.clipping.together import Together
-from ghostclip.errors import BatchAxisError, GhostClipError, TamperedGradientError
+from ghostclip.errors import BatchAxisError, GhostClipError, TamperedGradientError, UnsupportedModelError
 from ghostclip.factors import Dense, Factor, Outer, Permuted, Placed, SquaredNorm, joined
 from ghostclip.factors.stacked import sum_tensors
 from ghostclip.kernels import workspace
@@ -206,6 +206,14 @@ class Pass(ABC):
         names = sorted({name for one in self.forwards for name, spread in one.spread.items() if spread})
         if not names:
             return []
+        both = next((name for one in self.forwards for name in names if not one.spread.get(name, True)), None)
+        if both is not None:
+            message = (
+                f"parameter '{both}' is used with all positions in one forward and with divided ones in another of the "
+                "same backward, on ranks that share samples. Let its input lie the same way in both, or run a backward "
+                "for each."
+            )
+            raise UnsupportedModelError(message)
         batch_size, ranks = self.forwards[0].batch_size, self._ranks
         parts: list[Tensor] = []
         for name in names:

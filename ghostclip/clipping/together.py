@@ -78,7 +78,7 @@ class Together:
         forward = use.forward
         if not forward.readers or forward.runs_again or len(self._total.sums) > 1:
             return False
-        if type(factor) is not Outer or factor.slots > 1 or factor.sizes[0] <= 1 or not self._total.counts(name):
+        if type(factor) is not Outer or factor.slots > 1 or factor.sizes[0] <= 1 or self._total.is_whole(name):
             return False
         # A weight that is used transposed has its input in the place of the gradient.
         for input_NTI, other_NTO in ((factor.a_NTI, factor.g_NTO), (factor.g_NTO, factor.a_NTI)):

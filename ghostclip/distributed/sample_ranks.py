@@ -62,13 +62,14 @@ class SampleRanks:
 
     Attributes:
         shares: How all ranks of the training share each batch.
+        is_first: Whether this rank is the one that the squares of whole parameters count on.
         dtype: What norms are in.
         device: Where this rank's part of the model is.
     """
 
     def __init__(self, mesh: DeviceMesh, model: nn.Module, divided: Iterable[str], shares: Shares) -> None:
         self._group = mesh.get_group()
-        self._is_first = mesh.get_local_rank() == 0
+        self.is_first = mesh.get_local_rank() == 0
         self._divided = frozenset(divided)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -79,16 +80,21 @@ class SampleRanks:
         self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in trained) else torch.float32
         self.device = _torch.local(trained[0]).device if trained else torch.device("cpu")
 
-    def counts(self, name: str) -> bool:
-        """Return whether this rank adds the squares of a parameter.
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return distributed.get_world_size(self._group)
+
+    def is_divided(self, name: str) -> bool:
+        """Return whether each rank has a part of a parameter.
 
         Args:
             name: The parameter's name.
 
         Returns:
-            True for one that it has a part of; of one that all have, True on the first of them.
+            False for one that every rank has whole.
         """
-        return self._is_first or name in self._divided
+        return name in self._divided
 
     def add_up(self, own: Tensor) -> Tensor:
         """Return the sum over the ranks; called on all of them.

@@ -6,6 +6,7 @@ of them, and no sample can follow another unseen. That decides between the row m
 that samples do not mix: where no map explains the zeros, the model is refused.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, count, islice
@@ -24,6 +25,8 @@ from ghostclip.capture.row_origin import UNKNOWN_ORDER, origin_of_rows
 from ghostclip.errors import BatchAxisError, SampleMixingError
 from ghostclip.evidence.gradient_edges import GradientSource, reduced_sources
 
+# Bytes of a number that hardly any other is the same as.
+_FULL_BYTES: Final = 4
 # Elements that are looked at together.
 _LOOKED_AT: Final = 1 << 20
 # Devices with a generator of their own.
@@ -264,7 +267,9 @@ def cotangents(begun: Sequence[Start], *, batch_size: int, samples: set[int]) ->
 
     Returns:
         For every output a gradient that is random in the samples' rows and zero elsewhere: a product of numbers for
-        each place along every axis, so that no two contributions cancel and next to nothing is drawn or held beside it.
+        each place along every axis, so that next to nothing is drawn or held beside it. Of 16-bit outputs each entry is
+        drawn by itself: their few values come again along an axis, and what enters at one place and leaves at another
+        would cancel.
     """
     generators: dict[torch.device, torch.Generator] = {}
     grads = []
@@ -273,8 +278,11 @@ def cotangents(begun: Sequence[Start], *, batch_size: int, samples: set[int]) ->
         rows = place.shape[axis] if place.shape else 1
         sample_n = start.row_map.samples_of(rows, batch_size).to(place.device)
         chosen_n = torch.isin(sample_n, torch.tensor(sorted(samples), device=place.device))
-        grad = _random(rows, place, generators) * chosen_n
-        grad = grad.view([rows if other == axis else 1 for other in range(len(place.shape))])
+        chosen = chosen_n.expand(rows).reshape([rows if other == axis else 1 for other in range(len(place.shape))])
+        if place.dtype.itemsize < _FULL_BYTES:
+            grads.append(_random(math.prod(place.shape), place, generators).view(place.shape) * chosen)
+            continue
+        grad = _random(rows, place, generators).view(chosen.shape) * chosen
         for other, size in enumerate(place.shape):
             if other != axis:
                 along = [size if one == other else 1 for one in range(len(place.shape))]

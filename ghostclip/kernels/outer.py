@@ -262,8 +262,7 @@ def _naive_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor, *, 
         a_NTI = a_NTI * coef
     else:
         g_NTO = g_NTO * coef
-    outputs, inputs = out_OI.shape
-    factors = g_NTO.reshape(-1, outputs).mT, a_NTI.reshape(-1, inputs)
+    factors = g_NTO.flatten(0, -2).mT, a_NTI.flatten(0, -2)
     return torch.mm(*factors, out=out_OI) if fresh else torch.addmm(out_OI, *factors, out=out_OI)
 
 

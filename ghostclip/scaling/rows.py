@@ -18,7 +18,7 @@ from ghostclip.scaling.report import Row, readable_flops
 from ghostclip.validation.inspection.memory import OPTIMIZERS
 
 # Of each sample: its square, and three that tell what rounding may have done to it (`GroupNorms.complete`).
-_NUMBERS: Final = 4
+_NUMBERS: Final = 6
 
 
 def fixed(facts: Facts, optimizer: str) -> list[Row]:

@@ -9,7 +9,7 @@ from torch import nn
 from ghostclip import GhostClipper
 from ghostclip.errors import SampleMixingError
 from tests.exactness.runs import engine
-from tests.reference import per_sample_gradients, whole_norm
+from tests.reference import clip_and_sum, per_sample_gradients
 
 
 def _model():
@@ -69,9 +69,23 @@ def _names_exchanged(model):
     model._modules.update({"1": first, "0": second, "2": nn.Identity()})
 
 
+def _moved_and_replaced(model):
+    model[0].weight = model[2].weight
+    model[2].weight = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
+
+
+def _inserted_first(model):
+    model.insert(0, nn.Linear(4, 4).double())
+
+
+def _weights_exchanged(model):
+    model[0].weight, model[2].weight = model[2].weight, model[0].weight
+
+
 CHANGES = [
     _another_module, _another_parameter, _a_tied_one, _one_less, _other_memory, _another_view_of_its_memory, _frozen,
     _unfrozen, _exchanged_places, _one_more, _another_table, _names_exchanged,
+    _moved_and_replaced, _inserted_first, _weights_exchanged,
 ]  # fmt: skip
 
 
@@ -112,8 +126,11 @@ def test_forwards_after_a_change_are_exact(change, strategy):
         model.zero_grad()
         clipper.backward(model(x).square().sum(1))
         per_sample = per_sample_gradients(copy.deepcopy(model), {"x": x}, _rows, axes={})
-        norms_B = torch.stack([whole_norm(gradient) for gradient in per_sample])
-        assert torch.allclose(clipper.per_sample_norms, norms_B, rtol=1e-9)
+        expected = clip_and_sum(per_sample, 0.1)
+        assert torch.allclose(clipper.per_sample_norms, expected.norms_B, rtol=1e-9)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                torch.testing.assert_close(parameter.grad, expected.clipped[name], rtol=1e-9, atol=1e-12)
 
 
 def test_a_batch_norm_that_begins_to_train_is_refused():

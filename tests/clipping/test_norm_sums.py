@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -13,6 +14,7 @@ from ghostclip.clipping.coefficients import PSAC, AutoS, Flat, Normalised, clip_
 from ghostclip.clipping.decisions import Decisions
 from ghostclip.clipping.grouping import PerParameter
 from ghostclip.clipping.norms import GroupNorms, NormSum
+from ghostclip.errors import UnsupportedModelError
 from ghostclip.factors import Dense, Outer, SquaredNorm
 
 
@@ -207,16 +209,27 @@ def test_groups_of_one_bound_are_clipped_as_each_alone(rule):
 class _Ranks:
     """One of two ranks that share samples, of which the other has the same; it counts what is named."""
 
-    dtype, device = torch.float64, torch.device("cpu")
+    dtype, device, size, is_first = torch.float64, torch.device("cpu"), 2, False
 
     def __init__(self, counted):
         self.counted = counted
 
-    def counts(self, name):
+    def is_divided(self, name):
         return name in self.counted
 
     def add_up(self, own):
         return 2 * own
+
+
+@pytest.mark.parametrize("other", [1.0, 1 + 1e-3, 0.0])
+def test_gradients_that_ranks_should_have_alike_are_refused_where_they_are_not(other):
+    ranks = _Ranks("a")
+    ranks.add_up = lambda own: torch.cat([2 * own[:, :4], (1 + other) * own[:, 4:5], (1 + other**2) * own[:, 5:]], 1)
+    total = GroupNorms({}, ranks)
+    total.add_norm_of("a", Dense(torch.randn(3, 4, dtype=torch.float64)))
+    total.add_norm_of("whole", Dense(torch.randn(3, 4, dtype=torch.float64)))
+    with pytest.raises(UnsupportedModelError, match="different gradients") if other != 1 else nullcontext():
+        total.complete(3)
 
 
 PARTS = {"a": slice(3), "b": slice(3, None)}

@@ -144,6 +144,29 @@ def test_division_by_the_number_of_samples_is_refused_under_dropout(kind):
         assert not torch.equal(one, two), "dropout is on outside the check"
 
 
+class _FromPlaceToPlace(nn.Module):
+    """Adds the mean over all samples at one position, and takes it away at another."""
+
+    def __init__(self, one, other):
+        super().__init__()
+        self.places, self.first, self.second = (one, other), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        signs = torch.zeros(x.shape[1], 1, dtype=hidden.dtype)
+        signs[self.places[0]], signs[self.places[1]] = 1.0, -1.0
+        return self.second(hidden.tanh()) + 0.01 * signs * (hidden - hidden.detach()).mean((0, 1))
+
+
+@pytest.mark.parametrize("other", [*range(5), *range(6, 48, 3)])
+def test_what_goes_from_place_to_place_is_seen_in_16_bits(other):
+    """Numbers of 16 bits come again along an axis of 48; with the same ones at both places nothing would be left."""
+    model = _FromPlaceToPlace(5, other)
+    with ghostclip.GhostClipper(model, max_grad_norm=0.1), pytest.raises(SampleMixingError):
+        with torch.autocast("cpu", torch.bfloat16):
+            model(torch.randn(4, 48, 4))
+
+
 class _Raising(_Model):
     def forward(self, x):
         assert torch.is_grad_enabled()

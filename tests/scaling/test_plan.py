@@ -210,7 +210,7 @@ def test_frozen_parameters_are_gathered_and_not_reduced(folder):
 
 def test_norms_of_the_tensor_axis_are_a_few_numbers_a_sample(folder):
     found, _ = _plan(folder, "dp=2,tp=2")
-    assert _values(found.wire)["tp: all-reduce of norms"] == (0, 32 * (B + 2), 32 * (B + 2))
+    assert _values(found.wire)["tp: all-reduce of norms"] == (0, 48 * (B + 2), 48 * (B + 2))
 
 
 @pytest.mark.parametrize("name", ["llama-8b", "gpt2", "vit", "bert"])
