@@ -10,7 +10,6 @@ from typing import Final, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ghostclip.errors import UnsupportedModelError
 from ghostclip.factors import Factor, Placed, SquaredNorm, inner
 from ghostclip.factors.base import Terms, terms_side_by_side
 from ghostclip.factors.stacked import sum_tensors
@@ -43,12 +42,6 @@ UNBOUNDED: Final = 2.0**-21
 _ALIKE: Final = 1e-5
 # Share of a sample's squared norm that is no more than rounding.
 _NOTHING: Final = 1e-10
-_DIFFER: Final = (
-    "parameters that every rank has whole got different gradients on ranks that share samples (dropout that draws "
-    "other numbers on each rank, other inputs, or a layer that meets other features or positions there): a sample's "
-    "norm would not be known. Seed these ranks alike (torch.manual_seed), iterate over the private loader as it is, "
-    "divide such a parameter as its data is divided (SequenceParallel for a norm of divided positions), or freeze it."
-)
 
 
 class SharedSamples(Protocol):
@@ -70,6 +63,13 @@ class SharedSamples(Protocol):
 
         Returns:
             False for one that every rank has whole, whose gradients must be the same on all.
+        """
+
+    def refuse_difference(self) -> None:
+        """Refuse gradients that are not the same on all ranks, now or once sums are compared by name; called on all.
+
+        Raises:
+            UnsupportedModelError: On all of them, unless sums of this step will be compared.
         """
 
     def add_up(self, own: Tensor) -> Tensor:
@@ -397,7 +397,7 @@ class GroupNorms:
             be measured again, and what tells whether the ranks agree on what each has whole.
 
         Raises:
-            UnsupportedModelError: On all of the ranks, where they do not.
+            UnsupportedModelError: On all of the ranks, where they do not (`SharedSamples.refuse_difference`).
         """
         if self._ranks is None:
             return
@@ -413,7 +413,7 @@ class GroupNorms:
                 rows_RN[5, :-2] = measured.value_B.double().square()
         found_GRN = self._ranks.add_up(own_GRN)
         if bool(torch.stack([_differ_B(rows_RN, self._ranks.size) for rows_RN in found_GRN]).any()):
-            raise UnsupportedModelError(_DIFFER)
+            self._ranks.refuse_difference()
         for own, rows_RN in zip(self.sums, found_GRN, strict=True):
             own.replace(_read_rows(rows_RN, self._ranks.dtype))
 

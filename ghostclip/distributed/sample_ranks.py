@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 
 _ALIKE: Final = 1e-3
 """Share of its norm by which a clipped sum may differ between ranks: rounding, and the order of sums on a GPU."""
+_DIFFER: Final = (
+    "{}: ranks that share samples each have all of it, and their gradients differ (dropout that draws other numbers on "
+    "each rank, or a layer that meets other features or positions there): a sample's norm would not be known. Seed "
+    "these ranks alike (torch.manual_seed), divide the parameter as the data is divided (SequenceParallel for a norm "
+    "of divided positions), or freeze it."
+)
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,7 @@ class SampleRanks:
 
     def __init__(self, mesh: DeviceMesh, model: nn.Module, divided: Iterable[str], shares: Shares) -> None:
         self._group = mesh.get_group()
+        self._will_name = self._differ = False
         self.is_first = mesh.get_local_rank() == 0
         self._divided = frozenset(divided)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
@@ -95,6 +102,14 @@ class SampleRanks:
             False for one that every rank has whole.
         """
         return name in self._divided
+
+    def begin(self, *, will_name: bool) -> None:
+        """Note what follows a forward.
+
+        Args:
+            will_name: Whether `require_equal_sums` follows its backward.
+        """
+        self._will_name, self._differ = will_name, False
 
     def add_up(self, own: Tensor) -> Tensor:
         """Return the sum over the ranks; called on all of them.
@@ -187,15 +202,22 @@ class SampleRanks:
                     worst = worst or name
         found = [name for name in gathered("sums of whole parameters", worst) if name]
         if found:
-            raise known_to_all(
-                UnsupportedModelError(
-                    f"parameter '{found[0]}': ranks that share samples each have all of it, and their gradients differ "
-                    "(dropout that draws other numbers on each rank, or a layer that meets other features or positions "
-                    "there): a sample's norm would not be known. Seed these ranks alike (torch.manual_seed), divide "
-                    "the parameter as the data is divided (SequenceParallel for a norm of divided positions), or "
-                    "freeze it."
-                )
-            )
+            raise known_to_all(UnsupportedModelError(_DIFFER.format(f"parameter '{found[0]}'")))
+        will_name, self._will_name = self._will_name, False
+        if will_name and self._differ:
+            self.refuse_difference()
+
+    def refuse_difference(self) -> None:
+        """Refuse gradients of whole parameters whose norms differ between these ranks; called on all of them.
+
+        Where sums are compared after this backward, it waits for that: which parameter it is can be said then.
+
+        Raises:
+            UnsupportedModelError: On all of them, unless it waits.
+        """
+        self._differ = self._will_name
+        if not self._will_name:
+            raise UnsupportedModelError(_DIFFER.format("a parameter that is not divided"))
 
     def _flat_sum(self, total: Tensor | None, name: str) -> Tensor:
         if total is None:

@@ -173,6 +173,8 @@ class ShardedModel:
             self._proved = [before or now for before, now in zip(self._proved, found, strict=True)]
             asks = any(found)
         self._proves = asks
+        if self.shared_samples is not None:
+            self.shared_samples.begin(will_name=asks)
         if asks:
             if self.shared_samples is not None:
                 self.shared_samples.require_same(inputs)

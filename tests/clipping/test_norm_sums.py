@@ -217,6 +217,9 @@ class _Ranks:
     def is_divided(self, name):
         return name in self.counted
 
+    def refuse_difference(self):
+        raise UnsupportedModelError("different gradients")
+
     def add_up(self, own):
         return 2 * own
 
