@@ -9,6 +9,7 @@ that samples do not mix: where no map explains the zeros, the model is refused.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations, count, islice
 from math import comb
 from typing import Any, Final
@@ -16,6 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ghostclip import _torch
 from ghostclip.capture.batch_axis import RowMap
 from ghostclip.capture.call_sites import MAX_ATTEMPTS, CallSite
 from ghostclip.capture.forward import ForwardContext
@@ -31,6 +33,8 @@ _FULL_BYTES: Final = 4
 _LOOKED_AT: Final = 1 << 20
 # Devices with a generator of their own.
 _DRAWING: Final = frozenset({"cpu", "cuda"})
+# Drawn without a copy in 32 bits.
+_DRAWN_AS_THEY_ARE: Final = frozenset({torch.float16, torch.bfloat16})
 
 
 @dataclass(frozen=True)
@@ -257,46 +261,56 @@ def _is_folded(place: GradientSource, forward: ForwardContext) -> bool:
     return size > forward.batch_size and size % forward.batch_size == 0
 
 
-def cotangents(begun: Sequence[Start], *, batch_size: int, samples: set[int]) -> list[Tensor]:
-    """Return the gradients that start a backward from some samples' outputs.
+class _Begin(torch.autograd.Function):
+    """A number whose backward forms the gradient of a tensor: nobody but those who use it holds it."""
+
+    @staticmethod
+    def forward(ctx: Any, form: Callable[[], Tensor], tensor: Tensor) -> Tensor:
+        """Run it."""
+        ctx.form = form
+        return torch.zeros((), dtype=tensor.dtype, device=tensor.device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        """Form the gradient."""
+        return None, ctx.form()
+
+
+def cotangent(start: Start, *, batch_size: int, samples: set[int], seed: int = 0) -> Tensor:
+    """Return the gradient that starts a backward from some samples' rows of an output.
 
     Args:
-        begun: Outputs and how their rows map to samples.
+        start: The output and how its rows map to samples.
         batch_size: B.
         samples: The samples.
+        seed: Another one for every output.
 
     Returns:
-        For every output a gradient that is random in the samples' rows and zero elsewhere: a product of numbers for
-        each place along every axis, so that next to nothing is drawn or held beside it. Of 16-bit outputs each entry is
-        drawn by itself: their few values come again along an axis, and what enters at one place and leaves at another
-        would cancel.
+        Random in the samples' rows and zero elsewhere: a product of numbers for each place along every axis, so that
+        next to nothing is drawn or held beside it. Of 16-bit outputs each entry is drawn by itself: their few values
+        come again along an axis, and what enters at one place and leaves at another would cancel.
     """
-    generators: dict[torch.device, torch.Generator] = {}
-    grads = []
-    for start in begun:
-        place, axis = start.edge, start.row_map.axis
-        rows = place.shape[axis] if place.shape else 1
-        sample_n = start.row_map.samples_of(rows, batch_size).to(place.device)
-        chosen_n = torch.isin(sample_n, torch.tensor(sorted(samples), device=place.device))
-        chosen = chosen_n.expand(rows).reshape([rows if other == axis else 1 for other in range(len(place.shape))])
-        if place.dtype.itemsize < _FULL_BYTES:
-            grads.append(_random(math.prod(place.shape), place, generators).view(place.shape) * chosen)
-            continue
-        grad = _random(rows, place, generators).view(chosen.shape) * chosen
-        for other, size in enumerate(place.shape):
-            if other != axis:
-                along = [size if one == other else 1 for one in range(len(place.shape))]
-                grad = grad * _random(size, place, generators).view(along)
-        grads.append(grad)
-    return grads
-
-
-def _random(size: int, place: GradientSource, generators: dict[torch.device, torch.Generator]) -> Tensor:
-    """Return random numbers from 1/2 to 3/2: never zero, so that no row of a sample can be missed."""
+    place, axis = start.edge, start.row_map.axis
     device = place.device if place.device.type in _DRAWING else torch.device("cpu")
-    if device not in generators:
-        generators[device] = torch.Generator(device).manual_seed(0)
-    drawn = torch.rand(size, generator=generators[device], device=device).add_(0.5)
+    generator = torch.Generator(device).manual_seed(seed)
+    rows = place.shape[axis] if place.shape else 1
+    sample_n = start.row_map.samples_of(rows, batch_size).to(place.device)
+    chosen_n = torch.isin(sample_n, torch.tensor(sorted(samples), device=place.device))
+    chosen = chosen_n.expand(rows).reshape([rows if other == axis else 1 for other in range(len(place.shape))])
+    if place.dtype.itemsize < _FULL_BYTES:
+        return _random(math.prod(place.shape), place, generator).view(place.shape).mul_(chosen)
+    grad = _random(rows, place, generator).view(chosen.shape) * chosen
+    for other, size in enumerate(place.shape):
+        if other != axis:
+            along = [size if one == other else 1 for one in range(len(place.shape))]
+            grad = grad * _random(size, place, generator).view(along)
+    return grad
+
+
+def _random(size: int, place: GradientSource, generator: torch.Generator) -> Tensor:
+    """Return random numbers from 1/2 to 3/2: never zero, so that no row of a sample can be missed."""
+    dtype = place.dtype if place.dtype in _DRAWN_AS_THEY_ARE else torch.float32
+    drawn = torch.rand(size, generator=generator, device=generator.device, dtype=dtype).add_(0.5)
     return drawn.to(device=place.device, dtype=place.dtype)
 
 
@@ -317,9 +331,28 @@ def ask(
         run: Runs one backward; says None when it must be called again.
         sets: The sets of samples to ask about; by default those that tell any two apart.
     """
-    outputs = [start.edge.source for start in begun]
     for samples in sample_sets(batch_size) if sets is None else sets:
         probe.samples = samples
-        grads = cotangents(begun, batch_size=batch_size, samples=samples)
-        if run(outputs, grads) is None:
-            run(outputs, grads)
+        roots, grads = _roots(begun, batch_size, samples)
+        if run(roots, grads) is None:
+            run(roots, grads)
+
+
+def _roots(begun: Sequence[Start], batch_size: int, samples: set[int]) -> tuple[list[Any], list[Tensor | None]]:
+    """Return where a backward from some samples' rows begins, and the gradients that it is given there.
+
+    A gradient that is given is held until the backward has ended, and may be as large as all logits. That of a tensor
+    is formed within the backward; that of an edge of the graph, to which nothing can be added, is given.
+    """
+    roots, grads = list[Any](), list[Tensor | None]()
+    for seed, start in enumerate(begun):
+        form = partial(cotangent, start, batch_size=batch_size, samples=samples, seed=seed)
+        tensor = start.edge.tensor
+        if tensor is None:
+            roots.append(start.edge.source)
+            grads.append(form())
+            continue
+        with torch.enable_grad(), _torch.subclasses_off():
+            roots.append(_Begin.apply(form, tensor))
+        grads.append(None)
+    return roots, grads
