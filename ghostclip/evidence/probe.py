@@ -1,9 +1,17 @@
 """Evidence for which rows are whose: the gradient of some samples alone.
 
-A backward that starts from some samples' outputs leaves exact zeros in every row that is not theirs. It is asked of one
-sample alone and of sets that tell any two samples apart, each way round: no reordering of the batch looks right to all
-of them, and no sample can follow another unseen. That decides between the row maps that the sizes allow, and it proves
-that samples do not mix: where no map explains the zeros, the model is refused.
+A backward that starts from some samples' outputs leaves exact zeros in every row that is not theirs. It is asked of
+sets that tell any two samples apart, each way round: no reordering of the batch looks right to all of them, and no
+sample can follow another unseen. That decides between the row maps that the sizes allow, and it proves that samples do
+not mix: where no map explains the zeros, the model is refused.
+
+Why so many backwards, on all samples. Write down for every sample in which sets it is. Sample i is seen to follow j if
+some set holds i without j; that must hold for every two, so that none of these words may contain another. Sperner
+(1928): among n sets there are at most C(n, n // 2) such words, so that fewer sets leave two samples that are not told
+apart. As many are enough for row maps, too: a row of sample i that a map gives to f(i) is explained by all sets only if
+f(i) is in every set that holds i, and then f(i) = i. A backward from fewer samples than the forward had costs as much,
+and a forward of fewer is another one: axes of other sizes, rows that lie elsewhere, a branch that the batch's size
+decides. What it proves would have to be trusted for the batch itself.
 """
 
 import math
@@ -83,18 +91,23 @@ class Probe:
             return
         # What an earlier forward has shown must hold for good: rows may not change their order from batch to batch.
         known = self._known.setdefault(use.site, use.site.chosen)
-        for row_map in use.maps:
-            key = (use.site, row_map.key)
-            if key in self._rejected or (known not in (None, row_map.key) and row_map.kind != "whole"):
-                continue
-            if _explains(row_map, use, grad, self.samples):
-                use.site.chosen = row_map.key
-                use.site.attempts = MAX_ATTEMPTS
-                return
-            self._rejected.add(key)
+        able = [row_map for row_map in use.maps if known in (None, row_map.key) or row_map.kind == "whole"]
+        # All of them: one that comes into question later must explain this set, too.
+        able = [row_map for row_map in able if not self._rejects(row_map, use, grad)]
+        if able:
+            use.site.chosen = able[0].key
+            use.site.attempts = MAX_ATTEMPTS
+            return
         # Whatever an earlier set of samples seemed to show.
         use.site.attempts = 0
         self.failures.append((use, _shapes(grad, use)))
+
+    def _rejects(self, row_map: RowMap, use: ParamUse, grad: Tensor) -> bool:
+        """Return whether this set of samples or an earlier one contradicts a row map."""
+        key = (use.site, row_map.key)
+        if key not in self._rejected and not _explains(row_map, use, grad, self.samples):
+            self._rejected.add(key)
+        return key in self._rejected
 
     def verdict(self, where: Callable[[], str]) -> None:
         """Raise if a use could not be explained.
@@ -170,7 +183,7 @@ def _shapes(grad: Tensor, use: ParamUse) -> str:
 
 
 def sample_sets(batch_size: int) -> list[set[int]]:
-    """Return the sets of samples to ask about: one sample alone, then, in few sets, each sample without each other.
+    """Return the sets of samples to ask about: in as few sets as can be, each sample without each other.
 
     Samples are given code words of equal weight (Sperner), so that of any two each has a digit that the other lacks.
 
@@ -183,8 +196,7 @@ def sample_sets(batch_size: int) -> list[set[int]]:
     length = next(length for length in count(1) if comb(length, length // 2) >= batch_size)
     words = list(islice(combinations(range(length), length // 2), batch_size))
     digits = [{sample for sample, word in enumerate(words) if place in word} for place in range(length)]
-    alone = {batch_size // 2}
-    return [alone, *(chosen for chosen in digits if chosen and chosen != alone)]
+    return [chosen for chosen in digits if chosen]
 
 
 def starts(outputs: Sequence[Tensor], *, forward: ForwardContext, known: Sequence[int] = ()) -> list[list[Start]]:
