@@ -15,6 +15,7 @@ from ghostclip.capture.bags import as_flat
 from ghostclip.capture.context import CaptureContext, ModuleCall, outputs_of
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.growth import Grown, compared, shapes_of
+from ghostclip.capture.nodes import edge_of
 from ghostclip.capture.packed import packed_inputs
 from ghostclip.evidence.buffers import Buffers
 from ghostclip.evidence.dependence import where_dependence_starts
@@ -22,6 +23,7 @@ from ghostclip.evidence.exchanges import Exchanges
 from ghostclip.evidence.growth import grown
 from ghostclip.evidence.independence import Batch, refuse_dependence
 from ghostclip.evidence.loss_graph import Sizes, refuse_beyond_outputs
+from ghostclip.evidence.node_hooks import refuse_node_hooks
 from ghostclip.evidence.probe import Probe, ask, starts
 from ghostclip.evidence.randomness import Randomness
 from ghostclip.evidence.unchecked import FEWER, REPLACED, ROWS, Unchecked
@@ -80,6 +82,7 @@ class Evidence:
         Raises:
             UncoveredParameterError: A trainable parameter that is no part of the model.
             SampleMixingError: A comparison of samples with other samples' targets.
+            UnsupportedModelError: A hook on the node of a layer, in a forward that is proved.
         """
         if self.probes and not forward.is_dummy:
 
@@ -87,6 +90,8 @@ class Evidence:
                 return any(parameter is own for own in capture.model.parameters())
 
             refuse_beyond_outputs(roots, forward, self.loss_sizes, is_own=is_own)
+            if forward.unproven:
+                refuse_node_hooks([edge_of(root)[0] for root in roots], forward)
 
     def begin(self, capture: CaptureContext, call: ModuleCall) -> None:
         """Decide whether to ask, and run the forward with one sample more.
