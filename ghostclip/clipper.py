@@ -192,11 +192,12 @@ class GhostClipper:
         forward = self._capture.forward
         check_shape(loss, batch_size=0 if forward.is_dummy else forward.batch_size)
         per_sample = loss.dim() == 1
+        # First, as it lets go of what was held to be looked at.
+        cut = None if self._reducer is None else self._reduce(self._reducer, loss)
         if not per_sample:
             self._examiner.examine(self._capture, [loss], [], [forward])
         else:
             self._examine_losses(loss)
-        cut = None if self._reducer is None else self._reduce(self._reducer, loss)
         if cut is not None:
             Parts(self._state, loss.sum(), cut).run(scale=self._scale(per_sample=per_sample))
             return

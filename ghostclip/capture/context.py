@@ -3,7 +3,7 @@
 The one file that knows all others of capture.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -261,7 +261,7 @@ class CaptureContext:
             self._decided_for = self.substitution.generation
             self._decisions.forget()
 
-    def watch_blocks(self, choose: Callable[[Any, Mapping[str, Any]], Collection[str]]) -> None:
+    def watch_blocks(self, choose: Callable[[Any, Mapping[str, Any]], Mapping[str, bool]]) -> None:
         """Watch the model's repeated blocks from now on, and keep the inputs alone of those that are chosen.
 
         Args:
