@@ -716,6 +716,29 @@ def arrived(tensor: Any) -> Tensor:
     return found
 
 
+def part_of(tensor: Any, gradient: Sequence[Any] | None = None) -> Tensor:
+    """Return this rank's part of a tensor, in the graph, once it has arrived.
+
+    Args:
+        tensor: Any tensor.
+        gradient: How the gradient of a DTensor's part will lie on its mesh; None for as the tensor.
+
+    Returns:
+        ``DTensor.to_local()``; a plain tensor itself.
+    """
+    if not is_sharded_tensor(tensor):
+        plain: Tensor = tensor
+        return plain
+    found: Tensor = tensor.to_local(grad_placements=gradient)
+    return arrived(found) if is_arriving(found) else found
+
+
+def in_loss_parallel() -> bool:
+    """Return whether ``loss_parallel`` is on: ``_op_dispatcher._custom_op_handlers``."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and torch.ops.aten.nll_loss_forward.default in kind._op_dispatcher._custom_op_handlers
+
+
 def data_mesh(module: Any) -> Any:
     """Return the mesh that ``fully_shard`` divided a module over: ``FSDPParamGroup.mesh_info``.
 

@@ -810,6 +810,32 @@ def test_what_a_collective_may_still_write_is_waited_for_in_the_graph(divided):
     assert arriving.grad.eq(1.0).all()
 
 
+def test_a_part_is_taken_in_the_graph(divided):
+    weight = divided[0].weight
+    part = _torch.part_of(weight)
+    assert type(part) is torch.Tensor
+    (part * 3).sum().backward()
+    assert weight.grad.full_tensor().eq(3.0).all()
+    own = torch.ones(2)
+    assert _torch.part_of(own) is own
+
+
+def test_losses_of_divided_classes_are_told_by_their_context_and_their_nodes(divided):
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    assert not _torch.in_loss_parallel()
+    logits = distribute_tensor(torch.randn(3, 4), _torch.data_mesh(divided), [Shard(1)]).requires_grad_()
+    with loss_parallel():
+        assert _torch.in_loss_parallel()
+        node = functional.cross_entropy(logits, torch.arange(3), reduction="none").grad_fn
+    assert not _torch.in_loss_parallel()
+    assert _torch.is_sharded_tensor(_torch.saved(node, "self"))
+    ((before, _), *_) = node.next_functions
+    assert before.name() == "LogSoftmaxBackward0"
+    assert _torch.is_sharded_tensor(_torch.saved(before, "result"))
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_module_keeps_its_parameters_gathered_until_it_is_told_otherwise(divided):
     x = torch.ones(1, 2)

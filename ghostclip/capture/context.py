@@ -345,13 +345,14 @@ class CaptureContext:
         read = output
         with nullcontext() if self.gathering is None else self.gathering.together():
             if self._divided:
-                refuse_divided_outputs(self.model, outputs_of(output))
+                refuse_divided_outputs(self.model, outputs_of(output), axis=self.axis)
             if self._rows.missed:
                 self.sites.forget_since(self._sites_before)
                 read = self.again(call)
             result = read if self._prover is None else self._prover.end(self, call, read)
         forward = self.forward
         for leaf in outputs_of(result):
+            forward.ends_on_mesh |= self._divided and _torch.is_sharded_tensor(leaf)
             if leaf.requires_grad:
                 backward_entry.announce(self, forward, leaf, lambda: self._arrives(forward))
         if forward.is_dummy:

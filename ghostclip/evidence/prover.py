@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from ghostclip import _tree
+from ghostclip import _torch, _tree
 from ghostclip.capture.bags import as_flat
 from ghostclip.capture.context import CaptureContext, ModuleCall, outputs_of
 from ghostclip.capture.forward import ForwardContext
@@ -125,14 +125,16 @@ class Evidence:
         randomness, self._randomness = self._randomness, None
         drew = randomness is None or randomness.drawn()
         forward, call = capture.forward, ModuleCall(*capture.bags.as_rows(*call))
-        probe = self._probed(capture, output)
+        parts = self._parts(capture, output)
+        probe = self._probed(capture, parts)
         failed = probe is not None and _on_any(capture, bool(probe.failures))
         if failed and forward.guessed and forward.grown is None:
             # What sizes suggested is wrong: ask shapes, and read the forward once more.
             forward.grown = self._grown(capture, call)
             if forward.grown is not None:
                 output = capture.again(call)
-                probe = self._probed(capture, output)
+                parts = self._parts(capture, output)
+                probe = self._probed(capture, parts)
         inputs: Any = call.args, dict(call.kwargs)
         size, axis = forward.batch_size, forward.batch_axis
         if probe is not None:
@@ -155,7 +157,7 @@ class Evidence:
                     batch_size=size,
                     axis=axis,
                 )
-            self._refuse_dependence(capture, call, output, probe, drew=drew)
+            self._refuse_dependence(capture, call, parts, probe, drew=drew)
             self.unchecked.tell()
         return output
 
@@ -168,7 +170,7 @@ class Evidence:
 
         def run(given: Any) -> list[Tensor]:
             own, args, kwargs = as_flat(on_rows, *given)
-            return outputs_of(capture.run(own, args, kwargs))
+            return _parts_of(capture.run(own, args, kwargs))
 
         forward = capture.forward
         with capture.substitution.unwatched(), Exchanges() as exchanges:
@@ -178,11 +180,15 @@ class Evidence:
         forward.stays_small = found is None
         return found
 
-    def _probed(self, capture: CaptureContext, output: Any) -> Probe | None:
+    def _parts(self, capture: CaptureContext, output: Any) -> list[Tensor]:
+        """Return what is looked at of a forward that is proved."""
+        return _parts_of(output) if self._buffers is not None or self.asks(capture) else []
+
+    def _probed(self, capture: CaptureContext, found: list[Tensor]) -> Probe | None:
         """Return what the latest forward's outputs show of it; None where there is nothing to prove, or no output."""
         if not self.asks(capture):
             return None
-        forward, found = capture.forward, outputs_of(output)
+        forward = capture.forward
         if forward.grown is not None:
             axes = compared(shapes_of(found), forward.grown.outputs, forward.batch_size)
             capture.sites.outputs = () if axes is None else axes
@@ -192,7 +198,7 @@ class Evidence:
         return probe
 
     def _refuse_dependence(
-        self, capture: CaptureContext, call: ModuleCall, output: Any, probe: Probe | None, *, drew: bool
+        self, capture: CaptureContext, call: ModuleCall, parts: list[Tensor], probe: Probe | None, *, drew: bool
     ) -> None:
         """Refuse a model whose outputs for one sample change with the others."""
         forward, inputs = capture.forward, (call.args, dict(call.kwargs))
@@ -206,17 +212,22 @@ class Evidence:
             forward.batch_axis,
             gathered=forward.gathered,
             reordered=forward.reordered,
-            maps=[known.get(id(found)) for found in outputs_of(output)],
+            maps=[known.get(id(found)) for found in parts],
             # Ranks that share samples run the model equally often, whatever each of them finds.
-            outputs=() if drew or capture.gathering is not None else outputs_of(output),
+            outputs=() if drew or capture.gathering is not None else parts,
         )
         with capture.substitution.unwatched(), _sharing(capture, "batch independence"):
             refuse_dependence(
                 capture.model,
-                lambda given: outputs_of(capture.run(call.module, *given)),
+                lambda given: _parts_of(capture.run(call.module, *given)),
                 batch,
                 self.unchecked,
             )
+
+
+def _parts_of(output: Any) -> list[Tensor]:
+    """Return the tensors of a model's output; of one that lies on several ranks, this rank's part."""
+    return [_torch.part_of(found) for found in outputs_of(output)]
 
 
 def _sharing(capture: CaptureContext, what: str) -> AbstractContextManager[None]:
