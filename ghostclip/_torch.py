@@ -679,6 +679,17 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
+def in_context_parallel() -> bool:
+    """Return whether torch runs attention over the positions of several ranks: inside ``context_parallel``.
+
+    Reads ``DTensor._op_dispatcher._custom_op_handlers``, which that replaces; nothing is imported to tell.
+    """
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    if kind is None or "torch.distributed.tensor.experimental" not in sys.modules:
+        return False
+    return torch.ops.aten._scaled_dot_product_flash_attention.default in kind._op_dispatcher._custom_op_handlers
+
+
 def gathered_modules(model: nn.Module) -> list[Any]:
     """Return the modules that ``fully_shard`` was called with: the instances of ``FSDPModule``."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)

@@ -148,7 +148,7 @@ class GhostClipper:
         self.batch_first = batch_first
         self._losses_to_probe = 1 if probe else 0
         self._said: set[str] = set()
-        self._evidence = Evidence(probes=probe, may_exchange=sequences is not None or sharded is not None)
+        self._evidence = Evidence(probes=probe, in_parts=sharded is not None, splits_sequences=sequences is not None)
         self._examiner = LossExaminer(loss_reduction, self._evidence)
         self._capture = CaptureContext(
             model,

@@ -796,6 +796,15 @@ def test_parts_and_the_modules_that_gather_them_are_known(divided):
     assert _torch.data_mesh(divided) == _torch.data_mesh(divided[0])
 
 
+def test_context_parallel_is_known_while_it_is_open(divided):
+    from torch.distributed.tensor.experimental import context_parallel
+
+    assert not _torch.in_context_parallel()
+    with context_parallel(_torch.data_mesh(divided), buffers=[torch.zeros(2, 4)], buffer_seq_dims=[1]):
+        assert _torch.in_context_parallel()
+    assert not _torch.in_context_parallel()
+
+
 def test_what_a_collective_may_still_write_is_waited_for_in_the_graph(divided):
     from torch.distributed._functional_collectives import all_reduce
 

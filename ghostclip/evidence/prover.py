@@ -19,7 +19,7 @@ from ghostclip.capture.nodes import edge_of
 from ghostclip.capture.packed import packed_inputs
 from ghostclip.evidence.buffers import Buffers
 from ghostclip.evidence.dependence import where_dependence_starts
-from ghostclip.evidence.exchanges import Exchanges
+from ghostclip.evidence.exchanges import Exchanges, refuse_split_positions
 from ghostclip.evidence.growth import grown
 from ghostclip.evidence.independence import Batch, refuse_dependence
 from ghostclip.evidence.loss_graph import Sizes, refuse_beyond_outputs
@@ -40,15 +40,16 @@ class Evidence:
         loss_sizes: What was seen of losses: see `ghostclip.evidence.loss_graph`.
     """
 
-    def __init__(self, *, probes: bool, may_exchange: bool = False) -> None:
+    def __init__(self, *, probes: bool, in_parts: bool = False, splits_sequences: bool = False) -> None:
         """Ask nothing yet.
 
         Args:
             probes: Whether to ask at all.
-            may_exchange: Whether ranks have parts of the same samples, which they may exchange.
+            in_parts: Whether ranks have parts of the model, and may exchange what they compute with them.
+            splits_sequences: Whether they have positions of the same samples, which they may exchange.
         """
         self.probes = probes
-        self._may_exchange = may_exchange
+        self._may_exchange, self._splits_sequences = in_parts or splits_sequences, splits_sequences
         self.unchecked = Unchecked()
         self.loss_sizes: Sizes = {}
         self._buffers: Buffers | None = None
@@ -99,7 +100,12 @@ class Evidence:
         Args:
             capture: Whose latest forward it is.
             call: What is about to run.
+
+        Raises:
+            UnsupportedModelError: torch splits sequences over ranks, and nobody says over which.
         """
+        if not self._splits_sequences:
+            refuse_split_positions(capture.model)
         forward = capture.forward
         forward.unproven = self.unchecked.begin(forward.batch_size, probes=self.probes)
         if self.probes and capture.gathering is not None:
