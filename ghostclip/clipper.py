@@ -21,6 +21,7 @@ from ghostclip.clipping.decisions import Decisions, columns
 from ghostclip.clipping.held import Held
 from ghostclip.clipping.loss import back_propagate, check_shape
 from ghostclip.clipping.loss_scale import refuse_common_factor
+from ghostclip.clipping.mesh_loss import plain_losses, refuse_lost_gradients, refuse_on_mesh
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.one_pass import OnePass
 from ghostclip.clipping.options import TWO_PASS, check_budget, check_ranks, check_readers
@@ -147,7 +148,7 @@ class GhostClipper:
         self.batch_first = batch_first
         self._losses_to_probe = 1 if probe else 0
         self._said: set[str] = set()
-        self._evidence = Evidence(probes=probe, may_exchange=sequences is not None or sharded is not None)
+        self._evidence = Evidence(probes=probe, in_parts=sharded is not None, splits_sequences=sequences is not None)
         self._examiner = LossExaminer(loss_reduction, self._evidence)
         self._capture = CaptureContext(
             model,
@@ -189,7 +190,9 @@ class GhostClipper:
             >>> clipper.per_sample_norms.shape
             torch.Size([8])
         """
-        forward = self._capture.forward
+        loss, forward = plain_losses(loss), self._capture.forward
+        if forward.ends_on_mesh:
+            refuse_lost_gradients([loss])
         check_shape(loss, batch_size=0 if forward.is_dummy else forward.batch_size)
         per_sample = loss.dim() == 1
         # First, as it lets go of what was held to be looked at.
@@ -414,6 +417,10 @@ class GhostClipper:
         self, roots: Sequence[Any], grads: Sequence[Tensor | None], forwards: Sequence[ForwardContext]
     ) -> None:
         if not self._one_pass.loss_elsewhere:
+            if any(forward.ends_on_mesh for forward in forwards):
+                for root in roots:
+                    refuse_on_mesh(root)
+                refuse_lost_gradients(roots)
             self._examiner.examine(self._capture, roots, grads, forwards)
             return
         given = list(grads) or [None]
