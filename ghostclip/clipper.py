@@ -148,7 +148,7 @@ class GhostClipper:
         self.batch_first = batch_first
         self._losses_to_probe = 1 if probe else 0
         self._said: set[str] = set()
-        self._evidence = Evidence(probes=probe, may_exchange=sequences is not None or sharded is not None)
+        self._evidence = Evidence(probes=probe, in_parts=sharded is not None, splits_sequences=sequences is not None)
         self._examiner = LossExaminer(loss_reduction, self._evidence)
         self._capture = CaptureContext(
             model,
@@ -195,11 +195,12 @@ class GhostClipper:
             refuse_lost_gradients([loss])
         check_shape(loss, batch_size=0 if forward.is_dummy else forward.batch_size)
         per_sample = loss.dim() == 1
+        # First, as it lets go of what was held to be looked at.
+        cut = None if self._reducer is None else self._reduce(self._reducer, loss)
         if not per_sample:
             self._examiner.examine(self._capture, [loss], [], [forward])
         else:
             self._examine_losses(loss)
-        cut = None if self._reducer is None else self._reduce(self._reducer, loss)
         if cut is not None:
             Parts(self._state, loss.sum(), cut).run(scale=self._scale(per_sample=per_sample))
             return

@@ -19,6 +19,8 @@ from ghostclip.clipper import GhostClipper, Reduction
 from ghostclip.data.sampler import PrivateSampler
 from ghostclip.distributed import (
     ShardedModel,
+    Shares,
+    SplitSequences,
     all_apart,
     copy_inside,
     noise_for,
@@ -73,6 +75,7 @@ class Request:
     memory_budget: float
     device_only: bool
     vocabulary_head: str
+    sequences: SplitSequences | None
 
 
 def noise_level_of(noise_level: str | None, *, secure_mode: bool) -> str:
@@ -149,7 +152,7 @@ def assemble(request: Request, noise: KeyedNoise) -> Private | PrivateWithCriter
             check_objects(module, optimizer)
             around = _losses_by_record(module, request)
             sharded = sharded_model(_inside(module))
-            shares = None if sharded is None else sharded.shares
+            shares = _shares(request, sharded)
             noise_source = noise_for(request.sampling.replicas, request.module, noise, shares=shares)
             clipper = _attached(_inside(module), request, sharded)
             if shared and isinstance(request.sampling.sampler, PrivateSampler):
@@ -207,7 +210,17 @@ def _attached(module: nn.Module, request: Request, sharded: ShardedModel | None)
         memory_budget=request.memory_budget,
         device_only=request.device_only,
         sharded=sharded,
+        sequences=request.sequences,
     )
+
+
+def _shares(request: Request, sharded: ShardedModel | None) -> Shares | None:
+    """Return how ranks share each batch; None where each has a part of it, and the model whole."""
+    if request.sequences is None or sharded is not None:
+        return None if sharded is None else sharded.shares
+    if request.sampling.replicas > 1:
+        request.sequences.require_all_ranks()
+    return request.sequences.shares
 
 
 def _around(

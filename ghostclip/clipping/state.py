@@ -135,8 +135,7 @@ class ClippingState:
             backward_entry.forget(forward)
         forward = self.forward_of(listener)
         noted = [one.noted for one in listener.forwards if one.noted is not None]
-        rows = 0 if forward.is_dummy else forward.batch_size
-        self._end(rows if self.sequences is None else self.sequences.rows(rows), noted)
+        self._end(0 if forward.is_dummy else forward.batch_size, noted)
         sharded = self.sharded
         if sharded is not None:
             # What one rank finds, all refuse.

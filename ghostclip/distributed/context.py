@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, distributed
 
 from ghostclip.capture.forward import ForwardContext
-from ghostclip.distributed.agreement import Group, gathered, require_equal
+from ghostclip.distributed.agreement import Group, gathered, require_equal, world_size
+from ghostclip.distributed.sample_ranks import Shares
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
 from ghostclip.factors import Dense, Factor, Head, Outer, Permuted, Placed, Rows, planner
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class SplitSequences:
-    """Ranks that each have a part of every sequence, for `GhostClipper(model, sequences=...)`.
+    """Ranks that each have a part of every sequence, for `make_private(..., sequences=...)` and `GhostClipper`.
 
     The model sees to it that positions meet where they must (attention gathers keys and values, say), by collectives
     that autograd knows; parameters are whole and equal on all ranks. Each rank's loss is its positions' part of the
@@ -45,6 +46,7 @@ class SplitSequences:
     Attributes:
         group: The ranks.
         ranks: How many there are.
+        shares: How all ranks of the mesh share each batch: those along other axes have samples of their own.
     """
 
     def __init__(self, mesh: DeviceMesh, *, sample_mesh_axes: Sequence[str] = ("cp",)) -> None:
@@ -66,6 +68,11 @@ class SplitSequences:
             )
         self.group = mesh[axes[0]].get_group()
         self.ranks = distributed.get_world_size(self.group)
+        count, number = 1, 0
+        for name in names:
+            if name != axes[0]:
+                count, number = count * mesh[name].size(), number * mesh[name].size() + mesh.get_local_rank(name)
+        self.shares = Shares(count, number, self.ranks)
 
     def all_positions(self, part_BT: Tensor) -> Tensor:
         """Return the positions of all ranks, as attention needs of keys and values; called on all ranks.
@@ -79,6 +86,20 @@ class SplitSequences:
         """
         found: Tensor = _AllPositions.apply(part_BT, self.group, self.ranks)
         return found
+
+    def require_all_ranks(self) -> None:
+        """Refuse a mesh that some ranks of the training are not on.
+
+        Raises:
+            InvalidOptionError: They would be dealt no records of their own.
+        """
+        on_mesh = self.shares.count * self.ranks
+        if on_mesh != world_size():
+            raise InvalidOptionError(
+                f"sequences on a mesh of {on_mesh} of {world_size()} ranks: all ranks of a training are to be on it. "
+                "Give the whole mesh, with an axis for ranks that have samples of their own: "
+                "SplitSequences(mesh, sample_mesh_axes=('cp',))."
+            )
 
     def begin(self, forward: ForwardContext) -> None:
         """Refuse a backward through forwards that differ between ranks; called on all of them.

@@ -15,13 +15,15 @@ from ghostclip.capture.bags import as_flat
 from ghostclip.capture.context import CaptureContext, ModuleCall, outputs_of
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.growth import Grown, compared, shapes_of
+from ghostclip.capture.nodes import edge_of
 from ghostclip.capture.packed import packed_inputs
 from ghostclip.evidence.buffers import Buffers
 from ghostclip.evidence.dependence import where_dependence_starts
-from ghostclip.evidence.exchanges import Exchanges
+from ghostclip.evidence.exchanges import Exchanges, refuse_split_positions
 from ghostclip.evidence.growth import grown
 from ghostclip.evidence.independence import Batch, refuse_dependence
 from ghostclip.evidence.loss_graph import Sizes, refuse_beyond_outputs
+from ghostclip.evidence.node_hooks import refuse_node_hooks
 from ghostclip.evidence.probe import Probe, ask, starts
 from ghostclip.evidence.randomness import Randomness
 from ghostclip.evidence.unchecked import FEWER, REPLACED, ROWS, Unchecked
@@ -38,15 +40,16 @@ class Evidence:
         loss_sizes: What was seen of losses: see `ghostclip.evidence.loss_graph`.
     """
 
-    def __init__(self, *, probes: bool, may_exchange: bool = False) -> None:
+    def __init__(self, *, probes: bool, in_parts: bool = False, splits_sequences: bool = False) -> None:
         """Ask nothing yet.
 
         Args:
             probes: Whether to ask at all.
-            may_exchange: Whether ranks have parts of the same samples, which they may exchange.
+            in_parts: Whether ranks have parts of the model, and may exchange what they compute with them.
+            splits_sequences: Whether they have positions of the same samples, which they may exchange.
         """
         self.probes = probes
-        self._may_exchange = may_exchange
+        self._may_exchange, self._splits_sequences = in_parts or splits_sequences, splits_sequences
         self.unchecked = Unchecked()
         self.loss_sizes: Sizes = {}
         self._buffers: Buffers | None = None
@@ -80,6 +83,7 @@ class Evidence:
         Raises:
             UncoveredParameterError: A trainable parameter that is no part of the model.
             SampleMixingError: A comparison of samples with other samples' targets.
+            UnsupportedModelError: A hook on the node of a layer, in a forward that is proved.
         """
         if self.probes and not forward.is_dummy:
 
@@ -87,6 +91,8 @@ class Evidence:
                 return any(parameter is own for own in capture.model.parameters())
 
             refuse_beyond_outputs(roots, forward, self.loss_sizes, is_own=is_own)
+            if forward.unproven:
+                refuse_node_hooks([edge_of(root)[0] for root in roots], forward)
 
     def begin(self, capture: CaptureContext, call: ModuleCall) -> None:
         """Decide whether to ask, and run the forward with one sample more.
@@ -94,7 +100,12 @@ class Evidence:
         Args:
             capture: Whose latest forward it is.
             call: What is about to run.
+
+        Raises:
+            UnsupportedModelError: torch splits sequences over ranks, and nobody says over which.
         """
+        if not self._splits_sequences:
+            refuse_split_positions(capture.model)
         forward = capture.forward
         forward.unproven = self.unchecked.begin(forward.batch_size, probes=self.probes)
         if self.probes and capture.gathering is not None:
