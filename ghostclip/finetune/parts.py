@@ -1,4 +1,4 @@
-"""How the processes of a run hold its model: parts of each layer by the model's plan (tp), shards of its blocks (dp)."""
+"""How the processes of a run hold its model: parts of each layer by its own plan (tp), shards of its blocks (dp)."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def require_options(mesh: Mesh, options: FinetuneOptions) -> None:
         return
     if options.lora is not None:
         raise InvalidOptionError(
-            f"--lora with --mesh {mesh}: a model's plan of tensor parallelism says nothing of adapters. Train them with "
-            "dp or replicate alone; the base is frozen, and dp divides it"
+            f"--lora with --mesh {mesh}: a model's plan of tensor parallelism says nothing of adapters. Train them "
+            "with dp or replicate alone; the base is frozen, and dp divides it"
         )
     if options.vocabulary_head == "fused":
         raise InvalidOptionError(
