@@ -21,6 +21,7 @@ from ghostclip.clipping.decisions import Decisions, columns
 from ghostclip.clipping.held import Held
 from ghostclip.clipping.loss import back_propagate, check_shape
 from ghostclip.clipping.loss_scale import refuse_common_factor
+from ghostclip.clipping.mesh_loss import plain_losses, refuse_lost_gradients, refuse_on_mesh
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.one_pass import OnePass
 from ghostclip.clipping.options import TWO_PASS, check_budget, check_ranks, check_readers
@@ -189,14 +190,17 @@ class GhostClipper:
             >>> clipper.per_sample_norms.shape
             torch.Size([8])
         """
-        forward = self._capture.forward
+        loss, forward = plain_losses(loss), self._capture.forward
+        if forward.ends_on_mesh:
+            refuse_lost_gradients([loss])
         check_shape(loss, batch_size=0 if forward.is_dummy else forward.batch_size)
         per_sample = loss.dim() == 1
+        # First, as it lets go of what was held to be looked at.
+        cut = None if self._reducer is None else self._reduce(self._reducer, loss)
         if not per_sample:
             self._examiner.examine(self._capture, [loss], [], [forward])
         else:
             self._examine_losses(loss)
-        cut = None if self._reducer is None else self._reduce(self._reducer, loss)
         if cut is not None:
             Parts(self._state, loss.sum(), cut).run(scale=self._scale(per_sample=per_sample))
             return
@@ -414,6 +418,10 @@ class GhostClipper:
         self, roots: Sequence[Any], grads: Sequence[Tensor | None], forwards: Sequence[ForwardContext]
     ) -> None:
         if not self._one_pass.loss_elsewhere:
+            if any(forward.ends_on_mesh for forward in forwards):
+                for root in roots:
+                    refuse_on_mesh(root)
+                refuse_lost_gradients(roots)
             self._examiner.examine(self._capture, roots, grads, forwards)
             return
         given = list(grads) or [None]

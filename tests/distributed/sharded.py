@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -136,6 +137,7 @@ class Training(NamedTuple):
         rtol: Of the comparison with one process.
         copies: Ranks that have a copy of the model each (HSDP).
         dtype: Of the model.
+        around: Makes the context of a divided model's losses and of their backward.
     """
 
     build: Callable[[], nn.Module]
@@ -149,6 +151,7 @@ class Training(NamedTuple):
     rtol: float = 1e-12
     copies: int = 1
     dtype: torch.dtype = torch.float64
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def _causal(name: str) -> Callable[[], nn.Module]:
@@ -280,11 +283,12 @@ def train(training: Training, *, divided: bool, states: dict[str, Any] | None = 
     )
     for x, y in _batches(training, loader, optimizer):
         optimizer.zero_grad()
-        losses = losses_of(model, training.inputs, x, y)
-        if training.mode in ("ghost", "fast"):
-            model.clipper.backward(losses)
-        else:
-            losses.sum().backward()
+        with training.around() if divided else nullcontext():
+            losses = losses_of(model, training.inputs, x, y)
+            if training.mode in ("ghost", "fast") or hasattr(losses, "placements"):
+                model.clipper.backward(losses)
+            else:
+                losses.sum().backward()
         optimizer.step()
     return {
         "states": begun,
