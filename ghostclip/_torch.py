@@ -684,6 +684,12 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
+def microbatches_of(schedule: Any) -> int:
+    """Return the number of microbatches of a schedule of a pipeline: ``_n_microbatches``."""
+    found: int = schedule._n_microbatches
+    return found
+
+
 def in_context_parallel() -> bool:
     """Return whether torch runs attention over the positions of several ranks: inside ``context_parallel``.
 

@@ -408,14 +408,15 @@ class GhostClipper:
         """
         return self._one_pass.holding(loss_elsewhere=loss_elsewhere)
 
-    def conclude(self, held: Sequence[Held], totals: Sequence[GroupNorms]) -> None:
+    def conclude(self, held: Sequence[Held], totals: Sequence[GroupNorms], rows: Sequence[int]) -> None:
         """Add the clipped sums of backwards that were held back, as one backward over samples of each.
 
         Args:
             held: The backwards.
             totals: Norms over all parts of the model, of the samples of each.
+            rows: How many samples each has norms of, the first ones; what lies in the places after them adds nothing.
         """
-        self._one_pass.conclude(held, totals)
+        self._one_pass.conclude(held, totals, rows)
 
     def _on_loss(
         self, roots: Sequence[Any], grads: Sequence[Tensor | None], forwards: Sequence[ForwardContext]

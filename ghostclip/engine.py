@@ -550,7 +550,8 @@ class PrivacyEngine:
         """Save everything that a resumed training needs to be the same training.
 
         Of several ranks one saves; with a model that they hold in parts (`fully_shard`) all of them call this, and rank
-        0 writes the file, which any number of ranks continues, or one process.
+        0 writes the file, which any number of ranks continues, or one process. With a `Pipeline` as well: that file is
+        continued by ranks with the same stages each.
 
         Privacy:
             The file holds the keys that noise and batches follow from: whoever has it can undo the protection. Publish
@@ -584,7 +585,7 @@ class PrivacyEngine:
         for name, scheduler in (("noise_multiplier", noise_scheduler), ("max_grad_norm", grad_clip_scheduler)):
             if scheduler is not None:
                 state[checkpoints.SCHEDULERS[name]] = scheduler.state_dict()
-        checkpoints.save(state, path, torch_save_kwargs or {})
+        checkpoints.save(state, path, torch_save_kwargs or {}, module=module)
 
     @suggests_options
     def load_checkpoint(  # noqa: PLR0913 - Opacus's arguments and one of ours
@@ -643,7 +644,7 @@ class PrivacyEngine:
             >>> _ = engine.load_checkpoint(path=folder / "state.pt", module=model, optimizer=optimizer)
         """
         private: DPOptimizer | None = release_of(optimizer)
-        checkpoint = checkpoints.load(path, torch_load_kwargs or {})
+        checkpoint = checkpoints.load(path, torch_load_kwargs or {}, module=module)
         schedulers = {"noise_multiplier": noise_scheduler, "max_grad_norm": grad_clip_scheduler}
         if private is not None:
             checkpoint = checkpoints.reconciled(

@@ -796,6 +796,13 @@ def test_parts_and_the_modules_that_gather_them_are_known(divided):
     assert _torch.data_mesh(divided) == _torch.data_mesh(divided[0])
 
 
+def test_schedules_tell_their_microbatches(divided):
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    stage = PipelineStage(nn.Linear(2, 2), 0, 1, torch.device("cpu"), group=_torch.data_mesh(divided).get_group())
+    assert _torch.microbatches_of(ScheduleGPipe(stage, n_microbatches=3)) == 3
+
+
 def test_context_parallel_is_known_while_it_is_open(divided):
     from torch.distributed.tensor.experimental import context_parallel
 

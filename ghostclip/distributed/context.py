@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed
 
 from ghostclip.capture.forward import ForwardContext
-from ghostclip.distributed.agreement import Group, gathered, require_equal, world_size
-from ghostclip.distributed.sample_ranks import Shares
-from ghostclip.errors import InvalidOptionError, UnsupportedModelError
+from ghostclip.distributed.agreement import Group, gathered, require_equal
+from ghostclip.distributed.sample_ranks import along
+from ghostclip.errors import UnsupportedModelError
 from ghostclip.factors import Dense, Factor, Head, Outer, Permuted, Placed, Rows, planner
 
 if TYPE_CHECKING:
@@ -59,20 +60,10 @@ class SplitSequences:
         Raises:
             InvalidOptionError: Not exactly one axis of the mesh is named.
         """
-        names = mesh.mesh_dim_names or ()
-        axes = tuple(sample_mesh_axes)
-        if len(axes) != 1 or axes[0] not in names:
-            raise InvalidOptionError(
-                f"sample_mesh_axes={axes!r}: name the one axis of the mesh whose ranks have parts of the same "
-                f"sequences (the mesh has {', '.join(map(repr, names)) or 'no names'})."
-            )
-        self.group = mesh[axes[0]].get_group()
-        self.ranks = distributed.get_world_size(self.group)
-        count, number = 1, 0
-        for name in names:
-            if name != axes[0]:
-                count, number = count * mesh[name].size(), number * mesh[name].size() + mesh.get_local_rank(name)
-        self.shares = Shares(count, number, self.ranks)
+        self.group, shares = along(mesh, sample_mesh_axes, "parts of the same sequences")
+        self.ranks = shares.copies
+        # Each rank has whole gradients of some samples, and their sums are those of all ranks together.
+        self.shares = replace(shares, groups=(None,))
 
     def all_positions(self, part_BT: Tensor) -> Tensor:
         """Return the positions of all ranks, as attention needs of keys and values; called on all ranks.
@@ -86,20 +77,6 @@ class SplitSequences:
         """
         found: Tensor = _AllPositions.apply(part_BT, self.group, self.ranks)
         return found
-
-    def require_all_ranks(self) -> None:
-        """Refuse a mesh that some ranks of the training are not on.
-
-        Raises:
-            InvalidOptionError: They would be dealt no records of their own.
-        """
-        on_mesh = self.shares.count * self.ranks
-        if on_mesh != world_size():
-            raise InvalidOptionError(
-                f"sequences on a mesh of {on_mesh} of {world_size()} ranks: all ranks of a training are to be on it. "
-                "Give the whole mesh, with an axis for ranks that have samples of their own: "
-                "SplitSequences(mesh, sample_mesh_axes=('cp',))."
-            )
 
     def begin(self, forward: ForwardContext) -> None:
         """Refuse a backward through forwards that differ between ranks; called on all of them.

@@ -36,6 +36,8 @@ class SharedNoise:
         shares: How these ranks share each batch; None where each has samples of its own.
     """
 
+    in_parts = False
+    """Whether ranks release other parameters each."""
     # Ranks that have the same samples.
     _copies = 1
 
