@@ -128,7 +128,8 @@ class Training(NamedTuple):
     Attributes:
         build: Makes the model.
         shard: Divides it, or returns another one that is.
-        inputs: "features", "ids", "even ids" (an even number of them) or "pixels".
+        inputs: "features", "ids", "even ids" (an even number of them), "low ids" (of the first half of a vocabulary) or
+            "pixels".
         mode: Its grad_sample_mode.
         options: Of ``fully_shard``.
         physical: Largest physical batch.
@@ -217,7 +218,9 @@ def samples(inputs: str) -> tuple[Tensor, Tensor]:
     """The records, and what they are of."""
     generator = torch.Generator().manual_seed(1)
     if inputs.endswith("ids"):
-        ids = torch.randint(3, 19, (RECORDS, 12 if inputs == "even ids" else 11), generator=generator)
+        ids = torch.randint(
+            3, 9 if inputs == "low ids" else 19, (RECORDS, 12 if inputs == "even ids" else 11), generator=generator
+        )
         return ids, ids
     shape = (RECORDS, 3, 8, 8) if inputs == "pixels" else (RECORDS, 4)
     return torch.randn(shape, generator=generator), torch.arange(RECORDS) % 3

@@ -191,6 +191,7 @@ TRAININGS: dict[str, Training] = {
     "sequence": Training(GPT, of_sequence, "even ids"),
     "sequence, two passes": Training(GPT, of_sequence, "even ids", "ghost"),
     "vit": Training(lambda: hf._make("ViTConfig", "ViTForImageClassification", hf._PIXELS), of_vit, "pixels"),
+    "tokens of one rank": Training(GPT, of_vocabulary, "low ids", physical=2),
     "only biases": Training(only_biases, of_vocabulary, "ids"),
     "checkpointed": Training(lambda: GPT(checkpoints=True), of_gpt, "ids", "bookkeeping"),
     "checkpointed, two passes": Training(lambda: GPT(checkpoints=True), of_sequence, "even ids", "ghost"),
@@ -249,7 +250,7 @@ CLASSES: dict[str, Training] = {
     "divided classes, physical batches": Training(GPT, of_classes, "ids", physical=2, around=loss_parallel),
 }
 TRAININGS |= PLANS | CLASSES
-QUICK = ("mlp", "gpt, two passes", "tied vocabulary", "sequence", "divided classes")
+QUICK = ("mlp", "gpt, two passes", "tied vocabulary", "sequence", "divided classes", "tokens of one rank")
 """Those of the trainings on two ranks that cover the promise."""
 ON_FOUR: dict[str, Training] = {
     "mlp": Training(mlp, on_two_axes(of_mlp, 2, 2)),
