@@ -261,8 +261,25 @@ def order_of(node: Any) -> int:
 # ---------------------------------------------------------------- the backward
 
 
+class _OursLast(OrderedDict[Any, Any]):
+    """Hooks of one tensor in the order in which torch calls them: one stays behind all that are registered later."""
+
+    def __setitem__(self, key: Any, hook: Any) -> None:
+        super().__setitem__(key, hook)
+        # Deleted and put in again: torch calls hooks in the order of the dict itself.
+        super().__setitem__(_OURS, super().pop(_OURS))
+
+
+# None of the numbers that handles of other hooks have.
+_OURS: Final = "ghostclip"
+_put_first: Final = OrderedDict.__setitem__
+
+
 def hear_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> Any:
-    """Call a hook with a tensor's gradient, at half the cost of ``Tensor.register_hook``: ``Node._register_hook_dict``.
+    """Call a hook with the gradient that goes through the node of a tensor: ``Node._register_hook_dict``.
+
+    Hooks of others may change a gradient, and the node works on what they return: whenever they are set on the tensor,
+    they are called before this one. It costs half of what ``Tensor.register_hook`` does.
 
     Args:
         tensor: A tensor in the graph.
@@ -273,13 +290,41 @@ def hear_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> Any:
     """
     node: Any = tensor.grad_fn
     if tensor._backward_hooks is not None:
-        tensor.register_hook(hook)
+        node.register_prehook(partial(_of_output, hook, tensor.output_nr))
         return node
-    # Its key is none of the numbers that handles of other hooks have.
-    tensor._backward_hooks = hooks = OrderedDict[Any, Any]()
-    hooks["ghostclip"] = hook
+    tensor._backward_hooks = hooks = _OursLast()
+    _put_first(hooks, _OURS, hook)
     node._register_hook_dict(tensor)
     return node
+
+
+def _of_output(hook: Callable[[Tensor], Tensor], number: int, grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Call a hook with the gradient of one of a node's outputs, if there is any."""
+    if grads[number] is None:
+        return None
+    return (*grads[:number], hook(grads[number]), *grads[number + 1 :])
+
+
+def has_hooks(node: Any) -> bool:
+    """Return whether somebody has set hooks on a node itself: ``Node.register_prehook``, ``Node.register_hook``.
+
+    Args:
+        node: A node.
+
+    Returns:
+        False where the only hook is that of `hear_gradient`.
+    """
+    found: list[Any] = []
+    for register in (node.register_prehook, node.register_hook):
+        # All hooks of one kind are in one dict, which a handle knows.
+        handle = register(_nothing)
+        found += (handle.hooks_dict_ref() or {}).values()
+        handle.remove()
+    return any(hook is not _nothing and getattr(hook, "func", None) is not _of_output for hook in found)
+
+
+def _nothing(*_: Any) -> None:
+    return None
 
 
 def current_stream(device: torch.device) -> Any:
@@ -634,6 +679,23 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
+def microbatches_of(schedule: Any) -> int:
+    """Return the number of microbatches of a schedule of a pipeline: ``_n_microbatches``."""
+    found: int = schedule._n_microbatches
+    return found
+
+
+def in_context_parallel() -> bool:
+    """Return whether torch runs attention over the positions of several ranks: inside ``context_parallel``.
+
+    Reads ``DTensor._op_dispatcher._custom_op_handlers``, which that replaces; nothing is imported to tell.
+    """
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    if kind is None or "torch.distributed.tensor.experimental" not in sys.modules:
+        return False
+    return torch.ops.aten._scaled_dot_product_flash_attention.default in kind._op_dispatcher._custom_op_handlers
+
+
 def gathered_modules(model: nn.Module) -> list[Any]:
     """Return the modules that ``fully_shard`` was called with: the instances of ``FSDPModule``."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
@@ -669,6 +731,29 @@ def arrived(tensor: Any) -> Tensor:
     """
     found: Tensor = _Arrived.apply(tensor)
     return found
+
+
+def part_of(tensor: Any, gradient: Sequence[Any] | None = None) -> Tensor:
+    """Return this rank's part of a tensor, in the graph, once it has arrived.
+
+    Args:
+        tensor: Any tensor.
+        gradient: How the gradient of a DTensor's part will lie on its mesh; None for as the tensor.
+
+    Returns:
+        ``DTensor.to_local()``; a plain tensor itself.
+    """
+    if not is_sharded_tensor(tensor):
+        plain: Tensor = tensor
+        return plain
+    found: Tensor = tensor.to_local(grad_placements=gradient)
+    return arrived(found) if is_arriving(found) else found
+
+
+def in_loss_parallel() -> bool:
+    """Return whether ``loss_parallel`` is on: ``_op_dispatcher._custom_op_handlers``."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and torch.ops.aten.nll_loss_forward.default in kind._op_dispatcher._custom_op_handlers
 
 
 def data_mesh(module: Any) -> Any:

@@ -6,9 +6,11 @@ it means fails here, not in somebody's training.
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 import types
+import weakref
 
 import pytest
 import torch
@@ -794,6 +796,22 @@ def test_parts_and_the_modules_that_gather_them_are_known(divided):
     assert _torch.data_mesh(divided) == _torch.data_mesh(divided[0])
 
 
+def test_schedules_tell_their_microbatches(divided):
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    stage = PipelineStage(nn.Linear(2, 2), 0, 1, torch.device("cpu"), group=_torch.data_mesh(divided).get_group())
+    assert _torch.microbatches_of(ScheduleGPipe(stage, n_microbatches=3)) == 3
+
+
+def test_context_parallel_is_known_while_it_is_open(divided):
+    from torch.distributed.tensor.experimental import context_parallel
+
+    assert not _torch.in_context_parallel()
+    with context_parallel(_torch.data_mesh(divided), buffers=[torch.zeros(2, 4)], buffer_seq_dims=[1]):
+        assert _torch.in_context_parallel()
+    assert not _torch.in_context_parallel()
+
+
 def test_what_a_collective_may_still_write_is_waited_for_in_the_graph(divided):
     from torch.distributed._functional_collectives import all_reduce
 
@@ -806,6 +824,32 @@ def test_what_a_collective_may_still_write_is_waited_for_in_the_graph(divided):
     assert found.eq(2.0).all()
     found.sum().backward()
     assert arriving.grad.eq(1.0).all()
+
+
+def test_a_part_is_taken_in_the_graph(divided):
+    weight = divided[0].weight
+    part = _torch.part_of(weight)
+    assert type(part) is torch.Tensor
+    (part * 3).sum().backward()
+    assert weight.grad.full_tensor().eq(3.0).all()
+    own = torch.ones(2)
+    assert _torch.part_of(own) is own
+
+
+def test_losses_of_divided_classes_are_told_by_their_context_and_their_nodes(divided):
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    assert not _torch.in_loss_parallel()
+    logits = distribute_tensor(torch.randn(3, 4), _torch.data_mesh(divided), [Shard(1)]).requires_grad_()
+    with loss_parallel():
+        assert _torch.in_loss_parallel()
+        node = functional.cross_entropy(logits, torch.arange(3), reduction="none").grad_fn
+    assert not _torch.in_loss_parallel()
+    assert _torch.is_sharded_tensor(_torch.saved(node, "self"))
+    ((before, _), *_) = node.next_functions
+    assert before.name() == "LogSoftmaxBackward0"
+    assert _torch.is_sharded_tensor(_torch.saved(before, "result"))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -930,7 +974,7 @@ def test_a_compiler_that_was_never_loaded_is_not_loaded():
 # ---------------------------------------------------------------- what spares the host calls
 
 
-def test_a_hook_that_is_heard_of_sees_the_gradient_and_stands_beside_others():
+def test_a_hook_that_is_heard_of_comes_after_all_others_whenever_they_are_set():
     heard = []
 
     def hear(grad):
@@ -941,20 +985,38 @@ def test_a_hook_that_is_heard_of_sees_the_gradient_and_stands_beside_others():
     y = x * 3
     node = _torch.hear_gradient(y, hear)
     y.register_hook(lambda grad: heard.append(("other", grad.clone())))
+    y.register_hook(lambda grad: grad * 5)
+    y.register_hook(lambda grad: grad * 100).remove()
+    y.retain_grad()
     assert node is y.grad_fn
     y.add_(1)
+    y.register_hook(lambda grad: grad * 7)
     y.sum().backward()
-    assert [(name, grad.tolist()) for name, grad in heard] == [("ours", [1.0] * 3), ("other", [2.0] * 3)]
-    assert x.grad.tolist() == [6.0] * 3
+    assert [(name, grad.tolist()) for name, grad in heard] == [("other", [7.0] * 3), ("ours", [35.0] * 3)]
+    assert x.grad.tolist() == [210.0] * 3
 
 
 def test_a_hook_that_is_heard_of_keeps_those_that_were_there():
     heard = []
-    y = _leaf(3) * 3
+    y = (_leaf(3) * 3).unbind(0)[1]
     y.register_hook(lambda grad: heard.append("first"))
-    _torch.hear_gradient(y, lambda grad: heard.append("second"))
+    _torch.hear_gradient(y, lambda grad: heard.append("ours") or grad)
+    y.register_hook(lambda grad: heard.append("second"))
     y.sum().backward()
-    assert heard == ["first", "second"]
+    assert heard == ["first", "second", "ours"]
+
+
+def test_a_tensor_that_is_heard_of_is_freed_with_its_graph():
+    y, z = _leaf(3) * 3, (_leaf(3) * 3).clone()
+    z.register_hook(lambda grad: grad)
+    gone = []
+    for tensor in (y, z):
+        hook = functools.partial(torch.mul, 1)
+        _torch.hear_gradient(tensor, hook)
+        tensor.register_hook(lambda grad: grad)
+        gone.append(weakref.ref(hook))
+    del y, z, tensor, hook
+    assert [hook() for hook in gone] == [None, None]
 
 
 def test_hooks_that_were_taken_come_back_in_their_places():

@@ -3,7 +3,7 @@
 The one file that knows all others of capture.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -24,7 +24,7 @@ from ghostclip.capture.inputs import in_backward, with_dummy, without_dummy
 from ghostclip.capture.layouts import ArgumentLayout, layout_of
 from ghostclip.capture.nodes import accumulation_node, is_to_tie, tied
 from ghostclip.capture.opaque_modules import OpaqueModules
-from ghostclip.capture.operation import LOOKED_AT, Operation
+from ghostclip.capture.operation import HOOKED, LOOKED_AT, Operation, hooked
 from ghostclip.capture.packed import packed_inputs
 from ghostclip.capture.param_use import Listener, ParamUse, differentiated
 from ghostclip.capture.plans import ByRule
@@ -261,7 +261,7 @@ class CaptureContext:
             self._decided_for = self.substitution.generation
             self._decisions.forget()
 
-    def watch_blocks(self, choose: Callable[[Any, Mapping[str, Any]], Collection[str]]) -> None:
+    def watch_blocks(self, choose: Callable[[Any, Mapping[str, Any]], Mapping[str, bool]]) -> None:
         """Watch the model's repeated blocks from now on, and keep the inputs alone of those that are chosen.
 
         Args:
@@ -345,13 +345,14 @@ class CaptureContext:
         read = output
         with nullcontext() if self.gathering is None else self.gathering.together():
             if self._divided:
-                refuse_divided_outputs(self.model, outputs_of(output))
+                refuse_divided_outputs(self.model, outputs_of(output), axis=self.axis)
             if self._rows.missed:
                 self.sites.forget_since(self._sites_before)
                 read = self.again(call)
             result = read if self._prover is None else self._prover.end(self, call, read)
         forward = self.forward
         for leaf in outputs_of(result):
+            forward.ends_on_mesh |= self._divided and _torch.is_sharded_tensor(leaf)
             if leaf.requires_grad:
                 backward_entry.announce(self, forward, leaf, lambda: self._arrives(forward))
         if forward.is_dummy:
@@ -500,6 +501,8 @@ class CaptureContext:
             raise UncoveredParameterError(message)
         if name == "backward":
             raise UncoveredParameterError(without_samples(args))
+        if name in HOOKED:
+            raise UnsupportedModelError(hooked(operation))
         layout = layout_of(operation, forward) if operation.plain else ArgumentLayout(None)
         plan, orders = decide(operation, layout, forward)
         for order in orders:

@@ -74,6 +74,7 @@ class ForwardContext:
         checkpointed_by_model: Activation checkpointing was active that no memory plan asked for.
         spread: Parameters on several ranks, and whether each rank has parts of their gradients only (positions of a
             sample are divided among the ranks), by name.
+        ends_on_mesh: The model returned tensors of a mesh, of which each rank has some classes.
     """
 
     around: Surroundings
@@ -102,6 +103,7 @@ class ForwardContext:
     blocks: list[Any] = field(default_factory=list)
     checkpointed_by_model: bool = False
     spread: dict[str, bool] = field(default_factory=dict)
+    ends_on_mesh: bool = False
     _recomputing: bool = False
 
     @property

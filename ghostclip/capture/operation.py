@@ -10,12 +10,15 @@ from torch import Tensor
 from ghostclip.capture.tracked import TrackedTensor, plain_leaves, replace_tracked, tracked_leaves
 from ghostclip.rules.registry import operation_name
 
-__all__ = ["LOOKED_AT", "Operation", "operation_name"]
+__all__ = ["HOOKED", "LOOKED_AT", "Operation", "hooked", "operation_name"]
 
 # They read a parameter and compute nothing from it.
 LOOKED_AT = {
     "detach", "detach_", "data", "grad", "numpy", "item", "tolist", "requires_grad_", "__deepcopy__", "__reduce_ex__",
 }  # fmt: skip
+
+# They set a hook on the gradient of a whole batch.
+HOOKED = {"register_hook", "register_post_accumulate_grad_hook"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,3 +67,19 @@ class Operation:
         if name in ("__setitem__", "index_put_") or name.startswith("__i"):
             return True
         return name.endswith("_") and not name.endswith("__")
+
+
+def hooked(operation: Operation) -> str:
+    """Say that a forward sets a hook on what comes from parameters alone.
+
+    Args:
+        operation: What sets it.
+
+    Returns:
+        The text for an ``UnsupportedModelError``.
+    """
+    names = ", ".join(dict.fromkeys(name for tracked in operation.tracked for name in tracked.origin.names))
+    return (
+        f"the forward sets a hook on the gradient of parameter '{names}' ({operation.name}): no such gradient is "
+        "formed, since samples are clipped one by one. Set the hook on an activation, or scale the parameter itself."
+    )

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations
-from math import prod
+from math import isfinite, prod
 from typing import Final
 
 from torch import Tensor
@@ -128,6 +128,8 @@ def scale_of(path: Path, row_map: RowMap, *, batch_size: int, axis: int, reducti
     Raises:
         LossReductionError: It is not the declared one, or could come from other samples.
     """
+    for number in path.numbers:
+        _refuse_beyond_range(number)
     steps = list(_over_samples(path, row_map, batch_size, axis))
     none = not steps and row_map.kind != "one"
     if batch_size > 1 and (none or any(step.kind == "spread" for step in steps)):
@@ -252,6 +254,15 @@ def _take_divisor(
 
 
 _ANY: Final = frozenset({"mean", "sum", "samples", "values"})
+
+
+def _refuse_beyond_range(number: Number) -> None:
+    if not isfinite(number.factor) or (number.factor and not isfinite(1 / number.factor)):
+        message = (
+            f"the loss is {number.describe()}: no gradient can have such a scale. Leave out what is not finite before "
+            "it becomes a factor of all samples."
+        )
+        raise LossReductionError(message)
 
 
 def _check_number(number: Number, inner: set[int], batch_size: int, reduction: str) -> None:

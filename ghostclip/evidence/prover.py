@@ -10,18 +10,20 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from ghostclip import _tree
+from ghostclip import _torch, _tree
 from ghostclip.capture.bags import as_flat
 from ghostclip.capture.context import CaptureContext, ModuleCall, outputs_of
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.growth import Grown, compared, shapes_of
+from ghostclip.capture.nodes import edge_of
 from ghostclip.capture.packed import packed_inputs
 from ghostclip.evidence.buffers import Buffers
 from ghostclip.evidence.dependence import where_dependence_starts
-from ghostclip.evidence.exchanges import Exchanges
+from ghostclip.evidence.exchanges import Exchanges, refuse_split_positions
 from ghostclip.evidence.growth import grown
 from ghostclip.evidence.independence import Batch, refuse_dependence
 from ghostclip.evidence.loss_graph import Sizes, refuse_beyond_outputs
+from ghostclip.evidence.node_hooks import refuse_node_hooks
 from ghostclip.evidence.probe import Probe, ask, starts
 from ghostclip.evidence.randomness import Randomness
 from ghostclip.evidence.unchecked import FEWER, REPLACED, ROWS, Unchecked
@@ -38,15 +40,16 @@ class Evidence:
         loss_sizes: What was seen of losses: see `ghostclip.evidence.loss_graph`.
     """
 
-    def __init__(self, *, probes: bool, may_exchange: bool = False) -> None:
+    def __init__(self, *, probes: bool, in_parts: bool = False, splits_sequences: bool = False) -> None:
         """Ask nothing yet.
 
         Args:
             probes: Whether to ask at all.
-            may_exchange: Whether ranks have parts of the same samples, which they may exchange.
+            in_parts: Whether ranks have parts of the model, and may exchange what they compute with them.
+            splits_sequences: Whether they have positions of the same samples, which they may exchange.
         """
         self.probes = probes
-        self._may_exchange = may_exchange
+        self._may_exchange, self._splits_sequences = in_parts or splits_sequences, splits_sequences
         self.unchecked = Unchecked()
         self.loss_sizes: Sizes = {}
         self._buffers: Buffers | None = None
@@ -80,6 +83,7 @@ class Evidence:
         Raises:
             UncoveredParameterError: A trainable parameter that is no part of the model.
             SampleMixingError: A comparison of samples with other samples' targets.
+            UnsupportedModelError: A hook on the node of a layer, in a forward that is proved.
         """
         if self.probes and not forward.is_dummy:
 
@@ -87,6 +91,8 @@ class Evidence:
                 return any(parameter is own for own in capture.model.parameters())
 
             refuse_beyond_outputs(roots, forward, self.loss_sizes, is_own=is_own)
+            if forward.unproven:
+                refuse_node_hooks([edge_of(root)[0] for root in roots], forward)
 
     def begin(self, capture: CaptureContext, call: ModuleCall) -> None:
         """Decide whether to ask, and run the forward with one sample more.
@@ -94,7 +100,12 @@ class Evidence:
         Args:
             capture: Whose latest forward it is.
             call: What is about to run.
+
+        Raises:
+            UnsupportedModelError: torch splits sequences over ranks, and nobody says over which.
         """
+        if not self._splits_sequences:
+            refuse_split_positions(capture.model)
         forward = capture.forward
         forward.unproven = self.unchecked.begin(forward.batch_size, probes=self.probes)
         if self.probes and capture.gathering is not None:
@@ -120,14 +131,16 @@ class Evidence:
         randomness, self._randomness = self._randomness, None
         drew = randomness is None or randomness.drawn()
         forward, call = capture.forward, ModuleCall(*capture.bags.as_rows(*call))
-        probe = self._probed(capture, output)
+        parts = self._parts(capture, output)
+        probe = self._probed(capture, parts)
         failed = probe is not None and _on_any(capture, bool(probe.failures))
         if failed and forward.guessed and forward.grown is None:
             # What sizes suggested is wrong: ask shapes, and read the forward once more.
             forward.grown = self._grown(capture, call)
             if forward.grown is not None:
                 output = capture.again(call)
-                probe = self._probed(capture, output)
+                parts = self._parts(capture, output)
+                probe = self._probed(capture, parts)
         inputs: Any = call.args, dict(call.kwargs)
         size, axis = forward.batch_size, forward.batch_axis
         if probe is not None:
@@ -150,7 +163,7 @@ class Evidence:
                     batch_size=size,
                     axis=axis,
                 )
-            self._refuse_dependence(capture, call, output, probe, drew=drew)
+            self._refuse_dependence(capture, call, parts, probe, drew=drew)
             self.unchecked.tell()
         return output
 
@@ -163,7 +176,7 @@ class Evidence:
 
         def run(given: Any) -> list[Tensor]:
             own, args, kwargs = as_flat(on_rows, *given)
-            return outputs_of(capture.run(own, args, kwargs))
+            return _parts_of(capture.run(own, args, kwargs))
 
         forward = capture.forward
         with capture.substitution.unwatched(), Exchanges() as exchanges:
@@ -173,11 +186,15 @@ class Evidence:
         forward.stays_small = found is None
         return found
 
-    def _probed(self, capture: CaptureContext, output: Any) -> Probe | None:
+    def _parts(self, capture: CaptureContext, output: Any) -> list[Tensor]:
+        """Return what is looked at of a forward that is proved."""
+        return _parts_of(output) if self._buffers is not None or self.asks(capture) else []
+
+    def _probed(self, capture: CaptureContext, found: list[Tensor]) -> Probe | None:
         """Return what the latest forward's outputs show of it; None where there is nothing to prove, or no output."""
         if not self.asks(capture):
             return None
-        forward, found = capture.forward, outputs_of(output)
+        forward = capture.forward
         if forward.grown is not None:
             axes = compared(shapes_of(found), forward.grown.outputs, forward.batch_size)
             capture.sites.outputs = () if axes is None else axes
@@ -187,7 +204,7 @@ class Evidence:
         return probe
 
     def _refuse_dependence(
-        self, capture: CaptureContext, call: ModuleCall, output: Any, probe: Probe | None, *, drew: bool
+        self, capture: CaptureContext, call: ModuleCall, parts: list[Tensor], probe: Probe | None, *, drew: bool
     ) -> None:
         """Refuse a model whose outputs for one sample change with the others."""
         forward, inputs = capture.forward, (call.args, dict(call.kwargs))
@@ -201,17 +218,22 @@ class Evidence:
             forward.batch_axis,
             gathered=forward.gathered,
             reordered=forward.reordered,
-            maps=[known.get(id(found)) for found in outputs_of(output)],
+            maps=[known.get(id(found)) for found in parts],
             # Ranks that share samples run the model equally often, whatever each of them finds.
-            outputs=() if drew or capture.gathering is not None else outputs_of(output),
+            outputs=() if drew or capture.gathering is not None else parts,
         )
         with capture.substitution.unwatched(), _sharing(capture, "batch independence"):
             refuse_dependence(
                 capture.model,
-                lambda given: outputs_of(capture.run(call.module, *given)),
+                lambda given: _parts_of(capture.run(call.module, *given)),
                 batch,
                 self.unchecked,
             )
+
+
+def _parts_of(output: Any) -> list[Tensor]:
+    """Return the tensors of a model's output; of one that lies on several ranks, this rank's part."""
+    return [_torch.part_of(found) for found in outputs_of(output)]
 
 
 def _sharing(capture: CaptureContext, what: str) -> AbstractContextManager[None]:

@@ -363,3 +363,13 @@ def test_what_is_not_trained_may_take_part_in_the_loss():
         return functional.mse_loss(o * frozen, target)
 
     assert any(grad.any() for grad in _back(model, clipper, loss, batch).values())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("factor", [float("nan"), float("inf"), 1e-320, torch.tensor(float("nan"))])
+def test_a_factor_that_no_gradient_can_have_is_refused_by_name(factor, reduction):
+    batch = _rows()
+    model, clipper = _attached("bookkeeping", 1.0, reduction)
+    losses = _each(model(batch["x"]), batch)
+    with pytest.raises(LossReductionError, match=r"the loss is multiplied by .*no gradient can have such a scale"):
+        clipper.backward(getattr(losses, reduction)() * factor)
