@@ -679,6 +679,23 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
+def microbatches_of(schedule: Any) -> int:
+    """Return the number of microbatches of a schedule of a pipeline: ``_n_microbatches``."""
+    found: int = schedule._n_microbatches
+    return found
+
+
+def in_context_parallel() -> bool:
+    """Return whether torch runs attention over the positions of several ranks: inside ``context_parallel``.
+
+    Reads ``DTensor._op_dispatcher._custom_op_handlers``, which that replaces; nothing is imported to tell.
+    """
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    if kind is None or "torch.distributed.tensor.experimental" not in sys.modules:
+        return False
+    return torch.ops.aten._scaled_dot_product_flash_attention.default in kind._op_dispatcher._custom_op_handlers
+
+
 def gathered_modules(model: nn.Module) -> list[Any]:
     """Return the modules that ``fully_shard`` was called with: the instances of ``FSDPModule``."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
@@ -714,6 +731,29 @@ def arrived(tensor: Any) -> Tensor:
     """
     found: Tensor = _Arrived.apply(tensor)
     return found
+
+
+def part_of(tensor: Any, gradient: Sequence[Any] | None = None) -> Tensor:
+    """Return this rank's part of a tensor, in the graph, once it has arrived.
+
+    Args:
+        tensor: Any tensor.
+        gradient: How the gradient of a DTensor's part will lie on its mesh; None for as the tensor.
+
+    Returns:
+        ``DTensor.to_local()``; a plain tensor itself.
+    """
+    if not is_sharded_tensor(tensor):
+        plain: Tensor = tensor
+        return plain
+    found: Tensor = tensor.to_local(grad_placements=gradient)
+    return arrived(found) if is_arriving(found) else found
+
+
+def in_loss_parallel() -> bool:
+    """Return whether ``loss_parallel`` is on: ``_op_dispatcher._custom_op_handlers``."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and torch.ops.aten.nll_loss_forward.default in kind._op_dispatcher._custom_op_handlers
 
 
 def data_mesh(module: Any) -> Any:

@@ -21,6 +21,7 @@ from ghostclip.clipping.decisions import Decisions, columns
 from ghostclip.clipping.held import Held
 from ghostclip.clipping.loss import back_propagate, check_shape
 from ghostclip.clipping.loss_scale import refuse_common_factor
+from ghostclip.clipping.mesh_loss import plain_losses, refuse_lost_gradients, refuse_on_mesh
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.one_pass import OnePass
 from ghostclip.clipping.options import TWO_PASS, check_budget, check_ranks, check_readers
@@ -146,7 +147,7 @@ class GhostClipper:
         self.loss_reduction = loss_reduction
         self.batch_first = batch_first
         self._said: set[str] = set()
-        self._evidence = Evidence(probes=probe, may_exchange=sequences is not None or sharded is not None)
+        self._evidence = Evidence(probes=probe, in_parts=sharded is not None, splits_sequences=sequences is not None)
         self._examiner = LossExaminer(loss_reduction, self._evidence)
         self._capture = CaptureContext(
             model,
@@ -188,19 +189,22 @@ class GhostClipper:
             >>> clipper.per_sample_norms.shape
             torch.Size([8])
         """
-        forward = self._capture.forward
+        loss, forward = plain_losses(loss), self._capture.forward
+        if forward.ends_on_mesh:
+            refuse_lost_gradients([loss])
         check_shape(loss, batch_size=0 if forward.is_dummy else forward.batch_size)
         per_sample = loss.dim() == 1
         with self._capture.doubted_if_refused():
+            # First, as it lets go of what was held to be looked at.
+            cut = None if self._reducer is None else self._reduce(self._reducer, loss)
             if not per_sample:
                 self._examiner.examine(self._capture, [loss], [], [forward])
             else:
                 self._examine_losses(loss)
-            self._run(loss, per_sample=per_sample)
+            self._run(loss, cut, per_sample=per_sample)
 
-    def _run(self, loss: Tensor, *, per_sample: bool) -> None:
+    def _run(self, loss: Tensor, cut: Cut | None, *, per_sample: bool) -> None:
         """Run the backward of a loss that was examined, as the strategy says."""
-        cut = None if self._reducer is None else self._reduce(self._reducer, loss)
         if cut is not None:
             Parts(self._state, loss.sum(), cut).run(scale=self._scale(per_sample=per_sample))
             return
@@ -405,19 +409,24 @@ class GhostClipper:
         """
         return self._one_pass.holding(loss_elsewhere=loss_elsewhere)
 
-    def conclude(self, held: Sequence[Held], totals: Sequence[GroupNorms]) -> None:
+    def conclude(self, held: Sequence[Held], totals: Sequence[GroupNorms], rows: Sequence[int]) -> None:
         """Add the clipped sums of backwards that were held back, as one backward over samples of each.
 
         Args:
             held: The backwards.
             totals: Norms over all parts of the model, of the samples of each.
+            rows: How many samples each has norms of, the first ones; what lies in the places after them adds nothing.
         """
-        self._one_pass.conclude(held, totals)
+        self._one_pass.conclude(held, totals, rows)
 
     def _on_loss(
         self, roots: Sequence[Any], grads: Sequence[Tensor | None], forwards: Sequence[ForwardContext]
     ) -> None:
         if not self._one_pass.loss_elsewhere:
+            if any(forward.ends_on_mesh for forward in forwards):
+                for root in roots:
+                    refuse_on_mesh(root)
+                refuse_lost_gradients(roots)
             self._examiner.examine(self._capture, roots, grads, forwards)
             return
         given = list(grads) or [None]

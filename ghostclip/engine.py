@@ -36,7 +36,7 @@ from ghostclip.assembly.private import (
 from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.data import DeclaredSampling
 from ghostclip.data.accepted import checked_batch_size, dataset_length
-from ghostclip.distributed import world_size
+from ghostclip.distributed import SplitSequences, world_size
 from ghostclip.errors import GhostClipError
 from ghostclip.noise import make_noise_source
 from ghostclip.optim import DPOptimizer, MemberOptimizer, release_of
@@ -145,6 +145,7 @@ class PrivacyEngine:
         memory_budget: float = MEMORY_BUDGET,
         device_only: bool = False,
         vocabulary_head: str = "logits",
+        sequences: SplitSequences | None = None,
     ) -> Private | PrivateWithCriterion:
         """Return private counterparts of a model, its optimizer and its loader.
 
@@ -188,6 +189,8 @@ class PrivacyEngine:
                 tokens, and logits are not stored where the vocabulary is large and the model fits; other models stay
                 what they are. "fused" never stores them, and refuses a model that does not fit. "logits" leaves the
                 model's loss what it is.
+            sequences: The ranks over which sequences are split (context parallelism), which then draw the same records:
+                see `ghostclip.distributed.SplitSequences`.
 
         Returns:
             (module, optimizer, data_loader); or (module, optimizer, criterion, data_loader) for "ghost", and if a
@@ -241,6 +244,7 @@ class PrivacyEngine:
                 memory_budget=memory_budget,
                 device_only=device_only,
                 vocabulary_head=vocabulary_head,
+                sequences=sequences,
             ),
             budget,
         )
@@ -275,6 +279,7 @@ class PrivacyEngine:
         memory_budget: float = MEMORY_BUDGET,
         device_only: bool = False,
         vocabulary_head: str = "logits",
+        sequences: SplitSequences | None = None,
     ) -> Private | PrivateWithCriterion:
         """Like `make_private`, with the least noise that keeps a privacy budget for a number of epochs.
 
@@ -306,6 +311,7 @@ class PrivacyEngine:
             memory_budget: As for `make_private`.
             device_only: As for `make_private`.
             vocabulary_head: As for `make_private`.
+            sequences: As for `make_private`.
 
         Returns:
             As `make_private`.
@@ -361,6 +367,7 @@ class PrivacyEngine:
             memory_budget=memory_budget,
             device_only=device_only,
             vocabulary_head=vocabulary_head,
+            sequences=sequences,
         )
         return given.around(self._assemble(request, budget))
 
@@ -543,7 +550,8 @@ class PrivacyEngine:
         """Save everything that a resumed training needs to be the same training.
 
         Of several ranks one saves; with a model that they hold in parts (`fully_shard`) all of them call this, and rank
-        0 writes the file, which any number of ranks continues, or one process.
+        0 writes the file, which any number of ranks continues, or one process. With a `Pipeline` as well: that file is
+        continued by ranks with the same stages each.
 
         Privacy:
             The file holds the keys that noise and batches follow from: whoever has it can undo the protection. Publish
@@ -577,7 +585,7 @@ class PrivacyEngine:
         for name, scheduler in (("noise_multiplier", noise_scheduler), ("max_grad_norm", grad_clip_scheduler)):
             if scheduler is not None:
                 state[checkpoints.SCHEDULERS[name]] = scheduler.state_dict()
-        checkpoints.save(state, path, torch_save_kwargs or {})
+        checkpoints.save(state, path, torch_save_kwargs or {}, module=module)
 
     @suggests_options
     def load_checkpoint(  # noqa: PLR0913 - Opacus's arguments and one of ours
@@ -636,7 +644,7 @@ class PrivacyEngine:
             >>> _ = engine.load_checkpoint(path=folder / "state.pt", module=model, optimizer=optimizer)
         """
         private: DPOptimizer | None = release_of(optimizer)
-        checkpoint = checkpoints.load(path, torch_load_kwargs or {})
+        checkpoint = checkpoints.load(path, torch_load_kwargs or {}, module=module)
         schedulers = {"noise_multiplier": noise_scheduler, "max_grad_norm": grad_clip_scheduler}
         if private is not None:
             checkpoint = checkpoints.reconciled(

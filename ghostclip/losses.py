@@ -34,7 +34,8 @@ def token_losses(
         A sample's loss is a function of its own logits and labels.
 
     Args:
-        logits: Scores, shape ``(B, T, V)``; the loss is computed in float32 at least.
+        logits: Scores, shape ``(B, T, V)``; the loss is computed in float32 at least. Under `loss_parallel` a DTensor
+            whose classes lie on several ranks; every rank is given whole losses.
         labels: Classes, shape ``(B, T)``, int64.
         ignore_index: The label of positions that do not count.
         shift: Whether position t predicts the label at t + 1 (causal language models), as transformers' ``labels=``
@@ -46,6 +47,7 @@ def token_losses(
         Losses, shape ``(B,)``, float32 at least, in nats.
 
     Raises:
+        InvalidOptionError: Labels are smoothed of a DTensor.
         LossReductionError: The shapes are others.
 
     Example:
@@ -54,6 +56,12 @@ def token_losses(
         tensor([1.9459, 1.9459])
     """
     _validate.choice(reduction, "reduction", ("mean", "sum"))
+    if label_smoothing and _torch.is_sharded_tensor(logits):
+        message = (
+            f"token_losses: label_smoothing={label_smoothing} of logits whose classes lie on several ranks, which "
+            "torch's loss_parallel does not compute. Give logits.full_tensor(), or leave it at 0."
+        )
+        raise InvalidOptionError(message)
     logits, labels = _aligned(logits, labels, "token_losses: logits", "(B, T, V)", shift=shift)
     scores_NV = logits.flatten(0, 1)
     if scores_NV.dtype.itemsize < 4:
@@ -65,6 +73,7 @@ def token_losses(
         reduction="none",
         label_smoothing=label_smoothing,
     )
+    losses_N = _torch.part_of(losses_N)
     return _of_samples(losses_N.view(labels.shape), labels, ignore_index=ignore_index, reduction=reduction)
 
 

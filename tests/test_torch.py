@@ -796,6 +796,22 @@ def test_parts_and_the_modules_that_gather_them_are_known(divided):
     assert _torch.data_mesh(divided) == _torch.data_mesh(divided[0])
 
 
+def test_schedules_tell_their_microbatches(divided):
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    stage = PipelineStage(nn.Linear(2, 2), 0, 1, torch.device("cpu"), group=_torch.data_mesh(divided).get_group())
+    assert _torch.microbatches_of(ScheduleGPipe(stage, n_microbatches=3)) == 3
+
+
+def test_context_parallel_is_known_while_it_is_open(divided):
+    from torch.distributed.tensor.experimental import context_parallel
+
+    assert not _torch.in_context_parallel()
+    with context_parallel(_torch.data_mesh(divided), buffers=[torch.zeros(2, 4)], buffer_seq_dims=[1]):
+        assert _torch.in_context_parallel()
+    assert not _torch.in_context_parallel()
+
+
 def test_what_a_collective_may_still_write_is_waited_for_in_the_graph(divided):
     from torch.distributed._functional_collectives import all_reduce
 
@@ -808,6 +824,32 @@ def test_what_a_collective_may_still_write_is_waited_for_in_the_graph(divided):
     assert found.eq(2.0).all()
     found.sum().backward()
     assert arriving.grad.eq(1.0).all()
+
+
+def test_a_part_is_taken_in_the_graph(divided):
+    weight = divided[0].weight
+    part = _torch.part_of(weight)
+    assert type(part) is torch.Tensor
+    (part * 3).sum().backward()
+    assert weight.grad.full_tensor().eq(3.0).all()
+    own = torch.ones(2)
+    assert _torch.part_of(own) is own
+
+
+def test_losses_of_divided_classes_are_told_by_their_context_and_their_nodes(divided):
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    assert not _torch.in_loss_parallel()
+    logits = distribute_tensor(torch.randn(3, 4), _torch.data_mesh(divided), [Shard(1)]).requires_grad_()
+    with loss_parallel():
+        assert _torch.in_loss_parallel()
+        node = functional.cross_entropy(logits, torch.arange(3), reduction="none").grad_fn
+    assert not _torch.in_loss_parallel()
+    assert _torch.is_sharded_tensor(_torch.saved(node, "self"))
+    ((before, _), *_) = node.next_functions
+    assert before.name() == "LogSoftmaxBackward0"
+    assert _torch.is_sharded_tensor(_torch.saved(before, "result"))
 
 
 @pytest.mark.filterwarnings("ignore")

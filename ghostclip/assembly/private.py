@@ -16,16 +16,22 @@ from ghostclip import _torch, _validate
 from ghostclip.assembly.clipping_options import ClippingOptions
 from ghostclip.capture.replicas import sums_meet_elsewhere
 from ghostclip.clipper import GhostClipper, Reduction
+from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.data.sampler import PrivateSampler
 from ghostclip.distributed import (
+    Pipeline,
     ShardedModel,
+    Shares,
+    SplitSequences,
     all_apart,
     copy_inside,
     noise_for,
     refuse_sharded,
     refused_together,
     require_agreement,
+    require_all_ranks,
     sharded_model,
+    world_size,
 )
 from ghostclip.errors import (
     IllegalModuleConfigurationError,
@@ -73,6 +79,7 @@ class Request:
     memory_budget: float
     device_only: bool
     vocabulary_head: str
+    sequences: SplitSequences | None
 
 
 def noise_level_of(noise_level: str | None, *, secure_mode: bool) -> str:
@@ -148,10 +155,7 @@ def assemble(request: Request, noise: KeyedNoise) -> Private | PrivateWithCriter
             module = copy_inside(_bare(request.module, optimizer))
             check_objects(module, optimizer)
             around = _losses_by_record(module, request)
-            sharded = sharded_model(_inside(module))
-            shares = None if sharded is None else sharded.shares
-            noise_source = noise_for(request.sampling.replicas, request.module, noise, shares=shares)
-            clipper = _attached(_inside(module), request, sharded)
+            clipper, noise_source, shares = _clipped(module, optimizer, request, noise)
             if shared and isinstance(request.sampling.sampler, PrivateSampler):
                 dealt = shares or all_apart()
                 request.sampling.sampler.deal(dealt.number, dealt.count)
@@ -182,6 +186,62 @@ def _losses_by_record(module: nn.Module, request: Request) -> Callable[[], Abstr
     return by_record(_inside(module), choice, allowed=strategy not in ("hooks", "graph"))
 
 
+def _clipped(
+    module: nn.Module, optimizer: Optimizer, request: Request, noise: KeyedNoise
+) -> tuple[GhostClipper, NoiseSource, Shares | None]:
+    """Attach to a model; returns the clipper, where its noise comes from, and how ranks share a batch."""
+    if isinstance(module, Pipeline):
+        return _of_stages(module, optimizer, request, noise)
+    sharded = sharded_model(_inside(module))
+    shares = _shares(request, sharded)
+    noise_source = noise_for(request.sampling.replicas, request.module, noise, shares=shares)
+    return _attached(_inside(module), request, sharded), noise_source, shares
+
+
+def _of_stages(
+    pipeline: Pipeline, optimizer: Optimizer, request: Request, noise: KeyedNoise
+) -> tuple[GhostClipper, NoiseSource, Shares]:
+    """Attach clippers to the stages of a pipeline; returns them as one, their noise, and how ranks share a batch."""
+    wanted = {
+        f"grad_sample_mode={request.grad_sample_mode!r}": strategy_of(request.grad_sample_mode)
+        in ("auto", "bookkeeping"),
+        "criterion (the schedule has its loss_fn)": request.criterion is None,
+        "batch_first=False": request.batch_first,
+        f"memory_budget={request.memory_budget}": request.memory_budget >= 1,
+        "device_only=True": not request.device_only,
+        f"vocabulary_head={request.vocabulary_head!r}": request.vocabulary_head == "logits",
+        "sequences": request.sequences is None,
+        "a loader of distributed=False": request.sampling.replicas == world_size(),
+        "parameters that ranks hold in parts": sharded_model(pipeline) is None,
+    }
+    refused = next((name for name, fits in wanted.items() if not fits), None)
+    if refused is not None:
+        raise InvalidOptionError(
+            f"{refused} with a Pipeline: its stages keep the factors of whole batches until all of them have their "
+            "norms. Leave it out."
+        )
+    clipper = pipeline.attach(
+        policy=_policy(request),
+        loss_reduction=_reduction(request),
+        relation=request.sampling.event.relation,
+        probe=request.probe,
+    )
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    # It answers for all stages what a private optimizer asks of a clipper.
+    return cast(GhostClipper, clipper), pipeline.noise_of(noise, parameters), pipeline.shares
+
+
+def _policy(request: Request) -> ClipPolicy:
+    return request.clipping.policy(
+        expected_batch_size=request.sampling.expected_batch_size,
+        noise_multiplier=_validate.non_negative(request.noise_multiplier, "noise_multiplier"),
+    )
+
+
+def _reduction(request: Request) -> Reduction:
+    return cast(Reduction, _validate.choice(request.loss_reduction, "loss_reduction", ("mean", "sum")))
+
+
 def _attached(module: nn.Module, request: Request, sharded: ShardedModel | None) -> GhostClipper:
     """Attach a clipper to the model.
 
@@ -195,19 +255,26 @@ def _attached(module: nn.Module, request: Request, sharded: ShardedModel | None)
     """
     return GhostClipper(
         module,
-        policy=request.clipping.policy(
-            expected_batch_size=request.sampling.expected_batch_size,
-            noise_multiplier=_validate.non_negative(request.noise_multiplier, "noise_multiplier"),
-        ),
+        policy=_policy(request),
         strategy=strategy_of(request.grad_sample_mode),
-        loss_reduction=cast(Reduction, _validate.choice(request.loss_reduction, "loss_reduction", ("mean", "sum"))),
+        loss_reduction=_reduction(request),
         batch_first=request.batch_first,
         relation=request.sampling.event.relation,
         probe=request.probe,
         memory_budget=request.memory_budget,
         device_only=request.device_only,
         sharded=sharded,
+        sequences=request.sequences,
     )
+
+
+def _shares(request: Request, sharded: ShardedModel | None) -> Shares | None:
+    """Return how ranks share each batch; None where each has a part of it, and the model whole."""
+    if request.sequences is None or sharded is not None:
+        return None if sharded is None else sharded.shares
+    if request.sampling.replicas > 1:
+        require_all_ranks(request.sequences.shares, "sequences")
+    return request.sequences.shares
 
 
 def _around(

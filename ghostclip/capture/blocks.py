@@ -1,18 +1,22 @@
 """Repeated blocks of a model, some of which run under activation checkpointing because a memory plan says so.
 
 While the outermost forward runs, the ``forward`` of each block is replaced by one that notes where the block begins and
-ends in the graph, and keeps of a chosen block its inputs alone: the backward runs it again. Nothing of the model is
-changed otherwise; what a block does between the two is its own.
+ends in the graph, and keeps of a chosen block its inputs alone: the backward runs it again. Of one that is looked at,
+what its graph saved is held besides, until a plan is made and lets it go. Nothing of the model is changed otherwise;
+what a block does between the two is its own.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, Final
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from ghostclip import _torch, _tree
@@ -28,6 +32,63 @@ BLOCK_KEY: Final = "ghostclip_block"
 _PLAIN: Final = (Tensor, bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
 
 
+class _Saved:
+    """A tensor that a graph saved, and what a checkpoint gives it back from."""
+
+    __slots__ = ("__weakref__", "holder", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, holder: Any) -> None:
+        self.tensor: Tensor | None = tensor.detach()
+        self.version, self.holder = _torch.version(tensor), holder
+
+
+class Held:
+    """What the graph of a checkpointed block saved when it first ran: read without running the block again."""
+
+    def __init__(self) -> None:
+        """Hold nothing yet."""
+        # The graph owns them.
+        self._saved: WeakSet[_Saved] = WeakSet()
+        self._ran = False
+
+    def of(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what runs in a checkpoint in a block's place.
+
+        Args:
+            run: The block's forward.
+
+        Returns:
+            It, holding what is saved the first time it runs.
+        """
+
+        def first(*args: Any, **kwargs: Any) -> Any:
+            if self._ran:
+                return run(*args, **kwargs)
+            self._ran = True
+            pack, unpack = _torch.saving_hooks()
+
+            @wraps(pack)
+            def hold(tensor: Tensor) -> _Saved:
+                saved = _Saved(tensor, pack(tensor))
+                self._saved.add(saved)
+                return saved
+
+            def give(saved: _Saved) -> Any:
+                # Hooks hide from autograd what was changed in place: the block forms it again.
+                held = saved.tensor
+                return unpack(saved.holder) if held is None or _torch.version(held) != saved.version else held
+
+            with saved_tensors_hooks(hold, give):
+                return run(*args, **kwargs)
+
+        return first
+
+    def let_go(self) -> None:
+        """Hold nothing any more: the backward runs the block again."""
+        for saved in self._saved:
+            saved.tensor = None
+
+
 @dataclass(frozen=True)
 class BlockCall:
     """One call of a block.
@@ -40,6 +101,7 @@ class BlockCall:
         inputs: Memory of the tensors it was given: address and bytes.
         recomputed: Whether its inputs alone were kept.
         may_be: Whether it can be run again.
+        held: What is held besides, None for nothing.
     """
 
     name: str
@@ -49,6 +111,12 @@ class BlockCall:
     inputs: tuple[tuple[int, int], ...]
     recomputed: bool
     may_be: bool
+    held: Held | None = None
+
+    @property
+    def may_be_read(self) -> bool:
+        """Whether the graph shows what it holds without running it again."""
+        return not self.recomputed or self.held is not None
 
 
 def repeated(model: nn.Module) -> dict[str, nn.Module]:
@@ -78,11 +146,11 @@ class Blocks:
 
     Attributes:
         choose: Called as a forward begins with what tells its sizes, and what blocks of one kind have in common, by
-            their paths; returns the paths of those whose inputs alone are kept.
+            their paths; returns the paths of those whose inputs alone are kept, each with whether it is looked at.
     """
 
     def __init__(
-        self, model: nn.Module, anchor: Tensor, choose: Callable[[Any, Mapping[str, Any]], Collection[str]]
+        self, model: nn.Module, anchor: Tensor, choose: Callable[[Any, Mapping[str, Any]], Mapping[str, bool]]
     ) -> None:
         """Find the blocks; nothing is changed yet.
 
@@ -107,10 +175,10 @@ class Blocks:
         blocks = repeated(self._model)
         shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in _tree.tensors(inputs))
         forward.input_sizes = self._model.training, shapes
-        chosen = frozenset(self.choose(forward.input_sizes, {name: _kind_of(block) for name, block in blocks.items()}))
+        chosen = self.choose(forward.input_sizes, {name: _kind_of(block) for name, block in blocks.items()})
         self._replaced = ExitStack()
         for name, block in blocks.items():
-            watched = self._watched(name, block, forward, recompute=name in chosen)
+            watched = self._watched(name, block, forward, chosen)
             self._replaced.enter_context(in_place_of(block, watched))
 
     def end(self) -> None:
@@ -119,24 +187,27 @@ class Blocks:
         if replaced is not None:
             replaced.close()
 
-    def _watched(self, name: str, block: nn.Module, forward: ForwardContext, *, recompute: bool) -> Callable[..., Any]:
+    def _watched(
+        self, name: str, block: nn.Module, forward: ForwardContext, chosen: Mapping[str, bool]
+    ) -> Callable[..., Any]:
         run = block.forward
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled() or in_backward():
                 return run(*args, **kwargs)
             may_be = _is_plain((args, kwargs)) and not under_checkpoint()
-            first = self._number()
-            if recompute and may_be:
+            first, again = self._number(), name in chosen and may_be
+            held = Held() if again and chosen[name] else None
+            if again:
                 with forward.recomputing():
-                    output = checkpoint(run, *args, use_reentrant=False, **kwargs)
+                    output = checkpoint(run if held is None else held.of(run), *args, use_reentrant=False, **kwargs)
             else:
                 output = run(*args, **kwargs)
             last = self._number()
             tensors = _tree.tensors((args, kwargs))
             memory = tuple((one.untyped_storage().data_ptr(), one.untyped_storage().nbytes()) for one in tensors)
             kind = _kind_of(block), tuple((tuple(one.shape), one.dtype) for one in tensors)
-            call = BlockCall(name, kind, first, last, memory, recompute and may_be, may_be)
+            call = BlockCall(name, kind, first, last, memory, again, may_be, held)
             forward.blocks.append(call)
             return self._marked(output, len(forward.blocks) - 1)
 

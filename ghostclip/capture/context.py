@@ -3,7 +3,7 @@
 The one file that knows all others of capture.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -277,7 +277,7 @@ class CaptureContext:
             self._decided_for = self.substitution.generation
             self._decisions.forget()
 
-    def watch_blocks(self, choose: Callable[[Any, Mapping[str, Any]], Collection[str]]) -> None:
+    def watch_blocks(self, choose: Callable[[Any, Mapping[str, Any]], Mapping[str, bool]]) -> None:
         """Watch the model's repeated blocks from now on, and keep the inputs alone of those that are chosen.
 
         Args:
@@ -363,7 +363,7 @@ class CaptureContext:
         read = output
         with self.doubted_if_refused(), nullcontext() if self.gathering is None else self.gathering.together():
             if self._divided:
-                refuse_divided_outputs(self.model, outputs_of(output))
+                refuse_divided_outputs(self.model, outputs_of(output), axis=self.axis)
             if self._rows.missed:
                 self.sites.forget_since(self._sites_before)
                 read = self.again(call)
@@ -373,6 +373,7 @@ class CaptureContext:
             result = read if self._prover is None else self._prover.end(self, call, read)
         forward = self.forward
         for leaf in found if result is read else outputs_of(result):
+            forward.ends_on_mesh |= self._divided and _torch.is_sharded_tensor(leaf)
             if leaf.requires_grad:
                 backward_entry.announce(self, forward, leaf, lambda: self._arrives(forward))
         if forward.is_dummy:
@@ -382,7 +383,7 @@ class CaptureContext:
     def _meet_end(self, outputs: Sequence[Tensor]) -> None:
         """Note how the latest forward came from its last use to its outputs; refuse an order of their own."""
         forward = self.forward
-        if forward.batch_size > 1 and forward.latest is not None:
+        if forward.batch_size > 1 and forward.latest is not None and not self._divided:
             refuse_other_order(self.model, outputs, forward)
             nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
             way = tuple([(_torch.order_of(node) - forward.latest, type(node)) for node in nodes])

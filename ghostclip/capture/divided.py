@@ -107,21 +107,29 @@ def refuse_whole_data(
                 )
 
 
-def refuse_divided_outputs(model: nn.Module, outputs: Sequence[Tensor]) -> None:
-    """Refuse a model that returns tensors which say how they lie on a mesh: losses are made of plain ones.
+def refuse_divided_outputs(model: nn.Module, outputs: Sequence[Tensor], *, axis: int) -> None:
+    """Refuse a model that returns tensors of a mesh of which a rank has neither all nor some classes of each sample.
 
     Args:
         model: The model.
         outputs: What it returned.
+        axis: Where samples lie.
 
     Raises:
-        UnsupportedModelError: One is a DTensor.
+        UnsupportedModelError: One is a DTensor that lies otherwise than `loss_parallel` takes it.
     """
+    from torch.distributed.tensor import Replicate, Shard
+
     for output in outputs:
-        if _torch.is_sharded_tensor(output):
+        if not _torch.is_sharded_tensor(output):
+            continue
+        placed = output.placements  # type: ignore[attr-defined]
+        last = output.dim() - 1
+        if last <= axis or len(placed) != 1 or placed[0] not in (Replicate(), Shard(last), Shard(-1)):
             raise UnsupportedModelError(
-                f"{type(model).__name__} returns a DTensor ({_listed(output)}), as loss_parallel takes it: how samples "
-                "lie in it is not followed. Let its last layer return what every rank has: "
+                f"{type(model).__name__} returns a DTensor placed as {_listed(output)}: supported are Shard(-1), as "
+                "loss_parallel takes classes, and Replicate. Let its last layer return "
+                "ColwiseParallel(output_layouts=Shard(-1), use_local_output=False), or whole logits: "
                 "ColwiseParallel(output_layouts=Replicate())."
             )
 
@@ -308,8 +316,7 @@ class _OnParts:
         Returns:
             A plain tensor.
         """
-        found = data.to_local() if gradient is None else data.to_local(grad_placements=[gradient])
-        return _torch.arrived(found) if _torch.is_arriving(found) else found
+        return _torch.part_of(data, None if gradient is None else [gradient])
 
     def _captured(self, *args: Any) -> Tensor:
         found: Tensor = self._run(self._func, args, {})

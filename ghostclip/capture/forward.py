@@ -76,6 +76,7 @@ class ForwardContext:
             sample are divided among the ranks), by name.
         latest: The number of the node of the latest use; None before the first.
         met: Ways that nothing is proved of yet, each with the proved ones that it is to be among.
+        ends_on_mesh: The model returned tensors of a mesh, of which each rank has some classes.
     """
 
     around: Surroundings
@@ -106,6 +107,7 @@ class ForwardContext:
     spread: dict[str, bool] = field(default_factory=dict)
     latest: int | None = None
     met: list[tuple[set[Any], Any]] = field(default_factory=list)
+    ends_on_mesh: bool = False
     _recomputing: bool = False
 
     @property

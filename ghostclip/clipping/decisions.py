@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ghostclip import _torch
 from ghostclip.capture.forward import ForwardContext
@@ -96,6 +97,7 @@ class Decisions:
         ill_conditioned_B: Tensor | None,
         *,
         certain_B: Tensor | None = None,
+        rows: int | None = None,
     ) -> ClipWeights:
         """Decide on the weights of the samples in the clipped sum.
 
@@ -105,6 +107,7 @@ class Decisions:
             scale: What turns the gradients that arrived into those of each sample's own loss.
             ill_conditioned_B: Samples whose gradients nearly cancel, see `ClipWeights`.
             certain_B: Samples whose norms are certain, where no value may be read: the others are left out.
+            rows: Of how many samples, the first ones, there are norms; what lies in the places after them adds nothing.
 
         Returns:
             The weights, for the gradients as they arrived.
@@ -125,7 +128,13 @@ class Decisions:
         self.norm_GB, self.coef_GB = norm_GB, coef_GB
         keep_B = self._finite_B(total) if certain_B is None else self._counted(certain_B)
         shown = 1.0 if self.plain and all(map(math.isinf, layout.bounds)) else scale
-        return ClipWeights(_scaled(coef_GB, shown), layout.group_of, keep_B, ill_conditioned_B)
+        coef_GB = _scaled(coef_GB, shown)
+        empty = 0 if rows is None else forward.batch_size - rows
+        if empty:
+            kept_B = finite_samples(norm_GB) if keep_B is None else keep_B
+            keep_B = functional.pad(kept_B, (0, empty))
+            coef_GB = [functional.pad(coef_B, (0, empty)) for coef_B in coef_GB]
+        return ClipWeights(coef_GB, layout.group_of, keep_B, ill_conditioned_B)
 
     def adopt(self, norm_GB: list[Tensor], coef_GB: list[Tensor], certain_B: Tensor | None) -> None:
         """Take over what was decided elsewhere, by the same policy.

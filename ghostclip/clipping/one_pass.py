@@ -100,10 +100,10 @@ class OnePass:
         else:
             self._held.append(held)
 
-    def _add_sums(self, held: Held, total: GroupNorms, scale: float) -> None:
+    def _add_sums(self, held: Held, total: GroupNorms, scale: float, rows: int | None = None) -> None:
         state, listener = self._state, held.listener
         weights = state.decisions.weights(
-            total, held.forward, scale, listener.ill_conditioned_B, certain_B=listener.certain_B
+            total, held.forward, scale, listener.ill_conditioned_B, certain_B=listener.certain_B, rows=rows
         )
         state.all_or_nothing(lambda: listener.add_sums(state.store, weights, scale))
 
@@ -123,17 +123,18 @@ class OnePass:
         finally:
             self._held, self.loss_elsewhere = None, False
 
-    def conclude(self, held: Sequence[Held], totals: Sequence[GroupNorms]) -> None:
+    def conclude(self, held: Sequence[Held], totals: Sequence[GroupNorms], rows: Sequence[int]) -> None:
         """Add the clipped sums of backwards that were held back, as one backward over samples of each.
 
         Args:
             held: The backwards.
             totals: Norms over all parts of the model, of the samples of each.
+            rows: How many samples each has norms of.
         """
         state = self._state
         before = state.decisions.passes
         with torch.no_grad(), full_precision():
-            for one, total in zip(held, totals, strict=True):
-                self._add_sums(one, total, state.scale(one.forward, per_sample=False))
-                state.close(one.listener)
+            for one, total, count in zip(held, totals, rows, strict=True):
+                self._add_sums(one, total, state.scale(one.forward, per_sample=False), count)
+                state.close(one.listener, rows=count)
         state.decisions.merge_passes(before)

@@ -117,17 +117,7 @@ class Sequences(Protocol):
             factor: Parts of the gradients of all samples.
 
         Returns:
-            A factor of as many samples as `rows` says.
-        """
-
-    def rows(self, batch_size: int) -> int:
-        """Return how many samples of a batch are this rank's.
-
-        Args:
-            batch_size: B.
-
-        Returns:
-            Their number.
+            A factor of as many samples as each rank has of a batch.
         """
 
 

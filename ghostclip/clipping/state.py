@@ -123,11 +123,12 @@ class ClippingState:
             self.reset()
             raise
 
-    def close(self, listener: Pass) -> None:
+    def close(self, listener: Pass, *, rows: int | None = None) -> None:
         """Note that the sums of a backward are complete, and let go of what it needed.
 
         Args:
             listener: Heard the backward.
+            rows: How many samples were in it, where places were left empty; what lies in these is not noted.
         """
         listener.streams.part()
         for forward in listener.forwards:
@@ -135,8 +136,9 @@ class ClippingState:
             backward_entry.forget(forward)
         forward = self.forward_of(listener)
         noted = [one.noted for one in listener.forwards if one.noted is not None]
-        rows = 0 if forward.is_dummy else forward.batch_size
-        self._end(rows if self.sequences is None else self.sequences.rows(rows), noted)
+        seen = 0 if forward.is_dummy else forward.batch_size
+        rows = seen if rows is None else rows
+        self._end(rows, noted if rows == seen else [])
         sharded = self.sharded
         if sharded is not None:
             # What one rank finds, all refuse.

@@ -14,9 +14,10 @@ from ghostclip.distributed.context import SplitSequences
 from ghostclip.distributed.draws import Share, require_one_draw
 from ghostclip.distributed.parallel import DifferentiallyPrivateDistributedDataParallel
 from ghostclip.distributed.pipeline import PipelineClipper
+from ghostclip.distributed.pipelined import Pipeline
 from ghostclip.distributed.placement import Box, MeshAxis, Placement, placement_of
 from ghostclip.distributed.release import noisy_parts_, noisy_shard, noisy_sum_, noisy_sums_
-from ghostclip.distributed.sample_ranks import Shares, all_apart
+from ghostclip.distributed.sample_ranks import Shares, all_apart, require_all_ranks
 from ghostclip.distributed.sharded import ShardedModel, sharded_model
 from ghostclip.distributed.shared import SharedNoise, noise_for
 from ghostclip.distributed.weights import broadcast_parameters, require_equal_weights
@@ -26,6 +27,7 @@ __all__ = [
     "Box",
     "DifferentiallyPrivateDistributedDataParallel",
     "MeshAxis",
+    "Pipeline",
     "PipelineClipper",
     "Placement",
     "Share",
@@ -48,6 +50,7 @@ __all__ = [
     "refuse_sharded",
     "refused_together",
     "require_agreement",
+    "require_all_ranks",
     "require_equal_weights",
     "require_one_draw",
     "share_noise",

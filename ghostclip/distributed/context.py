@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,8 @@ from torch import Tensor, distributed
 
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.distributed.agreement import Group, gathered, require_equal
-from ghostclip.errors import InvalidOptionError, UnsupportedModelError
+from ghostclip.distributed.sample_ranks import along
+from ghostclip.errors import UnsupportedModelError
 from ghostclip.factors import Dense, Factor, Head, Outer, Permuted, Placed, Rows, planner
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class SplitSequences:
-    """Ranks that each have a part of every sequence, for `GhostClipper(model, sequences=...)`.
+    """Ranks that each have a part of every sequence, for `make_private(..., sequences=...)` and `GhostClipper`.
 
     The model sees to it that positions meet where they must (attention gathers keys and values, say), by collectives
     that autograd knows; parameters are whole and equal on all ranks. Each rank's loss is its positions' part of the
@@ -45,6 +47,7 @@ class SplitSequences:
     Attributes:
         group: The ranks.
         ranks: How many there are.
+        shares: How all ranks of the mesh share each batch: those along other axes have samples of their own.
     """
 
     def __init__(self, mesh: DeviceMesh, *, sample_mesh_axes: Sequence[str] = ("cp",)) -> None:
@@ -57,15 +60,10 @@ class SplitSequences:
         Raises:
             InvalidOptionError: Not exactly one axis of the mesh is named.
         """
-        names = mesh.mesh_dim_names or ()
-        axes = tuple(sample_mesh_axes)
-        if len(axes) != 1 or axes[0] not in names:
-            raise InvalidOptionError(
-                f"sample_mesh_axes={axes!r}: name the one axis of the mesh whose ranks have parts of the same "
-                f"sequences (the mesh has {', '.join(map(repr, names)) or 'no names'})."
-            )
-        self.group = mesh[axes[0]].get_group()
-        self.ranks = distributed.get_world_size(self.group)
+        self.group, shares = along(mesh, sample_mesh_axes, "parts of the same sequences")
+        self.ranks = shares.copies
+        # Each rank has whole gradients of some samples, and their sums are those of all ranks together.
+        self.shares = replace(shares, groups=(None,))
 
     def all_positions(self, part_BT: Tensor) -> Tensor:
         """Return the positions of all ranks, as attention needs of keys and values; called on all ranks.

@@ -11,6 +11,7 @@ Shape letters: M microbatches, B samples of one.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,13 +21,24 @@ import torch
 from torch import Tensor, distributed, nn
 
 from ghostclip.clipper import GhostClipper
+from ghostclip.clipping.grouping import Whole
 from ghostclip.clipping.held import Held
 from ghostclip.clipping.norms import GroupNorms
-from ghostclip.distributed.agreement import Group, gathered, require_agreement, require_equal, telling, world_size
+from ghostclip.clipping.policies import ClipPolicy, policy_of
+from ghostclip.distributed.agreement import (
+    Group,
+    gathered,
+    require_agreement,
+    require_equal,
+    share_noise,
+    telling,
+    world_size,
+)
 from ghostclip.distributed.stage_noise import Size, StageNoise
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
 from ghostclip.factors import SquaredNorm
 from ghostclip.noise import make_noise_source
+from ghostclip.noise.keyed import KeyedNoise
 
 _log = logging.getLogger(__name__)
 Stage = Any
@@ -55,13 +67,16 @@ class PipelineClipper:
         clippers: A clipper for each stage of this rank.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - as those of the clippers that it makes
         self,
         stages: Sequence[Stage],
         *,
-        max_grad_norm: float,
+        max_grad_norm: float | None = None,
+        policy: ClipPolicy | None = None,
         loss_reduction: Literal["mean", "sum"] = "mean",
+        relation: str = "zero_out",
         group: Group = None,
+        copies: int = 1,
         probe: bool = True,
     ) -> None:
         """Attach to the stages of this rank; called on all ranks of the pipeline.
@@ -69,8 +84,11 @@ class PipelineClipper:
         Args:
             stages: The stages, in order.
             max_grad_norm: C, the bound on the norm of each sample's gradient over all stages.
+            policy: How samples are clipped, in place of ``max_grad_norm``, with one bound on the whole gradient.
             loss_reduction: How the schedule's ``loss_fn`` reduces over the samples of a microbatch.
+            relation: Which data sets count as neighbours, as for `GhostClipper`.
             group: The ranks of the pipeline; None for all.
+            copies: How many pipelines of one model there are, whose sums the caller adds up.
             probe: As for `GhostClipper`.
 
         Raises:
@@ -81,17 +99,19 @@ class PipelineClipper:
         self._mean = loss_reduction == "mean"
         self._norms: list[Tensor] = []
         with telling("stages of a pipeline", group):
-            if world_size(group) < world_size():
+            if world_size(group) * copies < world_size():
                 raise InvalidOptionError(
                     f"a pipeline over {world_size(group)} of {world_size()} ranks: sums of copies of a pipeline are "
                     "not added up. Let all ranks be stages of one, or start each copy as a training of its own."
                 )
             self._require_separate()
+            self.policy = _of_whole_gradients(policy_of(max_grad_norm, policy))
             self.clippers = [
                 GhostClipper(
                     stage.submod,
-                    max_grad_norm=max_grad_norm,
+                    policy=self.policy,
                     loss_reduction=loss_reduction,
+                    relation=relation,
                     strategy="bookkeeping",
                     probe=probe,
                 )
@@ -99,7 +119,8 @@ class PipelineClipper:
             ]
         numbers = gathered("stages of a pipeline", [(s.stage_index, s.num_stages) for s in self._stages], group)
         _require_every_stage([number for of_rank in numbers for number in of_rank])
-        require_agreement("max_grad_norm and loss_reduction", (max_grad_norm, loss_reduction), group)
+        clipping = (self.policy.max_grad_norm, self.policy.describe(), loss_reduction)
+        require_agreement("max_grad_norm and loss_reduction", clipping, group)
 
     def _require_separate(self) -> None:
         owners: dict[nn.Parameter, int] = {}
@@ -138,13 +159,18 @@ class PipelineClipper:
         return torch.cat(self._norms)
 
     @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self, samples: int | None = None) -> Iterator[None]:
         """Run one step of the schedule inside; then norms of all stages meet, and clipped sums are formed.
+
+        Args:
+            samples: How many there are, the first ones; what lies in the places after them adds nothing. None for as
+                many as there are places.
 
         Yields:
             Nothing.
 
         Raises:
+            InvalidOptionError: Stages have other microbatches, or were told of other samples.
             GhostClipError: On all ranks, if one of them refused; those that wait for it inside the schedule end with
                 their process group's timeout.
         """
@@ -157,21 +183,26 @@ class PipelineClipper:
                 ]
                 with _as_refused():
                     yield
-            sizes = [record.sizes() for record in records]
+            sizes = [(record.sizes(), samples) for record in records]
         found = [of_stage for of_rank in gathered("step of a pipeline", sizes, self._group) for of_stage in of_rank]
         require_equal("samples of the microbatches", found)
-        self._conclude(records, found[0])
+        self._conclude(records, found[0][0], sum(found[0][0]) if samples is None else samples)
 
-    def _conclude(self, records: Sequence[_Record], sizes: Sequence[int]) -> None:
+    def _conclude(self, records: Sequence[_Record], sizes: Sequence[int], samples: int) -> None:
         squares = torch.zeros(sum(sizes), dtype=torch.float64, device=self._stages[0].device)
         for record in records:
             squares += record.squares().to(squares.device)
         if world_size(self._group) > 1:
             distributed.all_reduce(squares, group=self._group)
-        parts = squares.split(list(sizes))
+        begins = itertools.accumulate(sizes, initial=0)
+        rows = [min(size, max(0, samples - begin)) for begin, size in zip(begins, sizes, strict=False)]
+        parts = [part_B[:count] for part_B, count in zip(squares.split(list(sizes)), rows, strict=True)]
         for record in records:
-            record.clipper.conclude(record.in_order(), [_total(part_B) for part_B in parts])
-        self._norms = [_total(part_B).sums[0].norm_B() * (len(part_B) if self._mean else 1) for part_B in parts]
+            record.clipper.conclude(record.in_order(), [_total(part_B) for part_B in parts], rows)
+        self._norms = [
+            _total(part_B).sums[0].norm_B() * (size if self._mean else 1)
+            for part_B, size in zip(parts, sizes, strict=True)
+        ]
 
     def noise_sources(self, level: str = "fast") -> list[StageNoise]:
         """Return noise for each stage of this rank, parts of one draw; called on all ranks of the pipeline.
@@ -189,15 +220,52 @@ class PipelineClipper:
             if level == "exact":
                 raise InvalidOptionError('level="exact": stages of a pipeline have no integer sums. Use "secure".')
             sources = [make_noise_source(level=level) for _ in self._stages]
-        own = [(s.stage_index, sources[0].shared_state(), _sizes(s.submod)) for s in self._stages]
-        found = sorted(
-            (of for of_rank in gathered("noise of a pipeline", own, self._group) for of in of_rank), key=_first
-        )
+        states = gathered("noise of a pipeline", sources[0].shared_state(), self._group)
         for source in sources:
-            source.load_state_dict(found[0][1])
-        sizes = [size for _, _, size in found]
-        pairs = zip(sources, self._stages, strict=True)
-        return [StageNoise(source, sizes, stage.stage_index, self._group) for source, stage in pairs]
+            source.load_state_dict(states[0])
+        trained = [[p for p in stage.submod.parameters() if p.requires_grad] for stage in self._stages]
+        sizes, numbers = self._places([p for own in trained for p in own])
+        found = []
+        for source, own in zip(sources, trained, strict=True):
+            places, numbers = numbers[: len(own)], numbers[len(own) :]
+            found.append(StageNoise(source, sizes, places, copies=world_size(self._group), group=self._group))
+        return found
+
+    def noise_of(self, source: KeyedNoise, parameters: Sequence[nn.Parameter], groups: Sequence[Group]) -> StageNoise:
+        """Return noise for all stages of this rank together; called on all ranks of the training.
+
+        Args:
+            source: This rank's source; takes the key of the training's rank 0.
+            parameters: Those that an optimizer holds, in its order.
+            groups: Over these, one after the other, sums of copies of these stages are added up.
+
+        Returns:
+            The noise source of a private optimizer over these parameters.
+
+        Raises:
+            InvalidOptionError: The level sums integers over whole models.
+        """
+        with telling("noise of a pipeline"):
+            if source.level == "exact":
+                raise InvalidOptionError(
+                    "noise_level='exact': stages of a pipeline have no integer sums. Use 'secure'."
+                )
+        require_agreement("noise_generator", "none" if source.generator is None else "given")
+        share_noise(source)
+        sizes, own = self._places([p for p in parameters if p.requires_grad])
+        return StageNoise(source, sizes, own, copies=world_size(self._group), groups=groups)
+
+    def _places(self, parameters: Sequence[nn.Parameter]) -> tuple[list[Size], list[int]]:
+        """Return what noise depends on of all stages' sums, stage by stage, and which of these are some parameters'."""
+        stage_of = {id(p): stage.stage_index for stage in self._stages for p in stage.submod.parameters()}
+        own = [
+            (stage_of[id(p)], number, Size(p.numel(), torch.promote_types(p.dtype, torch.float32)))
+            for number, p in enumerate(parameters)
+        ]
+        # Stages are on one rank each, so that a number belongs to one parameter of its stage.
+        found = sorted(of for of_rank in gathered("noise of a pipeline", own, self._group) for of in of_rank)
+        places = {(stage, number): place for place, (stage, number, _) in enumerate(found)}
+        return [size for *_, size in found], [places[stage, number] for stage, number, _ in own]
 
     def reset(self) -> None:
         """Forget the sums of all stages of this rank."""
@@ -285,13 +353,14 @@ def _nothing_is_left() -> Callable[[], None]:
     return lambda: None
 
 
-def _first(item: tuple[int, Any, Any]) -> int:
-    return item[0]
-
-
-def _sizes(module: nn.Module) -> list[Size]:
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    return [Size(p.numel(), torch.promote_types(p.dtype, torch.float32)) for p in trained]
+def _of_whole_gradients(policy: ClipPolicy) -> ClipPolicy:
+    """Return a policy whose one bound holds for whole gradients and stays as it is; refuse any other."""
+    if policy.adaptation is not None or type(policy.grouping) is not Whole:
+        raise InvalidOptionError(
+            f"clipping={policy.describe()!r} of a pipeline: stages tell each other the norms of whole gradients, no "
+            "more. Use clipping='flat', 'automatic', 'normalised' or 'psac'."
+        )
+    return policy
 
 
 def _require_every_stage(numbers: Sequence[tuple[int, int]]) -> None:

@@ -76,7 +76,7 @@ def noisy_sums_(partials: Sequence[torch.Tensor], std: float, source: KeyedNoise
         add_noise_(source, partials, std)
     elif std > 0:
         skip_noise(source, partials)
-    _all_reduce_all(partials, group)
+    add_up_(partials, group)
 
 
 @torch.no_grad()
@@ -137,7 +137,7 @@ def noisy_parts_(
         _require_wide(total)
     for group in groups:
         if world_size(group) > 1:
-            _all_reduce_all([total for total in sums if not _torch.is_sharded_tensor(total)], group)
+            add_up_([total for total in sums if not _torch.is_sharded_tensor(total)], group)
     if std == 0:
         return
     for pack in packs(sums, source._block_size):
@@ -171,10 +171,15 @@ def _require_wide(tensor: torch.Tensor) -> None:
         raise InvalidOptionError(f"sum of {tensor.dtype}: clipped sums are kept and added up in float32 at least.")
 
 
-def _all_reduce_all(partials: Sequence[torch.Tensor], group: Group) -> None:
+@torch.no_grad()
+def add_up_(partials: Sequence[torch.Tensor], group: Group) -> None:
     """Add up the sums of all ranks, small ones put together, each bucket under way while the next one is copied.
 
     A release is reduced once, however many backwards were accumulated for it.
+
+    Args:
+        partials: This rank's, in the same order on all ranks; overwritten.
+        group: The ranks.
     """
     under_way: list[tuple[list[torch.Tensor], torch.Tensor, Any]] = []
 

@@ -57,6 +57,53 @@ def all_apart() -> Shares:
     return Shares(ranks, distributed.get_rank() if ranks > 1 else 0)
 
 
+def along(mesh: DeviceMesh, sample_mesh_axes: Sequence[str], what: str) -> tuple[Group, Shares]:
+    """Return the ranks of one axis of a mesh, which work on the same samples, and how all share each batch.
+
+    Args:
+        mesh: The mesh.
+        sample_mesh_axes: The axis.
+        what: What these ranks have, for messages.
+
+    Returns:
+        Their group, and the shares: ranks along the other axes have samples of their own.
+
+    Raises:
+        InvalidOptionError: Not exactly one axis of the mesh is named.
+    """
+    names = mesh.mesh_dim_names or ()
+    axes = tuple(sample_mesh_axes)
+    if len(axes) != 1 or axes[0] not in names:
+        raise InvalidOptionError(
+            f"sample_mesh_axes={axes!r}: name the one axis of the mesh whose ranks have {what} "
+            f"(the mesh has {', '.join(map(repr, names)) or 'no names'})."
+        )
+    own, others = mesh[axes[0]], [name for name in names if name != axes[0]]
+    count, number = 1, 0
+    for name in others:
+        count, number = count * mesh[name].size(), number * mesh[name].size() + mesh.get_local_rank(name)
+    return own.get_group(), Shares(count, number, own.size(), tuple(mesh[name].get_group() for name in others))
+
+
+def require_all_ranks(shares: Shares, what: str) -> None:
+    """Refuse a mesh that some ranks of the training are not on.
+
+    Args:
+        shares: How its ranks share each batch.
+        what: What lies on it, for messages.
+
+    Raises:
+        InvalidOptionError: They would be dealt no records of their own.
+    """
+    on_mesh = shares.count * shares.copies
+    if on_mesh != world_size():
+        raise InvalidOptionError(
+            f"{what} on a mesh of {on_mesh} of {world_size()} ranks: all ranks of a training are to be on it. Give the "
+            "whole mesh, with an axis for ranks that have samples of their own, and name the one of those that share "
+            "samples in sample_mesh_axes."
+        )
+
+
 class SampleRanks:
     """Ranks that work on the same samples, each with a part of each sample's gradient.
 

@@ -69,7 +69,7 @@ class ShardedModel:
         self._number = 0
         self._proved = [False] * world_size()
         self._restore: list[Callable[[], None]] = []
-        self._is_open = self._is_due = self._proves = False
+        self._is_open = self._is_held = self._is_due = self._proves = False
         self.wants_proof = False
 
     def _buckets(self, model: nn.Module) -> list[Bucket]:
@@ -179,21 +179,21 @@ class ShardedModel:
             if self.shared_samples is not None:
                 self.shared_samples.require_same(inputs)
             self._is_open, self._is_due, self.wants_proof = True, False, self.wants_proof and not able
+            self._is_held = True
             self._restore = [_torch.keep_gathered(unit) for unit in self.units]
         return asks and able
 
     def may_ask(self) -> bool:
-        """Return whether everything is gathered for a forward that is being proved; else ask for it in a later one.
+        """Return whether a forward is one that all ranks prove, with everything gathered; else ask for a later one.
 
-        What a rank meets for the first time in another forward (an expert whose first tokens come late) must not make
-        it gather anything alone.
+        What a rank meets for the first time in another forward (an expert, or rows of a table of tokens, whose first
+        tokens come late) must not make it run or gather anything alone.
 
         Returns:
             True within such a forward.
         """
-        is_held = bool(self._restore) or not self.units
-        self.wants_proof |= not is_held
-        return is_held
+        self.wants_proof |= not self._is_held
+        return self._is_held
 
     def prove_next(self) -> None:
         """Make the next forward one to ask for evidence; called on all ranks, as one of them wants it."""
@@ -266,7 +266,7 @@ class ShardedModel:
 
     def let_go(self) -> None:
         """Free what was gathered for a forward that is over."""
-        self._is_open = False
+        self._is_open = self._is_held = False
         restore, self._restore = self._restore, []
         for put_back in restore:
             put_back()

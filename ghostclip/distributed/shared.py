@@ -36,6 +36,8 @@ class SharedNoise:
         shares: How these ranks share each batch; None where each has samples of its own.
     """
 
+    in_parts = False
+    """Whether ranks release other parameters each."""
     # Ranks that have the same samples.
     _copies = 1
 
@@ -70,7 +72,7 @@ class SharedNoise:
         if not self._agreed:
             require_agreement("noise", self._fingerprint(), self._group)
             self._agreed = True
-        if self._copies > 1 or any(map(_torch.is_sharded_tensor, tensors)):
+        if any(map(_torch.is_sharded_tensor, tensors)) or (self._copies > 1 and self._groups != (self._group,)):
             noisy_parts_(tensors, std, self._source, groups=self._groups)
         else:
             noisy_sums_(tensors, std, self._source, group=self._group)
@@ -135,7 +137,7 @@ def noise_for(replicas: int, module: nn.Module, source: KeyedNoise, *, shares: S
         replicas: How many ranks share each batch.
         module: The model, as the user gave it.
         source: This rank's source.
-        shares: How ranks that hold the model in parts share each batch; None where each has the model whole.
+        shares: How ranks that hold the model, or samples, in parts share each batch; None where each has both whole.
 
     Returns:
         What the private optimizer is given.
@@ -151,8 +153,8 @@ def noise_for(replicas: int, module: nn.Module, source: KeyedNoise, *, shares: S
     together = isinstance(module, wrappers) or in_parts
     if in_parts and source.level == "exact":
         raise InvalidOptionError(
-            "noise_level='exact' with parameters that ranks hold in parts: integers are summed for whole parameters. "
-            "Use noise_level='secure'."
+            "noise_level='exact' with ranks that hold a model, or samples, in parts: integers are summed for whole "
+            "gradients. Use noise_level='secure'."
         )
     if replicas != ranks and (replicas > 1 or together):
         raise InvalidOptionError(

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ghostclip.distributed.agreement import Group, require_agreement
+from ghostclip.distributed.release import add_up_
 from ghostclip.distributed.shared import SharedNoise
 from ghostclip.errors import InvalidOptionError
 from ghostclip.noise.keyed import KeyedNoise
@@ -27,26 +28,41 @@ class Size(NamedTuple):
 
 
 class StageNoise(SharedNoise):
-    """Noise for the parameters of one stage, that of one process which holds all stages, to the bit.
+    """Noise for the parameters of some stages, that of one process which holds all stages, to the bit.
 
     Ranks agree before each release on the noise, its standard deviation and the bound, as those do that share a model.
 
     Privacy:
-        Stages have parameters of their own, and each parameter is given noise by its stage alone.
+        Stages have parameters of their own, and each parameter is given noise by its stage alone. Copies of a stage add
+        up their sums and give them the same noise.
     """
 
-    def __init__(self, source: KeyedNoise, sizes: Sequence[Sequence[Size]], number: int, group: Group = None) -> None:
-        """Make the noise of a stage.
+    in_parts = True
+
+    def __init__(
+        self,
+        source: KeyedNoise,
+        sizes: Sequence[Size],
+        own: Sequence[int],
+        *,
+        copies: int,
+        group: Group = None,
+        groups: Sequence[Group] = (),
+    ) -> None:
+        """Make the noise of the stages of one rank.
 
         Args:
-            source: Of the same key on all ranks, and for this stage alone.
+            source: Of the same key on all ranks, and for these stages alone.
             sizes: Those of all stages' trainable parameters, in order.
-            number: Which stage this is.
-            group: The ranks of the pipeline.
+            own: Which of them are of these stages, in the order of the sums.
+            copies: Ranks that work on the same samples.
+            group: The ranks that train together.
+            groups: Over these, one after the other, sums of copies of these stages are added up.
         """
         self._source, self._group, self._agreed = source, group, True
         self.level = source.level
-        self._sizes, self._number = sizes, number
+        self._sizes, self._own = sizes, own
+        self._copies, self._groups = copies, groups
 
     def add_(self, tensor: torch.Tensor, std: float) -> None:
         """Add noise to the sum of a stage that has one trainable parameter; see `add_all_`.
@@ -71,12 +87,13 @@ class StageNoise(SharedNoise):
             require_agreement("noise", self._source.fingerprint(), self._group)
             self._agreed = True
         found = [Size(tensor.numel(), tensor.dtype) for tensor in tensors]
-        if found != list(self._sizes[self._number]):
+        if found != [self._sizes[number] for number in self._own]:
             raise InvalidOptionError(
-                f"stage {self._number}: noise was asked for {len(found)} sums that are not those of the stage's "
-                "trainable parameters in their order. Give the optimizer stage.submod.parameters(), as they were when "
-                "the noise was made."
+                f"noise was asked for {len(found)} sums that are not those of this rank's stages in their order. Give "
+                "the optimizer stage.submod.parameters(), as they were when the noise was made."
             )
+        for group in self._groups:
+            add_up_(tensors, group)
         if std == 0 or not tensors:
             return
         own = {id(tensor) for tensor in tensors}
@@ -91,14 +108,11 @@ class StageNoise(SharedNoise):
 
     def _all_sums(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the sums of all stages, those of others without memory."""
-        device = tensors[0].device
-        before, after = self._sizes[: self._number], self._sizes[self._number + 1 :]
-
-        def absent(stages: Sequence[Sequence[Size]]) -> list[torch.Tensor]:
-            sizes = [size for stage in stages for size in stage]
-            return [torch.zeros(1, dtype=size.dtype, device=device).expand(size.elements) for size in sizes]
-
-        return [*absent(before), *tensors, *absent(after)]
+        device, own = tensors[0].device, dict(zip(self._own, tensors, strict=True))
+        return [
+            own[number] if number in own else torch.zeros(1, dtype=size.dtype, device=device).expand(size.elements)
+            for number, size in enumerate(self._sizes)
+        ]
 
     def _add_some(self, pack: Sequence[torch.Tensor], mine: Sequence[bool], std: float) -> None:
         flat_N = torch.cat([tensor.reshape(-1) for tensor in pack])

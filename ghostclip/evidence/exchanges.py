@@ -51,5 +51,22 @@ class Exchanges(_torch.DispatchMode):
             f"{type(model).__name__} exchanges tensors with other ranks in its forward ({', '.join(self.found)}): a "
             "parameter here would meet other ranks' records, whose norms are not known (experts that are spread over "
             "ranks, features gathered for a contrast). Give each rank whole experts and its own records. For sequences "
-            "that are split over ranks, say GhostClipper(model, sequences=ghostclip.distributed.SplitSequences(mesh))."
+            "that are split over ranks, say make_private(..., sequences=ghostclip.distributed.SplitSequences(mesh))."
+        )
+
+
+def refuse_split_positions(model: nn.Module) -> None:
+    """Refuse a forward inside ``context_parallel``, where nothing says which ranks have the same samples.
+
+    Args:
+        model: What is about to run.
+
+    Raises:
+        UnsupportedModelError: Each rank has some positions of a sample, and squares of parts do not add up.
+    """
+    if _torch.in_context_parallel():
+        raise UnsupportedModelError(
+            f"{type(model).__name__} was called inside context_parallel: ranks have parts of a sample's positions, and "
+            "so parts of its gradient, whose squares do not add up. Say which ranks: make_private(..., "
+            "sequences=ghostclip.distributed.SplitSequences(mesh)), or GhostClipper(model, sequences=...)."
         )

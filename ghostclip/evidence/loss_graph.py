@@ -68,7 +68,7 @@ def refuse_beyond_outputs(
     Cost:
         One look at each node of the loss, none of the model's.
     """
-    nodes = list(_above_outputs(map(edge_of, roots)))
+    nodes = list(above_outputs(map(edge_of, roots)))
     if any(_foreign(node, inputs, is_own) for node, inputs in nodes):
         _refuse_foreign(roots, is_own)
     size = forward.batch_size
@@ -80,6 +80,28 @@ def refuse_beyond_outputs(
             raise SampleMixingError(_CROSSED.format(size, size, crossed))
 
 
+def above_outputs(begun: Iterable[Edge]) -> Iterator[tuple[Any, list[Edge]]]:
+    """Go through the graph from values of a loss to a model's outputs, in an order that does not depend on the data.
+
+    Args:
+        begun: The values.
+
+    Yields:
+        Each node once, with the values that it was computed from.
+    """
+    pending = list(begun)[::-1]
+    visited: set[Any] = set()
+    while pending and len(visited) < _MAX_NODES:
+        edge = pending.pop()
+        node = edge[0]
+        if node is None or node in visited or is_output(edge):
+            continue
+        visited.add(node)
+        inputs = [following for following in node.next_functions if following[0] is not None]
+        yield node, inputs
+        pending += reversed(inputs)
+
+
 def _foreign(node: Any, inputs: Sequence[Edge], is_own: Callable[[nn.Parameter], bool]) -> bool:
     """Return whether a node is the end of a trainable parameter that is no part of the model."""
     leaf = None if inputs else _torch.leaf_of(node)
@@ -89,7 +111,7 @@ def _foreign(node: Any, inputs: Sequence[Edge], is_own: Callable[[nn.Parameter],
 def _refuse_foreign(roots: Sequence[Any], is_own: Callable[[nn.Parameter], bool]) -> None:
     """Refuse such a parameter below a value that the loss is linear in and that leads to outputs."""
     ends = filter(leads_to_forward, linear_ends(map(edge_of, roots), is_output))
-    for node, inputs in _above_outputs(ends):
+    for node, inputs in above_outputs(ends):
         if _foreign(node, inputs, is_own):
             raise UncoveredParameterError(_FOREIGN.format(tuple(_torch.leaf_of(node).shape)))  # type: ignore[union-attr]
 
@@ -114,18 +136,3 @@ def _crossed(node: Any, inputs: Sequence[Edge], number: int, size: int, seen: Si
 def _axes_of_samples(shape: Sequence[int], size: int) -> int:
     """Return how many axes are as long as each other and hold a whole number of positions of every sample."""
     return max((list(shape).count(length) for length in shape if length and length % size == 0), default=0)
-
-
-def _above_outputs(begun: Iterable[Edge]) -> Iterator[tuple[Any, list[Edge]]]:
-    """Yield the nodes between values of a loss and a model's outputs, in an order that does not depend on the data."""
-    pending = list(begun)[::-1]
-    visited: set[Any] = set()
-    while pending and len(visited) < _MAX_NODES:
-        edge = pending.pop()
-        node = edge[0]
-        if node is None or node in visited or is_output(edge):
-            continue
-        visited.add(node)
-        inputs = [following for following in node.next_functions if following[0] is not None]
-        yield node, inputs
-        pending += reversed(inputs)

@@ -31,10 +31,9 @@ class ModuleState:
         modules = list(model.modules())
         self._tables = [(table, dict(table)) for table in map(_torch.buffer_table, modules) if table]
         self._attributes = [(own, _attributes_of(own)) for own in map(vars, modules)]
-        self._contents = [
-            (box, box.copy()) for _, kept in self._attributes for box in kept.values() if type(box) in _BOXES
-        ]
-        held = [tensor for _, kept in self._attributes for tensor in kept.values() if _is_data(tensor)]
+        values = [value for _, kept in self._attributes for value in kept.values()]
+        self._contents = [(box, box.copy()) for box in values if type(box) in _BOXES]
+        held = filter(_is_data, values)
         self._tensors = [(one, one.detach().clone(), _torch.version(one)) for one in (*model.buffers(), *held)]
 
     def restore(self) -> None:

@@ -1,14 +1,23 @@
 """Evidence for which rows are whose: the gradient of some samples alone.
 
-A backward that starts from some samples' outputs leaves exact zeros in every row that is not theirs. It is asked of one
-sample alone and of sets that tell any two samples apart, each way round: no reordering of the batch looks right to all
-of them, and no sample can follow another unseen. That decides between the row maps that the sizes allow, and it proves
-that samples do not mix: where no map explains the zeros, the model is refused.
+A backward that starts from some samples' outputs leaves exact zeros in every row that is not theirs. It is asked of
+sets that tell any two samples apart, each way round: no reordering of the batch looks right to all of them, and no
+sample can follow another unseen. That decides between the row maps that the sizes allow, and it proves that samples do
+not mix: where no map explains the zeros, the model is refused.
+
+Why so many backwards, on all samples. Write down for every sample in which sets it is. Sample i is seen to follow j if
+some set holds i without j; that must hold for every two, so that none of these words may contain another. Sperner
+(1928): among n sets there are at most C(n, n // 2) such words, so that fewer sets leave two samples that are not told
+apart. As many are enough for row maps, too: a row of sample i that a map gives to f(i) is explained by all sets only if
+f(i) is in every set that holds i, and then f(i) = i. A backward from fewer samples than the forward had costs as much,
+and a forward of fewer is another one: axes of other sizes, rows that lie elsewhere, a branch that the batch's size
+decides. What it proves would have to be trusted for the batch itself.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations, count, islice
 from math import comb
 from typing import Any, Final
@@ -16,6 +25,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ghostclip import _torch
 from ghostclip.capture.batch_axis import RowMap
 from ghostclip.capture.call_sites import MAX_ATTEMPTS, CallSite
 from ghostclip.capture.forward import ForwardContext
@@ -31,6 +41,8 @@ _FULL_BYTES: Final = 4
 _LOOKED_AT: Final = 1 << 20
 # Devices with a generator of their own.
 _DRAWING: Final = frozenset({"cpu", "cuda"})
+# Drawn without a copy in 32 bits.
+_DRAWN_AS_THEY_ARE: Final = frozenset({torch.float16, torch.bfloat16})
 
 
 @dataclass(frozen=True)
@@ -79,18 +91,23 @@ class Probe:
             return
         # What an earlier forward has shown must hold for good: rows may not change their order from batch to batch.
         known = self._known.setdefault(use.site, use.site.chosen)
-        for row_map in use.maps:
-            key = (use.site, row_map.key)
-            if key in self._rejected or (known not in (None, row_map.key) and row_map.kind != "whole"):
-                continue
-            if _explains(row_map, use, grad, self.samples):
-                use.site.chosen = row_map.key
-                use.site.attempts = MAX_ATTEMPTS
-                return
-            self._rejected.add(key)
+        able = [row_map for row_map in use.maps if known in (None, row_map.key) or row_map.kind == "whole"]
+        # All of them: one that comes into question later must explain this set, too.
+        able = [row_map for row_map in able if not self._rejects(row_map, use, grad)]
+        if able:
+            use.site.chosen = able[0].key
+            use.site.attempts = MAX_ATTEMPTS
+            return
         # Whatever an earlier set of samples seemed to show.
         use.site.attempts = 0
         self.failures.append((use, _shapes(grad, use)))
+
+    def _rejects(self, row_map: RowMap, use: ParamUse, grad: Tensor) -> bool:
+        """Return whether this set of samples or an earlier one contradicts a row map."""
+        key = (use.site, row_map.key)
+        if key not in self._rejected and not _explains(row_map, use, grad, self.samples):
+            self._rejected.add(key)
+        return key in self._rejected
 
     def verdict(self, where: Callable[[], str]) -> None:
         """Raise if a use could not be explained.
@@ -166,7 +183,7 @@ def _shapes(grad: Tensor, use: ParamUse) -> str:
 
 
 def sample_sets(batch_size: int) -> list[set[int]]:
-    """Return the sets of samples to ask about: one sample alone, then, in few sets, each sample without each other.
+    """Return the sets of samples to ask about: in as few sets as can be, each sample without each other.
 
     Samples are given code words of equal weight (Sperner), so that of any two each has a digit that the other lacks.
 
@@ -179,8 +196,7 @@ def sample_sets(batch_size: int) -> list[set[int]]:
     length = next(length for length in count(1) if comb(length, length // 2) >= batch_size)
     words = list(islice(combinations(range(length), length // 2), batch_size))
     digits = [{sample for sample, word in enumerate(words) if place in word} for place in range(length)]
-    alone = {batch_size // 2}
-    return [alone, *(chosen for chosen in digits if chosen and chosen != alone)]
+    return [chosen for chosen in digits if chosen]
 
 
 def starts(outputs: Sequence[Tensor], *, forward: ForwardContext, known: Sequence[int] = ()) -> list[list[Start]]:
@@ -257,46 +273,56 @@ def _is_folded(place: GradientSource, forward: ForwardContext) -> bool:
     return size > forward.batch_size and size % forward.batch_size == 0
 
 
-def cotangents(begun: Sequence[Start], *, batch_size: int, samples: set[int]) -> list[Tensor]:
-    """Return the gradients that start a backward from some samples' outputs.
+class _Begin(torch.autograd.Function):
+    """A number whose backward forms the gradient of a tensor: nobody but those who use it holds it."""
+
+    @staticmethod
+    def forward(ctx: Any, form: Callable[[], Tensor], tensor: Tensor) -> Tensor:
+        """Run it."""
+        ctx.form = form
+        return torch.zeros((), dtype=tensor.dtype, device=tensor.device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        """Form the gradient."""
+        return None, ctx.form()
+
+
+def cotangent(start: Start, *, batch_size: int, samples: set[int], seed: int = 0) -> Tensor:
+    """Return the gradient that starts a backward from some samples' rows of an output.
 
     Args:
-        begun: Outputs and how their rows map to samples.
+        start: The output and how its rows map to samples.
         batch_size: B.
         samples: The samples.
+        seed: Another one for every output.
 
     Returns:
-        For every output a gradient that is random in the samples' rows and zero elsewhere: a product of numbers for
-        each place along every axis, so that next to nothing is drawn or held beside it. Of 16-bit outputs each entry is
-        drawn by itself: their few values come again along an axis, and what enters at one place and leaves at another
-        would cancel.
+        Random in the samples' rows and zero elsewhere: a product of numbers for each place along every axis, so that
+        next to nothing is drawn or held beside it. Of 16-bit outputs each entry is drawn by itself: their few values
+        come again along an axis, and what enters at one place and leaves at another would cancel.
     """
-    generators: dict[torch.device, torch.Generator] = {}
-    grads = []
-    for start in begun:
-        place, axis = start.edge, start.row_map.axis
-        rows = place.shape[axis] if place.shape else 1
-        sample_n = start.row_map.samples_of(rows, batch_size).to(place.device)
-        chosen_n = torch.isin(sample_n, torch.tensor(sorted(samples), device=place.device))
-        chosen = chosen_n.expand(rows).reshape([rows if other == axis else 1 for other in range(len(place.shape))])
-        if place.dtype.itemsize < _FULL_BYTES:
-            grads.append(_random(math.prod(place.shape), place, generators).view(place.shape) * chosen)
-            continue
-        grad = _random(rows, place, generators).view(chosen.shape) * chosen
-        for other, size in enumerate(place.shape):
-            if other != axis:
-                along = [size if one == other else 1 for one in range(len(place.shape))]
-                grad = grad * _random(size, place, generators).view(along)
-        grads.append(grad)
-    return grads
-
-
-def _random(size: int, place: GradientSource, generators: dict[torch.device, torch.Generator]) -> Tensor:
-    """Return random numbers from 1/2 to 3/2: never zero, so that no row of a sample can be missed."""
+    place, axis = start.edge, start.row_map.axis
     device = place.device if place.device.type in _DRAWING else torch.device("cpu")
-    if device not in generators:
-        generators[device] = torch.Generator(device).manual_seed(0)
-    drawn = torch.rand(size, generator=generators[device], device=device).add_(0.5)
+    generator = torch.Generator(device).manual_seed(seed)
+    rows = place.shape[axis] if place.shape else 1
+    sample_n = start.row_map.samples_of(rows, batch_size).to(place.device)
+    chosen_n = torch.isin(sample_n, torch.tensor(sorted(samples), device=place.device))
+    chosen = chosen_n.expand(rows).reshape([rows if other == axis else 1 for other in range(len(place.shape))])
+    if place.dtype.itemsize < _FULL_BYTES:
+        return _random(math.prod(place.shape), place, generator).view(place.shape).mul_(chosen)
+    grad = _random(rows, place, generator).view(chosen.shape) * chosen
+    for other, size in enumerate(place.shape):
+        if other != axis:
+            along = [size if one == other else 1 for one in range(len(place.shape))]
+            grad = grad * _random(size, place, generator).view(along)
+    return grad
+
+
+def _random(size: int, place: GradientSource, generator: torch.Generator) -> Tensor:
+    """Return random numbers from 1/2 to 3/2: never zero, so that no row of a sample can be missed."""
+    dtype = place.dtype if place.dtype in _DRAWN_AS_THEY_ARE else torch.float32
+    drawn = torch.rand(size, generator=generator, device=generator.device, dtype=dtype).add_(0.5)
     return drawn.to(device=place.device, dtype=place.dtype)
 
 
@@ -317,9 +343,28 @@ def ask(
         run: Runs one backward; says None when it must be called again.
         sets: The sets of samples to ask about; by default those that tell any two apart.
     """
-    outputs = [start.edge.source for start in begun]
     for samples in sample_sets(batch_size) if sets is None else sets:
         probe.samples = samples
-        grads = cotangents(begun, batch_size=batch_size, samples=samples)
-        if run(outputs, grads) is None:
-            run(outputs, grads)
+        roots, grads = _roots(begun, batch_size, samples)
+        if run(roots, grads) is None:
+            run(roots, grads)
+
+
+def _roots(begun: Sequence[Start], batch_size: int, samples: set[int]) -> tuple[list[Any], list[Tensor | None]]:
+    """Return where a backward from some samples' rows begins, and the gradients that it is given there.
+
+    A gradient that is given is held until the backward has ended, and may be as large as all logits. That of a tensor
+    is formed within the backward; that of an edge of the graph, to which nothing can be added, is given.
+    """
+    roots, grads = list[Any](), list[Tensor | None]()
+    for seed, start in enumerate(begun):
+        form = partial(cotangent, start, batch_size=batch_size, samples=samples, seed=seed)
+        tensor = start.edge.tensor
+        if tensor is None:
+            roots.append(start.edge.source)
+            grads.append(form())
+            continue
+        with torch.enable_grad(), _torch.subclasses_off():
+            roots.append(_Begin.apply(form, tensor))
+        grads.append(None)
+    return roots, grads

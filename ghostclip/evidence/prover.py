@@ -20,7 +20,7 @@ from ghostclip.capture.nodes import edge_of
 from ghostclip.capture.packed import packed_inputs
 from ghostclip.evidence.buffers import Buffers
 from ghostclip.evidence.dependence import where_dependence_starts
-from ghostclip.evidence.exchanges import Exchanges
+from ghostclip.evidence.exchanges import Exchanges, refuse_split_positions
 from ghostclip.evidence.growth import grown
 from ghostclip.evidence.independence import Batch, refuse_dependence
 from ghostclip.evidence.loss_graph import Sizes, refuse_beyond_outputs
@@ -42,15 +42,16 @@ class Evidence:
         loss_sizes: What was seen of losses: see `ghostclip.evidence.loss_graph`.
     """
 
-    def __init__(self, *, probes: bool, may_exchange: bool = False) -> None:
+    def __init__(self, *, probes: bool, in_parts: bool = False, splits_sequences: bool = False) -> None:
         """Ask nothing yet.
 
         Args:
             probes: Whether to ask at all.
-            may_exchange: Whether ranks have parts of the same samples, which they may exchange.
+            in_parts: Whether ranks have parts of the model, and may exchange what they compute with them.
+            splits_sequences: Whether they have positions of the same samples, which they may exchange.
         """
         self.probes = probes
-        self._may_exchange = may_exchange
+        self._may_exchange, self._splits_sequences = in_parts or splits_sequences, splits_sequences
         self.unchecked = Unchecked()
         self.loss_sizes: Sizes = {}
         self._loss_ways: set[Any] = set()
@@ -137,7 +138,12 @@ class Evidence:
         Args:
             capture: Whose latest forward it is.
             call: What is about to run.
+
+        Raises:
+            UnsupportedModelError: torch splits sequences over ranks, and nobody says over which.
         """
+        if not self._splits_sequences:
+            refuse_split_positions(capture.model)
         forward = capture.forward
         forward.unproven = self.unchecked.begin(forward.batch_size, probes=self.probes)
         if self.probes and capture.gathering is not None:
@@ -167,7 +173,8 @@ class Evidence:
         # One that is asked about only now is taken to draw what the others drew.
         self._drew = drew = self._drew if randomness is None else randomness.drawn()
         forward, call = capture.forward, ModuleCall(*capture.bags.as_rows(*call))
-        probe = self._probed(capture, output)
+        parts = self._parts(capture, output)
+        probe = self._probed(capture, parts)
         failed = probe is not None and _on_any(capture, bool(probe.failures))
         if failed and forward.guessed and forward.grown is None:
             # What sizes suggested is wrong: ask shapes, and read the forward once more.
@@ -175,7 +182,8 @@ class Evidence:
             if forward.grown is not None:
                 _begin_anew(state)
                 output = capture.again(call)
-                probe = self._probed(capture, output)
+                parts = self._parts(capture, output)
+                probe = self._probed(capture, parts)
         inputs: Any = call.args, dict(call.kwargs)
         size, axis = forward.batch_size, forward.batch_axis
         if probe is not None:
@@ -199,7 +207,7 @@ class Evidence:
             with capture.aside(), restored(capture.model), _sharing(capture, "buffers"):
                 buffers.refuse_data(inputs, run=run, batch_size=size, axis=axis)
         if self.asks(capture) and (buffers is not None or capture.forward.met):
-            self._refuse_dependence(capture, call, output, probe, drew=drew, state=state)
+            self._refuse_dependence(capture, call, parts, probe, drew=drew, state=state)
             self.unchecked.tell()
         if self.asks(capture) or not self.probes:
             capture.forward.prove()
@@ -214,7 +222,7 @@ class Evidence:
 
         def run(given: Any) -> list[Tensor]:
             own, args, kwargs = as_flat(on_rows, *given)
-            return outputs_of(capture.run(own, args, kwargs))
+            return _parts_of(capture.run(own, args, kwargs))
 
         forward = capture.forward
         with capture.substitution.unwatched(), Exchanges() as exchanges:
@@ -224,11 +232,15 @@ class Evidence:
         forward.stays_small = found is None
         return found
 
-    def _probed(self, capture: CaptureContext, output: Any) -> Probe | None:
+    def _parts(self, capture: CaptureContext, output: Any) -> list[Tensor]:
+        """Return what is looked at of a forward that is proved."""
+        return _parts_of(output) if self._buffers is not None or self.asks(capture) else []
+
+    def _probed(self, capture: CaptureContext, found: list[Tensor]) -> Probe | None:
         """Return what the latest forward's outputs show of it; None where there is nothing to prove, or no output."""
         if not self.asks(capture):
             return None
-        forward, found = capture.forward, outputs_of(output)
+        forward = capture.forward
         if forward.grown is not None:
             axes = compared(shapes_of(found), forward.grown.outputs, forward.batch_size)
             capture.sites.outputs = () if axes is None else axes
@@ -241,7 +253,7 @@ class Evidence:
         self,
         capture: CaptureContext,
         call: ModuleCall,
-        output: Any,
+        parts: list[Tensor],
         probe: Probe | None,
         *,
         drew: bool,
@@ -258,14 +270,14 @@ class Evidence:
             forward.batch_size,
             forward.batch_axis,
             gathered=forward.gathered,
-            maps=[known.get(id(found)) for found in outputs_of(output)],
+            maps=[known.get(id(found)) for found in parts],
             # Ranks that share samples run the model equally often, whatever each of them finds.
-            outputs=() if drew or capture.gathering is not None else outputs_of(output),
+            outputs=() if drew or capture.gathering is not None else parts,
         )
 
         def run(given: Any) -> list[Tensor]:
             _begin_anew(state)
-            return outputs_of(capture.run(call.module, *given))
+            return _parts_of(capture.run(call.module, *given))
 
         with capture.substitution.unwatched(), _sharing(capture, "batch independence"):
             refuse_dependence(capture.model, run, batch, self.unchecked)
@@ -275,6 +287,11 @@ def _begin_anew(state: ModuleState | None) -> None:
     """Put back what modules held when the forward began that is asked about."""
     if state is not None:
         state.restore()
+
+
+def _parts_of(output: Any) -> list[Tensor]:
+    """Return the tensors of a model's output; of one that lies on several ranks, this rank's part."""
+    return [_torch.part_of(found) for found in outputs_of(output)]
 
 
 def _sharing(capture: CaptureContext, what: str) -> AbstractContextManager[None]:

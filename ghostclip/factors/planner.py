@@ -77,12 +77,12 @@ def prefers_gram(positions: int, inputs: int, outputs: int, *, by_units: bool = 
     if fused and positions > 1:
         return gram.fused_entries(positions) * (inputs + outputs) < positions * inputs * outputs
     if by_units and positions > 1:
-        entries = kernels.gram_entries(positions, inputs + outputs, by_units=True)
+        entries = kernels.gram_entries(positions, inputs, outputs, by_units=True)
         cost = entries * (2 * (inputs + outputs) + _BYTES_AN_ENTRY * BYTE)
         return cost < inputs * outputs * (2 * positions + _BYTES_FORMED * BYTE)
     return (
         positions == 1
-        or kernels.gram_entries(positions, inputs + outputs) * (inputs + outputs) < positions * inputs * outputs
+        or kernels.gram_entries(positions, inputs, outputs) * (inputs + outputs) < positions * inputs * outputs
     )
 
 
@@ -103,7 +103,7 @@ def gram_flops(positions: int, inputs: int, outputs: int, *, by_units: bool = Fa
         return 0
     if fused:
         return 2 * gram.fused_entries(positions) * (inputs + outputs)
-    return 2 * kernels.gram_entries(positions, inputs + outputs, by_units=by_units) * (inputs + outputs)
+    return 2 * kernels.gram_entries(positions, inputs, outputs, by_units=by_units) * (inputs + outputs)
 
 
 def block_rows(positions: int, samples: int, device: torch.device) -> int:

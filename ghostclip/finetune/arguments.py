@@ -35,6 +35,8 @@ examples:
       four processes (GPUs) share each batch; epsilon and noise are those of one
   torchrun --nproc-per-node 4 -m ghostclip finetune --mesh dp=4 --physical-batch-size 8 --model ./large
       the same, each with a quarter of the weights, clipped sums and optimizer state
+  torchrun --nproc-per-node 4 -m ghostclip finetune --mesh dp=2,tp=2 --physical-batch-size 8 --model ./large
+      pairs of processes that share their samples, each with half of every layer (tensor parallelism)
 """
 _DEFAULTS = {field.name: field.default for field in fields(FinetuneOptions)}
 
@@ -224,8 +226,9 @@ def _add_devices(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--mesh",
         metavar="AXES",
-        help="how the processes of torchrun hold the model: replicate=N copies, dp=N parts of one (fully_shard), or "
-        "both, as replicate=2,dp=4; the axes of ghostclip plan (default: a copy on each)",
+        help="how the processes of torchrun hold the model: replicate=N copies, dp=N parts of one (fully_shard), "
+        "tp=N parts of each layer (the model's tp_plan), or several, as replicate=2,dp=4,tp=2; the axes of ghostclip "
+        "plan (default: a copy on each)",
     )
     group.add_argument(
         "--dtype", metavar="NAME", help=_default(f"{' or '.join(DTYPES)} (autocast; weights stay float32)", "dtype")

@@ -236,12 +236,13 @@ def _memory_advice(prepared: Prepared, reason: str) -> str:
 def _finish(prepared: Prepared, training: PrivateTraining, comparison: Comparison) -> Outcome:
     """Evaluate, compare, write checkpoint, plot and record; then the run cannot be resumed any more."""
     from ghostclip.finetune.models import whole_copy
+    from ghostclip.finetune.parts import is_in_parts
     from ghostclip.finetune.prepare import evaluate
 
     with Working("evaluating"):
         after = evaluate(prepared.model, prepared.split, prepared.options)
     model: PreTrainedModel | None = prepared.model
-    if prepared.mesh.dp > 1:
+    if is_in_parts(prepared.mesh):
         model = whole_copy(prepared.model)
     else:
         prepared.model.to("cpu")

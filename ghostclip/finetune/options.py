@@ -100,8 +100,14 @@ class FinetuneOptions:
 
     @property
     def head(self) -> str:
-        """How losses of tokens are computed; "hooks" shows what needs a head's logits, "graph" is written in them."""
-        needed = self.strategy in ("hooks", "graph") and self.vocabulary_head == "auto"
+        """How losses of tokens are computed; "hooks" shows what needs a head's logits, "graph" is written in them.
+
+        A head of which each process has some rows (tp) makes logits as well.
+        """
+        from ghostclip.scaling import Mesh
+
+        divided = self.mesh is not None and Mesh.parse(self.mesh).tp > 1
+        needed = (divided or self.strategy in ("hooks", "graph")) and self.vocabulary_head == "auto"
         return "logits" if needed else self.vocabulary_head
 
     @property

@@ -16,9 +16,10 @@ from ghostclip.finetune.checkpoint import Interrupted, RunState
 from ghostclip.finetune.losses import Quality, held_out_quality, losses_for
 from ghostclip.finetune.models import context_length, describe_model, make_model, require_causal
 from ghostclip.finetune.options import FinetuneOptions
+from ghostclip.finetune.parts import divide, is_in_parts, require_options, shares_samples
 from ghostclip.finetune.passages import Split, split_passages
 from ghostclip.finetune.privacy import Mechanism, plan_mechanism, warnings_about
-from ghostclip.finetune.ranks import ALONE, Ranks, divide
+from ghostclip.finetune.ranks import ALONE, Ranks
 from ghostclip.finetune.record import DataFacts
 from ghostclip.finetune.rows import answered_prompts, labelled_texts
 from ghostclip.finetune.sources import describe_source, read_documents
@@ -72,7 +73,7 @@ def prepare(options: FinetuneOptions, interrupted: Interrupted | None, ranks: Ra
         ResumeError: The data are not those of the interrupted run.
     """
     mesh = ranks.mesh(options.mesh)
-    _require_for(mesh, options)
+    require_options(mesh, options)
     device = _device(options.device, ranks)
     state = None if interrupted is None else interrupted.state
     seed = state.seed if state is not None else _seed(options)
@@ -85,7 +86,7 @@ def prepare(options: FinetuneOptions, interrupted: Interrupted | None, ranks: Ra
     if options.task != "classify":
         require_causal(model, length=split.training.width)
     text = describe_model(model, options)
-    if mesh.dp > 1:
+    if is_in_parts(mesh):
         divide(model, mesh, device)
     else:
         model.to(device)
@@ -117,15 +118,6 @@ def _shortened(split: Split, options: FinetuneOptions) -> list[str]:
     what = "the beginning of their prompt" if options.task == "answers" else "their end"
     width = split.training.width
     return [f"{split.shortened} of {split.documents} rows are longer than {width} tokens and lose {what}"]
-
-
-def _require_for(mesh: Mesh, options: FinetuneOptions) -> None:
-    """Refuse options that a model in parts cannot be trained with."""
-    if mesh.dp > 1 and options.physical_batch_size is None:
-        raise InvalidOptionError(
-            f"--physical-batch-size auto with --mesh {mesh}: processes that hold the model in parts run it equally "
-            "often, so that none can try sizes by itself. Give a number (ghostclip plan says what fits)"
-        )
 
 
 def _device(name: str, ranks: Ranks) -> torch.device:
@@ -182,11 +174,10 @@ def evaluate(model: PreTrainedModel, split: Split, options: FinetuneOptions) -> 
             dtype=options.dtype,
         )  # fmt: skip
 
-    parts = _torch.gathered_modules(model)
-    if not parts:
+    if not shares_samples(model):
         return from_first("held-out quality", quality)
     # A model in parts runs in all of them or in none, and keeps what it has gathered for a forward without a backward.
     found = quality()
-    for part in parts:
+    for part in _torch.gathered_modules(model):
         part.reshard()
     return found

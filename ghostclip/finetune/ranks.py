@@ -16,7 +16,6 @@ from ghostclip.errors import GhostClipError, InvalidOptionError
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from ghostclip.finetune.options import FinetuneOptions
     from ghostclip.scaling import Mesh
@@ -91,18 +90,13 @@ class Ranks:
             The mesh.
 
         Raises:
-            InvalidOptionError: It is of another number of processes, or of an axis that a run cannot use.
+            InvalidOptionError: It is of another number of processes.
         """
         from ghostclip.scaling import Mesh
 
         if text is None:
             return Mesh(replicate=self.count)
         mesh = Mesh.parse(text)
-        if mesh.tp > 1:
-            raise InvalidOptionError(
-                f"--mesh {text}: tp (ranks that share each sample) is planned by ghostclip plan and not trained by "
-                "finetune; use dp and replicate"
-            )
         if mesh.devices != self.count:
             raise InvalidOptionError(
                 f"--mesh {text} is of {mesh.devices} processes, but there {_are(self.count)}: start them with torchrun "
@@ -233,27 +227,6 @@ def is_broken_connection(error: RuntimeError) -> bool:
     from torch import distributed
 
     return "gloo" in str(error) or isinstance(error, distributed.DistError)
-
-
-def divide(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
-    """Divide a model among the processes, its blocks one by one, and move it to their devices.
-
-    Args:
-        model: The model, whole and equal on all of them; at most a block at a time lies whole on a device.
-        mesh: The processes.
-        device: This one's.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    from ghostclip.scaling.local import blocks_of
-
-    axes = {"replicate": mesh.replicate, "dp": mesh.dp} if mesh.replicate > 1 else {"dp": mesh.dp}
-    devices = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    for _, block in blocks_of(model):
-        fully_shard(block, mesh=devices)
-    fully_shard(model, mesh=devices)
-    model.to(device)
 
 
 def _are(count: int) -> str:

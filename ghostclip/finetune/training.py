@@ -28,6 +28,7 @@ from ghostclip.errors import FixedSeedWarning
 from ghostclip.finetune.checkpoint import ResumePoint
 from ghostclip.finetune.interrupts import StopRequest
 from ghostclip.finetune.losses import losses_for, precision
+from ghostclip.finetune.parts import is_in_parts
 from ghostclip.finetune.prepare import Prepared
 from ghostclip.finetune.privacy import ACCOUNTANT
 from ghostclip.finetune.steps import (
@@ -63,7 +64,9 @@ class PrivateTraining:
         self.mechanism = prepared.mechanism
         self.options = options = prepared.options
         self.state = prepared.state
-        self._ranks, self._divided = prepared.ranks, prepared.mesh.dp > 1
+        self._ranks, self._divided = prepared.ranks, is_in_parts(prepared.mesh)
+        # As many processes, one after the other, have the same samples.
+        self._sharing = prepared.mesh.tp
         self.measures = StepMeasures()
         self._losses = losses_for(options.task, prepared.model, vocabulary_head=options.head)
         self.device = prepared.device
@@ -260,8 +263,8 @@ class PrivateTraining:
 
     def _begin_step(self) -> None:
         if self._ranks.count > 1:
-            # Dropout of its own in each process, in a resumed run the same.
-            place = f"{self.state.seed} {self._ranks.rank} {self.state.step}"
+            # Dropout of its own for each share of the samples, in a resumed run the same.
+            place = f"{self.state.seed} {self._ranks.rank // self._sharing} {self.state.step}"
             torch.manual_seed(int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest(), "big"))
         rate = learning_rate_at(self.state.step, steps=self.mechanism.steps, peak=self.options.rate)
         for group in self.optimizer.param_groups:
@@ -300,8 +303,8 @@ class PrivateTraining:
         """Note what the step was, over all processes, and return whether a resume point is due."""
         is_due = time.monotonic() - self._saved >= self.options.checkpoint_seconds
         found = gathered("step", (self._loss_sum, self._step_samples, stop.requested, is_due))
-        losses, samples, stops, due = zip(*found, strict=True)
-        self._stopping = any(stops)
+        losses, samples, _, due = zip(*found[:: self._sharing], strict=True)
+        self._stopping = any(stops for _, _, stops, _ in found)
         loss = sum(losses) / sum(samples) if sum(samples) else math.nan
         self.state.losses.append(loss if math.isfinite(loss) else None)
         self.state.samples.append(sum(samples))

@@ -36,6 +36,16 @@ LEAF: Final = 16
 NARROW: Final = 1024
 """Inputs and outputs together up to which blocks half as large pay."""
 
+WHOLE: Final = 64
+"""Positions below which the CPU's twin forms a sample's whole Gram matrix where products are a small part of what the
+layer costs: half of it takes 1.0 to 2.4 times as long in several products. Twice as many are worth another level."""
+
+SMALL_PART: Final = 0.5
+"""Share of a layer's T·I·O that the products of a whole Gram matrix are at most, to be called that."""
+
+FEWEST_SEEN: Final = 8
+"""Positions from which a diagonal is formed: of fewer it shows too little of how products are rounded."""
+
 LARGEST_LEAF: Final = 1024
 """Positions of the largest: it must fit the workspace."""
 
@@ -88,21 +98,28 @@ def symmetric_gram(a_NTI: Tensor, g_NTO: Tensor, *, workspace: int = WORKSPACE) 
 
 
 @lru_cache(maxsize=4096)
-def gram_levels(positions: int, width: int, *, by_units: bool = False) -> int:
+def gram_levels(positions: int, inputs: int, outputs: int, *, by_units: bool = False) -> int:
     """Return how often the twin halves the Gram matrix.
 
     Args:
         positions: T.
-        width: I + O.
+        inputs: I.
+        outputs: O.
         by_units: Whether matrix units form its products.
 
     Returns:
         Three times or more for long sequences, so that at most an eighth of the lower triangle is formed; twice for
-        shorter ones, as often as possible for the shortest. On matrix units as often as there is much to be saved.
+        shorter ones, as often as possible for the shortest. Less often where products are a small part of what the
+        layer costs, and few of them are quicker. On matrix units as often as there is much to be saved.
     """
+    width = inputs + outputs
     if by_units:
         wanted = (positions * positions * width).bit_length() - UNDIVIDED
         return max(0, min(wanted, 4, (positions // THINNEST).bit_length() - 1))
+    if positions >= FEWEST_SEEN and positions * width <= SMALL_PART * inputs * outputs:
+        few = (positions // WHOLE).bit_length()
+        if few <= 3:
+            return few
     if positions < 8 * LEAF:
         return min(2, max(0, positions.bit_length() - 1))
     fewest = 4 if positions >= 32 * LEAF or width <= NARROW else 3
@@ -110,19 +127,20 @@ def gram_levels(positions: int, width: int, *, by_units: bool = False) -> int:
 
 
 @lru_cache(maxsize=4096)
-def gram_entries(positions: int, width: int, *, by_units: bool = False) -> int:
+def gram_entries(positions: int, inputs: int, outputs: int, *, by_units: bool = False) -> int:
     """Return how many entries of one T×T Gram matrix the twin forms.
 
     Args:
         positions: T.
-        width: I + O.
+        inputs: I.
+        outputs: O.
         by_units: As for `gram_levels`.
 
     Returns:
         The blocks above the diagonal, those on it, and the last rows where T cannot be halved evenly; about
         T²/2·(1 + 2^-levels). A diagonal of single entries needs no product.
     """
-    levels = gram_levels(positions, width, by_units=by_units)
+    levels = gram_levels(positions, inputs, outputs, by_units=by_units)
     leaf = positions >> levels
     whole = leaf << levels
     above = sum((1 << level) * (whole >> (level + 1)) ** 2 for level in range(levels))
@@ -233,7 +251,7 @@ def _formed(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Unfinished:
     if a_NTI.numel() + g_NTO.numel() <= workspace:
         a_NTI, g_NTO = (x_NTF if _in_one_piece(x_NTF) else x_NTF.contiguous() for x_NTF in (a_NTI, g_NTO))
     a_NT, g_NT = position_norms(a_NTI), position_norms(g_NTO)
-    levels = gram_levels(a_NTI.shape[1], a_NTI.shape[2] + g_NTO.shape[2], by_units=by_units)
+    levels = gram_levels(a_NTI.shape[1], a_NTI.shape[2], g_NTO.shape[2], by_units=by_units)
     if reads.traced():
         levels = min(levels, TRACED_LEVELS, max(0, (a_NTI.shape[1] // TRACED_LEAF).bit_length() - 1))
     sums = _halved((a_NTI, g_NTO), (a_NT, g_NT), levels, workspace)

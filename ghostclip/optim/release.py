@@ -128,11 +128,12 @@ def next_bound(
     return adaptation.next_bound(clipper.max_grad_norm, count.item(), expected_batch_size)
 
 
-def fingerprint(released: Sequence[torch.Tensor]) -> str:
+def fingerprint(released: Sequence[torch.Tensor], *, in_parts: bool = False) -> str:
     """Return a digest by which a step that is made again after a crash is recognised as the same release.
 
     Args:
         released: What the step releases, noise included.
+        in_parts: Whether other ranks release other parameters; those that this one has in parts tell by themselves.
 
     Returns:
         32 hexadecimal digits.
@@ -151,6 +152,6 @@ def fingerprint(released: Sequence[torch.Tensor]) -> str:
     for pack in packs([_torch.local(tensor.detach()) for tensor in released], lambda _: _PACK):
         flats.setdefault(pack[0].device, []).append(flattened(pack))
     digest.update(repr(read_prints([content_prints(found) for found in flats.values()])).encode())
-    if any(map(_torch.is_sharded_tensor, released)):
+    if in_parts or any(map(_torch.is_sharded_tensor, released)):
         return hashlib.blake2b(repr(gathered("release", digest.hexdigest())).encode(), digest_size=16).hexdigest()
     return digest.hexdigest()

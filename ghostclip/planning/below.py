@@ -6,7 +6,7 @@ by a second backward of that part. Price: the forward of every block that keeps 
 a second backward twice, and its input gradients again.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -85,27 +85,28 @@ class BlockPlanner:
         self.dropped: frozenset[str] = frozenset()
         self._plans: dict[Any, Reduction] = {}
 
-    def choose(self, sizes: Any, kinds: Mapping[str, Any]) -> Collection[str]:
-        """Return the blocks whose inputs alone are kept in a forward that begins.
+    def choose(self, sizes: Any, kinds: Mapping[str, Any]) -> Mapping[str, bool]:
+        """Return the blocks whose inputs alone are kept in a forward that begins, each with whether it is looked at.
 
         Args:
             sizes: What tells the sizes of its inputs.
             kinds: What blocks of one kind have in common, by the block's path.
 
         Returns:
-            Their paths; at sizes that were not met before, all but the last of each kind, which is looked at.
+            By path; at sizes that were not met before all of them, the last of each kind looked at.
         """
         if sizes in self._plans:
-            return self._plans[sizes].blocks
-        looked_at = {kind: name for name, kind in kinds.items()}
-        return set(kinds) - set(looked_at.values())
+            return dict.fromkeys(self._plans[sizes].blocks, False)
+        last = {kind: name for name, kind in kinds.items()}
+        return {name: last[kind] == name for name, kind in kinds.items()}
 
     def decide(self, loss: Tensor, forward: ForwardContext, parameters: Mapping[str, Tensor]) -> Reduction | None:
         """Return the reduction for a backward that is about to run.
 
         Args:
             loss: Where it starts.
-            forward: Its forward, whose blocks were watched.
+            forward: Its forward, whose blocks were watched; what is held of those that are looked at is let go where
+                memory is short of it.
             parameters: The trainable parameters by name.
 
         Returns:
@@ -121,6 +122,9 @@ class BlockPlanner:
             cuts = [number for number in range(len(forward.blocks)) if cut_at(number, loss, forward) is not None]
             self._plans[forward.input_sizes] = self._cheapest(read, cuts)
             known = self._of_this_step(read, cuts)
+        for call in forward.blocks:
+            if call.held is not None and call.name in known.blocks:
+                call.held.let_go()
         self.latest, self.least = known, self._plans[forward.input_sizes]
         return known
 
@@ -143,7 +147,7 @@ class BlockPlanner:
         """Return what costs least and fits; where nothing fits, what holds least."""
         ordinary, calls = read.ordinary_peak(), read.calls
         able = [number for number, call in enumerate(calls) if call.may_be]
-        found: list[tuple[bool, float, Reduction]] = []
+        found: list[_Priced] = []
         for cut in (None, *cuts):
             behind = 0 if cut is None else sum(number <= cut for number in able)
             counts = range(behind, len(able) + 1)
@@ -152,24 +156,32 @@ class BlockPlanner:
                 middle = (low + high) // 2
                 fits = read.peak(frozenset(able[: counts[middle]]), cut) <= self.budget * ordinary
                 low, high = (low, middle) if fits else (middle + 1, high)
-            count = counts[low]
-            peak = read.peak(frozenset(able[:count]), cut)
-            names = frozenset(calls[number].name for number in able[:count])
-            reduction = Reduction(names, cut, peak, ordinary)
-            price = _AGAIN * count + _TWICE * (0 if cut is None else cut + 1)
-            over = peak > self.budget * ordinary
-            found.append((over, peak if over else price, reduction))
-        return min(found, key=lambda one: one[:2])[2]
+            found.append(self._priced(read, frozenset(able[: counts[low]]), cut, ordinary))
+        return _cheapest_of(found)
 
     def _of_this_step(self, read: Timeline, cuts: Sequence[int]) -> Reduction:
-        """Return the reduction for the step whose blocks were looked at: its choice of blocks is made already."""
+        """Return the reduction for the step whose blocks were looked at: these alone may still keep what they hold."""
         ordinary = read.ordinary_peak()
         again = frozenset(number for number, call in enumerate(read.calls) if call.recomputed)
+        held = frozenset(number for number in again if read.calls[number].held is not None)
+        return _cheapest_of(
+            [self._priced(read, chosen, cut, ordinary) for cut in (None, *cuts) for chosen in (again - held, again)]
+        )
+
+    def _priced(self, read: Timeline, again: frozenset[int], cut: int | None, ordinary: int) -> "_Priced":
+        peak = read.peak(again, cut)
         names = frozenset(read.calls[number].name for number in again)
-        peaks = [(read.peak(again, cut), cut) for cut in (None, *cuts)]
-        fitting = [found for found in peaks if found[0] <= self.budget * ordinary]
-        peak, cut = fitting[0] if fitting else min(peaks, key=lambda found: found[0])
-        return Reduction(names, cut, peak, ordinary)
+        price = _AGAIN * len(again) + _TWICE * (0 if cut is None else cut + 1)
+        over = peak > self.budget * ordinary
+        return over, peak if over else price, Reduction(names, cut, peak, ordinary)
+
+
+# Whether it is over the budget; its peak, or else its price.
+_Priced = tuple[bool, float, Reduction]
+
+
+def _cheapest_of(found: Sequence[_Priced]) -> Reduction:
+    return min(found, key=lambda one: one[:2])[2]
 
 
 def cut_at(number: int, loss: Tensor, forward: ForwardContext) -> Cut | None:

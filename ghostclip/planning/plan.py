@@ -321,6 +321,6 @@ def _estimated(shape: Shape) -> float:
     norm = min(planner.gram_flops(positions, inputs, outputs, by_units=by_units), product)
     factored = norm + product + moved * _PASSES_FACTORED * positions * (inputs + outputs)
     kept = product + moved * _PASSES_KEPT * inputs * outputs
-    levels = kernels.gram_levels(positions, inputs + outputs, by_units=by_units)
+    levels = kernels.gram_levels(positions, inputs, outputs, by_units=by_units)
     calls = _CALLS_A_LEVEL * (levels + 1) - _CALLS_KEPT
     return float(shape.samples * (factored - kept) + call * calls)

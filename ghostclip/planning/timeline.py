@@ -1,7 +1,7 @@
 """A backward moment by moment, under any choice of blocks that are run again and of where a second backward begins.
 
 It is read off the graph of a step that keeps the inputs alone of some blocks: of one block of each kind at least the
-graph shows what it holds, and others of its kind hold the same. A choice is then tried by adding up intervals, without
+graph shows what it saved, and others of its kind save the same. A choice is then tried by adding up intervals, without
 a measurement and without running anything.
 """
 
@@ -194,14 +194,14 @@ def read(loss: Tensor, forward: ForwardContext, parameters: Iterable[Tensor]) ->
         call = next((number for number, one in enumerate(calls) if one.first <= order < one.last), None)
         if not parts or parts[-1].call != call:
             parts.append(Part(call))
-        if call is None or not calls[call].recomputed:
+        if call is None or calls[call].may_be_read:
             use, saved, inputs, arriving = footprint.read_node(node, constant)
             parts[-1].steps.append(Step(use, saved, inputs, arriving, *waiting, node.metadata.get(BLOCK_KEY)))
     seen = Counter(address for call in calls for address, _ in set(call.inputs))
     shared = {address for address, count in seen.items() if count > 1}
     measured = {calls[part.call].kind: part for part in parts if part.call is not None and part.steps}
     for part in parts:
-        if part.call is not None and calls[part.call].recomputed:
+        if part.call is not None and not calls[part.call].may_be_read:
             like = measured.get(calls[part.call].kind)
             if like is None or like.call is None:
                 return None

@@ -17,7 +17,7 @@ from ghostclip._owner import Owner
 from ghostclip.accounting import Accountant, Bounds, IAccountant, bounding_accountant
 from ghostclip.accounting.calibration import smallest_noise_multiplier
 from ghostclip.accounting.history import Kind
-from ghostclip.distributed import refused_together, require_agreement, telling
+from ghostclip.distributed import SharedNoise, refused_together, require_agreement, telling
 from ghostclip.errors import InvalidOptionError, ResumeError
 from ghostclip.evidence.unchecked import Unchecked
 from ghostclip.optim import DPOptimizer
@@ -459,7 +459,8 @@ class Account:
         run = self._run_of(optimizer)
         if self.ledger is not None:
             made = self._made_before(optimizer)
-            digest = fingerprint(released)
+            noise = optimizer.noise_source
+            digest = fingerprint(released, in_parts=isinstance(noise, SharedNoise) and noise.in_parts)
             if made is not None:
                 with refused_together("step made before") if self.ledger.shared else nullcontext():
                     self._refuse_other_values(optimizer, made, digest)

@@ -13,7 +13,7 @@ from torch import nn
 
 from ghostclip import _torch
 from ghostclip._files import reason_of
-from ghostclip.distributed import from_first
+from ghostclip.distributed import Pipeline, from_first
 from ghostclip.distributed.whole import gathered_whole, is_in_parts, parts_for
 from ghostclip.errors import OutputError, ResumeError
 from ghostclip.noise.keyed import KeyedNoise
@@ -29,6 +29,8 @@ MECHANISM, NOISE, SAMPLER = "ghostclip_mechanism", "ghostclip_noise", "ghostclip
 POLICY, RELEASES, LEDGER, GENERATORS = "ghostclip_policy", "ghostclip_releases", "ghostclip_ledger", "ghostclip_rng"
 COORDINATES, RUNS, SAMPLING = "ghostclip_coordinates", "ghostclip_runs", "ghostclip_sampling"
 DIGEST, VERSION = "ghostclip_digest", "ghostclip_version"
+_OF_EACH = (OPTIMIZER, GENERATORS)
+"""Entries that each rank of a pipeline has one of."""
 SECRETS = (NOISE, SAMPLER, SAMPLING)
 """Entries that noise and batches follow from, or that hold a position in them."""
 _FORMAT = 5
@@ -361,21 +363,23 @@ def continue_schedules(
             setattr(optimizer, name, saved[name])
 
 
-def save(state: dict[str, Any], place: Place, options: Mapping[str, Any]) -> None:
+def save(state: dict[str, Any], place: Place, options: Mapping[str, Any], *, module: nn.Module | None = None) -> None:
     """Write a checkpoint; a file appears under its name only when it is complete.
 
-    Of a model that ranks hold in parts rank 0 writes the whole; then this is called on all of them.
+    Of a model that ranks hold in parts, or stages of, rank 0 writes the whole; then this is called on all of them.
 
     Args:
         state: What to write.
         place: A path or an open binary file.
         options: Further options of `torch.save`.
+        module: The model, private or not; None for none that is a pipeline.
 
     Raises:
         OutputError: If the file could not be written; the one that lay there before still does.
     """
-    if is_in_parts(state):
-        whole = gathered_whole(state)
+    pipeline = _pipeline_in(module)
+    if pipeline is not None or is_in_parts(state):
+        whole = gathered_whole(state) if pipeline is None else pipeline.gathered(state, whole=MODULE, each=_OF_EACH)
         from_first("checkpoint", lambda: _write(whole, place, options))
     else:
         _write(state, place, options)
@@ -400,12 +404,18 @@ def _write(state: dict[str, Any], place: Place, options: Mapping[str, Any]) -> N
         raise OutputError(f"{path}: the checkpoint could not be written ({reason_of(error)}).") from error
 
 
-def load(place: Place, options: Mapping[str, Any]) -> dict[str, Any]:
+def _pipeline_in(module: nn.Module | None) -> Pipeline | None:
+    inner = getattr(module, "_module", module)
+    return inner if isinstance(inner, Pipeline) else None
+
+
+def load(place: Place, options: Mapping[str, Any], *, module: nn.Module | None = None) -> dict[str, Any]:
     """Read a checkpoint, by default without running any code from it.
 
     Args:
         place: A path or an open binary file.
         options: Further options of `torch.load`.
+        module: The model, private or not: of a pipeline what its rank continues with is returned.
 
     Returns:
         What was written.
@@ -430,7 +440,8 @@ def load(place: Place, options: Mapping[str, Any]) -> dict[str, Any]:
             f"{name}: it does not hold what save_checkpoint() wrote: it is damaged, or was changed by hand. Restore it "
             "from a copy, or continue from an earlier one."
         )
-    return checkpoint
+    pipeline = _pipeline_in(module)
+    return checkpoint if pipeline is None else pipeline.own_part(checkpoint, whole=MODULE)
 
 
 def checked_version(state: dict[str, Any]) -> dict[str, Any]:

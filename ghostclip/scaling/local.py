@@ -79,13 +79,7 @@ def keep_one_shard(model: nn.Module, ways: int) -> list[Shard]:
     """
     if ways == 1:
         return []
-    plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
-    if not plan:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no plan of tensor parallelism (tp_plan). Leave tp out of the mesh, or give "
-            "the model an attribute tp_plan, such as {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}."
-        )
-    _require_whole_heads(model, ways)
+    plan = require_plan(model, ways)
     new: dict[nn.Parameter, nn.Parameter] = {}
     shards = []
     for path, module in model.named_modules():
@@ -97,7 +91,25 @@ def keep_one_shard(model: nn.Module, ways: int) -> list[Shard]:
     return shards
 
 
-def _require_whole_heads(model: nn.Module, ways: int) -> None:
+def require_plan(model: nn.Module, ways: int) -> dict[str, str]:
+    """Return how a model says that its layers are divided.
+
+    Args:
+        model: The model.
+        ways: Ranks of the axis.
+
+    Returns:
+        Styles by the path of a module or parameter, ``*`` for the numbers of blocks.
+
+    Raises:
+        UnsupportedModelError: It has no plan, or heads that cannot be shared evenly.
+    """
+    plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
+    if not plan:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no plan of tensor parallelism (tp_plan). Leave tp out of the mesh, or give "
+            "the model an attribute tp_plan, such as {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}."
+        )
     config: Any = getattr(model, "config", None)
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
@@ -105,6 +117,7 @@ def _require_whole_heads(model: nn.Module, ways: int) -> None:
             raise UnsupportedModelError(
                 f"{type(model).__name__}: {heads} {name} cannot be shared by tp={ways}. Take a tp that divides them."
             )
+    return plan
 
 
 def _replace(path: str, module: nn.Module, style: str, ways: int, new: dict[nn.Parameter, nn.Parameter]) -> None:

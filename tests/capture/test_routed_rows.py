@@ -162,5 +162,5 @@ def test_outputs_in_an_order_of_their_own_are_refused(counts):
     model.counts = counts
     ghostclip.GhostClipper(model, max_grad_norm=0.5)
     torch.manual_seed(0)
-    with pytest.raises((BatchAxisError, SampleMixingError), match="another order than the samples|outputs of other"):
+    with pytest.raises((BatchAxisError, SampleMixingError), match=r"another order than the samples|outputs of other"):
         model(torch.randn(6, 5))

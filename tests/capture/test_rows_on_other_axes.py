@@ -120,8 +120,9 @@ def test_one_sample_that_follows_another(size, strategy):
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8, 33, 64])
-def test_any_two_samples_are_told_apart(size):
+def test_any_two_samples_are_told_apart_by_as_few_sets_as_can_be(size):
     sets = sample_sets(size)
+    assert len(sets) == {2: 2, 3: 3, 5: 4, 8: 5, 33: 7, 64: 8}[size]
     for one in range(size):
         for other in set(range(size)) - {one}:
             assert any(one in chosen and other not in chosen for chosen in sets)

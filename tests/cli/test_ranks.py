@@ -30,13 +30,25 @@ DROPPED = [*FIXED, "--model", "dropping", "--tokenizer", "bytes"]
 ROWS = ["--data", "rows.csv", "--task", "classify", "--labels", "bad,good"]
 # Most shares of a process hold nothing.
 FEW = [*COMMON, *ROWS, "--batch-size", "1", "--steps", "6", "--toy", "llama", "--hidden-size", "12"]
+# Layers of which each process has a part; heads that two divide.
+LAYERS = [*FIXED, "--toy", "llama", "--layers", "2", "--hidden-size", "16", "--heads", "4", "--context-length", "23"]
 
 JOBS = {
     "copies": Job([*COMMON, "--output", "copies"]),
     "stopped": Job([*COMMON, "--output", "stopped"], stops=1),
     "adapters": Job([*LORA, "--output", "adapters"]),
     "mesh of three": Job([*COMMON, "--output", "none", "--mesh", "dp=3"]),
-    "tensors": Job([*COMMON, "--output", "none", "--mesh", "tp=2"]),
+    "layers": Job([*LAYERS, "--output", "layers", "--mesh", "tp=2"]),
+    "layers, classes": Job([*LAYERS, *ROWS, "--output", "layers-classes", "--mesh", "tp=2"]),
+    "stopped layers": Job([*LAYERS, "--output", "stopped-layers", "--mesh", "tp=2"], stops=1),
+    "layers, resumed": Job(["--resume", "--output", "stopped-layers", "--mesh", "dp=2"]),
+    "stopped shards": Job([*LAYERS, "--output", "stopped-shards", "--mesh", "dp=2"], stops=0),
+    "shards, resumed": Job(["--resume", "--output", "stopped-shards", "--mesh", "tp=2"]),
+    "no plan": Job([*COMMON, "--output", "none", "--mesh", "tp=2"]),
+    "odd heads": Job([*LAYERS, "--output", "none", "--mesh", "tp=2", "--hidden-size", "18", "--heads", "3"]),
+    "adapters of layers": Job([*LORA, "--output", "none", "--mesh", "tp=2"]),
+    "tiles of layers": Job([*LAYERS, "--output", "none", "--mesh", "tp=2", "--vocabulary-head", "fused"]),
+    "layers of no size": Job([*LAYERS, "--output", "none", "--mesh", "tp=2", "--physical-batch-size", "auto"]),
     "a device": Job([*COMMON, "--output", "none", "--device", "cuda:1"]),
     "comparison": Job([*COMMON, "--output", "none", "--comparison-steps", "2"]),
     "no size": Job([*COMMON, "--output", "none", "--mesh", "dp=2", "--physical-batch-size", "auto"]),
@@ -54,7 +66,11 @@ JOBS = {
 }
 REFUSED = {
     "mesh of three": "--mesh dp=3 is of 3 processes, but there are 2",
-    "tensors": "--mesh tp=2: tp (ranks that share each sample) is planned by ghostclip plan",
+    "no plan": "GPT2LMHeadModel has no plan of tensor parallelism (tp_plan)",
+    "odd heads": "3 num_attention_heads cannot be shared by tp=2",
+    "adapters of layers": "--lora with --mesh dp=1,tp=2: a model's plan of tensor parallelism says nothing of adapters",
+    "tiles of layers": "--vocabulary-head fused with --mesh dp=1,tp=2: each process has some rows of the head",
+    "layers of no size": "--physical-batch-size auto with --mesh dp=1,tp=2",
     "a device": "--device cuda:1 with 2 processes: each has its own",
     "comparison": "--comparison-steps: a run of several processes",
     "no size": "--physical-batch-size auto with --mesh dp=2",
@@ -62,7 +78,7 @@ REFUSED = {
     "other epsilon on one": "--epsilon is 3.0 in process 1 and 8.0 in process 0",
     "in use": "--output copies: the folder is not empty",
 }
-QUICK = ("copies", "wrong on one", "parts")
+QUICK = ("copies", "wrong on one", "parts", "layers")
 
 
 def _save_base(folder, *, dropped):
@@ -143,6 +159,27 @@ def test_two_processes_make_the_run_of_one(quick, finetune, record_of, work, mon
     assert not (work / name / "private" / "resume").exists()
 
 
+def test_two_processes_with_parts_of_layers_make_the_run_of_one(quick, finetune, record_of, work, monkeypatch):
+    _went(quick, "layers")
+    record = _as_one_process(finetune, record_of, work, monkeypatch, name="layers", words=LAYERS)
+    assert record["options"]["mesh"] == "tp=2"
+
+
+@pytest.mark.slow
+def test_two_processes_with_parts_of_layers_learn_classes(others, finetune, record_of, work, monkeypatch):
+    _went(others, "layers, classes")
+    _as_one_process(finetune, record_of, work, monkeypatch, name="layers-classes", words=[*LAYERS, *ROWS])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["layers", "shards"])
+def test_parts_of_layers_and_shards_go_on_with_each_other(others, finetune, record_of, work, monkeypatch, name):
+    assert [rank[f"stopped {name}"][0] for rank in others] == [130, 130]
+    _went(others, f"{name}, resumed")
+    record = _as_one_process(finetune, record_of, work, monkeypatch, name=f"stopped-{name}", words=LAYERS)
+    assert record["sessions"] == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["adapters", "adapters in parts"])
 def test_two_processes_train_the_adapters_of_one(others, finetune, record_of, work, monkeypatch, name):
@@ -188,6 +225,14 @@ def test_four_processes_hold_two_copies_in_parts(finetune, record_of, work, monk
     job = Job([*COMMON, "--output", "both", "--mesh", "replicate=2,dp=2"])
     _went(_seen(work, {"both": job}, ranks=4), "both")
     _as_one_process(finetune, record_of, work, monkeypatch, name="both", words=COMMON)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "replicate=2,tp=2"])
+def test_four_processes_hold_parts_of_layers(finetune, record_of, work, monkeypatch, mesh):
+    name = mesh.replace(",", "-")
+    _went(_seen(work, {name: Job([*LAYERS, "--output", name, "--mesh", mesh])}, ranks=4), name)
+    _as_one_process(finetune, record_of, work, monkeypatch, name=name, words=LAYERS)
 
 
 @pytest.mark.parametrize(

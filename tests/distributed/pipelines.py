@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import itertools
+import os
 import warnings
 from collections import Counter
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import pipelining
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
 
-from ghostclip.distributed.pipeline import PipelineClipper
+from ghostclip import PrivacyEngine
+from ghostclip.distributed import Pipeline, PipelineClipper
 from ghostclip.errors import GhostClipError, InvalidOptionError
 from ghostclip.optim import DPOptimizer
+from ghostclip.optim.release import fingerprint
 from tests.process_group import process_group
 
 SAMPLES, POSITIONS, WIDTH, WORDS, MICROBATCHES = 12, 5, 8, 11, 4
 BOUND = 0.05
+PLACES = 8
+"""Fewer than most batches of the engine have records, and no divisor of them."""
 SINGLE = {"GPipe": pipelining.ScheduleGPipe, "1F1B": pipelining.Schedule1F1B}
 SEVERAL = {
     "interleaved 1F1B": pipelining.ScheduleInterleaved1F1B,
     "interleaved, zero bubbles": pipelining.ScheduleInterleavedZeroBubble,
     "V, zero bubbles": pipelining.ScheduleZBVZeroBubble,
 }
+
+
+ENGINE = ("1F1B", "interleaved, zero bubbles")
 
 
 class Block(nn.Module):
@@ -72,14 +83,14 @@ def parts_of(model: nn.Sequential, count: int) -> list[nn.Sequential]:
     return [model[start:end] for start, end in itertools.pairwise(cuts)]
 
 
-def stages_of(rank: int, ranks: int, name: str) -> tuple[list[Any], nn.Sequential]:
+def stages_of(rank: int, ranks: int, name: str, *, group: Any = None) -> tuple[list[Any], nn.Sequential]:
     """The stages of a rank, as a schedule wants them, and the whole model."""
     count = ranks if name in SINGLE else 2 * ranks
     model = whole_model(max(2, count - 2))
     parts = parts_of(model, count)
     numbers = [rank] if name in SINGLE else [rank, count - 1 - rank if name.startswith("V") else rank + ranks]
     device = torch.device("cpu")
-    return [pipelining.PipelineStage(parts[n], n, count, device) for n in numbers], model
+    return [pipelining.PipelineStage(parts[n], n, count, device, group=group) for n in numbers], model
 
 
 def schedule_of(name: str, stages: list[Any], loss: Any) -> Any:
@@ -140,14 +151,201 @@ def run(rank: int, ranks: int, folder: str) -> None:
     """
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    with process_group(rank, ranks, folder):
+    with process_group(rank, ranks, folder, meshes=True):
         found: dict[str, Any] = {name: clipped(rank, ranks, name) for name in (*SINGLE, *SEVERAL)}
         found["whole"] = clipped(rank, ranks, "1F1B", loss=sum_loss)
         found["left out"] = [clipped(rank, ranks, "1F1B", loss=sum_loss, left_out=n) for n in range(3)]
         found["noise"] = {level: noise(rank, ranks, level) for level in ("fast", "secure")}
         found["trained"] = trained(rank, ranks)
         found["refused"] = refusals(rank, ranks)
+        found["engine"] = {name: engine_trained(rank, ranks, name=name) for name in ENGINE}
+        if ranks > 2:
+            found["engine"]["copies"] = engine_trained(rank, ranks, copies=2)
+        found["resumed"] = engine_trained(rank, ranks, states=found["engine"]["1F1B"]["states"], folder=folder)
+        found["engine without one"] = [engine_trained(rank, ranks, sigma=0.0, left_out=n) for n in (-1, 0, 22)]
+        found["refused"] |= pipeline_refusals(rank, ranks)
+        found["empty"] = empty(rank, ranks)
+        found["ledger"] = ledger(rank, ranks, folder)
     torch.save(found, f"{folder}/rank{rank}.pt")
+    os._exit(0)
+
+
+class Whole(nn.Module):
+    """All stages in one process, with their names in a pipeline."""
+
+    def __init__(self, parts: list[nn.Sequential]) -> None:
+        super().__init__()
+        self.stages = nn.ModuleDict({str(number): part for number, part in enumerate(parts)})
+
+    def forward(self, ids: Tensor) -> Tensor:
+        for part in self.stages.values():
+            ids = part(ids)
+        return ids
+
+
+def engine_model(rank: int, ranks: int, name: str, copies: int) -> nn.Module:
+    """What make_private takes: a pipeline of a rank, or the whole model of one process."""
+    if rank < 0:
+        count = ranks // copies if name in SINGLE else 2 * ranks
+        return Whole(parts_of(whole_model(max(2, count - 2)), count))
+    mesh = init_device_mesh("cpu", (copies, ranks // copies), mesh_dim_names=("dp", "pp"))
+    here, length = mesh.get_local_rank("pp"), ranks // copies
+    stages, _ = stages_of(here, length, name, group=mesh["pp"].get_group())
+    return Pipeline(schedule_of(name, stages, sum_loss), stages, mesh=mesh, places=PLACES)
+
+
+def engine_trained(
+    rank: int,
+    ranks: int,
+    *,
+    name: str = "1F1B",
+    sigma: float = 0.5,
+    copies: int = 1,
+    left_out: int = -1,
+    states: dict[str, Any] | None = None,
+    folder: str = "",
+) -> dict[str, Any]:
+    """Train through the engine, in the loop that a user writes; rank -1 is one process with the whole model.
+
+    Without noise all records are one batch, of which one step is made. With a folder the training is saved after half
+    of the batches, and goes on from there in objects of its own.
+    """
+    # No multiple of the places.
+    inputs, labels = (torch.cat([part, part.flip(1)])[:-1] for part in batch())
+    if left_out >= 0:
+        labels[left_out] = -100
+    data = TensorDataset(inputs, labels)
+    engine, model, released = PrivacyEngine(noise_level="secure"), engine_model(rank, ranks, name, copies), []
+
+    def made() -> Any:
+        return engine.make_private(
+            module=model,
+            optimizer=torch.optim.Adam(model.parameters(), lr=0.01),
+            data_loader=DataLoader(data, batch_size=len(data) if sigma == 0 else 6),
+            noise_multiplier=sigma,
+            max_grad_norm=BOUND,
+            loss_reduction="sum",
+        )
+
+    private, optimizer, loader = made()
+    if states is not None:
+        optimizer.noise_source.load_state_dict(states["noise"])
+        loader.load_state_dict(states["sampler"])
+    begun = {"noise": optimizer.noise_source.state_dict(), "sampler": loader.state_dict()}
+    while len(released) < len(loader):
+        for number, (ids, targets) in enumerate(loader):
+            if rank < 0:
+                sum_loss(private(ids), targets).backward()
+            else:
+                private.step(ids, target=targets)
+            optimizer.step()
+            released.append({key: p.grad.clone() for key, p in model.named_parameters()})
+            optimizer.zero_grad()
+            if folder and number == 1:
+                engine.save_checkpoint(path=f"{folder}/state.pt", module=private, optimizer=optimizer)
+                private.remove_hooks()
+                engine, model = PrivacyEngine(noise_level="secure"), engine_model(rank, ranks, name, copies)
+                private, optimizer, loader = made()
+                engine.load_checkpoint(path=f"{folder}/state.pt", module=private, optimizer=optimizer)
+                folder = ""
+                break
+    private.remove_hooks()
+    weights = {key: p.detach().clone() for key, p in model.named_parameters()}
+    steps = sum(entry[2] for entry in engine.accountant.history)
+    return {"states": begun, "weights": weights, "released": released[0], "steps": steps}
+
+
+def _refused_by_engine(rank: int, ranks: int, *, level: str = "fast", **options: Any) -> str:
+    """What make_private says of a pipeline."""
+    model = engine_model(rank, ranks, "1F1B", 1)
+    with pytest.raises(GhostClipError) as refused:
+        PrivacyEngine(noise_level=level).make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters()),
+            data_loader=DataLoader(TensorDataset(*batch()), batch_size=4),
+            noise_multiplier=1.0,
+            **{"max_grad_norm": BOUND, **options},
+        )
+    return str(refused.value)
+
+
+REFUSED_BY_ENGINE: dict[str, dict[str, Any]] = {
+    "two passes": {"grad_sample_mode": "ghost"},
+    "criterion": {"criterion": nn.CrossEntropyLoss()},
+    "batch second": {"batch_first": False},
+    "small memory": {"memory_budget": 0.9},
+    "device only": {"device_only": True},
+    "head": {"vocabulary_head": "auto"},
+    "layers": {"clipping": "per_layer"},
+    "adaptive": {"clipping": "adaptive"},
+    "level": {"level": "exact", "grad_sample_mode": "hooks"},
+}
+
+
+def pipeline_refusals(rank: int, ranks: int) -> dict[str, str]:
+    """What each rank says of pipelines that the engine does not take, by case."""
+    said = {case: _refused_by_engine(rank, ranks, **options) for case, options in REFUSED_BY_ENGINE.items()}
+    model: Any = engine_model(rank, ranks, "1F1B", 1)
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("pp",))
+    attempts: dict[str, Any] = {
+        "places": lambda: Pipeline(model._schedule, model._stages, mesh=mesh, places=6),
+        "axis": lambda: Pipeline(model._schedule, model._stages, mesh=mesh, sample_mesh_axes=("cp",), places=8),
+        "forward": lambda: model(batch()[0]),
+        "not private": lambda: model.step(batch()[0], target=batch()[1]),
+        "other stages": lambda: model.own_part({"of_stages": {"7": {}}, "m": {}}, whole="m"),
+    }
+    for case, attempt in attempts.items():
+        with pytest.raises(GhostClipError) as refused:
+            attempt()
+        said[case] = str(refused.value)
+    return said
+
+
+def ledger(rank: int, ranks: int, folder: str) -> tuple[int, list[str]]:
+    """Entries in the ledger of a step, and digests of releases of which rank 0's part is the same."""
+    model: Any = engine_model(rank, ranks, "1F1B", 1)
+    engine = PrivacyEngine(ledger=f"{folder}/ledger.txt")
+    private, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(*batch()), batch_size=SAMPLES),
+        noise_multiplier=1.0,
+        max_grad_norm=BOUND,
+        loss_reduction="sum",
+    )
+    for ids, targets in loader:
+        private.step(ids, target=targets)
+        optimizer.step()
+    private.remove_hooks()
+    engine.close()
+    digests = [fingerprint([torch.full((3,), float(value * rank))], in_parts=True) for value in (1, 1, 2)]
+    lines = [line for line in Path(f"{folder}/ledger.txt").read_text().splitlines() if line]
+    return len(lines), digests
+
+
+def empty(rank: int, ranks: int) -> list[int]:
+    """Sizes of the batches of a training of which many are empty, all of which are released."""
+    model = engine_model(rank, ranks, "GPipe", 1)
+    engine = PrivacyEngine()
+    private, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(*batch()), batch_size=1),
+        noise_multiplier=1.0,
+        max_grad_norm=BOUND,
+        loss_reduction="sum",
+    )
+    sizes = []
+    for _ in range(2):
+        for ids, targets in loader:
+            private.step(ids, target=targets, losses=(found := [torch.zeros(())]))
+            assert len(found) == (MICROBATCHES if len(ids) and rank == ranks - 1 else 0)
+            optimizer.step()
+            optimizer.zero_grad()
+            sizes.append(len(ids))
+    private.remove_hooks()
+    assert sum(entry[2] for entry in engine.accountant.history) == len(sizes)
+    return sizes
 
 
 def noise(rank: int, ranks: int, level: str) -> dict[str, Any]:

@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
 
-from ghostclip import GhostClipper
+from ghostclip import GhostClipper, PrivacyEngine
 from ghostclip.distributed import SharedNoise, SplitSequences
 from ghostclip.errors import GhostClipError
 from ghostclip.losses import head_losses
@@ -25,6 +27,8 @@ from tests.process_group import process_group
 # Five samples do not divide by two; of six positions some layers send factors, others sums.
 SAMPLES, POSITIONS, WIDTH, WORDS = 5, 12, 8, 11
 BOUND = 0.7
+RECORDS = 16
+SIGMAS = (0.0, 0.5)
 
 
 class Attention(nn.Module):
@@ -102,6 +106,12 @@ def part_of(mesh: DeviceMesh, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
     return parts
 
 
+def positions_of(mesh: DeviceMesh, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """This rank's positions of the samples that its ranks share."""
+    here, ranks = mesh.get_local_rank("cp"), mesh["cp"].size()
+    return {key: value.chunk(ranks, 1)[here] for key, value in {"ids": ids, "labels": labels}.items()}
+
+
 class Sent(TorchDispatchMode):
     """Counts what is exchanged of factors, by kind."""
 
@@ -130,8 +140,9 @@ def clipped(mesh: DeviceMesh, *, left_out: int = -1) -> dict[str, Any]:
             with Sent() as sent:
                 loss.backward()
         sums = {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
-        rows, norms = clipper.rows_seen, clipper.per_sample_norms
-    return {"sums": sums, "norms": norms[: rows[0]], "sent": dict(sent.found)}
+        assert clipper.rows_seen == (len(part["ids"]),)
+        rows, norms = sequences.rows(len(part["ids"])), clipper.per_sample_norms
+    return {"sums": sums, "norms": norms[:rows], "sent": dict(sent.found)}
 
 
 def trained(mesh: DeviceMesh) -> dict[str, Any]:
@@ -152,6 +163,121 @@ def trained(mesh: DeviceMesh) -> dict[str, Any]:
     return {"state": state, "weights": {key: p.detach().clone() for key, p in model.named_parameters()}}
 
 
+def records() -> TensorDataset:
+    """What the engine's loader draws from."""
+    return TensorDataset(*batch(RECORDS))
+
+
+def engine_trained(
+    model: nn.Module, *, mesh: DeviceMesh | None, sigma: float, states: dict[str, Any] | None = None, left_out: int = -1
+) -> dict[str, Any]:
+    """Train through the engine, in the loop that a user writes.
+
+    Args:
+        model: This rank's, or that of one process.
+        mesh: Along its axis "cp" ranks have parts of the positions; None for one process.
+        sigma: Noise multiplier; without noise all records are one batch, of which one step is made.
+        states: Of noise and sampler, to repeat another training.
+        left_out: Number of a record that adds nothing.
+
+    Returns:
+        The states at the beginning, weights, and what the account holds.
+    """
+    data = records()
+    if left_out >= 0:
+        data.tensors[1][left_out] = -100
+    sequences = None if mesh is None else SplitSequences(mesh, sample_mesh_axes=("cp",))
+    for block in getattr(model, "blocks", []):
+        block.sequences = sequences
+    engine = PrivacyEngine(noise_level="secure")
+    private, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=RECORDS // 4 if sigma else RECORDS),
+        noise_multiplier=sigma,
+        max_grad_norm=BOUND,
+        loss_reduction="sum",
+        sequences=sequences,
+    )
+    if states is not None:
+        optimizer.noise_source.load_state_dict(states["noise"])
+        loader.load_state_dict(states["sampler"])
+    begun = {"noise": optimizer.noise_source.state_dict(), "sampler": loader.state_dict()}
+    released: list[dict[str, Tensor]] = []
+    for ids, labels in loader:
+        own = {"ids": ids, "labels": labels} if mesh is None else positions_of(mesh, ids, labels)
+        loss = functional.cross_entropy(
+            private(own["ids"]).flatten(0, 1), own["labels"].flatten(), reduction="sum", ignore_index=-100
+        )
+        loss.backward()
+        optimizer.step()
+        released.append({key: p.grad.clone() for key, p in model.named_parameters()})
+        optimizer.zero_grad()
+    private.cleanup() if hasattr(private, "cleanup") else private.to_standard_module()
+    return {
+        "states": begun,
+        "weights": {key: p.detach().clone() for key, p in model.named_parameters()},
+        "released": released[0],
+        "steps": engine.accountant.history[0][2],
+    }
+
+
+class Ring(nn.Module):
+    """A model whose attention sees all positions, of which `context_parallel` may give each rank any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.qkv, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 24), nn.Linear(WIDTH, WORDS)
+        self.sequences: SplitSequences | None = None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        query, key, value = self.qkv(self.embedding(ids)).chunk(3, -1)
+        if self.sequences is not None:
+            key, value = self.sequences.all_positions(key), self.sequences.all_positions(value)
+        return self.head(torch.softmax(query @ key.mT, -1) @ value)
+
+
+def ring(rank: int) -> Ring:
+    """The same on every rank."""
+    del rank
+    torch.manual_seed(4)
+    return Ring().double()
+
+
+def in_context_parallel(mesh: DeviceMesh) -> dict[str, Any]:
+    """Clip inside torch's `context_parallel`, which splits the batch; without `sequences` that is refused."""
+    model, found = ring(mesh.get_rank()), {}
+    for declared in (False, True):
+        sequences = SplitSequences(mesh) if declared else None
+        model.sequences = SplitSequences(mesh)
+        ids, labels = batch()
+        with GhostClipper(model, max_grad_norm=BOUND, loss_reduction="sum", sequences=sequences):
+            here = mesh.get_local_rank("dp")
+            own = [value.tensor_split(mesh["dp"].size())[here].clone() for value in (ids, labels)]
+            with context_parallel(mesh["cp"], buffers=own, buffer_seq_dims=[1, 1]):
+                assert own[0].shape[1] == POSITIONS // mesh["cp"].size()
+                try:
+                    losses(model, {"ids": own[0], "labels": own[1]}).sum().backward()  # type: ignore[arg-type]
+                except GhostClipError as error:
+                    found["refused"] = str(error)
+            if declared:
+                found["sums"] = {key: p.grad.clone() for key, p in model.named_parameters()}
+        model.zero_grad()
+    found["attention"] = attention_in_context_parallel(mesh)
+    return found
+
+
+def attention_in_context_parallel(mesh: DeviceMesh) -> str:
+    """What torch's own ring attention does on a CPU: the name of its error, or nothing."""
+    query = torch.randn(2, 2, 8, 4)
+    try:
+        with context_parallel(mesh["cp"], buffers=[query], buffer_seq_dims=[2]):
+            functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+    except (NotImplementedError, RuntimeError) as error:
+        return type(error).__name__
+    return ""
+
+
 def run(rank: int, ranks: int, folder: str) -> None:
     """Be one rank.
 
@@ -167,7 +293,13 @@ def run(rank: int, ranks: int, folder: str) -> None:
         found: dict[str, Any] = {"whole": clipped(mesh), "trained": trained(mesh)}
         found["left out"] = [clipped(mesh, left_out=number) for number in range(3)]
         found["exchanged"] = {name: _exchanged(name) for name in EXCHANGES}
-        found["refused"] = {case: _refused(case, mesh) for case in ("samples", "positions", "axis", "ghost", "tiles")}
+        found["engine"] = {s: engine_trained(whole_model(), mesh=mesh, sigma=s) for s in SIGMAS}
+        found["engine without one"] = [
+            engine_trained(whole_model(), mesh=mesh, sigma=0.0, left_out=number)["released"] for number in range(2)
+        ]
+        found["ring"] = in_context_parallel(mesh)
+        found["refused"] = {case: _refused(case, mesh) for case in REFUSED}
+        found["refused"] |= {case: _refused_by_engine(mesh, **options) for case, options in REFUSED_BY_ENGINE.items()}
     torch.save(found, f"{folder}/rank{rank}.pt")
     os._exit(0)
 
@@ -208,6 +340,31 @@ def _exchanged(name: str) -> str:
     model = Exchanging(name)
     with GhostClipper(model, max_grad_norm=BOUND) as clipper, pytest.raises(GhostClipError) as refused:
         clipper.backward(model(torch.randn(4, 2 * distributed.get_world_size(), WIDTH)).square().mean((1, 2)))
+    return str(refused.value)
+
+
+REFUSED = ("samples", "positions", "axis", "ghost", "tiles")
+REFUSED_BY_ENGINE: dict[str, Any] = {
+    "engine's mesh": {"axis": "dp"},
+    "engine's level": {"level": "exact", "mode": "hooks"},
+    "engine's strategy": {"mode": "ghost"},
+}
+
+
+def _refused_by_engine(mesh: DeviceMesh, *, axis: str = "cp", level: str = "fast", mode: str = "auto") -> str:
+    """What make_private says."""
+    model = whole_model()
+    sequences = SplitSequences(mesh if axis == "cp" else mesh[axis], sample_mesh_axes=(axis,))
+    with pytest.raises(GhostClipError) as refused:
+        PrivacyEngine(noise_level=level).make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters()),
+            data_loader=DataLoader(records(), batch_size=4),
+            noise_multiplier=1.0,
+            max_grad_norm=BOUND,
+            grad_sample_mode=mode,
+            sequences=sequences,
+        )
     return str(refused.value)
 
 

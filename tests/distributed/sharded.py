@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -127,7 +128,8 @@ class Training(NamedTuple):
     Attributes:
         build: Makes the model.
         shard: Divides it, or returns another one that is.
-        inputs: "features", "ids", "even ids" (an even number of them) or "pixels".
+        inputs: "features", "ids", "even ids" (an even number of them), "low ids" (of the first half of a vocabulary) or
+            "pixels".
         mode: Its grad_sample_mode.
         options: Of ``fully_shard``.
         physical: Largest physical batch.
@@ -136,6 +138,7 @@ class Training(NamedTuple):
         rtol: Of the comparison with one process.
         copies: Ranks that have a copy of the model each (HSDP).
         dtype: Of the model.
+        around: Makes the context of a divided model's losses and of their backward.
     """
 
     build: Callable[[], nn.Module]
@@ -149,6 +152,7 @@ class Training(NamedTuple):
     rtol: float = 1e-12
     copies: int = 1
     dtype: torch.dtype = torch.float64
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def _causal(name: str) -> Callable[[], nn.Module]:
@@ -214,7 +218,9 @@ def samples(inputs: str) -> tuple[Tensor, Tensor]:
     """The records, and what they are of."""
     generator = torch.Generator().manual_seed(1)
     if inputs.endswith("ids"):
-        ids = torch.randint(3, 19, (RECORDS, 12 if inputs == "even ids" else 11), generator=generator)
+        ids = torch.randint(
+            3, 9 if inputs == "low ids" else 19, (RECORDS, 12 if inputs == "even ids" else 11), generator=generator
+        )
         return ids, ids
     shape = (RECORDS, 3, 8, 8) if inputs == "pixels" else (RECORDS, 4)
     return torch.randn(shape, generator=generator), torch.arange(RECORDS) % 3
@@ -280,11 +286,12 @@ def train(training: Training, *, divided: bool, states: dict[str, Any] | None = 
     )
     for x, y in _batches(training, loader, optimizer):
         optimizer.zero_grad()
-        losses = losses_of(model, training.inputs, x, y)
-        if training.mode in ("ghost", "fast"):
-            model.clipper.backward(losses)
-        else:
-            losses.sum().backward()
+        with training.around() if divided else nullcontext():
+            losses = losses_of(model, training.inputs, x, y)
+            if training.mode in ("ghost", "fast") or hasattr(losses, "placements"):
+                model.clipper.backward(losses)
+            else:
+                losses.sum().backward()
         optimizer.step()
     return {
         "states": begun,

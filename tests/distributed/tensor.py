@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 from torch.utils.checkpoint import checkpoint
@@ -123,18 +124,19 @@ def of_gpt(net: nn.Module, mesh: Any = None) -> None:
     parallelize_module(net, mesh or _mesh(), {f"blocks.*.{name}": style for name, style in _BLOCK.items()})
 
 
-_VOCABULARY = {
-    "tokens": RowwiseParallel(input_layouts=Replicate()),
-    "head": ColwiseParallel(output_layouts=Replicate()),
-}
-
-
-def of_vocabulary(net: nn.Module, mesh: Any = None) -> None:
+def of_vocabulary(net: nn.Module, mesh: Any = None, **head: Any) -> None:
     """The table of tokens by rows, and the head alike."""
-    blocks = {f"blocks.*.{name}": style for name, style in _BLOCK.items()}
-    parallelize_module(net, mesh or _mesh(), {**blocks, **_VOCABULARY})
+    plan = {f"blocks.*.{name}": style for name, style in _BLOCK.items()}
+    plan["tokens"] = RowwiseParallel(input_layouts=Replicate())
+    plan["head"] = ColwiseParallel(**(head or {"output_layouts": Replicate()}))
+    parallelize_module(net, mesh or _mesh(), plan)
     if net.tied:
         net.head.weight = net.tokens.weight
+
+
+def of_classes(net: nn.Module, mesh: Any = None) -> None:
+    """The same; logits stay divided by classes, as ``loss_parallel`` takes them."""
+    of_vocabulary(net, mesh, output_layouts=Shard(-1), use_local_output=False)
 
 
 def of_sequence(net: nn.Module, mesh: Any = None) -> None:
@@ -189,6 +191,7 @@ TRAININGS: dict[str, Training] = {
     "sequence": Training(GPT, of_sequence, "even ids"),
     "sequence, two passes": Training(GPT, of_sequence, "even ids", "ghost"),
     "vit": Training(lambda: hf._make("ViTConfig", "ViTForImageClassification", hf._PIXELS), of_vit, "pixels"),
+    "tokens of one rank": Training(GPT, of_vocabulary, "low ids", physical=2),
     "only biases": Training(only_biases, of_vocabulary, "ids"),
     "checkpointed": Training(lambda: GPT(checkpoints=True), of_gpt, "ids", "bookkeeping"),
     "checkpointed, two passes": Training(lambda: GPT(checkpoints=True), of_sequence, "even ids", "ghost"),
@@ -237,8 +240,17 @@ PLANS: dict[str, Training] = {
     "mixtral by plan, two passes": Training(by_plan("mixtral"), load_by_plan, "ids", "ghost", rtol=ROUTED),
     "qwen3 by plan": Training(by_plan("qwen3"), load_by_plan, "ids"),
 }
-TRAININGS |= PLANS
-QUICK = ("mlp", "gpt, two passes", "tied vocabulary", "sequence")
+CLASSES: dict[str, Training] = {
+    "divided classes": Training(GPT, of_classes, "ids", around=loss_parallel),
+    "divided classes, tied, two passes": Training(
+        lambda: GPT(tied=True), of_classes, "ids", "ghost", around=loss_parallel
+    ),
+    "divided classes, per-sample gradients": Training(GPT, of_classes, "ids", "hooks", around=loss_parallel),
+    "divided classes, small batches": Training(GPT, of_classes, "ids", batch=1, around=loss_parallel),
+    "divided classes, physical batches": Training(GPT, of_classes, "ids", physical=2, around=loss_parallel),
+}
+TRAININGS |= PLANS | CLASSES
+QUICK = ("mlp", "gpt, two passes", "tied vocabulary", "sequence", "divided classes", "tokens of one rank")
 """Those of the trainings on two ranks that cover the promise."""
 ON_FOUR: dict[str, Training] = {
     "mlp": Training(mlp, on_two_axes(of_mlp, 2, 2)),
@@ -247,6 +259,10 @@ ON_FOUR: dict[str, Training] = {
     "tied vocabulary": Training(lambda: GPT(tied=True), on_two_axes(of_vocabulary, 2, 2), "ids"),
     "sequence": Training(GPT, on_two_axes(of_sequence, 2, 2), "even ids"),
     "llama": Training(llama, on_two_axes(of_llama, 2, 2), "ids"),
+    "divided classes": Training(GPT, on_two_axes(of_classes, 2, 2), "ids", around=loss_parallel),
+    "divided classes, small batches": Training(
+        GPT, on_two_axes(of_classes, 2, 2), "ids", "ghost", batch=1, around=loss_parallel
+    ),
 }
 ON_EIGHT: dict[str, Training] = {
     "mlp": Training(mlp, on_two_axes(of_mlp, 2, 2, 2)),

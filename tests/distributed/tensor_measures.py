@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,20 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 from ghostclip import GhostClipper
 from ghostclip.clipping.grouping import PerParameter
 from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.distributed import ShardedModel, noisy_parts_, share_noise
 from ghostclip.errors import GhostClipError
+from ghostclip.losses import token_losses
 from ghostclip.noise import make_noise_source
 from tests.distributed.sharded import built, losses_of, samples, whole_of
 from tests.distributed.sharded_measures import _Collectives
@@ -29,7 +38,9 @@ from tests.process_group import process_group
 STD, BOUND, SAMPLES = 3.0, 0.05, 6
 SHAPES = ((41, 30), (300, 150), (3, 5), (8, 3))
 STRATEGIES = ("bookkeeping", "ghost", "fast", "hooks")
-MEASURED = ("gpt", "sequence", "tied vocabulary", "mixtral by plan", "qwen3 by plan")
+MEASURED = ("gpt", "sequence", "tied vocabulary", "mixtral by plan", "qwen3 by plan", "divided classes")
+COUNTED = ("gpt", "tied vocabulary", "sequence", "divided classes")
+MOVED = ("gpt", "sequence", "divided classes")
 
 
 def run(rank: int, ranks: int, folder: str) -> None:
@@ -46,8 +57,8 @@ def run(rank: int, ranks: int, folder: str) -> None:
         found = {
             "measured": {(name, way): measured(name, way, divided=True) for name in MEASURED for way in STRATEGIES},
             "by layer": measured("sequence", "bookkeeping", divided=True, policy=by_layer()),
-            "collectives": {name: _collectives(name) for name in ("gpt", "tied vocabulary", "sequence")},
-            "moves": {name: _moves(name) for name in ("gpt", "sequence")},
+            "collectives": {name: _collectives(name) for name in COUNTED},
+            "moves": {name: _moves(name) for name in MOVED},
             "noise": _noise(),
             "refused": _refused(rank),
         }
@@ -99,7 +110,8 @@ def measured(name: str, strategy: str, *, divided: bool, **options: Any) -> Mapp
         clipper = GhostClipper(net, strategy=strategy, loss_reduction="sum", **options)
         clipper.own_gradients()
     x, y = (part[:SAMPLES] for part in samples(TRAININGS[name].inputs))
-    clipper.backward(losses_of(net, TRAININGS[name].inputs, x, y))
+    with TRAININGS[name].around() if divided else nullcontext():
+        clipper.backward(losses_of(net, TRAININGS[name].inputs, x, y))
     return {"norms": clipper.group_norms, "sums": _sums(net, clipper)}
 
 
@@ -112,7 +124,7 @@ def _collectives(name: str) -> Mapping[str, Mapping[str, int]]:
         net = _divided(name)
         clipper = None if way == "plain" else _clipper(net, max_grad_norm=BOUND, strategy=way)
         for _ in range(3):
-            with _Collectives() as counted:
+            with _Collectives() as counted, training.around():
                 losses = losses_of(net, training.inputs, x, y)
                 losses.sum().backward() if clipper is None else clipper.backward(losses)
             if clipper is not None:
@@ -139,7 +151,8 @@ def _moves(name: str) -> list[float]:
 
     def summed(left_out: int | None) -> Tensor:
         kept = [number for number in range(SAMPLES) if number != left_out]
-        losses_of(net, training.inputs, x[kept], y[kept]).sum().backward()
+        with training.around():
+            clipper.backward(losses_of(net, training.inputs, x[kept], y[kept]))
         return torch.cat([total.flatten() for total in _sums(net, clipper)])
 
     everything = summed(None)
@@ -260,7 +273,7 @@ def _refused(rank: int) -> Mapping[str, str]:
     def divided_outputs() -> None:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(4, 4))
-        _forward(parallelize_module(net, mesh, {"0": ColwiseParallel(use_local_output=False)}))
+        _forward(parallelize_module(net, mesh, {"0": ColwiseParallel(output_layouts=Shard(0), use_local_output=False)}))
 
     def device_only() -> None:
         _clipper(parallelize_module(_Stray(nn.Identity()), mesh, ends), max_grad_norm=BOUND, device_only=True)
@@ -269,7 +282,56 @@ def _refused(rank: int) -> Mapping[str, str]:
         other_inputs, other_dropout, divided_features, transposed, divided_samples, own_tensors, mixes,
         divided_outputs, device_only,
     )  # fmt: skip
-    return {attempt.__name__: _message(attempt) for attempt in attempts}
+    return _losses_refused(mesh) | {attempt.__name__: _message(attempt) for attempt in attempts}
+
+
+def _losses_refused(mesh: Any) -> Mapping[str, str]:
+    """Try losses of logits whose classes lie on several ranks."""
+
+    def back(losses: Callable[[Tensor, Tensor], Tensor], *, within: bool = True, plain: bool = False) -> None:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 6)).double()
+        parallelize_module(net, mesh, {"0": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)})
+        clipper = GhostClipper(net, sharded=ShardedModel(net), loss_reduction="mean", max_grad_norm=BOUND)
+        with _taken_back(loss_parallel()):
+            found = losses(net(torch.randn(4, 4).double()), torch.arange(4))
+            if within:
+                found.backward() if plain else clipper.backward(found)
+        if not within:
+            clipper.backward(found)
+
+    each = functools.partial(nn.functional.cross_entropy, reduction="none")
+    attempts: dict[str, Callable[[], None]] = {
+        "parts of losses": lambda: back(lambda out, _: out.sum(1)),
+        "a scalar on the mesh": lambda: back(nn.functional.cross_entropy),
+        "a plain backward": lambda: back(lambda out, y: each(out, y).sum(), plain=True),
+        "a scalar off the mesh": lambda: back(lambda out, y: nn.functional.cross_entropy(out, y).to_local()),
+        "outside the context": lambda: back(each, within=False),
+        "off the mesh, outside": lambda: back(lambda out, y: each(out, y).to_local(), within=False),
+        "log-softmax alone": lambda: back(lambda out, _: out.log_softmax(1)[:, 3]),
+        "log-softmax as well": lambda: back(_with_confidence),
+        "samples that meet": lambda: back(lambda out, y: each(out, y) - each(out, y).mean()),
+        "smoothed": lambda: back(lambda out, y: token_losses(out[:, None], y[:, None], label_smoothing=0.1)),
+    }
+    return {name: _message(attempt) for name, attempt in attempts.items()}
+
+
+@contextmanager
+def _taken_back(context: AbstractContextManager[None]) -> Iterator[None]:
+    """Leave a context of torch that an exception would not end."""
+    with ExitStack() as stack:
+        stack.enter_context(context)
+        try:
+            yield
+        except GhostClipError:
+            stack.close()
+            raise
+
+
+def _with_confidence(out: Tensor, labels: Tensor) -> Tensor:
+    """A cross-entropy, and a term of the log-probabilities that it was made of."""
+    logs = out.log_softmax(1)
+    return nn.functional.nll_loss(logs, labels, reduction="none") - logs[:, 3]
 
 
 def _message(attempt: Callable[[], None]) -> str:

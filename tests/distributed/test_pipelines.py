@@ -115,6 +115,50 @@ def test_a_training_is_that_of_one_process(found):
         assert "Set σ and C" in rank["trained"]["refused"]
 
 
+@pytest.mark.filterwarnings("ignore:noise_multiplier=0")
+@pytest.mark.parametrize("name", [*pipelines.ENGINE, "copies", "resumed"])
+def test_a_training_by_the_engine_is_that_of_one_process(found, name):
+    """Draws, batches in parts with empty places, clipped sums, noise and account, also resumed from one file."""
+    if name == "copies" and len(found) == 2:
+        pytest.skip("two copies of two stages take four ranks")
+    of_rank = [rank[name] if name == "resumed" else rank["engine"][name] for rank in found]
+    schedule = name if name in pipelines.ENGINE else "1F1B"
+    alone = pipelines.engine_trained(
+        -1, len(found), name=schedule, copies=2 if name == "copies" else 1, states=of_rank[0]["states"]
+    )
+    assert {rank["steps"] for rank in of_rank} == {alone["steps"]} == {4}
+    weights = {key: value for rank in of_rank for key, value in rank["weights"].items()}
+    assert weights.keys() == alone["weights"].keys()
+    for key, value in alone["weights"].items():
+        torch.testing.assert_close(weights[key], value, rtol=1e-9, atol=1e-11)
+
+
+def test_a_record_moves_the_release_of_the_engine_by_c_at_most(found):
+    whole, *less = [
+        {key: value for rank in found for key, value in rank["engine without one"][number]["released"].items()}
+        for number in range(3)
+    ]
+    for without in less:
+        moved = torch.cat([(whole[key] - without[key]).flatten() for key in whole]).norm()
+        assert 0.99 * pipelines.BOUND < moved <= pipelines.BOUND * (1 + 1e-9)
+
+
+def test_batches_without_records_are_released(found):
+    sizes = found[0]["empty"]
+    assert 0 in sizes
+    assert any(sizes)
+    assert all(rank["empty"] == sizes for rank in found)
+
+
+def test_the_ledger_tells_releases_of_other_stages_apart(found):
+    """Rank 0 writes it, and what stages on other ranks release is part of what a step is recognised by."""
+    for rank in found:
+        lines, (first, again, other) = rank["ledger"]
+        assert lines > 1
+        assert first == again != other
+        assert rank["ledger"] == found[0]["ledger"]
+
+
 @pytest.mark.slow
 def test_a_stage_that_mixes_samples_is_refused(tmp_path):
     """By its own error where it is found out; the rank that waits for it ends with the group's timeout."""
@@ -134,6 +178,20 @@ def test_a_stage_that_mixes_samples_is_refused(tmp_path):
         ("frozen", "trains no parameter"),
         ("disagree", "max_grad_norm and loss_reduction of rank 1 is"),
         ("no backward", "no backward ran in this step"),
+        ("two passes", "grad_sample_mode='ghost' with a Pipeline"),
+        ("criterion", "the schedule has its loss_fn"),
+        ("batch second", "batch_first=False with a Pipeline"),
+        ("small memory", "memory_budget=0.9 with a Pipeline"),
+        ("device only", "device_only=True with a Pipeline"),
+        ("head", "vocabulary_head='auto' with a Pipeline"),
+        ("layers", "stages tell each other the norms of whole gradients"),
+        ("adaptive", "stages tell each other the norms of whole gradients"),
+        ("level", "grad_sample_mode='hooks' with a Pipeline"),
+        ("places", "a step of the schedule has 4 microbatches of one size"),
+        ("axis", "name the one axis of the mesh whose ranks have stages of one model"),
+        ("forward", "call pipeline.step(inputs, target=...)"),
+        ("not private", "the pipeline is not private"),
+        ("other stages", "checkpoint with stages 7 of the ranks"),
     ],
 )
 def test_what_does_not_fit_is_refused_on_every_rank(found, case, words):

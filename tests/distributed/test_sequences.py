@@ -89,6 +89,44 @@ def test_a_training_is_that_of_one_process(found):
             torch.testing.assert_close(rank["trained"]["weights"][key], parameter.detach(), rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.filterwarnings("ignore:noise_multiplier=0")
+@pytest.mark.parametrize("sigma", sequences.SIGMAS)
+def test_a_training_by_the_engine_is_that_of_one_process(found, sigma):
+    """Draws, clipped sums, noise and account: ranks that share sequences draw the same records."""
+    first = found[0]["engine"][sigma]
+    alone = sequences.engine_trained(sequences.whole_model(), mesh=None, sigma=sigma, states=first["states"])
+    for rank in found:
+        assert rank["engine"][sigma]["steps"] == alone["steps"] == (4 if sigma else 1)
+        for key, value in alone["weights"].items():
+            torch.testing.assert_close(rank["engine"][sigma]["weights"][key], value, rtol=1e-9, atol=1e-11)
+
+
+def test_a_record_moves_the_release_of_the_engine_by_c_at_most(found):
+    for rank in found:
+        whole = rank["engine"][0.0]["released"]
+        for less in rank["engine without one"]:
+            moved = torch.cat([(whole[key] - less[key]).flatten() for key in whole]).norm()
+            assert 0.99 * sequences.BOUND < moved <= sequences.BOUND * (1 + 1e-9)
+
+
+def test_context_parallel_is_exact_with_sequences_and_refused_without(found):
+    """The batch is split there, whatever attention then does; positions come in another order on each rank."""
+    inputs = dict(zip(("ids", "labels"), sequences.batch(), strict=True))
+    each = reference.per_sample_gradients(sequences.ring(0), inputs, sequences.losses, axes={})
+    alone = reference.clip_and_sum(each, sequences.BOUND)
+    sums = _summed([rank["ring"] for rank in found])
+    for key, value in alone.clipped.items():
+        torch.testing.assert_close(sums[key], value, rtol=1e-11, atol=1e-14)
+    for rank in found:
+        assert "Ring was called inside context_parallel" in rank["ring"]["refused"]
+
+
+def test_attention_of_context_parallel_does_not_run_on_a_cpu(found):
+    """So that its ring is not compared with one process here; once it runs, it is to be."""
+    for rank in found:
+        assert rank["ring"]["attention"] in {"NotImplementedError", "RuntimeError"}
+
+
 @pytest.mark.parametrize(
     ("case", "words"),
     [
@@ -97,6 +135,9 @@ def test_a_training_is_that_of_one_process(found):
         ("axis", "name the one axis of the mesh"),
         ("ghost", "brought together by book-keeping alone"),
         ("tiles", "compute the loss from logits"),
+        ("engine's mesh", "ranks of a training are to be on it"),
+        ("engine's level", "noise_level='exact' with ranks that hold a model, or samples, in parts"),
+        ("engine's strategy", "brought together by book-keeping alone"),
     ],
 )
 def test_what_does_not_fit_is_refused_on_every_rank(found, case, words):

@@ -11,7 +11,17 @@ from torch import multiprocessing
 from ghostclip.noise import make_noise_source
 from ghostclip.noise.packs import add_noise_
 from tests.distributed.tensor import TRAININGS
-from tests.distributed.tensor_measures import MEASURED, SHAPES, STD, STRATEGIES, by_layer, measured, run
+from tests.distributed.tensor_measures import (
+    COUNTED,
+    MEASURED,
+    MOVED,
+    SHAPES,
+    STD,
+    STRATEGIES,
+    by_layer,
+    measured,
+    run,
+)
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 RANKS = 2
@@ -46,7 +56,7 @@ def test_norms_of_each_layer_are_those_of_one_process(found):
     _compare([rank["by layer"] for rank in found], alone)
 
 
-@pytest.mark.parametrize(("name", "more"), [("gpt", 1), ("tied vocabulary", 1), ("sequence", 2)])
+@pytest.mark.parametrize(("name", "more"), [*((name, 1) for name in COUNTED if name != "sequence"), ("sequence", 2)])
 def test_book_keeping_exchanges_norms_once_and_those_of_divided_positions(found, name, more):
     for rank in found:
         counts = rank["collectives"][name]
@@ -56,7 +66,7 @@ def test_book_keeping_exchanges_norms_once_and_those_of_divided_positions(found,
         assert sum(private.values()) <= sum(plain.values()) + more
 
 
-@pytest.mark.parametrize("name", ["gpt", "sequence"])
+@pytest.mark.parametrize("name", MOVED)
 def test_one_sample_moves_the_sum_by_the_bound_at_most(found, name):
     for rank in found:
         assert max(rank["moves"][name]) <= 1 + 1e-6
@@ -82,7 +92,17 @@ REFUSED = {
     "divided_samples": "UnsupportedModelError: .*divided along axis 0, where samples lie",
     "own_tensors": "UnsupportedModelError: .*'weight'.*meets plain tensors in linear",
     "mixes": "SampleMixingError: the output of one sample depends on other samples",
-    "divided_outputs": "UnsupportedModelError: Sequential returns a DTensor",
+    "divided_outputs": "UnsupportedModelError: Sequential returns a DTensor placed as .*0",
+    "parts of losses": r"LossReductionError: the loss is a DTensor of shape \(4,\), placed as P",
+    "a scalar on the mesh": r"LossReductionError: the loss is a DTensor of shape \(\), placed as R.*to_local",
+    "a plain backward": r"LossReductionError: the loss is a DTensor of shape \(\), placed as R.*clipper.backward",
+    "a scalar off the mesh": "LossReductionError: the loss is no sum over samples",
+    "outside the context": r"LossReductionError: .*within loss_parallel\(\) alone",
+    "off the mesh, outside": r"LossReductionError: .*within loss_parallel\(\) alone",
+    "log-softmax alone": "LossReductionError: 'Select' takes a log_softmax",
+    "log-softmax as well": "LossReductionError: 'Select' takes a log_softmax",
+    "samples that meet": "SampleMixingError: the loss of one sample depends on other samples",
+    "smoothed": "InvalidOptionError: token_losses: label_smoothing=0.1",
     "device_only": "InvalidOptionError: device_only=True with ranks that share samples",
 }
 

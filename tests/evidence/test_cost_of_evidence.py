@@ -7,7 +7,7 @@ from torch import nn
 import ghostclip
 from ghostclip.capture.batch_axis import RowMap
 from ghostclip.evidence.gradient_edges import GradientSource
-from ghostclip.evidence.probe import Start, _nonzero_rows, cotangents
+from ghostclip.evidence.probe import Start, _nonzero_rows, cotangent
 
 B = 6
 
@@ -73,7 +73,7 @@ def test_rows_that_are_not_zero(dtype, wide):
 )
 def test_a_probe_begins_in_rows_of_its_samples_alone_and_in_all_of_these(shape, row_map):
     place = GradientSource.of(torch.zeros(shape, dtype=torch.float64))
-    (grad,) = cotangents([Start(place, row_map)], batch_size=B, samples={1, 4})
+    grad = cotangent(Start(place, row_map), batch_size=B, samples={1, 4})
     assert grad.shape == shape
     rows_B = row_map.split(grad, len(shape), B).flatten(1)
     others = [sample for sample in range(B) if sample not in (1, 4)]

@@ -237,7 +237,11 @@ def test_plan_never_costs_more_than_seven_sixths(positions, inputs, outputs):
     assert norm <= 6 * positions * inputs * outputs / 6 * 1.25
 
 
-@given(st.integers(8, 100_000), st.integers(2, 10_000))
-def test_gram_forms_little_more_than_a_triangle(positions, width):
-    share = kernels.gram_entries(positions, width) / positions**2
-    assert share <= (0.625 if positions < 128 else 0.5625 if positions % 16 == 0 else 0.6)
+@given(st.integers(8, 100_000), st.integers(1, 10_000), st.integers(1, 10_000))
+def test_gram_forms_little_more_than_a_triangle(positions, inputs, outputs):
+    """Except where its whole square is a small part of what the layer costs, and few products are quicker."""
+    share = kernels.gram_entries(positions, inputs, outputs) / positions**2
+    if positions < 512 and positions * (inputs + outputs) <= 0.5 * inputs * outputs:
+        assert share <= 1
+    else:
+        assert share <= (0.625 if positions < 128 else 0.5625 if positions % 16 == 0 else 0.6)

@@ -24,6 +24,7 @@ MAY_FORWARD_OPTIONS = {
     "ghostclip.graph.step:__call__",
     "ghostclip.graph.trace:forward",
     "ghostclip.distributed.parallel:forward",
+    "ghostclip.distributed.pipelined:step",
     "ghostclip.integrations.trl:__call__",
     "ghostclip.scaling.source:_attention",
 }

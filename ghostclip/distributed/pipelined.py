@@ -1,0 +1,251 @@
+"""`Pipeline`: the stages that a rank has of a model and the schedule that runs them, as one module to make private."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+import torch
+from torch import Tensor, distributed, nn
+
+from ghostclip import _torch, _tree, _validate
+from ghostclip.clipping.policies import ClipPolicy
+from ghostclip.distributed.pipeline import PipelineClipper, Stage
+from ghostclip.distributed.sample_ranks import along, require_all_ranks
+from ghostclip.distributed.stage_noise import StageNoise
+from ghostclip.distributed.stages import StagesClipper
+from ghostclip.distributed.weights import require_equal_weights
+from ghostclip.errors import GhostClipError, InvalidOptionError, ResumeError, UnsupportedModelError
+from ghostclip.noise.keyed import KeyedNoise
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_OF_STAGES = "of_stages"
+
+
+class Pipeline(nn.Module):
+    """Stages of a rank and the schedule that runs them, for ``make_private(module=...)``.
+
+    Every rank gives its optimizer ``pipeline.parameters()``, iterates over the private loader, which hands the same
+    records to all stages of a pipeline, and calls `step` with the whole batch. Stages exchange tensors of one shape:
+    a batch goes through the schedule in parts of `places` records, the last one filled up. What lies in the places
+    beyond the batch has the clip coefficient 0, and counts nowhere.
+
+    Privacy:
+        As `PipelineClipper`; noise is added once, each stage's by its rank, and a step is one entry in the account.
+
+    Cost:
+        Empty places cost time: on average half of `places` in a batch.
+
+    Args:
+        schedule: One of ``torch.distributed.pipelining``, with a ``loss_fn``.
+        stages: The stages of this rank that it runs, in order.
+        mesh: All ranks of the training.
+        sample_mesh_axes: The axis of the mesh along which the stages lie, whose ranks work on the same samples; along
+            others lie copies of the pipeline with samples of their own.
+        places: How many records one step of the schedule has places for: a multiple of its microbatches.
+
+    Raises:
+        InvalidOptionError: An axis is not one of the mesh, or places are no multiple of the microbatches.
+    """
+
+    def __init__(
+        self,
+        schedule: Any,
+        stages: Sequence[Stage],
+        *,
+        mesh: DeviceMesh,
+        sample_mesh_axes: Sequence[str] = ("pp",),
+        places: int,
+    ) -> None:
+        super().__init__()
+        self._group, self.shares = along(mesh, sample_mesh_axes, "stages of one model")
+        microbatches = _torch.microbatches_of(schedule)
+        if _validate.positive_int(places, "places") % microbatches:
+            raise InvalidOptionError(
+                f"places={places}: a step of the schedule has {microbatches} microbatches of one size. Give a multiple."
+            )
+        self._schedule, self._stages, self.places = schedule, list(stages), places
+        self.clipper: StagesClipper | None = None
+        self.stages = nn.ModuleDict({str(stage.stage_index): stage.submod for stage in stages})
+
+    def attach(
+        self, *, policy: ClipPolicy, loss_reduction: Literal["mean", "sum"], relation: str, probe: bool
+    ) -> StagesClipper:
+        """Clip what the schedule computes from now on; called on all ranks of the training.
+
+        Args:
+            policy: How samples are clipped.
+            loss_reduction: How the schedule's loss is reduced over the samples of a microbatch.
+            relation: Which data sets count as neighbours.
+            probe: As for `GhostClipper`.
+
+        Returns:
+            The clipper of this rank's stages.
+
+        Raises:
+            InvalidOptionError: Ranks are missing on the mesh, or the policy needs more than norms.
+            UnsupportedModelError: A stage cannot be clipped, or copies of one differ.
+        """
+        require_all_ranks(self.shares, "stages of a pipeline")
+        for group in self.shares.groups:
+            require_equal_weights(self, group)
+        clipper = PipelineClipper(
+            self._stages,
+            policy=policy,
+            loss_reduction=loss_reduction,
+            relation=relation,
+            group=self._group,
+            copies=self.shares.count,
+            probe=probe,
+        )
+        self.clipper = StagesClipper(self, clipper)
+        return self.clipper
+
+    def noise_of(self, source: KeyedNoise, parameters: Sequence[nn.Parameter]) -> StageNoise:
+        """Return the noise of a private optimizer over this rank's stages; called on all ranks of the training.
+
+        Args:
+            source: This rank's source, which takes rank 0's key.
+            parameters: Those of the optimizer, in its order.
+
+        Returns:
+            The noise source.
+
+        Raises:
+            GhostClipError: Nothing is attached.
+        """
+        if self.clipper is None:
+            raise GhostClipError("noise of a pipeline: attach a clipper first.")
+        return self.clipper.pipeline.noise_of(source, parameters, self.shares.groups)
+
+    def forward(self, *args: Any) -> NoReturn:
+        """Refuse to run stages by themselves.
+
+        Args:
+            *args: Anything.
+
+        Raises:
+            UnsupportedModelError: Always.
+        """
+        del args
+        raise UnsupportedModelError(
+            "a pipeline is no function of its inputs: call pipeline.step(inputs, target=...) on all ranks, which runs "
+            "the schedule forward and backward."
+        )
+
+    def step(self, *args: Any, target: Any, losses: list[Tensor] | None = None, **kwargs: Any) -> None:
+        """Run the schedule forward and backward over a batch; called on all ranks, with what the loader returned.
+
+        Args:
+            *args: Inputs of the first stage, samples along axis 0 of every tensor.
+            target: What the schedule's ``loss_fn`` takes beside the outputs of the last stage, samples along axis 0.
+            losses: Is filled, on the rank of the last stage, with the microbatches' losses. Not private, and those of
+                the last ones are also of what fills empty places.
+            **kwargs: Inputs by name of the first stage.
+
+        Raises:
+            GhostClipError: No clipper is attached, or the schedule runs no backward.
+        """
+        if self.clipper is None or not self.clipper.attached:
+            raise GhostClipError("pipeline.step: the pipeline is not private. Call make_private(module=pipeline, ...).")
+        size, begun = len(_tree.tensors(target)[0]), self.clipper.backward_passes
+        if losses is not None:
+            losses.clear()
+        if size == 0:
+            self.clipper.mark_empty_batch()
+        for start in range(0, size, self.places):
+            count = min(self.places, size - start)
+            # Any value would do in empty places; one that the model has seen raises nothing new.
+            rows = [*range(start, start + count), *[start + count - 1] * (self.places - count)]
+            part = _tree.mapped(functools.partial(_rows, rows=rows, size=size), [args, dict(kwargs), target])
+            with self.clipper.pipeline.step(count):
+                self._run(part[0], part[1], part[2], losses)
+        self.clipper.merge_passes(since=begun)
+
+    def _run(self, args: Any, kwargs: Any, target: Any, losses: list[Tensor] | None) -> None:
+        """Run one step of the schedule: the first stage takes inputs, the last one targets."""
+        first, last = any(s.is_first for s in self._stages), any(s.is_last for s in self._stages)
+        found: list[Tensor] = []
+        options: dict[str, Any] = {"target": target, "losses": found} if last else {}
+        self._schedule.step(*(args if first else ()), **(kwargs if first else {}), **options)
+        if losses is not None:
+            losses += found
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
+        """Discard what was accumulated since the last step.
+
+        Args:
+            set_to_none: As torch takes it.
+        """
+        for stage in self.stages.values():
+            stage.zero_grad(set_to_none)
+
+    # -- one file of all stages -------------------------------------------------------------------------------------
+
+    def gathered(self, state: Mapping[str, Any], *, whole: str, each: Sequence[str]) -> dict[str, Any]:
+        """Return a training's state with what all stages have of it, on rank 0; called on all ranks.
+
+        Args:
+            state: This rank's.
+            whole: The entry of the model's state, whose keys name the stages.
+            each: Entries that every rank has one of: of the optimizer, and of torch's generators.
+
+        Returns:
+            What rank 0 writes; this rank's own elsewhere.
+
+        Cost:
+            Rank 0 holds the states of all stages in main memory.
+        """
+        kept = {name: state[name] for name in each if name in state}
+        if self.shares.number > 0:
+            return dict(state)
+        own = _tree.mapped(_on_cpu, (dict(state[whole]), kept))
+        ranks: list[Any] | None = [None] * self.shares.copies if distributed.get_rank(self._group) == 0 else None
+        distributed.gather_object(
+            (self._key(), own), ranks, dst=distributed.get_global_rank(self._group, 0), group=self._group
+        )
+        if ranks is None:
+            return dict(state)
+        model = {name: value for _, (part, _) in ranks for name, value in part.items()}
+        rest = {name: value for name, value in state.items() if name not in kept}
+        return {**rest, whole: model, _OF_STAGES: {key: kept for key, (_, kept) in ranks}}
+
+    def own_part(self, state: Mapping[str, Any], *, whole: str) -> dict[str, Any]:
+        """Return what this rank continues with.
+
+        Args:
+            state: What `gathered` returned on rank 0.
+            whole: The entry of the model's state.
+
+        Returns:
+            The state, with this rank's entries.
+
+        Raises:
+            ResumeError: It is no state of a pipeline, or of one whose stages lay otherwise.
+        """
+        saved = state.get(_OF_STAGES, {})
+        if self._key() not in saved:
+            found = ", ".join(saved) or "none"
+            raise ResumeError(
+                f"checkpoint with stages {found} of the ranks, this rank has stages {self._key()}. Resume with as many "
+                "ranks along the pipeline, and the same stages on each."
+            )
+        prefixes = tuple(f"stages.{stage.stage_index}." for stage in self._stages)
+        model = {name: value for name, value in state[whole].items() if name.startswith(prefixes)}
+        return {**state, **saved[self._key()], whole: model}
+
+    def _key(self) -> str:
+        return ",".join(str(stage.stage_index) for stage in self._stages)
+
+
+def _rows(leaf: Any, *, rows: Sequence[int], size: int) -> Any:
+    if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != size:
+        return leaf
+    return leaf[torch.tensor(rows, device=leaf.device)]
+
+
+def _on_cpu(leaf: Any) -> Any:
+    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf

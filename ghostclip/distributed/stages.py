@@ -1,0 +1,268 @@
+"""Clippers of the stages that one rank has of a pipeline as one, for a private optimizer over their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from ghostclip.capture.roster import Roster
+from ghostclip.clipping.policies import ClipPolicy
+from ghostclip.distributed.pipeline import PipelineClipper
+from ghostclip.errors import InvalidOptionError, UnsupportedModelError
+
+
+class StagesClipper:
+    """What a private optimizer asks of a clipper, answered for several stages.
+
+    All stages see the same samples: counts are those of the first of them, and each parameter's sum is its stage's.
+
+    Privacy:
+        The sums of the stages of all ranks together have the sensitivity that this states.
+
+    Attributes:
+        model: The module that has the stages.
+        pipeline: Runs steps of the schedule.
+        strategy: How sums are formed.
+        batch_first: Whether samples lie along axis 0, as pipelines have them.
+        axis: Where they lie.
+        is_sharded: Whether several ranks hold the model in parts, and so run it the same number of times.
+        wants_proof: Whether a rank asks for proofs with others; each stage is proved by itself.
+    """
+
+    strategy = "bookkeeping"
+    batch_first, axis = True, 0
+    is_sharded, wants_proof = True, False
+
+    def __init__(self, model: nn.Module, pipeline: PipelineClipper) -> None:
+        """Take the clippers of a rank's stages together.
+
+        Args:
+            model: The module that has these stages.
+            pipeline: Attached to them.
+        """
+        self.model = model
+        self.pipeline = pipeline
+        self._first = pipeline.clippers[0]
+        self._of = {id(p): one for one in pipeline.clippers for p in one.trainable_parameters()}
+        self.roster = _Rosters(model, [one.roster for one in pipeline.clippers])
+        self.unchecked = _Joined([one.unchecked for one in pipeline.clippers])
+
+    # -- what holds for all stages ----------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> ClipPolicy:
+        """How samples are clipped: one policy of all stages, whose bound may be set between batches."""
+        return self.pipeline.policy
+
+    @property
+    def max_grad_norm(self) -> float:
+        """C, the bound on every sample's gradient norm over all stages."""
+        return self.policy.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float) -> None:
+        self.policy.max_grad_norm = value
+
+    @property
+    def loss_reduction(self) -> str:
+        """How the schedule's loss is reduced."""
+        return self._first.loss_reduction
+
+    @property
+    def relation(self) -> str:
+        """Which data sets count as neighbours."""
+        return self._first.relation
+
+    def sensitivity(self) -> float:
+        """Return how far one sample can move the clipped sums of all stages together."""
+        return self._first.sensitivity()
+
+    @property
+    def attached(self) -> bool:
+        """Whether the stages' gradients are clipped."""
+        return self._first.attached
+
+    @property
+    def has_clipped_sum(self) -> bool:
+        """Whether a step of the schedule (or one without samples) has completed since the last `reset`."""
+        return self._first.has_clipped_sum
+
+    @property
+    def backward_passes(self) -> int:
+        """How many batches went through the schedule since the last `reset`."""
+        return self._first.backward_passes
+
+    @property
+    def generation(self) -> int:
+        """How often the sums were forgotten."""
+        return self._first.generation
+
+    @property
+    def rows_seen(self) -> tuple[int, ...]:
+        """Samples of each batch since the last `reset`, in order."""
+        return self._first.rows_seen
+
+    @property
+    def inputs_noted(self) -> tuple[list[Any], ...]:
+        """What was noted of the inputs of the first of these stages: batches where it is the model's first."""
+        return self._first.inputs_noted
+
+    @property
+    def per_sample_norms(self) -> Tensor:
+        """Norms of the samples' gradients over all stages in the last step of the schedule. Not private."""
+        return self.pipeline.per_sample_norms
+
+    @property
+    def clip_coefficients(self) -> Tensor:
+        """Clip coefficients of the last microbatch. Not private."""
+        return self._first.clip_coefficients
+
+    def note_inputs(self, note: Callable[[Sequence[Tensor], int], Any]) -> None:
+        """Let forwards of the first of these stages be noted; see `GhostClipper.note_inputs`.
+
+        Args:
+            note: Called with the tensors and the number of samples.
+        """
+        self._first.note_inputs(note)
+
+    # -- what each stage has ----------------------------------------------------------------------------------------
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that are clipped, stage by stage."""
+        return [p for one in self.pipeline.clippers for p in one.trainable_parameters()]
+
+    def summed_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return a parameter's clipped sum, None when nothing contributed.
+
+        Args:
+            parameter: One of the trainable parameters.
+
+        Returns:
+            As `GhostClipper.summed_gradient`.
+        """
+        return self._of[id(parameter)].summed_gradient(parameter)
+
+    def has_sum_of(self, parameter: nn.Parameter) -> bool:
+        """Return whether something contributed to the sum of a parameter.
+
+        Args:
+            parameter: One of the trainable parameters.
+
+        Returns:
+            True if so.
+        """
+        one = self._of.get(id(parameter))
+        return one is not None and one.has_sum_of(parameter)
+
+    def hand_over_sums(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+        """Return the sums, and let go of them.
+
+        Args:
+            parameters: Whose.
+
+        Returns:
+            As `GhostClipper.hand_over_sums`.
+        """
+        found: dict[int, Tensor | None] = {}
+        for one in self.pipeline.clippers:
+            own = [p for p in parameters if self._of[id(p)] is one]
+            found.update(zip(map(id, own), one.hand_over_sums(own), strict=True))
+        return [found[id(p)] for p in parameters]
+
+    def own_gradients(
+        self, *, discard: Callable[[], Callable[[], None] | None] = lambda: None, samples: bool = False
+    ) -> None:
+        """Let a private optimizer own the sums of all stages; see `GhostClipper.own_gradients`.
+
+        Args:
+            discard: As there.
+            samples: As there.
+        """
+        for one in self.pipeline.clippers:
+            one.own_gradients(discard=discard, samples=samples)
+
+    def mark_empty_batch(self) -> None:
+        """Count a batch without samples as a clipped sum of zero."""
+        for one in self.pipeline.clippers:
+            one.mark_empty_batch()
+
+    def merge_passes(self, *, since: int) -> None:
+        """Count steps of the schedule through parts of one batch as one.
+
+        Args:
+            since: How many batches there were before the first of them.
+        """
+        for one in self.pipeline.clippers:
+            one.merge_passes(since=since)
+
+    def leave_plain_gradients(self) -> None:
+        """Nothing to leave: sums of stages wait for each other's norms."""
+
+    def prove_next(self) -> None:
+        """Nothing to ask together: each stage is proved by itself."""
+
+    def rest(self) -> None:
+        """Nothing is gathered."""
+
+    def reset(self) -> None:
+        """Forget the sums of all stages."""
+        self.pipeline.reset()
+
+    def remove(self) -> None:
+        """Detach from the stages."""
+        self.pipeline.remove()
+
+    def backward(self, loss: Tensor) -> None:
+        """Refuse a backward from outside: the schedule runs it.
+
+        Args:
+            loss: A loss.
+
+        Raises:
+            UnsupportedModelError: Always.
+        """
+        del loss
+        raise UnsupportedModelError(
+            "backward of a pipeline: its schedule runs it. Call pipeline.step(inputs, target=...)."
+        )
+
+    def savepoint(self) -> NoReturn:
+        """Refuse to try sizes of batches: stages exchange tensors of one shape.
+
+        Raises:
+            InvalidOptionError: Always.
+        """
+        raise InvalidOptionError(
+            "a pipeline takes batches in parts by itself: leave BatchMemoryManager out, and choose places= of the "
+            "Pipeline by what fits in memory."
+        )
+
+
+class _Rosters(Roster):
+    """Parameters of all stages of a rank, of which their own clippers meet some each."""
+
+    def __init__(self, model: nn.Module, parts: Sequence[Roster]) -> None:
+        self._parts = parts
+        super().__init__(model)
+
+    @property
+    def changed(self) -> bool:
+        """Whether a forward of some stage has met other parameters than those of before."""
+        return any(part.changed for part in self._parts)
+
+    @changed.setter
+    def changed(self, value: bool) -> None:
+        for part in self._parts:
+            part.changed = value
+
+
+class _Joined:
+    """Checks of several models that could not run, as one clause."""
+
+    def __init__(self, parts: Sequence[object]) -> None:
+        self._parts = parts
+
+    def __str__(self) -> str:
+        return "; ".join(dict.fromkeys(text for text in map(str, self._parts) if text))
