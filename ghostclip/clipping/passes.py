@@ -508,7 +508,6 @@ class OneOfTwo(Pass):
             use: The use.
             grad: Shape and dtype of the output.
         """
-        self._hear(use)
         if self._is_noted_whole(use):
             # Its factors follow from these, formed alone or not.
             self._repeats.note_use(use, grad)
@@ -541,9 +540,6 @@ class OneOfTwo(Pass):
     def _finish_waiting(self) -> None:
         self._alike.finish()
         self._alike.finish_gradients()
-
-    def _hear(self, use: ParamUse) -> None:
-        """Note that a use has arrived."""
 
     def _takes(self, use: ParamUse, grad: Tensor) -> bool:
         """Let a small layer wait for its likes; returns whether it does."""
@@ -599,9 +595,16 @@ class NormPass(OneOfTwo):
         self._together = Together(self.total)
         self._waiting: defaultdict[str, list[Factor]] = defaultdict(list)
 
-    def _hear(self, use: ParamUse) -> None:
+    def receive(self, use: ParamUse, grad: Tensor) -> None:
+        """Take the gradient of a use's output.
+
+        Args:
+            use: The use.
+            grad: Shape and dtype of the output.
+        """
         self.seen.add(id(use))
         self.order += use.site.consumed
+        super().receive(use, grad)
 
     def _takes(self, use: ParamUse, grad: Tensor) -> bool:
         names = use.site.names
@@ -704,10 +707,14 @@ class SumPass(OneOfTwo):
         self._expected, self._several = expected, several
 
     def _takes(self, use: ParamUse, grad: Tensor) -> bool:
-        return self._several.isdisjoint(use.site.names) and super()._takes(use, grad)
+        if not (self._several.isdisjoint(use.site.names) and super()._takes(use, grad)):
+            return False
+        self._expect(use)
+        return True
 
     def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
         """Contract a factor into its parameter's sum."""
+        self._expect(use)
         self._note(use, name, factor)
         if self._holds(use, name, factor):
             return
@@ -715,7 +722,7 @@ class SumPass(OneOfTwo):
         if several or not self._waits(name, factor):
             self._add(name, factor, more=several)
 
-    def _hear(self, use: ParamUse) -> None:
+    def _expect(self, use: ParamUse) -> None:
         if self._expected is not None and id(use) not in self._expected:
             message = f"{use.site.describe()}: its gradient arrived in the second backward only, so it has no norm."
             raise GhostClipError(message)
