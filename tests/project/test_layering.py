@@ -95,6 +95,8 @@ ORDERED = {
         "context",
     ],
     "evidence": [
+        "module_state",
+        "node_hooks",
         "dependence",
         "dropout",
         "exchanges",
