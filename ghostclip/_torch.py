@@ -657,6 +657,11 @@ def several_ranks() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+def meeting_store() -> Any:
+    """Return the store in which all ranks have met: ``distributed_c10d._get_default_store``."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
 def is_sharded_tensor(tensor: Any) -> bool:
     """Return whether a tensor is one of ``torch.distributed.tensor``, which is not imported to tell."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Final, Literal, get_args
 
@@ -189,6 +189,10 @@ class GhostClipper:
             >>> clipper.per_sample_norms.shape
             torch.Size([8])
         """
+        with nullcontext() if self._sharded is None else self._sharded.backward():
+            self._backward(loss)
+
+    def _backward(self, loss: Tensor) -> None:
         loss, forward = plain_losses(loss), self._capture.forward
         if forward.ends_on_mesh:
             refuse_lost_gradients([loss])
