@@ -1017,6 +1017,25 @@ def test_a_hook_that_is_heard_of_keeps_those_that_were_there():
     assert heard == ["first", "second", "ours"]
 
 
+def test_hooks_on_a_node_are_told_from_those_on_its_tensor():
+    def node(*, heard_of_late):
+        y = _leaf(3) * 3
+        if heard_of_late:
+            y.register_hook(lambda grad: grad)
+        _torch.hear_gradient(y, lambda grad: grad)
+        y.register_hook(lambda grad: grad)
+        return y.grad_fn
+
+    for late in (False, True):
+        assert not _torch.has_hooks(node(heard_of_late=late))
+        before, after = node(heard_of_late=late), node(heard_of_late=late)
+        handles = [before.register_prehook(lambda grads: None), after.register_hook(lambda given, out: None)]
+        assert [_torch.has_hooks(before), _torch.has_hooks(after)] == [True, True]
+        for handle in handles:
+            handle.remove()
+        assert [_torch.has_hooks(before), _torch.has_hooks(after)] == [False, False]
+
+
 def test_a_tensor_that_is_heard_of_is_freed_with_its_graph():
     y, z = _leaf(3) * 3, (_leaf(3) * 3).clone()
     z.register_hook(lambda grad: grad)

@@ -199,19 +199,26 @@ class Evidence:
             self.unchecked.ran(ROWS)
         buffers, self._buffers = self._buffers, None
         if buffers is not None:
-
-            def run(given: Any) -> Any:
-                _begin_anew(state)
-                return capture.again(ModuleCall(call.module, *given))
-
-            with capture.aside(), restored(capture.model), _sharing(capture, "buffers"):
-                buffers.refuse_data(inputs, run=run, batch_size=size, axis=axis)
+            self._refuse_data(capture, call, buffers, state)
         if self.asks(capture) and (buffers is not None or capture.forward.met):
             self._refuse_dependence(capture, call, parts, probe, drew=drew, state=state)
             self.unchecked.tell()
         if self.asks(capture) or not self.probes:
             capture.forward.prove()
         return output
+
+    def _refuse_data(
+        self, capture: CaptureContext, call: ModuleCall, buffers: Buffers, state: ModuleState | None
+    ) -> None:
+        """Refuse a model whose buffers follow the samples."""
+        forward, inputs = capture.forward, (call.args, dict(call.kwargs))
+
+        def run(given: Any) -> Any:
+            _begin_anew(state)
+            return capture.again(ModuleCall(call.module, *given))
+
+        with capture.aside(), restored(capture.model), _sharing(capture, "buffers"):
+            buffers.refuse_data(inputs, run=run, batch_size=forward.batch_size, axis=forward.batch_axis)
 
     def _grown(self, capture: CaptureContext, call: ModuleCall) -> Grown | None:
         """Run a forward with one sample more; None where it cannot."""
