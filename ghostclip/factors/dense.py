@@ -4,6 +4,7 @@ Shape letters: B samples, ``*P`` the parameter's own shape.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,20 +20,33 @@ from ghostclip.factors.base import (
     where_kept,
 )
 from ghostclip.kernels.bounds import block_norms
+from ghostclip.kernels.positions import PositionSum
 
 
 class Dense(Factor):
     """The gradient of sample b is ``grad_BP[b]`` itself."""
 
-    def __init__(self, grad_BP: Tensor) -> None:
+    _later: PositionSum | None = None
+
+    def __init__(self, grad_BP: Tensor | PositionSum) -> None:
         """Keep the gradients.
 
         Args:
-            grad_BP: Per-sample gradients, shape ``(B, *P)``, any floating dtype.
+            grad_BP: Per-sample gradients, shape ``(B, *P)``, any floating dtype; or what forms them when they are asked
+                for.
         """
-        self.grad_BP = to_accumulation(grad_BP)
+        if isinstance(grad_BP, PositionSum):
+            self._later = grad_BP
+        else:
+            self.grad_BP = to_accumulation(grad_BP)
         self.shape = grad_BP.shape[1:]
         self.batch_size = grad_BP.shape[0]
+
+    @cached_property
+    def grad_BP(self) -> Tensor:
+        """The gradients, shape ``(B, *P)``; one attribute where they were given."""
+        assert self._later is not None
+        return self._later.value()
 
     def sqnorm(self) -> SquaredNorm:
         """Return the squared norm of every sample's gradient. Cost: 2·B·|P|."""
@@ -74,7 +88,7 @@ class Dense(Factor):
 
     def element_count(self) -> int:
         """Return how many tensor elements the factor keeps alive."""
-        return self.grad_BP.numel()
+        return self.batch_size * self.shape.numel()
 
     def _flat_BP(self, dtype: torch.dtype | None = None) -> Tensor:
         flat_BP = self.grad_BP if self.grad_BP.dim() == 2 else self.grad_BP.reshape(self.batch_size, -1)

@@ -372,7 +372,7 @@ class HeadBias(Dense):
         self.batch_size = head.batch_size
 
     @property
-    def grad_BP(self) -> Tensor:  # type: ignore[override]
+    def grad_BP(self) -> Tensor:
         """The gradients, formed when they are asked for, shape ``(B, V)``."""
         return self.head.bias_gradients()
 

@@ -126,7 +126,10 @@ class Outer(Factor):
     def gram_sums(self) -> Unfinished | Reduced | None:
         """Return what `gram_sqnorm` is worked out from; None where there is nothing."""
         workspace = planner.workspace(self.a_NTI.device)
-        return kernels.gram_sums(self.a_NTI, self.g_NTO, workspace=workspace)
+        return kernels.gram_sums(self.a_NTI, self.g_NTO, workspace=workspace, also=self.also)
+
+    also: kernels.PositionSum | None = None
+    """Sum of one of the two tensors over positions, which a kernel that forms the norm is to leave there."""
 
     def gram_sqnorm(self) -> SquaredNorm:
         """Return squared norms from ``sum_{s,t} (a_s·a_t)(g_s·g_t)``, upper triangle only, block by block.

@@ -14,6 +14,7 @@ from ghostclip.kernels.bounds import Bounded
 from ghostclip.kernels.gram import WORKSPACE, gram_entries, gram_levels, gram_sums, symmetric_gram
 from ghostclip.kernels.noise import add_noise_
 from ghostclip.kernels.outer import outer_square, square_sums, weighted_sum
+from ghostclip.kernels.positions import PositionSum
 from ghostclip.kernels.rows import row_square
 from ghostclip.kernels.switch import mode, set_mode, using
 from ghostclip.kernels.twins import Twins
@@ -26,6 +27,7 @@ __all__ = [
     "TWINS",
     "Bounded",
     "NormAffine",
+    "PositionSum",
     "Twins",
     "add_noise_",
     "is_fused",

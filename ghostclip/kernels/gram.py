@@ -26,6 +26,7 @@ from ghostclip.kernels.bounds import (
     unit_roundoff,
 )
 from ghostclip.kernels.outer import weighting
+from ghostclip.kernels.positions import PositionSum
 from ghostclip.kernels.twins import LARGE, SMALL, Twins, generator, is_half
 
 Factors: TypeAlias = tuple[Tensor, Tensor]
@@ -94,7 +95,8 @@ def symmetric_gram(a_NTI: Tensor, g_NTO: Tensor, *, workspace: int = WORKSPACE) 
     if a_NTI.shape[1] <= 1 or not len(a_NTI):
         found = masses(position_norms(a_NTI), position_norms(g_NTO), a_NTI.shape[2], g_NTO.shape[2])
         return Bounded(found.scale_N, found.lost_N.square(), found.mass_N, found.scale_N)
-    return TWINS.pick(a_NTI, g_NTO, pays=is_half(a_NTI, g_NTO))(a_NTI, g_NTO, workspace)
+    formed: Bounded = TWINS.pick(a_NTI, g_NTO, pays=is_half(a_NTI, g_NTO))(a_NTI, g_NTO, workspace)
+    return formed
 
 
 @lru_cache(maxsize=4096)
@@ -203,24 +205,28 @@ def is_fused(a_NTI: Tensor, g_NTO: Tensor) -> bool:
     return TWINS.pick(a_NTI, g_NTO, pays=is_half(a_NTI, g_NTO)) is not _naive
 
 
-def gram_sums(a_NTI: Tensor, g_NTO: Tensor, *, workspace: int = WORKSPACE) -> Unfinished | Reduced | None:
+def gram_sums(
+    a_NTI: Tensor, g_NTO: Tensor, *, workspace: int = WORKSPACE, also: PositionSum | None = None
+) -> Unfinished | Reduced | None:
     """Return squared norms as `symmetric_gram` does, their errors to be worked out with those of other layers.
 
     Args:
         a_NTI: Layer inputs, shape ``(N, T, I)``, floating-point.
         g_NTO: Gradients of the layer outputs, shape ``(N, T, O)``.
         workspace: As for `symmetric_gram`.
+        also: Sum over the positions of one of the two, which the kernel leaves there; without it nobody does.
 
     Returns:
         Squared norms, which may be slightly negative; None where nothing is to be formed.
     """
     if a_NTI.shape[1] <= 1 or not len(a_NTI):
         return None
-    return _reduced(a_NTI, g_NTO) if is_fused(a_NTI, g_NTO) else _unfinished(a_NTI, g_NTO, workspace)
+    return _reduced(a_NTI, g_NTO, also) if is_fused(a_NTI, g_NTO) else _unfinished(a_NTI, g_NTO, workspace)
 
 
-def _naive(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Bounded:
-    return finished_one(_unfinished(a_NTI, g_NTO, workspace))
+def _naive(a_NTI: Tensor, g_NTO: Tensor, workspace: int, summed: int = 0) -> Bounded | tuple[Bounded, Tensor]:
+    found = finished_one(_unfinished(a_NTI, g_NTO, workspace))
+    return (found, PositionSum((a_NTI, g_NTO)[summed - 1]).value()) if summed else found
 
 
 def _unfinished(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Unfinished | Reduced:
@@ -395,35 +401,49 @@ def _product(rows: Factors, columns: Factors, samples: int, *, seen: bool, offse
     return _Sums(value_N, torch.linalg.vector_norm(entry_NE, 1, dim=1), square_KML)
 
 
-def _reduced(a_NTI: Tensor, g_NTO: Tensor) -> Reduced:
+def _reduced(a_NTI: Tensor, g_NTO: Tensor, also: PositionSum | None = None) -> Reduced:
     from ghostclip.kernels._compiled.gram import symmetric_gram as kernel
 
-    return kernel(a_NTI, g_NTO, weighting(a_NTI, g_NTO))
+    summed = 0 if also is None else also.place_among(a_NTI, g_NTO)
+    if also is None or not summed or not a_NTI.numel() or not g_NTO.numel():
+        return kernel(a_NTI, g_NTO, weighting(a_NTI, g_NTO))
+    sum_NF = torch.empty(also.shape, dtype=torch.float32, device=a_NTI.device)
+    found = kernel(a_NTI, g_NTO, weighting(a_NTI, g_NTO), sum_NF, summed)
+    also.leave(sum_NF)
+    return found
 
 
-def _fast(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Bounded:
+def _fast(a_NTI: Tensor, g_NTO: Tensor, workspace: int, summed: int = 0) -> Bounded | tuple[Bounded, Tensor]:
     del workspace
-    return finished_one(_reduced(a_NTI, g_NTO))
+    if not summed:
+        return finished_one(_reduced(a_NTI, g_NTO))
+    also = PositionSum((a_NTI, g_NTO)[summed - 1])
+    return finished_one(_reduced(a_NTI, g_NTO, also)), also.value()
 
 
-def _example(device: torch.device, positions: int, dtype: torch.dtype, width: int) -> tuple[Tensor, Tensor, int]:
+def _example(
+    device: torch.device, positions: int, dtype: torch.dtype, width: int, summed: int = 0
+) -> tuple[Tensor, Tensor, int, int]:
     a, g = (torch.randn(2, positions, size, generator=generator()) for size in (width, 33))
-    return a.to(device, dtype), g.to(device, dtype), WORKSPACE
+    return a.to(device, dtype), g.to(device, dtype), WORKSPACE, summed
 
 
-# One for each size of tiles, and for products that are added up in several sums.
+# One for each size of tiles, and for products that are added up in several sums; with sums over positions of either.
 _EXAMPLES: Final = (
-    (150, torch.bfloat16, 40),
-    (150, torch.float16, 40),
-    (150, torch.bfloat16, 4200),
-    (70, torch.float32, 600),
-    (40, torch.bfloat16, 40),
-    (20, torch.bfloat16, 40),
-    (10, torch.bfloat16, 40),
+    (150, torch.bfloat16, 40, 1),
+    (150, torch.float16, 40, 2),
+    (150, torch.bfloat16, 4200, 0),
+    (70, torch.float32, 600, 0),
+    (40, torch.bfloat16, 40, 1),
+    (20, torch.bfloat16, 40, 2),
+    (10, torch.bfloat16, 40, 0),
 )
 TWINS: Final = Twins(
     "symmetric_gram",
     _naive,
     _fast,
-    tuple(partial(_example, positions=positions, dtype=dtype, width=width) for positions, dtype, width in _EXAMPLES),
+    tuple(
+        partial(_example, positions=positions, dtype=dtype, width=width, summed=summed)
+        for positions, dtype, width, summed in _EXAMPLES
+    ),
 )

@@ -32,10 +32,11 @@ def linear(call: Call) -> Captured | None:
     def factors(saved: Sequence[Tensor], grad: Tensor, split: Split) -> Mapping[str, Factor]:
         g_BTO = split(grad, num_batch_dims)
         found: dict[str, Factor] = {}
-        if needs_weight:
-            found["weight"] = Outer(split(saved[0], num_batch_dims), g_BTO, shape=shape)
+        weight = Outer(split(saved[0], num_batch_dims), g_BTO, shape=shape) if needs_weight else None
+        if weight is not None:
+            found["weight"] = weight
         if needs_bias:
-            found["bias"] = position_sum(g_BTO)
+            found["bias"] = position_sum(g_BTO, beside=weight)
         return found
 
     return Captured((x,) if needs_weight else (), x, num_batch_dims, factors, "outer product")
@@ -64,7 +65,8 @@ def _addmm_of_data(x: Tensor, shape: Sequence[int], *, bias: bool) -> Captured:
     def factors(saved: Sequence[Tensor], grad: Tensor, split: Split) -> Mapping[str, Factor]:
         g_BTO = split(grad, 1)
         weight = Outer(g_BTO, split(saved[0], 1), shape=shape)
-        return {"input": position_sum(g_BTO), "mat2": weight} if bias else {"mat2": weight}
+        # The weight first: its norm may leave the sum.
+        return {"mat2": weight, "input": position_sum(g_BTO, beside=weight)} if bias else {"mat2": weight}
 
     return Captured((x,), x, 1, factors, "outer product")
 

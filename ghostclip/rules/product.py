@@ -18,12 +18,24 @@ from torch import Tensor
 from ghostclip.factors import Dense, Factor, Outer, Permuted
 from ghostclip.factors.base import sum_over_positions, to_accumulation
 from ghostclip.factors.contraction import contraction
+from ghostclip.kernels import PositionSum, gram
 from ghostclip.rules.registry import Call, Captured, Split
 
 
-def position_sum(g_BTO: Tensor) -> Dense:
-    """Return the factor of a bias: the gradient summed over positions (a bias norm never needs a Gram)."""
-    return Dense(sum_over_positions(g_BTO))
+def position_sum(g_BTO: Tensor, beside: Outer | None = None) -> Dense:
+    """Return the factor of a bias: the gradient summed over positions (a bias norm never needs a Gram).
+
+    Args:
+        g_BTO: Gradient of the layer's output, shape ``(B, T, O)``.
+        beside: The weight's factor, of which the gradient is a side: a kernel that forms its norm first leaves the sum.
+
+    Returns:
+        The bias's factor.
+    """
+    if beside is None or g_BTO.shape[1] <= 1 or not gram.is_fused(beside.a_NTI, beside.g_NTO):
+        return Dense(sum_over_positions(g_BTO))
+    beside.also = PositionSum(g_BTO)
+    return Dense(beside.also)
 
 
 @dataclass(frozen=True)

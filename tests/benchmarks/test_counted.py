@@ -7,6 +7,8 @@ import pytest
 from benchmarks.gpu.counted import WAYS, count, main
 from benchmarks.gpu.models import Conv1D, large_models
 from ghostclip.clipping import alike
+from ghostclip.factors import planner
+from ghostclip.kernels import PositionSum
 
 pytest.importorskip("transformers")
 OURS = ("_gram", "_square", "_weighted_sum", "_norm_affine", "_row_squares")
@@ -39,6 +41,23 @@ def test_with_kernels_a_layer_costs_one_launch_for_its_norm_and_one_for_its_sum(
     assert found.kernels["_gram"] + found.kernels["_square"] == weights + 1
     assert found.kernels["_weighted_sum"] == weights + 1
     assert 0 < found.own_products < found.seconds["products of 16 bits"]
+
+
+def test_with_kernels_the_gradient_of_a_bias_comes_with_the_norm_of_its_layer(monkeypatch):
+    monkeypatch.setattr(alike, "_SMALL_ON_A_GPU", 0)
+    # As for layers as wide as they are on a GPU.
+    monkeypatch.setattr(planner, "prefers_gram", lambda *sizes, **by: True)
+    left, value = [], PositionSum.value
+
+    def asked(self):
+        left.append(self._sum_NF is not None)
+        return value(self)
+
+    monkeypatch.setattr(PositionSum, "value", asked)
+    found = count(CASES[0], "bookkeeping", samples=3, by_kernels=True)
+    # Of two steps; the head has no bias.
+    assert len(left) == 2 * (found.kernels["_gram"] - 1) > 0
+    assert all(left)
 
 
 def test_parameters_that_a_step_reads_are_counted_once():

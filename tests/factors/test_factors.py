@@ -8,6 +8,7 @@ import torch
 from ghostclip import kernels
 from ghostclip.factors import Dense, Diagonal, Outer, Permuted, Placed, Rows, Stacked, inner, planner
 from ghostclip.factors.base import square_sums
+from ghostclip.kernels import PositionSum
 from tests.factors.largest import LargestTensor
 from tests.randomised import given, st
 
@@ -220,6 +221,20 @@ def test_no_samples_or_positions_in_groups(samples):
     out = torch.zeros(6, 4)
     outer.add_clipped_sum_(torch.zeros(samples), out)
     assert not out.any()
+
+
+def test_a_sum_over_positions_is_formed_once_it_is_asked_for_unless_it_was_left():
+    x = torch.randn(2, 3, 4)
+    later = PositionSum(x)
+    dense = Dense(later)
+    assert (dense.shape, dense.batch_size, dense.element_count()) == ((4,), 2, 8)
+    assert later.place_among(x.clone(), x) == 2
+    torch.testing.assert_close(dense.grad_BP, x.sum(1))
+    assert dense.grad_BP is dense.grad_BP
+    assert later.place_among(x) == 0
+    left, other = PositionSum(x), torch.ones(2, 4)
+    left.leave(other)
+    assert Dense(left).materialize() is other
 
 
 def test_no_positions():

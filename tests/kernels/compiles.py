@@ -36,7 +36,8 @@ def _cases(data: str) -> list[tuple[Any, dict[str, Any], int]]:
     for block, chunk in tiles:
         matrix, deep = {"BLOCK": block, "CHUNK": chunk}, 64 if block == 128 else 32
         cases += [
-            (gram._gram, {**matrix, "BLOCK_K": deep, "COLUMNS": len(COLUMNS)}, 8),
+            (gram._gram, {**matrix, "BLOCK_K": deep, "COLUMNS": len(COLUMNS), "SUMMED": 0}, 8),
+            (gram._gram, {**matrix, "BLOCK_K": deep, "COLUMNS": len(COLUMNS), "SUMMED": 2}, 8),
             (outer._square, {**matrix, "BLOCK_T": deep, "COLUMNS": FORMED_COLUMNS}, block // 16),
             (outer._weighted_sum, {**matrix, "BLOCK_T": deep, "GROUP": 8, "ADD": True}, block // 16),
         ]

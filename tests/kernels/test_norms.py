@@ -259,6 +259,18 @@ def test_what_a_kernel_adds_up_beside_the_norm(fast, name, size, programs):
             assert (off > 0).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [(2, 150, 70, 33), (1, 20, 5, 130), (3, 65, 40, 64)], ids=str)
+@pytest.mark.parametrize("summed", [1, 2])
+def test_sums_over_positions_beside_the_norm(fast, summed, size, dtype):
+    """In one launch with the Gram matrix, which has as many programs as without them, or few."""
+    a, g = _factors(size, dtype)
+    for programs in (None, 1):
+        norm, sums = fast("symmetric_gram", a, g, 1, summed, programs=programs)
+        _covers(norm, _gradients(a, g).square().sum((1, 2)), dtype)
+        _close(sums, (a, g)[summed - 1].double().sum(1))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("strategy", ["bookkeeping", "ghost", "fast"])
 def test_a_private_step_by_kernels(fast, strategy, dtype):

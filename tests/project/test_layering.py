@@ -101,6 +101,8 @@ ORDERED = {
         "gradient_edges",
         "linear_paths",
         "loss_graph",
+        "module_state",
+        "node_hooks",
         "randomness",
         "unchecked",
         "buffers",

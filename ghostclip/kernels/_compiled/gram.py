@@ -1,6 +1,6 @@
 """Squared norms from the upper triangle of a Gram matrix that is never stored, and what bounds their rounding."""
 # Triton reads the annotations of kernels: only its own mean something to it.
-# ruff: noqa: ANN001, ANN202, PLR0913, PLR0915, PLR0917, N803
+# ruff: noqa: ANN001, ANN202, PLR0913, PLR0915, PLR0917, N803, SIM102
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
 
 from typing import Final
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ghostclip.kernels._compiled.tiles import chunk, readable, row_products, row_squares
+from ghostclip.kernels._compiled.tiles import chunk, position_sums, readable, row_products, row_squares
 from ghostclip.kernels.bounds import COLUMNS, Reduced
 from ghostclip.kernels.gram import fused_tile
 from ghostclip.kernels.products import HALF
@@ -26,6 +26,7 @@ def _gram(
     a_ptr,
     g_ptr,
     part_ptr,
+    sum_ptr,
     a_sample,
     a_step,
     g_sample,
@@ -39,11 +40,21 @@ def _gram(
     BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr,
     COLUMNS: tl.constexpr,
+    SUMMED: tl.constexpr,
 ):
     sample = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1)
     a_ptr += sample * a_sample
     g_ptr += sample * g_sample
+    if SUMMED != 0:
+        # Known when this is compiled; programs beyond those of the Gram matrix form a bias's gradients.
+        if program >= programs:
+            block = program - programs
+            if SUMMED == 1:
+                position_sums(a_ptr, a_step, sum_ptr + sample * inputs, block, positions, inputs, BLOCK, BLOCK_K)
+            else:
+                position_sums(g_ptr, g_step, sum_ptr + sample * outputs, block, positions, outputs, BLOCK, BLOCK_K)
+            return
     zero = tl.zeros((1,), dtype=tl.float64)
     value, absolute, mass, scale, a_sum, g_sum = zero, zero, zero, zero, zero, zero
     a_off, a_whole, g_off, g_whole = zero, zero, zero, zero
@@ -91,13 +102,17 @@ def _gram(
     tl.store(place + 9, g_whole)
 
 
-def symmetric_gram(a_NTI: Tensor, g_NTO: Tensor, weighting: int) -> Reduced:
+def symmetric_gram(
+    a_NTI: Tensor, g_NTO: Tensor, weighting: int, sum_NF: Tensor | None = None, summed: int = 0
+) -> Reduced:
     """Return squared norms and what bounds them; sums are added in a fixed order, so that runs repeat bit by bit.
 
     Args:
         a_NTI: Layer inputs, shape ``(N, T, I)``, float32, float16 or bfloat16.
         g_NTO: Gradients of the layer outputs, shape ``(N, T, O)``, likewise.
         weighting: Roundings of a term when it is weighted for the clipped sum.
+        sum_NF: Where sums over positions are written, float32, contiguous; None where none are wanted.
+        summed: 1 for those of the inputs, 2 for those of the gradients.
 
     Returns:
         Sums of each program.
@@ -110,11 +125,13 @@ def symmetric_gram(a_NTI: Tensor, g_NTO: Tensor, weighting: int) -> Reduced:
     programs = max(1, min(tiles * (tiles + 1) // 2, triton.cdiv(_PROGRAMS, max(1, samples))))
     make = torch.empty if a_NTI.numel() and g_NTO.numel() else torch.zeros
     part_NPK = make(samples, programs, _COLUMNS, dtype=torch.float64, device=a_NTI.device)
+    blocks = 0 if sum_NF is None else triton.cdiv(sum_NF.shape[1], block)
     for piece, a, g in readable(a_NTI, g_NTO) if make is torch.empty else ():
-        _gram[len(a), programs](
+        _gram[len(a), programs + blocks](
             a,
             g,
             part_NPK[piece],
+            part_NPK if sum_NF is None else sum_NF[piece],
             *a.stride()[:2],
             *g.stride()[:2],
             positions,
@@ -126,6 +143,7 @@ def symmetric_gram(a_NTI: Tensor, g_NTO: Tensor, weighting: int) -> Reduced:
             BLOCK_K=64 if block == LARGE else 32,
             CHUNK=chunk(inputs, outputs, half=any(halves)),
             COLUMNS=_COLUMNS,
+            SUMMED=summed,
             num_warps=8 if block >= SMALL else 4,
         )
     return Reduced(part_NPK, positions, (inputs, outputs), by_units=any(halves), weighting=weighting)

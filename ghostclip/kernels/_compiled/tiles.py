@@ -79,6 +79,19 @@ def row_squares(x_ptr, step, rows_M, positions, width, BLOCK: tl.constexpr, BLOC
 
 
 @triton.jit
+def position_sums(x_ptr, step, out_ptr, block, positions, width, BLOCK: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Store the sums of BLOCK features over all rows, float32: BLOCK_T rows at a time, in a fixed order."""
+    k = block * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, positions, BLOCK_T):
+        t = first + tl.arange(0, BLOCK_T)
+        mask = (t[:, None] < positions) & (k[None, :] < width)
+        x_TK = tl.load(x_ptr + t[:, None].to(tl.int64) * step + k[None, :], mask=mask, other=0.0).to(tl.float32)
+        total += tl.sum(x_TK, 0)
+    tl.store(out_ptr + k, total, mask=k < width)
+
+
+@triton.jit
 def gradient_tile(
     a_ptr,
     g_ptr,
