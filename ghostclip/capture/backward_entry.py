@@ -129,9 +129,8 @@ def _showing(original: Callable[..., None]) -> Callable[..., None]:
         grads = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
         found = _owners(_listed(roots))
         with ExitStack() as stack:
-            for examiner in found:
-                if examiner.gathering is not None:
-                    stack.enter_context(examiner.gathering.backward())
+            for gathering in [one.gathering for one in found if one.gathering is not None]:
+                stack.enter_context(gathering.backward())
             _show(found, _listed(roots), _listed(grads))
             with unseen():
                 original(*args, **kwargs)
@@ -156,19 +155,8 @@ def _owners(roots: Sequence[Any]) -> dict[Examiner, list[ForwardContext]]:
     return found
 
 
-def show(roots: Sequence[Any], grads: Sequence[Tensor | None]) -> None:
-    """Let everybody whose forward a backward is about to reach examine the loss.
-
-    Args:
-        roots: Where it starts: tensors, or edges of the graph.
-        grads: Gradients given for them; empty where none are.
-    """
-    _show(_owners(roots), roots, grads)
-
-
-def _show(
-    found: Mapping[Examiner, list[ForwardContext]], roots: Sequence[Any], grads: Sequence[Tensor | None]
-) -> None:
+def _show(found: Mapping[Examiner, list[ForwardContext]], roots: Sequence[Any], grads: Sequence[Tensor | None]) -> None:
+    """Let everybody whose forward a backward is about to reach examine the loss."""
     for examiner, forwards in found.items():
         examiner.examine(roots, grads, forwards)
         for forward in forwards:

@@ -3,6 +3,7 @@
 The one file that knows all others of capture.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.utils.hooks import RemovableHandle
 
 from ghostclip import _torch, _tree
 from ghostclip.capture import backward_entry, eager, hooks
@@ -186,6 +188,7 @@ class CaptureContext:
 
     def _begin(self, call: ModuleCall) -> tuple[Any, Any] | None:
         """Begin the outermost call; an empty batch gets a dummy sample, inputs with a gradient lead to the anchor."""
+        self._refuse_late_shards()
         self._compiler = eager.suspend()
         if in_backward():
             # Activation checkpointing runs a part of the latest forward again.
@@ -220,6 +223,15 @@ class CaptureContext:
         if self._inner_calls_say_nothing():
             self._watch.inner_off(call.module)
         return call.args, token
+
+    def _refuse_late_shards(self) -> None:
+        """Refuse a model divided since, before proofs: they depend on a rank's samples, and would gather on it alone."""
+        if self.gathering is None and not self.substitution.units and _torch.gathered_modules(self.model):
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} was divided by fully_shard after the clipper was attached. Divide the "
+                "model first, then build the optimizer from its parameters, then call make_private; a private model "
+                "takes remove_hooks() before that, and make_private again on the same engine."
+            )
 
     def _inner_calls_say_nothing(self) -> bool:
         """Return whether nothing is made of calls inside the outermost one: no sampler, no rank, no unit of its own."""
@@ -504,6 +516,10 @@ class CaptureContext:
         if is_divided(args, kwargs):
             return on_parts(func, name, args, kwargs, forward=self.forward, run=self._intercept_plain)
         assert self.gathering is not None, "who divides"
+        tracked = tracked_leaves((args, kwargs))
+        if name in HOOKED and self.gathering.spread.issuperset(own for one in tracked for own in one.origin.names):
+            # It would add up the ranks' parts of a gradient, which is done here sample by sample.
+            return RemovableHandle(OrderedDict())
         self.forward.spread.update(dict.fromkeys(self.gathering.spread, True))
         if torch.is_grad_enabled():
             refuse_whole_data(name, args, kwargs, self.forward, self.gathering.brought_together)

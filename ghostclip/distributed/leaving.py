@@ -83,12 +83,13 @@ def elsewhere(rank: int, kind: str, message: str) -> GhostClipError:
         An error of the same class, if it is one of the library's.
     """
     own = getattr(errors, kind, None)
-    known = isinstance(own, type) and issubclass(own, GhostClipError)
-    return (own if known else InvalidOptionError)(f"rank {rank} was refused, and no rank goes on without it: {message}")
+    if not (isinstance(own, type) and issubclass(own, GhostClipError)):
+        own = InvalidOptionError
+    return own(f"rank {rank} was refused, and no rank goes on without it: {message}")
 
 
 def require_company() -> None:
-    """Refuse to meet ranks that may still wait in a backward that this one has left: what is sent would be taken for it.
+    """Refuse to meet ranks that may still wait in a backward that this one has left, and would take this for it.
 
     Raises:
         InvalidOptionError: They have not left it within the timeout.

@@ -323,8 +323,8 @@ def _refuse_empty_parts(name: str, placement: Placement) -> None:
     for axis in placement.axes:
         if axis.same_samples and axis.divides == 0 and leaves_empty(placement.shape[0], axis.size):
             raise UnsupportedModelError(
-                f"parameter '{name}' has {placement.shape[0]} rows for {axis.size} ranks (mesh axis '{axis.name}'), some "
-                "of which would hold none. Leave this table out of the plan, or divide it over fewer ranks."
+                f"parameter '{name}' has {placement.shape[0]} rows for {axis.size} ranks (mesh axis '{axis.name}'), "
+                "some of which would hold none. Leave this table out of the plan, or divide it over fewer ranks."
             )
 
 

@@ -277,29 +277,31 @@ def _refused(rank: int) -> Mapping[str, str]:
         net = nn.Sequential(nn.Linear(4, 4))
         _forward(parallelize_module(net, mesh, {"0": ColwiseParallel(output_layouts=Shard(0), use_local_output=False)}))
 
-    def sharded_afterwards() -> None:
-        torch.manual_seed(0)
-        net = _Stray(nn.Identity())
-        private, optimizer, loader = PrivacyEngine().make_private(
-            module=net,
-            optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
-            data_loader=DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=4),
-            noise_multiplier=1.0,
-            max_grad_norm=BOUND,
-            loss_reduction="sum",
-        )
-        fully_shard(net, mesh=mesh)
-        private(next(iter(loader))[0]).sum().backward()
-        optimizer.step()
-
     def device_only() -> None:
         _clipper(parallelize_module(_Stray(nn.Identity()), mesh, ends), max_grad_norm=BOUND, device_only=True)
 
     attempts = (
         other_inputs, other_dropout, divided_features, transposed, divided_samples, own_tensors, mixes,
-        divided_outputs, device_only, sharded_afterwards,
+        divided_outputs, device_only,
     )  # fmt: skip
     return _losses_refused(mesh) | {attempt.__name__: _message(attempt) for attempt in attempts}
+
+
+def _sharded_afterwards(mesh: Any) -> None:
+    """Divide a model that is private already."""
+    torch.manual_seed(0)
+    net = _Stray(nn.Identity())
+    private, optimizer, loader = PrivacyEngine().make_private(
+        module=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=4),
+        noise_multiplier=1.0,
+        max_grad_norm=BOUND,
+        loss_reduction="sum",
+    )
+    fully_shard(net, mesh=mesh)
+    private(next(iter(loader))[0]).sum().backward()
+    optimizer.step()
 
 
 def _losses_refused(mesh: Any) -> Mapping[str, str]:
@@ -319,6 +321,7 @@ def _losses_refused(mesh: Any) -> Mapping[str, str]:
 
     each = functools.partial(nn.functional.cross_entropy, reduction="none")
     attempts: dict[str, Callable[[], None]] = {
+        "sharded_afterwards": lambda: _sharded_afterwards(mesh),
         "parts of losses": lambda: back(lambda out, _: out.sum(1)),
         "a scalar on the mesh": lambda: back(nn.functional.cross_entropy),
         "a plain backward": lambda: back(lambda out, y: each(out, y).sum(), plain=True),
