@@ -212,17 +212,27 @@ class GradientStore:
         Args:
             name: Its name.
             own: Shape of the parameter, float32 or float64, not used any more by who calls: it becomes the accumulator
-                where an optimizer owns these and there is none.
+                where there is none yet.
         """
         parameter = self._parameters[name]
-        if self.owned and own.is_contiguous() and parameter not in self._sums:
+        if own.is_contiguous() and self._lacks(parameter, own.dtype):
             self._sums[parameter] = own
+            if not self.owned:
+                parameter.grad = own
             return
         buffer, is_new = self.buffer(name)
         if is_new:
             buffer.copy_(own)
         else:
             buffer += own
+
+    def _lacks(self, parameter: nn.Parameter, dtype: torch.dtype) -> bool:
+        """Return whether a parameter has no accumulator yet, and a tensor of a dtype may become it."""
+        if self.owned:
+            return parameter not in self._sums
+        held = parameter.grad is not None or parameter in self._in_progress
+        alike = parameter.dtype == dtype and dtype in _FULL_PRECISION and type(parameter) is nn.Parameter
+        return alike and not held and not (self._delivery is not None and self._delivery.takes(parameter))
 
     def _buffer_of_whole(self, name: str, parameter: nn.Parameter) -> tuple[Tensor, bool]:
         whole = self._whole.get(parameter)

@@ -9,14 +9,15 @@ memory that an ordinary step takes.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Final
 
+import torch
 from torch import Tensor, fx
 
 from ghostclip import _torch
 from ghostclip.clipping.passes import smaller_form
-from ghostclip.factors import Factor, Outer, joined
+from ghostclip.factors import Dense, Factor, Outer, Permuted, joined
 from ghostclip.graph.axes import values_of
 from ghostclip.graph.trace import outputs_of
 
@@ -24,10 +25,20 @@ LARGER: Final = 2
 """How many times the size of its two factors a gradient may have that is formed: beyond, on a CPU, writing and reading
 it twice takes longer than the Gram of the factors."""
 
+LANES: Final = 16
+"""Numbers that a processor multiplies at once, at most. A product whose rows are no multiple of that takes half as long
+again as its transpose whose rows are."""
+
 BESIDE: Final = 16
 """An eager step holds products and copies beside what its backward needs: a sixteenth of that at least."""
 
+SMALL: Final = 4096
+"""Entries of a parameter, such as a bias, up to which its gradients are put side by side with those of others: one norm
+and one sum for all of them. To start an operation takes longer than it does, and each is one more to compile."""
+
 Kept = dict[str, list[Factor]]
+Joint = dict[tuple[str, ...], list[Factor]]
+"""Factors of parameters whose gradients of a sample lie side by side, by their names."""
 
 
 def kept(found: Kept, room: int) -> Kept:
@@ -41,7 +52,8 @@ def kept(found: Kept, room: int) -> Kept:
         Factors of the same gradients by parameter, several of one form as one.
     """
     forms = {
-        name: [smaller_form(factor) for factor in (joined(own) if len(own) > 1 else own)] for name, own in found.items()
+        name: [smaller_form(_turned(factor)) for factor in (joined(own) if len(own) > 1 else own)]
+        for name, own in found.items()
     }
     places = [(name, place) for name, own in forms.items() for place in range(len(own))]
     wanted = [(name, place) for name, place in places if _growth(forms[name][place]) <= LARGER]
@@ -53,8 +65,42 @@ def kept(found: Kept, room: int) -> Kept:
     return forms
 
 
+def side_by_side(found: Kept, alike: Callable[[str], Hashable]) -> Joint:
+    """Return factors with the gradients of small parameters side by side.
+
+    Args:
+        found: Factors by parameter.
+        alike: Returns of a parameter's name what must be equal for all that are joined.
+
+    Returns:
+        Factors by parameters: of several the gradients of each sample as one row, one parameter after the other.
+    """
+    small: defaultdict[Hashable, list[str]] = defaultdict(list)
+    rest: Joint = {}
+    for name, own in found.items():
+        if len(own) == 1 and type(own[0]) is Dense and own[0].numel() <= SMALL:
+            tensor = own[0].grad_BP
+            small[alike(name), tensor.dtype, tensor.device].append(name)
+        else:
+            rest[(name,)] = own
+    for names in small.values():
+        rows = [factor.reshaped((factor.numel(),)).materialize() for name in names for factor in found[name]]
+        rest[tuple(names)] = found[names[0]] if len(names) == 1 else [Dense(torch.cat(rows, 1))]
+    return rest
+
+
+def _turned(factor: Factor) -> Factor:
+    """Return a factor by the transposed gradient where rows of that alone are a multiple of the lanes."""
+    if type(factor) is not Outer or factor.slots > 1 or len(factor.shape) != 2 or factor.sizes[0] <= 1:
+        return factor
+    _, inputs, outputs = factor.sizes
+    turns = inputs % LANES and outputs % LANES == 0 and factor.a_NTI.device.type == "cpu"
+    return Permuted(factor.transposed(), (1, 0)) if turns else factor
+
+
 def _growth(factor: Factor) -> float:
     """Return how many times larger than its factors a gradient is; infinite for what is not formed so."""
+    factor = factor.inner if isinstance(factor, Permuted) else factor
     if type(factor) is not Outer or factor.batch_size == 0 or factor.sizes[0] <= 1:
         return float("inf")
     gradient = max(4, factor.a_NTI.element_size()) * factor.batch_size * factor.numel()

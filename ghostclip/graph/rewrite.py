@@ -17,8 +17,8 @@ from ghostclip import _torch
 from ghostclip.clipping.norms import GroupNorms, cross_terms
 from ghostclip.clipping.policies import ClipPolicy, Layout, finite_samples
 from ghostclip.factors import Factor
-from ghostclip.graph.axes import SIZES_ALONE, Axes, first_of
-from ghostclip.graph.forms import Kept, kept, room_of
+from ghostclip.graph.axes import SIZES_ALONE, Axes, first_of, shape_of
+from ghostclip.graph.forms import Joint, Kept, kept, room_of, side_by_side
 from ghostclip.graph.refusal import NoGraphError
 from ghostclip.graph.sums import Reduction, Sum, Value, linear
 from ghostclip.graph.trace import Inputs, Traced, first_line, operation
@@ -130,10 +130,11 @@ def factors_of(traced: Traced, axes: Axes, inputs: Inputs, flat: Sequence[Tensor
     return losses_B, found, rest[count:]
 
 
-def _clipped_sum(found: list[Factor], coef_B: Tensor, keep_B: Tensor | None, like: Tensor) -> Tensor:
-    """Return a parameter's clipped sum, its factors dropped one by one."""
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    total = torch.zeros(like.shape, dtype=dtype, device=like.device)
+def _clipped_sum(found: list[Factor], coef_B: Tensor, keep_B: Tensor | None, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return the clipped sums of parameters whose gradients lie side by side, their factors dropped one by one."""
+    dtype, entries = torch.promote_types(like[0].dtype, torch.float32), [tensor.numel() for tensor in like]
+    shape = like[0].shape if len(like) == 1 else (sum(entries),)
+    total = torch.zeros(shape, dtype=dtype, device=like[0].device)
     coef_B, is_new = coef_B.to(dtype), True
     while found:
         factor = found.pop(0)
@@ -141,7 +142,9 @@ def _clipped_sum(found: list[Factor], coef_B: Tensor, keep_B: Tensor | None, lik
         add = kept.write_clipped_sum_ if is_new else kept.add_clipped_sum_
         add(coef_B, total)
         is_new = False
-    return total
+    if len(like) == 1:
+        return [total]
+    return [part.view(tensor.shape) for part, tensor in zip(total.split(entries), like, strict=True)]
 
 
 def private_step(traced: Traced, axes: Axes, inputs: Inputs, clipping: Clipping) -> Callable[..., list[Tensor]]:
@@ -162,7 +165,8 @@ def private_step(traced: Traced, axes: Axes, inputs: Inputs, clipping: Clipping)
 
     def step(valid_B: Tensor, *flat: Tensor) -> list[Tensor]:
         losses_B, found, extra = factors_of(traced, axes, inputs, flat)
-        factors = kept(found, room)
+        own, group_of = dict(zip(inputs.trainable, flat, strict=False)), clipping.layout.group_of
+        factors = side_by_side(kept(found, room), lambda name: (group_of.get(name, 0), own[name].dtype))
         total = _norms(factors, clipping.layout)
         certain_B = total.certain_B(axes.batch_size).to(valid_B.device)
         norm_GB = total.norm_GB(axes.batch_size, valid_B.device)
@@ -170,11 +174,10 @@ def private_step(traced: Traced, axes: Axes, inputs: Inputs, clipping: Clipping)
         coef_GB = clipping.policy.coefficients(norm_GB, clipping.layout.bounds)
         coef_GB = [torch.where(valid_B & certain_B, coef_B, 0.0) for coef_B in coef_GB]
         keep_B = valid_B & certain_B if clipping.masks else None
-        own, group_of = dict(zip(inputs.trainable, flat, strict=False)), clipping.layout.group_of
-        sums = {
-            name: _clipped_sum(factors.pop(name), coef_GB[group_of.get(name, 0)], keep_B, own[name])
-            for name in reversed(inputs.trainable)
-        }
+        sums: dict[str, Tensor] = {}
+        for names in reversed(list(factors)):
+            coef_B, like = coef_GB[group_of.get(names[0], 0)], [own[name] for name in names]
+            sums.update(zip(names, _clipped_sum(factors.pop(names), coef_B, keep_B, like), strict=True))
         return [
             certain_B | ~valid_B,
             losses_B,
@@ -186,10 +189,10 @@ def private_step(traced: Traced, axes: Axes, inputs: Inputs, clipping: Clipping)
     return step
 
 
-def _norms(factors: Kept, layout: Layout) -> GroupNorms:
+def _norms(factors: Joint, layout: Layout) -> GroupNorms:
     """Return the norms of samples from the factors of all parameters."""
     total = GroupNorms(layout.group_of)
-    for name, found in factors.items():
+    for (name, *_), found in factors.items():
         for factor in found:
             total.add_norm_of(name, factor)
         crossed = cross_terms(found)
@@ -221,7 +224,7 @@ def rewritten(step: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> fx
         raise NoGraphError(
             f"its factors cannot be written as a graph ({type(problem).__name__}: {first_line(problem)})"
         ) from problem
-    graph.graph.eliminate_dead_code()
+    _without_steps_between(graph.graph)
     for node in list(graph.graph.nodes):
         # What a view was of may lie otherwise once it is computed.
         if node.target is torch.ops.aten.view.default:
@@ -230,6 +233,29 @@ def rewritten(step: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> fx
             _widened(graph.graph, node)
     graph.recompile()
     return graph
+
+
+_SAME: Final = frozenset({"detach", "alias"})
+_RESHAPES: Final = frozenset({"view", "unsafe_view", "reshape", "squeeze", "unsqueeze"})
+
+
+def _without_steps_between(graph: fx.Graph) -> None:
+    """Have every reshape start from what was computed: a compiler follows each step of a chain several times."""
+    for node in list(graph.nodes):
+        name = operation(node)
+        if name in _SAME:
+            _replaced(node, first_of(node))
+        elif name in _RESHAPES and operation(first_of(node)) in _RESHAPES:
+            source, shape = first_of(first_of(node)), shape_of(node)
+            node.target, node.args, node.kwargs = torch.ops.aten.reshape.default, (source, list(shape)), {}
+            if shape == shape_of(source):
+                _replaced(node, source)
+    graph.eliminate_dead_code()
+
+
+def _replaced(node: fx.Node, source: fx.Node) -> None:
+    """Have all but the outputs take another node: an input that is returned is returned as a tensor of its own."""
+    node.replace_all_uses_with(source, delete_user_cb=lambda user: user.op != "output")
 
 
 _SHORT: Final = 256

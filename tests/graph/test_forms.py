@@ -7,8 +7,10 @@ from torch.nn import functional
 
 import ghostclip
 from ghostclip import _torch
-from ghostclip.factors import Dense, Outer, Rows
+from ghostclip.factors import Dense, Outer, Permuted, Rows
 from ghostclip.graph import forms
+from ghostclip.graph.axes import first_of
+from ghostclip.graph.trace import operation
 from ghostclip.kernels import gram, reads
 from tests.graph.steps import ATEN, eager_sums, sums
 
@@ -40,6 +42,39 @@ def test_what_is_kept_fits_in_the_room():
     assert kinds == [Dense, Outer, Outer]
     kinds = [type(own[0]) for own in forms.kept(found, room=0).values()]
     assert kinds == [Outer] * 3
+
+
+@pytest.mark.parametrize(
+    ("sizes", "turned"),
+    [
+        pytest.param((16, 10, 32), True, id="outputs fill lanes"),
+        pytest.param((16, 32, 32), False, id="both do"),
+        pytest.param((16, 10, 33), False, id="neither does"),
+        pytest.param((16, 32, 10), False, id="inputs do"),
+        pytest.param((1, 10, 32), False, id="one position"),
+    ],
+)
+def test_products_have_rows_that_fill_lanes(sizes, turned):
+    factor, coef_B = _outer(*sizes), torch.rand(2)
+    for room in (0, 1 << 30):
+        (found,) = forms.kept({"weight": [factor]}, room=room)["weight"]
+        assert isinstance(found, Permuted) is turned
+        torch.testing.assert_close(found.materialize(), factor.materialize())
+        written = torch.full(factor.shape, float("nan"))
+        found.write_clipped_sum_(coef_B, written)
+        torch.testing.assert_close(written, torch.einsum("b,boi->oi", coef_B, factor.materialize()))
+
+
+def test_gradients_of_small_parameters_of_one_kind_lie_side_by_side():
+    shapes = {"one": (3,), "large": (forms.SMALL + 1,), "two": (2, 2), "other": (3,), "factors": None}
+    found = {
+        name: [_outer(4, 9, 9) if shape is None else Dense(torch.randn(2, *shape))] for name, shape in shapes.items()
+    }
+    joint = forms.side_by_side(found, lambda name: name == "other")
+    assert set(joint) == {("one", "two"), ("large",), ("other",), ("factors",)}
+    rows = [found[name][0].materialize().flatten(1) for name in ("one", "two")]
+    assert torch.equal(joint["one", "two"][0].materialize(), torch.cat(rows, 1))
+    assert all(joint[name,][0] is found[name][0] for name in ("large", "other", "factors"))
 
 
 def test_memory_that_factors_share_is_counted_once():
@@ -114,6 +149,16 @@ def test_sums_are_the_same_in_both_forms(room, monkeypatch):
     want, norms_B = eager_sums(model, *data, max_grad_norm=0.1, loss=_token_losses)
     torch.testing.assert_close(sums(model), want, rtol=1e-10, atol=1e-13)
     torch.testing.assert_close(clipper.per_sample_norms, norms_B)
+
+
+def test_a_graph_has_no_reshapes_of_reshapes():
+    step, _ = _equal_terms("aten")
+    nodes = [node for node in step.graphs[0].graph.graph.nodes if node.op == "call_function"]
+    inner = {node: operation(node) for node in nodes if not any(user.op == "output" for user in node.users)}
+    assert not {"detach", "alias"} & set(inner.values())
+    views = {node for node, name in inner.items() if name in ("reshape", "view", "unsqueeze", "squeeze")}
+    assert views
+    assert not views & {first_of(node) for node in views}
 
 
 def _long_sums(step):

@@ -106,6 +106,25 @@ def test_two_batches_accumulate():
     assert step.clipper.rows_seen == (6, 6)
 
 
+def test_the_first_sums_are_not_copied(monkeypatch):
+    model, handed = net(), {}
+    step = warmed(model)
+    added = step.clipper.add_computed
+
+    def watched(**given):
+        handed.update(given["sums"])
+        added(**given)
+
+    monkeypatch.setattr(step.clipper, "add_computed", watched)
+    step(*batch(seed=1))
+    assert {name: p.grad.data_ptr() for name, p in model.named_parameters()} == {
+        name: total.data_ptr() for name, total in handed.items()
+    }
+    before = dict(handed)
+    step(*batch(seed=2))
+    assert all(p.grad is before[name] for name, p in model.named_parameters())
+
+
 def _frozen(model):
     model.first.weight.requires_grad_(False)
 
