@@ -35,6 +35,11 @@ class CountsItself(Protocol):
         """
 
 
+def _product(left: Shape, right: Shape, *_dtype: object, out_shape: Shape | None = None, **_: object) -> int:
+    """`left @ right`, also with a dtype of the result, which torch's own formulas do not expect."""
+    return 2 * prod(left) * right[-1]
+
+
 def _product_added(
     _into: Shape, left: Shape, right: Shape, *_scales: object, out_shape: Shape | None = None, **_: object
 ) -> int:
@@ -73,6 +78,10 @@ def _convolution_backward(
 aten = torch.ops.aten
 OUR_COUNTS: dict[Any, Callable[..., int]] = {
     aten.convolution_backward: _convolution_backward,
+    aten.mm: _product,
+    aten.bmm: _product,
+    aten.addmm: _product_added,
+    aten.baddbmm: _product_added,
     aten.addmm_: _product_added,
     aten.baddbmm_: _product_added,
     aten.addbmm: _product_added,

@@ -24,7 +24,8 @@ from torch import distributed, multiprocessing, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks import files
+from benchmarks import files, machine
+from benchmarks.models import GPT
 from ghostclip import DPDataLoader, PrivacyEngine
 
 ALONE = "each by itself"
@@ -43,23 +44,42 @@ class Sizes(NamedTuple):
         samples: Of each rank's batch at the first length; fewer at longer ones, for as many tokens.
     """
 
-    width: int = 192
-    layers: int = 3
-    words: int = 1000
-    samples: int = 4
+    width: int
+    layers: int
+    words: int
+    samples: int
 
 
-SMALL = Sizes(32, 2, 50, 2)
+# A small one of few tokens, where what a step costs beside its products weighs most, and that of the report.
+SMALL, REPORTED = "GPT-2, width 192", "GPT of the report, width 256"
+MODELS = {SMALL: Sizes(192, 3, 1000, 4), REPORTED: Sizes(256, 4, 5000, 16)}
+QUICK = Sizes(32, 2, 50, 2)
 
 
-def _gpt(sizes: Sizes, length: int) -> nn.Module:
+class _Logits(NamedTuple):
+    logits: torch.Tensor
+
+
+class _Reported(GPT):
+    """The GPT of the report, with an output of the form that transformers' models have."""
+
+    def forward(self, ids_BT: torch.Tensor) -> Any:
+        return _Logits(super().forward(ids_BT))
+
+
+def _gpt(name: str, sizes: Sizes, length: int) -> nn.Module:
+    torch.manual_seed(0)
+    heads = max(1, sizes.width // 64)
+    if name == REPORTED:
+        return _Reported(
+            vocabulary=sizes.words, width=sizes.width, heads=heads, layers=sizes.layers, positions=length
+        ).train()
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    torch.manual_seed(0)
     config = GPT2Config(
         n_embd=sizes.width,
         n_layer=sizes.layers,
-        n_head=max(1, sizes.width // 64),
+        n_head=heads,
         n_positions=length,
         vocab_size=sizes.words,
         resid_pdrop=0.0,
@@ -80,7 +100,7 @@ def _losses(model: Any, ids_BT: torch.Tensor) -> torch.Tensor:
 
 def _divided(way: str, model: Any, *, private: bool) -> nn.Module:
     if way == "fully_shard":
-        for block in model.transformer.h:
+        for block in model.blocks if isinstance(model, GPT) else model.transformer.h:
             fully_shard(block)
         fully_shard(model)
         if not private:
@@ -90,19 +110,19 @@ def _divided(way: str, model: Any, *, private: bool) -> nn.Module:
     return model
 
 
-def _step(way: str, sizes: Sizes, ids_BT: torch.Tensor, *, private: bool) -> Callable[[], None]:
+def _step(way: str, model: Any, ids_BT: torch.Tensor, *, private: bool) -> Callable[[], None]:
     """Return what makes one step of one way.
 
     Args:
         way: One of `WAYS`.
-        sizes: Of the model.
+        model: A model of this step's own.
         ids_BT: This rank's batch.
         private: Whether with privacy.
 
     Returns:
         The step.
     """
-    model: Any = _divided(way, _gpt(sizes, ids_BT.shape[1]), private=private)
+    model = _divided(way, model, private=private)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
     if not private:
 
@@ -145,15 +165,20 @@ def _step(way: str, sizes: Sizes, ids_BT: torch.Tensor, *, private: bool) -> Cal
 def _rank(rank: int, ranks: int, folder: str, options: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    machine.keep_heap()
     distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
-    sizes = SMALL if options.quick else Sizes()
     found = []
-    for way in WAYS:
-        for length in (16,) if options.quick else LENGTHS:
-            samples = max(1, sizes.samples * LENGTHS[0] // length)
-            ids_BT = torch.randint(sizes.words, (samples, length), generator=torch.Generator().manual_seed(rank))
-            steps = {private: _step(way, sizes, ids_BT, private=private) for private in (False, True)}
-            found.append({"way": way, "T": length, "B": samples, **_timed(steps, options.rounds)})
+    for name, full in MODELS.items():
+        sizes = QUICK if options.quick else full
+        for way in WAYS:
+            for length in (16,) if options.quick else LENGTHS:
+                samples = max(1, sizes.samples * LENGTHS[0] // length)
+                ids_BT = torch.randint(sizes.words, (samples, length), generator=torch.Generator().manual_seed(rank))
+                steps = {
+                    private: _step(way, _gpt(name, sizes, length), ids_BT, private=private) for private in (False, True)
+                }
+                row = {"model": name, "way": way, "T": length, "B": samples}
+                found.append({**row, **_timed(steps, options.rounds)})
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(found))
     distributed.barrier()
@@ -188,12 +213,14 @@ def _markdown(report: dict[str, Any]) -> str:
     lines = [
         f"A step on {report['ranks']} ranks (gloo), {report['machine']['cpu']}; made by `{report['command']}`.",
         "",
-        "| | T | B a rank | s, no privacy | s, private | ratio | s of a rank's thread, no privacy | private | ratio |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | | T | B a rank | s, no privacy | s, private | ratio | s of a rank's thread, no privacy | private "
+        "| ratio |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {row['way']} | {row['T']} | {row['B']} | {row['plain_seconds']:.3f} | {row['private_seconds']:.3f} "
-        f"| {row['ratio']:.2f} | {row['plain_thread_seconds']:.3f} | {row['private_thread_seconds']:.3f} "
+        f"| {row['model']} | {row['way']} | {row['T']} | {row['B']} | {row['plain_seconds']:.3f} "
+        f"| {row['private_seconds']:.3f} | {row['ratio']:.2f} "
+        f"| {row['plain_thread_seconds']:.3f} | {row['private_thread_seconds']:.3f} "
         f"| {row['private_thread_seconds'] / row['plain_thread_seconds']:.2f} |"
         for row in report["rows"]
     ]
@@ -220,6 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         multiprocessing.spawn(_rank, args=(options.ranks, folder, options), nprocs=options.ranks)
         rows = json.loads(Path(folder, "found.json").read_text())
     device = torch.device("cpu")
+    machine.keep_heap()
     report = {
         **files.head("benchmarks.sharded", given, device, quick=options.quick),
         "ranks": options.ranks,

@@ -253,9 +253,9 @@ def leaf_of(node: Any) -> Tensor | None:
     return getattr(node, "variable", None)
 
 
-def order_of(node: Any) -> int:
-    """Return a number that grows with every node made on a thread; the highest runs first: ``Node._sequence_nr``."""
-    return int(node._sequence_nr())
+# A number that grows with every node made on a thread; the highest runs first: ``Node._sequence_nr``. Asked of every
+# layer in every forward.
+order_of: Final[Callable[[Any], int]] = operator.methodcaller("_sequence_nr")
 
 
 # ---------------------------------------------------------------- the backward
@@ -655,6 +655,11 @@ def state_metadata(state: Mapping[str, Any]) -> Any:
 def several_ranks() -> bool:
     """Return whether this process is one of several of a training: ``torch.distributed.is_initialized``."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def meeting_store() -> Any:
+    """Return the store in which all ranks have met: ``distributed_c10d._get_default_store``."""
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 def is_sharded_tensor(tensor: Any) -> bool:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Final, Literal, get_args
 
@@ -146,7 +146,6 @@ class GhostClipper:
         self.strategy = strategy
         self.loss_reduction = loss_reduction
         self.batch_first = batch_first
-        self._losses_to_probe = 1 if probe else 0
         self._said: set[str] = set()
         self._evidence = Evidence(probes=probe, in_parts=sharded is not None, splits_sequences=sequences is not None)
         self._examiner = LossExaminer(loss_reduction, self._evidence)
@@ -190,17 +189,26 @@ class GhostClipper:
             >>> clipper.per_sample_norms.shape
             torch.Size([8])
         """
+        with nullcontext() if self._sharded is None else self._sharded.backward():
+            self._backward(loss)
+
+    def _backward(self, loss: Tensor) -> None:
         loss, forward = plain_losses(loss), self._capture.forward
         if forward.ends_on_mesh:
             refuse_lost_gradients([loss])
         check_shape(loss, batch_size=0 if forward.is_dummy else forward.batch_size)
         per_sample = loss.dim() == 1
-        # First, as it lets go of what was held to be looked at.
-        cut = None if self._reducer is None else self._reduce(self._reducer, loss)
-        if not per_sample:
-            self._examiner.examine(self._capture, [loss], [], [forward])
-        else:
-            self._examine_losses(loss)
+        with self._capture.doubted_if_refused():
+            # First, as it lets go of what was held to be looked at.
+            cut = None if self._reducer is None else self._reduce(self._reducer, loss)
+            if not per_sample:
+                self._examiner.examine(self._capture, [loss], [], [forward])
+            else:
+                self._examine_losses(loss)
+            self._run(loss, cut, per_sample=per_sample)
+
+    def _run(self, loss: Tensor, cut: Cut | None, *, per_sample: bool) -> None:
+        """Run the backward of a loss that was examined, as the strategy says."""
         if cut is not None:
             Parts(self._state, loss.sum(), cut).run(scale=self._scale(per_sample=per_sample))
             return
@@ -285,9 +293,10 @@ class GhostClipper:
         forward = self._capture.forward
         if forward.batch_size > 1:
             refuse_common_factor(loss_B)
-            if self._losses_to_probe > 0 and (self._sharded is None or self._sharded.may_ask()):
-                self._losses_to_probe -= 1
+            asks = self._evidence.asks_of_loss(loss_B, forward)
+            if asks and (self._sharded is None or self._sharded.may_ask()):
                 probe_losses(self._evidence, self._capture, loss_B)
+                self._evidence.proved_loss(loss_B, forward)
         self._evidence.look_at_loss(self._capture, [loss_B], forward)
 
     def resolve_strategy(self) -> str:

@@ -826,6 +826,17 @@ def test_what_a_collective_may_still_write_is_waited_for_in_the_graph(divided):
     assert arriving.grad.eq(1.0).all()
 
 
+def test_ranks_have_a_store_in_which_they_have_met():
+    met = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=met, rank=0, world_size=1)
+    try:
+        _torch.meeting_store().set("said", "something")
+        assert _torch.meeting_store().check(["said"])
+        assert not _torch.meeting_store().check(["not said"])
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_a_part_is_taken_in_the_graph(divided):
     weight = divided[0].weight
     part = _torch.part_of(weight)

@@ -29,6 +29,7 @@ GIGABYTE = 10**9
 VOCABULARIES = (5_000, 50_257, 131_072)
 SIZES = Sizes(layers=2, width=768, positions=1024)
 SMALL = Sizes(layers=1, width=32, positions=16)
+_TILED = "no logits"
 # Batches whose peaks a line is drawn through.
 _FIRST, _SECOND = 2, 6
 
@@ -120,7 +121,9 @@ def peak(way: str, sizes: Sizes, samples: int) -> int:
 
 
 def largest(way: str, sizes: Sizes, memory: int, *, least: int) -> dict[str, int]:
-    """Find the largest batch, on the line through the peaks of two small ones.
+    """Find the largest batch: on the line through the peaks of two small ones, and then by counting around there.
+
+    In tiles, of which there are thousands in a large batch, the line is trusted.
 
     Args:
         way: One of `WAYS`.
@@ -133,7 +136,13 @@ def largest(way: str, sizes: Sizes, memory: int, *, least: int) -> dict[str, int
     """
     first, second = (peak(way, sizes, samples) for samples in (_FIRST, _SECOND))
     sample = max(1, least, (second - first) // (_SECOND - _FIRST))
-    return {"batch": max(0, _SECOND + (memory - second) // sample), "sample": sample, "peak": second}
+    batch = max(0, _SECOND + (memory - second) // sample)
+    if not way.endswith(_TILED):
+        while batch and peak(way, sizes, batch) > memory:
+            batch -= 1
+        while peak(way, sizes, batch + 1) <= memory:
+            batch += 1
+    return {"batch": batch, "sample": sample, "peak": second}
 
 
 def _text(report: dict[str, Any]) -> str:
@@ -144,8 +153,9 @@ def _text(report: dict[str, Any]) -> str:
         f"`{report['command']}`, {report['date']}, torch {torch.__version__}: GPT of {sizes['layers']} layers, width "
         f"{sizes['width']}, {sizes['positions']} tokens a sample, float32. The largest physical batch whose step takes "
         f"{memory:g} GB at most: all tensors alive, parameters and gradients included, an optimizer's state not. "
-        f"Counted on tensors without data, of {_FIRST} and of {_SECOND} samples, and on the line through the two, a "
-        "sample at no less than with a smaller vocabulary; no GPU took part. In brackets: MB of one more sample.",
+        "Counted on tensors without data; no GPU took part. Without logits on the line through the peaks of "
+        f"{_FIRST} and {_SECOND} samples, a sample at no less than with a smaller vocabulary: of few samples the "
+        "gradients of a large head alone are the peak. In brackets: MB of one more sample.",
         "",
         f"| step | {' | '.join(f'V {vocabulary:,}' for vocabulary in report['batches'])} |",
         f"|---|{'---:|' * len(report['batches'])}",

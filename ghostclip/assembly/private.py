@@ -193,7 +193,7 @@ def _clipped(
     if isinstance(module, Pipeline):
         return _of_stages(module, optimizer, request, noise)
     sharded = sharded_model(_inside(module))
-    shares = _shares(request, sharded)
+    shares = _shares(request, sharded, noise.level)
     noise_source = noise_for(request.sampling.replicas, request.module, noise, shares=shares)
     return _attached(_inside(module), request, sharded), noise_source, shares
 
@@ -268,10 +268,15 @@ def _attached(module: nn.Module, request: Request, sharded: ShardedModel | None)
     )
 
 
-def _shares(request: Request, sharded: ShardedModel | None) -> Shares | None:
+def _shares(request: Request, sharded: ShardedModel | None, level: str) -> Shares | None:
     """Return how ranks share each batch; None where each has a part of it, and the model whole."""
     if request.sequences is None or sharded is not None:
         return None if sharded is None else sharded.shares
+    if level == "exact":
+        raise InvalidOptionError(
+            "noise_level='exact' with sequences that are split over ranks: integers are summed of gradients that "
+            "grad_sample_mode='hooks' forms on one rank. Use noise_level='secure'."
+        )
     if request.sampling.replicas > 1:
         require_all_ranks(request.sequences.shares, "sequences")
     return request.sequences.shares

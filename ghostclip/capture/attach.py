@@ -59,8 +59,8 @@ def attached(use: ParamUse, output: Tensor, *, rows: Tensor, hook: Callable[[Ten
         output = own(output, anchor, anchored=leads_to(rows, anchor))
     else:
         output = enter_graph(output, anchor)
-    register(use)
     node = _torch.hear_gradient(output, hook)
+    register(use, node, rows.grad_fn)
     node.metadata[METADATA_KEY] = use
     return output
 

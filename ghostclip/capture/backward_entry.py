@@ -6,8 +6,8 @@ attached, the function is replaced by one that shows the roots to those whose fo
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final, Protocol
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.gathering import Gathering
 from ghostclip.capture.inputs import in_backward
 from ghostclip.capture.nodes import Edge, edge_of, shape_at
 from ghostclip.capture.row_origin import METADATA_KEY
@@ -28,7 +29,13 @@ _INPUTS: Final = 5
 
 
 class Examiner(Protocol):
-    """Whoever examines losses before their backward runs."""
+    """Whoever examines losses before their backward runs.
+
+    Attributes:
+        gathering: The ranks that run the backward together; None where this process runs it alone.
+    """
+
+    gathering: Gathering | None
 
     def examine(self, roots: Sequence[Any], grads: Sequence[Tensor | None], forwards: Sequence[ForwardContext]) -> None:
         """Look at the start of a backward.
@@ -120,9 +127,14 @@ def _showing(original: Callable[..., None]) -> Callable[..., None]:
             return
         roots = args[0] if args else kwargs.get("tensors", ())
         grads = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
-        show(_listed(roots), _listed(grads))
-        with unseen():
-            original(*args, **kwargs)
+        found = _owners(_listed(roots))
+        with ExitStack() as stack:
+            for examiner in found:
+                if examiner.gathering is not None:
+                    stack.enter_context(examiner.gathering.backward())
+            _show(found, _listed(roots), _listed(grads))
+            with unseen():
+                original(*args, **kwargs)
 
     setattr(backward, _MARK, True)
     return backward
@@ -134,6 +146,16 @@ def _listed(given: Any) -> list[Any]:
     return [given] if isinstance(given, (Tensor, torch.autograd.graph.GradientEdge)) else list(given)
 
 
+def _owners(roots: Sequence[Any]) -> dict[Examiner, list[ForwardContext]]:
+    """Return everybody whose forwards a backward is about to reach, with these."""
+    found: dict[Examiner, list[ForwardContext]] = {}
+    for forward in _reached([edge_of(root)[0] for root in roots]):
+        owner = _waiting[forward]()
+        if owner is not None:
+            found.setdefault(owner, []).append(forward)
+    return found
+
+
 def show(roots: Sequence[Any], grads: Sequence[Tensor | None]) -> None:
     """Let everybody whose forward a backward is about to reach examine the loss.
 
@@ -141,11 +163,12 @@ def show(roots: Sequence[Any], grads: Sequence[Tensor | None]) -> None:
         roots: Where it starts: tensors, or edges of the graph.
         grads: Gradients given for them; empty where none are.
     """
-    found: dict[Examiner, list[ForwardContext]] = {}
-    for forward in _reached([edge_of(root)[0] for root in roots]):
-        owner = _waiting[forward]()
-        if owner is not None:
-            found.setdefault(owner, []).append(forward)
+    _show(_owners(roots), roots, grads)
+
+
+def _show(
+    found: Mapping[Examiner, list[ForwardContext]], roots: Sequence[Any], grads: Sequence[Tensor | None]
+) -> None:
     for examiner, forwards in found.items():
         examiner.examine(roots, grads, forwards)
         for forward in forwards:

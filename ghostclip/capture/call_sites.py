@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from ghostclip.capture.growth import Layout
 from ghostclip.capture.statistics import Statistics
@@ -10,6 +10,11 @@ from ghostclip.capture.tracked import TrackedTensor
 
 # A call site that no gradient reaches (zero-initialised layers) is asked again in this many forwards.
 MAX_ATTEMPTS: Final = 3
+# How a forward comes from one place to the next: over how many nodes of the graph, by which kind of node at last, and
+# outside the graph over how many calls. Whatever puts rows into another order on the way makes another one.
+Way: TypeAlias = tuple[int, type, int]
+# Of a place that is come to in more ways than these no further one is asked about by itself.
+MAX_WAYS: Final = 16
 
 
 @dataclass(eq=False)
@@ -26,6 +31,7 @@ class CallSite:
         at_once: Gradients could be formed there for all samples at once, without a rule.
         statistics: What came in for each of its arguments in the last backward.
         sizes: The sizes that this was worked out for.
+        ways: The ways to it that were proved.
     """
 
     names: tuple[str, ...]
@@ -37,6 +43,7 @@ class CallSite:
     at_once: bool = False
     statistics: dict[str, Statistics] = field(default_factory=dict)
     sizes: tuple[Any, ...] = ()
+    ways: set[Any] = field(default_factory=set)
 
     @property
     def proven(self) -> bool:
@@ -69,6 +76,7 @@ class CallSites:
         reentrant: Activation checkpointing of the reentrant kind was met.
         told: Parameters of whose slow sites the user was told.
         forms: Forms of operations that may differ in their parameters alone, by what makes each: one object each.
+        ends: The ways from the last use to the outputs that were proved.
     """
 
     def __init__(self) -> None:
@@ -79,11 +87,13 @@ class CallSites:
         self.reentrant = False
         self.told: set[tuple[str, ...]] = set()
         self.forms: dict[Any, Form] = {}
+        self.ends: set[Any] = set()
 
     def forget(self) -> None:
         """Ask for all evidence anew: the model was changed."""
         self.table.clear()
         self.layouts.clear()
+        self.ends.clear()
         self.outputs = ()
 
     def forget_since(self, count: int) -> None:

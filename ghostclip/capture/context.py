@@ -29,6 +29,7 @@ from ghostclip.capture.packed import packed_inputs
 from ghostclip.capture.param_use import Listener, ParamUse, differentiated
 from ghostclip.capture.plans import ByRule
 from ghostclip.capture.replicas import quieten_wrapper
+from ghostclip.capture.row_maps import refuse_other_order
 from ghostclip.capture.row_tracker import RowTracker
 from ghostclip.capture.running import Running
 from ghostclip.capture.substitution import Substitution, untouched_grads
@@ -210,6 +211,7 @@ class CaptureContext:
                     self._prover.begin(self, call)
             except BaseException:
                 self._break_off()
+                self.doubt()
                 raise
         self._sites_before = len(self.sites.table)
         self._running = Running(call.module, call.kwargs, self._break_off)
@@ -251,10 +253,24 @@ class CaptureContext:
         """Watch modules that came into the model, and ask for evidence as of a new one."""
         self._attach()
         self.forward.unproven = True
+        self.doubt()
+
+    def doubt(self) -> None:
+        """Ask for all evidence anew: the model was changed, or something of it was refused."""
         self.sites.forget()
+        self._decisions.forget()
         self._rows.renew()
         if self._prover is not None:
             self._prover.renew()
+
+    @contextmanager
+    def doubted_if_refused(self) -> Iterator[None]:
+        """Yield while something is looked at; whoever catches its refusal and goes on is asked for evidence anew."""
+        try:
+            yield
+        except BaseException:
+            self.doubt()
+            raise
 
     def _forget_old_plans(self) -> None:
         if self._decided_for != self.substitution.generation:
@@ -292,13 +308,15 @@ class CaptureContext:
         if not (forward.runs_again and torch.is_grad_enabled()) or in_backward():
             return
 
-        def gathered(grad: Tensor) -> None:
+        def gathered(grad: Tensor) -> Tensor:
             self._arrives(forward)
             self._enter_unit(unit)
+            return grad
 
         for tensor in outputs_of(output):
-            if tensor.requires_grad:
-                tensor.register_hook(gathered)
+            if tensor.grad_fn is not None:
+                # After the hooks that gather, and after a layer's own, which may run the unit again.
+                _torch.hear_gradient(tensor, gathered)
 
     def _let_compile(self) -> None:
         eager.resume(self._compiler)
@@ -343,21 +361,34 @@ class CaptureContext:
                 self.gathering.tell_failure()
             return None
         read = output
-        with nullcontext() if self.gathering is None else self.gathering.together():
+        with self.doubted_if_refused(), nullcontext() if self.gathering is None else self.gathering.together():
             if self._divided:
                 refuse_divided_outputs(self.model, outputs_of(output), axis=self.axis)
             if self._rows.missed:
                 self.sites.forget_since(self._sites_before)
                 read = self.again(call)
+                self.forward.meet_unknown()
+            found = outputs_of(read)
+            self._meet_end(found)
             result = read if self._prover is None else self._prover.end(self, call, read)
         forward = self.forward
-        for leaf in outputs_of(result):
+        for leaf in found if result is read else outputs_of(result):
             forward.ends_on_mesh |= self._divided and _torch.is_sharded_tensor(leaf)
             if leaf.requires_grad:
                 backward_entry.announce(self, forward, leaf, lambda: self._arrives(forward))
         if forward.is_dummy:
             return _tree.mapped(lambda item: without_dummy(item, self.axis), result)
         return None if result is output else result
+
+    def _meet_end(self, outputs: Sequence[Tensor]) -> None:
+        """Note how the latest forward came from its last use to its outputs; refuse an order of their own."""
+        forward = self.forward
+        if forward.batch_size > 1 and forward.latest is not None and not self._divided:
+            refuse_other_order(self.model, outputs, forward)
+            nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
+            way = tuple([(_torch.order_of(node) - forward.latest, type(node)) for node in nodes])
+            if way not in self.sites.ends:
+                forward.meet(self.sites.ends, way)
 
     def again(self, call: ModuleCall) -> Any:
         """Run the latest forward once more, as a new one of the same batch.
@@ -582,7 +613,8 @@ class CaptureContext:
         """
         # Whoever listens already has examined it.
         if self._listener is None and self.is_trainable():
-            self._on_loss(roots, grads, forwards)
+            with self.doubted_if_refused():
+                self._on_loss(roots, grads, forwards)
 
     def _trains(self) -> bool:
         """Return whether the backward that runs is for the parameters, not for inputs alone."""

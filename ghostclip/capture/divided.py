@@ -134,6 +134,19 @@ def refuse_divided_outputs(model: nn.Module, outputs: Sequence[Tensor], *, axis:
             )
 
 
+def leaves_empty(rows: int, ranks: int) -> bool:
+    """Return whether some ranks hold nothing of a table that is divided by rows, as ``torch.chunk`` divides it.
+
+    Args:
+        rows: Of the table.
+        ranks: That divide it.
+
+    Returns:
+        The same on all of them.
+    """
+    return -(-rows // ranks) * (ranks - 1) >= rows
+
+
 def on_parts(
     func: Callable[..., Any],
     name: str,
@@ -226,13 +239,13 @@ class _OnParts:
             found = self._captured(here, self._part(weight), padding, None, *rest)
             return self._lay(found, Shard(found.dim() - 1), (*ids.shape, _whole_shape(weight)[1]))
         rows, total = self._part(weight).shape[0], _whole_shape(weight)[0]
+        if leaves_empty(total, self._mesh.size()):
+            self._refuse(f"some ranks hold none of the {total} rows of the table: divide it over fewer ranks")
         first = min(total, -(-total // self._mesh.size()) * self._rank)
         elsewhere = (here < first) | (here >= first + rows)
         if padding is not None:
             padding = padding % total - first
             padding = padding if 0 <= padding < rows else None
-        if rows == 0:
-            self._refuse("this rank holds no row of the table: divide it over fewer ranks")
         own = (here - first).masked_fill(elsewhere, 0)
         found = self._captured(own, self._part(weight), padding, None, *rest)
         return self._lay(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), Partial(), (*ids.shape, found.shape[-1]))

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ghostclip.capture.call_sites import CallSites
+from ghostclip.capture.call_sites import MAX_WAYS, CallSites
 from ghostclip.capture.casts import Casts
 from ghostclip.capture.growth import Grown
 from ghostclip.capture.row_tracker import RowTracker
@@ -74,6 +74,8 @@ class ForwardContext:
         checkpointed_by_model: Activation checkpointing was active that no memory plan asked for.
         spread: Parameters on several ranks, and whether each rank has parts of their gradients only (positions of a
             sample are divided among the ranks), by name.
+        latest: The number of the node of the latest use; None before the first.
+        met: Ways that nothing is proved of yet, each with the proved ones that it is to be among.
         ends_on_mesh: The model returned tensors of a mesh, of which each rank has some classes.
     """
 
@@ -103,6 +105,8 @@ class ForwardContext:
     blocks: list[Any] = field(default_factory=list)
     checkpointed_by_model: bool = False
     spread: dict[str, bool] = field(default_factory=dict)
+    latest: int | None = None
+    met: list[tuple[set[Any], Any]] = field(default_factory=list)
     ends_on_mesh: bool = False
     _recomputing: bool = False
 
@@ -110,6 +114,27 @@ class ForwardContext:
     def runs_again(self) -> bool:
         """Whether a backward may run parts of it again, on parameters that must be substituted for that."""
         return self.checkpointed or self.ran_without_grad
+
+    def meet(self, proved: set[Any], way: Any) -> None:
+        """Ask for evidence on a forward, a part of which was come to in another way than before.
+
+        Args:
+            proved: The ways to that part that were proved.
+            way: The way.
+        """
+        if len(proved) < MAX_WAYS:
+            self.unproven = True
+            self.met.append((proved, way))
+
+    def meet_unknown(self) -> None:
+        """Ask for evidence on a forward of which no other one can tell anything."""
+        self.meet(set(), None)
+
+    def prove(self) -> None:
+        """Take the ways that were met for proved."""
+        for proved, way in self.met:
+            proved.add(way)
+        self.met.clear()
 
     def anew(self) -> "ForwardContext":
         """Return a context for the same batch run once more."""

@@ -53,6 +53,9 @@ class Gathering(Protocol):
     def together(self) -> AbstractContextManager[None]:
         """Return a context whose errors all ranks raise, where everything is gathered; called on all of them."""
 
+    def backward(self) -> AbstractContextManager[None]:
+        """Return a context for a backward: a rank that leaves it says why, and the others raise that."""
+
     def telling(self) -> AbstractContextManager[None]:
         """Return a context whose errors the others hear of in `together`, which this rank does not reach."""
 

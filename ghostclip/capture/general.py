@@ -87,7 +87,8 @@ def in_general(operation: Operation, layout: ArgumentLayout, forward: ForwardCon
 
     deliver = _delivery(use, rerun, output_maps)
     results = list(Region.apply(run, deliver, forward.around.anchor, *operation.plain))
-    register(use)
+    nodes = [tensor.grad_fn for tensor in operation.plain if tensor.grad_fn is not None]
+    register(use, results[0].grad_fn if results else None, nodes[0] if nodes else None)
     fresh = iter(results)
     leaves = [next(fresh) if _in_graph(item) else item for item in items]
     returned = _torch.tree_unflatten(leaves, specs[-1])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ghostclip import _torch
 from ghostclip.capture.batch_axis import RowMap
-from ghostclip.capture.call_sites import CallSite, Form, key_of, visits_of
+from ghostclip.capture.call_sites import CallSite, Form, Way, key_of, visits_of
 from ghostclip.capture.derive import pull_back
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.inputs import in_backward, under_checkpoint
@@ -239,11 +239,13 @@ def site_of(
     return forward.around.sites.at((key, forward.visits[uses]), tracked, form, gathered)
 
 
-def register(use: ParamUse) -> None:
+def register(use: ParamUse, node: Any, behind: Any) -> None:
     """Note a new use in its forward.
 
     Args:
         use: The use.
+        node: The node that made its output; None where nothing of it is in the graph.
+        behind: The node that made the data; None where that is not in the graph.
     """
     forward, again = use.forward, in_backward()
     if again:
@@ -256,6 +258,13 @@ def register(use: ParamUse) -> None:
         for name in use.site.consumed:
             counts[name] += 1
         _note_size(use)
+        if node is not None and forward.batch_size > 1:
+            rows, latest = forward.around.rows, forward.latest
+            steps = 0 if latest is None or behind is None else _torch.order_of(behind) - latest
+            way: Way = steps, type(behind), rows.calls_since() if rows.odd else 0
+            forward.latest = _torch.order_of(node)
+            if way not in use.site.ways:
+                forward.meet(use.site.ways, way)
     if under_checkpoint():
         forward.note_checkpointing(again=again)
     if not use.site.proven:

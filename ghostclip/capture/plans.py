@@ -240,11 +240,11 @@ class Broadcast(Plan):
 
     def run(self, forward: ForwardContext) -> Any:
         """Run it on expanded parameters."""
-        wanted = wants_gradient([self.witness], forward)
+        wanted, behind = wants_gradient([self.witness], forward), self.witness.grad_fn
 
         def enter(tracked: TrackedTensor) -> Tensor:
             expanded = broadcast.Expanded(tracked.origin.value, self.dims, self.rows)
-            return _entered(self.operation.name, tracked, expanded, forward, wants_gradient=wanted)
+            return _entered(self.operation.name, tracked, expanded, forward, behind=behind, wants_gradient=wanted)
 
         return self.operation.run(enter)
 
@@ -270,7 +270,7 @@ class OwnCopies(Plan):
             maps = broadcast.map_of_rows(value.shape[axis], size, forward.batch_axis, None)
             rows = broadcast.RowAxis(axis, value.shape[axis], maps, size)
             expanded = broadcast.Expanded(value, value.dim(), rows)
-            return _entered(self.operation.name, tracked, expanded, forward, wants_gradient=True)
+            return _entered(self.operation.name, tracked, expanded, forward, behind=None, wants_gradient=True)
 
         return self.operation.run(enter)
 
@@ -299,7 +299,13 @@ class General(Plan):
 
 
 def _entered(
-    name: str, tracked: TrackedTensor, expanded: broadcast.Expanded, forward: ForwardContext, *, wants_gradient: bool
+    name: str,
+    tracked: TrackedTensor,
+    expanded: broadcast.Expanded,
+    forward: ForwardContext,
+    *,
+    behind: Any,
+    wants_gradient: bool,
 ) -> Tensor:
     """Return an expanded parameter as a node of the graph, with a use of its own."""
     maps = [RowMap(row_map.kind, expanded.row_axis, row_map.samples) for row_map in expanded.rows.maps]
@@ -311,6 +317,6 @@ def _entered(
     use = ParamUse(site, forward, {"value": tracked}, factors, expanded.row_axis + 1, maps)
     use.wants_input_gradient = wants_gradient
     entered = source(expanded.tensor, forward.around.anchor)
-    register(use)
+    register(use, entered.grad_fn, behind)
     entered.register_hook(delivery(use))
     return entered

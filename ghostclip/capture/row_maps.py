@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ghostclip.capture.batch_axis import RowMap, candidates
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.row_origin import UNKNOWN_ORDER, origin_of_rows
+from ghostclip.errors import BatchAxisError
 
 
 class RowOrder(NamedTuple):
@@ -33,7 +34,8 @@ class RowOrder(NamedTuple):
         """
         if self.unknown:
             # Whatever it is taken for, what one forward shows of it says nothing about the next.
-            forward.unproven = forward.reordered = True
+            forward.meet_unknown()
+            forward.reordered = True
         if self.samples is not None:
             forward.gathered = True
             forward.reordered = forward.reordered or not self.in_graph
@@ -65,6 +67,35 @@ def order_of_rows(tensor: Tensor, axis: int, forward: ForwardContext) -> RowOrde
         return IN_ORDER
     known = found is not UNKNOWN_ORDER and axis == 0 and found.numel() == tensor.shape[0]
     return RowOrder(found.to(tensor.device) if known else None, unknown=not known, in_graph=False)
+
+
+def refuse_other_order(model: nn.Module, outputs: Sequence[Tensor], forward: ForwardContext) -> None:
+    """Refuse outputs whose rows are known to lie in another order than the samples of the batch.
+
+    Args:
+        model: The model.
+        outputs: Its output tensors.
+        forward: The forward.
+
+    Raises:
+        BatchAxisError: There is one: whatever it meets outside the model, as targets, would be another sample's.
+    """
+    size, known = forward.batch_size, forward.around.sites.outputs
+    if forward.batch_axis:
+        return
+    for number, output in enumerate(outputs):
+        if output.dim() == 0 or output.shape[0] != size or (len(known) == len(outputs) and known[number] > 0):
+            continue
+        order = order_of_rows(output, 0, forward)
+        if order.unknown:
+            order.note(forward)
+        elif order.samples is not None and order.samples.tolist() != list(range(size)):
+            message = (
+                f"{type(model).__name__} returns an output of shape {tuple(output.shape)} whose rows lie in another "
+                "order than the samples of the batch: a loss would bring each of them together with another sample's "
+                "targets. Put them back, as in outputs[order.argsort()], before they are returned."
+            )
+            raise BatchAxisError(message)
 
 
 def row_maps(rows: Tensor, sizes: Sequence[int], known: int, forward: ForwardContext) -> tuple[list[RowMap], RowOrder]:

@@ -22,9 +22,13 @@ _SELECTING: Final = frozenset(
     {
         "_RecurrenceBackward", "CatBackward0", "StackBackward0", "SelectBackward0", "IndexBackward0",
         "IndexSelectBackward0", "GatherBackward0", "SliceBackward0", "SplitBackward0", "SplitWithSizesBackward0",
-        "UnbindBackward0",
+        "UnbindBackward0", "FlipBackward0", "RollBackward0",
     }
 )  # fmt: skip
+# Nodes that give rows the places that something outside the graph says: the left factor of a product, an index.
+_PLACING: Final = frozenset(
+    {"MmBackward0", "BmmBackward0", "IndexPutBackward0", "IndexCopyBackward0", "IndexAddBackward0", "ScatterBackward0"}
+)
 _VIEWS: Final = frozenset({"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"})
 _SELECT: Final = frozenset({"SelectBackward0"})
 _LEAVES: Final = frozenset({"AccumulateGrad", "torch::autograd::AccumulateGrad"})
@@ -66,7 +70,9 @@ def origin_of_rows(x: Tensor, axis: int, batch_size: int, expected_axis: int) ->
     return _samples(x.grad_fn, x.output_nr, x.shape[0], batch_size, expected_axis)
 
 
-def _samples(node: Any, output_nr: int, rows: int, batch_size: int, expected_axis: int) -> Tensor | None:
+def _samples(  # noqa: C901 - what each kind of node does to rows
+    node: Any, output_nr: int, rows: int, batch_size: int, expected_axis: int
+) -> Tensor | None:
     for _ in range(_MAX_NODES):
         name = _name_of(node)
         if node.metadata or name in _PACKED:
@@ -84,6 +90,8 @@ def _samples(node: Any, output_nr: int, rows: int, batch_size: int, expected_axi
                 index, parent_rows = selection
                 parent = _parent_samples(node, parent_rows, batch_size, expected_axis)
                 return parent if parent is None or parent is UNKNOWN_ORDER else parent.to(index.device)[index]
+        if name in _PLACING and _places_all(node, name, rows):
+            return UNKNOWN_ORDER
         if name in _VIEWS and tuple(_torch.saved(node, "self_sym_sizes")[:2]) == (1, rows):
             return _of_one_block(node.next_functions[0][0], rows, batch_size, expected_axis)
         following = _same_rows(node, name, rows)
@@ -91,6 +99,16 @@ def _samples(node: Any, output_nr: int, rows: int, batch_size: int, expected_axi
             return None
         node, output_nr = following
     return None
+
+
+def _places_all(node: Any, name: str, rows: int) -> bool:
+    """Return whether all rows of a node's output are rows of its second operand, in an order that is not known."""
+    edges = node.next_functions
+    if len(edges) < 2 or edges[0][0] is not None or edges[-1][0] is None:
+        return False
+    placed, number = edges[-1]
+    shape = _torch.outputs_of(placed)[number].shape
+    return len(shape) > 1 and shape[1 if name == "BmmBackward0" else 0] == rows
 
 
 def _noted(node: Any, rows: int) -> tuple[bool, Tensor | None]:
@@ -332,6 +350,9 @@ def _part(part: Any, number: int, joiner: str, batch_size: int, expected_axis: i
     if joiner == "CatBackward0":
         shape = _torch.outputs_of(part)[number].shape
         return _samples(part, number, shape[0], batch_size, expected_axis) if len(shape) else None
+    if part.name() == "UnbindBackward0" and _torch.saved(part, "dim") == 0:
+        parent = _parent_samples(part, len(_torch.outputs_of(part)), batch_size, expected_axis)
+        return None if parent is None or parent is UNKNOWN_ORDER else parent[number][None]
     if part.name() != "SelectBackward0" or _torch.saved(part, "dim") != 0:
         return None
     size = _torch.saved(part, "self_sym_sizes")[0]
@@ -350,6 +371,8 @@ def _selection(node: Any, output_nr: int, rows: int) -> tuple[Tensor, int] | Non
         return _torch.saved(node, "index"), _torch.saved(node, "self_sym_sizes")[0]
     if name == "GatherBackward0" and _torch.saved(node, "dim") == 0:
         return _gathered(node)
+    if name in ("FlipBackward0", "RollBackward0"):
+        return _turned(node, name, rows)
     if name in ("SliceBackward0", "SplitBackward0", "SplitWithSizesBackward0") and _torch.saved(node, "dim") == 0:
         size = _torch.saved(node, "self_sym_sizes")[0]
         start = _start(node, name, output_nr)
@@ -357,6 +380,19 @@ def _selection(node: Any, output_nr: int, rows: int) -> tuple[Tensor, int] | Non
         index = torch.arange(size)[start::step][:rows]
         return None if rows == size else (index, size)
     return None
+
+
+def _turned(node: Any, name: str, rows: int) -> tuple[Tensor, int] | None:
+    """Return as `_selection` does what flipping or rolling makes of rows; None where it leaves them alone."""
+    flips = name == "FlipBackward0"
+    axes = [_torch.signed(axis) for axis in _torch.saved(node, "dims")]
+    dims = len(_torch.outputs_of(node)[0].shape)
+    index = torch.arange(rows)
+    turned = index
+    for place, axis in enumerate(axes):
+        if axis % dims == 0:
+            turned = turned.flip(0) if flips else turned.roll(_torch.signed(_torch.saved(node, "shifts")[place]))
+    return None if torch.equal(turned, index) else (turned, rows)
 
 
 def _advanced_index(node: Any, rows: int) -> tuple[Tensor, int] | None:
@@ -373,6 +409,8 @@ def _advanced_index(node: Any, rows: int) -> tuple[Tensor, int] | None:
 
 def _of_one_block(node: Any, rows: int, batch_size: int, expected_axis: int) -> Tensor | None:
     """Return the samples of rows that were selected behind a leading axis of size 1: ``h[None, index]``."""
+    if node is not None and node.name() == "BmmBackward0" and node.next_functions[0][0] is None:
+        return UNKNOWN_ORDER
     if node is None or node.name() != "IndexBackward0" or node.metadata:
         return None
     (leading, index, *others), sizes = (

@@ -44,7 +44,14 @@ _TURNS = {
 }  # fmt: skip
 _JOINS = {torch.cat, torch.concat, torch.concatenate}
 _PACKING = {PACK, PAD}
-_SEEN = _PICKS | _SORTS | _PACKING | {torch.Tensor.__setitem__}
+_PRODUCTS = {
+    torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, torch.mm, torch.Tensor.mm,
+    torch.bmm, torch.Tensor.bmm, torch.einsum, torch.tensordot, torch.addmm, torch.Tensor.addmm,
+}  # fmt: skip
+_PLACES = _PRODUCTS | {torch.stack}
+_SEEN = _PICKS | _SORTS | _PACKING | _PLACES | {torch.Tensor.__setitem__}
+# Whatever may put rows into another order.
+_MOVING = frozenset(_SEEN | _TURNS | _JOINS | {torch.unbind, torch.Tensor.unbind, torch.where})
 _OURS = frozenset({TrackedTensor, Tensor, torch.nn.Parameter})
 
 
@@ -75,6 +82,7 @@ class RowTracker(TorchFunctionMode):
         active: Whether a forward is running.
         always: Whether to watch every forward.
         missed: Whether the latest forward was not watched and should have been.
+        odd: Whether data that was asked about last is not as it came into the model.
     """
 
     def __init__(self) -> None:
@@ -83,6 +91,8 @@ class RowTracker(TorchFunctionMode):
         self.always = self.missed = False
         self._watched = True
         self._seen, self._changed = False, False
+        self.odd = False
+        self._count = self._counted = 0
         self._came_in: dict[int, int] = {}
         self._rows = _RowsOf()
         # Of padded batches with their sequences on axis 1, about to be packed: the sample of each.
@@ -118,7 +128,8 @@ class RowTracker(TorchFunctionMode):
             watched: Whether to watch it whatever earlier ones have shown.
         """
         self._watched = watched or self.always or self._changed or not self._seen
-        self.missed = False
+        self.missed = self.odd = False
+        self._count = self._counted = 0
         self._came_in = {id(tensor): _torch.version(tensor) for tensor in inputs}
         self._grown, self._calls, self._key, self._depth = grown, Calls(), (), 0
         if self._rows.told:
@@ -196,11 +207,16 @@ class RowTracker(TorchFunctionMode):
         if tensor.requires_grad:
             return None
         if self._batch_size > 1 and self.active and not (constant or self._is_as_it_came(tensor)):
-            self._changed = True
+            self._changed = self.odd = True
             if not self._watched:
                 self.missed = True
                 return UNKNOWN_ORDER
         return self._rows.get(tensor) if self._rows.told else None
+
+    def calls_since(self) -> int:
+        """Return how many functions that may move rows were called since data was met that is not as it came."""
+        calls, self._counted, self.odd = self._count - self._counted, self._count, False
+        return calls
 
     def _is_as_it_came(self, tensor: Tensor) -> bool:
         """Return whether a tensor is an input of the model, or one of another shape on all of its memory."""
@@ -228,6 +244,7 @@ class RowTracker(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._grown is not None:
             self._key = self._calls.key(func)
+        self._count += func in _MOVING and not self._depth
         if (func not in _SEEN and not self._rows.told) or self._depth:
             if TrackedTensor in types and _OURS.issuperset(types) and not _torch.active_modes():
                 # Whom torch would ask next.
@@ -261,14 +278,36 @@ class RowTracker(TorchFunctionMode):
             if self._known(base) is not None and outputs[0].is_floating_point() == base.is_floating_point():
                 self._rows[outputs[0]] = UNKNOWN_ORDER
             return
+        if func in _PLACES and self._is_placed(func, _tree.tensors((args, kwargs)), outputs[0]):
+            self._mark(outputs, UNKNOWN_ORDER, None)
+            return
         if func in _JOINS and self._axis == 0 and kwargs.get("dim", args[1] if len(args) > 1 else 0) == 0:
             self._mark(outputs, self._joined(args[0] if args else kwargs["tensors"]), None)
             return
-        marked = [rows for tensor in _tree.tensors((args, kwargs)) if (rows := self._rows.get(tensor)) is not None]
+        given = _tree.tensors((args, kwargs))
+        marked = [rows for tensor in given if (rows := self._rows.get(tensor)) is not None]
         if marked:
+            # Rows in another order beside rows as they came.
+            marked += [rows for tensor in given if tensor.dim() and (rows := self._beside(tensor)) is not None]
             same = all(rows is not UNKNOWN_ORDER and torch.equal(rows, marked[0]) for rows in marked)
             known = marked[0] if same and func not in _TURNS else UNKNOWN_ORDER
             self._mark(outputs, known, None)
+
+    def _beside(self, tensor: Tensor) -> Tensor | None:
+        """Return the sample of each row of data that was not put into another order; None where it is no such data."""
+        is_data = not tensor.requires_grad and self._rows.get(tensor) is None and id(tensor) in self._came_in
+        return self._arranged(tensor) if is_data else None
+
+    def _is_placed(self, func: Callable[..., Any], given: Sequence[Tensor], output: Tensor) -> bool:
+        """Return whether a call gives rows of samples places that nobody can follow: of a stack, or of a product."""
+        if self._axis or not output.dim() or output.shape[0] != self._batch_size:
+            return False
+        if func is torch.stack:
+            return all(not tensor.requires_grad for tensor in given)
+        # A contraction over as many rows as there are samples.
+        named = func in (torch.einsum, torch.tensordot)
+        factors = [factor for factor in given[1:] if not factor.requires_grad and (factor.dim() == 2 or named)]
+        return any(factor.dim() > 0 and self._arranged(factor) is not None for factor in factors)
 
     def _note_pick(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]

@@ -21,7 +21,6 @@ from ghostclip import _torch
 from ghostclip.capture.nodes import Kept
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.clipping.changes import changed_in_place
-from ghostclip.clipping.norms import GroupNorms
 from ghostclip.errors import TamperedGradientError
 from ghostclip.factors import Dense, Factor, Outer
 from ghostclip.factors.base import accumulation_dtype
@@ -172,33 +171,29 @@ class SmallGradients:
 
 
 class Alike:
-    """Holds uses of small layers until there are many, and adds their norms.
+    """Holds uses of small layers until there are many, and forms their factors together.
 
     Which layers are put together follows from the sizes of the batch and the form of the model alone, so that a step
     that is made again rounds as it did.
-
-    Attributes:
-        joints: What is to be summed of those that were put together.
     """
 
     def __init__(
         self,
-        total: GroupNorms,
         *,
-        form: Callable[[str, Factor], Factor],
+        join: Callable[[Joint], None],
         alone: Callable[[ParamUse, Tensor], None],
         single: Callable[[str, Dense], None],
+        final: bool = True,
     ) -> None:
         """Make a collector that holds nothing.
 
         Args:
-            total: Where norms are added; with several clip groups nothing is put together.
-            form: Returns what is kept of a parameter's factor.
+            join: Takes the gradients of several parameters.
             alone: Takes a use, and its output's gradient, that no other is like.
             single: Takes a parameter's gradients, which no others are like.
+            final: Whether no other backward follows, so that what uses have saved may go.
         """
-        self.joints: list[Joint] = []
-        self._total, self._form, self._alone, self._single = total, form, alone, single
+        self._join, self._alone, self._single, self._final = join, alone, single, final
         self._small = SmallGradients()
         self._waiting: defaultdict[Any, list[_Waiting]] = defaultdict(list)
         self._elements = 0
@@ -224,7 +219,7 @@ class Alike:
             data, more = node.form
             elements += more
         most = _most(grad)
-        if elements > most or len(self._total.sums) > 1 or not _stands_alone(use):
+        if elements > most or not _stands_alone(use):
             return False
         row_map = use.row_map
         if row_map.axis or row_map.kind not in _IN_FRONT:
@@ -247,15 +242,20 @@ class Alike:
         Returns:
             Whether it was taken.
         """
-        return len(self._total.sums) == 1 and self._small.takes(name, factor)
+        return self._small.takes(name, factor)
 
     @property
     def full(self) -> bool:
         """Whether as much waits as may."""
         return self._elements > self._most
 
+    @property
+    def gradients_full(self) -> bool:
+        """Whether as many gradients wait as may where they are not kept."""
+        return self._small.full
+
     def finish(self) -> None:
-        """Form the factors of all that wait and add their norms.
+        """Form the factors of all that wait and hand them on.
 
         Raises:
             TamperedGradientError: A gradient was changed in place while it waited.
@@ -268,11 +268,12 @@ class Alike:
             if len(found) == 1 or not all(map(_trains, found)) or not self._joined(found):
                 for use, grad, _ in found:
                     self._alone(use, grad)
-            for use, *_ in found:
-                use.release()
+            if self._final:
+                for use, *_ in found:
+                    use.release()
 
     def finish_gradients(self) -> None:
-        """Add the norms of all gradients that wait.
+        """Hand all gradients on that wait.
 
         Raises:
             TamperedGradientError: One was changed in place while it waited.
@@ -281,9 +282,7 @@ class Alike:
             if len(names) == 1:
                 self._single(names[0], factors[0])
                 continue
-            together = Dense(torch.cat([factor.grad_BP for factor in factors]))
-            self._total.add_norms_of(names, together)
-            self.joints.append(Joint(names, together))
+            self._join(Joint(names, Dense(torch.cat([factor.grad_BP for factor in factors]))))
 
     def _joined(self, found: Sequence[_Waiting]) -> bool:
         """Put uses together; returns False, with nothing done, where their factors are of no form that can be."""
@@ -307,10 +306,8 @@ class Alike:
         names = {key: [next(iter(use.targets[key].origin.leaves)) for use, *_ in found] for key in formed}
         _explain(found, formed)
         for key, factor in formed.items():
-            kept = self._form(names[key][0], factor)
-            assert isinstance(kept, (Dense, Outer))
-            self._total.add_norms_of(names[key], kept)
-            self.joints.append(Joint(names[key], kept))
+            assert isinstance(factor, (Dense, Outer))
+            self._join(Joint(names[key], factor))
         return True
 
 

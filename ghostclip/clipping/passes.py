@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ghostclip import _torch
 from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.nodes import Kept
 from ghostclip.capture.param_use import ParamUse
-from ghostclip.clipping.alike import Alike, Joint, SmallGradients
+from ghostclip.clipping.alike import Alike, Joint
 from ghostclip.clipping.changes import changed_in_place, versions
 from ghostclip.clipping.norms import (
     GroupNorms,
@@ -291,7 +292,6 @@ class BookKeeping(Pass):
         super().__init__(ranks)
         self._device_only = device_only
         self._sequences = sequences
-        self.puts_together = type(self).puts_together and sequences is None and ranks is None
         self._kept_layers = kept_layers
         self._keep: frozenset[str] | None = None
         self.factors: defaultdict[str, list[Factor]] = defaultdict(list)
@@ -299,7 +299,10 @@ class BookKeeping(Pass):
         self._waiting: defaultdict[str, list[Factor]] = defaultdict(list)
         self._versions: dict[int, list[int]] = {}
         self._together = Together(self.total)
-        self._alike = Alike(self.total, form=self._kept_form, alone=self._take, single=self._add)
+        self._joints: list[Joint] = []
+        self._alike = Alike(join=self._join, alone=self._take, single=self._add)
+        alone = sequences is not None or ranks is not None or len(self.total.sums) > 1
+        self.puts_together = type(self).puts_together and not alone
 
     puts_together = True
 
@@ -340,6 +343,12 @@ class BookKeeping(Pass):
     def _kept_form(self, name: str, factor: Factor) -> Factor:
         kept = smaller_form(factor, always=name in (self._keep or ()))
         return kept.aligned() if type(kept) is Outer else kept
+
+    def _join(self, joint: Joint) -> None:
+        kept = self._kept_form(joint.names[0], joint.factor)
+        assert isinstance(kept, (Dense, Outer))
+        self.total.add_norms_of(joint.names, kept)
+        self._joints.append(joint if kept is joint.factor else Joint(joint.names, kept))
 
     def _add(self, name: str, kept: Factor, *, together: ParamUse | None = None) -> None:
         self.factors[name].append(kept)
@@ -409,7 +418,7 @@ class BookKeeping(Pass):
         if weights.ill_conditioned_B is not None:
             self._take_apart()
         self._take_apart(lambda joint: not sums.takes_at_once(joint.elements))
-        joints, self._alike.joints = self._alike.joints, []
+        joints, self._joints = self._joints, []
         while joints:
             weights.into_several(sums, joints.pop(0))
         for name in sums.in_order(list(self.factors)):
@@ -433,10 +442,10 @@ class BookKeeping(Pass):
         Args:
             which: Whether to take apart what was put together.
         """
-        joints, self._alike.joints = self._alike.joints, []
+        joints, self._joints = self._joints, []
         for joint in joints:
             if not which(joint):
-                self._alike.joints.append(joint)
+                self._joints.append(joint)
                 continue
             for name, factor in joint.parts():
                 self.factors[name].append(factor)
@@ -477,7 +486,82 @@ class Hooks(BookKeeping):
         super().add_sums(sums, weights, scale)
 
 
-class NormPass(Pass):
+class OneOfTwo(Pass):
+    """One of two backwards that must repeat each other; what is small waits for its likes."""
+
+    def __init__(self, repeats: Repeats, *, puts_together: bool, ranks: SharedSamples | None) -> None:
+        """Make a pass that has heard of no use.
+
+        Args:
+            repeats: Compares what arrives with what arrives in other passes.
+            puts_together: Whether small layers of one form are measured, or summed, together.
+            ranks: As for `Pass`.
+        """
+        super().__init__(ranks)
+        self._repeats, self._puts_together = repeats, puts_together
+        self._alike = Alike(join=self._join, alone=self._take_alone, single=self._add, final=self.final)
+
+    def receive(self, use: ParamUse, grad: Tensor) -> None:
+        """Take the gradient of a use's output.
+
+        Args:
+            use: The use.
+            grad: Shape and dtype of the output.
+        """
+        self._hear(use)
+        if self._is_noted_whole(use):
+            # Its factors follow from these, formed alone or not.
+            self._repeats.note_use(use, grad)
+        if not (self._puts_together and self._takes(use, grad)):
+            super().receive(use, grad)
+            return
+        self._meet(use, grad)
+        if self._alike.full:
+            self.streams.join()
+            with undisturbed():
+                self._alike.finish()
+
+    def _is_noted_whole(self, use: ParamUse) -> bool:
+        # What hooks on saved tensors pack can be asked for once.
+        return use.alike is not None and self.only is None and (use.node is None or type(use.node) is Kept)
+
+    def _note(self, use: ParamUse, name: str, factor: Factor) -> None:
+        if not self._is_noted_whole(use):
+            self._repeats.note(name, factor)
+
+    def _waits(self, name: str, factor: Factor) -> bool:
+        """Let a small gradient wait for its likes; returns whether it does."""
+        if not (self._puts_together and self._may_wait(factor) and self._alike.takes_gradients(name, factor)):
+            return False
+        if self._alike.gradients_full:
+            self.streams.join()
+            self._alike.finish_gradients()
+        return True
+
+    def _finish_waiting(self) -> None:
+        self._alike.finish()
+        self._alike.finish_gradients()
+
+    def _hear(self, use: ParamUse) -> None:
+        """Note that a use has arrived."""
+
+    def _takes(self, use: ParamUse, grad: Tensor) -> bool:
+        """Let a small layer wait for its likes; returns whether it does."""
+        return self.only is None and self._ranks is None and self._alike.takes(use, grad, frozenset())
+
+    def _take_alone(self, use: ParamUse, grad: Tensor) -> None:
+        self._take(use, grad)
+
+    @abstractmethod
+    def _join(self, joint: Joint) -> None:
+        """Take the factors of several parameters, each used once."""
+
+    @abstractmethod
+    def _add(self, name: str, factor: Factor) -> None:
+        """Take the factor of one parameter."""
+
+
+class NormPass(OneOfTwo):
     """The first of two backwards: norms only. Factors of shared parameters stay until all have arrived."""
 
     final = False
@@ -503,50 +587,57 @@ class NormPass(Pass):
                 in float64.
             ranks: As for `Pass`.
         """
-        super().__init__(ranks)
         self.total = GroupNorms(group_of, ranks)
+        super().__init__(repeats, puts_together=index_D is None and len(self.total.sums) == 1, ranks=ranks)
         self.seen: set[int] = set()
         self.arrived: set[str] = set()
         self.late: set[str] = set()
         self.several: set[str] = set()
         self.order: list[str] = []
-        self._shared, self._repeats = shared, repeats
+        self._shared = shared
         self._instantiate, self._index_D = instantiate, index_D
         self._together = Together(self.total)
-        self._small = SmallGradients()
         self._waiting: defaultdict[str, list[Factor]] = defaultdict(list)
+
+    def _hear(self, use: ParamUse) -> None:
+        self.seen.add(id(use))
+        self.order += use.site.consumed
+
+    def _takes(self, use: ParamUse, grad: Tensor) -> bool:
+        names = use.site.names
+        # A second use is measured again together with the first one.
+        met = self._instantiate or not (self._shared.isdisjoint(names) and self.arrived.isdisjoint(names))
+        if met or not super()._takes(use, grad):
+            return False
+        self.arrived.update(names)
+        return True
+
+    def _take_alone(self, use: ParamUse, grad: Tensor) -> None:
+        self.arrived.difference_update(use.site.names)
+        super()._take_alone(use, grad)
 
     def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
         """Add a factor's squared norm and drop it, or keep it for cross terms; small ones wait for their likes."""
-        self._repeats.note(name, factor)
-        self.seen.add(id(use))
-        self.order.append(name)
+        self._note(use, name, factor)
         if self._holds(use, name, factor):
             return
-        if name in self.arrived:
-            # A second use came after the first one was dropped: only the whole pass again can give the cross term.
-            self.late.add(name)
-        elif name in self._shared or use.forward.use_counts[name] > 1:
+        if name not in self.arrived and (name in self._shared or use.forward.use_counts[name] > 1):
             self._waiting[name].append(factor)
             return
-        self.arrived.add(name)
-        alone = self._index_D is not None or len(self.total.sums) > 1 or not self._may_wait(factor)
-        if alone or not self._small.takes(name, factor):
+        self._arrives(name)
+        if not self._waits(name, factor):
             self._add(name, factor, together=use)
-        elif self._small.full:
-            self.streams.join()
-            self._finish_small()
 
-    def _finish_small(self) -> None:
-        for names, factors in self._small.together():
-            if len(names) == 1:
-                self._add(names[0], factors[0])
-            else:
-                self.total.add_norms_of(names, Dense(torch.cat([factor.grad_BP for factor in factors])))
+    def _arrives(self, name: str) -> None:
+        # A second use came after the first one was dropped: only the whole pass again can give the cross term.
+        (self.late if name in self.arrived else self.arrived).add(name)
+
+    def _join(self, joint: Joint) -> None:
+        self.total.add_norms_of(joint.names, joint.factor)
 
     def norms(self) -> GroupNorms:
         """Return the norms of all samples, or of those that were asked for."""
-        self._finish_small()
+        self._finish_waiting()
         self.several = set(self._waiting)
         for name, factor in self._brought_together():
             self._add(name, factor)
@@ -583,7 +674,7 @@ class NormPass(Pass):
             self.total.add_norm_of(name, factor)
 
 
-class SumPass(Pass):
+class SumPass(OneOfTwo):
     """The second backward: every layer's clipped sum is contracted as its gradient arrives, and dropped at once."""
 
     def __init__(
@@ -606,47 +697,42 @@ class SumPass(Pass):
             several: Parameters that it heard of more than once.
             ranks: As for `Pass`.
         """
-        super().__init__(ranks)
-        self._sums, self._weights, self._repeats = sums, weights, repeats
-        self._expected, self._several = expected, several
-        self._small = SmallGradients()
         # Where sums are sent on as they come, none waits.
-        self._puts_together = (
-            weights.ill_conditioned_B is None and len(weights.coef_GB) == 1 and sums.takes_at_once(_ANY)
-        )
+        together = weights.ill_conditioned_B is None and len(weights.coef_GB) == 1 and sums.takes_at_once(_ANY)
+        super().__init__(repeats, puts_together=together, ranks=ranks)
+        self._sums, self._weights = sums, weights
+        self._expected, self._several = expected, several
+
+    def _takes(self, use: ParamUse, grad: Tensor) -> bool:
+        return self._several.isdisjoint(use.site.names) and super()._takes(use, grad)
 
     def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
         """Contract a factor into its parameter's sum."""
-        if self._expected is not None and id(use) not in self._expected:
-            message = f"{use.site.describe()}: its gradient arrived in the second backward only, so it has no norm."
-            raise GhostClipError(message)
-        self._repeats.note(name, factor)
+        self._note(use, name, factor)
         if self._holds(use, name, factor):
             return
         several = name in self._several
-        if not several and self._puts_together and self._may_wait(factor) and self._small.takes(name, factor):
-            if self._small.full:
-                self.streams.join()
-                self._finish_small()
-            return
-        self._weights.into(self._sums, factor, name, more=several)
-        if not several:
-            self._sums.complete(name)
+        if several or not self._waits(name, factor):
+            self._add(name, factor, more=several)
 
-    def _finish_small(self) -> None:
-        for names, factors in self._small.together():
-            if len(names) == 1:
-                self._weights.into(self._sums, factors[0], names[0])
-            else:
-                together = Dense(torch.cat([factor.grad_BP for factor in factors]))
-                self._weights.into_several(self._sums, Joint(names, together))
+    def _hear(self, use: ParamUse) -> None:
+        if self._expected is not None and id(use) not in self._expected:
+            message = f"{use.site.describe()}: its gradient arrived in the second backward only, so it has no norm."
+            raise GhostClipError(message)
+
+    def _join(self, joint: Joint) -> None:
+        self._weights.into_several(self._sums, joint)
+
+    def _add(self, name: str, factor: Factor, *, more: bool = False) -> None:
+        self._weights.into(self._sums, factor, name, more=more)
+        if not more:
+            self._sums.complete(name)
 
     def finish(self) -> None:
         """Add what waited: for others that are like it, for all uses of a parameter, and for other ranks."""
-        self._finish_small()
+        self._finish_waiting()
         for name, factor in self._brought_together():
-            self._weights.into(self._sums, factor, name)
-            self._sums.complete(name)
+            self._add(name, factor)
         self._weights.finish(self._sums)
 
 

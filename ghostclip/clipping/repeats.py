@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ghostclip import _torch
+from ghostclip.capture.param_use import ParamUse
 from ghostclip.clipping.changes import tensors_of
 from ghostclip.errors import TamperedGradientError
 from ghostclip.evidence.randomness import Randomness
@@ -71,10 +72,33 @@ class Repeats:
             name: Its parameter's name.
             factor: As it arrived.
         """
-        number, self._arrived = self._arrived, self._arrived + 1
-        if (number + 1) % _EVERY and number != self._count - 1:
+        number = self._compared(1)
+        if number is not None:
+            self._compare(number, name, [_some(tensor) for tensor in tensors_of(factor)])
+
+    def note_use(self, use: ParamUse, grad: Tensor) -> None:
+        """Take note of a use of parameters whose factors follow from its gradient and what it saved, by a rule alone.
+
+        Args:
+            use: The use.
+            grad: The gradient of its output, as it arrived.
+        """
+        number = self._compared(len(use.site.consumed))
+        if number is None:
             return
-        values = [_some(tensor) for tensor in tensors_of(factor)]
+        row_map, size = use.row_map, use.forward.batch_size
+        saved = () if use.node is None else use.node.saved_tensors
+        values = [_some(row_map.split(tensor, use.num_batch_dims, size)) for tensor in (grad, *saved)]
+        self._compare(number, use.site.names[0], values)
+
+    def _compared(self, factors: int) -> int | None:
+        """Count factors that arrive; returns the number under which they are compared, if any is to be."""
+        number, self._arrived = self._arrived, self._arrived + factors
+        if number // _EVERY == self._arrived // _EVERY and self._arrived != self._count:
+            return None
+        return number
+
+    def _compare(self, number: int, name: str, values: list[Tensor]) -> None:
         if self._is_first:
             self._first[number] = [value.clone() for value in values]
             return

@@ -90,8 +90,12 @@ class LossExaminer:
             found = dict(_numbered(paths(begun, is_output)))
         except RecursionError:
             raise LossReductionError(f"the loss has too many terms to be followed. {remedy(self._reduction)}") from None
-        if forward.batch_size > 1 and (forward.unproven or self._is_new(found, forward)):
+        asks = self._evidence.asks_of_loss(roots[0], forward)
+        asks = asks and (capture.gathering is None or capture.gathering.may_ask())
+        if forward.batch_size > 1 and (asks or forward.unproven or self._is_new(found, forward)):
             self._prove(capture, found, forward)
+            if asks:
+                self._evidence.proved_loss(roots[0], forward)
         self._evidence.look_at_loss(capture, roots, forward)
         for key, path in found.items():
             seen = self._seen.setdefault(key, _Seen())

@@ -20,11 +20,16 @@ examples:
       the same with blocks that are run again in the backward
   ghostclip plan llama-405b --mesh replicate=2,dp=64,tp=8 --context-length 4096 --device-memory 80 --checkpointing
       two copies of a model that 512 devices share
+  ghostclip plan llama-8b --mesh dp=8,cp=4 --context-length 16384 --device-memory 80
+      positions of each sequence on four devices each, and what private training sends more
+  ghostclip plan llama-8b --mesh pp=4 --microbatches 16 --context-length 4096 --device-memory 80
+      stages of a pipeline, and the factors that they keep until all have their norms
   ghostclip plan train.py:make_model --mesh dp=4 --device-memory 24
       your own model: a function that returns it, as for ghostclip inspect
 
 Everything is counted on the meta device: no weights, no memory, no devices. Planned as torch.distributed shards it:
-fully_shard over dp (copies over replicate), parallelize_module by the model's tp_plan over tp.
+fully_shard over dp (copies over replicate), parallelize_module by the model's tp_plan over tp, positions over cp,
+blocks over pp.
 """
 
 _DEFAULTS: Final[dict[str, Any]] = {
@@ -32,6 +37,7 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "context_length": 1024,
     "device_memory": 80 * 10**9,
     "batch_size": 0,
+    "microbatches": 0,
     "optimizer": "adamw",
     "trainable": "",
     "checkpointing": False,
@@ -55,7 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(model, batch): path/to/file.py:factory, module:factory",
     )
     parser.add_argument(
-        "--mesh", metavar="AXES", help="sizes of the mesh's axes replicate, dp and tp, as dp=8,tp=4 (default: dp=1)"
+        "--mesh",
+        metavar="AXES",
+        help="sizes of the mesh's axes replicate, dp, tp, cp and pp, as dp=8,tp=4 (default: dp=1)",
     )
     parser.add_argument("--context-length", type=int, metavar="T", help="tokens of a sample (default: 1024)")
     parser.add_argument(
@@ -63,6 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--batch-size", type=int, metavar="B", help="samples of a device's physical batch (default: the most that fit)"
+    )
+    parser.add_argument(
+        "--microbatches", type=int, metavar="M", help="parts of a batch in a pipeline (default: 4 for each stage of pp)"
     )
     parser.add_argument(
         "--checkpointing", action="store_true", help="keep the blocks' inputs alone, and run them again in a backward"
@@ -94,7 +105,7 @@ def run(given: dict[str, Any]) -> int:
     from ghostclip.scaling import Mesh, load_planned, plan_devices
 
     options = {**_DEFAULTS, **given}
-    for name in ("context_length", "batch_size"):
+    for name in ("context_length", "batch_size", "microbatches"):
         if name in given and given[name] < 1:
             raise InvalidOptionError(f"--{name.replace('_', '-')} is {given[name]}: must be at least 1")
     if options.get("json", "-") != "-":
@@ -107,8 +118,9 @@ def run(given: dict[str, Any]) -> int:
             context_length=options["context_length"],
             dtype=getattr(torch, options["dtype"]),
             trainable=options["trainable"],
+            mesh=mesh,
         )
-        names = ("batch_size", "optimizer", "checkpointing")
+        names = ("batch_size", "optimizer", "checkpointing", "microbatches")
         found = plan_devices(
             planned, mesh=mesh, device_bytes=options["device_memory"], **{name: options[name] for name in names}
         )

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import distributed
 
-from ghostclip import errors
+from ghostclip.distributed.leaving import elsewhere, require_company
 from ghostclip.errors import GhostClipError, InvalidOptionError
 from ghostclip.noise.keyed import KeyedNoise
 
@@ -94,11 +94,12 @@ def gathered(what: str, value: Any, group: Group = None) -> list[Any]:
     """
     if world_size(group) == 1:
         return [value]
+    require_company()
     found: list[Any] = [None] * world_size(group)
     distributed.all_gather_object(found, (what, value), group=group)
     for rank, (_, other) in enumerate(found):
         if isinstance(other, _Refusal):
-            raise known_to_all(other.elsewhere(rank))
+            raise known_to_all(elsewhere(rank, other.kind, other.message))
     for rank, (place, _) in enumerate(found):
         if place != found[0][0]:
             raise known_to_all(
@@ -199,19 +200,6 @@ class _Refusal(NamedTuple):
 
     kind: str
     message: str
-
-    def elsewhere(self, rank: int) -> GhostClipError:
-        """Return the error that the other ranks raise.
-
-        Args:
-            rank: Who refused.
-
-        Returns:
-            An error of the same class, if it is one of the library's.
-        """
-        kind = getattr(errors, self.kind, None)
-        own = kind if isinstance(kind, type) and issubclass(kind, GhostClipError) else InvalidOptionError
-        return own(f"rank {rank} was refused, and no rank goes on without it: {self.message}")
 
 
 _KNOWN = "_known_to_all_ranks"

@@ -11,6 +11,7 @@ import torch
 from torch import distributed
 
 from ghostclip.distributed.agreement import Group, world_size
+from ghostclip.distributed.leaving import require_company
 from ghostclip.errors import InvalidOptionError
 
 _REFUSES, _GOES_ON = 0, 1
@@ -132,6 +133,7 @@ def _shares(share: Share | None, group: Group) -> list[Share | None]:
     """
     own = torch.tensor(_packed(share), dtype=torch.int64, device=_device(group))
     found = [torch.empty_like(own) for _ in range(world_size(group))]
+    require_company()
     distributed.all_gather(found, own, group=group)
     return [_unpacked(other) for other in torch.stack(found).tolist()]
 

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip import _torch
+from ghostclip.capture.divided import leaves_empty
 from ghostclip.distributed.agreement import gathered, refused_together, tell_refusal, telling, world_size
 from ghostclip.distributed.delivery import Bucket, ShardDelivery
+from ghostclip.distributed.leaving import Leaving, require_company
 from ghostclip.distributed.own_ways import own_ways
 from ghostclip.distributed.placement import MeshAxis, Placement, placement_of
 from ghostclip.distributed.sample_ranks import SampleRanks, Shares, shares_of
@@ -67,6 +69,7 @@ class ShardedModel:
         self.shares: Shares = shares_of(self.placements, self._data, shared)
         self.shared_samples: SampleRanks | None = None if shared is None else self._sample_ranks(model, shared)
         self._number = 0
+        self._leaving = Leaving()
         self._proved = [False] * world_size()
         self._restore: list[Callable[[], None]] = []
         self._is_open = self._is_held = self._is_due = self._proves = False
@@ -84,6 +87,8 @@ class ShardedModel:
                 seen.add(id(parameter))
                 name = f"{path}.{key}" if path else key
                 delivered = self._delivered(name, parameter)
+                if isinstance(module, nn.Embedding):
+                    _refuse_empty_parts(name, self.placements[name])
                 # What one rank sums up for all by itself waits for no other.
                 together = id(parameter) if unit is None else _torch.gathered_together(unit)
                 parameters, placements = found.setdefault(together, ([], []))
@@ -165,6 +170,7 @@ class ShardedModel:
         Returns:
             Whether this rank is to ask.
         """
+        require_company()
         self._number += 1
         if all(self._proved):
             asks = is_power_of_four(self._number) or self._is_due
@@ -250,6 +256,14 @@ class ShardedModel:
         if proves and self.shared_samples is not None:
             self.shared_samples.require_equal_sums(sums())
 
+    def backward(self) -> AbstractContextManager[None]:
+        """Return a context for a backward: a rank that leaves it says why, and the others raise that.
+
+        Returns:
+            The context.
+        """
+        return self._leaving.backward()
+
     def telling(self) -> AbstractContextManager[None]:
         """Return a context whose errors the others hear of in `together`, which this rank does not reach.
 
@@ -302,6 +316,16 @@ def sharded_model(model: nn.Module) -> ShardedModel | None:
     """
     in_parts = _torch.gathered_modules(model) or any(map(_torch.is_sharded_tensor, model.parameters()))
     return ShardedModel(model) if in_parts else None
+
+
+def _refuse_empty_parts(name: str, placement: Placement) -> None:
+    """Refuse a table of which some ranks would hold no row, on all of them."""
+    for axis in placement.axes:
+        if axis.same_samples and axis.divides == 0 and leaves_empty(placement.shape[0], axis.size):
+            raise UnsupportedModelError(
+                f"parameter '{name}' has {placement.shape[0]} rows for {axis.size} ranks (mesh axis '{axis.name}'), some "
+                "of which would hold none. Leave this table out of the plan, or divide it over fewer ranks."
+            )
 
 
 def _data_mesh(units: Sequence[Any]) -> Any:

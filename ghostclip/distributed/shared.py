@@ -153,8 +153,8 @@ def noise_for(replicas: int, module: nn.Module, source: KeyedNoise, *, shares: S
     together = isinstance(module, wrappers) or in_parts
     if in_parts and source.level == "exact":
         raise InvalidOptionError(
-            "noise_level='exact' with ranks that hold a model, or samples, in parts: integers are summed for whole "
-            "gradients. Use noise_level='secure'."
+            "noise_level='exact' with parameters that ranks hold in parts: integers are summed for whole parameters. "
+            "Use noise_level='secure'."
         )
     if replicas != ranks and (replicas > 1 or together):
         raise InvalidOptionError(

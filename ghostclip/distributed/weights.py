@@ -146,13 +146,13 @@ def _complaint(model: str, found: list[list[_Entry]]) -> str:
         return (
             f"{where} has other values than rank 0's. Ranks that share batches train one model: load the same "
             "checkpoint or seed alike on every rank, or call ghostclip.distributed.broadcast_parameters(model) on "
-            "every rank before make_private, which gives all of them rank 0's. Stages of a pipeline are not supported."
+            "every rank before make_private, which gives all of them rank 0's. Stages of a pipeline go into a Pipeline."
         )
     layouts = [{entry.name: entry.layout for entry in rank} for rank in found]
     rank = next(rank for rank, other in enumerate(layouts) if list(other.items()) != list(layouts[0].items()))
     return (
         f"{model}: {_first_difference(rank, layouts[0], layouts[rank])} Ranks that share batches train copies of one "
-        "model; parts of one (stages of a pipeline, shards) are not supported."
+        "model. Stages of a pipeline go into a ghostclip.distributed.Pipeline."
     )
 
 

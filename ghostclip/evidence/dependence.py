@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ghostclip import _torch, _tree
 from ghostclip.capture.batch_axis import candidates
 from ghostclip.capture.tracked import TrackedTensor
+from ghostclip.evidence.module_state import restored
 
 # Samples that are replaced in turn; which of them others follow is not known beforehand.
 _MAX_REPLACED: Final = 8
@@ -190,32 +191,6 @@ def same_randomness(device_tensors: Iterable[Tensor] = ()) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def restored_buffers(model: nn.Module) -> Iterator[None]:
-    """Put a model's buffers back afterwards.
-
-    Args:
-        model: The model.
-
-    Yields:
-        Nothing.
-    """
-    before = [(buffer, buffer.detach().clone(), _torch.version(buffer)) for buffer in model.buffers()]
-    tables = [_torch.buffer_table(module) for module in model.modules()]
-    held = [(table, dict(table)) for table in tables if table]
-    try:
-        yield
-    finally:
-        for buffers, own in held:
-            # One that is assigned anew is another object.
-            buffers.update(own)
-        with torch.no_grad():
-            for buffer, value, version in before:
-                # A backward refuses what was written to since the forward, be it the same value.
-                if _torch.version(buffer) != version:
-                    buffer.copy_(value)
-
-
 def _spread_out(batch_size: int) -> list[int]:
     """Return the samples to replace: all, or the first, the last and some between."""
     if batch_size <= _MAX_REPLACED:
@@ -344,7 +319,7 @@ def where_dependence_starts(model: nn.Module, module: nn.Module, inputs: Any, *,
     Returns:
         Sentences for an error message; where the place is not known, none is guessed.
     """
-    with torch.no_grad(), restored_buffers(model):
+    with torch.no_grad(), restored(model):
         try:
             start = dependence_start(model, lambda i: module(*i[0], **i[1]), inputs, batch_size=batch_size, axis=axis)
         except Exception:  # noqa: BLE001 - refused anyway: what it does on other samples must not hide why

@@ -13,8 +13,9 @@ from torch.overrides import TorchFunctionMode
 from ghostclip import _tree
 from ghostclip.capture.decompose import inside_of
 from ghostclip.capture.growth import Calls, Grown, Key, Shapes, shapes_of
-from ghostclip.evidence.dependence import batch_axis_of, restored_buffers
+from ghostclip.evidence.dependence import batch_axis_of
 from ghostclip.evidence.dropout import WithoutDropout
+from ghostclip.evidence.module_state import restored
 from ghostclip.evidence.randomness import unnoticed
 from ghostclip.rules.registry import operation_name
 
@@ -67,7 +68,7 @@ def grown(
     for gradients in (False, True):
         recorder = _Recorder()
         try:
-            with restored_buffers(model), unnoticed(used), torch.set_grad_enabled(gradients):
+            with restored(model), unnoticed(used), torch.set_grad_enabled(gradients):
                 with WithoutDropout(), recorder:
                     outputs = run(more)
             return Grown(recorder.found, shapes_of(list(outputs)), batch_size)

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from ghostclip import _tree
 from ghostclip.capture.batch_axis import RowMap
-from ghostclip.errors import SampleMixingError
-from ghostclip.evidence.dependence import batch_axis_of, restored_buffers
+from ghostclip.errors import GhostClipError, SampleMixingError
+from ghostclip.evidence.dependence import batch_axis_of
 from ghostclip.evidence.dropout import WithoutDropout
+from ghostclip.evidence.module_state import restored
 from ghostclip.evidence.randomness import Draws, Randomness, unnoticed
 from ghostclip.evidence.unchecked import FEWER, REPLACED, Unchecked
 
@@ -43,7 +44,6 @@ class Batch:
         size: B, at least 2.
         axis: The expected batch axis.
         gathered: Whether rows were selected in it, so that data decides which random number a row meets.
-        reordered: Whether they were put into another order: outputs may come in an order that follows the data.
         maps: How the rows of each output map to samples, None where that is not known; empty where nothing is.
         outputs: What the forward returned, where it drew no random numbers; else empty.
     """
@@ -52,7 +52,6 @@ class Batch:
     size: int
     axis: int
     gathered: bool = False
-    reordered: bool = False
     maps: Sequence[RowMap | None] = ()
     outputs: Sequence[Tensor] = ()
 
@@ -111,9 +110,15 @@ def refuse_dependence(model: nn.Module, run: Run, batch: Batch, unchecked: Unche
     # With gradients where it raises without: it may differentiate within its forward.
     for gradients in (False, True):
         try:
-            with restored_buffers(model), unnoticed(used) as before, torch.set_grad_enabled(gradients):
-                changed, raised = _look(_plainly(run), batch, unchecked, before, _coarsest(tensors)), ""
+            with restored(model), unnoticed(used) as before, torch.set_grad_enabled(gradients):
+                coarsest = _coarsest(tensors)
+                is_shown = bool(batch.outputs) and _is_independent(_plainly(run), batch, unchecked, before, coarsest)
+                if not is_shown:
+                    _refuse_another_course(model, run, batch, before, coarsest)
+                    changed, raised = _look(_plainly(run), batch, unchecked, before, coarsest), ""
             break
+        except GhostClipError:
+            raise
         except Exception as error:  # noqa: BLE001 - what it does on other batches is no reason to refuse this one
             raised = type(error).__name__
     if raised:
@@ -133,10 +138,25 @@ def _plainly(run: Run) -> Run:
     return plain
 
 
+def _refuse_another_course(model: nn.Module, run: Run, batch: Batch, before: Randomness, coarsest: torch.dtype) -> None:
+    """Refuse a forward that comes out differently when it is run again: it follows what nobody could put back."""
+    if not batch.outputs:
+        return
+    before.restore()
+    again = [output.detach() for output in run(batch.inputs)]
+    own = [output.detach() for output in batch.outputs]
+    if not before.drawn() and _Outputs(batch, batch.size, slice(None), _TOLERANCE, coarsest).differ(own, again):
+        message = (
+            f"{type(model).__name__}: the forward gave other outputs when it was run again on the same batch, although "
+            "it draws no random numbers and what its modules hold was put back. It follows something outside (a global "
+            "variable, an object that is no module, a generator of its own), so that nothing that is seen of one "
+            "forward holds for another. Keep it in an attribute or a buffer of a module."
+        )
+        raise SampleMixingError(message)
+
+
 def _look(run: Run, batch: Batch, unchecked: Unchecked, before: Randomness, coarsest: torch.dtype) -> str:
     """Return what was done to the batch when other samples' outputs changed; empty if they never did."""
-    if batch.outputs and _is_independent(run, batch, unchecked, before, coarsest):
-        return ""
     before.restore()
     base = run(batch.inputs)
     drawn = before.drawn()
@@ -146,9 +166,7 @@ def _look(run: Run, batch: Batch, unchecked: Unchecked, before: Randomness, coar
     for half, rest in ((first, second), (second, first)):
         other = batch.copied(half)
         before.restore()
-        # Copies that meet random numbers of their own come out differently.
-        alike = 0 if drawn else len(range(batch.size)[half]) + 1
-        differ.append(_Outputs(batch, batch.size, rest, _TOLERANCE, coarsest, alike).differ(base, run(other)))
+        differ.append(_Outputs(batch, batch.size, rest, _TOLERANCE, coarsest).differ(base, run(other)))
         if not differ[-1]:
             continue
         if not (drawn and _meets_other_numbers(run, batch, other, before)):
@@ -168,8 +186,7 @@ def _is_independent(run: Run, batch: Batch, unchecked: Unchecked, before: Random
     base = [output.detach() for output in batch.outputs]
     first, second = batch.halves
     for half, rest in ((first, second), (second, first)):
-        alike = len(range(batch.size)[half]) + 1
-        outputs = _Outputs(batch, batch.size, rest, _TOLERANCE, coarsest, alike)
+        outputs = _Outputs(batch, batch.size, rest, _TOLERANCE, coarsest)
         if outputs.differ(base, run(batch.copied(half))) is not False:
             return False
     if before.drawn():
@@ -227,7 +244,6 @@ class _Outputs:
         kept: Which of them must come out as they did.
         tolerances: Relative differences that are rounding, by dtype.
         coarsest: The dtype with the fewest digits on the way to them.
-        alike: How many of them are for copies of the same sample and must come out alike.
     """
 
     batch: Batch
@@ -235,7 +251,6 @@ class _Outputs:
     kept: slice
     tolerances: dict[torch.dtype, float]
     coarsest: torch.dtype
-    alike: int = 0
 
     def differ(self, base: list[Tensor], outputs: list[Tensor]) -> bool | None:
         """Return whether rows differ beyond rounding; None where none can be compared."""
@@ -265,50 +280,7 @@ class _Outputs:
 
     def _is_apart(self, first: Tensor, second: Tensor) -> bool:
         tolerance = max(self.tolerances[first.dtype], self.tolerances[self.coarsest])
-        if not _apart(first[self.kept], second[self.kept], tolerance):
-            return False
-        if not self.batch.reordered:
-            return True
-        # The same rows in another order: those that are kept are found in both.
-        kept = len(range(self.size)[self.kept])
-        return _in_common(first, second, tolerance) < kept or _most_alike(second, tolerance) < self.alike
-
-
-def _in_common(rows: Tensor, others: Tensor, tolerance: float) -> int:
-    """Return how many rows at most have a counterpart of their own among others, by a few sums over each."""
-    sums, found = _sums(rows), _sums(others)
-    allowed = tolerance * sums.abs().amax(0)
-    alike = ((found[:, None] - sums[None]).abs() <= allowed).all(2).any(1)
-    pairs = zip(sums.T.tolist(), found.T.tolist(), allowed.tolist(), strict=True)
-    return min(int(alike.sum()), *(_paired(*pair) for pair in pairs))
-
-
-def _most_alike(rows: Tensor, tolerance: float) -> int:
-    """Return how many rows at most are like one of them, by a few sums over each."""
-    sums = _sums(rows)
-    close = (sums[:, None] - sums[None]).abs() <= tolerance * sums.abs().amax(0)
-    return int(close.all(2).sum(1).max())
-
-
-def _paired(ones: list[float], twos: list[float], allowed: float) -> int:
-    """Return the most pairs of numbers, one of each list, that are so close; no number is in two pairs."""
-    ones, twos, count = sorted(ones), sorted(twos), 0
-    while ones and twos:
-        if abs(ones[-1] - twos[-1]) <= allowed:
-            count += 1
-            ones.pop()
-            twos.pop()
-        else:
-            (ones if ones[-1] > twos[-1] else twos).pop()
-    return count
-
-
-def _sums(rows: Tensor) -> Tensor:
-    """Return three sums over each row that tell rows apart, shape ``(rows, 3)``, float64."""
-    flat = rows.flatten(1).nan_to_num()
-    ramp = torch.linspace(1, 2, flat.shape[1], dtype=flat.dtype, device=flat.device)
-    sums = (flat.sum(1), flat.abs().sum(1), flat @ ramp)
-    return torch.stack(sums, 1).double()
+        return _apart(first[self.kept], second[self.kept], tolerance)
 
 
 def _apart(first: Tensor, second: Tensor, tolerance: float) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ghostclip import _torch, _tree
 from ghostclip.capture.bags import as_flat
+from ghostclip.capture.call_sites import MAX_WAYS
 from ghostclip.capture.context import CaptureContext, ModuleCall, outputs_of
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.growth import Grown, compared, shapes_of
@@ -23,6 +24,7 @@ from ghostclip.evidence.exchanges import Exchanges, refuse_split_positions
 from ghostclip.evidence.growth import grown
 from ghostclip.evidence.independence import Batch, refuse_dependence
 from ghostclip.evidence.loss_graph import Sizes, refuse_beyond_outputs
+from ghostclip.evidence.module_state import ModuleState, restored
 from ghostclip.evidence.node_hooks import refuse_node_hooks
 from ghostclip.evidence.probe import Probe, ask, starts
 from ghostclip.evidence.randomness import Randomness
@@ -52,13 +54,19 @@ class Evidence:
         self._may_exchange, self._splits_sequences = in_parts or splits_sequences, splits_sequences
         self.unchecked = Unchecked()
         self.loss_sizes: Sizes = {}
+        self._loss_ways: set[Any] = set()
         self._buffers: Buffers | None = None
+        self._state: ModuleState | None = None
+        self._drew = True
+        # Whether forwards leave something in the modules, which later ones may follow.
+        self._remembers = False
         self._randomness: Randomness | None = None
 
     def renew(self) -> None:
         """Ask for all evidence anew, from the next forward on: the model was changed."""
         self.unchecked.renew()
         self.loss_sizes.clear()
+        self._loss_ways.clear()
 
     def asks(self, capture: CaptureContext) -> bool:
         """Return whether the latest forward is one that evidence is asked for.
@@ -71,6 +79,36 @@ class Evidence:
         """
         asks = self.probes and capture.forward.unproven and capture.forward.batch_size > 1
         return asks and (capture.gathering is None or capture.gathering.may_ask())
+
+    def asks_of_loss(self, root: Any, forward: ForwardContext) -> bool:
+        """Return whether a loss is one that evidence is asked for: that of a proved forward, or computed in a new way.
+
+        Args:
+            root: Where its backward starts.
+            forward: The forward that it comes from.
+
+        Returns:
+            False as well for a forward of one sample.
+        """
+        if forward.batch_size < 2 or not self.probes:
+            return False
+        way = self._loss_way(root, forward)
+        return forward.unproven or (way not in self._loss_ways and len(self._loss_ways) < MAX_WAYS)
+
+    def proved_loss(self, root: Any, forward: ForwardContext) -> None:
+        """Note that a loss was proved.
+
+        Args:
+            root: As for `asks_of_loss`.
+            forward: As for `asks_of_loss`.
+        """
+        self._loss_ways.add(self._loss_way(root, forward))
+
+    @staticmethod
+    def _loss_way(root: Any, forward: ForwardContext) -> tuple[int, type]:
+        """Return over how many nodes of the graph a loss was come to, and the last of them."""
+        node = edge_of(root)[0]
+        return (0 if node is None else _torch.order_of(node)) - (forward.latest or 0), type(node)
 
     def look_at_loss(self, capture: CaptureContext, roots: Sequence[Any], forward: ForwardContext) -> None:
         """Look for what has no place between a loss and a model's outputs.
@@ -113,6 +151,7 @@ class Evidence:
             forward.unproven = capture.gathering.hold(able=forward.batch_size > 1, inputs=inputs)
         asks = self.asks(capture)
         self._buffers = Buffers(capture.model) if asks else None
+        self._state = ModuleState(capture.model) if asks or self._remembers else None
         if asks and not capture.sites.layouts:
             forward.grown = self._grown(capture, call)
         self._randomness = Randomness(_used(capture, call)) if asks else None
@@ -129,7 +168,10 @@ class Evidence:
             The output of the last reading.
         """
         randomness, self._randomness = self._randomness, None
-        drew = randomness is None or randomness.drawn()
+        state, self._state = self._state, None
+        self._remembers = self._remembers or (state is not None and state.changed())
+        # One that is asked about only now is taken to draw what the others drew.
+        self._drew = drew = self._drew if randomness is None else randomness.drawn()
         forward, call = capture.forward, ModuleCall(*capture.bags.as_rows(*call))
         parts = self._parts(capture, output)
         probe = self._probed(capture, parts)
@@ -138,6 +180,7 @@ class Evidence:
             # What sizes suggested is wrong: ask shapes, and read the forward once more.
             forward.grown = self._grown(capture, call)
             if forward.grown is not None:
+                _begin_anew(state)
                 output = capture.again(call)
                 parts = self._parts(capture, output)
                 probe = self._probed(capture, parts)
@@ -154,17 +197,20 @@ class Evidence:
             with _sharing(capture, "whose rows are whose"):
                 found.verdict(where)
             self.unchecked.ran(ROWS)
-        if self._buffers is not None:
-            buffers, self._buffers = self._buffers, None
-            with capture.aside(), _sharing(capture, "buffers"):
-                buffers.refuse_data(
-                    inputs,
-                    run=lambda given: capture.again(ModuleCall(call.module, *given)),
-                    batch_size=size,
-                    axis=axis,
-                )
-            self._refuse_dependence(capture, call, parts, probe, drew=drew)
+        buffers, self._buffers = self._buffers, None
+        if buffers is not None:
+
+            def run(given: Any) -> Any:
+                _begin_anew(state)
+                return capture.again(ModuleCall(call.module, *given))
+
+            with capture.aside(), restored(capture.model), _sharing(capture, "buffers"):
+                buffers.refuse_data(inputs, run=run, batch_size=size, axis=axis)
+        if self.asks(capture) and (buffers is not None or capture.forward.met):
+            self._refuse_dependence(capture, call, parts, probe, drew=drew, state=state)
             self.unchecked.tell()
+        if self.asks(capture) or not self.probes:
+            capture.forward.prove()
         return output
 
     def _grown(self, capture: CaptureContext, call: ModuleCall) -> Grown | None:
@@ -204,7 +250,14 @@ class Evidence:
         return probe
 
     def _refuse_dependence(
-        self, capture: CaptureContext, call: ModuleCall, parts: list[Tensor], probe: Probe | None, *, drew: bool
+        self,
+        capture: CaptureContext,
+        call: ModuleCall,
+        parts: list[Tensor],
+        probe: Probe | None,
+        *,
+        drew: bool,
+        state: ModuleState | None,
     ) -> None:
         """Refuse a model whose outputs for one sample change with the others."""
         forward, inputs = capture.forward, (call.args, dict(call.kwargs))
@@ -217,18 +270,23 @@ class Evidence:
             forward.batch_size,
             forward.batch_axis,
             gathered=forward.gathered,
-            reordered=forward.reordered,
             maps=[known.get(id(found)) for found in parts],
             # Ranks that share samples run the model equally often, whatever each of them finds.
             outputs=() if drew or capture.gathering is not None else parts,
         )
+
+        def run(given: Any) -> list[Tensor]:
+            _begin_anew(state)
+            return _parts_of(capture.run(call.module, *given))
+
         with capture.substitution.unwatched(), _sharing(capture, "batch independence"):
-            refuse_dependence(
-                capture.model,
-                lambda given: _parts_of(capture.run(call.module, *given)),
-                batch,
-                self.unchecked,
-            )
+            refuse_dependence(capture.model, run, batch, self.unchecked)
+
+
+def _begin_anew(state: ModuleState | None) -> None:
+    """Put back what modules held when the forward began that is asked about."""
+    if state is not None:
+        state.restore()
 
 
 def _parts_of(output: Any) -> list[Tensor]:

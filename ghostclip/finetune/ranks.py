@@ -90,13 +90,18 @@ class Ranks:
             The mesh.
 
         Raises:
-            InvalidOptionError: It is of another number of processes.
+            InvalidOptionError: It is of another number of processes, or has axes of other programs.
         """
         from ghostclip.scaling import Mesh
 
         if text is None:
             return Mesh(replicate=self.count)
         mesh = Mesh.parse(text)
+        if mesh.cp * mesh.pp > 1:
+            raise InvalidOptionError(
+                f"--mesh {text}: positions (cp) and stages (pp) are divided by a model's own code. Use "
+                "replicate, dp and tp here"
+            )
         if mesh.devices != self.count:
             raise InvalidOptionError(
                 f"--mesh {text} is of {mesh.devices} processes, but there {_are(self.count)}: start them with torchrun "

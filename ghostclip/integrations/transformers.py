@@ -361,13 +361,16 @@ class DPTrainer(Trainer):
     def _is_fused(self) -> bool:
         """Return whether the loss is computed without logits; a trainer with a loss of its own may want them."""
         if self._fused is None:
-            own = type(self).compute_loss is DPTrainer.compute_loss
-            allowed = own and self.args.grad_sample_mode not in ("hooks", "graph")
+            allowed = not self._needs_logits() and self.args.grad_sample_mode not in ("hooks", "graph")
             bare = without_adapters(self.model)
             task = task_of(bare)
             language = task is not None and bool(task.predicts)
             self._fused = language and use_fused(bare, self.args.vocabulary_head, allowed=allowed)
         return self._fused
+
+    def _needs_logits(self) -> bool:
+        """Return whether the loss is another's, which may want logits."""
+        return type(self).compute_loss is not DPTrainer.compute_loss
 
     def check_losses(self, model: nn.Module) -> None:
         """Check the loss on two records, before the first step.

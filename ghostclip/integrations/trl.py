@@ -1,7 +1,8 @@
 """Trainers of trl whose training is private: `DPSFTTrainer` and `DPDPOTrainer`, with their configurations.
 
 trl computes log-probabilities with a language-model head of its own, an autograd function that hides what each record
-adds to the head's gradient. In a private step the model's own head stands in its place; evaluation keeps trl's.
+adds to the head's gradient. In a private step the model's own head stands in its place, or for supervised fine-tuning a
+head that forms no logits either (`vocabulary_head`, "auto" by default); evaluation keeps trl's.
 
 What a record is: for supervised fine-tuning a row of the prepared data set. With packing that is a *packed row*: ε then
 protects rows, and who wrote texts in several rows, or shares a row with others, is protected as these rows are. For
@@ -15,7 +16,7 @@ from __future__ import annotations
 import logging
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,8 @@ from ghostclip.errors import InvalidOptionError, NotOfferedError
 from ghostclip.integrations._versions import warn_if_untested
 from ghostclip.integrations.training.arguments import PrivacyArguments, suggests_fields
 from ghostclip.integrations.transformers import DPTrainer
+from ghostclip.language.tasks import without_adapters
+from ghostclip.language.vocabulary_head import logits_of, without_logits
 from ghostclip.losses import token_losses
 
 try:
@@ -39,6 +42,8 @@ except ImportError as error:
 __all__ = ["DPDPOConfig", "DPDPOTrainer", "DPSFTConfig", "DPSFTTrainer"]
 
 _log = logging.getLogger(__name__)
+# Logits that are formed at a time for metrics.
+_AT_ONCE: Final = 1 << 22
 # Sums over pairs, of terms that a pair's own log-probabilities determine.
 _PAIRWISE = frozenset(
     {
@@ -120,6 +125,54 @@ class PlainHead:
             self.logits = logits_BTV
 
 
+class TiledHead:
+    """Stands for a model whose caller asks for trl's fused head, and computes the same with ours, in tiles.
+
+    Attributes:
+        losses: Of the positions of the last call, (B, T - 1), with gradients; 0 where a label does not count.
+        mask: Which of them count.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._bare = model, without_adapters(model)
+        self.losses: Tensor | None = None
+        self.mask: Tensor | None = None
+
+    def __call__(self, *, fused_lm_head: bool = False, labels: Tensor | None = None, **inputs: Any) -> Any:
+        """Run the model.
+
+        Args:
+            fused_lm_head: Whether log-probabilities of labels are asked for, in the place of logits.
+            labels: Tokens, (B, T).
+            **inputs: Of the model.
+
+        Returns:
+            What trl's head returns; log-probabilities without gradients.
+        """
+        assert fused_lm_head, "who needs logits asks the model itself"
+        assert labels is not None, "trl's head is asked for the log-probabilities of labels"
+        with without_logits(self._bare, reduction="positions"):
+            outputs = self._model(**inputs, labels=labels)
+        self.losses, hidden_BTI = outputs.loss, outputs.hidden_states
+        labels_BT = _beside(hidden_BTI, labels)[:, 1:]
+        self.mask = labels_BT != -100
+        return FusedCausalLMOutput(
+            log_probs=-outputs.loss.detach(), label_mask=self.mask, **self._about(hidden_BTI[:, :-1], labels_BT)
+        )
+
+    def _about(self, hidden_BTI: Tensor, labels_BT: Tensor) -> dict[str, Tensor]:
+        """Return what trl's metrics are made of, from the logits of a few positions at a time."""
+        words = len(self._bare.get_output_embeddings().weight)  # type: ignore[operator]
+        few = max(1, _AT_ONCE // words)
+        pieces = zip(hidden_BTI.flatten(0, 1).split(few), labels_BT.flatten().split(few), strict=True)
+        about = [_about(_wide(logits_of(self._bare, hidden_NI)), labels_N) for hidden_NI, labels_N in pieces]
+        found = {name: torch.cat([piece[name] for piece in about]).view(labels_BT.shape) for name in about[0]}
+        return {name: value.masked_fill(labels_BT == -100, 0) for name, value in found.items()}
+
+
 class DPSFTTrainer(SFTTrainer, DPTrainer):
     """`SFTTrainer` that trains with differential privacy, as `DPTrainer` does.
 
@@ -164,6 +217,11 @@ class DPSFTTrainer(SFTTrainer, DPTrainer):
         """
         if not self._computing:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self._is_fused():
+            tiled: Any = TiledHead(model)
+            # For its metrics, as below.
+            super().compute_loss(tiled, inputs)
+            return self._mean_of(_weighted(tiled.losses, tiled.mask, by_chance=self.args.loss_type == "dft"))
         _say_head()
         head: Any = PlainHead(model, pairs=False, trained=False)
         # For its metrics; its loss is divided by the batch's tokens.
@@ -173,13 +231,16 @@ class DPSFTTrainer(SFTTrainer, DPTrainer):
             loss = self._row_losses(head.logits, _beside(head.logits, inputs["labels"]))
         return self._mean_of(loss)
 
+    def _needs_logits(self) -> bool:
+        """Return whether the loss is another's, or one that trl computes from logits as well."""
+        another = type(self).compute_loss is not DPSFTTrainer.compute_loss or self.compute_loss_func is not None
+        return another or bool(self.args.label_smoothing_factor)
+
     def _row_losses(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
         if self.args.loss_type != "dft":
             return token_losses(logits_BTV, labels_BT, label_smoothing=float(self.args.label_smoothing_factor))
         values = _token_values(logits_BTV[:, :-1], labels_BT[:, 1:])
-        counted_BT = values["label_mask"].to(logits_BTV.dtype)
-        shares_BT = counted_BT / counted_BT.sum(1, keepdim=True).clamp(min=1)
-        return -(values["log_probs"] * values["log_probs"].detach().exp() * shares_BT).sum(1)
+        return _weighted(-values["log_probs"], values["label_mask"], by_chance=True)
 
 
 class DPDPOTrainer(DPOTrainer, DPTrainer):
@@ -190,6 +251,11 @@ class DPDPOTrainer(DPOTrainer, DPTrainer):
 
     def _require_options(self) -> None:
         warn_if_untested("trl")
+        if self.args.vocabulary_head == "fused":
+            raise InvalidOptionError(
+                "vocabulary_head='fused': preferences compare log-probabilities of both answers, computed from logits. "
+                "Use 'auto' or 'logits'."
+            )
         kinds = self.args.loss_type if isinstance(self.args.loss_type, (list, tuple)) else [self.args.loss_type]
         mixing = [kind for kind in kinds if kind not in _PAIRWISE]
         if mixing:
@@ -244,9 +310,22 @@ def _beside(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
     return functional.pad(labels_BT, (logits_BTV.shape[1] - labels_BT.shape[1], 0), value=-100)
 
 
+def _weighted(losses_BT: Tensor, mask_BT: Tensor, *, by_chance: bool) -> Tensor:
+    """Return each row's mean over its counted positions, of "dft" with every token's probability as its weight."""
+    counted_BT = mask_BT.to(losses_BT.dtype)
+    shares_BT = counted_BT / counted_BT.sum(1, keepdim=True).clamp(min=1)
+    if by_chance:
+        shares_BT = shares_BT * (-losses_BT).detach().exp()
+    return (losses_BT * shares_BT).sum(1)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.float() if logits.dtype.itemsize < 4 else logits
+
+
 def _token_values(logits_BTV: Tensor, labels_BT: Tensor) -> dict[str, Tensor]:
     """Return what trl's head says of each label; zero where a label does not count, as there."""
-    logits_BTV = logits_BTV.float() if logits_BTV.dtype.itemsize < 4 else logits_BTV
+    logits_BTV = _wide(logits_BTV)
     mask_BT = labels_BT != -100
     targets_BT = labels_BT.clamp(min=0)
     losses_BT = functional.cross_entropy(logits_BTV.transpose(1, 2), targets_BT, reduction="none")

@@ -20,7 +20,7 @@ from ghostclip.capture.in_place import in_place_of
 from ghostclip.errors import LossReductionError, UnsupportedModelError
 from ghostclip.language.tasks import task_of, with_decoder_inputs
 from ghostclip.language.trials import evaluating
-from ghostclip.losses import head_losses, token_losses
+from ghostclip.losses import head_losses, linear_cross_entropy, token_losses
 
 CHOICES: Final = ("auto", "fused", "logits")
 """Ways to compute the loss of a head: without logits where the model fits, without them or not at all, from logits."""
@@ -36,17 +36,20 @@ class _Catcher:
     """Stands for the head during one forward: takes the hidden states and returns scores of no position.
 
     Attributes:
-        losses: Of the records of the latest forward.
+        losses: Of the records of the latest forward, or of their positions.
+        hidden: What the head was given then, without gradients.
 
     Args:
         model: The model.
         head: Its head.
-        options: Further ones of `head_losses`.
+        options: Further ones of both losses.
+        of_positions: Whether losses of positions are wanted.
     """
 
-    def __init__(self, model: nn.Module, head: nn.Linear, options: dict[str, Any]) -> None:
+    def __init__(self, model: nn.Module, head: nn.Linear, options: dict[str, Any], *, of_positions: bool) -> None:
         self.losses: Tensor | None = None
-        self._model, self._head, self._options = model, head, options
+        self.hidden: Tensor | None = None
+        self._model, self._head, self._options, self._of_positions = model, head, options, of_positions
         self._form, self._shifts = _form_of(model), _shifts(model)
         self._labels: Tensor | None = None
 
@@ -65,8 +68,13 @@ class _Catcher:
             )
         # A soft prompt comes before the labels, and does not count.
         labels_BT = functional.pad(labels, (hidden.shape[1] - labels.shape[1], 0), value=_IGNORED)
-        options = {**self._form, **self._options, "shift": self._shifts, "bias": _bias_of(self._model, self._head)}
-        self.losses = head_losses(hidden, self._head.weight, labels_BT, **options)
+        options = {**self._form, **self._options, "bias": _bias_of(self._model, self._head)}
+        if self._of_positions:
+            self.hidden = hidden.detach()
+            before, after = (hidden[:, :-1], labels_BT[:, 1:]) if self._shifts else (hidden, labels_BT)
+            self.losses = linear_cross_entropy(before, self._head.weight, after, **options)
+        else:
+            self.losses = head_losses(hidden, self._head.weight, labels_BT, shift=self._shifts, **options)
         # Of no position: a model may add a bias of all words to its logits.
         return hidden.new_zeros(len(hidden), 0, 1)
 
@@ -84,7 +92,8 @@ def without_logits(model: nn.Module, *, label_smoothing: float = 0.0, reduction:
     Args:
         model: A model of transformers, not the wrapper of an adapter or of data parallelism around it.
         label_smoothing: As for ``torch.nn.functional.cross_entropy``.
-        reduction: "none" for losses ``(B,)``, "mean" for their mean.
+        reduction: "none" for losses ``(B,)``, "mean" for their mean, "positions" for those of every position that
+            predicts one, 0 where the label does not count; then ``hidden_states`` is what the head was given.
 
     Yields:
         Nothing.
@@ -105,7 +114,8 @@ def without_logits(model: nn.Module, *, label_smoothing: float = 0.0, reduction:
     head = _head_of(model)
     if isinstance(head, str):
         raise UnsupportedModelError(refusal(model, head))
-    forward, catcher = model.forward, _Catcher(model, head, {"label_smoothing": label_smoothing})
+    options = {"label_smoothing": label_smoothing}
+    forward, catcher = model.forward, _Catcher(model, head, options, of_positions=reduction == "positions")
 
     def run(*args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
         if labels is None:
@@ -116,8 +126,11 @@ def without_logits(model: nn.Module, *, label_smoothing: float = 0.0, reduction:
         if catcher.losses is None:
             raise UnsupportedModelError(refusal(model, "its forward does not call the head"))
         losses = catcher.losses.mean() if reduction == "mean" else catcher.losses
-        catcher.losses = None
-        return with_loss(outputs, losses, logits=False)
+        changed: Any = with_loss(outputs, losses, logits=False)
+        if catcher.hidden is not None:
+            changed["hidden_states"] = catcher.hidden
+        catcher.losses = catcher.hidden = None
+        return changed
 
     with in_place_of(model, run):
         yield
@@ -163,7 +176,10 @@ def use_fused(model: nn.Module, choice: str, *, allowed: bool = True) -> bool:
     """
     if choice == "logits" or (choice == "auto" and not allowed):
         return False
-    needed = "logits are needed (by a compute_loss of the trainer's own, or by grad_sample_mode='hooks' or 'graph')"
+    needed = (
+        "logits are needed (by a loss of the trainer's own, a compute_loss_func or label smoothing with trl's, or by "
+        "grad_sample_mode='hooks' or 'graph')"
+    )
     head = _head_of(model)
     if choice == "auto" and not isinstance(head, str) and len(head.weight) < LARGE:
         return False
@@ -224,6 +240,24 @@ def alike(losses: Tensor, others: Tensor, dtype: torch.dtype) -> bool:
     """
     tolerance = _ALIKE if dtype.itemsize >= 4 else _ALIKE_16
     return torch.allclose(losses.double(), others.double(), rtol=tolerance, atol=tolerance)
+
+
+def logits_of(model: nn.Module, hidden: Tensor) -> Tensor:
+    """Return the logits of some hidden states, without gradients.
+
+    Args:
+        model: A model of transformers that `use_fused` was asked about.
+        hidden: Hidden states, shape ``(*L, I)``.
+
+    Returns:
+        As the model scales and caps them, shape ``(*L, V)``.
+    """
+    head, form = _head_of(model), _form_of(model)
+    assert not isinstance(head, str), "asked about before"
+    with torch.no_grad():
+        logits = functional.linear(hidden, head.weight, _bias_of(model, head)) * form["logit_scale"]
+        cap = form["logit_cap"]
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def _shifts(model: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -13,7 +13,7 @@ from ghostclip.capture.call_sites import CallSite
 from ghostclip.capture.statistics import Statistics
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
 from ghostclip.planning.coverage import Coverage, coverage_of
-from ghostclip.scaling.local import Shard, Unit, blocks_of, keep_one_shard, units_of
+from ghostclip.scaling.local import Shard, Unit, keep_one_shard, keep_one_stage, units_of
 from ghostclip.scaling.mesh import Mesh
 from ghostclip.scaling.source import Planned
 from ghostclip.validation.inspection.measure import Plain, call_sites, plain_step
@@ -39,8 +39,11 @@ class Facts:
         shards: What tensor parallelism shards, with the number of rows that meet each.
         blocks: Paths of the blocks.
         checkpointing: Blocks are run again in every backward.
-        arrived: What came in for each parameter.
-        coverages: What clipping costs, by way.
+        arrived: What came in for each parameter; with cp for whole sequences, as the costs are.
+        of_rank: The same for the positions of one rank.
+        coverages: What clipping costs, by way; with cp for whole sequences, of part of which a device clips.
+        gathered: Bytes of keys and values of one rank's positions that others get in a forward.
+        microbatches: Parts that a batch goes through the pipeline in.
     """
 
     model: nn.Module
@@ -53,7 +56,10 @@ class Facts:
     blocks: list[str]
     checkpointing: bool
     arrived: dict[str, list[Statistics]]
+    of_rank: dict[str, list[Statistics]]
     coverages: dict[str, Coverage]
+    gathered: int = 0
+    microbatches: int = 1
 
     @property
     def backwards(self) -> list[int]:
@@ -61,29 +67,35 @@ class Facts:
         return [1, *(2 if WAYS[way] == "ghost" else 1 for way in self.coverages)]
 
     @property
+    def in_flight(self) -> int:
+        """How many microbatches a stage has run forward and not backward, at most."""
+        return min(self.mesh.pp, self.microbatches)
+
+    @property
     def gathers(self) -> bool:
         """Whether weights are copied before they are computed with."""
         return self.mesh.dp > 1 or self.itemsize < WIDE
 
 
-def counted(planned: Planned, mesh: Mesh, *, checkpointing: bool) -> Facts:
+def counted(planned: Planned, mesh: Mesh, *, checkpointing: bool, microbatches: int = 1) -> Facts:
     """Count a step on the model of one device.
 
     Args:
         planned: The model and the step; the model is changed into that of one device.
         mesh: The devices.
         checkpointing: Blocks are run again in every backward.
+        microbatches: Parts that a batch goes through a pipeline in.
 
     Returns:
         What was counted.
 
     Raises:
-        InvalidOptionError: There are no blocks to checkpoint.
+        InvalidOptionError: There are no blocks to checkpoint, or to make stages of.
         UnsupportedModelError: The model does not run on the meta device.
     """
     model = planned.source.model
+    blocks = keep_one_stage(model, mesh.pp)
     shards = keep_one_shard(model, mesh.tp)
-    blocks = blocks_of(model)
     if checkpointing and not blocks:
         raise InvalidOptionError(
             f"{type(model).__name__} has no list of blocks of one class to checkpoint: leave checkpointing out."
@@ -100,11 +112,16 @@ def counted(planned: Planned, mesh: Mesh, *, checkpointing: bool) -> Facts:
         ) from error
     # Under checkpointing strategy "auto" takes two backwards: factors of all blocks would be what it saves.
     ways = {way: name for way, name in WAYS.items() if not checkpointing or name == "ghost"}
+    of_rank = _arrived(sites)
+    if mesh.cp > 1 or mesh.pp > 1:
+        ways = {way: name for way, name in ways.items() if name == "bookkeeping"}
+        _join_positions(sites, mesh.cp)
     return Facts(
         model, mesh, next(model.parameters()).element_size(), planned.samples, plain, units_of(model, blocks),
         [(shard, rows.found.get(shard.weight, 0)) for shard in shards], [path for path, _ in blocks], checkpointing,
-        _arrived(sites),
+        _arrived(sites), of_rank,
         {way: coverage_of(model, sites, strategy=name) for way, name in ways.items()},
+        planned.attention.gathered, microbatches,
     )  # fmt: skip
 
 
@@ -115,6 +132,19 @@ def _arrived(sites: Sequence[CallSite]) -> dict[str, list[Statistics]]:
             for name in item.names:
                 found[name].append(item)
     return found
+
+
+def _join_positions(sites: Sequence[CallSite], ranks: int) -> None:
+    """Let what came in be of whole sequences, as norms are of where positions of several ranks meet."""
+    for site in sites:
+        for key, item in site.statistics.items():
+            products = tuple(replace(product, positions=ranks * product.positions) for product in item.products)
+            site.statistics[key] = replace(
+                item,
+                products=products,
+                elements=ranks * item.elements,
+                input_elements=ranks * item.input_elements,
+            )
 
 
 class _Rows(TorchFunctionMode):

@@ -8,12 +8,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
 
-from ghostclip.errors import UnsupportedModelError
+from ghostclip.errors import InvalidOptionError, UnsupportedModelError
 
 # A style of transformers' plans: the axis of the weight that is sharded.
 _AXES: Final = {
@@ -169,6 +169,41 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
             found = [(f"{path}.{name}" if path else name, member) for name, member in members]
             most = size
     return found
+
+
+def keep_one_stage(model: nn.Module, stages: int) -> list[tuple[str, nn.Module]]:
+    """Leave of a model the blocks of one stage of a pipeline, and all that is outside of blocks.
+
+    Args:
+        model: The model, on the meta device; the blocks of other stages are deleted.
+        stages: How many there are.
+
+    Returns:
+        The paths of the blocks that are left, and themselves.
+
+    Raises:
+        InvalidOptionError: There are no blocks, or so many stages cannot share them evenly.
+        UnsupportedModelError: A parameter outside of blocks has two places, which would be in different stages.
+    """
+    blocks = blocks_of(model)
+    if stages == 1:
+        return blocks
+    if not blocks or len(blocks) % stages:
+        raise InvalidOptionError(
+            f"{type(model).__name__}: {len(blocks)} blocks cannot be shared evenly by pp={stages}. Take a pp that "
+            "divides them."
+        )
+    names: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if names.setdefault(parameter, name) != name:
+            raise UnsupportedModelError(
+                f"{names[parameter]} and {name} are one parameter, of the first and the last stage: its gradient would "
+                "be known in parts. Leave pp out, or untie them."
+            )
+    path = blocks[0][0].rpartition(".")[0]
+    kept = len(blocks) // stages
+    del cast(nn.ModuleList, model.get_submodule(path))[kept:]
+    return blocks[:kept]
 
 
 def units_of(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> list[Unit]:

@@ -8,26 +8,26 @@ from ghostclip._validate import did_you_mean
 from ghostclip.errors import InvalidOptionError
 
 # Axes of other parallelisms, by what planning them would need.
-_UNPLANNED: Final = {
-    "cp": "samples spread over ranks (context parallelism)",
-    "pp": "stages of a pipeline",
-    "ep": "experts spread over ranks",
-}
+_UNPLANNED: Final = {"ep": "experts spread over ranks"}
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Devices in up to three axes.
+    """Devices in up to five axes.
 
     Attributes:
         replicate: Copies of the sharded model (HSDP).
         dp: Ranks that shard parameters, gradients and optimizer state, each with samples of its own (FSDP2).
         tp: Ranks that share every sample, with a part of each large matrix (tensor parallelism).
+        cp: Ranks that share every sample, with a part of its positions (context parallelism).
+        pp: Ranks that share every sample, with a part of the blocks (stages of a pipeline).
     """
 
     replicate: int = 1
     dp: int = 1
     tp: int = 1
+    cp: int = 1
+    pp: int = 1
 
     @property
     def devices(self) -> int:
@@ -65,7 +65,8 @@ class Mesh:
             name, _, size = (piece.strip() for piece in part.partition("="))
             if name in _UNPLANNED:
                 raise InvalidOptionError(
-                    f"mesh {text!r}: {_UNPLANNED[name]} are not planned. Leave {name} out; dp, replicate and tp are."
+                    f"mesh {text!r}: {_UNPLANNED[name]} are not planned. Leave {name} out; "
+                    "replicate, dp, tp, cp and pp are."
                 )
             if name not in known:
                 raise InvalidOptionError(

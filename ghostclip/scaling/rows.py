@@ -9,7 +9,7 @@ Shape letters: B samples, T positions.
 from collections.abc import Sequence
 from typing import Final
 
-from ghostclip.planning.cost import kept_input
+from ghostclip.planning.cost import keeps, kept_input
 from ghostclip.planning.coverage import Coverage, readable_bytes
 from ghostclip.planning.plan import MEMORY_BUDGET
 from ghostclip.scaling.facts import WAYS, WIDE, Facts
@@ -19,6 +19,9 @@ from ghostclip.validation.inspection.memory import OPTIMIZERS
 
 # Of each sample: its square, and three that tell what rounding may have done to it (`GroupNorms.complete`).
 _NUMBERS: Final = 6
+# Bytes of a squared norm between stages, and of the number of a table's row.
+_SQUARE: Final = 8
+_ID: Final = 4
 
 
 def fixed(facts: Facts, optimizer: str) -> list[Row]:
@@ -66,6 +69,10 @@ def a_sample(facts: Facts) -> list[Row]:
     inside = [block.saved for block in plain.blocks]
     outside = plain.saved - sum(inside)
     how = f"{readable_bytes(outside // samples)} outside of blocks"
+    share = 1.0
+    if facts.mesh.pp > 1:
+        share = facts.in_flight / facts.microbatches
+        how += f", x {facts.in_flight}/{facts.microbatches}: microbatches under way (1F1B, first stage)"
     if facts.checkpointing:
         entering = sum(block.entering for block in plain.blocks)
         kept = outside + entering + max(inside)
@@ -74,7 +81,7 @@ def a_sample(facts: Facts) -> list[Row]:
             f"{readable_bytes(max(inside) // samples)} + {how}"
         )
     else:
-        kept = outside + sum(inside)
+        kept = int(share * (outside + sum(inside)))
         how = f"{len(inside)} blocks x {readable_bytes(max(inside) // samples)} + {how}" if inside else how
     held, said = [0], "factors of one layer at a time"
     for way, coverage in facts.coverages.items():
@@ -83,6 +90,8 @@ def a_sample(facts: Facts) -> list[Row]:
             beyond, budget = _beyond(facts, coverage), int((MEMORY_BUDGET - 1) * kept)
             gathered = f"factors beside activations not yet freed, {readable_bytes(beyond // samples)} at most"
             said = f"{gathered}; what is free up to {MEMORY_BUDGET:g} x is used"
+            if facts.mesh.pp > 1:
+                said = f"factors of all {facts.microbatches} microbatches, until the last stage has its norms"
             beyond = max(beyond, budget)
         held.append(beyond // samples)
     return [Row("activations", (kept // samples,) * len(held), how), Row("clipping", tuple(held), said)]
@@ -109,6 +118,12 @@ def _beyond(facts: Facts, coverage: Coverage) -> int:
         )
     for place, size in inputs.values():
         gathered[place] += size
+    if facts.mesh.cp > 1:
+        # Of whole sequences, those of part of the samples.
+        gathered = [size // facts.mesh.cp for size in gathered]
+    if facts.mesh.pp > 1:
+        # Of all microbatches, when the activations of the last ones are gone.
+        return sum(gathered)
     *blocks, outside = gathered
     saved = [block.saved for block in facts.plain.blocks]
     # Block k runs: those before it hold activations, those behind it factors.
@@ -148,7 +163,60 @@ def wire(facts: Facts, batch_size: int) -> list[Row]:
         size = 2 * shard * WIDE * (mesh.replicate - 1) // mesh.replicate
         how = f"{shard:,} values x {WIDE} B x 2 x {mesh.replicate - 1}/{mesh.replicate}"
         rows.append(Row("replicate: all-reduce of sums", (size,) * len(facts.backwards), how))
-    return rows + (_wire_of_tensors(facts, batch_size) if mesh.tp > 1 else [])
+    rows += _wire_of_tensors(facts, batch_size) if mesh.tp > 1 else []
+    rows += _wire_of_positions(facts, batch_size) if mesh.cp > 1 else []
+    return rows + (_wire_of_stages(facts, batch_size) if mesh.pp > 1 else [])
+
+
+def _wire_of_positions(facts: Facts, batch_size: int) -> list[Row]:
+    ranks, ways = facts.mesh.cp, len(facts.backwards)
+    keys = facts.gathered * batch_size // facts.samples
+    how = f"{readable_bytes(keys)} of a rank x {ranks - 1} others, in the forward; their gradients in the backward"
+    rows = [Row("cp: keys and values", (2 * keys * (ranks - 1),) * ways, how)]
+    part, (factors, sums) = f"{ranks - 1}/{ranks}", _exchanged(facts, batch_size)
+    how = (
+        f"of layers where T/cp x (I + O) is less than I x O, {readable_bytes(factors)} x {part}, to the samples' ranks"
+    )
+    rows.append(Row("cp: all-to-all of factors", _private(factors * (ranks - 1) // ranks, ways), how))
+    how = f"of all others I x O of each sample, {readable_bytes(sums)} x {part}"
+    rows.append(Row("cp: reduce-scatter of samples' sums", _private(sums * (ranks - 1) // ranks, ways), how))
+    shard = held_values(facts.model, facts.mesh.dp, trainable=True)
+    how = f"{shard:,} values x {WIDE} B x 2 x {part}, as of gradients"
+    return [*rows, Row("cp: all-reduce of sums", (_ring(ranks, shard * WIDE),) * ways, how)]
+
+
+def _exchanged(facts: Facts, batch_size: int) -> tuple[int, int]:
+    """Return the bytes of factors, and of sums of each sample, that `SplitSequences.gather` brings together."""
+    factors = sums = 0
+    for name, parameter in facts.model.named_parameters():
+        for item in facts.of_rank.get(name, []):
+            product = item.products[0] if len(item.products) == 1 and item.kind == "outer" else None
+            if item.kind == "rows":
+                factors += item.elements * item.itemsize + item.elements // parameter.shape[-1] * _ID
+            elif product is not None and not keeps(product):
+                wide = product.inputs + product.outputs
+                factors += product.count * product.positions * wide * item.itemsize
+            else:
+                sums += item.samples * parameter.numel() * max(WIDE, item.itemsize)
+    return factors * batch_size // facts.samples, sums * batch_size // facts.samples
+
+
+def _wire_of_stages(facts: Facts, batch_size: int) -> list[Row]:
+    ranks, ways = facts.mesh.pp, len(facts.backwards)
+    sent = facts.plain.blocks[0].entering * batch_size // facts.samples
+    how = f"what enters a block, {readable_bytes(sent)} for B, to the next stage"
+    rows = [
+        Row("pp: activations", (sent,) * ways, how),
+        Row("pp: gradients of activations", (sent,) * ways, "the same, to the stage before"),
+    ]
+    norms = _ring(ranks, batch_size * _SQUARE)
+    how = f"B x {_SQUARE} B x 2 x {ranks - 1}/{ranks}: one a sample, at the end of the schedule"
+    return [*rows, Row("pp: all-reduce of norms", _private(norms, ways), how)]
+
+
+def _private(size: int, ways: int) -> tuple[int, ...]:
+    """Return what private ways send, and a non-private step does not."""
+    return 0, *[size] * (ways - 1)
 
 
 def _wire_of_tensors(facts: Facts, batch_size: int) -> list[Row]:
@@ -171,7 +239,7 @@ def _wire_of_tensors(facts: Facts, batch_size: int) -> list[Row]:
         rows.append(Row("tp: loss over the vocabulary", (size,) * len(ways), how))
     norm = _ring(facts.mesh.tp, (batch_size + 2) * _NUMBERS * 8)
     how = f"one of (B + 2) x {_NUMBERS} x 8 B {ring}: squared norms of all layers, and their errors"
-    return [*rows, Row("tp: all-reduce of norms", (0, *[norm] * (len(ways) - 1)), how)]
+    return [*rows, Row("tp: all-reduce of norms", _private(norm, len(ways)), how)]
 
 
 def _all_reduced(facts: Facts, parts: Sequence[tuple[Shard, int]], batch_size: int) -> int:
@@ -215,7 +283,8 @@ def flops(facts: Facts, batch_size: int) -> list[Row]:
     clipping, second = [0], [0]
     for way, coverage in facts.coverages.items():
         total = coverage.total
-        clipping.append(scaled(total.private - total.base))
+        # With cp these are of whole sequences, of which each rank clips a part of the samples.
+        clipping.append(scaled(total.private - total.base) // facts.mesh.cp)
         # What has no trainable parameter: two thirds of it is its backward.
         rest = (plain.flops - total.base) * 2 // 3 if WAYS[way] == "ghost" else 0
         second.append(scaled(max(0, rest)))

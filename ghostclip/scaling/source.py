@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ghostclip import _torch, _tree
+from ghostclip.errors import InvalidOptionError
 from ghostclip.language.vocabulary_head import LARGE, reason_against, without_logits
+from ghostclip.scaling.mesh import Mesh
 from ghostclip.validation.inspection import Source, architectures, load_source
 from ghostclip.validation.inspection.inspect import train_only
 from ghostclip.validation.inspection.measure import losses_of
@@ -42,15 +44,37 @@ PUBLISHED: Final[dict[str, dict[str, Any]]] = {
 """Sizes of Llama 3 as its authors published them (1B: of 3.2), by the names of `ghostclip plan`."""
 
 _ATTENTION: Final = "one_kernel_of_shapes"
+_ONE_DEVICE: Final = Mesh()
 
 
 class _OneKernel(TorchFunctionMode):
-    """Runs attention on the meta device as GPUs do: one kernel, which keeps no T x T matrix."""
+    """Runs attention on the meta device as GPUs do: one kernel, which keeps no T x T matrix.
+
+    Attributes:
+        gathered: Bytes of keys and values of one rank's positions that went to others since this was last entered.
+
+    Args:
+        ranks: Over how many ranks the positions are split, each of which gathers the keys and values of all.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self._ranks = ranks
+        self.gathered = 0
+
+    def __enter__(self) -> _OneKernel:
+        self.gathered = 0
+        super().__enter__()
+        return self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Take attention's products from their shapes, and leave every other function as it is."""
         if func is torch.nn.functional.scaled_dot_product_attention and args[0].is_meta:
-            return _torch.cpu_attention()[0](*args[:3])[0]
+            query, *others = args[:3]
+            if self._ranks > 1:
+                self.gathered += sum(part.numel() * part.element_size() for part in others)
+                others = [torch.cat([part] * self._ranks, -2) for part in others]
+            return _torch.cpu_attention()[0](query, *others)[0]
         return func(*args, **(kwargs or {}))
 
 
@@ -64,6 +88,8 @@ class Planned:
         samples: B of the batch.
         elements: How many values the parameters of the whole model have.
         in_tiles: Whether the loss of a language model is computed in tiles of its logits.
+        mesh: The devices that its sequences are split over.
+        attention: What its attention ran by.
     """
 
     source: Source
@@ -71,10 +97,18 @@ class Planned:
     samples: int
     elements: int
     in_tiles: bool
+    mesh: Mesh
+    attention: _OneKernel
 
 
 def load_planned(
-    model: str, *, batch_size: int, context_length: int, dtype: torch.dtype, trainable: str = ""
+    model: str,
+    *,
+    batch_size: int,
+    context_length: int,
+    dtype: torch.dtype,
+    trainable: str = "",
+    mesh: Mesh = _ONE_DEVICE,
 ) -> Planned:
     """Build a model without memory, and a step of it.
 
@@ -85,21 +119,32 @@ def load_planned(
         context_length: T, for models of tokens.
         dtype: What the step computes in.
         trainable: Regular expression; only parameters whose name it is found in are trained. Empty for all as they are.
+        mesh: The devices; the batch has the positions of one rank of its axis cp.
 
     Returns:
         Both. What cannot be found raises an error of one line.
+
+    Raises:
+        InvalidOptionError: The positions cannot be split over that axis.
     """
     request = Request(model, batch_size, context_length)
     fused = False
+    if context_length % mesh.cp or (mesh.cp > 1 and ":" in model):
+        raise InvalidOptionError(
+            f"cp={mesh.cp} with context_length={context_length}: ranks have equally many positions, of models of "
+            "transformers. Take a length that cp divides, or leave cp out."
+        )
     if ":" in model and not Path(model).is_dir():
         with torch.device("meta"):
             source = load_source(request)
     else:
         config = _config_of(model)
         require_positions(config, request)
-        fused = _fits_tiles(config)
+        # Tiles need whole sequences, and a model that computes its loss by itself.
+        fused = mesh.cp == mesh.pp == 1 and _fits_tiles(config)
         built = architectures.build(config, device="meta")
-        batch = architectures.example_batch(built, device="meta", batch_size=batch_size, sequence_length=context_length)
+        positions = context_length // mesh.cp
+        batch = architectures.example_batch(built, device="meta", batch_size=batch_size, sequence_length=positions)
         if fused:
             batch["labels"] = batch["input_ids"]
         source = Source(built, batch, f"{model} ({type(built).__name__})")
@@ -107,13 +152,15 @@ def load_planned(
     source.model.to(device="meta", dtype=dtype)
     source = replace(source, batch=_tree.mapped(lambda leaf: _as_shapes(leaf, dtype), source.batch))
 
+    attention = _OneKernel(mesh.cp)
+
     def losses() -> Tensor:
-        with _OneKernel(), without_logits(source.model) if fused else nullcontext():
+        with attention, without_logits(source.model) if fused else nullcontext():
             output = source.call()
         return output.loss if fused else losses_of(output, batch_size=batch_size, axis=source.batch_axis)
 
     elements = sum(p.numel() for p in source.model.parameters())
-    return Planned(source, losses, batch_size, elements, fused)
+    return Planned(source, losses, batch_size, elements, fused, mesh, attention)
 
 
 def _as_shapes(leaf: object, dtype: torch.dtype) -> object:

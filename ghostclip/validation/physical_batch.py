@@ -14,7 +14,8 @@ from ghostclip.clipper import GhostClipper
 from ghostclip.data.out_of_memory import count_rows
 from ghostclip.data.physical_batch_size import find_max_physical_batch_size
 from ghostclip.errors import DataError, InvalidOptionError
-from ghostclip.evidence.dependence import restored_buffers, same_randomness
+from ghostclip.evidence.dependence import same_randomness
+from ghostclip.evidence.module_state import restored
 from ghostclip.facade.handle import clipper_of
 from ghostclip.validation.losses import as_loss_fn
 from ghostclip.validation.samples import plain_batch, take
@@ -78,7 +79,7 @@ def find_physical_batch(
                 clipper.reset()
 
         room = [torch.empty_like(p) for p in trainable for _ in range(2)]
-        with restored_buffers(model), same_randomness(trainable), torch.enable_grad():
+        with restored(model), same_randomness(trainable), torch.enable_grad():
             size = find_max_physical_batch_size(
                 step, upper=upper, memory_budget=memory_budget, device=trainable[0].device
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from datetime import timedelta
@@ -15,6 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import PrivacyEngine
+from ghostclip.distributed import require_agreement
+from ghostclip.errors import GhostClipError
 from tests import process_group as meeting
 from tests.distributed import tensor
 from tests.distributed.sharded import TRAININGS, Training, built, losses_of, samples, whole_of
@@ -148,15 +151,18 @@ def go_on(folder: str, *, divided: bool = True) -> dict[str, Any]:
     return _seen(engine, net, optimizer)
 
 
-ENDS = ("dies", "raises")
-"""How rank 1 is lost: within a step after its forward, or by an error inside its backward, which ends the process."""
+ENDS = ("dies", "raises", "refuses", "goes on")
+"""How rank 1 is lost: within a step after its forward, by an error inside its backward, which ends the process, or by
+losses of its own that are refused; it may catch that and go on to the step.
+"""
+WITHIN = timedelta(seconds=10)
 
 
 def _raise(_: Any) -> None:
     raise RuntimeError("an error of its own")
 
 
-def lose(rank: int, ranks: int, folder: str, how: str) -> None:
+def lose(rank: int, ranks: int, folder: str, how: str, divided: str) -> None:
     """Train until rank 1 is lost.
 
     Args:
@@ -164,25 +170,34 @@ def lose(rank: int, ranks: int, folder: str, how: str) -> None:
         ranks: How many there are.
         folder: Where they meet, and where results go.
         how: One of `ENDS`.
+        divided: How the model is.
     """
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    meeting._TIMEOUT = timedelta(seconds=10)
+    meeting._TIMEOUT = WITHIN
     applied, error = 0, ""
     with process_group(rank, ranks, folder, meshes=True):
-        _, _, model, optimizer, loader = _begin(ledger=f"{folder}/ledger")
+        _, _, model, optimizer, loader = _begin(divided, ledger=f"{folder}/ledger")
         for number, batch in enumerate(loader):
             try:
                 optimizer.zero_grad()
-                loss = losses_of(model, "features", *batch).sum()
+                losses = losses_of(model, "features", *batch)
                 if number == DIES_IN - 1 and rank == 1:
                     if how == "dies":
                         os._exit(0)
-                    loss.register_hook(_raise)
-                loss.backward()
+                    if how == "raises":
+                        losses.register_hook(_raise)
+                    else:
+                        losses = losses * losses.detach().mean()
+                with contextlib.suppress(*([GhostClipError] if how == "goes on" and rank == 1 else [])):
+                    losses.sum().backward()
+                if number == DIES_IN - 1 and how == "goes on" and rank == 1:
+                    with contextlib.suppress(GhostClipError):
+                        optimizer.step()
+                    require_agreement("step", number)
                 optimizer.step()
-            except RuntimeError as raised:
-                error = str(raised)
+            except (RuntimeError, GhostClipError) as raised:
+                error = f"{type(raised).__name__}: {raised}"
                 break
             applied += 1
         torch.save({"applied": applied, "error": error}, Path(folder) / f"lost{rank}.pt")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -22,8 +23,9 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.utils.data import DataLoader, TensorDataset
 
-from ghostclip import GhostClipper
+from ghostclip import GhostClipper, PrivacyEngine
 from ghostclip.clipping.grouping import PerParameter
 from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.distributed import ShardedModel, noisy_parts_, share_noise
@@ -275,12 +277,27 @@ def _refused(rank: int) -> Mapping[str, str]:
         net = nn.Sequential(nn.Linear(4, 4))
         _forward(parallelize_module(net, mesh, {"0": ColwiseParallel(output_layouts=Shard(0), use_local_output=False)}))
 
+    def sharded_afterwards() -> None:
+        torch.manual_seed(0)
+        net = _Stray(nn.Identity())
+        private, optimizer, loader = PrivacyEngine().make_private(
+            module=net,
+            optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+            data_loader=DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=4),
+            noise_multiplier=1.0,
+            max_grad_norm=BOUND,
+            loss_reduction="sum",
+        )
+        fully_shard(net, mesh=mesh)
+        private(next(iter(loader))[0]).sum().backward()
+        optimizer.step()
+
     def device_only() -> None:
         _clipper(parallelize_module(_Stray(nn.Identity()), mesh, ends), max_grad_norm=BOUND, device_only=True)
 
     attempts = (
         other_inputs, other_dropout, divided_features, transposed, divided_samples, own_tensors, mixes,
-        divided_outputs, device_only,
+        divided_outputs, device_only, sharded_afterwards,
     )  # fmt: skip
     return _losses_refused(mesh) | {attempt.__name__: _message(attempt) for attempt in attempts}
 

@@ -8,6 +8,7 @@ from torch import distributed, multiprocessing, nn
 from torch.utils.data import DataLoader
 
 from ghostclip import GhostClipper, PrivacyEngine
+from ghostclip.capture.divided import leaves_empty
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.distributed import ShardedModel, Share, broadcast_parameters, require_equal_weights, require_one_draw
 from ghostclip.distributed.weights import digests
@@ -269,3 +270,68 @@ def test_a_private_model_is_not_sharded_afterwards(group_of_one):
 
     with pytest.raises(UnsupportedModelError, match="FSDPGradSampleModule in place of a private model's class"):
         fully_shard(_private(model())[0], mesh=init_device_mesh("cpu", (1,)))
+
+
+def _step(private, optimizer, loader):
+    _, x, y = next(iter(loader))
+    nn.functional.cross_entropy(private(x), y).backward()
+    optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("path", ["", "3"], ids=["the model", "a layer"])
+def test_a_model_inside_a_private_one_is_sharded_once_it_is_an_ordinary_one_again(group_of_one, path):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    net, engine = model(), PrivacyEngine()
+
+    def made_private():
+        optimizer, loader = torch.optim.SGD(net.parameters(), lr=0.1), DataLoader(data(), batch_size=16)
+        return engine.make_private(
+            module=net, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+        )
+
+    private, optimizer, loader = made_private()
+    fully_shard(net.get_submodule(path), mesh=init_device_mesh("cpu", (1,)))
+    for _ in range(2):
+        with pytest.raises(GhostClipError, match="make_private again on the same engine|Divide the model first"):
+            _step(private, optimizer, loader)
+    assert engine.accountant.history == []
+    private.remove_hooks()
+    for part in net.modules():
+        if hasattr(part, "reshard"):
+            part.reshard()
+    private, optimizer, loader = made_private()
+    before = net[3].weight.to_local().clone()
+    _step(private, optimizer, loader)
+    assert not torch.equal(net[3].weight.to_local(), before)
+    assert [count for _, _, count in engine.accountant.history] == [1]
+
+
+@pytest.fixture(params=[0, 3])
+def one_of_four(request):
+    """A process group of four ranks of which this is one."""
+    distributed.init_process_group("fake", store=_fake_store(), rank=request.param, world_size=4)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_a_table_of_which_some_ranks_would_hold_nothing_is_refused_by_all(one_of_four):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    for rows in (3, 6):
+        net = nn.Sequential(nn.Embedding(rows, 4), nn.Linear(4, 2))
+        parallelize_module(net, mesh, {"0": RowwiseParallel(input_layouts=Replicate())})
+        with pytest.raises(UnsupportedModelError, match=rf"'0.weight' has {rows} rows for 4 ranks \(mesh axis 'tp'\)"):
+            ShardedModel(net)
+    ShardedModel(parallelize_module(nn.Embedding(4, 4), mesh, RowwiseParallel(input_layouts=Replicate())))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_parts_are_empty_where_torch_makes_them(ranks):
+    for rows in range(1, 20):
+        assert leaves_empty(rows, ranks) == (len(torch.empty(rows).chunk(ranks)) < ranks)

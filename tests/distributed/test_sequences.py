@@ -136,7 +136,7 @@ def test_attention_of_context_parallel_does_not_run_on_a_cpu(found):
         ("ghost", "brought together by book-keeping alone"),
         ("tiles", "compute the loss from logits"),
         ("engine's mesh", "ranks of a training are to be on it"),
-        ("engine's level", "noise_level='exact' with ranks that hold a model, or samples, in parts"),
+        ("engine's level", "noise_level='exact' with sequences that are split over ranks"),
         ("engine's strategy", "brought together by book-keeping alone"),
     ],
 )

@@ -48,13 +48,26 @@ def test_some_ranks_save_and_others_go_on(tmp_path, before, after):
                 assert torch.equal(one, own)
 
 
+SAID = {
+    "raises": ("InvalidOptionError", "an error of its own"),
+    "refuses": ("LossReductionError", "multiplied by a tensor without axes"),
+    "goes on": ("LossReductionError", "multiplied by a tensor without axes"),
+}
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("divided", ["nested", "tensor"])
 @pytest.mark.parametrize("how", ENDS)
-def test_a_rank_that_is_lost_leaves_the_others_with_an_error_and_the_ledger_whole(tmp_path, how):
-    multiprocessing.spawn(lose, args=(2, str(tmp_path), how), nprocs=2)
+def test_a_rank_that_is_lost_leaves_the_others_with_an_error_and_the_ledger_whole(tmp_path, how, divided):
+    multiprocessing.spawn(lose, args=(2, str(tmp_path), how, divided), nprocs=2)
     found = torch.load(tmp_path / "lost0.pt", weights_only=True)
-    if how == "raises":
-        assert "an error of its own" in torch.load(tmp_path / "lost1.pt", weights_only=True)["error"]
     assert found["error"]
+    if how != "dies":
+        kind, reason = SAID[how]
+        own = torch.load(tmp_path / "lost1.pt", weights_only=True)["error"]
+        assert reason in own
+        assert ("has left a backward in which the others wait" in own) == (how == "goes on")
+        assert found["error"].startswith(f"{kind}: rank 1 was refused, and no rank goes on without it: ")
+        assert reason in found["error"]
     assert found["applied"] == DIES_IN - 1
     assert len(LedgerFile(tmp_path / "ledger").entries) >= found["applied"]

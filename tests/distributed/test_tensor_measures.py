@@ -93,6 +93,7 @@ REFUSED = {
     "own_tensors": "UnsupportedModelError: .*'weight'.*meets plain tensors in linear",
     "mixes": "SampleMixingError: the output of one sample depends on other samples",
     "divided_outputs": "UnsupportedModelError: Sequential returns a DTensor placed as .*0",
+    "sharded_afterwards": r"UncoveredParameterError: .*not in the model any longer.*make_private again on the same",
     "parts of losses": r"LossReductionError: the loss is a DTensor of shape \(4,\), placed as P",
     "a scalar on the mesh": r"LossReductionError: the loss is a DTensor of shape \(\), placed as R.*to_local",
     "a plain backward": r"LossReductionError: the loss is a DTensor of shape \(\), placed as R.*clipper.backward",

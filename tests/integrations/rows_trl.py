@@ -91,24 +91,61 @@ def sft_completions(folder: Path) -> None:
     exact(train)
 
 
+def _by_chance(world: World) -> Any:
+    """The loss of loss_type="dft", one record at a time."""
+    records = lm_records(world)
+
+    def losses(model: nn.Module, numbers: list[int]) -> Tensor:
+        found = []
+        for number in numbers:
+            ids = torch.tensor([records[number]["input_ids"]])
+            logs = model(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])
+            found.append(-(logs * logs.exp().detach()).mean())
+        return torch.stack(found)
+
+    return losses
+
+
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS)
 def sft_dft(folder: Path) -> None:
     """SFT with loss_type="dft"."""
+    exact(lambda world: _supervised(world, losses=_by_chance(world), loss_type="dft"))
 
-    def train(world: World) -> None:
-        records = lm_records(world)
 
-        def losses(model: nn.Module, numbers: list[int]) -> Tensor:
-            found = []
-            for number in numbers:
-                ids = torch.tensor([records[number]["input_ids"]])
-                logs = model(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])
-                found.append(-(logs * logs.exp().detach()).mean())
-            return torch.stack(found)
+def _fused(world: World, *given: Any, **options: Any) -> Any:
+    trainer = _supervised(world, *given, vocabulary_head="fused", **options)
+    assert trainer._is_fused()
+    return trainer
 
-        _supervised(world, losses=losses, loss_type="dft")
 
-    exact(train)
+@row(ROWS, **_HOST, outcome="exact", note=f"{_SUMS}; no logits in memory, in the place of trl's fused head")
+def sft_fused(folder: Path) -> None:
+    """SFT with vocabulary_head="fused"."""
+    exact(lambda world: _fused(world, losses=lm_means(world)), clips=(0.5, 0.1))
+
+
+@row(ROWS, **_HOST, outcome="exact", note=_SUMS)
+def sft_fused_lora(folder: Path) -> None:
+    """SFT with LoRA and vocabulary_head="fused"."""
+    exact(lambda world: _fused(world, lambda: adapted(_lora), _next(world)))
+
+
+@row(ROWS, **_HOST, outcome="exact", note=_SUMS)
+def sft_fused_dft(folder: Path) -> None:
+    """SFT with loss_type="dft" and vocabulary_head="fused"."""
+    exact(lambda world: _fused(world, losses=_by_chance(world), loss_type="dft"))
+
+
+@row(ROWS, **_HOST, outcome="refused", note="vocabulary_head='logits'")
+def sft_fused_smoothed(folder: Path) -> None:
+    """SFT with label smoothing, which trl computes from logits, and vocabulary_head="fused"."""
+    refused(lambda world: _fused(world, label_smoothing_factor=0.1))
+
+
+@row(ROWS, **_HOST, outcome="refused", note="vocabulary_head='fused'")
+def sft_liger(folder: Path) -> None:
+    """SFT with use_liger_kernel=True."""
+    refused(lambda world: _supervised(world, use_liger_kernel=True))
 
 
 @row(ROWS, **_HOST, outcome="exact", note="sums against one packed row at a time; the warning names rows and people")
@@ -145,6 +182,17 @@ def sft_without_padding(folder: Path) -> None:
 def sft_balancing(folder: Path) -> None:
     """SFT of a mixture of experts with its balancing loss (trl's default)."""
     refused(lambda world: _supervised(world, lambda: _mixtral(router_aux_loss_coef=0.1)))
+
+
+@row(ROWS, **_HOST, outcome="exact", note="loss, entropy and accuracy that are logged are those from logits")
+def sft_fused_metrics(folder: Path) -> None:
+    """SFT's metrics with vocabulary_head="fused"."""
+    logs = []
+    for choice in ("fused", "logits"):
+        world = World(sigma=0.0, clip=0.5, folder=str(folder / choice))
+        logs.append(_supervised(world, vocabulary_head=choice).state.log_history[0])
+    for name in ("loss", "entropy", "mean_token_accuracy", "num_tokens"):
+        assert abs(logs[0][name] - logs[1][name]) < 1e-5, name
 
 
 @row(ROWS, **_HOST, outcome="exact", note="entropy, accuracy, tokens and evaluation as of trl's own trainer")
@@ -251,6 +299,12 @@ def _dpo_refusal(kind: str) -> None:
 
 for _kind in ("aot", "sft", "ipo"):
     _dpo_refusal(_kind)
+
+
+@row(ROWS, **_HOST, outcome="refused", note="Use 'auto' or 'logits'")
+def dpo_fused(folder: Path) -> None:
+    """DPO with vocabulary_head="fused"."""
+    refused(lambda world: _preferences(world, vocabulary_head="fused"))
 
 
 def _sft_on_ranks(world: World) -> None:

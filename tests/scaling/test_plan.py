@@ -13,11 +13,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.flops import counter
 from ghostclip import GhostClipper
+from ghostclip.distributed import SplitSequences
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
 from ghostclip.scaling import Mesh, load_planned, plan_devices
 from ghostclip.scaling.local import blocks_of, held_values, keep_one_shard, units_of
@@ -40,8 +43,9 @@ def folder(tmp_path):
 
 
 def _plan(model, mesh="dp=1", *, dtype=torch.float32, trainable="", **options):
-    planned = load_planned(model, batch_size=2, context_length=T, dtype=dtype, trainable=trainable)
-    found = plan_devices(planned, mesh=Mesh.parse(mesh), **{"device_bytes": 10**9, "batch_size": B, **options})
+    devices = Mesh.parse(mesh)
+    planned = load_planned(model, batch_size=2, context_length=T, dtype=dtype, trainable=trainable, mesh=devices)
+    found = plan_devices(planned, mesh=devices, **{"device_bytes": 10**9, "batch_size": B, **options})
     return found, planned
 
 
@@ -52,6 +56,7 @@ def _values(rows):
 COLLECTIVES = {
     "_allgather_base_": "all-gather",
     "_reduce_scatter_base_": "reduce-scatter",
+    "alltoall_base_": "all-to-all",
     "all_reduce": "all-reduce",
     "allreduce_": "all-reduce",
 }
@@ -68,7 +73,7 @@ class _Sent(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = COLLECTIVES.get(func.overloadpacket.__name__)
         if name is not None:
-            tensors = args[1] if name == "reduce-scatter" else args[0]
+            tensors = args[1] if name in {"reduce-scatter", "all-to-all"} else args[0]
             whole = tensors[0] if isinstance(tensors, (list, tuple)) else tensors
             self.times[name] += 1
             self.bytes[name] += whole.numel() * whole.element_size()
@@ -213,6 +218,81 @@ def test_norms_of_the_tensor_axis_are_a_few_numbers_a_sample(folder):
     assert _values(found.wire)["tp: all-reduce of norms"] == (0, 48 * (B + 2), 48 * (B + 2))
 
 
+class _AllPositions(TorchFunctionMode):
+    """Attention over the keys and values of all ranks."""
+
+    def __init__(self, sequences):
+        super().__init__()
+        self._sequences = sequences
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is functional.scaled_dot_product_attention:
+            key, value = (self._sequences.all_positions(part.transpose(1, 2)).transpose(1, 2) for part in args[1:3])
+            return func(args[0], key, value, enable_gqa=key.shape[1] != args[0].shape[1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_bytes_of_split_sequences_are_those_of_a_private_step(folder, monkeypatch):
+    """Keys and values, factors of some layers and each sample's sums of the others, on a fake process group."""
+    ranks, samples = 5, 10
+    monkeypatch.setattr("ghostclip.distributed.context.gathered", lambda what, value, group: [value])
+    with _pretended(ranks):
+        sequences = SplitSequences(init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",)))
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, attn_implementation="sdpa")).train()
+        ids = torch.randint(0, 64, (samples, T // ranks))
+        with GhostClipper(model, max_grad_norm=1.0, sequences=sequences, probe=False) as clipper:
+            with _Sent() as sent, _AllPositions(sequences):
+                clipper.backward(model(input_ids=ids, use_cache=False).logits.square().mean((1, 2)))
+    found, _ = _plan(folder, f"cp={ranks}", batch_size=samples)
+    wire, part = _values(found.wire), (ranks - 1) / ranks
+    keys = wire["cp: keys and values"][1] / 2
+    assert sent.bytes["all-gather"] * part == keys > 0
+    assert sent.bytes["all-to-all"] * part == wire["cp: all-to-all of factors"][1] > 0
+    assert sent.bytes["reduce-scatter"] * part - keys == wire["cp: reduce-scatter of samples' sums"][1] > 0
+    assert wire["cp: all-to-all of factors"][0] == wire["cp: reduce-scatter of samples' sums"][0] == 0
+
+
+def test_split_sequences_share_out_all_flops(folder):
+    """Attention sees keys of all positions; norms are of whole sequences, of a part of the samples."""
+    (whole, _), (part, _) = _plan(folder), _plan(folder, "cp=5")
+    assert part.ways == ("non-private", "book-keeping")
+    for row, other in zip(whole.flops, part.flops, strict=False):
+        assert row.what == other.what
+        assert all(0 <= value - 5 * less < 5 for value, less in zip(row.values, other.values, strict=False))
+
+
+def test_a_stage_has_its_blocks_and_holds_factors_of_all_microbatches(folder):
+    (whole, before), (part, planned) = _plan(folder), _plan(folder, f"pp={LAYERS}", batch_size=12)
+    blocks = [sum(p.numel() for p in block.parameters()) for _, block in blocks_of(before.source.model)]
+    assert sum(p.numel() for p in planned.source.model.parameters()) == before.elements - sum(blocks[1:])
+    wire, a_sample = _values(part.wire), _values(part.a_sample)
+    assert wire["pp: activations"] == wire["pp: gradients of activations"] == (12 * T * WIDTH * 4,) * 2
+    assert wire["pp: all-reduce of norms"] == (0, 2 * 12 * 8 * (LAYERS - 1) // LAYERS)
+    assert a_sample["activations"][0] < _values(whole.a_sample)["activations"][0] / 3
+    assert "factors of all 12 microbatches" in part.a_sample[1].how
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 1})).train()
+    ids = torch.randint(0, 64, (B, T))
+    with GhostClipper(model, max_grad_norm=1.0) as clipper, clipper.holding(loss_elsewhere=False) as held:
+        model(input_ids=ids, use_cache=False).logits.square().mean((1, 2)).mean().backward()
+        tensors = [t for of in held[0].listener.factors.values() for factor in of for t in vars(factor).values()]
+    bytes_of = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if torch.is_tensor(t)}
+    assert a_sample["clipping"] == (0, pytest.approx(sum(bytes_of.values()) / B, rel=0.05))
+
+
+def test_stages_wait_for_each_other(folder):
+    found, _ = _plan(folder, f"pp={LAYERS}", microbatches=7, batch_size=14)
+    assert f"7 microbatches by 1F1B, which idles {LAYERS - 1}/{7 + LAYERS - 1} of the time" in "\n".join(found.title)
+    assert "x 3/7: microbatches under way" in found.a_sample[0].how
+
+
+def test_meshes_that_make_private_does_not_take_are_planned_and_said(folder):
+    for mesh, said in (("replicate=2,cp=5", False), (f"replicate=2,pp={LAYERS}", False), ("dp=2,cp=5", True)):
+        found, _ = _plan(folder, mesh, batch_size=12)
+        assert ("planned only" in "\n".join(found.title)) is said
+    assert found.physical_batch()[1] > 0
+
+
 @pytest.mark.parametrize("name", ["llama-8b", "gpt2", "vit", "bert"])
 def test_models_at_their_real_sizes(name):
     planned = load_planned(name, batch_size=2, context_length=64, dtype=torch.bfloat16)
@@ -304,11 +384,28 @@ def test_a_model_of_ones_own(script):
         ("reads", "dp=2", {}, UnsupportedModelError, "does not run from shapes alone"),
         ("net", "dp=2", {"batch_size": -1}, InvalidOptionError, "batch_size=-1"),
         ("net", "dp=2", {"optimizer": "lion"}, InvalidOptionError, "lion"),
+        ("net", "cp=5", {}, InvalidOptionError, "ranks have equally many positions, of models of transformers"),
+        ("net", "pp=3", {"batch_size": 12}, InvalidOptionError, "2 blocks cannot be shared evenly by pp=3"),
+        ("plain", "pp=2", {"batch_size": 8}, InvalidOptionError, "0 blocks cannot be shared evenly by pp=2"),
+        ("net", "pp=2", {"batch_size": 3}, InvalidOptionError, "batch_size=3 with 8 microbatches of one size"),
+        ("net", "dp=2", {"microbatches": 4}, InvalidOptionError, "microbatches=4 with pp=1"),
+        ("net", "pp=2", {"checkpointing": True}, InvalidOptionError, "would keep what checkpointing frees"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(script, factory, mesh, options, kind, words):
     with pytest.raises(kind, match=re.escape(words).replace(r"\.\*", ".*")):
         _plan(f"{script}:{factory}", mesh, **options)
+
+
+def test_positions_that_cannot_be_shared_are_refused(folder):
+    with pytest.raises(InvalidOptionError, match="cp=4 with context_length=25"):
+        _plan(folder, "cp=4")
+
+
+def test_a_plan_of_another_mesh_is_refused(folder):
+    planned = load_planned(folder, batch_size=2, context_length=T, dtype=torch.float32)
+    with pytest.raises(InvalidOptionError, match="Give load_planned the same mesh"):
+        plan_devices(planned, mesh=Mesh(cp=5), device_bytes=10**9)
 
 
 def test_heads_that_cannot_be_shared_are_refused(folder):
@@ -319,12 +416,10 @@ def test_heads_that_cannot_be_shared_are_refused(folder):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("dq=2", "no axis 'dq'; axes are replicate, dp, tp"),
+        ("dq=2", "no axis 'dq'; axes are replicate, dp, tp, cp, pp"),
         ("dp=2,dp=4", "'dp=4' should name one axis with its size"),
         ("dp=0", "'dp=0' should name"),
         ("dp", "'dp' should name"),
-        ("dp=2,pp=4", "stages of a pipeline are not planned"),
-        ("cp=4", "context parallelism"),
         ("ep=4", "experts"),
         ("", "no axis ''"),
     ],
@@ -344,6 +439,8 @@ def test_tied_weights_are_one_shard(tmp_path):
     transformers.LlamaConfig(
         architectures=["LlamaForCausalLM"], **{**SIZES, "tie_word_embeddings": True}
     ).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="one parameter, of the first and the last stage"):
+        _plan(str(tmp_path), f"pp={LAYERS}", batch_size=12)
     planned = load_planned(str(tmp_path), batch_size=2, context_length=T, dtype=torch.float32)
     model = planned.source.model
     keep_one_shard(model, 2)

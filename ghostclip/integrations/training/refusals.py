@@ -50,7 +50,7 @@ _OPTIONS: Final[tuple[tuple[str, Callable[[Any], bool], str, str], ...]] = (
         "use_liger_kernel",
         bool,
         "its fused layers are autograd functions that hide each record's gradient",
-        "Leave it out",
+        "Leave it out; vocabulary_head='fused' saves what its fused loss would",
     ),
     ("deepspeed", bool, "it sums gradients by itself", "Start processes with torchrun instead"),
     ("fsdp", bool, "it shards parameters below the clipping", "Start processes with torchrun instead"),

@@ -1,0 +1,146 @@
+"""Why a rank has left a backward, for the ranks that wait for it there.
+
+In the backward of a model that ranks hold in parts each waits for the others, inside collective operations of torch
+that nobody can end from outside. A rank that cannot go on says why beside them, in the store where the ranks have met;
+the others read it when their operation has ended: at once where the connection is closed, else after the timeout of
+the process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import distributed
+
+from ghostclip import _torch, errors
+from ghostclip.errors import GhostClipError, InvalidOptionError
+
+_numbers: Final = itertools.count()
+
+
+@dataclass
+class _Here:
+    """What this rank has left, until the others are known to have left it as well."""
+
+    group: int = 0
+    place: str = ""
+    reason: str = ""
+    is_alone: bool = False
+
+
+_left: Final = _Here()
+
+
+class Leaving:
+    """Backwards of one model, which all ranks run equally often."""
+
+    def __init__(self) -> None:
+        # The same on all ranks, as they make their models in one order.
+        self._model, self._backwards = next(_numbers), 0
+        self._inside = False
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """Let the others know why this rank leaves a backward, or say why another has left it.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            GhostClipError: Another rank has left; of the class that it has raised, if that is one of the library's.
+        """
+        if self._inside:
+            yield
+            return
+        self._inside, self._backwards = True, self._backwards + 1
+        try:
+            yield
+        except Exception as error:
+            place = f"{self._model}.{self._backwards}"
+            found = None if isinstance(error, GhostClipError) else _reason_of_others(place)
+            _leave(place, found or error, waited=found is not None)
+            if found is not None:
+                raise found from error
+            raise
+        finally:
+            self._inside = False
+
+
+def elsewhere(rank: int, kind: str, message: str) -> GhostClipError:
+    """Return the error that the others raise where a rank does not go on.
+
+    Args:
+        rank: Which.
+        kind: Name of the class of what it has raised.
+        message: What that says.
+
+    Returns:
+        An error of the same class, if it is one of the library's.
+    """
+    own = getattr(errors, kind, None)
+    known = isinstance(own, type) and issubclass(own, GhostClipError)
+    return (own if known else InvalidOptionError)(f"rank {rank} was refused, and no rank goes on without it: {message}")
+
+
+def require_company() -> None:
+    """Refuse to meet ranks that may still wait in a backward that this one has left: what is sent would be taken for it.
+
+    Raises:
+        InvalidOptionError: They have not left it within the timeout.
+    """
+    place = _left.place
+    # A group of another run knows nothing of it.
+    if not place or _left.group != id(distributed.group.WORLD):
+        return
+    if not _left.is_alone:
+        _left.is_alone = not _all_left(place)
+    if _left.is_alone:
+        raise InvalidOptionError(
+            "this rank has left a backward in which the others wait for it, and cannot meet them again "
+            f"({_left.reason}). Let the error end the process on every rank, and go on from a checkpoint."
+        )
+    _left.place = ""
+
+
+def _all_left(place: str) -> bool:
+    """Return whether every rank has left a backward by itself, and none because another did not come."""
+    store: Any = _torch.meeting_store()
+    keys = [_key(rank, place) for rank in range(distributed.get_world_size())]
+    try:
+        store.wait(keys, store.timeout)
+        return not any(json.loads(store.get(key))[2] for key in keys)
+    except RuntimeError:
+        return False
+
+
+def _key(rank: int, place: str) -> str:
+    return f"ghostclip/left/{rank}/{place}"
+
+
+def _leave(place: str, error: Exception, *, waited: bool) -> None:
+    if not _torch.several_ranks() or distributed.get_world_size() == 1:
+        return
+    _left.group, _left.place, _left.reason, _left.is_alone = id(distributed.group.WORLD), place, str(error), False
+    # The process that holds the store may be gone: then the error that counts is this rank's own.
+    with contextlib.suppress(RuntimeError):
+        said = json.dumps([type(error).__name__, str(error), waited])
+        _torch.meeting_store().set(_key(distributed.get_rank(), place), said)
+
+
+def _reason_of_others(place: str) -> GhostClipError | None:
+    """Return why another rank has left a backward; None where nobody has said so."""
+    if not _torch.several_ranks():
+        return None
+    store: Any = _torch.meeting_store()
+    for rank in range(distributed.get_world_size()):
+        with contextlib.suppress(RuntimeError):
+            if rank != distributed.get_rank() and store.check([_key(rank, place)]):
+                kind, message, waited = json.loads(store.get(_key(rank, place)))
+                if not waited:
+                    return elsewhere(rank, kind, message)
+    return None

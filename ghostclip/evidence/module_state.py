@@ -1,0 +1,116 @@
+"""What a model's modules hold beside their parameters: buffers, counters, caches, whatever a forward left there.
+
+A forward that is asked about runs more than once. Each of these runs must begin with what the user's own began with,
+or a model that does something else in every fifth call would do it in another one; and afterwards the model must be as
+the user's own forward left it, whose loss may use what it finds there.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from ghostclip import _torch
+
+# What every module has: tables, which are looked after elsewhere, and its mode.
+_OWN: Final = frozenset(vars(nn.Module()))
+
+
+class ModuleState:
+    """The buffers and attributes of a model's modules at one moment."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Keep them.
+
+        Args:
+            model: The model.
+        """
+        modules = list(model.modules())
+        self._tables = [(table, dict(table)) for table in map(_torch.buffer_table, modules) if table]
+        self._attributes = [(own, _attributes_of(own)) for own in map(vars, modules)]
+        values = [value for _, kept in self._attributes for value in kept.values()]
+        self._contents = [(box, box.copy()) for box in values if type(box) in _BOXES]
+        held = filter(_is_data, values)
+        self._tensors = [(one, one.detach().clone(), _torch.version(one)) for one in (*model.buffers(), *held)]
+
+    def restore(self) -> None:
+        """Put everything back, in place where it was changed in place."""
+        for buffers, before in self._tables:
+            # One that is assigned anew is another object.
+            buffers.update(before)
+        for own, before in self._attributes:
+            for name in _attributes_of(own).keys() - before.keys():
+                del own[name]
+            own.update(before)
+        for box, content in self._contents:
+            _refill(box, content)
+        with torch.no_grad():
+            for tensor, value, version in self._tensors:
+                # A backward refuses what was written to since the forward, be it the same value.
+                if _torch.version(tensor) != version:
+                    tensor.copy_(value)
+
+    def changed(self) -> bool:
+        """Return whether anything is not as it was."""
+        if any(_torch.version(tensor) != version for tensor, _, version in self._tensors):
+            return True
+        if any(not _same(box, content) for box, content in self._contents):
+            return True
+        tables = [*self._tables, *((_attributes_of(own), before) for own, before in self._attributes)]
+        return any(
+            now.keys() != before.keys() or any(now[name] is not value for name, value in before.items())
+            for now, before in tables
+        )
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Put a model's buffers and attributes back afterwards.
+
+    Args:
+        model: The model.
+
+    Yields:
+        Nothing.
+    """
+    state = ModuleState(model)
+    try:
+        yield
+    finally:
+        state.restore()
+
+
+def _attributes_of(own: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in own.items() if name not in _OWN}
+
+
+def _is_data(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.requires_grad and not value.is_inference()
+
+
+# Containers that modules keep and fill, with what refills one.
+_BOXES: Final[dict[type, Callable[[Any, Any], Any]]] = {
+    list: lambda box, content: box.__setitem__(slice(None), content),
+    dict: lambda box, content: (box.clear(), box.update(content)),
+    set: lambda box, content: (box.clear(), box.update(content)),
+    deque: lambda box, content: (box.clear(), box.extend(content)),
+}
+
+
+def _refill(box: Any, content: Any) -> None:
+    if not _same(box, content):
+        _BOXES[type(box)](box, content)
+
+
+def _same(box: Any, content: Any) -> bool:
+    """Return whether a container holds the same objects as before."""
+    if len(box) != len(content):
+        return False
+    if isinstance(box, set):
+        return bool(box == content)
+    if isinstance(box, dict):
+        return box.keys() == content.keys() and all(box[key] is value for key, value in content.items())
+    return all(one is other for one, other in zip(box, content, strict=True))
