@@ -64,6 +64,9 @@ LEAST: Final = 1e-12
 # than a norm is rounded up by. On a GPU thousands of threads share a sum, so that each rounds less often.
 _BLOCK: Final = 256 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 128
 _BLOCK_IN_THREADS: Final = 4096
+FEW: Final = 8
+"""Norms of blocks whose squares are added up in float32: their sum and its root take 5 roundings of a norm at most."""
+
 # So many numbers of blocks are tried for one that divides the values evenly.
 _MORE_BLOCKS: Final = 8
 
@@ -537,7 +540,7 @@ def sum_of_squares(norms: Sequence[Tensor]) -> Tensor:
 
 
 def root_of_squares(norms: Sequence[Tensor]) -> Tensor:
-    """Return ``√(Σ_k n[b,k]²)`` over several norms, see `sum_of_squares`.
+    """Return ``√(Σ_k n[b,k]²)`` over several norms, see `sum_of_squares`; of `FEW` at most in their own type.
 
     Args:
         norms: As for `sum_of_squares`.
@@ -548,6 +551,8 @@ def root_of_squares(norms: Sequence[Tensor]) -> Tensor:
     norms_BK = _side_by_side(norms)
     if norms_BK.shape[1] == 1:
         return norms_BK.squeeze(1).clone()
+    if norms_BK.shape[1] <= FEW:
+        return torch.linalg.vector_norm(norms_BK, dim=1)
     return torch.linalg.vector_norm(norms_BK, dim=1, dtype=torch.float64).to(norms_BK.dtype)
 
 
