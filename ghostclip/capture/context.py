@@ -225,7 +225,7 @@ class CaptureContext:
         return call.args, token
 
     def _refuse_late_shards(self) -> None:
-        """Refuse a model divided since, before proofs: they depend on a rank's samples, and would gather on it alone."""
+        """Refuse a model divided since, before proofs: they follow a rank's samples, and would gather on it alone."""
         if self.gathering is None and not self.substitution.units and _torch.gathered_modules(self.model):
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} was divided by fully_shard after the clipper was attached. Divide the "
