@@ -14,7 +14,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -178,7 +178,7 @@ class PipelineClipper:
         with telling("step of a pipeline", self._group):
             with ExitStack() as stack:
                 records = [
-                    stack.enter_context(_recording(stage, clipper))
+                    stack.enter_context(_recording(stage, clipper, samples))
                     for stage, clipper in zip(self._stages, self.clippers, strict=True)
                 ]
                 with _as_refused():
@@ -321,7 +321,7 @@ class _Record:
 
 
 @contextmanager
-def _recording(stage: Stage, clipper: GhostClipper) -> Iterator[_Record]:
+def _recording(stage: Stage, clipper: GhostClipper, samples: int | None) -> Iterator[_Record]:
     """Note each microbatch's backward, and let none of its weight gradients be asked for."""
     record, backward = _Record(stage, clipper), stage.backward_one_chunk
     with clipper.holding(loss_elsewhere=not stage.is_last) as held:
@@ -339,10 +339,36 @@ def _recording(stage: Stage, clipper: GhostClipper) -> Iterator[_Record]:
 
         stage.backward_one_chunk, stage.dw_builder = run, _nothing_is_left
         try:
-            yield record
+            with nullcontext() if samples is None else _counting(stage, clipper, samples):
+                yield record
         finally:
             del stage.backward_one_chunk
             stage.dw_builder = None
+
+
+@contextmanager
+def _counting(stage: Stage, clipper: GhostClipper, samples: int) -> Iterator[None]:
+    """Tell a clipper how many samples of each microbatch are records: what lies in the places after them are copies."""
+    forward, sizes = stage.forward_one_chunk, {}
+
+    @functools.wraps(forward)
+    def run(number: int, *args: Any, **options: Any) -> Any:
+        def records_of(size: int) -> int:
+            sizes[number] = size
+            before = sum(of for other, of in sizes.items() if other < number)
+            return min(size, max(0, samples - before))
+
+        clipper.note_copies(records_of)
+        try:
+            return forward(number, *args, **options)
+        finally:
+            clipper.note_copies(None)
+
+    stage.forward_one_chunk = run
+    try:
+        yield
+    finally:
+        del stage.forward_one_chunk
 
 
 def _nothing_is_left() -> Callable[[], None]:
