@@ -11,6 +11,7 @@ from torch import Tensor, distributed, nn
 
 from ghostclip import _torch, _tree, _validate
 from ghostclip.clipping.policies import ClipPolicy
+from ghostclip.distributed.agreement import require_agreement, telling
 from ghostclip.distributed.pipeline import PipelineClipper, Stage
 from ghostclip.distributed.sample_ranks import along, require_all_ranks
 from ghostclip.distributed.stage_noise import StageNoise
@@ -61,12 +62,14 @@ class Pipeline(nn.Module):
         places: int,
     ) -> None:
         super().__init__()
-        self._group, self.shares = along(mesh, sample_mesh_axes, "stages of one model")
-        microbatches = _torch.microbatches_of(schedule)
-        if _validate.positive_int(places, "places") % microbatches:
-            raise InvalidOptionError(
-                f"places={places}: a step of the schedule has {microbatches} microbatches of one size. Give a multiple."
-            )
+        with telling("pipeline"):
+            self._group, self.shares = along(mesh, sample_mesh_axes, "stages of one model")
+            microbatches = _torch.microbatches_of(schedule)
+            if _validate.positive_int(places, "places") % microbatches:
+                raise InvalidOptionError(
+                    f"places={places}: a step of the schedule has {microbatches} microbatches of one size. Give a "
+                    "multiple."
+                )
         self._schedule, self._stages, self.places = schedule, list(stages), places
         self.clipper: StagesClipper | None = None
         self.stages = nn.ModuleDict({str(stage.stage_index): stage.submod for stage in stages})
@@ -86,10 +89,21 @@ class Pipeline(nn.Module):
             The clipper of this rank's stages.
 
         Raises:
-            InvalidOptionError: Ranks are missing on the mesh, or the policy needs more than norms.
+            InvalidOptionError: Ranks are missing on the mesh or were given other arguments, or the policy needs more
+                than norms.
             UnsupportedModelError: A stage cannot be clipped, or copies of one differ.
         """
         require_all_ranks(self.shares, "stages of a pipeline")
+        same = {
+            "schedule": type(self._schedule).__name__,
+            "number of microbatches": _torch.microbatches_of(self._schedule),
+            "places": self.places,
+            "loss_reduction": loss_reduction,
+            "relation": relation,
+            "probe": probe,
+        }
+        for name, value in same.items():
+            require_agreement(f"pipeline's {name}", value)
         for group in self.shares.groups:
             require_equal_weights(self, group)
         clipper = PipelineClipper(

@@ -93,11 +93,11 @@ def stages_of(rank: int, ranks: int, name: str, *, group: Any = None) -> tuple[l
     return [pipelining.PipelineStage(parts[n], n, count, device, group=group) for n in numbers], model
 
 
-def schedule_of(name: str, stages: list[Any], loss: Any) -> Any:
+def schedule_of(name: str, stages: list[Any], loss: Any, *, microbatches: int = MICROBATCHES) -> Any:
     """The schedule over them."""
     if name in SINGLE:
-        return SINGLE[name](stages[0], MICROBATCHES, loss_fn=loss)
-    return SEVERAL[name](stages, MICROBATCHES, loss_fn=loss)
+        return SINGLE[name](stages[0], microbatches, loss_fn=loss)
+    return SEVERAL[name](stages, microbatches, loss_fn=loss)
 
 
 class Reduced(TorchDispatchMode):
@@ -183,7 +183,9 @@ class Whole(nn.Module):
         return ids
 
 
-def engine_model(rank: int, ranks: int, name: str, copies: int) -> nn.Module:
+def engine_model(
+    rank: int, ranks: int, name: str, copies: int, *, places: int = PLACES, microbatches: int = MICROBATCHES
+) -> nn.Module:
     """What make_private takes: a pipeline of a rank, or the whole model of one process."""
     if rank < 0:
         count = ranks // copies if name in SINGLE else 2 * ranks
@@ -191,7 +193,8 @@ def engine_model(rank: int, ranks: int, name: str, copies: int) -> nn.Module:
     mesh = init_device_mesh("cpu", (copies, ranks // copies), mesh_dim_names=("dp", "pp"))
     here, length = mesh.get_local_rank("pp"), ranks // copies
     stages, _ = stages_of(here, length, name, group=mesh["pp"].get_group())
-    return Pipeline(schedule_of(name, stages, sum_loss), stages, mesh=mesh, places=PLACES)
+    schedule = schedule_of(name, stages, sum_loss, microbatches=microbatches)
+    return Pipeline(schedule, stages, mesh=mesh, places=places)
 
 
 def engine_trained(
@@ -255,9 +258,17 @@ def engine_trained(
     return {"states": begun, "weights": weights, "released": released[0], "steps": steps}
 
 
-def _refused_by_engine(rank: int, ranks: int, *, level: str = "fast", **options: Any) -> str:
+def _refused_by_engine(
+    rank: int,
+    ranks: int,
+    *,
+    level: str = "fast",
+    places: int = PLACES,
+    microbatches: int = MICROBATCHES,
+    **options: Any,
+) -> str:
     """What make_private says of a pipeline."""
-    model = engine_model(rank, ranks, "1F1B", 1)
+    model = engine_model(rank, ranks, "1F1B", 1, places=places, microbatches=microbatches)
     with pytest.raises(GhostClipError) as refused:
         PrivacyEngine(noise_level=level).make_private(
             module=model,
@@ -285,6 +296,9 @@ REFUSED_BY_ENGINE: dict[str, dict[str, Any]] = {
 def pipeline_refusals(rank: int, ranks: int) -> dict[str, str]:
     """What each rank says of pipelines that the engine does not take, by case."""
     said = {case: _refused_by_engine(rank, ranks, **options) for case, options in REFUSED_BY_ENGINE.items()}
+    said["other places"] = _refused_by_engine(rank, ranks, places=PLACES // (1 + rank % 2))
+    said["other microbatches"] = _refused_by_engine(rank, ranks, microbatches=MICROBATCHES // (1 + rank % 2))
+    said["other reduction"] = _refused_by_engine(rank, ranks, loss_reduction=("sum", "mean")[rank % 2])
     model: Any = engine_model(rank, ranks, "1F1B", 1)
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("pp",))
     attempts: dict[str, Any] = {
