@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 import warnings
 from collections import Counter
 from datetime import timedelta
@@ -28,6 +29,8 @@ from tests.process_group import process_group
 
 SAMPLES, POSITIONS, WIDTH, WORDS, MICROBATCHES = 12, 5, 8, 11, 4
 BOUND = 0.05
+TIMEOUT = 120
+"""Seconds that a rank waits for another that is there and does not come."""
 PLACES = 8
 """Fewer than most batches of the engine have records, and no divisor of them."""
 SINGLE = {"GPipe": pipelining.ScheduleGPipe, "1F1B": pipelining.Schedule1F1B}
@@ -297,7 +300,7 @@ def pipeline_refusals(rank: int, ranks: int) -> dict[str, str]:
     """What each rank says of pipelines that the engine does not take, by case."""
     said = {case: _refused_by_engine(rank, ranks, **options) for case, options in REFUSED_BY_ENGINE.items()}
     said["other places"] = _refused_by_engine(rank, ranks, places=PLACES // (1 + rank % 2))
-    said["other microbatches"] = _refused_by_engine(rank, ranks, microbatches=MICROBATCHES // (1 + rank % 2))
+    said["other microbatches"] = _refused_by_engine(rank, ranks, microbatches=MICROBATCHES * (1 + rank % 2))
     said["other reduction"] = _refused_by_engine(rank, ranks, loss_reduction=("sum", "mean")[rank % 2])
     model: Any = engine_model(rank, ranks, "1F1B", 1)
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("pp",))
@@ -416,31 +419,37 @@ class Centred(nn.Module):
         return x - x.detach().mean(0)
 
 
-def mixing(rank: int, ranks: int, folder: str, lone: int) -> None:
-    """Be one rank of a pipeline whose last stage mixes samples, and write down what was raised.
+def left(rank: int, ranks: int, folder: str, case: str) -> None:
+    """Be one rank of a pipeline whose last stage is left inside the schedule, and write down what was raised, and when.
 
     Args:
         rank: Its number.
         ranks: How many there are.
         folder: Where they meet, and where results go.
-        lone: How many batches come first of which one record fills all places.
+        case: Why it is left.
     """
     torch.set_num_threads(1)
-    meeting, timeout = f"file://{folder}/meeting", timedelta(seconds=8)
+    meeting, timeout = f"file://{folder}/meeting", timedelta(seconds=TIMEOUT)
     distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=timeout)
     stages, _ = stages_of(rank, ranks, "GPipe")
-    if stages[0].is_last:
-        stages[0].submod = nn.Sequential(Centred() if lone else nn.BatchNorm1d(POSITIONS).double(), stages[0].submod)
+    if stages[0].is_last and case != "loss":
+        mixes = nn.BatchNorm1d(POSITIONS).double() if case == "mixing" else Centred()
+        stages[0].submod = nn.Sequential(mixes, stages[0].submod)
     clipper = PipelineClipper(stages, max_grad_norm=BOUND)
-    schedule, inputs, labels = schedule_of("GPipe", stages, mean_loss), *batch()
-    for _ in range(lone):
+    schedule, inputs, labels = schedule_of("GPipe", stages, _bad_loss if case == "loss" else mean_loss), *batch()
+    for _ in range(2 if case == "mixing after copies" else 0):
         with clipper.step(1):
             run_schedule(schedule, stages, inputs[:1].expand_as(inputs), labels)
+    begun = time.monotonic()
     try:
         with clipper.step():
             run_schedule(schedule, stages, inputs, labels)
     except Exception as error:  # noqa: BLE001 - whatever it is, the test looks at it
-        torch.save(type(error).__name__, f"{folder}/rank{rank}.pt")
+        torch.save((type(error).__name__, str(error), time.monotonic() - begun), f"{folder}/rank{rank}.pt")
+
+
+def _bad_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    raise ValueError(f"no labels of {len(logits)} in {len(labels)}")
 
 
 def refusals(rank: int, ranks: int) -> dict[str, str]:
