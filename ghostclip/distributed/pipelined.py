@@ -13,7 +13,7 @@ from ghostclip import _torch, _tree, _validate
 from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.distributed.agreement import require_agreement, telling
 from ghostclip.distributed.pipeline import PipelineClipper, Stage
-from ghostclip.distributed.sample_ranks import along, require_all_ranks
+from ghostclip.distributed.sample_ranks import along, require_all_ranks, require_same_samples
 from ghostclip.distributed.stage_noise import StageNoise
 from ghostclip.distributed.stages import StagesClipper
 from ghostclip.distributed.weights import require_equal_weights
@@ -35,10 +35,12 @@ class Pipeline(nn.Module):
     beyond the batch has the clip coefficient 0, and counts nowhere.
 
     Privacy:
-        As `PipelineClipper`; noise is added once, each stage's by its rank, and a step is one entry in the account.
+        As `PipelineClipper`; that all stages were given the same samples is compared in each step. Noise is added once,
+        each stage's by its rank, and a step is one entry in the account.
 
     Cost:
-        Empty places cost time: on average half of `places` in a batch.
+        Empty places cost time: on average half of `places` in a batch. A step reads its batch once and exchanges a few
+        bytes, to compare what the ranks were given.
 
     Args:
         schedule: One of ``torch.distributed.pipelining``, with a ``loss_fn``.
@@ -162,9 +164,13 @@ class Pipeline(nn.Module):
 
         Raises:
             GhostClipError: No clipper is attached, or the schedule runs no backward.
+            InvalidOptionError: On all ranks, if stages of one pipeline were given different inputs or targets.
         """
         if self.clipper is None or not self.clipper.attached:
             raise GhostClipError("pipeline.step: the pipeline is not private. Call make_private(module=pipeline, ...).")
+        require_same_samples(
+            self.shares, _tree.tensors((args, kwargs, target)), "pipeline.step was given other inputs or targets there"
+        )
         size, begun = len(_tree.tensors(target)[0]), self.clipper.backward_passes
         if losses is not None:
             losses.clear()

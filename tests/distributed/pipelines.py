@@ -166,7 +166,7 @@ def run(rank: int, ranks: int, folder: str) -> None:
             found["engine"]["copies"] = engine_trained(rank, ranks, copies=2)
         found["resumed"] = engine_trained(rank, ranks, states=found["engine"]["1F1B"]["states"], folder=folder)
         found["engine without one"] = [engine_trained(rank, ranks, sigma=0.0, left_out=n) for n in (-1, 0, 22)]
-        found["refused"] |= pipeline_refusals(rank, ranks)
+        found["refused"] |= pipeline_refusals(rank, ranks) | other_samples(rank, ranks)
         found["empty"] = empty(rank, ranks)
         found["ledger"] = ledger(rank, ranks, folder)
     torch.save(found, f"{folder}/rank{rank}.pt")
@@ -315,6 +315,37 @@ def pipeline_refusals(rank: int, ranks: int) -> dict[str, str]:
         with pytest.raises(GhostClipError) as refused:
             attempt()
         said[case] = str(refused.value)
+    return said
+
+
+def other_samples(rank: int, ranks: int) -> dict[str, str]:
+    """What each rank says of a step whose stages are given different samples, by what differs on the last rank."""
+    model: Any = engine_model(rank, ranks, "1F1B", 1)
+    private, *_ = PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters()),
+        data_loader=DataLoader(TensorDataset(*batch()), batch_size=SAMPLES),
+        noise_multiplier=1.0,
+        max_grad_norm=BOUND,
+        loss_reduction="sum",
+    )
+    inputs, labels = batch()
+    given = {
+        "inputs": (inputs.flip(0), labels),
+        "labels": (inputs, labels.flip(0)),
+        "fewer": (inputs[:-PLACES], labels[:-PLACES]),
+        "none": (inputs[:0], labels[:0]),
+    }
+    said = {}
+    for case, other in given.items():
+        ids, targets = other if rank == ranks - 1 else (inputs, labels)
+        with pytest.raises(InvalidOptionError) as refused:
+            private.step(ids, target=targets)
+        said[f"other {case}"] = str(refused.value)
+        assert private.clipper.backward_passes == 0
+    private.step(inputs, target=labels)
+    assert private.clipper.backward_passes == 1
+    private.remove_hooks()
     return said
 
 
