@@ -109,7 +109,7 @@ def _text(report: dict[str, Any]) -> str:
         "tensors without data: no GPU took part, and nothing was timed. FLOPs: of products. Head: those beyond the "
         "ordinary step's body, in "
         "units of one product of all hidden states and the head's weight, so that what clipping the body costs counts "
-        f"here as well; 5 and a norm of {report['norm']:.2f} are due, 1 more with a tied embedding. Bytes: all tensors "
+        f"here as well; 5 and a norm of {report['norm']:.2f}. Bytes: all tensors "
         "alive at most, parameters and gradients included; clipped sums are float32 where gradients are bfloat16, "
         f"which is more than logits of few samples. {ALL_LAYERS} layers: the whole model, over the ordinary step's.",
         "",

@@ -21,6 +21,10 @@ def _counts() -> defaultdict[Any, int]:
     return defaultdict(int)
 
 
+def _lists() -> defaultdict[str, list[Tensor]]:
+    return defaultdict(list)
+
+
 @dataclass(frozen=True, eq=False)
 class Surroundings:
     """What all forwards of a model share.
@@ -76,6 +80,7 @@ class ForwardContext:
             sample are divided among the ranks), by name.
         latest: The number of the node of the latest use; None before the first.
         met: Ways that nothing is proved of yet, each with the proved ones that it is to be among.
+        looked_up: Ids by which rows of tables were looked up, by parameter.
         ends_on_mesh: The model returned tensors of a mesh, of which each rank has some classes.
     """
 
@@ -107,6 +112,7 @@ class ForwardContext:
     spread: dict[str, bool] = field(default_factory=dict)
     latest: int | None = None
     met: list[tuple[set[Any], Any]] = field(default_factory=list)
+    looked_up: defaultdict[str, list[Tensor]] = field(default_factory=_lists)
     ends_on_mesh: bool = False
     _recomputing: bool = False
 
