@@ -153,7 +153,7 @@ class Head(Factor):
         """
         expected: list[Tensor] = self._shared.met
         for ids_BU in met:
-            fits = ids_BU.dim() == 2 and len(ids_BU) == len(self.x_BTI)  # noqa: PLR2004 - samples, positions
+            fits = ids_BU.dim() == 2 and len(ids_BU) == len(self.x_BTI)
             if fits and not any(_is_same(ids_BU, known) for known in expected):
                 expected.append(ids_BU)
 
@@ -316,7 +316,7 @@ class Head(Factor):
             The rows, shape ``(B, U, I)``, and the sums of their terms' norms, ``(B, U)``, in `dtype`.
 
         Cost:
-            2·T·U·I a sample where they were expected (`expect`), as the tiles of the norms serve them too; else 2·T·I·V more.
+            2·T·U·I a sample where they were expected (`expect`): tiles of the norms serve them too. Else 2·T·I·V more.
         """
         if self.index_D is None and not self.double:
             for known in self._shared.rows:
