@@ -75,6 +75,7 @@ class ForwardContext:
         spread: Parameters on several ranks, and whether each rank has parts of their gradients only (positions of a
             sample are divided among the ranks), by name.
         latest: The number of the node of the latest use; None before the first.
+        proofs: Numbers of the first node of the graph that proofs made after it, and of the first one behind theirs.
         met: Ways that nothing is proved of yet, each with the proved ones that it is to be among.
         ends_on_mesh: The model returned tensors of a mesh, of which each rank has some classes.
     """
@@ -106,6 +107,7 @@ class ForwardContext:
     checkpointed_by_model: bool = False
     spread: dict[str, bool] = field(default_factory=dict)
     latest: int | None = None
+    proofs: tuple[int, int] = (0, 0)
     met: list[tuple[set[Any], Any]] = field(default_factory=list)
     ends_on_mesh: bool = False
     _recomputing: bool = False

@@ -106,9 +106,12 @@ class Evidence:
 
     @staticmethod
     def _loss_way(root: Any, forward: ForwardContext) -> tuple[int, type]:
-        """Return over how many nodes of the graph a loss was come to, and the last of them."""
+        """Return over how many nodes of the graph a loss was come to, without those of proofs, and the last of them."""
         node = edge_of(root)[0]
-        return (0 if node is None else _torch.order_of(node)) - (forward.latest or 0), type(node)
+        number = 0 if node is None else _torch.order_of(node)
+        first, behind = forward.proofs
+        own = behind - first if number >= behind else 0
+        return number - own - (forward.latest or 0), type(node)
 
     def look_at_loss(self, capture: CaptureContext, roots: Sequence[Any], forward: ForwardContext) -> None:
         """Look for what has no place between a loss and a model's outputs.
@@ -173,6 +176,7 @@ class Evidence:
         # One that is asked about only now is taken to draw what the others drew.
         self._drew = drew = self._drew if randomness is None else randomness.drawn()
         forward, call = capture.forward, ModuleCall(*capture.bags.as_rows(*call))
+        begun = _torch.next_order()
         parts = self._parts(capture, output)
         probe = self._probed(capture, parts)
         failed = probe is not None and _on_any(capture, bool(probe.failures))
@@ -182,6 +186,7 @@ class Evidence:
             if forward.grown is not None:
                 _begin_anew(state)
                 output = capture.again(call)
+                forward, begun = capture.forward, _torch.next_order()
                 parts = self._parts(capture, output)
                 probe = self._probed(capture, parts)
         inputs: Any = call.args, dict(call.kwargs)
@@ -205,6 +210,7 @@ class Evidence:
             self.unchecked.tell()
         if self.asks(capture) or not self.probes:
             capture.forward.prove()
+        forward.proofs = begun, _torch.next_order()
         return output
 
     def _refuse_data(
