@@ -23,7 +23,7 @@ from ghostclip.evidence.dependence import where_dependence_starts
 from ghostclip.evidence.exchanges import Exchanges, refuse_split_positions
 from ghostclip.evidence.growth import grown
 from ghostclip.evidence.independence import Batch, refuse_dependence
-from ghostclip.evidence.loss_graph import Sizes, refuse_beyond_outputs
+from ghostclip.evidence.loss_graph import Sizes, has_hooks, refuse_beyond_outputs
 from ghostclip.evidence.module_state import ModuleState, restored
 from ghostclip.evidence.node_hooks import refuse_node_hooks
 from ghostclip.evidence.probe import Probe, ask, starts
@@ -80,12 +80,15 @@ class Evidence:
         asks = self.probes and capture.forward.unproven and capture.forward.batch_size > 1
         return asks and (capture.gathering is None or capture.gathering.may_ask())
 
-    def asks_of_loss(self, root: Any, forward: ForwardContext) -> bool:
+    def asks_of_loss(self, root: Any, forward: ForwardContext, *, is_scalar: bool = False) -> bool:
         """Return whether a loss is one that evidence is asked for: that of a proved forward, or computed in a new way.
+
+        A hook on its way may do another thing in every step.
 
         Args:
             root: Where its backward starts.
             forward: The forward that it comes from.
+            is_scalar: Whether hooks between it and the outputs can change nothing.
 
         Returns:
             False as well for a forward of one sample.
@@ -93,7 +96,8 @@ class Evidence:
         if forward.batch_size < 2 or not self.probes:
             return False
         way = self._loss_way(root, forward)
-        return forward.unproven or (way not in self._loss_ways and len(self._loss_ways) < MAX_WAYS)
+        is_new = way not in self._loss_ways and len(self._loss_ways) < MAX_WAYS
+        return forward.unproven or is_new or has_hooks([root], forward, outputs_alone=is_scalar)
 
     def proved_loss(self, root: Any, forward: ForwardContext) -> None:
         """Note that a loss was proved.
