@@ -290,6 +290,8 @@ class Evidence:
             maps=[known.get(id(found)) for found in parts],
             # Ranks that share samples run the model equally often, whatever each of them finds.
             outputs=() if drew or capture.gathering is not None else parts,
+            seed=self.unchecked.forwards,
+            again=self.unchecked.is_scheduled_again and not capture.forward.met,
         )
 
         def run(given: Any) -> list[Tensor]:
