@@ -62,6 +62,7 @@ class ForwardContext:
         consumed: A backward has gone through it.
         examined: The loss whose backward is about to go through it was examined.
         unproven: A use came from a call site on which there is no evidence yet.
+        proves: Whether what was seen of it may be taken for proved: not where its samples are copies of one.
         inputs: Numbers (``id``) of the tensors that the model was called with, whose batch axis is declared.
         noted: What the caller noted of its inputs.
         reordered: Data was put into another order before a parameter met it.
@@ -98,6 +99,7 @@ class ForwardContext:
     consumed: bool = False
     examined: bool = False
     unproven: bool = False
+    proves: bool = True
     inputs: frozenset[int] = frozenset()
     noted: Any = None
     reordered: bool = False
@@ -144,7 +146,9 @@ class ForwardContext:
         self.meet(set(), None)
 
     def prove(self) -> None:
-        """Take the ways that were met for proved."""
+        """Take the ways that were met for proved, unless it is a forward that proves nothing."""
+        if not self.proves:
+            return
         for proved, way in self.met:
             proved.add(way)
         self.met.clear()
@@ -152,7 +156,13 @@ class ForwardContext:
     def anew(self) -> "ForwardContext":
         """Return a context for the same batch run once more."""
         return ForwardContext(
-            self.around, self.batch_size, self.batch_axis, self.is_dummy, grown=self.grown, noted=self.noted
+            self.around,
+            self.batch_size,
+            self.batch_axis,
+            self.is_dummy,
+            grown=self.grown,
+            noted=self.noted,
+            proves=self.proves,
         )
 
     @contextmanager
