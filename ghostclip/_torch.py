@@ -256,6 +256,8 @@ def leaf_of(node: Any) -> Tensor | None:
 # A number that grows with every node made on a thread; the highest runs first: ``Node._sequence_nr``. Asked of every
 # layer in every forward.
 order_of: Final[Callable[[Any], int]] = operator.methodcaller("_sequence_nr")
+# The number that the next node made on this thread will have: ``torch.autograd._get_sequence_nr``.
+next_order: Final[Callable[[], int]] = torch._C._autograd._get_sequence_nr
 
 
 # ---------------------------------------------------------------- the backward

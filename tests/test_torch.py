@@ -356,6 +356,13 @@ def test_the_highest_order_runs_first():
     assert ran == sorted(orders, key=lambda name: -_torch.order_of(orders[name]))
 
 
+def test_the_number_of_the_next_node():
+    x = _leaf(3)
+    number = _torch.next_order()
+    nodes = [(x * 2).grad_fn, x.sin().grad_fn]
+    assert [number, number + 1, number + 2] == [*map(_torch.order_of, nodes), _torch.next_order()]
+
+
 # ---------------------------------------------------------------- the backward
 
 

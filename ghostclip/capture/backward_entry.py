@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 from torch import Tensor
 
+from ghostclip.capture import gradient_hooks
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.gathering import Gathering
 from ghostclip.capture.inputs import in_backward
@@ -72,6 +73,8 @@ def detach(examiner: Examiner) -> None:
     _attached.discard(examiner)
     for forward in [forward for forward, owner in _waiting.items() if owner() is examiner]:
         del _waiting[forward]
+    if not _attached:
+        gradient_hooks.remove()
     while not _attached and hasattr(torch.autograd.backward, _MARK):
         torch.autograd.backward = getattr(torch.autograd.backward, "__wrapped__")  # noqa: B009 - unknown to the type
 
@@ -90,7 +93,7 @@ def announce(examiner: Examiner, forward: ForwardContext, output: Tensor, arrive
         node.metadata[FORWARD_KEY] = forward
         _waiting[forward] = ref(examiner)
         _install()
-    output.register_hook(lambda grad: arrives())
+    forward.announced = max(forward.announced, output.register_hook(lambda grad: arrives()).id)
 
 
 def forget(forward: ForwardContext) -> None:
@@ -103,6 +106,7 @@ def forget(forward: ForwardContext) -> None:
 
 
 def _install() -> None:
+    gradient_hooks.install()
     if not hasattr(torch.autograd.backward, _MARK):
         torch.autograd.backward = _showing(torch.autograd.backward)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ghostclip.capture import gradient_hooks
 from ghostclip.capture.call_sites import MAX_WAYS, CallSites
 from ghostclip.capture.casts import Casts
 from ghostclip.capture.growth import Grown
@@ -19,6 +20,10 @@ from ghostclip.capture.row_tracker import RowTracker
 
 def _counts() -> defaultdict[Any, int]:
     return defaultdict(int)
+
+
+def _lists() -> defaultdict[str, list[Tensor]]:
+    return defaultdict(list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +81,11 @@ class ForwardContext:
         spread: Parameters on several ranks, and whether each rank has parts of their gradients only (positions of a
             sample are divided among the ranks), by name.
         latest: The number of the node of the latest use; None before the first.
+        hooks: How many hooks on tensors there had been when it began.
+        announced: The number of the latest hook when it had ended.
+        proofs: Numbers of the first node of the graph that proofs made after it, and of the first one behind theirs.
         met: Ways that nothing is proved of yet, each with the proved ones that it is to be among.
+        looked_up: Ids by which rows of tables were looked up, by parameter.
         ends_on_mesh: The model returned tensors of a mesh, of which each rank has some classes.
     """
 
@@ -108,7 +117,11 @@ class ForwardContext:
     checkpointed_by_model: bool = False
     spread: dict[str, bool] = field(default_factory=dict)
     latest: int | None = None
+    hooks: int = field(default_factory=gradient_hooks.noted)
+    announced: int = -1
+    proofs: tuple[int, int] = (0, 0)
     met: list[tuple[set[Any], Any]] = field(default_factory=list)
+    looked_up: defaultdict[str, list[Tensor]] = field(default_factory=_lists)
     ends_on_mesh: bool = False
     _recomputing: bool = False
 

@@ -26,6 +26,7 @@ from ghostclip.clipping.loss_scale import Scale, picks_samples, remedy, scale_of
 from ghostclip.clipping.shares import check_shares
 from ghostclip.errors import LossReductionError
 from ghostclip.evidence.linear_paths import CLASSES, Number, Path, Reduced, paths
+from ghostclip.evidence.loss_graph import refuse_changed_gradients
 from ghostclip.evidence.losses import Ends, LossRows, gathered_at, is_picked
 from ghostclip.evidence.prover import Evidence
 
@@ -77,7 +78,8 @@ class LossExaminer:
             forwards: Those that it leads to.
 
         Raises:
-            LossReductionError: Its scale, or its form, is not shown to be independent of other samples.
+            LossReductionError: Its scale, or its form, is not shown to be independent of other samples; or a hook
+                stands between it and the outputs.
             SampleMixingError: One sample's loss depends on other samples' outputs or targets.
             UncoveredParameterError: It goes through a trainable parameter that is no part of the model.
         """
@@ -90,7 +92,8 @@ class LossExaminer:
             found = dict(_numbered(paths(begun, is_output)))
         except RecursionError:
             raise LossReductionError(f"the loss has too many terms to be followed. {remedy(self._reduction)}") from None
-        asks = self._evidence.asks_of_loss(roots[0], forward)
+        refuse_changed_gradients(roots, forward)
+        asks = self._evidence.asks_of_loss(roots[0], forward, is_scalar=True)
         asks = asks and (capture.gathering is None or capture.gathering.may_ask())
         if forward.batch_size > 1 and (asks or forward.unproven or self._is_new(found, forward)):
             self._prove(capture, found, forward)

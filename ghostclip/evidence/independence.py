@@ -2,15 +2,26 @@
 
 A mask that is left out when no sample is padded, an expert's capacity that earlier samples use up, a sum divided by
 ``len(x)``: no gradient leads from one sample to the other, so that the probe sees nothing. In the forwards that are
-proved, the model is therefore run without gradients and without dropout on the batch with one half of its samples
-replaced by copies of a sample of the other half, then the other half, and on the first half alone. What the other
-samples receive must stay the same as in the forward itself; where that has drawn random numbers, or something differs,
-as in another run on the batch as it is. All runs draw the same random numbers; half of a batch would meet others, so
-that it is left to models that draw none.
+proved, the model is therefore run without gradients and without dropout on the batch with some set of its samples
+replaced by copies of others, and on one half of the samples alone. What the other samples receive must stay the same as
+in the forward itself; where that has drawn random numbers, or something differs, as in another run on the batch as it
+is. All runs draw the same random numbers; half of a batch would meet others, so that it is left to models that draw
+none.
+
+Which samples. A sample that follows another one is seen if the other is replaced, or left out, and itself is not. The
+first proof, and that of a new way, replaces the first half of the batch, the second half, and one of every two
+neighbours, drawn anew; then the others of each two are left out. Later proofs replace the drawn half and its
+complement. So any two samples of different halves of the batch, and the neighbours 2k and 2k + 1, are told apart for
+certain, any other two with probability 1/2 in each proof, independently: a model that makes n separate pairs follow
+each other passes k proofs with probability 2^(-nk). All pairs for certain would take about log2(B) runs. What is left
+alone moves to other places of the batch, so that what follows a sample's place is seen, too.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Any, Final
 
 import torch
@@ -46,6 +57,8 @@ class Batch:
         gathered: Whether rows were selected in it, so that data decides which random number a row meets.
         maps: How the rows of each output map to samples, None where that is not known; empty where nothing is.
         outputs: What the forward returned, where it drew no random numbers; else empty.
+        seed: Another one for every proof.
+        again: Whether the same way of the model was proved before.
     """
 
     inputs: Any
@@ -55,31 +68,64 @@ class Batch:
     maps: Sequence[RowMap | None] = ()
     outputs: Sequence[Tensor] = ()
 
+    seed: int = 0
+    again: bool = False
+
     @property
-    def halves(self) -> tuple[slice, slice]:
-        """The samples of the first half, the larger one, and of the second."""
+    def drawn(self) -> list[int]:
+        """One of every two neighbours, and the last sample if it has none; not the first, so that all change places."""
+        numbers = random.Random(self.seed)
+        pairs = range(2, self.size - 1, 2)
+        return [1, *(first + numbers.randrange(2) for first in pairs), *([self.size - 1] if self.size % 2 else [])]
+
+    @property
+    def replaced(self) -> list[list[int]]:
+        """The sets of samples to replace, one after the other."""
+        if self.again:
+            return [self.drawn, self.others(self.drawn)]
         middle = (self.size + 1) // 2
-        return slice(middle), slice(middle, self.size)
+        halves = [list(range(middle)), list(range(middle, self.size))]
+        # Of two samples each is a half.
+        return [*halves, self.drawn] if self.size > len(halves) else halves
 
-    def half(self) -> Any:
-        """Return the inputs of the first half of the samples."""
-        return self._of_samples(list(range(self.size)[self.halves[0]]))
+    @property
+    def left(self) -> list[int]:
+        """The samples that are looked at alone.
 
-    def copied(self, half: slice) -> Any:
-        """Return the inputs with one half's samples replaced by copies of the nearest sample of the other half.
+        A list of as many values as there are samples may hold one for each, and goes by their places.
+        """
+        return list(range((self.size + 1) // 2)) if _has_list(self.inputs, self.size) else self.drawn
+
+    def others(self, samples: Sequence[int]) -> list[int]:
+        """Return all samples but some.
+
+        Args:
+            samples: These.
+
+        Returns:
+            The others, in order.
+        """
+        return sorted(set(range(self.size)).difference(samples))
+
+    def alone(self) -> Any:
+        """Return the inputs of the samples that are looked at alone."""
+        return self._of_samples(self.left)
+
+    def copied(self, samples: Sequence[int]) -> Any:
+        """Return the inputs with some samples replaced by copies of the nearest other one before them, or behind.
 
         Lengths in decreasing order stay in that order, as packing them demands.
 
         Args:
-            half: One of ``halves``.
+            samples: One of ``replaced``.
 
         Returns:
             New tensors; those without B samples as they are.
         """
-        samples = list(range(self.size))
-        count = len(samples[half])
-        samples[half] = [half.stop if half.start is None else half.start - 1] * count
-        return self._of_samples(samples)
+        kept = self.others(samples)
+        held = set(kept)
+        latest = accumulate(range(self.size), lambda last, sample: sample if sample in held else last, initial=kept[0])
+        return self._of_samples(list(latest)[1:])
 
     def _of_samples(self, samples: list[int]) -> Any:
         def take(leaf: Any) -> Any:
@@ -145,7 +191,8 @@ def _refuse_another_course(model: nn.Module, run: Run, batch: Batch, before: Ran
     before.restore()
     again = [output.detach() for output in run(batch.inputs)]
     own = [output.detach() for output in batch.outputs]
-    if not before.drawn() and _Outputs(batch, batch.size, slice(None), _TOLERANCE, coarsest).differ(own, again):
+    every = range(batch.size)
+    if not before.drawn() and _Outputs(batch, batch.size, every, every, _TOLERANCE, coarsest).differ(own, again):
         message = (
             f"{type(model).__name__}: the forward gave other outputs when it was run again on the same batch, although "
             "it draws no random numbers and what its modules hold was put back. It follows something outside (a global "
@@ -161,12 +208,11 @@ def _look(run: Run, batch: Batch, unchecked: Unchecked, before: Randomness, coar
     base = run(batch.inputs)
     drawn = before.drawn()
     # One after the other: outputs may be as large as all activations of a layer.
-    first, second = batch.halves
     differ = []
-    for half, rest in ((first, second), (second, first)):
-        other = batch.copied(half)
+    for samples in batch.replaced:
+        other, rest = batch.copied(samples), batch.others(samples)
         before.restore()
-        differ.append(_Outputs(batch, batch.size, rest, _TOLERANCE, coarsest).differ(base, run(other)))
+        differ.append(_Outputs(batch, batch.size, rest, rest, _TOLERANCE, coarsest).differ(base, run(other)))
         if not differ[-1]:
             continue
         if not (drawn and _meets_other_numbers(run, batch, other, before)):
@@ -176,27 +222,44 @@ def _look(run: Run, batch: Batch, unchecked: Unchecked, before: Randomness, coar
     if drawn:
         unchecked.missed("random numbers are drawn", FEWER)
         return ""
-    fewer = _Outputs(batch, first.stop, first, _FEWER, coarsest).differ(base, run(batch.half()))
+    fewer = _fewer(batch, coarsest).differ(base, run(batch.alone()))
     _note(unchecked, FEWER, [fewer])
-    return "the last samples were left out" if fewer else ""
+    return "half of the samples were left out" if fewer else ""
 
 
 def _is_independent(run: Run, batch: Batch, unchecked: Unchecked, before: Randomness, coarsest: torch.dtype) -> bool:
     """Return whether nothing differs from what the forward itself returned; where something does, more is looked at."""
     base = [output.detach() for output in batch.outputs]
-    first, second = batch.halves
-    for half, rest in ((first, second), (second, first)):
-        outputs = _Outputs(batch, batch.size, rest, _TOLERANCE, coarsest)
-        if outputs.differ(base, run(batch.copied(half))) is not False:
+    for samples in batch.replaced:
+        rest = batch.others(samples)
+        outputs = _Outputs(batch, batch.size, rest, rest, _TOLERANCE, coarsest)
+        if outputs.differ(base, run(batch.copied(samples))) is not False:
             return False
     if before.drawn():
         return False
     unchecked.ran(REPLACED)
-    fewer = _Outputs(batch, first.stop, first, _FEWER, coarsest).differ(base, run(batch.half()))
+    fewer = _fewer(batch, coarsest).differ(base, run(batch.alone()))
     if fewer is not False or before.drawn():
         return False
     unchecked.ran(FEWER)
     return True
+
+
+def _fewer(batch: Batch, coarsest: torch.dtype) -> "_Outputs":
+    """Return what compares the outputs for the samples that were left with those for all."""
+    return _Outputs(batch, len(batch.left), batch.left, range(len(batch.left)), _FEWER, coarsest)
+
+
+def _has_list(inputs: Any, size: int) -> bool:
+    """Return whether there is a list of so many values, which are no tensors, among a model's inputs."""
+    pending = [inputs]
+    while pending:
+        tree = pending.pop()
+        children = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple)) else ()
+        if len(children) == size and not any(isinstance(child, (Tensor, list, tuple, Mapping)) for child in children):
+            return True
+        pending += children
+    return False
 
 
 def _note(unchecked: Unchecked, check: str, differ: list[bool | None]) -> None:
@@ -221,8 +284,9 @@ def _refusal(model: nn.Module, what: str) -> str:
     return (
         f"{type(model).__name__}: outputs of other samples changed when {what}, although no gradient leads from one to "
         "the other, so that the output of one sample depends on other samples: the model divides by the number of "
-        "samples, counts over the batch, or takes another branch for the whole batch. Compute each sample's output "
-        "from its own rows; ghostclip.validate(model, batch, loss_fn) looks closer."
+        "samples, counts over the batch, follows a sample's place in the batch (positions along the samples' axis), or "
+        "takes another branch for the whole batch. Compute each sample's output from its own rows; "
+        "ghostclip.validate(model, batch, loss_fn) looks closer."
     )
 
 
@@ -241,14 +305,16 @@ class _Outputs:
     Attributes:
         batch: The batch.
         size: How many samples the others are for.
-        kept: Which of them must come out as they did.
+        kept: Which samples of the batch must come out as they did.
+        places: Where these are among the others.
         tolerances: Relative differences that are rounding, by dtype.
         coarsest: The dtype with the fewest digits on the way to them.
     """
 
     batch: Batch
     size: int
-    kept: slice
+    kept: Sequence[int]
+    places: Sequence[int]
     tolerances: dict[torch.dtype, float]
     coarsest: torch.dtype
 
@@ -280,11 +346,31 @@ class _Outputs:
 
     def _is_apart(self, first: Tensor, second: Tensor) -> bool:
         tolerance = max(self.tolerances[first.dtype], self.tolerances[self.coarsest])
-        return _apart(first[self.kept], second[self.kept], tolerance)
+        pieces = partial(_pieces, first, second, self.kept, self.places)
+        scale = max(float(one.abs().nan_to_num(posinf=0.0).max()) for one, _ in pieces())
+        return any(bool(((one - two).abs().nan_to_num() > tolerance * scale).any()) for one, two in pieces())
 
 
-def _apart(first: Tensor, second: Tensor, tolerance: float) -> bool:
-    """Compare a piece at a time: logits may be the largest tensors of a step, and copies of them its peak."""
-    pieces = list(zip(first.reshape(-1).split(_COMPARED), second.reshape(-1).split(_COMPARED), strict=True))
-    scale = max(float(one.abs().nan_to_num(posinf=0.0).max()) for one, _ in pieces)
-    return any(bool(((one - two).abs().nan_to_num() > tolerance * scale).any()) for one, two in pieces)
+def _pieces(
+    first: Tensor, second: Tensor, kept: Sequence[int], places: Sequence[int]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Go through rows of two tensors, a piece at a time: logits may be the largest tensors of a step.
+
+    Args:
+        first: One of them, samples first.
+        second: The other one.
+        kept: The rows of the first.
+        places: Those of the other one.
+
+    Yields:
+        A piece of each, of one size.
+    """
+    rows = max(1, _COMPARED // max(1, first[:1].numel()))
+    for start in range(0, len(kept), rows):
+        taken = [
+            tensor.index_select(0, torch.tensor(numbers[start : start + rows], device=tensor.device))
+            if rows > 1
+            else tensor[numbers[start]]
+            for tensor, numbers in ((first, kept), (second, places))
+        ]
+        yield from zip(*(rows.reshape(-1).split(_COMPARED) for rows in taken), strict=True)

@@ -6,16 +6,18 @@ nor parameters that belong to nobody's model.
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from math import prod
 from typing import Any, Final
 
 from torch import nn
 
 from ghostclip import _torch
+from ghostclip.capture import gradient_hooks
 from ghostclip.capture.backward_entry import is_output, leads_to_forward
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import Edge, edge_of, shape_at
-from ghostclip.errors import SampleMixingError, UncoveredParameterError
+from ghostclip.errors import LossReductionError, SampleMixingError, UncoveredParameterError
 from ghostclip.evidence.linear_paths import linear_ends
 
 # They put values side by side, or take some along an axis, and no other tensor has a part in it: an axis of two that
@@ -38,6 +40,12 @@ _CROSSED: Final = (
     "loss depends on all targets, and removing a sample changes every other's gradient: bring outputs and targets to "
     "one shape, as outputs.squeeze(1) of shape (B,) for targets (B,). If that axis holds no samples, it only happens "
     "to be as long: begin with a batch of another size."
+)
+_HOOKED: Final = (
+    "a hook between the model's outputs and a scalar loss {}. It may bring samples together or follow their number; "
+    "the graph that such a loss is read from does not show it. Write what it does into the samples' losses and call "
+    "clipper.backward(losses), or set it on the output of a layer, in the model's forward. Hooks that only look at "
+    "gradients may stay."
 )
 # For an operation of a loss, by its number and name: how many samples there were when no other axis was as long.
 Sizes = dict[tuple[int, str], int]
@@ -78,6 +86,51 @@ def refuse_beyond_outputs(
         crossed = _crossed(node, inputs, number, size, seen) if inputs else ""
         if crossed:
             raise SampleMixingError(_CROSSED.format(size, size, crossed))
+
+
+def has_hooks(roots: Sequence[Any], forward: ForwardContext, *, outputs_alone: bool = False) -> bool:
+    """Return whether there are hooks between a loss and a model's outputs, or were set on these after the forward.
+
+    Args:
+        roots: Where the backward starts.
+        forward: Whose outputs the loss is made of.
+        outputs_alone: Whether only those on outputs count.
+
+    Returns:
+        False where no hook was set since the forward began, which costs no look at the graph.
+    """
+    if gradient_hooks.noted() == forward.hooks:
+        return False
+    nodes = list(above_outputs(map(edge_of, roots)))
+    if not outputs_alone and any(any(gradient_hooks.hooks_at(node)) for node, _ in nodes):
+        return True
+    ends = [*map(edge_of, roots), *(edge for _, inputs in nodes for edge in inputs)]
+    of_outputs = [edge[0] for edge in ends if edge[0] is not None and is_output(edge)]
+    numbers = [number for node in of_outputs for hooks in gradient_hooks.hooks_at(node) for number in hooks]
+    return any(isinstance(number, int) and number > forward.announced for number in numbers)
+
+
+def refuse_changed_gradients(roots: Sequence[Any], forward: ForwardContext) -> None:
+    """Refuse hooks between a scalar loss and a model's outputs that change gradients, now or in the backward.
+
+    Args:
+        roots: Where the backward starts.
+        forward: Whose outputs the loss is made of.
+
+    Raises:
+        LossReductionError: A hook stands on a node. One on a tensor raises it once it has changed a gradient.
+    """
+    hooked = gradient_hooks.noted() != forward.hooks
+    for node, inputs in above_outputs(map(edge_of, roots)):
+        # A leaf's node is whose it is: a gradient ends there.
+        if inputs and _torch.has_hooks(node):
+            raise LossReductionError(_HOOKED.format(f"stands on a node of the graph ({node.name()})"))
+        if hooked:
+            gradient_hooks.guard(node, partial(_refuse_hook, node.name()))
+
+
+def _refuse_hook(name: str) -> None:
+    raise LossReductionError(_HOOKED.format(f"has changed a gradient (before {name})"))
 
 
 def above_outputs(begun: Iterable[Edge]) -> Iterator[tuple[Any, list[Edge]]]:

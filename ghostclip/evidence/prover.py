@@ -23,7 +23,7 @@ from ghostclip.evidence.dependence import where_dependence_starts
 from ghostclip.evidence.exchanges import Exchanges, refuse_split_positions
 from ghostclip.evidence.growth import grown
 from ghostclip.evidence.independence import Batch, refuse_dependence
-from ghostclip.evidence.loss_graph import Sizes, refuse_beyond_outputs
+from ghostclip.evidence.loss_graph import Sizes, has_hooks, refuse_beyond_outputs
 from ghostclip.evidence.module_state import ModuleState, restored
 from ghostclip.evidence.node_hooks import refuse_node_hooks
 from ghostclip.evidence.probe import Probe, ask, starts
@@ -82,12 +82,15 @@ class Evidence:
         asks = self.probes and capture.forward.unproven and capture.forward.batch_size > 1
         return asks and (capture.gathering is None or capture.gathering.may_ask())
 
-    def asks_of_loss(self, root: Any, forward: ForwardContext) -> bool:
+    def asks_of_loss(self, root: Any, forward: ForwardContext, *, is_scalar: bool = False) -> bool:
         """Return whether a loss is one that evidence is asked for: that of a proved forward, or computed in a new way.
+
+        A hook on its way may do another thing in every step.
 
         Args:
             root: Where its backward starts.
             forward: The forward that it comes from.
+            is_scalar: Whether hooks between it and the outputs can change nothing.
 
         Returns:
             False as well for a forward of one sample.
@@ -95,7 +98,8 @@ class Evidence:
         if forward.batch_size < 2 or not self.probes:
             return False
         way = self._loss_way(root, forward)
-        return forward.unproven or (way not in self._loss_ways and len(self._loss_ways) < MAX_WAYS)
+        is_new = way not in self._loss_ways and len(self._loss_ways) < MAX_WAYS
+        return forward.unproven or is_new or has_hooks([root], forward, outputs_alone=is_scalar)
 
     def proved_loss(self, root: Any, forward: ForwardContext) -> None:
         """Note that a loss was proved, unless its forward proves nothing.
@@ -109,9 +113,12 @@ class Evidence:
 
     @staticmethod
     def _loss_way(root: Any, forward: ForwardContext) -> tuple[int, type]:
-        """Return over how many nodes of the graph a loss was come to, and the last of them."""
+        """Return over how many nodes of the graph a loss was come to, without those of proofs, and the last of them."""
         node = edge_of(root)[0]
-        return (0 if node is None else _torch.order_of(node)) - (forward.latest or 0), type(node)
+        number = 0 if node is None else _torch.order_of(node)
+        first, behind = forward.proofs
+        own = behind - first if number >= behind else 0
+        return number - own - (forward.latest or 0), type(node)
 
     def look_at_loss(self, capture: CaptureContext, roots: Sequence[Any], forward: ForwardContext) -> None:
         """Look for what has no place between a loss and a model's outputs.
@@ -178,6 +185,7 @@ class Evidence:
         # One that is asked about only now is taken to draw what the others drew.
         self._drew = drew = self._drew if randomness is None else randomness.drawn()
         forward, call = capture.forward, ModuleCall(*capture.bags.as_rows(*call))
+        begun = _torch.next_order()
         parts = self._parts(capture, output)
         probe = self._probed(capture, parts)
         failed = probe is not None and _on_any(capture, bool(probe.failures))
@@ -187,6 +195,7 @@ class Evidence:
             if forward.grown is not None:
                 _begin_anew(state)
                 output = capture.again(call)
+                forward, begun = capture.forward, _torch.next_order()
                 parts = self._parts(capture, output)
                 probe = self._probed(capture, parts)
         inputs: Any = call.args, dict(call.kwargs)
@@ -211,6 +220,7 @@ class Evidence:
             self.unchecked.tell()
         if self.asks(capture) or not self.probes:
             capture.forward.prove()
+        forward.proofs = begun, _torch.next_order()
         return output
 
     def _refuse_data(
@@ -286,6 +296,8 @@ class Evidence:
             maps=[known.get(id(found)) for found in parts],
             # Ranks that share samples run the model equally often, whatever each of them finds.
             outputs=() if drew or capture.gathering is not None else parts,
+            seed=self.unchecked.forwards,
+            again=self.unchecked.is_scheduled_again and not capture.forward.met,
         )
 
         def run(given: Any) -> list[Tensor]:

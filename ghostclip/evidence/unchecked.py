@@ -57,6 +57,16 @@ class Unchecked:
         self._forwards += 1
         return is_power_of_four(self._forwards)
 
+    @property
+    def forwards(self) -> int:
+        """The number of the latest forward of several samples, since evidence was asked for anew."""
+        return self._forwards
+
+    @property
+    def is_scheduled_again(self) -> bool:
+        """Whether it is the 4th, 16th, 64th, ...: its kind was asked about before."""
+        return self._forwards > 1 and is_power_of_four(self._forwards)
+
     def renew(self) -> None:
         """Ask for all evidence anew, from the next forward on: the model was changed."""
         self._forwards = 0

@@ -12,7 +12,7 @@ from torch import nn
 
 import ghostclip
 from ghostclip.errors import SampleMixingError
-from ghostclip.evidence import randomness
+from ghostclip.evidence import independence, randomness
 
 
 def _by_number(model, x):
@@ -90,7 +90,7 @@ def _attention(h, dropout):
 
 
 def _packed(layer, h):
-    packed = nn.utils.rnn.pack_padded_sequence(h, [4, 4, 3, 2, 2][: len(h)], batch_first=True)
+    packed = nn.utils.rnn.pack_padded_sequence(h, [3] * len(h), batch_first=True)
     return nn.utils.rnn.pad_packed_sequence(layer(packed)[0], batch_first=True, total_length=4)[0]
 
 
@@ -136,7 +136,7 @@ class _Dropping(nn.Module):
 def test_division_by_the_number_of_samples_is_refused_under_dropout(kind):
     x = torch.randn(5, 4, 3)
     ghostclip.GhostClipper(model := _Dropping(kind, len), max_grad_norm=0.1)
-    with pytest.raises(SampleMixingError, match="the last samples were left out"):
+    with pytest.raises(SampleMixingError, match="half of the samples were left out"):
         model(x)
     with ghostclip.GhostClipper(model := _Dropping(kind, lambda x: 5), max_grad_norm=0.1) as clipper:
         one, two = model(x), model(x)
@@ -323,3 +323,102 @@ def test_generators_are_where_they_would_be():
     after = torch.rand(2)
     torch.manual_seed(3)
     assert torch.equal(after, torch.rand(2))
+
+
+def _proved(model, size, *, forwards):
+    for _ in range(forwards):
+        model(torch.randn(size, 3))
+
+
+def _partners(shift, stride):
+    """Samples follow, detached, the one that is so far behind them or before them within blocks of so many."""
+
+    def way(model, x):
+        h = model.layer(x)
+        found = [(i // stride * stride + (i + shift) % stride) % len(h) for i in range(len(h))]
+        return h + 2 * h[torch.tensor(found)].detach()
+
+    return way
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("size", [2, 4, 6, 8, 9, 16])
+def test_neighbours_that_follow_each_other_are_refused_at_once(size, dropout):
+    ghostclip.GhostClipper(model := _Model(_partners(1, 2), dropout=dropout), max_grad_norm=0.1)
+    with pytest.raises(SampleMixingError, match="half of the samples were replaced"):
+        model(torch.randn(size, 3))
+
+
+@pytest.mark.parametrize("parity", [0, 1])
+def test_one_neighbour_that_follows_the_other_is_refused_at_once(parity):
+    def way(model, x):
+        h = model.layer(x)
+        follows = (torch.arange(len(h)) % 2 == parity).to(h.dtype)[:, None]
+        return h + 2 * follows * h[torch.arange(len(h)) ^ 1].detach()
+
+    for size in (2, 4, 16):
+        ghostclip.GhostClipper(model := _Model(way), max_grad_norm=0.1)
+        with pytest.raises(SampleMixingError, match="half of the samples were"):
+            model(torch.randn(size, 3))
+
+
+@pytest.mark.parametrize(("shift", "stride"), [(2, 4), (4, 8), (1, 4), (3, 8)])
+@pytest.mark.parametrize("size", [16, 32])
+def test_samples_that_follow_others_anywhere_are_refused_within_some_proofs(shift, stride, size):
+    ghostclip.GhostClipper(model := _Model(_partners(shift, stride)), max_grad_norm=0.1)
+    with pytest.raises(SampleMixingError, match="half of the samples were"):
+        _proved(model, size, forwards=16)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 33])
+def test_sets_of_samples(size):
+    """Two neighbours are never in one; any other two of one half of the batch are in one half of the draws."""
+    batches = [independence.Batch((), size, 0, seed=seed) for seed in range(200)]
+    apart = torch.zeros(size, size)
+    for batch in batches:
+        drawn = torch.zeros(size)
+        drawn[batch.drawn] = 1
+        assert 0 not in batch.drawn
+        assert len(batch.drawn) == (size + 1) // 2 or size == 2
+        assert all(drawn[first] != drawn[first + 1] for first in range(0, size - 1, 2))
+        apart += (drawn[:, None] != drawn).float() / len(batches)
+    inner = apart[2 : size - size % 2, 2 : size - size % 2].fill_diagonal_(0.5)
+    assert bool(((inner - 0.5).abs() < 0.2).logical_or(inner > 0.99).all())
+    assert independence.Batch((), size, 0, again=True).replaced[1] == batches[0].others(batches[0].drawn)
+
+
+class _Placed(nn.Module):
+    """Adds what a table holds for each place along the first axis, which is the samples'."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.table = nn.Parameter(torch.randn(40, 1, 4)) if table == "parameter" else nn.Buffer(torch.randn(40, 1, 4))
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.second(torch.tanh(h + self.table[: h.size(0)]))
+
+
+@pytest.mark.parametrize("table", ["parameter", "buffer"])
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_what_follows_the_place_of_a_sample_is_refused(size, table):
+    ghostclip.GhostClipper(model := _Placed(table), max_grad_norm=0.1)
+    with pytest.raises(SampleMixingError, match=r"half of the samples were left out.*a sample's place"):
+        model(torch.randn(size, 5, 3))
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_lists_of_numbers_of_each_sample_are_accepted(kind):
+    class Cut(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 4)
+
+        def forward(self, x, lengths):
+            kept = torch.stack([(torch.arange(5) < lengths[sample]).to(x.dtype) for sample in range(len(x))])
+            return self.layer(x) * kept[:, :, None]
+
+    with ghostclip.GhostClipper(model := Cut(), max_grad_norm=0.1) as clipper:
+        clipper.backward(model(torch.randn(6, 5, 3), kind([1, 5, 2, 3, 4, 5])).square().sum((1, 2)))
+        assert "batch independence" not in str(clipper.unchecked)

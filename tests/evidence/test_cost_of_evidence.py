@@ -28,8 +28,8 @@ class _Counted(nn.Module):
 
 @pytest.mark.parametrize(
     ("dropout", "extra"),
-    # One sample more, the forward itself, either half replaced, the first half alone.
-    [(0.0, [B + 1, B, B, B, B // 2]), (0.5, [B + 1, B, B, B, B, B // 2])],
+    # One sample more, the forward itself, either half and one of every two neighbours replaced, half of them alone.
+    [(0.0, [B + 1, B, B, B, B, B // 2]), (0.5, [B + 1, B, B, B, B, B, B // 2])],
 )
 def test_how_often_the_model_runs(dropout, extra):
     model = _Counted(dropout)
@@ -39,7 +39,13 @@ def test_how_often_the_model_runs(dropout, extra):
         assert extra == _SEEN
         _SEEN.clear()
         clipper.backward(model(torch.randn(B, 3)).square().sum(1))
-    assert [B] == _SEEN
+        assert [B] == _SEEN
+        clipper.backward(model(torch.randn(B, 3)).square().sum(1))
+        _SEEN.clear()
+        clipper.backward(model(torch.randn(B, 3)).square().sum(1))
+    # The drawn half replaced and the other one, and the former alone.
+    again = extra[1:-2] + extra[-1:]
+    assert again == _SEEN
 
 
 NAN, INF = float("nan"), float("inf")

@@ -239,6 +239,23 @@ def test_models_that_go_one_way_are_asked_no_oftener(grown, monkeypatch):
     assert asked == [1, 4]
 
 
+@pytest.mark.parametrize("scalar", [False, True])
+def test_what_proofs_do_is_no_other_way_to_a_loss(scalar, monkeypatch):
+    """They make nodes of the graph between a forward and its loss, which the losses of other steps lack."""
+    from ghostclip.evidence import losses as of_losses
+
+    asked = []
+    ask = of_losses.ask
+    monkeypatch.setattr(of_losses, "ask", lambda *args, **options: (asked.append(step), ask(*args, **options)))
+    model = nn.Sequential(nn.Linear(B, 4), nn.ReLU(), nn.Linear(4, 2))
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=C)
+    for step in range(1, 8):
+        x = torch.randn(B, B) / step
+        losses = nn.functional.cross_entropy(model(x), torch.arange(B) % 2, reduction="none")
+        clipper.backward(losses.mean() if scalar else losses)
+    assert asked == [1, 4]
+
+
 class _Last(nn.Module):
     def forward(self, states):
         return states[0][:, -1]

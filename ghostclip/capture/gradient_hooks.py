@@ -1,0 +1,92 @@
+"""Hooks that others set on tensors, ``Tensor.register_hook``, found from the nodes of the graph that made these.
+
+torch tells nobody which values of a graph have hooks. While anybody is attached, the method is therefore replaced by
+one that leaves a note on the node; the hooks themselves are kept by torch alone.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any, Final
+
+from torch import Tensor
+
+from ghostclip import _torch
+
+# Returns a gradient to go on with, None for the one it was given.
+Hook = Callable[[Tensor], Tensor | None]
+_KEY: Final = "ghostclip_hooks"
+_MARK: Final = "_ghostclip_hooks"
+_noted = [0]
+
+
+def install() -> None:
+    """Note hooks from now on; whoever has replaced the method before is still called."""
+    if not hasattr(Tensor.register_hook, _MARK):
+        Tensor.register_hook = _noting(Tensor.register_hook)  # type: ignore[method-assign]
+
+
+def remove() -> None:
+    """Put torch's method back, unless somebody has replaced it since."""
+    while hasattr(Tensor.register_hook, _MARK):
+        Tensor.register_hook = getattr(Tensor.register_hook, "__wrapped__")  # type: ignore[method-assign] # noqa: B009
+
+
+def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def register_hook(tensor: Tensor, hook: Hook) -> Any:
+        handle = original(tensor, hook)
+        node: Any = tensor.grad_fn
+        if node is not None:
+            _noted[0] += 1
+            # Weakly: a hook that refers to its own tensor would otherwise keep the graph for good.
+            node.metadata.setdefault(_KEY, []).append(handle.hooks_dict_ref)
+        return handle
+
+    setattr(register_hook, _MARK, True)
+    return register_hook
+
+
+def noted() -> int:
+    """Return how many hooks were noted so far: where none was since, no look at the graph is needed."""
+    return _noted[0]
+
+
+def hooks_at(node: Any) -> Iterator[MutableMapping[Any, Hook]]:
+    """Find the hooks on what a node made.
+
+    Args:
+        node: The node.
+
+    Yields:
+        Of every tensor that has some, its hooks by the numbers of their handles, which grow.
+    """
+    for found in node.metadata.get(_KEY, ()):
+        hooks = found()
+        if hooks:
+            yield hooks
+
+
+def guard(node: Any, refuse: Callable[[], None]) -> None:
+    """Let hooks on what a node made look at gradients, and not change them.
+
+    Args:
+        node: The node.
+        refuse: Raises; called in the backward once one has returned another gradient, or has written into it.
+    """
+    for hooks in hooks_at(node):
+        for number, hook in list(hooks.items()):
+            if not isinstance(hook, _OnlyLooks):
+                hooks[number] = _OnlyLooks(hook, refuse)
+
+
+class _OnlyLooks:
+    """A hook that may not change a gradient."""
+
+    def __init__(self, hook: Hook, refuse: Callable[[], None]) -> None:
+        self._hook, self._refuse = hook, refuse
+
+    def __call__(self, grad: Tensor) -> None:
+        version = _torch.version(grad)
+        result = self._hook(grad)
+        if (result is not None and result is not grad) or _torch.version(grad) != version:
+            self._refuse()

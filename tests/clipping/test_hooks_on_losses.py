@@ -1,0 +1,127 @@
+"""Hooks between a model's outputs and its loss: those that change gradients are proved or refused, others may look."""
+
+import inspect
+from weakref import WeakSet
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ghostclip
+from ghostclip.capture import backward_entry
+from ghostclip.errors import LossReductionError, SampleMixingError
+from tests.exactness.runs import engine
+from tests.reference import clip_and_sum, per_sample_gradients, trainable
+
+B, C = 6, 0.1
+
+
+def _model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def _mixes(grad):
+    return grad - 2 * grad.mean(0)
+
+
+def _in_place(grad):
+    grad.sub_(2 * grad.mean(0))
+
+
+def _losses(output, hook, place):
+    """Losses of the samples, with a hook on the outputs, between these and the losses, or on the losses."""
+    between = output.sin()
+    losses_B = between.square().sum(1)
+    {"outputs": output, "between": between, "losses": losses_B}[place].register_hook(hook)
+    return losses_B
+
+
+def _batch():
+    return torch.randn(B, 4, dtype=torch.float64) * 2
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("hook", [_mixes, _in_place])
+def test_hook_that_mixes_samples_below_a_scalar_is_refused(hook, reduction, strategy):
+    model = _model()
+    clipper = engine(strategy, loss_reduction=reduction)(model, C)
+    losses_B = _losses(model(_batch()), hook, "between")
+    with pytest.raises(LossReductionError, match=r"has changed a gradient \(before SinBackward0\)"):
+        clipper.backward(getattr(losses_B, reduction)())
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("scalar", [True, False])
+@pytest.mark.parametrize("place", ["outputs", "between", "losses"])
+def test_hook_that_mixes_samples_from_the_third_step_on_is_refused(place, scalar, strategy):
+    model = _model()
+    clipper = engine(strategy)(model, C)
+    mixes = _mixes if place != "losses" else lambda grad: grad.flip(0) * torch.arange(B)
+    for step in range(3):
+        clipper.reset()
+        losses_B = _losses(model(_batch()), mixes if step == 2 else lambda grad: None, place)
+        if step < 2:
+            clipper.backward(losses_B.mean() if scalar else losses_B)
+            continue
+        with pytest.raises((LossReductionError, SampleMixingError)):
+            clipper.backward(losses_B.mean() if scalar else losses_B)
+
+
+@pytest.mark.parametrize("kind", ["register_prehook", "register_hook"])
+def test_hook_on_a_node_below_a_scalar_is_refused(kind):
+    model = _model()
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=C)
+    between = model(_batch()).sin()
+    getattr(between.grad_fn, kind)(lambda *_: None)
+    with pytest.raises(LossReductionError, match=r"stands on a node of the graph \(SinBackward0\)"):
+        clipper.backward(between.square().sum(1).mean())
+
+
+@pytest.mark.parametrize("scalar", [True, False])
+@pytest.mark.parametrize("way", ["looks", "removed", "retained", "on outputs", "returns it"])
+def test_what_mixes_no_samples_is_exact(way, scalar, strategy):
+    seen: list[Tensor] = []
+
+    def losses(model, batch):
+        output = model(batch["x"])
+        between = output.sin()
+        if way == "looks":
+            between.register_hook(seen.append)
+        elif way == "removed":
+            between.register_hook(_mixes).remove()
+        elif way == "retained":
+            between.retain_grad()
+        elif way == "returns it":
+            between.register_hook(lambda grad: grad)
+        else:
+            output.register_hook(lambda grad: grad * 3)
+        return between.square().sum(1)
+
+    model, batch = _model(), {"x": _batch()}
+    expected = clip_and_sum(per_sample_gradients(model, batch, losses, axes={}), C).clipped
+    clipper = engine(strategy, loss_reduction="sum")(model, C)
+    for _ in range(3):
+        clipper.reset()
+        seen.clear()
+        losses_B = losses(model, batch)
+        clipper.backward(losses_B.sum() if scalar else losses_B)
+        torch.testing.assert_close({name: p.grad for name, p in trainable(model).items()}, expected)
+    assert bool(seen) == (way == "looks")
+
+
+@pytest.fixture
+def nobody_attached(monkeypatch):
+    """Other tests' clippers may live on."""
+    monkeypatch.setattr(backward_entry, "_attached", WeakSet())
+    monkeypatch.setattr(Tensor, "register_hook", inspect.unwrap(Tensor.register_hook))
+
+
+@pytest.mark.usefixtures("nobody_attached")
+def test_the_method_of_torch_is_put_back():
+    before = Tensor.register_hook
+    first, second = (ghostclip.GhostClipper(_model(), max_grad_norm=C) for _ in range(2))
+    first.remove()
+    assert Tensor.register_hook is not before
+    second.remove()
+    assert Tensor.register_hook is before
