@@ -198,20 +198,8 @@ class Evidence:
                 forward, begun = capture.forward, _torch.next_order()
                 parts = self._parts(capture, output)
                 probe = self._probed(capture, parts)
-        inputs: Any = call.args, dict(call.kwargs)
-        size, axis = forward.batch_size, forward.batch_axis
         if probe is not None:
-            found, model, module = probe, capture.model, call.module
-
-            def where() -> str:
-                if capture.gathering is not None and capture.gathering.divides:
-                    return _WHERE_ON_ONE
-                return where_dependence_starts(model, module, inputs, batch_size=size, axis=axis)
-
-            with _sharing(capture, "whose rows are whose"):
-                found.verdict(where)
-            if forward.proves:
-                self.unchecked.ran(ROWS)
+            self._refuse_mixing(capture, call, probe)
         buffers, self._buffers = self._buffers, None
         if buffers is not None:
             self._refuse_data(capture, call, buffers, state)
@@ -222,6 +210,22 @@ class Evidence:
             capture.forward.prove()
         forward.proofs = begun, _torch.next_order()
         return output
+
+    def _refuse_mixing(self, capture: CaptureContext, call: ModuleCall, probe: Probe) -> None:
+        """Refuse a model whose gradients of one sample's outputs lead to other samples."""
+        forward, model, module = capture.forward, capture.model, call.module
+        inputs: Any = call.args, dict(call.kwargs)
+        size, axis = forward.batch_size, forward.batch_axis
+
+        def where() -> str:
+            if capture.gathering is not None and capture.gathering.divides:
+                return _WHERE_ON_ONE
+            return where_dependence_starts(model, module, inputs, batch_size=size, axis=axis)
+
+        with _sharing(capture, "whose rows are whose"):
+            probe.verdict(where)
+        if forward.proves:
+            self.unchecked.ran(ROWS)
 
     def _refuse_data(
         self, capture: CaptureContext, call: ModuleCall, buffers: Buffers, state: ModuleState | None
