@@ -26,7 +26,7 @@ from ghostclip.capture.inputs import in_backward, with_dummy, without_dummy
 from ghostclip.capture.layouts import ArgumentLayout, layout_of
 from ghostclip.capture.nodes import accumulation_node, is_to_tie, tied
 from ghostclip.capture.opaque_modules import OpaqueModules
-from ghostclip.capture.operation import HOOKED, LOOKED_AT, Operation, hooked
+from ghostclip.capture.operation import HOOKED, LOOKED_AT, Operation, hooked, sets_hook
 from ghostclip.capture.packed import packed_inputs
 from ghostclip.capture.param_use import Listener, ParamUse, differentiated
 from ghostclip.capture.plans import ByRule
@@ -548,7 +548,7 @@ class CaptureContext:
             raise UncoveredParameterError(message)
         if name == "backward":
             raise UncoveredParameterError(without_samples(args))
-        if name in HOOKED:
+        if sets_hook(operation):
             raise UnsupportedModelError(hooked(operation))
         layout = layout_of(operation, forward) if operation.plain else ArgumentLayout(None)
         plan, orders = decide(operation, layout, forward)

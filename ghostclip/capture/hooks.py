@@ -42,6 +42,15 @@ def _nothing(*args: Any) -> None:
     return None
 
 
+def is_own(hook: Any) -> bool:
+    """Return whether a hook is one of ours.
+
+    Args:
+        hook: Of a module.
+    """
+    return isinstance(hook, _Hook)
+
+
 class Watch:
     """The hooks on the modules of a model; those of inner modules are off while the outermost one runs.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ghostclip.capture.tracked import TrackedTensor, plain_leaves, replace_tracked, tracked_leaves
 from ghostclip.rules.registry import operation_name
 
-__all__ = ["HOOKED", "LOOKED_AT", "Operation", "hooked", "operation_name"]
+__all__ = ["HOOKED", "LOOKED_AT", "Operation", "hooked", "operation_name", "sets_hook"]
 
 # They read a parameter and compute nothing from it.
 LOOKED_AT = {
@@ -67,6 +67,17 @@ class Operation:
         if name in ("__setitem__", "index_put_") or name.startswith("__i"):
             return True
         return name.endswith("_") and not name.endswith("__")
+
+
+def sets_hook(operation: Operation) -> bool:
+    """Return whether an operation sets a hook that may change a gradient: torch's own (module trackers) look only.
+
+    Args:
+        operation: Any.
+    """
+    return operation.name in HOOKED and not any(
+        getattr(arg, "__module__", None) == "torch.autograd.graph" for arg in operation.args
+    )
 
 
 def hooked(operation: Operation) -> str:

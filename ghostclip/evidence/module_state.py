@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip import _torch
+from ghostclip.capture.hooks import is_own
 
 # What every module has: tables, which are looked after elsewhere, and its mode.
 _OWN: Final = frozenset(vars(nn.Module()))
@@ -28,6 +29,7 @@ class ModuleState:
         Args:
             model: The model.
         """
+        self._model, self._hooks = model, _hooks_of(model)
         modules = list(model.modules())
         self._tables = [(table, dict(table)) for table in map(_torch.buffer_table, modules) if table]
         self._attributes = [(own, _attributes_of(own)) for own in map(vars, modules)]
@@ -41,10 +43,12 @@ class ModuleState:
         for buffers, before in self._tables:
             # One that is assigned anew is another object.
             buffers.update(before)
-        for own, before in self._attributes:
-            for name in _attributes_of(own).keys() - before.keys():
-                del own[name]
-            own.update(before)
+        # Whoever sets hooks in a first forward notes in an attribute that they are set, and would set them again.
+        if _hooks_of(self._model) == self._hooks:
+            for own, before in self._attributes:
+                for name in _attributes_of(own).keys() - before.keys():
+                    del own[name]
+                own.update(before)
         for box, content in self._contents:
             _refill(box, content)
         with torch.no_grad():
@@ -81,6 +85,11 @@ def restored(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         state.restore()
+
+
+def _hooks_of(model: nn.Module) -> int:
+    """Return how many hooks of others stand on a model's modules; ours come and go."""
+    return sum(not is_own(hook) for module in model.modules() for hook in _torch.forward_hooks(module))
 
 
 def _attributes_of(own: dict[str, Any]) -> dict[str, Any]:

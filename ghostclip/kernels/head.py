@@ -338,6 +338,11 @@ class RowsAt(Collector):
 
     def take(self, tile: slice, g_CTK: Tensor) -> None:
         """Form the rows that lie in a tile."""
+        if g_CTK.is_meta:
+            # Which rows lie where is not known: all are counted with the first tile.
+            if tile.start == 0:
+                torch.bmm(g_CTK.new_empty(*g_CTK.shape[:2], self._ids_CU.shape[1]).mT, self._a_CTI)
+            return
         edges = self._ids_CU.new_tensor([tile.start, tile.stop]).expand(len(self._ids_CU), 2).contiguous()
         for sample, (start, stop) in enumerate(torch.searchsorted(self._ids_CU, edges).tolist()):
             if start == stop:
