@@ -554,6 +554,15 @@ class GhostClipper:
         """
         self._capture.note_inputs = note
 
+    def note_copies(self, records_of: Callable[[int], int] | None) -> None:
+        """Let forwards that are filled up with copies prove nothing, unless several records are among their samples.
+
+        Args:
+            records_of: Called with the number of samples of each forward from now on; returns how many of them are
+                records. None where all are.
+        """
+        self._evidence.records_of = records_of
+
     @property
     def axis(self) -> int:
         """Where samples lie in the model's inputs."""

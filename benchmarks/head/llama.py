@@ -107,11 +107,11 @@ def _text(report: dict[str, Any]) -> str:
         f"`{report['command']}`, {report['date']}, torch {torch.__version__}: {LAYERS} layers of width "
         f"{sizes['width']}, V {sizes['vocabulary']}, {SAMPLES} samples of {sizes['length']} tokens, bfloat16, on "
         "tensors without data: no GPU took part, and nothing was timed. FLOPs: of products. Head: those beyond the "
-        "ordinary step's body, in "
-        "units of one product of all hidden states and the head's weight, so that what clipping the body costs counts "
-        f"here as well; 5 and a norm of {report['norm']:.2f} are due, 1 more with a tied embedding. Bytes: all tensors "
-        "alive at most, parameters and gradients included; clipped sums are float32 where gradients are bfloat16, "
-        f"which is more than logits of few samples. {ALL_LAYERS} layers: the whole model, over the ordinary step's.",
+        "ordinary step's body, in units of one product of all hidden states and the head's weight, so that what "
+        f"clipping the body costs counts here as well; 5 and a norm of {report['norm']:.2f} are due. Bytes: all "
+        "tensors alive at most, parameters and gradients included; clipped sums are float32 where gradients are "
+        f"bfloat16, which is more than logits of few samples. {ALL_LAYERS} layers: the whole model, over the "
+        "ordinary step's.",
         "",
         f"| head | step | TFLOP | × | head | GB | × | {ALL_LAYERS} layers: FLOPs × | bytes × |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|",

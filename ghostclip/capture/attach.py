@@ -33,6 +33,9 @@ def carry_out(
     Returns:
         The operation's output, in the graph, with the use on its node.
     """
+    if use.site.operation == "embedding":
+        for name in use.site.names:
+            use.forward.looked_up[name].append(saved[0])
     if product and saved and may_cast(saved[0]):
         output, casts = run(), use.forward.casts
         use.node = keep([casts.of(tensor, output.dtype) for tensor in saved])

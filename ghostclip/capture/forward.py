@@ -22,6 +22,10 @@ def _counts() -> defaultdict[Any, int]:
     return defaultdict(int)
 
 
+def _lists() -> defaultdict[str, list[Tensor]]:
+    return defaultdict(list)
+
+
 @dataclass(frozen=True, eq=False)
 class Surroundings:
     """What all forwards of a model share.
@@ -58,6 +62,7 @@ class ForwardContext:
         consumed: A backward has gone through it.
         examined: The loss whose backward is about to go through it was examined.
         unproven: A use came from a call site on which there is no evidence yet.
+        proves: Whether what was seen of it may be taken for proved: not where its samples are copies of one.
         inputs: Numbers (``id``) of the tensors that the model was called with, whose batch axis is declared.
         noted: What the caller noted of its inputs.
         reordered: Data was put into another order before a parameter met it.
@@ -80,6 +85,7 @@ class ForwardContext:
         announced: The number of the latest hook when it had ended.
         proofs: Numbers of the first node of the graph that proofs made after it, and of the first one behind theirs.
         met: Ways that nothing is proved of yet, each with the proved ones that it is to be among.
+        looked_up: Ids by which rows of tables were looked up, by parameter.
         ends_on_mesh: The model returned tensors of a mesh, of which each rank has some classes.
     """
 
@@ -93,6 +99,7 @@ class ForwardContext:
     consumed: bool = False
     examined: bool = False
     unproven: bool = False
+    proves: bool = True
     inputs: frozenset[int] = frozenset()
     noted: Any = None
     reordered: bool = False
@@ -114,6 +121,7 @@ class ForwardContext:
     announced: int = -1
     proofs: tuple[int, int] = (0, 0)
     met: list[tuple[set[Any], Any]] = field(default_factory=list)
+    looked_up: defaultdict[str, list[Tensor]] = field(default_factory=_lists)
     ends_on_mesh: bool = False
     _recomputing: bool = False
 
@@ -138,7 +146,9 @@ class ForwardContext:
         self.meet(set(), None)
 
     def prove(self) -> None:
-        """Take the ways that were met for proved."""
+        """Take the ways that were met for proved, unless it is a forward that proves nothing."""
+        if not self.proves:
+            return
         for proved, way in self.met:
             proved.add(way)
         self.met.clear()
@@ -146,7 +156,13 @@ class ForwardContext:
     def anew(self) -> "ForwardContext":
         """Return a context for the same batch run once more."""
         return ForwardContext(
-            self.around, self.batch_size, self.batch_axis, self.is_dummy, grown=self.grown, noted=self.noted
+            self.around,
+            self.batch_size,
+            self.batch_axis,
+            self.is_dummy,
+            grown=self.grown,
+            noted=self.noted,
+            proves=self.proves,
         )
 
     @contextmanager

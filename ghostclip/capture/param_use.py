@@ -20,7 +20,7 @@ from ghostclip.capture.nodes import Kept
 from ghostclip.capture.statistics import Circumstances, statistics_of
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.errors import BatchAxisError, UnsupportedModelError
-from ghostclip.factors import Factor
+from ghostclip.factors import Factor, Head
 
 
 def no_axis(site: CallSite, rows: Tensor, forward: ForwardContext) -> str:
@@ -196,6 +196,8 @@ class ParamUse:
         origin = self.targets[key].origin
         if not origin.func:
             ((name, leaf),) = origin.leaves.items()
+            if isinstance(factor, Head):
+                factor.expect(self.forward.looked_up.get(name, ()))
             return [(name, factor)] if leaf.parameter.requires_grad else []
         # A parameter itself may be: an embedding with max_norm renormalises the rows it looks up.
         assert self.versions is not None

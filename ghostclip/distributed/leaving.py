@@ -1,9 +1,9 @@
 """Why a rank has left a backward, for the ranks that wait for it there.
 
-In the backward of a model that ranks hold in parts each waits for the others, inside collective operations of torch
-that nobody can end from outside. A rank that cannot go on says why beside them, in the store where the ranks have met;
-the others read it when their operation has ended: at once where the connection is closed, else after the timeout of
-the process group.
+In the backward of a model that ranks hold in parts, and in the schedule of a pipeline, each waits for the others,
+inside collective operations of torch that nobody can end from outside. A rank that cannot go on says why beside them,
+in the store where the ranks have met; the others read it when their operation has ended: at once where the connection
+is closed, else after the timeout of the process group.
 """
 
 from __future__ import annotations

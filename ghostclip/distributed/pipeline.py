@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -34,13 +33,13 @@ from ghostclip.distributed.agreement import (
     telling,
     world_size,
 )
+from ghostclip.distributed.leaving import Leaving
 from ghostclip.distributed.stage_noise import Size, StageNoise
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
 from ghostclip.factors import SquaredNorm
 from ghostclip.noise import make_noise_source
 from ghostclip.noise.keyed import KeyedNoise
 
-_log = logging.getLogger(__name__)
 Stage = Any
 """A ``torch.distributed.pipelining.PipelineStage``."""
 
@@ -98,6 +97,7 @@ class PipelineClipper:
         self._stages, self._group = list(stages), group
         self._mean = loss_reduction == "mean"
         self._norms: list[Tensor] = []
+        self._leaving = Leaving()
         with telling("stages of a pipeline", group):
             if world_size(group) * copies < world_size():
                 raise InvalidOptionError(
@@ -171,22 +171,24 @@ class PipelineClipper:
 
         Raises:
             InvalidOptionError: Stages have other microbatches, or were told of other samples.
-            GhostClipError: On all ranks, if one of them refused; those that wait for it inside the schedule end with
-                their process group's timeout.
+            GhostClipError: On all ranks, if one of them refused; those that wait for it inside the schedule hear of it
+                when its process has ended, or after the timeout of their process group.
         """
         self._norms = []
-        with telling("step of a pipeline", self._group):
+        with self._leaving.backward():
             with ExitStack() as stack:
                 records = [
-                    stack.enter_context(_recording(stage, clipper))
+                    stack.enter_context(_recording(stage, clipper, samples))
                     for stage, clipper in zip(self._stages, self.clippers, strict=True)
                 ]
                 with _as_refused():
                     yield
-            sizes = [(record.sizes(), samples) for record in records]
-        found = [of_stage for of_rank in gathered("step of a pipeline", sizes, self._group) for of_stage in of_rank]
-        require_equal("samples of the microbatches", found)
-        self._conclude(records, found[0][0], sum(found[0][0]) if samples is None else samples)
+            # Nobody waits for this rank inside the schedule any more.
+            with telling("step of a pipeline", self._group):
+                sizes = [(record.sizes(), samples) for record in records]
+            found = [of_stage for of_rank in gathered("step of a pipeline", sizes, self._group) for of_stage in of_rank]
+            require_equal("samples of the microbatches", found)
+            self._conclude(records, found[0][0], sum(found[0][0]) if samples is None else samples)
 
     def _conclude(self, records: Sequence[_Record], sizes: Sequence[int], samples: int) -> None:
         squares = torch.zeros(sum(sizes), dtype=torch.float64, device=self._stages[0].device)
@@ -280,20 +282,13 @@ class PipelineClipper:
 
 @contextmanager
 def _as_refused() -> Iterator[None]:
-    """Raise what a stage refused as it was, and not as the failure that a schedule makes of it.
-
-    It is logged at once: telling the other ranks may take as long as they wait for this one inside the schedule.
-    """
+    """Raise what a stage refused as it was, and not as the failure that a schedule makes of it."""
     try:
         yield
     except Exception as error:
-        refused = error if isinstance(error, GhostClipError) else error.__cause__
-        if not isinstance(refused, GhostClipError):
-            raise
-        _log.error("a stage was refused in a step of the pipeline: %s", refused)
-        if refused is error:
-            raise
-        raise refused from error
+        if isinstance(error.__cause__, GhostClipError) and not isinstance(error, GhostClipError):
+            raise error.__cause__ from error
+        raise
 
 
 class _Record:
@@ -321,7 +316,7 @@ class _Record:
 
 
 @contextmanager
-def _recording(stage: Stage, clipper: GhostClipper) -> Iterator[_Record]:
+def _recording(stage: Stage, clipper: GhostClipper, samples: int | None) -> Iterator[_Record]:
     """Note each microbatch's backward, and let none of its weight gradients be asked for."""
     record, backward = _Record(stage, clipper), stage.backward_one_chunk
     with clipper.holding(loss_elsewhere=not stage.is_last) as held:
@@ -339,10 +334,36 @@ def _recording(stage: Stage, clipper: GhostClipper) -> Iterator[_Record]:
 
         stage.backward_one_chunk, stage.dw_builder = run, _nothing_is_left
         try:
-            yield record
+            with nullcontext() if samples is None else _counting(stage, clipper, samples):
+                yield record
         finally:
             del stage.backward_one_chunk
             stage.dw_builder = None
+
+
+@contextmanager
+def _counting(stage: Stage, clipper: GhostClipper, samples: int) -> Iterator[None]:
+    """Tell a clipper how many samples of each microbatch are records: what lies in the places after them are copies."""
+    forward, sizes = stage.forward_one_chunk, {}
+
+    @functools.wraps(forward)
+    def run(number: int, *args: Any, **options: Any) -> Any:
+        def records_of(size: int) -> int:
+            sizes[number] = size
+            before = sum(of for other, of in sizes.items() if other < number)
+            return min(size, max(0, samples - before))
+
+        clipper.note_copies(records_of)
+        try:
+            return forward(number, *args, **options)
+        finally:
+            clipper.note_copies(None)
+
+    stage.forward_one_chunk = run
+    try:
+        yield
+    finally:
+        del stage.forward_one_chunk
 
 
 def _nothing_is_left() -> Callable[[], None]:

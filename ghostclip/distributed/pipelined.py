@@ -11,8 +11,9 @@ from torch import Tensor, distributed, nn
 
 from ghostclip import _torch, _tree, _validate
 from ghostclip.clipping.policies import ClipPolicy
+from ghostclip.distributed.agreement import require_agreement, telling
 from ghostclip.distributed.pipeline import PipelineClipper, Stage
-from ghostclip.distributed.sample_ranks import along, require_all_ranks
+from ghostclip.distributed.sample_ranks import along, require_all_ranks, require_same_samples
 from ghostclip.distributed.stage_noise import StageNoise
 from ghostclip.distributed.stages import StagesClipper
 from ghostclip.distributed.weights import require_equal_weights
@@ -34,10 +35,12 @@ class Pipeline(nn.Module):
     beyond the batch has the clip coefficient 0, and counts nowhere.
 
     Privacy:
-        As `PipelineClipper`; noise is added once, each stage's by its rank, and a step is one entry in the account.
+        As `PipelineClipper`; that all stages were given the same samples is compared in each step. Noise is added once,
+        each stage's by its rank, and a step is one entry in the account.
 
     Cost:
-        Empty places cost time: on average half of `places` in a batch.
+        Empty places cost time: on average half of `places` in a batch. A step reads its batch once and exchanges a few
+        bytes, to compare what the ranks were given.
 
     Args:
         schedule: One of ``torch.distributed.pipelining``, with a ``loss_fn``.
@@ -61,12 +64,14 @@ class Pipeline(nn.Module):
         places: int,
     ) -> None:
         super().__init__()
-        self._group, self.shares = along(mesh, sample_mesh_axes, "stages of one model")
-        microbatches = _torch.microbatches_of(schedule)
-        if _validate.positive_int(places, "places") % microbatches:
-            raise InvalidOptionError(
-                f"places={places}: a step of the schedule has {microbatches} microbatches of one size. Give a multiple."
-            )
+        with telling("pipeline"):
+            self._group, self.shares = along(mesh, sample_mesh_axes, "stages of one model")
+            microbatches = _torch.microbatches_of(schedule)
+            if _validate.positive_int(places, "places") % microbatches:
+                raise InvalidOptionError(
+                    f"places={places}: a step of the schedule has {microbatches} microbatches of one size. Give a "
+                    "multiple."
+                )
         self._schedule, self._stages, self.places = schedule, list(stages), places
         self.clipper: StagesClipper | None = None
         self.stages = nn.ModuleDict({str(stage.stage_index): stage.submod for stage in stages})
@@ -86,10 +91,21 @@ class Pipeline(nn.Module):
             The clipper of this rank's stages.
 
         Raises:
-            InvalidOptionError: Ranks are missing on the mesh, or the policy needs more than norms.
+            InvalidOptionError: Ranks are missing on the mesh or were given other arguments, or the policy needs more
+                than norms.
             UnsupportedModelError: A stage cannot be clipped, or copies of one differ.
         """
         require_all_ranks(self.shares, "stages of a pipeline")
+        same = {
+            "schedule": type(self._schedule).__name__,
+            "number of microbatches": _torch.microbatches_of(self._schedule),
+            "places": self.places,
+            "loss_reduction": loss_reduction,
+            "relation": relation,
+            "probe": probe,
+        }
+        for name, value in same.items():
+            require_agreement(f"pipeline's {name}", value)
         for group in self.shares.groups:
             require_equal_weights(self, group)
         clipper = PipelineClipper(
@@ -148,9 +164,13 @@ class Pipeline(nn.Module):
 
         Raises:
             GhostClipError: No clipper is attached, or the schedule runs no backward.
+            InvalidOptionError: On all ranks, if stages of one pipeline were given different inputs or targets.
         """
         if self.clipper is None or not self.clipper.attached:
             raise GhostClipError("pipeline.step: the pipeline is not private. Call make_private(module=pipeline, ...).")
+        require_same_samples(
+            self.shares, _tree.tensors((args, kwargs, target)), "pipeline.step was given other inputs or targets there"
+        )
         size, begun = len(_tree.tensors(target)[0]), self.clipper.backward_passes
         if losses is not None:
             losses.clear()

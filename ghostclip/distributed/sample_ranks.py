@@ -104,6 +104,37 @@ def require_all_ranks(shares: Shares, what: str) -> None:
         )
 
 
+def require_same_samples(shares: Shares, given: Sequence[Tensor], different: str) -> None:
+    """Refuse samples that differ between ranks that share them; called on all ranks of the training.
+
+    Args:
+        shares: How these share each batch.
+        given: What this rank has of its share.
+        different: What is wrong where that differs, for the message.
+
+    Raises:
+        InvalidOptionError: On all ranks of the training, if it does.
+
+    Cost:
+        One pass over the tensors, one wait for each device, one exchange of a few bytes.
+    """
+    own = [_torch.local(tensor.detach()).contiguous().reshape(-1) for tensor in given]
+    prints = read_prints([content_prints([flat]) for flat in own])
+    layout = repr([(tuple(tensor.shape), tensor.dtype) for tensor in given])
+    found = gathered("inputs", (shares.number, layout, prints))
+    of_share: dict[int, tuple[int, Any]] = {}
+    for rank, (number, *values) in enumerate(found):
+        first, before = of_share.setdefault(number, (rank, values))
+        if before != values:
+            raise known_to_all(
+                InvalidOptionError(
+                    f"ranks {first} and {rank} work on the same samples, and {different}. Iterate over the private "
+                    "loader as make_private returned it, with the same augmentation (seed alike) on ranks that share "
+                    "samples."
+                )
+            )
+
+
 class SampleRanks:
     """Ranks that work on the same samples, each with a part of each sample's gradient.
 
@@ -210,21 +241,7 @@ class SampleRanks:
         Raises:
             InvalidOptionError: On all ranks of the training, if they do.
         """
-        own = [_torch.local(tensor.detach()).contiguous().reshape(-1) for tensor in inputs]
-        prints = read_prints([content_prints([flat]) for flat in own])
-        layout = repr([(tuple(tensor.shape), tensor.dtype) for tensor in inputs])
-        found = gathered("inputs", (self.shares.number, layout, prints))
-        of_share: dict[int, tuple[int, Any]] = {}
-        for rank, (number, *values) in enumerate(found):
-            first, before = of_share.setdefault(number, (rank, values))
-            if before != values:
-                raise known_to_all(
-                    InvalidOptionError(
-                        f"ranks {first} and {rank} work on the same samples, and the model was called with different "
-                        "inputs there. Iterate over the private loader as make_private returned it, with the same "
-                        "augmentation (seed alike) on ranks that share samples."
-                    )
-                )
+        require_same_samples(self.shares, inputs, "the model was called with different inputs there")
 
     def require_equal_sums(self, sums: Mapping[str, Tensor | None]) -> None:
         """Refuse clipped sums that differ between these ranks where each has the whole parameter; called on all ranks.

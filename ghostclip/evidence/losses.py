@@ -130,7 +130,8 @@ def probe_losses(evidence: Evidence, capture: CaptureContext, losses: Tensor) ->
     begun = [Start(GradientSource.of(losses), RowMap("axis", 0))]
     if not _keeps_apart(capture, begun, [{sample}], capture.forward.batch_size):
         raise SampleMixingError(MIXED.format(""))
-    evidence.unchecked.ran(LOSSES)
+    if capture.forward.proves:
+        evidence.unchecked.ran(LOSSES)
 
 
 def prove_rows(evidence: Evidence, losses_B: Tensor, rows: Tensor) -> None:
@@ -199,7 +200,7 @@ class LossRows:
         ends = [replace(end, edges=tuple(map(_beneath, end.edges))) for end in ends]
         maps_of = [_maps_of(end, self._forward) for end in ends]
         first = [start for end, maps in zip(ends, maps_of, strict=True) for start in _starts(end, maps[:1])]
-        if self._evidence.probes:
+        if self._evidence.probes and self._forward.proves:
             self._evidence.unchecked.ran(LOSSES)
         if all(maps_of) and self._keeps_apart(first):
             return [(maps[0], None) for maps in maps_of]

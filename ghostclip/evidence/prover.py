@@ -4,7 +4,7 @@ Before such a forward runs, it is run without gradients with one sample more (wh
 after it, gradients of some samples alone, other batches and buffers are looked at.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
@@ -40,6 +40,7 @@ class Evidence:
         probes: Whether any is asked for.
         unchecked: What could not be asked.
         loss_sizes: What was seen of losses: see `ghostclip.evidence.loss_graph`.
+        records_of: Returns how many of a forward's samples are no copies of others; None where none are.
     """
 
     def __init__(self, *, probes: bool, in_parts: bool = False, splits_sequences: bool = False) -> None:
@@ -54,6 +55,7 @@ class Evidence:
         self._may_exchange, self._splits_sequences = in_parts or splits_sequences, splits_sequences
         self.unchecked = Unchecked()
         self.loss_sizes: Sizes = {}
+        self.records_of: Callable[[int], int] | None = None
         self._loss_ways: set[Any] = set()
         self._buffers: Buffers | None = None
         self._state: ModuleState | None = None
@@ -100,13 +102,14 @@ class Evidence:
         return forward.unproven or is_new or has_hooks([root], forward, outputs_alone=is_scalar)
 
     def proved_loss(self, root: Any, forward: ForwardContext) -> None:
-        """Note that a loss was proved.
+        """Note that a loss was proved, unless its forward proves nothing.
 
         Args:
             root: As for `asks_of_loss`.
             forward: As for `asks_of_loss`.
         """
-        self._loss_ways.add(self._loss_way(root, forward))
+        if forward.proves:
+            self._loss_ways.add(self._loss_way(root, forward))
 
     @staticmethod
     def _loss_way(root: Any, forward: ForwardContext) -> tuple[int, type]:
@@ -152,10 +155,12 @@ class Evidence:
         if not self._splits_sequences:
             refuse_split_positions(capture.model)
         forward = capture.forward
-        forward.unproven = self.unchecked.begin(forward.batch_size, probes=self.probes)
+        records = forward.batch_size if self.records_of is None else self.records_of(forward.batch_size)
+        forward.proves = records > 1
+        forward.unproven = self.unchecked.begin(forward.batch_size, probes=self.probes, records=records)
         if self.probes and capture.gathering is not None:
             inputs = _tree.tensors((call.args, call.kwargs))
-            forward.unproven = capture.gathering.hold(able=forward.batch_size > 1, inputs=inputs)
+            forward.unproven = capture.gathering.hold(able=min(forward.batch_size, records) > 1, inputs=inputs)
         asks = self.asks(capture)
         self._buffers = Buffers(capture.model) if asks else None
         self._state = ModuleState(capture.model) if asks or self._remembers else None
@@ -203,7 +208,8 @@ class Evidence:
 
             with _sharing(capture, "whose rows are whose"):
                 found.verdict(where)
-            self.unchecked.ran(ROWS)
+            if forward.proves:
+                self.unchecked.ran(ROWS)
         buffers, self._buffers = self._buffers, None
         if buffers is not None:
             self._refuse_data(capture, call, buffers, state)
@@ -297,7 +303,9 @@ class Evidence:
             return _parts_of(capture.run(call.module, *given))
 
         with capture.substitution.unwatched(), _sharing(capture, "batch independence"):
-            refuse_dependence(capture.model, run, batch, self.unchecked)
+            # Copies of one sample may be refused, and show nothing for others.
+            unchecked = self.unchecked if forward.proves else Unchecked()
+            refuse_dependence(capture.model, run, batch, unchecked)
 
 
 def _begin_anew(state: ModuleState | None) -> None:

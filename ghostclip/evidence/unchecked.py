@@ -28,26 +28,29 @@ class Unchecked:
         self._told: set[str] = set()
         self._forwards = self._alone = 0
 
-    def begin(self, batch_size: int, *, probes: bool) -> bool:
+    def begin(self, batch_size: int, *, probes: bool, records: int | None = None) -> bool:
         """Count a forward and decide whether it is one to ask for evidence.
 
         Args:
             batch_size: B; one sample alone can prove nothing.
             probes: Whether evidence is asked for at all.
+            records: How many of the samples are no copies of others: fewer than two prove nothing, and are not counted.
+                None for all.
 
         Returns:
-            Whether to ask: in the 1st, 4th, 16th, 64th, ... forward of several samples.
+            Whether to ask: in the 1st, 4th, 16th, 64th, ... forward of several samples, and those of copies before it.
         """
         if not probes:
             self.missed("probe=False", *_ALL)
             self.tell()
             return False
-        if batch_size < 2:
+        if min(batch_size, batch_size if records is None else records) < 2:
             self._alone += 1
-            self.missed(_LONE, *_ALL)
+            if not self._forwards:
+                self.missed(_LONE, *_ALL)
             if self._alone == _ALONE:
                 self.tell()
-            return False
+            return batch_size > 1 and is_power_of_four(self._forwards + 1)
         # Whoever asks for the others says what became of it; the losses may be asked for by nobody.
         if self._why.get(LOSSES) == _LONE:
             del self._why[LOSSES]

@@ -48,6 +48,14 @@ REMEDY: Final = (
 )
 
 
+class _Rows(NamedTuple):
+    """A few rows of every sample's gradient, and the sums of their terms' norms."""
+
+    ids_BU: Tensor
+    row_BUI: Tensor
+    mass_BU: Tensor
+
+
 @dataclass(eq=False)
 class Shared:
     """What all factors of one gradient that arrived at a head have in common.
@@ -58,6 +66,8 @@ class Shared:
         norms: Squared norms of all samples, once they are known.
         input_BTI: The hidden states' gradient, once it is known.
         bias_BV: Per-sample gradients of the bias, once they are known.
+        met: Rows of the weight that the same forward looked up, whose gradients its norms will ask for.
+        rows: What `Head.rows_at` returns for each of them, once it is known.
         summed: Whether a clipped sum was asked for: no norm is then asked for any more.
         versions: How often weight and bias had been changed in place.
     """
@@ -67,6 +77,8 @@ class Shared:
     norms: Bounded | None = None
     input_BTI: Tensor | None = None
     bias_BV: Tensor | None = None
+    met: list[Tensor] = field(default_factory=list)
+    rows: list[_Rows] = field(default_factory=list)
     summed: bool = False
     versions: list[int] = field(default_factory=list)
 
@@ -132,6 +144,18 @@ class Head(Factor):
     def sizes(self) -> tuple[int, int, int]:
         """T, I and V."""
         return self.x_BTI.shape[1], self.shape[1], self.shape[0]
+
+    def expect(self, met: Sequence[Tensor]) -> None:
+        """Form a few rows beside the norms, as long as tiles are formed for these: they will be asked for.
+
+        Args:
+            met: Ids by which the same forward looks rows of the weight up.
+        """
+        expected: list[Tensor] = self._shared.met
+        for ids_BU in met:
+            fits = ids_BU.dim() == 2 and len(ids_BU) == len(self.x_BTI)
+            if fits and not any(_is_same(ids_BU, known) for known in expected):
+                expected.append(ids_BU)
 
     def norm_flops(self) -> int:
         """Return what the squared norm of one sample costs beside its tiles."""
@@ -201,6 +225,7 @@ class Head(Factor):
         bias_BV = None
         if whole and shared.wants_bias and shared.bias_BV is None:
             bias_BV = self.x_BTI.new_empty(len(self.x_BTI), self.shape[0], dtype=self.dtype)
+        rows = [self._no_rows(ids_BU) for ids_BU in shared.met] if norms and whole else []
         found: list[tuple[_Chunk, Norms]] = []
         for chunk in self._chunks():
             collectors: list[Collector] = []
@@ -209,6 +234,7 @@ class Head(Factor):
                 collectors.append(InputGradient(self._table, input_BTI[chunk.samples]))
             if bias_BV is not None:
                 collectors.append(BiasGradients(bias_BV[chunk.samples]))
+            collectors += [RowsAt(a_CTI, *(part[chunk.samples] for part in parts)) for parts in rows]
             if into is not None:
                 collectors.append(WeightSum(a_CTI, into.coef_D[chunk.places], into.out_VI))
             if norms:
@@ -219,6 +245,7 @@ class Head(Factor):
                     collector.take(tile, g_CTK)
         shared.input_BTI = shared.input_BTI if input_BTI is None else input_BTI
         shared.bias_BV = shared.bias_BV if bias_BV is None else bias_BV
+        shared.rows, shared.met = shared.rows + rows, [] if rows else shared.met
         return self._in_order(found) if norms else None
 
     def _in_order(self, found: Sequence[tuple[_Chunk, Norms]]) -> Bounded:
@@ -280,25 +307,35 @@ class Head(Factor):
         return self._shared.bias_BV
 
     def rows_at(self, ids_BU: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a few rows of every gradient, from all tiles. Cost: 2·T·I·V a sample, and 2·T·U·I.
+        """Return a few rows of every gradient, from all tiles.
 
         Args:
             ids_BU: Which rows of each sample's.
 
         Returns:
             The rows, shape ``(B, U, I)``, and the sums of their terms' norms, ``(B, U)``, in `dtype`.
+
+        Cost:
+            2·T·U·I a sample where they were expected (`expect`): tiles of the norms serve them too. Else 2·T·I·V more.
         """
-        row_BUI = self.x_BTI.new_zeros(*ids_BU.shape, self.shape[1], dtype=self.dtype)
-        mass_BU = row_BUI.new_zeros(ids_BU.shape)
+        if self.index_D is None and not self.double:
+            for known in self._shared.rows:
+                if _is_same(known.ids_BU, ids_BU):
+                    return known.row_BUI, known.mass_BU
+        _, row_BUI, mass_BU = self._no_rows(ids_BU)
         for chunk in self._chunks():
             # A slice is written through, what an index picks is not.
             place = chunk.places
             rows, masses = row_BUI[place], mass_BU[place]
-            picked = RowsAt(self.inputs(chunk), ids_BU[place], (rows, masses))
+            picked = RowsAt(self.inputs(chunk), ids_BU[place], rows, masses)
             for tile, g_CTK in self.tiles(chunk):
                 picked.take(tile, g_CTK)
             row_BUI[place], mass_BU[place] = rows, masses
         return row_BUI, mass_BU
+
+    def _no_rows(self, ids_BU: Tensor) -> _Rows:
+        row_BUI = self.x_BTI.new_zeros(*ids_BU.shape, self.shape[1], dtype=self.dtype)
+        return _Rows(ids_BU, row_BUI, row_BUI.new_zeros(ids_BU.shape))
 
     def materialize(self) -> Tensor:
         """Return the per-sample gradients, shape ``(B, V, I)``, in tiles of the logits.
@@ -379,6 +416,12 @@ class HeadBias(Dense):
     def element_count(self) -> int:
         """Return how many tensor elements the factor keeps alive."""
         return self.batch_size * self.shape[0]
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are the same numbers in memory."""
+    alike = one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
+    return alike and one.data_ptr() == other.data_ptr()
 
 
 def _require_memory(weight: Tensor) -> None:

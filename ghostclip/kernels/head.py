@@ -323,17 +323,18 @@ class WeightSum(Collector):
 class RowsAt(Collector):
     """A few rows of every sample's gradient of the weight, ``Σ_t g[t, ids_u]·x_t``. Cost: 2·C·T·U·I."""
 
-    def __init__(self, a_CTI: Tensor, ids_CU: Tensor, out: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, a_CTI: Tensor, ids_CU: Tensor, row_CUI: Tensor, mass_CU: Tensor) -> None:
         """Begin.
 
         Args:
             a_CTI: Hidden states, in the type of the tiles that will be taken.
             ids_CU: Which rows of each sample's.
-            out: Where the rows go, ``(C, U, I)``, and the sums of their terms' norms, ``(C, U)``.
+            row_CUI: Where the rows go.
+            mass_CU: Where the sums of their terms' norms go.
         """
         self._a_CTI, self._norm_CT = a_CTI, position_norms(a_CTI)
         self._ids_CU, self._order_CU = ids_CU.sort(dim=1)
-        self._row_CUI, self._mass_CU = out
+        self._row_CUI, self._mass_CU = row_CUI, mass_CU
 
     def take(self, tile: slice, g_CTK: Tensor) -> None:
         """Form the rows that lie in a tile."""

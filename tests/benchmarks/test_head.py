@@ -29,7 +29,7 @@ def test_a_head_without_logits_costs_what_it_is_said_to(tied):
     found = {way: count(way, LLAMA, layers=1, tied=tied) for way in ("book-keeping", "book-keeping, no logits")}
     both = [row["flops"] / unit for row in found.values()]
     # With logits it forms them, the hidden states' gradient and the clipped sum: 3, and a norm.
-    assert both[1] - both[0] <= 2 + norm + tied + 0.05
+    assert both[1] - both[0] <= 2 + norm + 0.05 + tied * LLAMA["length"] / LLAMA["vocabulary"]
 
 
 def test_the_largest_batch_is_the_largest():

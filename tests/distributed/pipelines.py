@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 import warnings
 from collections import Counter
 from datetime import timedelta
@@ -28,6 +29,8 @@ from tests.process_group import process_group
 
 SAMPLES, POSITIONS, WIDTH, WORDS, MICROBATCHES = 12, 5, 8, 11, 4
 BOUND = 0.05
+TIMEOUT = 120
+"""Seconds that a rank waits for another that is there and does not come."""
 PLACES = 8
 """Fewer than most batches of the engine have records, and no divisor of them."""
 SINGLE = {"GPipe": pipelining.ScheduleGPipe, "1F1B": pipelining.Schedule1F1B}
@@ -93,11 +96,11 @@ def stages_of(rank: int, ranks: int, name: str, *, group: Any = None) -> tuple[l
     return [pipelining.PipelineStage(parts[n], n, count, device, group=group) for n in numbers], model
 
 
-def schedule_of(name: str, stages: list[Any], loss: Any) -> Any:
+def schedule_of(name: str, stages: list[Any], loss: Any, *, microbatches: int = MICROBATCHES) -> Any:
     """The schedule over them."""
     if name in SINGLE:
-        return SINGLE[name](stages[0], MICROBATCHES, loss_fn=loss)
-    return SEVERAL[name](stages, MICROBATCHES, loss_fn=loss)
+        return SINGLE[name](stages[0], microbatches, loss_fn=loss)
+    return SEVERAL[name](stages, microbatches, loss_fn=loss)
 
 
 class Reduced(TorchDispatchMode):
@@ -163,7 +166,7 @@ def run(rank: int, ranks: int, folder: str) -> None:
             found["engine"]["copies"] = engine_trained(rank, ranks, copies=2)
         found["resumed"] = engine_trained(rank, ranks, states=found["engine"]["1F1B"]["states"], folder=folder)
         found["engine without one"] = [engine_trained(rank, ranks, sigma=0.0, left_out=n) for n in (-1, 0, 22)]
-        found["refused"] |= pipeline_refusals(rank, ranks)
+        found["refused"] |= pipeline_refusals(rank, ranks) | other_samples(rank, ranks)
         found["empty"] = empty(rank, ranks)
         found["ledger"] = ledger(rank, ranks, folder)
     torch.save(found, f"{folder}/rank{rank}.pt")
@@ -183,7 +186,9 @@ class Whole(nn.Module):
         return ids
 
 
-def engine_model(rank: int, ranks: int, name: str, copies: int) -> nn.Module:
+def engine_model(
+    rank: int, ranks: int, name: str, copies: int, *, places: int = PLACES, microbatches: int = MICROBATCHES
+) -> nn.Module:
     """What make_private takes: a pipeline of a rank, or the whole model of one process."""
     if rank < 0:
         count = ranks // copies if name in SINGLE else 2 * ranks
@@ -191,7 +196,8 @@ def engine_model(rank: int, ranks: int, name: str, copies: int) -> nn.Module:
     mesh = init_device_mesh("cpu", (copies, ranks // copies), mesh_dim_names=("dp", "pp"))
     here, length = mesh.get_local_rank("pp"), ranks // copies
     stages, _ = stages_of(here, length, name, group=mesh["pp"].get_group())
-    return Pipeline(schedule_of(name, stages, sum_loss), stages, mesh=mesh, places=PLACES)
+    schedule = schedule_of(name, stages, sum_loss, microbatches=microbatches)
+    return Pipeline(schedule, stages, mesh=mesh, places=places)
 
 
 def engine_trained(
@@ -255,9 +261,17 @@ def engine_trained(
     return {"states": begun, "weights": weights, "released": released[0], "steps": steps}
 
 
-def _refused_by_engine(rank: int, ranks: int, *, level: str = "fast", **options: Any) -> str:
+def _refused_by_engine(
+    rank: int,
+    ranks: int,
+    *,
+    level: str = "fast",
+    places: int = PLACES,
+    microbatches: int = MICROBATCHES,
+    **options: Any,
+) -> str:
     """What make_private says of a pipeline."""
-    model = engine_model(rank, ranks, "1F1B", 1)
+    model = engine_model(rank, ranks, "1F1B", 1, places=places, microbatches=microbatches)
     with pytest.raises(GhostClipError) as refused:
         PrivacyEngine(noise_level=level).make_private(
             module=model,
@@ -285,6 +299,9 @@ REFUSED_BY_ENGINE: dict[str, dict[str, Any]] = {
 def pipeline_refusals(rank: int, ranks: int) -> dict[str, str]:
     """What each rank says of pipelines that the engine does not take, by case."""
     said = {case: _refused_by_engine(rank, ranks, **options) for case, options in REFUSED_BY_ENGINE.items()}
+    said["other places"] = _refused_by_engine(rank, ranks, places=PLACES // (1 + rank % 2))
+    said["other microbatches"] = _refused_by_engine(rank, ranks, microbatches=MICROBATCHES * (1 + rank % 2))
+    said["other reduction"] = _refused_by_engine(rank, ranks, loss_reduction=("sum", "mean")[rank % 2])
     model: Any = engine_model(rank, ranks, "1F1B", 1)
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("pp",))
     attempts: dict[str, Any] = {
@@ -298,6 +315,37 @@ def pipeline_refusals(rank: int, ranks: int) -> dict[str, str]:
         with pytest.raises(GhostClipError) as refused:
             attempt()
         said[case] = str(refused.value)
+    return said
+
+
+def other_samples(rank: int, ranks: int) -> dict[str, str]:
+    """What each rank says of a step whose stages are given different samples, by what differs on the last rank."""
+    model: Any = engine_model(rank, ranks, "1F1B", 1)
+    private, *_ = PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters()),
+        data_loader=DataLoader(TensorDataset(*batch()), batch_size=SAMPLES),
+        noise_multiplier=1.0,
+        max_grad_norm=BOUND,
+        loss_reduction="sum",
+    )
+    inputs, labels = batch()
+    given = {
+        "inputs": (inputs.flip(0), labels),
+        "labels": (inputs, labels.flip(0)),
+        "fewer": (inputs[:-PLACES], labels[:-PLACES]),
+        "none": (inputs[:0], labels[:0]),
+    }
+    said = {}
+    for case, other in given.items():
+        ids, targets = other if rank == ranks - 1 else (inputs, labels)
+        with pytest.raises(InvalidOptionError) as refused:
+            private.step(ids, target=targets)
+        said[f"other {case}"] = str(refused.value)
+        assert private.clipper.backward_passes == 0
+    private.step(inputs, target=labels)
+    assert private.clipper.backward_passes == 1
+    private.remove_hooks()
     return said
 
 
@@ -395,20 +443,44 @@ def trained(rank: int, ranks: int) -> dict[str, Any]:
     return {"state": state, "weights": weights, "refused": str(refused.value)}
 
 
-def mixing(rank: int, ranks: int, folder: str) -> None:
-    """Be one rank of a pipeline whose last stage mixes samples, and write down what was raised."""
+class Centred(nn.Module):
+    """Subtracts the mean of the batch, which no gradient tells."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.detach().mean(0)
+
+
+def left(rank: int, ranks: int, folder: str, case: str) -> None:
+    """Be one rank of a pipeline whose last stage is left inside the schedule, and write down what was raised, and when.
+
+    Args:
+        rank: Its number.
+        ranks: How many there are.
+        folder: Where they meet, and where results go.
+        case: Why it is left.
+    """
     torch.set_num_threads(1)
-    meeting, timeout = f"file://{folder}/meeting", timedelta(seconds=8)
+    meeting, timeout = f"file://{folder}/meeting", timedelta(seconds=TIMEOUT)
     distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=timeout)
     stages, _ = stages_of(rank, ranks, "GPipe")
-    if stages[0].is_last:
-        stages[0].submod = nn.Sequential(nn.BatchNorm1d(POSITIONS).double(), stages[0].submod)
+    if stages[0].is_last and case != "loss":
+        mixes = nn.BatchNorm1d(POSITIONS).double() if case == "mixing" else Centred()
+        stages[0].submod = nn.Sequential(mixes, stages[0].submod)
     clipper = PipelineClipper(stages, max_grad_norm=BOUND)
+    schedule, inputs, labels = schedule_of("GPipe", stages, _bad_loss if case == "loss" else mean_loss), *batch()
+    for _ in range(2 if case == "mixing after copies" else 0):
+        with clipper.step(1):
+            run_schedule(schedule, stages, inputs[:1].expand_as(inputs), labels)
+    begun = time.monotonic()
     try:
         with clipper.step():
-            run_schedule(schedule_of("GPipe", stages, mean_loss), stages, *batch())
+            run_schedule(schedule, stages, inputs, labels)
     except Exception as error:  # noqa: BLE001 - whatever it is, the test looks at it
-        torch.save(type(error).__name__, f"{folder}/rank{rank}.pt")
+        torch.save((type(error).__name__, str(error), time.monotonic() - begun), f"{folder}/rank{rank}.pt")
+
+
+def _bad_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    raise ValueError(f"no labels of {len(logits)} in {len(labels)}")
 
 
 def refusals(rank: int, ranks: int) -> dict[str, str]:

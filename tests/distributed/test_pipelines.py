@@ -160,11 +160,26 @@ def test_the_ledger_tells_releases_of_other_stages_apart(found):
 
 
 @pytest.mark.slow
-def test_a_stage_that_mixes_samples_is_refused(tmp_path):
-    """By its own error where it is found out; the rank that waits for it ends with the group's timeout."""
-    multiprocessing.spawn(pipelines.mixing, args=(2, str(tmp_path)), nprocs=2)
-    assert torch.load(tmp_path / "rank1.pt") == "SampleMixingError"
-    assert torch.load(tmp_path / "rank0.pt") in {"RuntimeError", "DistBackendError"}
+@pytest.mark.parametrize(
+    ("case", "kind", "words"),
+    [
+        ("mixing", "SampleMixingError", "depends on the whole batch"),
+        ("mixing after copies", "SampleMixingError", "half of the samples were replaced"),
+        ("loss", "ValueError", "no labels of 3 in 3"),
+    ],
+)
+def test_a_rank_that_leaves_the_schedule_says_why(tmp_path, case, kind, words):
+    """The other one hears of it as soon as its process has ended, and raises the same, long before its timeout.
+
+    Copies of one record, with which empty places are filled, prove nothing of a stage that mixes samples.
+    """
+    multiprocessing.spawn(pipelines.left, args=(2, str(tmp_path), case), nprocs=2)
+    other, own = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    assert own[0] == kind
+    assert words in own[1]
+    assert other[0] == ("InvalidOptionError" if case == "loss" else kind)
+    assert other[1] == f"rank 1 was refused, and no rank goes on without it: {own[1]}"
+    assert max(own[2], other[2]) < pipelines.TIMEOUT / 4
 
 
 @pytest.mark.parametrize(
@@ -188,6 +203,13 @@ def test_a_stage_that_mixes_samples_is_refused(tmp_path):
         ("adaptive", "stages tell each other the norms of whole gradients"),
         ("level", "grad_sample_mode='hooks' with a Pipeline"),
         ("places", "a step of the schedule has 4 microbatches of one size"),
+        ("other places", "pipeline's places of rank 1 is 4, of rank 0 8"),
+        ("other microbatches", "pipeline's number of microbatches of rank 1 is 8, of rank 0 4"),
+        ("other reduction", "pipeline's loss_reduction of rank 1 is 'mean', of rank 0 'sum'"),
+        ("other inputs", "work on the same samples, and pipeline.step was given other inputs or targets there"),
+        ("other labels", "work on the same samples, and pipeline.step was given other inputs or targets there"),
+        ("other fewer", "work on the same samples, and pipeline.step was given other inputs or targets there"),
+        ("other none", "work on the same samples, and pipeline.step was given other inputs or targets there"),
         ("axis", "name the one axis of the mesh whose ranks have stages of one model"),
         ("forward", "call pipeline.step(inputs, target=...)"),
         ("not private", "the pipeline is not private"),

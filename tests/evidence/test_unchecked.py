@@ -141,3 +141,24 @@ def test_summary_names_what_was_not_checked(probe):
         optimizer.step()
     assert ("not checked: " in engine.summary(1e-5)) is not probe
     assert ("probe=False" in engine.summary(1e-5)) is not probe
+
+
+class _Centres(nn.Linear):
+    """Subtracts the mean of the batch, which no gradient tells."""
+
+    def forward(self, x):
+        return super().forward(x - x.detach().mean(0))
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+def test_forwards_of_copies_are_asked_and_prove_nothing(copies):
+    """However many come first, the first one of several records is proved."""
+    with ghostclip.GhostClipper(_Centres(3, 4), max_grad_norm=0.1) as clipper:
+        clipper.note_copies(lambda size: 1)
+        for _ in range(copies):
+            x = torch.randn(1, 3).expand(5, 3).clone()
+            clipper.backward(clipper.model(x).square().sum(1))
+        assert str(clipper.unchecked) == f"not checked: {', '.join(ALL)}: every batch so far had fewer than two samples"
+        clipper.note_copies(None)
+        with pytest.raises(ghostclip.errors.SampleMixingError, match="half of the samples were replaced"):
+            clipper.model(torch.randn(5, 3))

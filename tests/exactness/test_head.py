@@ -394,7 +394,7 @@ def _units(step, *, positions, samples=4):
 def test_operations_of_the_head(strategy, products, tied, positions):
     """Forward, logits again, hidden states, norm, logits again, weight; ghost has one more backward.
 
-    A tied embedding wants the logits once more, for its cross term.
+    The cross term with a tied embedding is formed of the same logits as the norm.
     """
     model = _HeadAlone(tied=tied)
     with GhostClipper(model, max_grad_norm=1.0, strategy=strategy, probe=False) as clipper:
@@ -403,8 +403,27 @@ def test_operations_of_the_head(strategy, products, tied, positions):
     norm = head_norms.norm_flops(positions, 32, 9000) / (2 * positions * 9000 * 32)
     assert norm <= 1.0
     assert tied or costs == [pytest.approx((products + norm) * 2 * 4 * positions * 9000 * 32)]
-    products += tied * (1 + positions / 9000 * (1 + 1 / 32))
+    products += tied * positions / 9000 * (1 + 1 / 32)
     assert units == pytest.approx(products + norm)
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.usefixtures("small_tiles")
+def test_rows_of_a_gradient_are_the_same_whether_they_were_expected(known):
+    torch.manual_seed(0)
+    x_BTI, label_BT, ids_BU = torch.randn(3, 5, 4), torch.randint(23, (3, 5)), torch.randint(23, (3, 7))
+    table = Table(torch.randn(23, 4), None, Form())
+    lse_BT = (x_BTI @ table.weight_VI.mT).logsumexp(2)
+    factor = Head(Tokens(x_BTI, label_BT, lse_BT, torch.rand(3, 5)), table, Shared(wants_input=True, wants_bias=False))
+    factor.expect([ids_BU, ids_BU, ids_BU[:2], ids_BU[0]] if known else [])
+    factor.input_gradient()
+    assert len(factor._shared.rows) == known
+    gradients = factor.materialize()
+    picked = torch.stack([gradient[ids] for gradient, ids in zip(gradients, ids_BU, strict=True)])
+    for ids in (ids_BU, ids_BU.clone(), ids_BU[:, :3]):
+        row_BUI, mass_BU = factor.rows_at(ids)
+        torch.testing.assert_close(row_BUI, picked[:, : ids.shape[1]], rtol=1e-5, atol=1e-6)
+        assert (mass_BU >= row_BUI.norm(dim=2) * (1 - 1e-5)).all()
 
 
 def test_ordinary_training_costs_four_products_and_no_logits(monkeypatch):
