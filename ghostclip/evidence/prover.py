@@ -179,13 +179,11 @@ class Evidence:
         Returns:
             The output of the last reading.
         """
-        randomness, self._randomness = self._randomness, None
-        state, self._state = self._state, None
+        randomness, state, self._randomness, self._state = self._randomness, self._state, None, None
         self._remembers = self._remembers or (state is not None and state.changed())
         # One that is asked about only now is taken to draw what the others drew.
         self._drew = drew = self._drew if randomness is None else randomness.drawn()
-        forward, call = capture.forward, ModuleCall(*capture.bags.as_rows(*call))
-        begun = _torch.next_order()
+        forward, call, begun = capture.forward, ModuleCall(*capture.bags.as_rows(*call)), _torch.next_order()
         parts = self._parts(capture, output)
         probe = self._probed(capture, parts)
         failed = probe is not None and _on_any(capture, bool(probe.failures))
