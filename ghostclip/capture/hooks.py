@@ -47,6 +47,9 @@ def is_own(hook: Any) -> bool:
 
     Args:
         hook: Of a module.
+
+    Returns:
+        False for those of others.
     """
     return isinstance(hook, _Hook)
 

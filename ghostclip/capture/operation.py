@@ -70,10 +70,13 @@ class Operation:
 
 
 def sets_hook(operation: Operation) -> bool:
-    """Return whether an operation sets a hook that may change a gradient: torch's own (module trackers) look only.
+    """Return whether an operation sets a hook that may change a gradient.
 
     Args:
         operation: Any.
+
+    Returns:
+        False for torch's own hooks (module trackers), which look only.
     """
     return operation.name in HOOKED and not any(
         getattr(arg, "__module__", None) == "torch.autograd.graph" for arg in operation.args
