@@ -111,12 +111,13 @@ def test_a_backward_waits_for_the_device_as_often_as_it_says(name, strategy, pre
     case = by_name(name).on(CUDA)
     model, batch = case.model(torch.float32), case.data(torch.float32)
     clipper = engine(strategy)(model, expected(name).max_grad_norm)
-    for step in range(4):
+    for step in range(6):
         model.zero_grad()
         losses = case.losses(model, batch)
         pretended.reads.clear()
         clipper.backward(losses)
-        assert step < 2 or len(pretended.reads) <= READS[strategy], pretended.reads
+        # The first forward and the fourth are proved, the second plans.
+        assert step in (0, 1, 3) or len(pretended.reads) <= READS[strategy], pretended.reads
 
 
 def test_a_parameter_that_nothing_reaches(pretended):

@@ -235,7 +235,7 @@ SHARDED = {
     "an optimizer of gathered parameters": r"module.parameters\(\), after module.reshard\(\) where a forward",
     "bare clipper": r"GhostClipper\(model, sharded=",
     "after the clipper": r"^FSDPSequential was divided by fully_shard after the clipper .* Divide the model first",
-    "whole numbers": r"noise_level='exact' with ranks that hold a model, or samples, in parts",
+    "whole numbers": r"noise_level='exact' with parameters that ranks hold in parts",
     "a budget below 1": r"memory_budget=0.5 with a model that is sharded",
     "slices of a loss": r"backward_in_chunks with a model that ranks hold in parts",
     "sizes of its own": r"max_physical_batch_size='auto' with a model that several ranks hold",
