@@ -135,6 +135,7 @@ class Pass(ABC):
     final = True
     only: Collection[str] | None = None
     _arriving: Tensor | None = None
+    _alike: Alike
 
     def __init__(self, ranks: SharedSamples | None = None) -> None:
         """Make a pass that has heard of no use.
@@ -167,6 +168,14 @@ class Pass(ABC):
             self.admit(use.forward)
         if grad.is_cuda:
             self.streams.note(grad.device)
+
+    def _wait(self, use: ParamUse, grad: Tensor) -> None:
+        """Note a use that waits for its likes; form the factors of all that wait once they are many."""
+        self._meet(use, grad)
+        if self._alike.full:
+            self.streams.join()
+            with undisturbed():
+                self._alike.finish()
 
     def _take(self, use: ParamUse, grad: Tensor) -> None:
         self._arriving = grad
@@ -320,11 +329,7 @@ class BookKeeping(Pass):
         if use.alike is None or not self.puts_together or not self._alike.takes(use, grad, self._keep):
             super().receive(use, grad)
             return
-        self._meet(use, grad)
-        if self._alike.full:
-            self.streams.join()
-            with undisturbed():
-                self._alike.finish()
+        self._wait(use, grad)
 
     def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
         """Keep a factor and add its squared norm."""
@@ -514,11 +519,7 @@ class OneOfTwo(Pass):
         if not (self._puts_together and self._takes(use, grad)):
             super().receive(use, grad)
             return
-        self._meet(use, grad)
-        if self._alike.full:
-            self.streams.join()
-            with undisturbed():
-                self._alike.finish()
+        self._wait(use, grad)
 
     def _is_noted_whole(self, use: ParamUse) -> bool:
         # What hooks on saved tensors pack can be asked for once.
