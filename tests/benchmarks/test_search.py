@@ -71,7 +71,7 @@ def test_an_engine_is_searched_by_what_its_steps_take(monkeypatch):
             taken["peak"] = 1000 + 10 * len(batch[1])
 
     engine = capacity.Engine("x", "X", False, Runner)
-    found = capacity.search(engine, find("mlp", quick=True), CPU, capacity.Bounds(205, 64))
+    found = capacity.search(engine, find("mlp", quick=True), CPU, capacity.Bounds(205, 64, seconds=float("inf")))
     assert found["largest_batch"] == 20
     assert not found["largest_batch_is_limit"]
     assert found["peaks"]["20"] == 200
