@@ -51,10 +51,10 @@ def text(report: dict[str, Any]) -> str:
         "",
         f"`{report['command']}`, {report['date']}: {report['machine']['cpu']}, torch "
         f"{report['machine']['versions']['torch']}, float32. A GPT of 12 layers, width {WIDTH}, {POSITIONS} positions, "
-        f"vocabulary {VOCABULARY}, {SAMPLES} samples. Seconds of CPU time, one thread; of two numbers the second is that "
-        "of the compilers that the process starts. A graph is made by tracing, rewriting and compiling, or is read. The "
-        "first batch is computed by the eager engine too, with its proofs, and compared. Others ran beside it: the load "
-        f"was {max(row.get('load', 0) for row in report['rows']):.0f}.",
+        f"vocabulary {VOCABULARY}, {SAMPLES} samples. Seconds of CPU time, one thread; of two numbers the second is "
+        "that of the compilers that the process starts. A graph is made by tracing, rewriting and compiling, or is "
+        "read. The first batch is computed by the eager engine too, with its proofs, and compared. Others ran beside "
+        f"it: the load was {max(row.get('load', 0) for row in report['rows']):.0f}.",
         "",
         "| run | traced (s) | rewritten (s) | compiled or read (s) | graph made (s) | first run, eager step (s) "
         "| on the clock (s) | read from disk |",
@@ -104,8 +104,8 @@ def main() -> None:
     ids = torch.randint(VOCABULARY, (SAMPLES, POSITIONS))
     step = ghostclip.GraphStep(ghostclip.GhostClipper(model, max_grad_norm=1.0, strategy="graph"), token_losses)
     parts = _Parts()
-    compiled.trace = parts.timed("traced", compiled.trace)
-    compiled.rewritten = parts.timed("rewritten", compiled.rewritten)
+    for name, part in (("trace", "traced"), ("rewritten", "rewritten")):
+        setattr(compiled, name, parts.timed(part, getattr(compiled, name)))
     step._step_for = parts.timed("made", step._step_for)  # type: ignore[method-assign]
     begun = time.perf_counter()
     parts.timed("whole", step)(ids)
