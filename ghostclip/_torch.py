@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache, partial
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -960,10 +961,22 @@ def functional(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.func.functionalize(function)
 
 
-def compiled(graph: Any, inputs: Sequence[Tensor], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Compile a graph by Inductor, without Dynamo: ``torch._inductor.compile``.
+def writes_in_place(graph: Any) -> bool:
+    """Return whether an operation of a graph may change what it is given: ``OpOverload._schema``.
 
-    It asks its cache on disk only where shapes have an environment, as Dynamo's have (``torch._guards``).
+    Args:
+        graph: A ``torch.fx.GraphModule``.
+
+    Returns:
+        True for operations without a schema as well, apart from taking an item.
+    """
+    targets = {node.target for node in graph.graph.nodes if node.op not in ("placeholder", "get_attr", "output")}
+    schemas = [getattr(target, "_schema", None) for target in targets - {operator.getitem}]
+    return any(schema is None or schema.is_mutable for schema in schemas)
+
+
+def compiled(graph: Any, inputs: Sequence[Tensor], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Compile a graph by Inductor, without Dynamo: ``torch._inductor.standalone_compile``.
 
     Args:
         graph: A ``torch.fx.GraphModule`` of aten operations.
@@ -971,18 +984,56 @@ def compiled(graph: Any, inputs: Sequence[Tensor], options: Mapping[str, Any]) -
         options: Inductor's.
 
     Returns:
-        What takes such tensors and returns the graph's outputs.
+        What takes such tensors and returns the graph's outputs. `save_compiled` writes it.
     """
-    import torch._inductor
-    from torch._guards import TracingContext, tracing
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch._inductor.standalone_compile import standalone_compile
 
-    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    forms: list[Any] = [fake.from_tensor(tensor, static_shapes=True) for tensor in inputs]
-    with tracing(TracingContext(fake)):
-        function: Callable[..., Any] = torch._inductor.compile(graph, forms, options=dict(options))
+    function: Callable[..., Any] = standalone_compile(
+        graph, list(inputs), dynamic_shapes="from_example_inputs", options={"config_patches": dict(options)}
+    )
     return function
+
+
+def save_compiled(function: Any, path: Path) -> None:
+    """Write what `compiled` returned, as torch writes its own caches: ``CompiledArtifact.save``.
+
+    Args:
+        function: What was compiled, with Inductor's cache on.
+        path: A file that does not exist.
+    """
+    function.save(path=str(path), format="binary")
+
+
+def load_compiled(path: Path) -> Callable[..., Any]:
+    """Return what `save_compiled` wrote, as torch reads its own caches: ``CompiledArtifact.load``.
+
+    Args:
+        path: The file, whose content is trusted as that of torch's cache is.
+
+    Returns:
+        What was compiled.
+    """
+    from torch._inductor.standalone_compile import CompiledArtifact
+
+    function: Callable[..., Any] = CompiledArtifact.load(path=str(path), format="binary")
+    return function
+
+
+def compiler_cache() -> str | None:
+    """Return the folder of Inductor's cache, None where it is off: ``torch._inductor`` and ``torch._functorch``."""
+    from torch._functorch import config as aot
+    from torch._inductor import config
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    kept = config.fx_graph_cache and aot.enable_autograd_cache and not config.force_disable_caches
+    return cache_dir() if kept else None
+
+
+def compiler_settings() -> str:
+    """Return all settings of Inductor that its own cache tells apart: ``torch._inductor.config``."""
+    from torch._inductor import config
+
+    return repr(sorted(config.save_config_portable().items()))
 
 
 def inductor_options(mode: str) -> dict[str, Any]:

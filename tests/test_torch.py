@@ -1122,6 +1122,50 @@ def test_a_compiled_graph_computes_what_the_graph_does():
             torch.testing.assert_close(got, want)
 
 
+@pytest.mark.slow
+def test_a_compiled_graph_is_written_and_read_to_the_bit(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert _torch.compiler_cache() == str(tmp_path)
+    x = torch.randn(5, 7)
+    graph = _torch.traced(lambda x: [(x * 2).cos().sum(1), x @ x.t()], [x])
+    with torch.no_grad():
+        run = _torch.compiled(graph, [x], {})
+        _torch.save_compiled(run, tmp_path / "graph")
+        read = _torch.load_compiled(tmp_path / "graph")
+        assert all(map(torch.equal, run(x), read(x)))
+    (tmp_path / "other").write_bytes((tmp_path / "graph").read_bytes()[:-1])
+    with pytest.raises(Exception, match=r".*"):
+        _torch.load_compiled(tmp_path / "other")
+
+
+def test_the_folder_of_the_compiler_is_none_where_it_keeps_nothing():
+    from torch._inductor import config
+
+    with config.patch(force_disable_caches=True):
+        assert _torch.compiler_cache() is None
+
+
+def test_settings_of_the_compiler_are_told_apart():
+    from torch._inductor import config
+
+    before = _torch.compiler_settings()
+    with config.patch(max_fusion_size=3):
+        assert _torch.compiler_settings() != before
+    assert _torch.compiler_settings() == before
+
+
+def test_what_writes_in_place_is_told_from_what_does_not():
+    def graph(function):
+        return _torch.traced(function, [torch.ones(4)])
+
+    assert not _torch.writes_in_place(graph(lambda x: x.view(2, 2).cos().split(1)[0] + x.view(2, 2)))
+    assert _torch.writes_in_place(graph(lambda x: x.clone().add_(1)))
+    assert _torch.writes_in_place(graph(lambda x: torch.cos(x, out=torch.empty(4))))
+    other = graph(lambda x: x.cos())
+    next(node for node in other.graph.nodes if node.op == "call_function").target = len
+    assert _torch.writes_in_place(other)
+
+
 def test_modes_of_the_compiler_stand_for_options():
     assert _torch.inductor_options("max-autotune")["max_autotune"] is True
 

@@ -105,7 +105,8 @@ class Ways:
             name: ghostclip.GhostClipper(self._models[name], max_grad_norm=1.0, strategy=strategy)
             for name, strategy in (("book-keeping", "bookkeeping"), ("graph", "graph"))
         }
-        self.step = ghostclip.GraphStep(self._clippers["graph"], task.losses)
+        options = ghostclip.GraphOptions(cache=False)
+        self.step = ghostclip.GraphStep(self._clippers["graph"], task.losses, options=options)
         runs = (
             lambda: self._ordinary(self._models["ordinary"]),
             lambda: self._ordinary(self._compiled),

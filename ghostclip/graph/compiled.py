@@ -14,11 +14,12 @@ from torch import Tensor, fx, nn
 
 from ghostclip import _torch
 from ghostclip.graph.axes import Axes, analysed
-from ghostclip.graph.guards import Watched
+from ghostclip.graph.guards import Watched, surroundings
 from ghostclip.graph.options import GraphOptions
 from ghostclip.graph.parts import repeated
 from ghostclip.graph.refusal import NoGraphError
 from ghostclip.graph.rewrite import Clipping, private_step, rewritten
+from ghostclip.graph.store import place_of
 from ghostclip.graph.trace import (
     Inputs,
     LossFunction,
@@ -59,7 +60,7 @@ class CompiledStep:
 
     Attributes:
         random: Whether it draws random numbers.
-        graph: The graph of the private step: functional aten operations.
+        graph: The graph of the private step: functional aten operations; None where its compiled form was on disk.
         joint: The graph of forward, loss and backward that it was made of.
         size: Samples of a physical batch, padding included.
         verified: Whether it was held against the eager engine.
@@ -103,16 +104,32 @@ class CompiledStep:
         self.random = draws(self.joint.graph)
         flat = inputs.flat(model)
         valid_B = torch.ones(self.size, dtype=torch.bool, device=flat[0].device)
-        self.graph: fx.GraphModule = rewritten(private_step(self.joint, axes, inputs, clipping), [valid_B, *flat])
-        try:
-            with torch.no_grad(), full_precision():
-                self._run = options.compiled(self.graph, [valid_B, *flat])
-        except Exception as problem:
-            raise NoGraphError(f"it cannot be compiled ({type(problem).__name__}: {first_line(problem)})") from problem
+        self.graph: fx.GraphModule | None = None
+        self._run = self._compiled([valid_B, *flat], axes, inputs, clipping, options)
         self.verified, self.runs = False, 0
         # Its policy is told from others by its identity, which must not be given anew.
         self._clipping = clipping
         self._valid: dict[int, Tensor] = {self.size: valid_B}
+
+    def _compiled(
+        self, flat: list[Tensor], axes: Axes, inputs: Inputs, clipping: Clipping, options: GraphOptions
+    ) -> Callable[..., Any]:
+        """Return the compiled step, from disk where an equal one was compiled before."""
+        about = inputs.trainable, inputs.held, inputs.in_batch, surroundings(flat[0].device.type)
+        place = place_of(self.joint.graph, axes, *about, clipping, options.inductor()) if options.keeps() else None
+        with torch.no_grad(), full_precision():
+            found = None if place is None else place.found()
+        if found is not None:
+            return found
+        self.graph = rewritten(private_step(self.joint, axes, inputs, clipping), flat)
+        try:
+            with torch.no_grad(), full_precision():
+                made = options.compiled(self.graph, flat)
+        except Exception as problem:
+            raise NoGraphError(f"it cannot be compiled ({type(problem).__name__}: {first_line(problem)})") from problem
+        if place is not None:
+            place.keep(made)
+        return made
 
     def run(self, tensors: Sequence[Tensor], count: int) -> Outcome | None:
         """Compute a physical batch.

@@ -106,6 +106,7 @@ def surroundings(kind: str) -> Hashable:
         What is equal where these are.
     """
     autocast = tuple(
-        (device, torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)) for device in {"cpu", kind}
+        (device, torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device))
+        for device in sorted({"cpu", kind})
     )
     return autocast, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()

@@ -28,6 +28,8 @@ class GraphOptions:
             and returns a function.
         mode: A mode of ``torch.compile`` for Inductor, such as "max-autotune"; None for its default.
         most: Graphs that are compiled before other shapes stay eager.
+        cache: Whether what Inductor compiled is kept in the folder of its cache and found there by later processes.
+            With CUDA graphs it never is.
 
     Raises:
         InvalidOptionError: If one of them is out of range.
@@ -38,6 +40,7 @@ class GraphOptions:
     backend: str | Backend = "inductor"
     mode: str | None = None
     most: int = 8
+    cache: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.backend, str):
@@ -63,12 +66,19 @@ class GraphOptions:
             return self.backend(graph, inputs)
         if self.backend == "aten":
             return graph
+        return _torch.compiled(graph, inputs, self.inductor())
+
+    def inductor(self) -> dict[str, Any]:
+        """Return what Inductor is told."""
         # Random operations stay those of the generator, so that seeds mean what they mean without compiling.
         # Sizes and strides are those of its inputs: the batch is of one form and contiguous, parameters are watched.
-        options = {
+        return {
             "fallback_random": True,
             "size_asserts": False,
             "alignment_asserts": False,
             **(_torch.inductor_options(self.mode) if self.mode else {}),
         }
-        return _torch.compiled(graph, inputs, options)
+
+    def keeps(self) -> bool:
+        """Return whether compiled graphs are kept on disk."""
+        return self.cache and self.backend == "inductor" and not self.inductor().get("triton.cudagraphs")

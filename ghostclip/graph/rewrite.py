@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Final, cast
 
 import torch
@@ -144,7 +145,9 @@ def _clipped_sum(found: list[Factor], coef_B: Tensor, keep_B: Tensor | None, lik
         is_new = False
     if len(like) == 1:
         return [total]
-    return [part.view(tensor.shape) for part, tensor in zip(total.split(entries), like, strict=True)]
+    # Views of one part each: functionalization makes all of a split anew for every part.
+    starts = accumulate(entries, initial=0)
+    return [total.narrow(0, start, x.numel()).view(x.shape) for start, x in zip(starts, like, strict=False)]
 
 
 def private_step(traced: Traced, axes: Axes, inputs: Inputs, clipping: Clipping) -> Callable[..., list[Tensor]]:

@@ -148,8 +148,9 @@ def trace(model: nn.Module, loss: LossFunction, inputs: Inputs) -> Traced:
     try:
         with _as_it_was(model), torch.enable_grad(), _torch.steps_taken_apart():
             graph = _torch.traced(joint, inputs.flat(model))
-        with _torch.overrides_off():
-            graph = _torch.traced(_torch.functional(graph), inputs.flat(model))
+        if _torch.writes_in_place(graph):
+            with _torch.overrides_off():
+                graph = _torch.traced(_torch.functional(graph), inputs.flat(model))
     except Exception as problem:
         raise NoGraphError(f"it cannot be traced ({type(problem).__name__}: {first_line(problem)})") from problem
     finally:
