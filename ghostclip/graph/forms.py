@@ -25,13 +25,6 @@ LARGER: Final = 2
 """How many times the size of its two factors a gradient may have that is formed: beyond, on a CPU, writing and reading
 it twice takes longer than the Gram of the factors."""
 
-LANES: Final = 16
-"""Numbers that a processor multiplies at once, at most. A product whose rows are no multiple of that takes half as long
-again as its transpose whose rows are."""
-
-BESIDE: Final = 16
-"""An eager step holds products and copies beside what its backward needs: a sixteenth of that at least."""
-
 SMALL: Final = 4096
 """Entries of a parameter, such as a bias, up to which its gradients are put side by side with those of others: one norm
 and one sum for all of them. To start an operation takes longer than it does, and each is one more to compile."""
@@ -90,11 +83,11 @@ def side_by_side(found: Kept, alike: Callable[[str], Hashable]) -> Joint:
 
 
 def _turned(factor: Factor) -> Factor:
-    """Return a factor by the transposed gradient where rows of that alone are a multiple of the lanes."""
+    """Return a factor by the transposed gradient where its rows are the longer ones: a CPU forms those more quickly."""
     if type(factor) is not Outer or factor.slots > 1 or len(factor.shape) != 2 or factor.sizes[0] <= 1:
         return factor
     _, inputs, outputs = factor.sizes
-    turns = inputs % LANES and outputs % LANES == 0 and factor.a_NTI.device.type == "cpu"
+    turns = outputs > inputs and factor.a_NTI.device.type == "cpu"
     return Permuted(factor.transposed(), (1, 0)) if turns else factor
 
 
@@ -118,19 +111,6 @@ def _bytes_of(factors: Iterable[Factor]) -> int:
         elif isinstance(item, Factor):
             pending += vars(item).values()
     return sum(memory.values())
-
-
-def room_of(graph: fx.GraphModule) -> int:
-    """Return what may be kept until the clipped sum, so that a step takes no more than the eager engine's.
-
-    Args:
-        graph: Forward, loss and backward.
-
-    Returns:
-        Bytes.
-    """
-    most = most_held(graph)
-    return most + most // BESIDE
 
 
 def most_held(graph: fx.GraphModule) -> int:

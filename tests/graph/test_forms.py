@@ -8,7 +8,7 @@ from torch.nn import functional
 import ghostclip
 from ghostclip import _torch
 from ghostclip.factors import Dense, Outer, Permuted, Rows
-from ghostclip.graph import forms
+from ghostclip.graph import forms, rewrite
 from ghostclip.graph.axes import first_of
 from ghostclip.graph.trace import operation
 from ghostclip.kernels import gram, reads
@@ -47,14 +47,14 @@ def test_what_is_kept_fits_in_the_room():
 @pytest.mark.parametrize(
     ("sizes", "turned"),
     [
-        pytest.param((16, 10, 32), True, id="outputs fill lanes"),
-        pytest.param((16, 32, 32), False, id="both do"),
-        pytest.param((16, 10, 33), False, id="neither does"),
-        pytest.param((16, 32, 10), False, id="inputs do"),
+        pytest.param((16, 10, 32), True, id="more outputs"),
+        pytest.param((16, 32, 33), True, id="one output more"),
+        pytest.param((16, 32, 32), False, id="as many"),
+        pytest.param((16, 33, 32), False, id="more inputs"),
         pytest.param((1, 10, 32), False, id="one position"),
     ],
 )
-def test_products_have_rows_that_fill_lanes(sizes, turned):
+def test_rows_of_products_are_the_longer_ones(sizes, turned):
     factor, coef_B = _outer(*sizes), torch.rand(2)
     for room in (0, 1 << 30):
         (found,) = forms.kept({"weight": [factor]}, room=room)["weight"]
@@ -137,7 +137,7 @@ def _token_losses(model, ids, y):
 @pytest.mark.parametrize("room", [0, None], ids=["factors", "formed"])
 def test_sums_are_the_same_in_both_forms(room, monkeypatch):
     if room is not None:
-        monkeypatch.setattr("ghostclip.graph.rewrite.room_of", lambda graph: room)
+        monkeypatch.setattr("ghostclip.graph.rewrite.most_held", lambda graph: room)
     torch.manual_seed(0)
     model, data = Wide().double(), (torch.randint(11, (5, 12)), torch.randint(200, (5, 12)))
     clipper = ghostclip.GhostClipper(model, max_grad_norm=0.1, strategy="graph")
@@ -159,6 +159,20 @@ def test_a_graph_has_no_reshapes_of_reshapes():
     views = {node for node, name in inner.items() if name in ("reshape", "view", "unsqueeze", "squeeze")}
     assert views
     assert not views & {first_of(node) for node in views}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bias_is_added_where_a_product_is_read(dtype):
+    """Not where the product would be rounded to 16 bits before."""
+    bias, x, weight = (torch.randn(*shape).to(dtype) for shape in ((7,), (4, 5), (5, 7)))
+
+    def step(*inputs):
+        return [torch.addmm(*inputs), torch.addmm(*inputs, beta=0.5)]
+
+    graph = rewrite.rewritten(step, [bias, x, weight])
+    names = [operation(node) for node in graph.graph.nodes]
+    assert names.count("addmm") == (1 if dtype == torch.float32 else 2)
+    torch.testing.assert_close(graph(bias, x, weight), step(bias, x, weight))
 
 
 def _long_sums(step):
