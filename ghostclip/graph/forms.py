@@ -29,6 +29,10 @@ SMALL: Final = 4096
 """Entries of a parameter, such as a bias, up to which its gradients are put side by side with those of others: one norm
 and one sum for all of them. To start an operation takes longer than it does, and each is one more to compile."""
 
+_LARGE_BLOCK: Final = (1 << 25) - (1 << 16)
+"""Bytes of the largest block, about, after which glibc takes blocks of its size for usual: it then gives memory back to
+the system where more than twice as much is free."""
+
 Kept = dict[str, list[Factor]]
 Joint = dict[tuple[str, ...], list[Factor]]
 """Factors of parameters whose gradients of a sample lie side by side, by their names."""
@@ -111,6 +115,16 @@ def _bytes_of(factors: Iterable[Factor]) -> int:
         elif isinstance(item, Factor):
             pending += vars(item).values()
     return sum(memory.values())
+
+
+def have_freed_kept(most: int) -> None:
+    """Have the allocator of a CPU keep memory that a step frees for the next one, which clears every page otherwise.
+
+    Args:
+        most: Bytes that a step takes; nothing is done for more than would be kept.
+    """
+    if most <= 2 * _LARGE_BLOCK:
+        torch.empty(_LARGE_BLOCK, dtype=torch.uint8, device="cpu")
 
 
 def most_held(graph: fx.GraphModule) -> int:

@@ -18,7 +18,7 @@ from ghostclip.clipping.norms import GroupNorms, cross_terms
 from ghostclip.clipping.policies import ClipPolicy, Layout, finite_samples
 from ghostclip.factors import Factor
 from ghostclip.graph.axes import SIZES_ALONE, Axes, first_of, shape_of
-from ghostclip.graph.forms import Joint, Kept, kept, most_held, side_by_side
+from ghostclip.graph.forms import Joint, Kept, have_freed_kept, kept, most_held, side_by_side
 from ghostclip.graph.refusal import NoGraphError
 from ghostclip.graph.sums import Reduction, Sum, Value, linear
 from ghostclip.graph.trace import Inputs, Traced, first_line, operation
@@ -162,6 +162,7 @@ def private_step(traced: Traced, axes: Axes, inputs: Inputs, clipping: Clipping)
         sum of every trainable parameter, and the tensors of what else the loss function returned.
     """
     room = most_held(traced.graph)
+    have_freed_kept(room)
 
     def step(valid_B: Tensor, *flat: Tensor) -> list[Tensor]:
         losses_B, found, extra = factors_of(traced, axes, inputs, flat)

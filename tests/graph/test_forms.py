@@ -1,5 +1,10 @@
 """In which form a graph keeps gradients, how many operations it is made of, and what it takes of memory."""
 
+import os
+import platform
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -92,6 +97,31 @@ def test_the_most_that_results_take_is_that_of_those_alive_together():
 
     graph = _torch.traced(lambda x: [steps(x)], [torch.ones(10)])
     assert forms.most_held(graph) == 2 * 40 + 4
+
+
+_FAULTS = """
+import resource, sys, torch
+from ghostclip.graph import forms
+
+forms.have_freed_kept(int(sys.argv[1]))
+for _ in range(4):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [torch.ones(1 << 20) for _ in range(8)]
+    del blocks
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
+def test_memory_that_a_step_frees_is_there_for_the_next():
+    environment = {name: value for name, value in os.environ.items() if "MALLOC" not in name and name != "LD_PRELOAD"}
+    environment["OMP_NUM_THREADS"] = "1"
+    faults = [
+        int(subprocess.check_output([sys.executable, "-c", _FAULTS, most], env=environment, text=True))
+        for most in (str(1 << 25), str(1 << 30))
+    ]
+    assert faults[0] < 100
+    assert faults[1] > 1000
 
 
 def _norms(a, g):
