@@ -64,7 +64,7 @@ and each is several operations to compile."""
 TRACED_LEVELS: Final = 3
 """Halvings in such a graph, at most."""
 
-HALVED_AT_ONCE: Final = 32
+HALVED_AT_ONCE: Final = 64
 """Positions of the smallest blocks on the diagonal in such a graph that a CPU forms in two products, without the upper
 right quarter."""
 
