@@ -264,7 +264,7 @@ def _replaced(node: fx.Node, source: fx.Node) -> None:
 
 def _bias_apart(graph: fx.Graph, node: fx.Node) -> None:
     """Have a bias added where a product is read: by itself, a product on a CPU would be written once more for it."""
-    bias, *factors = node.args
+    bias, *factors = cast("tuple[fx.Node, ...]", node.args)
     shape, value = shape_of(node), node.meta["val"]
     # Of 16 bits the product would be rounded before the bias is added.
     if node.kwargs or value.device.type != "cpu" or value.element_size() < 4 or shape_of(bias) != shape[1:]:
