@@ -25,16 +25,13 @@ LARGER: Final = 2
 """How many times the size of its two factors a gradient may have that is formed: beyond, on a CPU, writing and reading
 it twice takes longer than the Gram of the factors."""
 
-LANES: Final = 16
-"""Numbers that a processor multiplies at once, at most. A product whose rows are no multiple of that takes half as long
-again as its transpose whose rows are."""
-
-BESIDE: Final = 16
-"""An eager step holds products and copies beside what its backward needs: a sixteenth of that at least."""
-
 SMALL: Final = 4096
 """Entries of a parameter, such as a bias, up to which its gradients are put side by side with those of others: one norm
 and one sum for all of them. To start an operation takes longer than it does, and each is one more to compile."""
+
+_LARGE_BLOCK: Final = (1 << 25) - (1 << 16)
+"""Bytes of the largest block, about, after which glibc takes blocks of its size for usual: it then gives memory back to
+the system where more than twice as much is free."""
 
 Kept = dict[str, list[Factor]]
 Joint = dict[tuple[str, ...], list[Factor]]
@@ -90,11 +87,11 @@ def side_by_side(found: Kept, alike: Callable[[str], Hashable]) -> Joint:
 
 
 def _turned(factor: Factor) -> Factor:
-    """Return a factor by the transposed gradient where rows of that alone are a multiple of the lanes."""
+    """Return a factor by the transposed gradient where its rows are the longer ones: a CPU forms those more quickly."""
     if type(factor) is not Outer or factor.slots > 1 or len(factor.shape) != 2 or factor.sizes[0] <= 1:
         return factor
     _, inputs, outputs = factor.sizes
-    turns = inputs % LANES and outputs % LANES == 0 and factor.a_NTI.device.type == "cpu"
+    turns = outputs > inputs and factor.a_NTI.device.type == "cpu"
     return Permuted(factor.transposed(), (1, 0)) if turns else factor
 
 
@@ -120,17 +117,14 @@ def _bytes_of(factors: Iterable[Factor]) -> int:
     return sum(memory.values())
 
 
-def room_of(graph: fx.GraphModule) -> int:
-    """Return what may be kept until the clipped sum, so that a step takes no more than the eager engine's.
+def have_freed_kept(most: int) -> None:
+    """Have the allocator of a CPU keep memory that a step frees for the next one, which clears every page otherwise.
 
     Args:
-        graph: Forward, loss and backward.
-
-    Returns:
-        Bytes.
+        most: Bytes that a step takes; nothing is done for more than would be kept.
     """
-    most = most_held(graph)
-    return most + most // BESIDE
+    if most <= 2 * _LARGE_BLOCK:
+        torch.empty(_LARGE_BLOCK, dtype=torch.uint8, device="cpu")
 
 
 def most_held(graph: fx.GraphModule) -> int:

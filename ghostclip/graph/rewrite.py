@@ -19,7 +19,7 @@ from ghostclip.clipping.norms import GroupNorms, cross_terms
 from ghostclip.clipping.policies import ClipPolicy, Layout, finite_samples
 from ghostclip.factors import Factor
 from ghostclip.graph.axes import SIZES_ALONE, Axes, first_of, shape_of
-from ghostclip.graph.forms import Joint, Kept, kept, room_of, side_by_side
+from ghostclip.graph.forms import Joint, Kept, have_freed_kept, kept, most_held, side_by_side
 from ghostclip.graph.refusal import NoGraphError
 from ghostclip.graph.sums import Reduction, Sum, Value, linear
 from ghostclip.graph.trace import Inputs, Traced, first_line, operation
@@ -164,7 +164,8 @@ def private_step(traced: Traced, axes: Axes, inputs: Inputs, clipping: Clipping)
         certain, ``(B,)`` bool, the losses ``(B,)``, norms and coefficients of each group, ``(B,)`` each, the clipped
         sum of every trainable parameter, and the tensors of what else the loss function returned.
     """
-    room = room_of(traced.graph)
+    room = most_held(traced.graph)
+    have_freed_kept(room)
 
     def step(valid_B: Tensor, *flat: Tensor) -> list[Tensor]:
         losses_B, found, extra = factors_of(traced, axes, inputs, flat)
@@ -227,6 +228,9 @@ def rewritten(step: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> fx
         raise NoGraphError(
             f"its factors cannot be written as a graph ({type(problem).__name__}: {first_line(problem)})"
         ) from problem
+    for node in list(graph.graph.nodes):
+        if operation(node) == "addmm":
+            _bias_apart(graph.graph, node)
     _without_steps_between(graph.graph)
     for node in list(graph.graph.nodes):
         # What a view was of may lie otherwise once it is computed.
@@ -259,6 +263,23 @@ def _without_steps_between(graph: fx.Graph) -> None:
 def _replaced(node: fx.Node, source: fx.Node) -> None:
     """Have all but the outputs take another node: an input that is returned is returned as a tensor of its own."""
     node.replace_all_uses_with(source, delete_user_cb=lambda user: user.op != "output")
+
+
+def _bias_apart(graph: fx.Graph, node: fx.Node) -> None:
+    """Have a bias added where a product is read: by itself, a product on a CPU would be written once more for it."""
+    bias, *factors = cast("tuple[fx.Node, ...]", node.args)
+    shape, value = shape_of(node), node.meta["val"]
+    # Of 16 bits the product would be rounded before the bias is added.
+    if node.kwargs or value.device.type != "cpu" or value.element_size() < 4 or shape_of(bias) != shape[1:]:
+        return
+    with graph.inserting_before(node):
+        product = graph.call_function(torch.ops.aten.mm.default, tuple(factors))
+        # Inductor puts a sum that stands right behind its product back to where it was.
+        apart = graph.call_function(torch.ops.aten.reshape.default, (product, [1, *shape]))
+        added = graph.call_function(torch.ops.aten.add.Tensor, (apart, bias))
+    node.target, node.args = torch.ops.aten.reshape.default, (added, list(shape))
+    product.meta = dict(node.meta)
+    apart.meta = added.meta = {**node.meta, "val": value.unsqueeze(0)}
 
 
 _SHORT: Final = 256

@@ -258,14 +258,28 @@ def _index_put(call: Reduction) -> Sum | None:
 
 
 @_handles("native_layer_norm_backward")
-def _layer_norm(call: Reduction) -> tuple[Any, ...]:
-    grad, x, shape, mean, rstd = call.args[:5]
-    wanted = call.args[7]
-    inner, *_ = call.plain()
-    g_BTF, x_BTF, mean_BT1, rstd_BT1 = (value.apart(call.batch_size) for value in (grad, x, mean, rstd))
-    over = list(range(1, g_BTF.dim() - len(shape)))
-    weight = Sum(Dense((g_BTF * (x_BTF - mean_BT1) * rstd_BT1).sum(over))) if wanted[1] else None
-    return inner, weight, Sum(Dense(g_BTF.sum(over))) if wanted[2] else None
+def _layer_norm(call: Reduction) -> tuple[Any, ...] | None:
+    """The normalised input is formed once, for the gradient that goes on and for that of the weight."""
+    grad, x, shape, mean, rstd, weight, _, wanted = call.args
+    if not _alike(grad, x):
+        return None
+    wide = torch.promote_types(x.tensor.dtype, torch.float32)
+    scaled_BTF = (x.tensor.to(wide) - mean.tensor) * rstd.tensor
+    grad_BTF = g_BTF = grad.tensor.to(wide)
+    if weight is not None:
+        grad_BTF = g_BTF * weight.tensor.to(wide)
+    inner, over = None, list(range(-len(shape), 0))
+    if wanted[0]:
+        along_BT1 = (grad_BTF * scaled_BTF).mean(over, keepdim=True)
+        inner = ((grad_BTF - grad_BTF.mean(over, keepdim=True) - scaled_BTF * along_BT1) * rstd.tensor).to(
+            x.tensor.dtype
+        )
+
+    def summed(value_BTF: Tensor) -> Sum:
+        apart = Value(value_BTF, grad.layout).apart(call.batch_size)
+        return Sum(Dense(apart.sum(list(range(1, apart.dim() - len(shape))))))
+
+    return inner, summed(g_BTF * scaled_BTF) if wanted[1] else None, summed(g_BTF) if wanted[2] else None
 
 
 @_handles("native_batch_norm_backward")

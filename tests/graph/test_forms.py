@@ -1,5 +1,10 @@
 """In which form a graph keeps gradients, how many operations it is made of, and what it takes of memory."""
 
+import os
+import platform
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +13,7 @@ from torch.nn import functional
 import ghostclip
 from ghostclip import _torch
 from ghostclip.factors import Dense, Outer, Permuted, Rows
-from ghostclip.graph import forms
+from ghostclip.graph import forms, rewrite
 from ghostclip.graph.axes import first_of
 from ghostclip.graph.trace import operation
 from ghostclip.kernels import gram, reads
@@ -47,14 +52,14 @@ def test_what_is_kept_fits_in_the_room():
 @pytest.mark.parametrize(
     ("sizes", "turned"),
     [
-        pytest.param((16, 10, 32), True, id="outputs fill lanes"),
-        pytest.param((16, 32, 32), False, id="both do"),
-        pytest.param((16, 10, 33), False, id="neither does"),
-        pytest.param((16, 32, 10), False, id="inputs do"),
+        pytest.param((16, 10, 32), True, id="more outputs"),
+        pytest.param((16, 32, 33), True, id="one output more"),
+        pytest.param((16, 32, 32), False, id="as many"),
+        pytest.param((16, 33, 32), False, id="more inputs"),
         pytest.param((1, 10, 32), False, id="one position"),
     ],
 )
-def test_products_have_rows_that_fill_lanes(sizes, turned):
+def test_rows_of_products_are_the_longer_ones(sizes, turned):
     factor, coef_B = _outer(*sizes), torch.rand(2)
     for room in (0, 1 << 30):
         (found,) = forms.kept({"weight": [factor]}, room=room)["weight"]
@@ -92,6 +97,31 @@ def test_the_most_that_results_take_is_that_of_those_alive_together():
 
     graph = _torch.traced(lambda x: [steps(x)], [torch.ones(10)])
     assert forms.most_held(graph) == 2 * 40 + 4
+
+
+_FAULTS = """
+import resource, sys, torch
+from ghostclip.graph import forms
+
+forms.have_freed_kept(int(sys.argv[1]))
+for _ in range(4):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [torch.ones(1 << 20) for _ in range(8)]
+    del blocks
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
+def test_memory_that_a_step_frees_is_there_for_the_next():
+    environment = {name: value for name, value in os.environ.items() if "MALLOC" not in name and name != "LD_PRELOAD"}
+    environment["OMP_NUM_THREADS"] = "1"
+    faults = [
+        int(subprocess.check_output([sys.executable, "-c", _FAULTS, most], env=environment, text=True))
+        for most in (str(1 << 25), str(1 << 30))
+    ]
+    assert faults[0] < 100
+    assert faults[1] > 1000
 
 
 def _norms(a, g):
@@ -137,7 +167,7 @@ def _token_losses(model, ids, y):
 @pytest.mark.parametrize("room", [0, None], ids=["factors", "formed"])
 def test_sums_are_the_same_in_both_forms(room, monkeypatch):
     if room is not None:
-        monkeypatch.setattr("ghostclip.graph.rewrite.room_of", lambda graph: room)
+        monkeypatch.setattr("ghostclip.graph.rewrite.most_held", lambda graph: room)
     torch.manual_seed(0)
     model, data = Wide().double(), (torch.randint(11, (5, 12)), torch.randint(200, (5, 12)))
     clipper = ghostclip.GhostClipper(model, max_grad_norm=0.1, strategy="graph")
@@ -159,6 +189,20 @@ def test_a_graph_has_no_reshapes_of_reshapes():
     views = {node for node, name in inner.items() if name in ("reshape", "view", "unsqueeze", "squeeze")}
     assert views
     assert not views & {first_of(node) for node in views}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bias_is_added_where_a_product_is_read(dtype):
+    """Not where the product would be rounded to 16 bits before."""
+    bias, x, weight = (torch.randn(*shape).to(dtype) for shape in ((7,), (4, 5), (5, 7)))
+
+    def step(*inputs):
+        return [torch.addmm(*inputs), torch.addmm(*inputs, beta=0.5)]
+
+    graph = rewrite.rewritten(step, [bias, x, weight])
+    names = [operation(node) for node in graph.graph.nodes]
+    assert names.count("addmm") == (1 if dtype == torch.float32 else 2)
+    torch.testing.assert_close(graph(bias, x, weight), step(bias, x, weight))
 
 
 def _long_sums(step):
