@@ -693,6 +693,14 @@ def microbatches_of(schedule: Any) -> int:
     return found
 
 
+def sends_within_a_rank(stage: Any) -> bool:
+    """Return whether a schedule's first step sends between neighbouring stages of one rank, as torch 2.8 and 2.11 do.
+
+    Versions that do not have `PipelineStage._warmup_forward_vote` in its place.
+    """
+    return not hasattr(stage, "_warmup_forward_vote")
+
+
 def in_context_parallel() -> bool:
     """Return whether torch runs attention over the positions of several ranks: inside ``context_parallel``.
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ghostclip import _torch
 from ghostclip.capture import row_origin
@@ -808,6 +809,24 @@ def test_schedules_tell_their_microbatches(divided):
 
     stage = PipelineStage(nn.Linear(2, 2), 0, 1, torch.device("cpu"), group=_torch.data_mesh(divided).get_group())
     assert _torch.microbatches_of(ScheduleGPipe(stage, n_microbatches=3)) == 3
+
+
+def test_versions_whose_schedules_send_within_a_rank_are_told(divided):
+    from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+
+    class Sent(TorchDispatchMode):
+        names = ()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names += (func.overloadpacket.__name__,)
+            return func(*args, **(kwargs or {}))
+
+    group = _torch.data_mesh(divided).get_group()
+    stages = [PipelineStage(nn.Linear(2, 2), number, 2, torch.device("cpu"), group=group) for number in range(2)]
+    schedule = ScheduleInterleaved1F1B(stages, n_microbatches=2, loss_fn=functional.mse_loss)
+    with Sent() as sent:
+        schedule.step(torch.ones(4, 2), target=torch.ones(4, 2))
+    assert _torch.sends_within_a_rank(stages[0]) == ("send" in sent.names)
 
 
 def test_context_parallel_is_known_while_it_is_open(divided):

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, distributed, nn
 
+from ghostclip import _torch
 from ghostclip.clipper import GhostClipper
 from ghostclip.clipping.grouping import Whole
 from ghostclip.clipping.held import Held
@@ -124,8 +125,15 @@ class PipelineClipper:
 
     def _require_separate(self) -> None:
         owners: dict[nn.Parameter, int] = {}
+        here = {stage.stage_index for stage in self._stages}
         for stage in self._stages:
             number = stage.stage_index
+            if number + 1 in here and _torch.sends_within_a_rank(stage) and _is_gloo(stage):
+                raise UnsupportedModelError(
+                    f"stages {number} and {number + 1} are on one rank: torch {torch.__version__} sends from one to "
+                    "the other over gloo, which refuses that. Use torch 2.13, or a schedule that has neighbours on "
+                    "different ranks (ScheduleInterleaved1F1B)."
+                )
             if isinstance(stage.submod, nn.parallel.DistributedDataParallel):
                 raise UnsupportedModelError(
                     f"stage {number} is wrapped in DistributedDataParallel, which adds up gradients that are not "
@@ -364,6 +372,12 @@ def _counting(stage: Stage, clipper: GhostClipper, samples: int) -> Iterator[Non
         yield
     finally:
         del stage.forward_one_chunk
+
+
+def _is_gloo(stage: Stage) -> bool:
+    """Return whether a stage's tensors travel over gloo."""
+    backends = dict(pair.split(":") for pair in distributed.get_backend_config(stage.group).split(","))
+    return backends.get(stage.device.type) == "gloo"
 
 
 def _nothing_is_left() -> Callable[[], None]:

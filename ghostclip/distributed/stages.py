@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
 from ghostclip.capture.roster import Roster
+from ghostclip.clipper import GhostClipper
 from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.distributed.pipeline import PipelineClipper
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
+
+
+def _of_first(name: str) -> Any:
+    """Return a property, or the methods, of `GhostClipper`, which the first stage answers for all."""
+    return property(lambda stages: getattr(stages._first, name), doc=f"See `GhostClipper.{name}`.")
+
+
+def _on_each(name: str) -> Any:
+    """Return a method of `GhostClipper` that is called on every stage."""
+
+    @functools.wraps(getattr(GhostClipper, name))
+    def call(stages: StagesClipper, **options: Any) -> None:
+        for one in stages.pipeline.clippers:
+            getattr(one, name)(**options)
+
+    return call
 
 
 class StagesClipper:
@@ -65,67 +83,22 @@ class StagesClipper:
     def max_grad_norm(self, value: float) -> None:
         self.policy.max_grad_norm = value
 
-    @property
-    def loss_reduction(self) -> str:
-        """How the schedule's loss is reduced."""
-        return self._first.loss_reduction
-
-    @property
-    def relation(self) -> str:
-        """Which data sets count as neighbours."""
-        return self._first.relation
-
-    def sensitivity(self) -> float:
-        """Return how far one sample can move the clipped sums of all stages together."""
-        return self._first.sensitivity()
-
-    @property
-    def attached(self) -> bool:
-        """Whether the stages' gradients are clipped."""
-        return self._first.attached
-
-    @property
-    def has_clipped_sum(self) -> bool:
-        """Whether a step of the schedule (or one without samples) has completed since the last `reset`."""
-        return self._first.has_clipped_sum
-
-    @property
-    def backward_passes(self) -> int:
-        """How many batches went through the schedule since the last `reset`."""
-        return self._first.backward_passes
-
-    @property
-    def generation(self) -> int:
-        """How often the sums were forgotten."""
-        return self._first.generation
-
-    @property
-    def rows_seen(self) -> tuple[int, ...]:
-        """Samples of each batch since the last `reset`, in order."""
-        return self._first.rows_seen
-
-    @property
-    def inputs_noted(self) -> tuple[list[Any], ...]:
-        """What was noted of the inputs of the first of these stages: batches where it is the model's first."""
-        return self._first.inputs_noted
+    loss_reduction = _of_first("loss_reduction")
+    relation = _of_first("relation")
+    sensitivity = _of_first("sensitivity")
+    attached = _of_first("attached")
+    has_clipped_sum = _of_first("has_clipped_sum")
+    backward_passes = _of_first("backward_passes")
+    generation = _of_first("generation")
+    rows_seen = _of_first("rows_seen")
+    inputs_noted = _of_first("inputs_noted")
+    note_inputs = _of_first("note_inputs")
+    clip_coefficients = _of_first("clip_coefficients")
 
     @property
     def per_sample_norms(self) -> Tensor:
         """Norms of the samples' gradients over all stages in the last step of the schedule. Not private."""
         return self.pipeline.per_sample_norms
-
-    @property
-    def clip_coefficients(self) -> Tensor:
-        """Clip coefficients of the last microbatch. Not private."""
-        return self._first.clip_coefficients
-
-    def note_inputs(self, note: Callable[[Sequence[Tensor], int], Any]) -> None:
-        """Let forwards of the first of these stages be noted; see `GhostClipper.note_inputs`.
-
-        Args:
-            note: Called with the tensors and the number of samples.
-        """
-        self._first.note_inputs(note)
 
     # -- what each stage has ----------------------------------------------------------------------------------------
 
@@ -171,31 +144,9 @@ class StagesClipper:
             found.update(zip(map(id, own), one.hand_over_sums(own), strict=True))
         return [found[id(p)] for p in parameters]
 
-    def own_gradients(
-        self, *, discard: Callable[[], Callable[[], None] | None] = lambda: None, samples: bool = False
-    ) -> None:
-        """Let a private optimizer own the sums of all stages; see `GhostClipper.own_gradients`.
-
-        Args:
-            discard: As there.
-            samples: As there.
-        """
-        for one in self.pipeline.clippers:
-            one.own_gradients(discard=discard, samples=samples)
-
-    def mark_empty_batch(self) -> None:
-        """Count a batch without samples as a clipped sum of zero."""
-        for one in self.pipeline.clippers:
-            one.mark_empty_batch()
-
-    def merge_passes(self, *, since: int) -> None:
-        """Count steps of the schedule through parts of one batch as one.
-
-        Args:
-            since: How many batches there were before the first of them.
-        """
-        for one in self.pipeline.clippers:
-            one.merge_passes(since=since)
+    own_gradients = _on_each("own_gradients")
+    mark_empty_batch = _on_each("mark_empty_batch")
+    merge_passes = _on_each("merge_passes")
 
     def leave_plain_gradients(self) -> None:
         """Nothing to leave: sums of stages wait for each other's norms."""

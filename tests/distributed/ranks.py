@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +24,8 @@ from ghostclip.distributed import (
     require_agreement,
     share_noise,
 )
-from ghostclip.errors import FixedSeedWarning, InvalidOptionError
+from ghostclip.errors import InvalidOptionError
 from ghostclip.noise import make_noise_source
-from tests.process_group import process_group
 
 LEVELS = ("fast", "secure", "exact")
 SHAPES = ((70_001,), (3, 5), (1,))
@@ -45,26 +42,23 @@ def partial_sums(level: str, rank: int) -> list[torch.Tensor]:
     return sums if level == "exact" else [part.float() for part in sums]
 
 
-def run(rank: int, ranks: int, folder: str) -> None:
-    """Be one rank.
+def find(rank: int) -> dict[str, Any]:
+    """Return what one rank finds.
 
     Args:
         rank: Its number.
-        ranks: How many there are.
-        folder: Where they meet, and where results go.
+
+    Returns:
+        By what it is of.
     """
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore", FixedSeedWarning)
-    with process_group(rank, ranks, folder):
-        found: dict[str, Any] = {
-            "batches": _batches(),
-            "noise": {level: _releases(level, rank) for level in LEVELS},
-            "shares": {level: _shares(level) for level in LEVELS},
-            "refused": _refused(rank),
-            "reseeded": _reseeded(rank),
-            "trained": {setting: train(rank, *setting) for setting in SETTINGS},
-        }
-    torch.save(found, Path(folder) / f"rank{rank}.pt")
+    return {
+        "batches": _batches(),
+        "noise": {level: _releases(level, rank) for level in LEVELS},
+        "shares": {level: _shares(level) for level in LEVELS},
+        "refused": _refused(rank),
+        "reseeded": _reseeded(rank),
+        "trained": {setting: train(rank, *setting) for setting in SETTINGS},
+    }
 
 
 def model(seed: int) -> nn.Module:

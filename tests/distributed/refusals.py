@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +17,6 @@ from ghostclip.distributed import Share, SharedNoise, broadcast_parameters, requ
 from ghostclip.errors import GhostClipError
 from ghostclip.noise import make_noise_source
 from tests.distributed.loops import data, model, snapshot
-from tests.process_group import process_group
 
 DRAWS = {
     "equal": (Share(5, 3, 9, 1.0, 0.5), Share(4, 3, 9, 1.0, 0.5)),
@@ -40,28 +37,25 @@ FAULTS = ("none", "every other batch", "a row less", "no backward", "another noi
 """What rank 1 (of every other batch, each rank) does to its third step."""
 
 
-def run(rank: int, ranks: int, folder: str) -> None:
-    """Be one rank.
+def find(rank: int) -> dict[str, Any]:
+    """Return what one rank finds.
 
     Args:
         rank: Its number.
-        ranks: How many there are.
-        folder: Where they meet, and where results go.
+
+    Returns:
+        By what it is of.
     """
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    with process_group(rank, ranks, folder):
-        tries: dict[str, Callable[[], Any]] = {
-            **{f"draw: {name}": lambda shares=shares: require_one_draw(shares[rank]) for name, shares in DRAWS.items()},
-            **_models(rank),
-            **_loaders(rank),
-            **_wrappers(),
-            **{f"step: {fault}": lambda fault=fault: _faulty_step(rank, fault) for fault in FAULTS},
-            "noise of another checkpoint": lambda: _resumed_on_one(rank),
-            "another order": lambda: require_agreement("step" if rank else "size", 1),
-        }
-        found = {name: outcome(attempt) for name, attempt in tries.items()}
-    torch.save(found, Path(folder) / f"rank{rank}.pt")
+    tries: dict[str, Callable[[], Any]] = {
+        **{f"draw: {name}": lambda shares=shares: require_one_draw(shares[rank]) for name, shares in DRAWS.items()},
+        **_models(rank),
+        **_loaders(rank),
+        **_wrappers(),
+        **{f"step: {fault}": lambda fault=fault: _faulty_step(rank, fault) for fault in FAULTS},
+        "noise of another checkpoint": lambda: _resumed_on_one(rank),
+        "another order": lambda: require_agreement("step" if rank else "size", 1),
+    }
+    return {name: outcome(attempt) for name, attempt in tries.items()}
 
 
 def outcome(attempt: Callable[[], Any]) -> tuple[str, str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections import Counter
 from typing import Any
 
@@ -22,7 +20,6 @@ from ghostclip.errors import GhostClipError
 from ghostclip.losses import head_losses
 from ghostclip.noise import make_noise_source
 from ghostclip.optim import DPOptimizer
-from tests.process_group import process_group
 
 # Five samples do not divide by two; of six positions some layers send factors, others sums.
 SAMPLES, POSITIONS, WIDTH, WORDS = 5, 12, 8, 11
@@ -278,30 +275,29 @@ def attention_in_context_parallel(mesh: DeviceMesh) -> str:
     return ""
 
 
-def run(rank: int, ranks: int, folder: str) -> None:
-    """Be one rank.
+def find(rank: int, ranks: int) -> dict[str, Any]:
+    """Return what one rank finds.
 
     Args:
         rank: Its number.
         ranks: How many there are.
-        folder: Where they meet, and where results go.
+
+    Returns:
+        By what it is of.
     """
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    with process_group(rank, ranks, folder, meshes=True):
-        mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "cp"))
-        found: dict[str, Any] = {"whole": clipped(mesh), "trained": trained(mesh)}
-        found["left out"] = [clipped(mesh, left_out=number) for number in range(3)]
-        found["exchanged"] = {name: _exchanged(name) for name in EXCHANGES}
-        found["engine"] = {s: engine_trained(whole_model(), mesh=mesh, sigma=s) for s in SIGMAS}
-        found["engine without one"] = [
-            engine_trained(whole_model(), mesh=mesh, sigma=0.0, left_out=number)["released"] for number in range(2)
-        ]
-        found["ring"] = in_context_parallel(mesh)
-        found["refused"] = {case: _refused(case, mesh) for case in REFUSED}
-        found["refused"] |= {case: _refused_by_engine(mesh, **options) for case, options in REFUSED_BY_ENGINE.items()}
-    torch.save(found, f"{folder}/rank{rank}.pt")
-    os._exit(0)
+    del rank
+    mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "cp"))
+    found: dict[str, Any] = {"whole": clipped(mesh), "trained": trained(mesh)}
+    found["left out"] = [clipped(mesh, left_out=number) for number in range(3)]
+    found["exchanged"] = {name: _exchanged(name) for name in EXCHANGES}
+    found["engine"] = {s: engine_trained(whole_model(), mesh=mesh, sigma=s) for s in SIGMAS}
+    found["engine without one"] = [
+        engine_trained(whole_model(), mesh=mesh, sigma=0.0, left_out=number)["released"] for number in range(2)
+    ]
+    found["ring"] = in_context_parallel(mesh)
+    found["refused"] = {case: _refused(case, mesh) for case in REFUSED}
+    found["refused"] |= {case: _refused_by_engine(mesh, **options) for case, options in REFUSED_BY_ENGINE.items()}
+    return found
 
 
 class Exchanging(nn.Module):

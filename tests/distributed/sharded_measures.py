@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,33 +20,28 @@ from ghostclip.distributed import ShardedModel, noisy_parts_, noisy_sums_, share
 from ghostclip.errors import GhostClipError
 from ghostclip.noise import make_noise_source
 from tests.distributed.sharded import TRAININGS, blocks, built, losses_of, nested, samples, whole_of
-from tests.process_group import process_group
 
 SHAPES = ((40_001,), (300, 150), (3, 5), (1,), (7, 2))
 STD, BOUND = 3.0, 0.05
 
 
-def run(rank: int, ranks: int, folder: str) -> None:
-    """Be one rank.
+def find(rank: int) -> dict[str, Any]:
+    """Return what one rank finds.
 
     Args:
         rank: Its number.
-        ranks: How many there are.
-        folder: Where they meet, and where results go.
+
+    Returns:
+        By what it is of.
     """
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    with process_group(rank, ranks, folder, meshes=True):
-        found = {
-            "collectives": {name: _collectives(name) for name in ("nested", "gpt2")},
-            "memory": _memory(),
-            "moves": _moves(),
-            "noise": _noise(),
-            "refused": _refused(rank),
-            "copies": _copies(rank),
-        }
-    torch.save(found, Path(folder) / f"rank{rank}.pt")
-    os._exit(0)
+    return {
+        "collectives": {name: _collectives(name) for name in ("nested", "gpt2")},
+        "memory": _memory(),
+        "moves": _moves(),
+        "noise": _noise(),
+        "refused": _refused(rank),
+        "copies": _copies(rank),
+    }
 
 
 def _own(x: Tensor) -> Tensor:
@@ -57,13 +49,14 @@ def _own(x: Tensor) -> Tensor:
     return x[distributed.get_rank() :: distributed.get_world_size()]
 
 
-def _clipper(net: nn.Module, **options: Any) -> GhostClipper:
+def clipper_of(net: nn.Module, **options: Any) -> GhostClipper:
+    """A clipper of a divided model, whose sums stay with it."""
     clipper = GhostClipper(net, sharded=ShardedModel(net), loss_reduction="sum", **options)
     clipper.own_gradients()
     return clipper
 
 
-class _Collectives(TorchDispatchMode):
+class Collectives(TorchDispatchMode):
     """Counts the collective operations of this rank."""
 
     def __init__(self) -> None:
@@ -86,9 +79,9 @@ def _collectives(name: str) -> Mapping[str, Mapping[str, int]]:
         training.shard(net)
         assert isinstance(net, FSDPModule)
         net.set_force_sum_reduction_for_comms(True)
-        clipper = None if way == "plain" else _clipper(net, max_grad_norm=BOUND, strategy=way)
+        clipper = None if way == "plain" else clipper_of(net, max_grad_norm=BOUND, strategy=way)
         for _ in range(3):
-            with _Collectives() as counted:
+            with Collectives() as counted:
                 losses = losses_of(net, training.inputs, x, y)
                 losses.sum().backward() if clipper is None else clipper.backward(losses)
             if clipper is not None:
@@ -115,7 +108,7 @@ def _memory() -> Mapping[str, int]:
         torch.distributed.fsdp.fully_shard(net)
         assert isinstance(net, FSDPModule)
         net.set_force_sum_reduction_for_comms(True)
-        clipper = None if way == "plain" else _clipper(net, max_grad_norm=BOUND)
+        clipper = None if way == "plain" else clipper_of(net, max_grad_norm=BOUND)
 
         def step(net: nn.Module = net, clipper: GhostClipper | None = clipper) -> None:
             losses = nn.functional.cross_entropy(net(x), y, reduction="none")
@@ -135,7 +128,7 @@ def _moves() -> list[float]:
     training = TRAININGS["nested"]
     net = built(training)
     nested(net)
-    clipper = _clipper(net, max_grad_norm=BOUND)
+    clipper = clipper_of(net, max_grad_norm=BOUND)
     x, y = samples("features")
 
     def summed(left_out: int | None) -> list[Tensor]:
@@ -183,7 +176,7 @@ def _copies(rank: int) -> Mapping[str, Any]:
     state = source.state_dict()
     sums = [torch.full((7, number), rank + 1.0) for number in range(1, 60)]
     sums[4], sums[9] = torch.full((40, 30), rank + 1.0).mT, torch.empty(0, 3)
-    with _Collectives() as counted:
+    with Collectives() as counted:
         noisy_sums_(sums, STD, source)
     return {"state": state, "sums": [total.contiguous() for total in sums], "counts": dict(counted.counts)}
 
@@ -206,13 +199,13 @@ def _refused(rank: int) -> Mapping[str, str]:
         net = _Mixes(mixes=rank == 1).double()
         whole_model: Any = nn.Sequential(net)
         blocks(whole_model)
-        _clipper(whole_model, max_grad_norm=BOUND)
+        clipper_of(whole_model, max_grad_norm=BOUND)
         whole_model(torch.randn(4, 4, dtype=torch.float64))
 
     def raises() -> None:
         net: Any = nn.Sequential(nn.Linear(4, 3)).double()
         blocks(net)
-        _clipper(net, max_grad_norm=BOUND)
+        clipper_of(net, max_grad_norm=BOUND)
         if rank == 0:
             net[0].forward = lambda x: x @ torch.ones(9, 9, dtype=torch.float64)
         net(torch.randn(4, 4, dtype=torch.float64))

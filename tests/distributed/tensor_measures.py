@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import functools
-import os
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,9 +30,8 @@ from ghostclip.errors import GhostClipError
 from ghostclip.losses import token_losses
 from ghostclip.noise import make_noise_source
 from tests.distributed.sharded import built, losses_of, samples, whole_of
-from tests.distributed.sharded_measures import _Collectives
+from tests.distributed.sharded_measures import Collectives, clipper_of
 from tests.distributed.tensor import TRAININGS
-from tests.process_group import process_group
 
 STD, BOUND, SAMPLES = 3.0, 0.05, 6
 SHAPES = ((41, 30), (300, 150), (3, 5), (8, 3))
@@ -45,27 +41,23 @@ COUNTED = ("gpt", "tied vocabulary", "sequence", "divided classes")
 MOVED = ("gpt", "sequence", "divided classes")
 
 
-def run(rank: int, ranks: int, folder: str) -> None:
-    """Be one rank.
+def find(rank: int) -> dict[str, Any]:
+    """Return what one rank finds.
 
     Args:
         rank: Its number.
-        ranks: How many there are.
-        folder: Where they meet, and where results go.
+
+    Returns:
+        By what it is of.
     """
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    with process_group(rank, ranks, folder, meshes=True):
-        found = {
-            "measured": {(name, way): measured(name, way, divided=True) for name in MEASURED for way in STRATEGIES},
-            "by layer": measured("sequence", "bookkeeping", divided=True, policy=by_layer()),
-            "collectives": {name: _collectives(name) for name in COUNTED},
-            "moves": {name: _moves(name) for name in MOVED},
-            "noise": _noise(),
-            "refused": _refused(rank),
-        }
-    torch.save(found, Path(folder) / f"rank{rank}.pt")
-    os._exit(0)
+    return {
+        "measured": {(name, way): measured(name, way, divided=True) for name in MEASURED for way in STRATEGIES},
+        "by layer": measured("sequence", "bookkeeping", divided=True, policy=by_layer()),
+        "collectives": {name: _collectives(name) for name in COUNTED},
+        "moves": {name: _moves(name) for name in MOVED},
+        "noise": _noise(),
+        "refused": _refused(rank),
+    }
 
 
 def by_layer() -> ClipPolicy:
@@ -76,12 +68,6 @@ def by_layer() -> ClipPolicy:
 def _divided(name: str) -> nn.Module:
     net = built(TRAININGS[name])
     return TRAININGS[name].shard(net) or net
-
-
-def _clipper(net: nn.Module, **options: Any) -> GhostClipper:
-    clipper = GhostClipper(net, sharded=ShardedModel(net), loss_reduction="sum", **options)
-    clipper.own_gradients()
-    return clipper
 
 
 def _sums(net: nn.Module, clipper: GhostClipper) -> list[Tensor]:
@@ -106,7 +92,7 @@ def measured(name: str, strategy: str, *, divided: bool, **options: Any) -> Mapp
     options = options or {"max_grad_norm": BOUND}
     if divided:
         net = _divided(name)
-        clipper = _clipper(net, strategy=strategy, **options)
+        clipper = clipper_of(net, strategy=strategy, **options)
     else:
         net = built(TRAININGS[name])
         clipper = GhostClipper(net, strategy=strategy, loss_reduction="sum", **options)
@@ -124,9 +110,9 @@ def _collectives(name: str) -> Mapping[str, Mapping[str, int]]:
     found = {}
     for way in ("plain", "bookkeeping", "ghost"):
         net = _divided(name)
-        clipper = None if way == "plain" else _clipper(net, max_grad_norm=BOUND, strategy=way)
+        clipper = None if way == "plain" else clipper_of(net, max_grad_norm=BOUND, strategy=way)
         for _ in range(3):
-            with _Collectives() as counted, training.around():
+            with Collectives() as counted, training.around():
                 losses = losses_of(net, training.inputs, x, y)
                 losses.sum().backward() if clipper is None else clipper.backward(losses)
             if clipper is not None:
@@ -148,7 +134,7 @@ def _moves(name: str) -> list[float]:
     """Leave one sample out after the other, and tell how far the sum moves, in units of C."""
     training = TRAININGS[name]
     net = _divided(name)
-    clipper = _clipper(net, max_grad_norm=BOUND)
+    clipper = clipper_of(net, max_grad_norm=BOUND)
     x, y = samples(training.inputs)
 
     def summed(left_out: int | None) -> Tensor:
@@ -223,7 +209,7 @@ class _Tied(nn.Module):
 
 
 def _forward(net: nn.Module, *, x: Tensor | None = None) -> None:
-    clipper = _clipper(net.double(), max_grad_norm=BOUND)
+    clipper = clipper_of(net.double(), max_grad_norm=BOUND)
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64) if x is None else x
     clipper.backward(net(x).flatten(1).sum(1))
 
@@ -278,7 +264,7 @@ def _refused(rank: int) -> Mapping[str, str]:
         _forward(parallelize_module(net, mesh, {"0": ColwiseParallel(output_layouts=Shard(0), use_local_output=False)}))
 
     def device_only() -> None:
-        _clipper(parallelize_module(_Stray(nn.Identity()), mesh, ends), max_grad_norm=BOUND, device_only=True)
+        clipper_of(parallelize_module(_Stray(nn.Identity()), mesh, ends), max_grad_norm=BOUND, device_only=True)
 
     attempts = (
         other_inputs, other_dropout, divided_features, transposed, divided_samples, own_tensors, mixes,

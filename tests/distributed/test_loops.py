@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import multiprocessing, nn
+from torch import nn
 
-from tests.distributed.loops import BATCH, BOUND, LOOPS, RATE, RECORDS, data, model, run
+from tests.distributed.loops import BATCH, BOUND, LOOPS, RATE, RECORDS, data, find, model
+from tests.distributed.spawned import found_by_ranks
 from tests.reference import clip_and_sum, per_sample_gradients
 
 pytestmark = pytest.mark.distributed
@@ -16,9 +17,7 @@ RANKS = 2
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """What the ranks did in each loop."""
-    folder = tmp_path_factory.mktemp("loops")
-    multiprocessing.spawn(run, args=(RANKS, str(folder)), nprocs=RANKS)
-    one, two = (torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(RANKS))
+    one, two = found_by_ranks(find, RANKS, tmp_path_factory.mktemp("loops"), meshes=False)
     return dict(zip(LOOPS, zip(one, two, strict=True), strict=True))
 
 

@@ -12,6 +12,7 @@ from ghostclip.noise import make_noise_source
 from ghostclip.optim import DPOptimizer
 from tests import reference
 from tests.distributed import pipelines
+from tests.distributed.spawned import found_by_ranks
 
 pytestmark = pytest.mark.distributed
 SCHEDULES = (*pipelines.SINGLE, *pipelines.SEVERAL)
@@ -22,8 +23,7 @@ SUM = "whole"
 def found(request, tmp_path_factory):
     """What the ranks found, in the order of the ranks."""
     folder = tmp_path_factory.mktemp("ranks")
-    multiprocessing.spawn(pipelines.run, args=(request.param, str(folder)), nprocs=request.param)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(request.param)]
+    return found_by_ranks(pipelines.find, request.param, folder, request.param, str(folder))
 
 
 def _joined(found, name):
@@ -187,6 +187,7 @@ def test_a_rank_that_leaves_the_schedule_says_why(tmp_path, case, kind, words):
     [
         ("mesh", "Every stage of one pipeline must be given"),
         ("twice", "is one of stage"),
+        ("neighbours", "sends from one to the other over gloo"),
         ("wrapped", "wrapped in DistributedDataParallel"),
         ("builder", "has a dw_builder"),
         ("copies", "sums of copies of a pipeline are not added up"),

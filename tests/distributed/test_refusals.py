@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import distributed, multiprocessing, nn
+from torch import distributed, nn
 from torch.utils.data import DataLoader
 
 from ghostclip import GhostClipper, PrivacyEngine
@@ -14,7 +14,8 @@ from ghostclip.distributed import ShardedModel, Share, broadcast_parameters, req
 from ghostclip.distributed.weights import digests
 from ghostclip.errors import GhostClipError, UnsupportedModelError
 from tests.distributed.loops import data, model
-from tests.distributed.refusals import run
+from tests.distributed.refusals import find
+from tests.distributed.spawned import found_by_ranks
 
 pytestmark = pytest.mark.distributed
 RANKS = 2
@@ -66,9 +67,7 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """What each try came to on each rank."""
-    folder = tmp_path_factory.mktemp("refusals")
-    multiprocessing.spawn(run, args=(RANKS, str(folder)), nprocs=RANKS)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(RANKS)]
+    return found_by_ranks(find, RANKS, tmp_path_factory.mktemp("refusals"), meshes=False)
 
 
 @pytest.mark.parametrize("name", REFUSED)

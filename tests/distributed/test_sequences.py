@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import multiprocessing
 
 from ghostclip import GhostClipper
 from ghostclip.noise import make_noise_source
 from ghostclip.optim import DPOptimizer
 from tests import reference
 from tests.distributed import sequences
+from tests.distributed.spawned import found_by_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -18,9 +18,7 @@ pytestmark = pytest.mark.distributed
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)], ids="{} ranks".format)
 def found(request, tmp_path_factory):
     """What the ranks found; four of them are two halves of the samples, each with two halves of the positions."""
-    folder = tmp_path_factory.mktemp("ranks")
-    multiprocessing.spawn(sequences.run, args=(request.param, str(folder)), nprocs=request.param)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(request.param)]
+    return found_by_ranks(sequences.find, request.param, tmp_path_factory.mktemp("ranks"), request.param)
 
 
 def _summed(results):

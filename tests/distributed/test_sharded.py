@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from torch import multiprocessing
 
-from tests.distributed.sharded import ON_FOUR, QUICK, TRAININGS, run, train
+from tests.distributed.sharded import ON_FOUR, QUICK, TRAININGS, find
+from tests.distributed.spawned import assert_as_one_process, found_by_ranks
 
 pytestmark = pytest.mark.distributed
-
-
-def _trained(ranks, folder, names):
-    multiprocessing.spawn(run, args=(ranks, str(folder), names), nprocs=ranks)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
 OTHERS = tuple(name for name in TRAININGS if name not in QUICK)
@@ -21,45 +15,34 @@ OTHERS = tuple(name for name in TRAININGS if name not in QUICK)
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
-    return _trained(2, tmp_path_factory.mktemp("quick"), QUICK)
+    return found_by_ranks(find, 2, tmp_path_factory.mktemp("quick"), QUICK)
 
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory):
-    return _trained(2, tmp_path_factory.mktemp("others"), OTHERS)
+    return found_by_ranks(find, 2, tmp_path_factory.mktemp("others"), OTHERS)
 
 
 @pytest.fixture(scope="module")
 def on_four(tmp_path_factory):
-    return _trained(4, tmp_path_factory.mktemp("four"), tuple(ON_FOUR))
+    return found_by_ranks(find, 4, tmp_path_factory.mktemp("four"), tuple(ON_FOUR))
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", QUICK)
 def test_two_ranks_train_as_one_process(quick, name):
-    _compare(quick, name, TRAININGS[name])
+    assert_as_one_process(quick, name, TRAININGS[name])
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", OTHERS)
 def test_two_ranks_train_as_one_process_however_the_model_is_divided(others, name):
-    _compare(others, name, TRAININGS[name])
+    assert_as_one_process(others, name, TRAININGS[name])
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ON_FOUR)
 def test_four_ranks_train_as_one_process(on_four, name):
-    _compare(on_four, name, ON_FOUR[name])
-
-
-def _compare(found, name, training):
-    first = found[0][name]
-    alone = train(training, divided=False, states=first["states"])
-    for rank in found:
-        assert rank[name]["epsilon"] == alone["epsilon"]
-        assert rank[name]["wide"]
-        assert rank[name]["in parts"]
-        for one, own in zip(alone["parameters"], rank[name]["parameters"], strict=True):
-            torch.testing.assert_close(own, one, rtol=training.rtol, atol=training.rtol)
+    assert_as_one_process(on_four, name, ON_FOUR[name])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import multiprocessing
 
 from ghostclip.noise import make_noise_source
 from ghostclip.noise.packs import add_noise_
-from tests.distributed.sharded_measures import SHAPES, STD, run
+from tests.distributed.sharded_measures import SHAPES, STD, find
+from tests.distributed.spawned import assert_parts_of_one_draw, found_by_ranks
 
 pytestmark = pytest.mark.distributed
 RANKS = 2
@@ -17,9 +17,7 @@ RANKS = 2
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """What the ranks found, in the order of the ranks."""
-    folder = tmp_path_factory.mktemp("measures")
-    multiprocessing.spawn(run, args=(RANKS, str(folder)), nprocs=RANKS)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(RANKS)]
+    return found_by_ranks(find, RANKS, tmp_path_factory.mktemp("measures"))
 
 
 @pytest.mark.parametrize("name", ["nested", "gpt2"])
@@ -49,13 +47,7 @@ def test_one_sample_moves_the_sum_over_all_ranks_by_the_bound_at_most(found):
 
 @pytest.mark.parametrize("level", ["fast", "secure"])
 def test_parts_of_the_noise_are_those_of_one_draw_to_the_bit(found, level):
-    source = make_noise_source(level=level)
-    source.load_state_dict(found[0]["noise"][level]["state"])
-    whole = [torch.zeros(shape) for shape in SHAPES]
-    add_noise_(source, whole, STD)
-    for rank in found:
-        for one, own in zip(whole, rank["noise"][level]["noise"], strict=True):
-            assert torch.equal(one, own)
+    assert_parts_of_one_draw(found, level, SHAPES, STD)
 
 
 def test_sums_of_small_parameters_are_reduced_together(found):

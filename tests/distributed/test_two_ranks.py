@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import multiprocessing
 
 from ghostclip.data import Poisson, PrivateSampler
 from ghostclip.distributed import noisy_shard, noisy_sum_, require_agreement, share_noise, world_size
 from ghostclip.errors import FixedSeedWarning, InvalidOptionError
 from ghostclip.noise import make_noise_source
-from tests.distributed.ranks import LEVELS, RECORDS, SETTINGS, SHAPES, STD, many, model, partial_sums, run, train
+from tests.distributed.ranks import LEVELS, RECORDS, SETTINGS, SHAPES, STD, find, many, model, partial_sums, train
+from tests.distributed.spawned import found_by_ranks
 
 pytestmark = pytest.mark.distributed
 RANKS = 2
@@ -19,9 +19,7 @@ RANKS = 2
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """What the ranks found, in the order of the ranks."""
-    folder = tmp_path_factory.mktemp("ranks")
-    multiprocessing.spawn(run, args=(RANKS, str(folder)), nprocs=RANKS)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(RANKS)]
+    return found_by_ranks(find, RANKS, tmp_path_factory.mktemp("ranks"), meshes=False)
 
 
 def alone(state):
