@@ -99,6 +99,7 @@ ORDERED = {
         "module_state",
         "dependence",
         "dropout",
+        "gates",
         "exchanges",
         "gradient_edges",
         "linear_paths",
