@@ -296,7 +296,7 @@ def _keeps_apart(capture: CaptureContext, begun: list[Start], sets: Sequence[set
         ask(probe, begun, batch_size=batch_size, run=capture.run_backward, sets=sets)
     # What layers' rows are was decided by the model's own outputs.
     capture.sites.restore(states)
-    return not probe.failures
+    return not (probe.failures or probe.unsteady)
 
 
 def _starts(ends: Ends, maps: Sequence[RowMap]) -> list[Start]:
