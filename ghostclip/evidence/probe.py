@@ -78,7 +78,7 @@ class Probe:
     failures: list[tuple[ParamUse, str]] = field(default_factory=list)
     begun: Sequence[Start] = ()
     unsteady: list[ParamUse] = field(default_factory=list)
-    _seen: dict[tuple[CallSite, tuple[str, int]], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _seen: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _rejected: set[tuple[CallSite, tuple[str, int]]] = field(default_factory=set)
     _known: dict[CallSite, tuple[str, int] | None] = field(default_factory=dict)
 
@@ -119,13 +119,14 @@ class Probe:
         now_B2 = torch.stack(_extremes(row_map.split(grad, use.num_batch_dims, size)), dim=1)
         chosen_B = torch.zeros(size, dtype=torch.bool, device=grad.device)
         chosen_B[list(self.samples)] = True
-        before = self._seen.get((use.site, row_map.key))
+        key = (use.forward, use.site, row_map.key)
+        before = self._seen.get(key)
         values_B2, known_B = (torch.zeros_like(now_B2), torch.zeros_like(chosen_B)) if before is None else before
         both_B1 = (chosen_B & known_B).unsqueeze(1)
         off = torch.where(both_B1, now_B2 - values_B2, 0).nan_to_num(nan=0.0).abs().amax()
         scale = torch.where(both_B1, now_B2, 0).nan_to_num(posinf=0.0, neginf=0.0).abs().amax()
         merged_B2 = torch.where(chosen_B.unsqueeze(1), now_B2, values_B2)
-        self._seen[use.site, row_map.key] = merged_B2, known_B | chosen_B
+        self._seen[key] = merged_B2, known_B | chosen_B
         return before is None or bool(off <= _STEADY.get(grad.dtype, _COARSE) * scale)
 
     def _rejects(self, row_map: RowMap, use: ParamUse, grad: Tensor) -> bool:
@@ -182,20 +183,35 @@ class Probe:
             use = self.unsteady[-1]
             message = (
                 f"{self.describe_module(use.site.names[0])}: the gradient of one sample's outputs came to "
-                f"{use.site.describe()} as another one when other samples' gradients came with it: a hook or a backward "
-                "function follows the whole batch (g / g.norm(), a clip by the norm, a sign of a mean). Treat each "
-                "sample's rows by themselves."
+                f"{use.site.describe()} as another one when other samples' gradients came with it: a hook or a "
+                "backward function follows the whole batch (g / g.norm(), a clip by the norm). Treat each sample's "
+                "rows by themselves."
             )
             raise SampleMixingError(message)
 
 
-def _explains(row_map: Any, use: ParamUse, grad: Tensor, samples: set[int]) -> bool:
+def _explains(row_map: RowMap, use: ParamUse, grad: Tensor, samples: set[int]) -> bool:
+    return not touches_others(row_map, grad, use.num_batch_dims, samples, use.forward.batch_size)
+
+
+def touches_others(row_map: RowMap, grad: Tensor, num_batch_dims: int, samples: set[int], batch_size: int) -> bool:
+    """Return whether a gradient of some samples' values has anything but zeros in rows of others.
+
+    Args:
+        row_map: How its rows map to samples.
+        grad: The gradient.
+        num_batch_dims: How many leading axes are rows.
+        samples: The samples.
+        batch_size: B.
+
+    Returns:
+        False for rows that are one sample's.
+    """
     if row_map.kind == "whole":
-        return True
-    rows_B = row_map.split(grad, use.num_batch_dims, use.forward.batch_size)
-    touched_B = _nonzero_rows(rows_B)
+        return False
+    touched_B = _nonzero_rows(row_map.split(grad, num_batch_dims, batch_size))
     touched_B[list(samples)] = False
-    return not bool(touched_B.any())
+    return bool(touched_B.any())
 
 
 def _nonzero_rows(rows: Tensor) -> Tensor:

@@ -75,3 +75,10 @@ def test_one_in_the_loss_is_refused():
         losses_B = _Backward.apply(model(torch.randn(6, 3)), BATCH["unit norm"]).square().sum(1)
         with pytest.raises(GhostClipError, match="loss"):
             losses_B.mean().backward()
+
+
+def test_two_forwards_of_one_layer_are_two():
+    model = nn.Linear(3, 4)
+    with ghostclip.GhostClipper(model, max_grad_norm=0.1) as clipper:
+        clipper.backward((model(torch.randn(6, 3)) - model(torch.randn(6, 3))).square().sum(1))
+        assert clipper.batch_size == 6

@@ -111,6 +111,7 @@ ORDERED = {
         "growth",
         "independence",
         "probe",
+        "slopes",
         "prover",
         "losses",
     ],
