@@ -32,9 +32,10 @@ from ghostclip.capture.batch_axis import RowMap
 from ghostclip.errors import GhostClipError, SampleMixingError
 from ghostclip.evidence.dependence import batch_axis_of
 from ghostclip.evidence.dropout import WithoutDropout
-from ghostclip.evidence.module_state import restored
+from ghostclip.evidence.gates import OpenGates
+from ghostclip.evidence.module_state import ModuleState, restored
 from ghostclip.evidence.randomness import Draws, Randomness, unnoticed
-from ghostclip.evidence.unchecked import FEWER, REPLACED, Unchecked
+from ghostclip.evidence.unchecked import BEHIND, FEWER, REMEMBERED, REPLACED, Unchecked
 
 # Relative differences beyond those of another order of rounding, by the coarsest dtype in use: for as many samples,
 # which the same kernels see, and for fewer.
@@ -42,6 +43,20 @@ _TOLERANCE: Final = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 1e
 _FEWER: Final = {torch.float64: 1e-7, torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 # Elements that are compared at a time.
 _COMPARED: Final = 1 << 18
+
+_BEHIND_GATES: Final = (
+    "{model}: outputs of other samples changed when half of the samples were replaced and every gate was open: "
+    "parameters and buffers that hold one value everywhere held others, and factors of zero were not zero. The output "
+    "of one sample depends on other samples behind a gate that is closed as yet (a gate or an adapter that is learned "
+    "from zero, a factor that a schedule changes). Compute each sample's output from its own rows, or leave out what "
+    "is multiplied by zero."
+)
+
+_REMEMBERED: Final = (
+    "{model}: outputs changed when the forward before saw other samples. The forward keeps something of the batch for "
+    "later ones (a queue, a memory or a cache of features, a running statistic in an attribute), so that a sample "
+    "moves the sums of later steps as well, which nothing bounds. Begin every forward with nothing from the one before."
+)
 
 Run = Callable[[Any], list[Tensor]]
 
@@ -111,6 +126,10 @@ class Batch:
         """Return the inputs of the samples that are looked at alone."""
         return self._of_samples(self.left)
 
+    def exchanged(self) -> Any:
+        """Return the inputs with every sample replaced by another, and other means over the batch."""
+        return self._of_samples([1, *[0] * (self.size - 1)])
+
     def copied(self, samples: Sequence[int]) -> Any:
         """Return the inputs with some samples replaced by copies of the nearest other one before them, or behind.
 
@@ -171,6 +190,91 @@ def refuse_dependence(model: nn.Module, run: Run, batch: Batch, unchecked: Unche
         unchecked.missed(f"the model raised {raised} on another batch", REPLACED, FEWER)
     if changed:
         raise SampleMixingError(_refusal(model, changed))
+    if not batch.again:
+        _refuse_behind_gates(model, _plainly(run), batch, unchecked)
+
+
+def refuse_memory(model: nn.Module, state: ModuleState, run: Run, batch: Batch, unchecked: Unchecked) -> None:
+    """Refuse a model whose outputs follow the samples of the forward before.
+
+    Args:
+        model: As for `refuse_dependence`.
+        state: What the model held before a forward.
+        run: Runs it on inputs, with what it holds from the run before, and returns its output tensors.
+        batch: As for `refuse_dependence`.
+        unchecked: Told what could not run, and why.
+
+    Raises:
+        SampleMixingError: They do.
+    """
+    every, plain = range(batch.size), _plainly(run)
+    tensors = [*model.parameters(), *model.buffers()]
+    used = [*tensors, *(leaf for leaf in _tree.leaves(batch.inputs) if isinstance(leaf, Tensor))]
+    outputs = _Outputs(batch, batch.size, every, every, _TOLERANCE, _coarsest(tensors))
+    differ, raised = None, ""
+    for gradients in (False, True):
+        try:
+            with restored(model), unnoticed(used) as before, torch.set_grad_enabled(gradients):
+                found = []
+                for earlier in (batch.inputs, batch.exchanged()):
+                    before.restore()
+                    state.restore()
+                    plain(earlier)
+                    if not state.changed():
+                        return
+                    found.append(plain(batch.inputs))
+                differ, raised = outputs.differ(*found), ""
+                differ = differ and not (before.drawn() and _meets_other_numbers(run, batch, batch.exchanged(), before))
+            break
+        except Exception as error:  # noqa: BLE001 - what it does on other batches is no reason to refuse this one
+            raised = type(error).__name__
+    if differ:
+        raise SampleMixingError(_REMEMBERED.format(model=type(model).__name__))
+    if raised:
+        unchecked.missed(f"the model raised {raised} after another batch", REMEMBERED)
+    else:
+        _note(unchecked, REMEMBERED, [differ])
+
+
+def _refuse_behind_gates(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked) -> None:
+    """Refuse a model that mixes samples behind a gate that is closed as yet."""
+    tensors = [*model.parameters(), *model.buffers()]
+    used = [*tensors, *(leaf for leaf in _tree.leaves(batch.inputs) if isinstance(leaf, Tensor))]
+    coarsest, differ, raised = _coarsest(tensors), list[bool | None](), ""
+    for gradients in (False, True):
+        try:
+            with (
+                restored(model),
+                unnoticed(used) as before,
+                torch.set_grad_enabled(gradients),
+                OpenGates(model) as gates,
+            ):
+                differ, raised = _differ_behind(gates, run, batch, before, coarsest), ""
+            break
+        except Exception as error:  # noqa: BLE001 - what it does with other values is no reason to refuse these
+            raised = type(error).__name__
+    if True in differ:
+        raise SampleMixingError(_BEHIND_GATES.format(model=type(model).__name__))
+    if raised:
+        unchecked.missed(f"the model raised {raised} with other parameters", BEHIND)
+    else:
+        _note(unchecked, BEHIND, differ)
+
+
+def _differ_behind(
+    gates: OpenGates, run: Run, batch: Batch, before: Randomness, coarsest: torch.dtype
+) -> list[bool | None]:
+    """Return for each set of replaced samples whether others' outputs changed; None where that cannot be told."""
+    base, differ = run(batch.inputs), list[bool | None]()
+    if gates.leave_written():
+        before.restore()
+        base = run(batch.inputs)
+    for samples in (batch.drawn, batch.others(batch.drawn)):
+        before.restore()
+        other, rest = batch.copied(samples), batch.others(samples)
+        found = _Outputs(batch, batch.size, rest, rest, _TOLERANCE, coarsest).differ(base, run(other))
+        differ.append(found and not (before.drawn() and _meets_other_numbers(run, batch, other, before)))
+    return differ
 
 
 def _plainly(run: Run) -> Run:

@@ -20,6 +20,7 @@ from ghostclip.evidence.gradient_edges import GradientSource, source_at
 from ghostclip.evidence.linear_paths import PICKED
 from ghostclip.evidence.probe import Probe, Start, ask, sample_sets
 from ghostclip.evidence.prover import Evidence
+from ghostclip.evidence.slopes import apart_at_any_slope, is_entrywise
 from ghostclip.evidence.unchecked import LOSSES
 
 # How far below a value that mixes samples the operation that does so is looked for.
@@ -43,59 +44,6 @@ _PICKING: Final = frozenset(
     }
 )  # fmt: skip
 _MAX_NODES: Final = 4096
-
-
-# Operations of one value, entry by entry; others of their operands have no gradient.
-_ENTRYWISE: Final = frozenset(
-    {
-        "Abs",
-        "Celu",
-        "Clamp",
-        "ClampMax",
-        "ClampMin",
-        "Clone",
-        "Cos",
-        "Div",
-        "Elu",
-        "Erf",
-        "Erfc",
-        "Exp",
-        "Exp2",
-        "Expm1",
-        "Gelu",
-        "Hardshrink",
-        "Hardsigmoid",
-        "Hardswish",
-        "Hardtanh",
-        "LeakyRelu",
-        "Log",
-        "Log10",
-        "Log1p",
-        "Log2",
-        "LogSigmoid",
-        "MaskedFill",
-        "Maximum",
-        "Minimum",
-        "Mish",
-        "Mul",
-        "NanToNum",
-        "Neg",
-        "Pow",
-        "Reciprocal",
-        "Relu",
-        "Rsqrt",
-        "Sigmoid",
-        "Silu",
-        "Sin",
-        "Softplus",
-        "Softshrink",
-        "Sqrt",
-        "Tanh",
-        "Threshold",
-        "ToCopy",
-        "Where",
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -255,8 +203,7 @@ def _beneath(edge: Edge) -> Edge:
     """
     while edge[0] is not None and not is_output(edge):
         behind = [following for following in edge[0].next_functions if following[0] is not None]
-        name = re.sub(r"Backward\d*$", "", edge[0].name())
-        if name not in _ENTRYWISE or len(behind) != 1 or shape_at(behind[0]) != shape_at(edge):
+        if not is_entrywise(edge[0]) or len(behind) != 1 or shape_at(behind[0]) != shape_at(edge):
             break
         if source_at(*behind[0]) is None:
             break
@@ -296,7 +243,9 @@ def _keeps_apart(capture: CaptureContext, begun: list[Start], sets: Sequence[set
         ask(probe, begun, batch_size=batch_size, run=capture.run_backward, sets=sets)
     # What layers' rows are was decided by the model's own outputs.
     capture.sites.restore(states)
-    return not probe.failures
+    axis = capture.forward.batch_axis
+    apart = not (probe.failures or probe.unsteady)
+    return apart and apart_at_any_slope(begun, sets, is_output, batch_size=batch_size, axis=axis)
 
 
 def _starts(ends: Ends, maps: Sequence[RowMap]) -> list[Start]:

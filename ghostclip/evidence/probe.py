@@ -37,6 +37,9 @@ from ghostclip.evidence.gradient_edges import GradientSource, reduced_sources
 
 # Bytes of a number that hardly any other is the same as.
 _FULL_BYTES: Final = 4
+# How far the same gradient may be from itself, relative to the largest: atomic additions come in any order.
+_STEADY: Final = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-2, torch.complex64: 1e-2}
+_COARSE: Final = 5e-2
 # Elements that are looked at together.
 _LOOKED_AT: Final = 1 << 20
 # Devices with a generator of their own.
@@ -67,12 +70,15 @@ class Probe:
         describe_module: Names the module that owns a parameter.
         failures: What is wrong, in the order in which gradients arrived (nearest to the output first).
         begun: Where its backwards begin.
+        unsteady: Uses where a sample's gradient was another one in other company.
     """
 
     samples: set[int]
     describe_module: Callable[[str], str]
     failures: list[tuple[ParamUse, str]] = field(default_factory=list)
     begun: Sequence[Start] = ()
+    unsteady: list[ParamUse] = field(default_factory=list)
+    _seen: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _rejected: set[tuple[CallSite, tuple[str, int]]] = field(default_factory=set)
     _known: dict[CallSite, tuple[str, int] | None] = field(default_factory=dict)
 
@@ -97,10 +103,31 @@ class Probe:
         if able:
             use.site.chosen = able[0].key
             use.site.attempts = MAX_ATTEMPTS
+            if able[0].kind != "whole" and not self._is_steady(able[0], use, grad):
+                self.unsteady.append(use)
             return
         # Whatever an earlier set of samples seemed to show.
         use.site.attempts = 0
         self.failures.append((use, _shapes(grad, use)))
+
+    def _is_steady(self, row_map: RowMap, use: ParamUse, grad: Tensor) -> bool:
+        """Return whether each sample's rows have the extremes that they had among other samples.
+
+        A backward function or a hook that follows the whole batch (``g / g.norm()``) leaves zeros zero.
+        """
+        size = use.forward.batch_size
+        now_B2 = torch.stack(_extremes(row_map.split(grad, use.num_batch_dims, size)), dim=1)
+        chosen_B = torch.zeros(size, dtype=torch.bool, device=grad.device)
+        chosen_B[list(self.samples)] = True
+        key = (use.forward, use.site, row_map.key)
+        before = self._seen.get(key)
+        values_B2, known_B = (torch.zeros_like(now_B2), torch.zeros_like(chosen_B)) if before is None else before
+        both_B1 = (chosen_B & known_B).unsqueeze(1)
+        off = torch.where(both_B1, now_B2 - values_B2, 0).nan_to_num(nan=0.0).abs().amax()
+        scale = torch.where(both_B1, now_B2, 0).nan_to_num(posinf=0.0, neginf=0.0).abs().amax()
+        merged_B2 = torch.where(chosen_B.unsqueeze(1), now_B2, values_B2)
+        self._seen[key] = merged_B2, known_B | chosen_B
+        return before is None or bool(off <= _STEADY.get(grad.dtype, _COARSE) * scale)
 
     def _rejects(self, row_map: RowMap, use: ParamUse, grad: Tensor) -> bool:
         """Return whether this set of samples or an earlier one contradicts a row map."""
@@ -120,6 +147,7 @@ class Probe:
             BatchAxisError: The same where the sizes left only an uncertain row map.
         """
         if not self.failures:
+            self._refuse_unsteady()
             return
         use, shapes = self.failures[-1]
         place = self.describe_module(use.site.names[0])
@@ -149,14 +177,41 @@ class Probe:
         )
         raise SampleMixingError(message)
 
+    def _refuse_unsteady(self) -> None:
+        """Refuse a backward that makes another gradient of a sample's in other company."""
+        if self.unsteady:
+            use = self.unsteady[-1]
+            message = (
+                f"{self.describe_module(use.site.names[0])}: the gradient of one sample's outputs came to "
+                f"{use.site.describe()} as another one when other samples' gradients came with it: a hook or a "
+                "backward function follows the whole batch (g / g.norm(), a clip by the norm). Treat each sample's "
+                "rows by themselves."
+            )
+            raise SampleMixingError(message)
 
-def _explains(row_map: Any, use: ParamUse, grad: Tensor, samples: set[int]) -> bool:
+
+def _explains(row_map: RowMap, use: ParamUse, grad: Tensor, samples: set[int]) -> bool:
+    return not touches_others(row_map, grad, use.num_batch_dims, samples, use.forward.batch_size)
+
+
+def touches_others(row_map: RowMap, grad: Tensor, num_batch_dims: int, samples: set[int], batch_size: int) -> bool:
+    """Return whether a gradient of some samples' values has anything but zeros in rows of others.
+
+    Args:
+        row_map: How its rows map to samples.
+        grad: The gradient.
+        num_batch_dims: How many leading axes are rows.
+        samples: The samples.
+        batch_size: B.
+
+    Returns:
+        False for rows that are one sample's.
+    """
     if row_map.kind == "whole":
-        return True
-    rows_B = row_map.split(grad, use.num_batch_dims, use.forward.batch_size)
-    touched_B = _nonzero_rows(rows_B)
+        return False
+    touched_B = _nonzero_rows(row_map.split(grad, num_batch_dims, batch_size))
     touched_B[list(samples)] = False
-    return not bool(touched_B.any())
+    return bool(touched_B.any())
 
 
 def _nonzero_rows(rows: Tensor) -> Tensor:
@@ -164,18 +219,24 @@ def _nonzero_rows(rows: Tensor) -> Tensor:
 
     A zero gradient through a sample that is not finite gives NaN there: no evidence of anything.
     """
-    rows = torch.view_as_real(rows) if rows.is_complex() else rows
     if not rows.numel():
         return torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
-    rows = rows.unsqueeze(-1)
-    axes = tuple(range(1, rows.dim()))
-    most, least = rows.amax(axes), rows.amin(axes)
+    rows = torch.view_as_real(rows) if rows.is_complex() else rows
+    most, least = _extremes(rows)
     found, unclear = (most != 0) | (least != 0), most.isnan()
     for row in unclear.nonzero().flatten().tolist() if bool(unclear.any()) else ():
         # A piece at a time.
         pieces = rows[row].reshape(-1).split(_LOOKED_AT)
         found[row] = any(bool((piece.nan_to_num(nan=0.0) != 0).any()) for piece in pieces)
     return found
+
+
+def _extremes(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest and the smallest number of every row."""
+    rows = torch.view_as_real(rows) if rows.is_complex() else rows
+    rows = rows.unsqueeze(-1)
+    axes = tuple(range(1, rows.dim()))
+    return rows.amax(axes), rows.amin(axes)
 
 
 def _shapes(grad: Tensor, use: ParamUse) -> str:

@@ -22,13 +22,13 @@ from ghostclip.evidence.buffers import Buffers
 from ghostclip.evidence.dependence import where_dependence_starts
 from ghostclip.evidence.exchanges import Exchanges, refuse_split_positions
 from ghostclip.evidence.growth import grown
-from ghostclip.evidence.independence import Batch, refuse_dependence
+from ghostclip.evidence.independence import Batch, refuse_dependence, refuse_memory
 from ghostclip.evidence.loss_graph import Sizes, has_hooks, refuse_beyond_outputs
 from ghostclip.evidence.module_state import ModuleState, restored
 from ghostclip.evidence.node_hooks import refuse_node_hooks
 from ghostclip.evidence.probe import Probe, ask, starts
 from ghostclip.evidence.randomness import Randomness
-from ghostclip.evidence.unchecked import FEWER, REPLACED, ROWS, Unchecked
+from ghostclip.evidence.unchecked import BEHIND, FEWER, REPLACED, ROWS, Unchecked
 
 _WHERE_ON_ONE: Final = "Run ghostclip.validate on a smaller model of this kind on one device, which names the module."
 
@@ -287,7 +287,7 @@ class Evidence:
         """Refuse a model whose outputs for one sample change with the others."""
         forward, inputs = capture.forward, (call.args, dict(call.kwargs))
         if _has_packed(inputs):
-            self.unchecked.missed("samples of a packed sequence cannot be exchanged", REPLACED, FEWER)
+            self.unchecked.missed("samples of a packed sequence cannot be exchanged", REPLACED, FEWER, BEHIND)
             return
         known = {} if probe is None else {id(start.edge.tensor): start.row_map for start in probe.begun}
         batch = Batch(
@@ -303,13 +303,19 @@ class Evidence:
         )
 
         def run(given: Any) -> list[Tensor]:
-            _begin_anew(state)
             return _parts_of(capture.run(call.module, *given))
+
+        def run_anew(given: Any) -> list[Tensor]:
+            _begin_anew(state)
+            return run(given)
 
         with capture.substitution.unwatched(), _sharing(capture, "batch independence"):
             # Copies of one sample may be refused, and show nothing for others.
             unchecked = self.unchecked if forward.proves else Unchecked()
-            refuse_dependence(capture.model, run, batch, unchecked)
+            refuse_dependence(capture.model, run_anew, batch, unchecked)
+            if self._remembers or state is None:
+                # What was met in a forward that nobody was to ask about may begin to remember there.
+                refuse_memory(capture.model, state or ModuleState(capture.model), run, batch, unchecked)
 
 
 def _begin_anew(state: ModuleState | None) -> None:

@@ -11,8 +11,10 @@ _log = logging.getLogger(__name__)
 ROWS: Final = "which rows belong to which sample"
 REPLACED: Final = "batch independence (samples replaced)"
 FEWER: Final = "batch independence (samples left out)"
+BEHIND: Final = "batch independence (behind closed gates)"
+REMEMBERED: Final = "batch independence (of the batch before)"
 LOSSES: Final = "losses of one sample each"
-_ALL: Final = (ROWS, REPLACED, FEWER, LOSSES)
+_ALL: Final = (ROWS, REPLACED, FEWER, BEHIND, LOSSES)
 _LONE: Final = "every batch so far had fewer than two samples"
 # After so many batches of one sample it is said that they prove nothing.
 _ALONE: Final = 4

@@ -15,7 +15,7 @@ from ghostclip.errors import InvalidOptionError, UncoveredParameterError
 
 if TYPE_CHECKING:
     from ghostclip.clipper import GhostClipper
-    from ghostclip.optim.records import Replay
+    from ghostclip.optim.records import Crossed, Replay
 
 FORKED = (
     "Two of them would each report an ε that knows nothing of the other's releases. Call make_private() in the process "
@@ -248,4 +248,21 @@ def replayed(replay: Replay, due: int) -> str:
         "counts for the draw that it came with: every batch that is drawn must be stepped on, once, in order, and with "
         "all of its records; keep no batch, or part of one, for a later step. If you sample the batches yourself: "
         "make_private(data_loader=ghostclip.DeclaredSampling(...), ...)."
+    )
+
+
+def crossed(found: Crossed) -> str:
+    """Say that a loss brings different records together, and what to do.
+
+    Args:
+        found: What was found.
+
+    Returns:
+        The text for a `DrawError`.
+    """
+    return (
+        f"step(): {found.places} of {found.rows} places in the batch were of one record in an input of the model, and "
+        "of another record in a further input behind the same loss. A sample there is two records, and a record is in "
+        "two samples, which moves the sum by more than C. Give all inputs the batch's records in one order: no "
+        "x[permuted] beside x."
     )

@@ -461,6 +461,9 @@ class DPOptimizer(WrappedOptimizer):
         if found is None:
             raise DrawError(checks.not_drawn(rows, [draw.rows for draw in self._draws.waiting]))
         self._batch.rounds = found.rounds
+        crossed = self._draws.crossed(self.clipper.inputs_noted)
+        if crossed is not None:
+            raise DrawError(checks.crossed(crossed))
         traced = self._draws.trace(found, self.clipper.inputs_noted, times=self.accumulated_iterations)
         if isinstance(traced, Replay):
             raise DrawError(checks.replayed(traced, found.draws[0].number))

@@ -18,7 +18,9 @@ import numpy as np
 from torch import Tensor
 
 from ghostclip import _tree
+from ghostclip.evidence.unchecked import is_power_of_four
 from ghostclip.optim.records import (
+    Crossed,
     Kind,
     Leaf,
     Memory,
@@ -26,6 +28,7 @@ from ghostclip.optim.records import (
     Replay,
     are_same,
     counted,
+    crossed_in,
     prints_of,
     read,
     replay_of,
@@ -113,7 +116,7 @@ class DrawLog:
         self.axis = 0
         self.compared = self.counted = 0
         self._once_a_pass = once_a_pass
-        self._pass = 0
+        self._pass = self._several = 0
         self._kinds: set[Kind] = set()
         self._unnoted: deque[tuple[int, np.ndarray, list[Prints]]] = deque()
         self._unnoted_rows = 0
@@ -244,6 +247,23 @@ class DrawLog:
         if not complete:
             return None
         return Match(self._widest(complete), frozenset(complete), max(complete.values()))
+
+    def crossed(self, passes: Sequence[Sequence[Sequence[Prints]]]) -> Crossed | None:
+        """Look for a place that is of one record in an input, and of another one in a further input of a backward.
+
+        Args:
+            passes: As for `trace`.
+
+        Returns:
+            What was found; it is looked for in the 1st, 4th, 16th, ... release of several inputs.
+        """
+        several = [one for one in passes if sum(len(prints_KB) for found in one for _, prints_KB in found) > 1]
+        self._several += bool(several)
+        if not several or not is_power_of_four(self._several):
+            return None
+        memory = self._note()
+        found = (crossed_in([read(forward) for forward in one], memory) for one in several)
+        return next((one for one in found if one is not None), None)
 
     def trace(self, match: Match, passes: Sequence[Sequence[Sequence[Prints]]], *, times: int) -> Match | Replay:
         """Compare the records that a step's backward passes went through with those of the draws matched.

@@ -63,6 +63,18 @@ class Replay(NamedTuple):
     earlier: int
 
 
+class Crossed(NamedTuple):
+    """Inputs of one backward whose rows, place by place, are of different records.
+
+    Attributes:
+        places: In how many places.
+        rows: How many were compared.
+    """
+
+    places: int
+    rows: int
+
+
 class Memory:
     """Contents that were handed out lately: which record's each is, in which draw it came and when it was released.
 
@@ -154,6 +166,17 @@ class Memory:
         _, places = _places(prints)
         found = self.known(prints) & (self._records[places] != _SEVERAL)
         return found if released_in is None else found & (self._released_in[places] == released_in)
+
+    def records_of(self, prints: np.ndarray) -> np.ndarray:
+        """Return which record each row is of.
+
+        Args:
+            prints: Fingerprints of rows.
+
+        Returns:
+            Numbers of records; -1 where that is not known, or where several have such a row.
+        """
+        return np.where(self.known(prints), self._records[_places(prints)[1]], _SEVERAL)
 
     def draws_of(self, prints: np.ndarray | Sequence[int]) -> list[int]:
         """Return in which draw each row was handed out last.
@@ -376,3 +399,29 @@ def replay_of(
         return None
     ((earlier, _),) = Counter(memory.draws_of(list(found))).most_common(1)
     return Replay(repeated, rows, earlier)
+
+
+def crossed_in(forwards: Sequence[Rows], memory: Memory) -> Crossed | None:
+    """Look for places that hold a row of one record in an input, and of another one in a further input.
+
+    Args:
+        forwards: Of each forward behind one backward, the fingerprints of its inputs.
+        memory: What was handed out.
+
+    Returns:
+        What was found in two of them, if it is enough not to be chance.
+    """
+    known = [records for forward in forwards for records in _records_in(forward, memory)]
+    for number, one in enumerate(known):
+        for other in known[:number]:
+            if len(one) == len(other):
+                both = (one != _SEVERAL) & (other != _SEVERAL)
+                found = Crossed(int((both & (one != other)).sum()), int(both.sum()))
+                if found.places * _SHARE_OF_SEVERAL > found.rows and found.places > 1:
+                    return found
+    return None
+
+
+def _records_in(forward: Rows, memory: Memory) -> list[np.ndarray]:
+    """Return the records of the rows of the inputs that tell."""
+    return [memory.records_of(prints) for _, prints in forward if memory.known(prints).any() and memory.tells(prints)]

@@ -28,8 +28,9 @@ class _Counted(nn.Module):
 
 @pytest.mark.parametrize(
     ("dropout", "extra"),
-    # One sample more, the forward itself, either half and one of every two neighbours replaced, half of them alone.
-    [(0.0, [B + 1, B, B, B, B, B // 2]), (0.5, [B + 1, B, B, B, B, B, B // 2])],
+    # One sample more, the forward itself, either half and one of every two neighbours replaced, half of them alone;
+    # with open gates the batch, and one of every two neighbours and the others replaced.
+    [(0.0, [B + 1, B, B, B, B, B // 2, B, B, B]), (0.5, [B + 1, B, B, B, B, B, B // 2, B, B, B])],
 )
 def test_how_often_the_model_runs(dropout, extra):
     model = _Counted(dropout)
@@ -44,7 +45,7 @@ def test_how_often_the_model_runs(dropout, extra):
         _SEEN.clear()
         clipper.backward(model(torch.randn(B, 3)).square().sum(1))
     # The drawn half replaced and the other one, and the former alone.
-    again = extra[1:-2] + extra[-1:]
+    again = extra[1:-5] + extra[-4:-3]
     assert again == _SEEN
 
 

@@ -11,6 +11,10 @@ from ghostclip.evidence.probe import Probe
 MAJOR, MINOR = RowMap("major", 0), RowMap("minor", 0)
 
 
+class _Forward:
+    batch_size = 2
+
+
 class _Site:
     chosen, attempts = None, 0
 
@@ -27,7 +31,7 @@ def _rows(*touched):
 )
 def test_a_map_that_an_earlier_set_contradicts_is_not_chosen_later(first, second, chosen):
     use = SimpleNamespace(
-        node=None, site=_Site(), maps=[MAJOR, MINOR], num_batch_dims=1, forward=SimpleNamespace(batch_size=2)
+        node=None, site=_Site(), maps=[MAJOR, MINOR], num_batch_dims=1, forward=_Forward()
     )
     probe = Probe({0}, str)
     probe.receive(use, _rows(*first))

@@ -8,9 +8,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ghostclip
-from ghostclip.evidence.unchecked import FEWER, LOSSES, REPLACED, ROWS, Unchecked
+from ghostclip.evidence.unchecked import BEHIND, FEWER, LOSSES, REPLACED, ROWS, Unchecked
 
-ALL = (ROWS, REPLACED, FEWER, LOSSES)
+ALL = (ROWS, REPLACED, FEWER, BEHIND, LOSSES)
 
 
 def _forward(model, sizes, *, probe=True):

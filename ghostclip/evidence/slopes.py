@@ -1,0 +1,162 @@
+"""Slopes that are zero in one batch: what a loss multiplies by zero, or cuts off, may be multiplied by one in the next.
+
+``logits - k * logits.mean(0)`` keeps samples apart while k is zero, as does a hinge between two samples that is not
+active; the graph is the same before and after. To see what lies behind, gradients are followed from a loss to the
+model's outputs twice: as they are, and with every operation that works entry by entry taken to have slope one.
+"""
+
+import heapq
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ghostclip import _torch
+from ghostclip.capture.batch_axis import RowMap, candidates
+from ghostclip.capture.nodes import Edge, edge_of, shape_at
+from ghostclip.evidence.probe import Start, cotangent, touches_others
+
+# More nodes than this between a loss and the outputs are not followed.
+_MAX_NODES: Final = 512
+# Operations that work entry by entry on operands that are spread over each other.
+_ENTRYWISE: Final = frozenset(
+    {
+        "Abs", "Add", "Addcdiv", "Addcmul", "Atan2", "Celu", "Clamp", "ClampMax", "ClampMin", "Clone", "Cos", "Div",
+        "Elu", "Erf", "Erfc", "Exp", "Exp2", "Expm1", "Fmax", "Fmin", "Gelu", "Hardshrink", "Hardsigmoid",
+        "Hardswish", "Hardtanh", "HuberLoss", "LeakyRelu", "Lerp", "Log", "Log10", "Log1p", "Log2", "LogSigmoid",
+        "Logaddexp", "Logaddexp2", "MaskedFill", "Maximum", "Minimum", "Mish", "MseLoss", "Mul", "NanToNum", "Neg",
+        "Pow", "Reciprocal", "Relu", "Rsqrt", "Rsub", "Sigmoid", "Silu", "Sin", "SmoothL1Loss", "Softplus",
+        "Softshrink", "Sqrt", "Sub", "Tanh", "Threshold", "ToCopy", "Where", "Xlogy",
+    }
+)  # fmt: skip
+
+
+def is_entrywise(node: Any) -> bool:
+    """Return whether a node's operation works entry by entry.
+
+    Args:
+        node: A node of the graph.
+
+    Returns:
+        False for what is not known to.
+    """
+    return re.sub(r"Backward\d*$", "", node.name()) in _ENTRYWISE
+
+
+def apart_at_any_slope(
+    begun: Sequence[Start], sets: Sequence[set[int]], is_end: Callable[[Edge], bool], *, batch_size: int, axis: int
+) -> bool:
+    """Return whether gradients of some samples' values leave zeros in all other samples' outputs, whatever slopes are.
+
+    Args:
+        begun: Where they start.
+        sets: The sets of samples.
+        is_end: Tells a model's output, where they are looked at.
+        batch_size: B.
+        axis: The expected batch axis.
+
+    Returns:
+        True also where that cannot be told, and where they do not even with slopes as they are.
+    """
+    maps = dict[Edge, list[RowMap]]()
+    if not _has_slopes([edge_of(start.edge.source) for start in begun], is_end):
+        return True
+    for steep in (False, True):
+        for samples in sets:
+            found = _followed(begun, samples, is_end, batch_size=batch_size, steep=steep)
+            for edge, grad in (found or {}).items():
+                known = maps.get(edge, candidates(tuple(grad.shape), batch_size, axis=axis))
+                left = [one for one in known if not touches_others(one, grad, grad.dim(), samples, batch_size)]
+                if steep and known and not left:
+                    return False
+                maps[edge] = known if steep else left
+    return True
+
+
+def _has_slopes(roots: Sequence[Edge], is_end: Callable[[Edge], bool]) -> bool:
+    """Return whether anything between a loss and the outputs works entry by entry."""
+    pending, seen = list(roots), set[Any]()
+    while pending and len(seen) <= _MAX_NODES:
+        edge = pending.pop()
+        if edge[0] is None or edge[0] in seen or is_end(edge):
+            continue
+        if is_entrywise(edge[0]):
+            return True
+        seen.add(edge[0])
+        pending += edge[0].next_functions
+    return False
+
+
+def _followed(
+    begun: Sequence[Start], samples: set[int], is_end: Callable[[Edge], bool], *, batch_size: int, steep: bool
+) -> dict[Edge, Tensor] | None:
+    """Follow gradients of some samples' values to a model's outputs; None where there is too much on the way."""
+    arrived, ends, numbers = defaultdict[Any, dict[int, Tensor]](dict), dict[Edge, Tensor](), count()
+    pending = list[tuple[int, int, Any]]()
+
+    def arrive(edge: Edge, grad: Tensor) -> None:
+        node, place = edge
+        if node is None or node.name().endswith("AccumulateGrad"):
+            return
+        # As autograd's engine does between nodes.
+        about = _torch.outputs_of(node)[place]
+        grad = grad.sum_to_size(about.shape).to(about.dtype)
+        if is_end(edge):
+            ends[edge] = ends[edge] + grad if edge in ends else grad
+            return
+        if node not in arrived:
+            heapq.heappush(pending, (-_torch.order_of(node), next(numbers), node))
+        before = arrived[node].get(place)
+        arrived[node][place] = grad if before is None else before + grad
+
+    for seed, start in enumerate(begun):
+        arrive(edge_of(start.edge.source), cotangent(start, batch_size=batch_size, samples=samples, seed=seed))
+    for _ in range(_MAX_NODES):
+        if not pending:
+            return ends
+        node = heapq.heappop(pending)[-1]
+        for edge, grad in zip(node.next_functions, _behind(node, arrived[node], steep=steep), strict=False):
+            if grad is not None:
+                arrive(edge, grad)
+    return None
+
+
+def _behind(node: Any, grads: dict[int, Tensor], *, steep: bool) -> Sequence[Tensor | None]:
+    """Return the gradients of a node's inputs."""
+    if (
+        steep
+        and is_entrywise(node)
+        and not _is_for_nothing(node)
+        and (known := _at_slope_one(node, grads[0])) is not None
+    ):
+        return known
+    found = node(*(grads.get(place) for place in range(len(_torch.outputs_of(node)))))
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _is_for_nothing(node: Any) -> bool:
+    """Return whether a value is multiplied by 0 (not 0.0), which stands in code for a zero of its kind."""
+    other = _torch.saved_or(node, "other", None)
+    is_whole = isinstance(other, Tensor) and other.dim() == 0 and other.dtype is torch.int64
+    return is_whole and "Mul" in node.name() and int(other) == 0
+
+
+def _at_slope_one(node: Any, grad: Tensor) -> list[Tensor | None] | None:
+    """Return the gradients of a node's inputs as if its slopes were one; None where shapes do not tell them."""
+    found = list[Tensor | None]()
+    for edge in node.next_functions:
+        sizes = None if edge[0] is None or edge[0].name().endswith("AccumulateGrad") else shape_at(edge)
+        if sizes is None:
+            found.append(None)
+            continue
+        # A loss of each pair, say, with its own reduction.
+        if grad.dim() == 0 and sizes:
+            return None
+        if torch.broadcast_shapes(sizes, grad.shape) != grad.shape:
+            return None
+        found.append(grad.abs().sum_to_size(sizes))
+    return found
