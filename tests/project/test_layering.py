@@ -110,6 +110,7 @@ ORDERED = {
         "growth",
         "independence",
         "probe",
+        "output_rows",
         "prover",
         "losses",
     ],
