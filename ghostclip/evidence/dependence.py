@@ -7,11 +7,12 @@ Shape letter: B samples.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -142,9 +143,9 @@ def replaced(batch: Any, sample: int, *, batch_size: int, axis: int) -> Any:
         place = batch_axis_of(leaf, batch_size=batch_size, axis=axis)
         if place is None:
             return leaf
-        copy = leaf.detach().clone()
-        copy.select(place, sample).copy_(leaf.detach().select(place, (sample + 1) % batch_size))
-        return copy.requires_grad_(leaf.requires_grad)
+        order = list(range(batch_size))
+        order[sample] = (sample + 1) % batch_size
+        return of_samples(leaf, order, place)
 
     return _tree.mapped(replace, batch)
 
@@ -153,19 +154,90 @@ def batch_axis_of(leaf: Any, *, batch_size: int, axis: int) -> int | None:
     """Find the batch axis of an input.
 
     Args:
-        leaf: A leaf of a batch.
+        leaf: A leaf of a batch; tensors and arrays have axes.
         batch_size: B.
         axis: Where it is expected.
 
     Returns:
         The expected axis if it has B entries, else axis 0 if that has, else None.
     """
-    if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+    if not isinstance(leaf, (Tensor, np.ndarray)):
         return None
     for place in (axis, 0):
-        if place < leaf.dim() and leaf.shape[place] == batch_size:
+        if place < leaf.ndim and leaf.shape[place] == batch_size:
             return place
     return None
+
+
+def of_samples(leaf: Any, samples: Sequence[int], place: int) -> Any:
+    """Return the rows of some samples.
+
+    Args:
+        leaf: A tensor or an array.
+        samples: Which, in what order; repetitions are copies.
+        place: The axis that holds samples.
+
+    Returns:
+        A new one, outside the graph.
+    """
+    if isinstance(leaf, np.ndarray):
+        return leaf.take(samples, place)
+    taken = leaf.detach().index_select(place, torch.tensor(samples, device=leaf.device))
+    return taken.requires_grad_(leaf.requires_grad)
+
+
+def with_lists(tree: Any, samples: Sequence[int], *, batch_size: int, axis: int) -> Any:
+    """Return inputs with every list of as many values as there are samples read as one value for each.
+
+    Args:
+        tree: Nested tuples, lists and dicts.
+        samples: The samples that are left, in what order.
+        batch_size: B.
+        axis: The expected batch axis.
+
+    Returns:
+        New containers; lists of containers, and of tensors that have an axis for samples themselves, as they are.
+    """
+    if isinstance(tree, dict):
+        return type(tree)((k, with_lists(v, samples, batch_size=batch_size, axis=axis)) for k, v in tree.items())
+    if type(tree) not in (list, tuple):
+        return tree
+    if is_of_samples(tree, batch_size=batch_size, axis=axis):
+        return type(tree)([tree[sample] for sample in samples])
+    return type(tree)([with_lists(item, samples, batch_size=batch_size, axis=axis) for item in tree])
+
+
+def has_lists(tree: Any, *, batch_size: int, axis: int) -> bool:
+    """Return whether `with_lists` would find any.
+
+    Args:
+        tree: As there.
+        batch_size: B.
+        axis: The expected batch axis.
+
+    Returns:
+        True where there is a list that may hold one value for each sample.
+    """
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    elif type(tree) in (list, tuple) and is_of_samples(tree, batch_size=batch_size, axis=axis):
+        return True
+    return type(tree) in (list, tuple) and any(has_lists(item, batch_size=batch_size, axis=axis) for item in tree)
+
+
+def is_of_samples(values: Sequence[Any], *, batch_size: int, axis: int) -> bool:
+    """Return whether a list may hold one value for each sample: a number, a string, a tensor or an array of its own.
+
+    Args:
+        values: The list.
+        batch_size: B.
+        axis: The expected batch axis.
+
+    Returns:
+        False for another number of values, and for values that are containers or hold samples along an axis.
+    """
+    plain = len(values) == batch_size and not any(isinstance(value, (list, tuple, Mapping)) for value in values)
+    return plain and any(batch_axis_of(value, batch_size=batch_size, axis=axis) is None for value in values)
 
 
 @contextmanager

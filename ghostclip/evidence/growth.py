@@ -4,6 +4,7 @@ Shape letter: B samples.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from ghostclip import _tree
 from ghostclip.capture.decompose import inside_of
 from ghostclip.capture.growth import Calls, Grown, Key, Shapes, shapes_of
-from ghostclip.evidence.dependence import batch_axis_of
+from ghostclip.evidence.dependence import batch_axis_of, has_lists, of_samples, with_lists
 from ghostclip.evidence.dropout import WithoutDropout
 from ghostclip.evidence.module_state import restored
 from ghostclip.evidence.randomness import unnoticed
@@ -62,24 +63,25 @@ def grown(
     Returns:
         What it did; None where it does not run with B + 1 samples.
     """
-    more = _tree.mapped(lambda leaf: _with_one_more(leaf, batch_size, axis), inputs)
+    order = [*range(batch_size), batch_size - 1]
+    more = _tree.mapped(lambda leaf: _with_one_more(leaf, order, axis), inputs)
+    # Lists of as many values as samples may have one for each.
+    longer = with_lists(more, order, batch_size=batch_size, axis=axis)
     used = [*model.parameters(), *model.buffers(), *_tree.tensors(inputs)]
     # With gradients where it raises without: it may differentiate within its forward.
-    for gradients in (False, True):
+    ways = [longer, more] if has_lists(more, batch_size=batch_size, axis=axis) else [more]
+    for gradients, given in product((False, True), ways):
         recorder = _Recorder()
         try:
             with restored(model), unnoticed(used), torch.set_grad_enabled(gradients):
                 with WithoutDropout(), recorder:
-                    outputs = run(more)
+                    outputs = run(given)
             return Grown(recorder.found, shapes_of(list(outputs)), batch_size)
         except Exception:  # noqa: BLE001 - what it does on another batch is no reason to refuse this one
             continue
     return None
 
 
-def _with_one_more(leaf: Any, batch_size: int, axis: int) -> Any:
-    place = batch_axis_of(leaf, batch_size=batch_size, axis=axis)
-    if place is None:
-        return leaf
-    index = torch.arange(batch_size + 1, device=leaf.device).clamp(max=batch_size - 1)
-    return leaf.detach().index_select(place, index).requires_grad_(leaf.requires_grad)
+def _with_one_more(leaf: Any, order: Sequence[int], axis: int) -> Any:
+    place = batch_axis_of(leaf, batch_size=len(order) - 1, axis=axis)
+    return leaf if place is None else of_samples(leaf, order, place)

@@ -18,8 +18,8 @@ alone moves to other places of the batch, so that what follows a sample's place 
 """
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, Final
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from ghostclip import _tree
 from ghostclip.capture.batch_axis import RowMap
 from ghostclip.errors import GhostClipError, SampleMixingError
-from ghostclip.evidence.dependence import batch_axis_of
+from ghostclip.evidence.dependence import batch_axis_of, has_lists, of_samples, with_lists
 from ghostclip.evidence.dropout import WithoutDropout
 from ghostclip.evidence.gates import OpenGates
 from ghostclip.evidence.module_state import ModuleState, restored
@@ -74,6 +74,7 @@ class Batch:
         outputs: What the forward returned, where it drew no random numbers; else empty.
         seed: Another one for every proof.
         again: Whether the same way of the model was proved before.
+        by_place: Whether a list among the inputs may hold one value for each sample.
     """
 
     inputs: Any
@@ -85,6 +86,7 @@ class Batch:
 
     seed: int = 0
     again: bool = False
+    by_place: bool = False
 
     @property
     def drawn(self) -> list[int]:
@@ -105,11 +107,13 @@ class Batch:
 
     @property
     def left(self) -> list[int]:
-        """The samples that are looked at alone.
+        """The samples that are looked at alone: beside lists that go by places, and stay whole, the first ones."""
+        return list(range((self.size + 1) // 2)) if self.by_place else self.drawn
 
-        A list of as many values as there are samples may hold one for each, and goes by their places.
-        """
-        return list(range((self.size + 1) // 2)) if _has_list(self.inputs, self.size) else self.drawn
+    @property
+    def has_lists(self) -> bool:
+        """Whether a list among the inputs has as many values as there are samples, and may hold one for each."""
+        return has_lists(self.inputs, batch_size=self.size, axis=self.axis)
 
     def others(self, samples: Sequence[int]) -> list[int]:
         """Return all samples but some.
@@ -141,18 +145,37 @@ class Batch:
         Returns:
             New tensors; those without B samples as they are.
         """
+        return self._of_samples(self.copies(samples))
+
+    def copies(self, samples: Sequence[int]) -> list[int]:
+        """Return which sample stands at each place where some are replaced.
+
+        Args:
+            samples: These.
+
+        Returns:
+            Sample numbers, one for each place of the batch.
+        """
         kept = self.others(samples)
         held = set(kept)
         latest = accumulate(range(self.size), lambda last, sample: sample if sample in held else last, initial=kept[0])
-        return self._of_samples(list(latest)[1:])
+        return list(latest)[1:]
 
-    def _of_samples(self, samples: list[int]) -> Any:
+    def with_lists(self, samples: Sequence[int]) -> Any:
+        """Return the inputs of some samples, lists of one value for each of them taken along.
+
+        Args:
+            samples: Sample numbers.
+
+        Returns:
+            As for `copied`.
+        """
+        return with_lists(self._of_samples(samples), samples, batch_size=self.size, axis=self.axis)
+
+    def _of_samples(self, samples: Sequence[int]) -> Any:
         def take(leaf: Any) -> Any:
             place = batch_axis_of(leaf, batch_size=self.size, axis=self.axis)
-            if place is None:
-                return leaf
-            taken = leaf.detach().index_select(place, torch.tensor(samples, device=leaf.device))
-            return taken.requires_grad_(leaf.requires_grad)
+            return leaf if place is None else of_samples(leaf, samples, place)
 
         return _tree.mapped(take, self.inputs)
 
@@ -177,6 +200,8 @@ def refuse_dependence(model: nn.Module, run: Run, batch: Batch, unchecked: Unche
         try:
             with restored(model), unnoticed(used) as before, torch.set_grad_enabled(gradients):
                 coarsest = _coarsest(tensors)
+                if batch.has_lists:
+                    batch = replace(batch, by_place=_go_by_place(model, _plainly(run), batch, before, coarsest))
                 is_shown = bool(batch.outputs) and _is_independent(_plainly(run), batch, unchecked, before, coarsest)
                 if not is_shown:
                     _refuse_another_course(model, run, batch, before, coarsest)
@@ -331,6 +356,53 @@ def _look(run: Run, batch: Batch, unchecked: Unchecked, before: Randomness, coar
     return "half of the samples were left out" if fewer else ""
 
 
+def _go_by_place(model: nn.Module, run: Run, batch: Batch, before: Randomness, coarsest: torch.dtype) -> bool:
+    """Return whether a list of as many values as there are samples may hold one for each of them.
+
+    It does if the values of replaced samples move no other sample's output. Then all samples are put in another order,
+    with their values. It does not if they do: lists are then what all samples share.
+
+    Args:
+        model: The model.
+        run: Runs it without dropout.
+        batch: What it was called with.
+        before: The states of the generators.
+        coarsest: The dtype with the fewest digits in use.
+
+    Returns:
+        False where such values are all the same, too: then nothing goes by them.
+
+    Raises:
+        SampleMixingError: Outputs follow the samples' places.
+    """
+    sets = [samples for samples in (batch.drawn, batch.others(batch.drawn)) if _shows(batch, batch.copies(samples))]
+    before.restore()
+    base = run(batch.inputs)
+    if before.drawn():
+        return bool(sets)
+
+    def differ(samples: Sequence[int], kept: Sequence[int], places: Sequence[int]) -> bool | None:
+        before.restore()
+        try:
+            found = run(batch.with_lists(samples))
+        except Exception:  # noqa: BLE001 - what it does with other lists is no reason to refuse this one
+            return None
+        return _Outputs(batch, batch.size, kept, places, _TOLERANCE, coarsest).differ(base, found)
+
+    moved = [differ(batch.copies(samples), rest, rest) for samples in sets for rest in [batch.others(samples)]]
+    order = [*batch.drawn, *batch.others(batch.drawn)]
+    if not set(moved) - {False} and differ(order, order, range(batch.size)):
+        raise SampleMixingError(_refusal(model, "the samples were put in another order"))
+    return bool(moved) and True not in moved
+
+
+def _shows(batch: Batch, samples: Sequence[int]) -> bool:
+    """Return whether the lists' values differ when others stand in some samples' places."""
+    one, other = (_tree.leaves(found) for found in (batch.inputs, batch.with_lists(samples)))
+    values = [pair for pair in zip(one, other, strict=True) if pair[0] is not pair[1]]
+    return any(batch_axis_of(leaf, batch_size=batch.size, axis=batch.axis) is None for leaf, _ in values)
+
+
 def _is_independent(run: Run, batch: Batch, unchecked: Unchecked, before: Randomness, coarsest: torch.dtype) -> bool:
     """Return whether nothing differs from what the forward itself returned; where something does, more is looked at."""
     base = [output.detach() for output in batch.outputs]
@@ -352,18 +424,6 @@ def _is_independent(run: Run, batch: Batch, unchecked: Unchecked, before: Random
 def _fewer(batch: Batch, coarsest: torch.dtype) -> "_Outputs":
     """Return what compares the outputs for the samples that were left with those for all."""
     return _Outputs(batch, len(batch.left), batch.left, range(len(batch.left)), _FEWER, coarsest)
-
-
-def _has_list(inputs: Any, size: int) -> bool:
-    """Return whether there is a list of so many values, which are no tensors, among a model's inputs."""
-    pending = [inputs]
-    while pending:
-        tree = pending.pop()
-        children = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple)) else ()
-        if len(children) == size and not any(isinstance(child, (Tensor, list, tuple, Mapping)) for child in children):
-            return True
-        pending += children
-    return False
 
 
 def _note(unchecked: Unchecked, check: str, differ: list[bool | None]) -> None:

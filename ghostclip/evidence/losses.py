@@ -18,6 +18,7 @@ from ghostclip.capture.row_origin import METADATA_KEY, only_sample, samples_at
 from ghostclip.errors import LossReductionError, SampleMixingError
 from ghostclip.evidence.gradient_edges import GradientSource, source_at
 from ghostclip.evidence.linear_paths import PICKED
+from ghostclip.evidence.output_rows import Unheard, keeps_apart, reached
 from ghostclip.evidence.probe import Probe, Start, ask, sample_sets
 from ghostclip.evidence.prover import Evidence
 from ghostclip.evidence.slopes import apart_at_any_slope, is_entrywise
@@ -237,6 +238,11 @@ def _picks_among_samples(ends: Ends, forward: ForwardContext) -> str:
 
 def _keeps_apart(capture: CaptureContext, begun: list[Start], sets: Sequence[set[int]], batch_size: int) -> bool:
     """Return whether gradients from each set of samples leave zeros in all other samples' rows."""
+    # Ranks that share samples go through the model equally often, whatever each of them finds.
+    ends = reached(begun) if capture.gathering is None else None
+    if ends is not None:
+        with capture.listening(Unheard()):
+            return keeps_apart(begun, ends, sets, batch_size=batch_size)
     states = capture.sites.states()
     probe = Probe(set(), capture.describe_module)
     with capture.listening(probe):

@@ -92,7 +92,7 @@ class Probe:
         if use.node is not None:
             # Non-reentrant checkpointing keeps what it recomputed until it is read.
             _ = use.node.saved_tensors
-        if not bool(_nonzero_rows(grad if grad.dim() else grad.view(1)).any()):
+        if not bool(nonzero_rows(grad if grad.dim() else grad.view(1)).any()):
             use.site.attempts += 1
             return
         # What an earlier forward has shown must hold for good: rows may not change their order from batch to batch.
@@ -209,15 +209,21 @@ def touches_others(row_map: RowMap, grad: Tensor, num_batch_dims: int, samples: 
     """
     if row_map.kind == "whole":
         return False
-    touched_B = _nonzero_rows(row_map.split(grad, num_batch_dims, batch_size))
+    touched_B = nonzero_rows(row_map.split(grad, num_batch_dims, batch_size))
     touched_B[list(samples)] = False
     return bool(touched_B.any())
 
 
-def _nonzero_rows(rows: Tensor) -> Tensor:
+def nonzero_rows(rows: Tensor) -> Tensor:
     """Return which rows hold anything but zeros, by their extremes: no copy of a gradient as large as the logits.
 
     A zero gradient through a sample that is not finite gives NaN there: no evidence of anything.
+
+    Args:
+        rows: Shape ``(n, ...)``.
+
+    Returns:
+        Booleans, shape ``(n,)``.
     """
     if not rows.numel():
         return torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
@@ -406,16 +412,24 @@ def ask(
     """
     for samples in sample_sets(batch_size) if sets is None else sets:
         probe.samples = samples
-        roots, grads = _roots(begun, batch_size, samples)
+        roots, grads = roots_of(begun, batch_size, samples)
         if run(roots, grads) is None:
             run(roots, grads)
 
 
-def _roots(begun: Sequence[Start], batch_size: int, samples: set[int]) -> tuple[list[Any], list[Tensor | None]]:
+def roots_of(begun: Sequence[Start], batch_size: int, samples: set[int]) -> tuple[list[Any], list[Tensor | None]]:
     """Return where a backward from some samples' rows begins, and the gradients that it is given there.
 
     A gradient that is given is held until the backward has ended, and may be as large as all logits. That of a tensor
     is formed within the backward; that of an edge of the graph, to which nothing can be added, is given.
+
+    Args:
+        begun: Values of the graph and how their rows map to samples.
+        batch_size: B.
+        samples: The samples.
+
+    Returns:
+        Tensors or edges of the graph, and a gradient for each of them, None where it is formed later.
     """
     roots, grads = list[Any](), list[Tensor | None]()
     for seed, start in enumerate(begun):

@@ -26,6 +26,7 @@ from ghostclip.evidence.independence import Batch, refuse_dependence, refuse_mem
 from ghostclip.evidence.loss_graph import Sizes, has_hooks, refuse_beyond_outputs
 from ghostclip.evidence.module_state import ModuleState, restored
 from ghostclip.evidence.node_hooks import refuse_node_hooks
+from ghostclip.evidence.output_rows import note
 from ghostclip.evidence.probe import Probe, ask, starts
 from ghostclip.evidence.randomness import Randomness
 from ghostclip.evidence.unchecked import BEHIND, FEWER, REPLACED, ROWS, Unchecked
@@ -204,6 +205,7 @@ class Evidence:
         if self.asks(capture) and (buffers is not None or capture.forward.met):
             self._refuse_dependence(capture, call, parts, probe, drew=drew, state=state)
             self.unchecked.tell()
+            note([] if probe is None else probe.begun)
         if self.asks(capture) or not self.probes:
             capture.forward.prove()
         forward.proofs = begun, _torch.next_order()

@@ -412,6 +412,64 @@ def test_what_follows_the_place_of_a_sample_is_refused(size, table):
         model(torch.randn(size, 5, 3))
 
 
+def _multiplied(h, values):
+    return h * torch.as_tensor(np.array(values))[:, None].to(h.dtype)
+
+
+# What a model may do with one value for each sample that comes as no tensor, and how such values may come.
+_BESIDE = {
+    "numbers": (lambda n: [float(k) for k in range(1, n + 1)], _multiplied),
+    "a tuple": (lambda n: tuple(range(1, n + 1)), _multiplied),
+    "pairs": (
+        lambda n: [1.0 + k for k in range(n)],
+        lambda h, v: torch.stack([a * b for a, b in zip(h, v, strict=False)]),
+    ),
+    "tensors": (lambda n: [torch.full((1,), 1.0 + k) for k in range(n)], lambda h, v: h * torch.stack(v)),
+    "in a dict": (lambda n: {"scale": list(range(1, n + 1))}, lambda h, v: _multiplied(h, v["scale"])),
+    "an array": (lambda n: np.arange(1.0, n + 1), _multiplied),
+    "arrays": (lambda n: [np.full(1, 1.0 + k) for k in range(n)], lambda h, v: h * torch.from_numpy(np.stack(v))),
+    "strings": (lambda n: list("abcdefgh"[:n]), lambda h, v: h * torch.tensor([[ord(c) - 96.0] for c in v])),
+    "equal ones": (lambda n: [3.0] * n, _multiplied),
+    "of layers": (lambda n: [1.0 + k for k in range(n)], lambda h, v: sum(torch.tanh(h * scale) for scale in v)),
+}
+
+
+class _Beside(nn.Module):
+    def __init__(self, how, *, placed):
+        super().__init__()
+        self.layer, self.how, self.placed = nn.Linear(3, 2), how, placed
+
+    def forward(self, x, values):
+        h = self.how(self.layer(x), values)
+        return h + torch.arange(len(x), dtype=h.dtype)[:, None] if self.placed else h
+
+
+@pytest.mark.parametrize("kind", _BESIDE)
+@pytest.mark.parametrize("size", [2, 5, 8])
+def test_values_of_each_sample_that_are_no_tensor(kind, size):
+    make, how = _BESIDE[kind]
+    x, values = torch.randn(size, 3, dtype=torch.float64), make(size)
+    model = _Beside(how, placed=False).double()
+    how(model.layer(x), values).square().sum().backward()
+    wanted = model.layer.weight.grad
+    model.zero_grad()
+    with ghostclip.GhostClipper(model, max_grad_norm=1e9, loss_reduction="sum") as clipper:
+        clipper.backward(model(x, values).square().sum(1))
+    torch.testing.assert_close(model.layer.weight.grad, wanted)
+    with ghostclip.GhostClipper(model := _Beside(how, placed=True), max_grad_norm=1.0):
+        with pytest.raises(SampleMixingError, match=r"put in another order|were left out"):
+            model(x.float(), values)
+
+
+def test_what_follows_the_values_of_others_in_a_list():
+    def scaled(h, values):
+        return torch.stack([row * (value / max(values)) for row, value in zip(h, values, strict=False)])
+
+    with ghostclip.GhostClipper(model := _Beside(scaled, placed=False), max_grad_norm=1.0):
+        with pytest.raises(SampleMixingError):
+            model(torch.randn(6, 3), [3.0, 1.0, 6.0, 4.0, 5.0, 2.0])
+
+
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_lists_of_numbers_of_each_sample_are_accepted(kind):
     class Cut(nn.Module):

@@ -112,6 +112,7 @@ ORDERED = {
         "independence",
         "probe",
         "slopes",
+        "output_rows",
         "prover",
         "losses",
     ],

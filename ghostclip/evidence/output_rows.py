@@ -1,0 +1,104 @@
+"""Rows of a model's outputs, as a proved forward has shown them: as far as these a loss has to be followed.
+
+The forward's own proof says which inner rows each row of an output leads to. A loss whose every way into the model
+leads through such outputs is therefore proved by the gradient of these outputs alone; no layer runs backward again.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from ghostclip.capture import backward_entry
+from ghostclip.capture.batch_axis import RowMap
+from ghostclip.capture.nodes import Edge, edge_of
+from ghostclip.capture.param_use import ParamUse
+from ghostclip.capture.row_origin import METADATA_KEY
+from ghostclip.evidence.probe import Start, nonzero_rows, roots_of
+
+# On the node of a proved output: how its rows map to samples, by the number of the node's output.
+_KEY: Final = "ghostclip_rows"
+# A loss has some dozens of nodes; one that has more is followed through the model.
+_MAX_NODES: Final = 4096
+
+
+class Unheard:
+    """Lets the layer go unheard whose output is the model's own: its hooks run where a gradient is taken."""
+
+    def receive(self, use: ParamUse, grad: Tensor) -> None:
+        """Do nothing.
+
+        Args:
+            use: The layer's use of its parameters.
+            grad: Gradient of what it made.
+        """
+
+
+def note(begun: Sequence[Start]) -> None:
+    """Note the outputs of a forward that was proved.
+
+    Args:
+        begun: Where the backwards of its proof began.
+    """
+    for start in begun:
+        if start.edge.tensor is not None and start.edge.tensor.grad_fn is not None:
+            node, number = edge_of(start.edge.tensor)
+            node.metadata.setdefault(_KEY, {})[number] = start.row_map
+
+
+def reached(begun: Sequence[Start]) -> dict[Edge, RowMap] | None:
+    """Find the proved outputs that some values of a loss were computed from.
+
+    Args:
+        begun: The values.
+
+    Returns:
+        Each with its row map; None where a way leads past them, to a layer's own output or to a leaf.
+    """
+    pending, seen, found = [edge_of(start.edge.source) for start in begun], set[Edge](), dict[Edge, RowMap]()
+    while pending:
+        edge = pending.pop()
+        if edge[0] is None or edge in seen:
+            continue
+        seen.add(edge)
+        row_map = edge[0].metadata.get(_KEY, {}).get(edge[1])
+        if row_map is not None:
+            found[edge] = row_map
+            continue
+        following = [one for one in edge[0].next_functions if one[0] is not None]
+        if METADATA_KEY in edge[0].metadata or not following or len(seen) > _MAX_NODES:
+            return None
+        pending += following
+    return found
+
+
+def keeps_apart(begun: Sequence[Start], ends: dict[Edge, RowMap], sets: Sequence[set[int]], *, batch_size: int) -> bool:
+    """Return whether each set of samples leaves zeros in the other samples' rows of proved outputs.
+
+    Args:
+        begun: Values of a loss, and how their rows map to samples.
+        ends: The outputs, as `reached` finds them.
+        sets: Sets of samples that are asked about one after the other.
+        batch_size: B.
+
+    Returns:
+        False where some sample's values touch another sample's row; hooks between, and on the outputs, have run.
+
+    Cost:
+        For each set a backward from the values to the outputs.
+    """
+    edges: list[Any] = [GradientEdge(*edge) for edge in ends]
+    for samples in sets:
+        roots, given = roots_of(begun, batch_size, samples)
+        with backward_entry.unseen():
+            grads = torch.autograd.grad(roots, edges, given, retain_graph=True, allow_unused=True)
+        for grad, row_map in zip(grads, ends.values(), strict=True):
+            if grad is None:
+                continue
+            touched_B = nonzero_rows(row_map.split(grad, grad.dim(), batch_size))
+            touched_B[list(samples)] = False
+            if bool(touched_B.any()):
+                return False
+    return True
