@@ -33,13 +33,22 @@ from ghostclip.distributed import (
     sharded_model,
     world_size,
 )
+from ghostclip.distributed.leaving import noting
 from ghostclip.errors import (
     IllegalModuleConfigurationError,
     InvalidOptionError,
     UncoveredParameterError,
     UnsupportedModelError,
 )
-from ghostclip.facade import GradSampleHooks, GradSampleModule, PrivateCriterion, defer, run_in, strategy_of
+from ghostclip.facade import (
+    GradSampleHooks,
+    GradSampleModule,
+    PrivateCriterion,
+    defer,
+    run_in,
+    strategy_of,
+    watch_forwards,
+)
 from ghostclip.language.record_losses import by_record
 from ghostclip.language.vocabulary_head import CHOICES
 from ghostclip.noise import LEVELS, NoiseSource
@@ -307,6 +316,8 @@ def _around(
     )
     wrap = GradSampleModule if request.wrap_model else GradSampleHooks
     private_module = wrap(request.module, clipper=clipper)
+    if isinstance(private_module, GradSampleModule):
+        watch_forwards(private_module, noting)
     returned: PrivateOptimizer = private_optimizer
     if isinstance(optimizer, JoinedOptimizer):
         returned = [MemberOptimizer(member, private_optimizer) for member in optimizer.members]

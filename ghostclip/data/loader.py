@@ -20,6 +20,7 @@ from ghostclip.data.sampler import PrivateSampler, share_sampler
 from ghostclip.data.schemes import Poisson, SamplingScheme
 from ghostclip.data.workers import worker_options
 from ghostclip.distributed import refused_together, world_size
+from ghostclip.distributed.leaving import noting_each
 from ghostclip.errors import DataError, InvalidOptionError
 
 logger = logging.getLogger(__name__)
@@ -214,7 +215,7 @@ class DPDataLoader(TakenAsItIs, DataLoader):
         """
         sampler = self.private_sampler
         with sampler.tracking():
-            for batch in started(super().__iter__, resuming=sampler.resuming):
+            for batch in noting_each(started(super().__iter__, resuming=sampler.resuming)):
                 if self.stop_when is not None and self.stop_when():
                     return
                 sampler.mark_delivered()

@@ -11,7 +11,7 @@ import torch
 from torch import distributed
 
 from ghostclip.distributed.agreement import Group, world_size
-from ghostclip.distributed.leaving import require_company
+from ghostclip.distributed.leaving import all_came, require_company
 from ghostclip.errors import InvalidOptionError
 
 _REFUSES, _GOES_ON = 0, 1
@@ -135,6 +135,7 @@ def _shares(share: Share | None, group: Group) -> list[Share | None]:
     found = [torch.empty_like(own) for _ in range(world_size(group))]
     require_company()
     distributed.all_gather(found, own, group=group)
+    all_came()
     return [_unpacked(other) for other in torch.stack(found).tolist()]
 
 

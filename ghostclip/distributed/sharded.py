@@ -8,6 +8,7 @@ parts of parameters: squared norms are added up over these ranks, and clipped su
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -276,7 +277,11 @@ class ShardedModel:
         """Let the others hear in `together` that this rank's forward has raised."""
         if self._is_open:
             self._is_open = False
-            tell_refusal("proofs of the forward", GhostClipError("its forward has raised an error of its own."))
+            # A hook that runs while the error is handled.
+            error = sys.exc_info()[1]
+            if not isinstance(error, Exception):
+                error = GhostClipError("its forward has raised an error of its own.")
+            tell_refusal("proofs of the forward", error)
 
     def let_go(self) -> None:
         """Free what was gathered for a forward that is over."""

@@ -5,7 +5,7 @@ The objects hold no hooks and compute nothing: all of that is the clipper's.
 
 from ghostclip.facade.criterion import PrivateCriterion, PrivateLoss
 from ghostclip.facade.modes import MODES, strategy_of
-from ghostclip.facade.module import GradSampleHooks, GradSampleModule, defer, run_in
+from ghostclip.facade.module import GradSampleHooks, GradSampleModule, defer, run_in, watch_forwards
 
 __all__ = [
     "MODES",
@@ -16,4 +16,5 @@ __all__ = [
     "defer",
     "run_in",
     "strategy_of",
+    "watch_forwards",
 ]

@@ -95,7 +95,7 @@ class GradSampleModule(ClipperHandle, nn.Module):
         super().__init__()
         attached = attached_clipper(m, clipper, strict=strict, batch_first=batch_first, loss_reduction=loss_reduction)
         self.__dict__["clipper"] = attached
-        self.__dict__["deferral"] = self.__dict__["around"] = None
+        self.__dict__["deferral"] = self.__dict__["around"] = self.__dict__["watch"] = None
         self.train(m.training)
         self.add_module("_module", m)
         self.register_load_state_dict_pre_hook(_with_prefix)
@@ -120,7 +120,8 @@ class GradSampleModule(ClipperHandle, nn.Module):
                 "private",
                 type(self._module).__name__,
             )
-        with self._around():
+        watch = self.__dict__.get("watch")
+        with nullcontext() if watch is None else watch(), self._around():
             return self._module(*args, **kwargs)
 
     def _around(self) -> AbstractContextManager[None]:
@@ -223,7 +224,7 @@ class GradSampleModule(ClipperHandle, nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the clipper out of copies and pickles: a second model must not write into the first one's sums."""
-        return {**super().__getstate__(), "clipper": None, "deferral": None, "around": None}
+        return {**super().__getstate__(), "clipper": None, "deferral": None, "around": None, "watch": None}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._module!r})"
@@ -260,3 +261,13 @@ def run_in(module: GradSampleModule, around: Callable[[], AbstractContextManager
         around: Makes the context.
     """
     module.__dict__["around"] = around
+
+
+def watch_forwards(module: GradSampleModule, watch: Callable[[], AbstractContextManager[None]]) -> None:
+    """Let every forward of a model run in a context that sees its errors.
+
+    Args:
+        module: The private model.
+        watch: Makes the context.
+    """
+    module.__dict__["watch"] = watch

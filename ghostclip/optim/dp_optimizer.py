@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from ghostclip import _torch, _validate
 from ghostclip._owner import Owner
 from ghostclip.distributed.draws import Share
+from ghostclip.distributed.leaving import noting
 from ghostclip.distributed.shared import SharedNoise
 from ghostclip.errors import DrawError, InvalidOptionError, MissingGradientError
 from ghostclip.facade.handle import clipper_of
@@ -273,6 +274,7 @@ class DPOptimizer(WrappedOptimizer):
         """Whether a backward has completed that no step, virtual ones included, has taken up."""
         return self.clipper.has_clipped_sum and not self._batch.holds_all(self.clipper.backward_passes)
 
+    @noting()
     def apply_to(self, optimizer: Optimizer) -> None:
         """Let an optimizer update its parameters by the release in `p.grad`.
 
@@ -290,6 +292,7 @@ class DPOptimizer(WrappedOptimizer):
         """Whether nothing was accumulated since the last release."""
         return not self._mid_logical_batch()
 
+    @noting()
     @torch.no_grad()
     def pre_step(self, closure: Callable[[], Any] | None = None) -> bool:
         """Everything of a step but the inner optimizer's update.

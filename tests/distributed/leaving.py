@@ -1,0 +1,111 @@
+"""Trainings that an error of the user's own ends on one of two ranks, as each rank sees them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+
+from ghostclip import PrivacyEngine
+
+CASES = ("forward in parts", "proved forward in parts", "forward", "loader", "optimizer")
+TIMEOUT = 120
+"""Seconds that a rank waits for another that is there and does not come."""
+LAST = 6
+"""How many steps there are. The fourth forward is one that all ranks prove."""
+
+
+class _Records(TensorDataset):
+    """Records of which one cannot be read any more."""
+
+    fails = False
+
+    def __getitem__(self, index: int) -> Any:
+        _raise_if(self.fails)
+        return super().__getitem__(index)
+
+
+class _Layer(nn.Linear):
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        _raise_if(self.fails)
+        return super().forward(x)
+
+
+class _Update(torch.optim.SGD):
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        _raise_if(self.fails)
+        return super().step(closure)
+
+
+def _raise_if(fails: bool) -> None:
+    if fails:
+        raise ValueError("the user's own error")
+
+
+def run(rank: int, ranks: int, folder: str, case: str, recovers: bool) -> None:
+    """Be one rank, and write down what was raised, and when.
+
+    Args:
+        rank: Its number; the second one meets the error.
+        ranks: How many there are.
+        folder: Where they meet, and where results go.
+        case: Where the error is raised.
+        recovers: Whether the second rank goes on after it, and ends without a word in the same step.
+    """
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    meeting, timeout = f"file://{folder}/meeting", timedelta(seconds=TIMEOUT)
+    distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=timeout)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 5), _Layer(5, 3))
+    if case.endswith("in parts"):
+        for layer in net:
+            fully_shard(layer)
+        fully_shard(net)
+    records = _Records(torch.randn(16, 4), torch.arange(16) % 3)
+    optimizer = _Update(net.parameters(), lr=0.1)
+    model, private, loader = PrivacyEngine().make_private(
+        module=net, optimizer=optimizer, data_loader=DataLoader(records, batch_size=8), noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )  # fmt: skip
+    culprit: Any = {"loader": records, "optimizer": optimizer}.get(case, net[1])
+    error, begun = ("", ""), time.monotonic()
+    try:
+        _train(model, private, loader, culprit if rank else None, bad=3 if "proved" in case else 2, recovers=recovers)
+    except Exception as raised:  # noqa: BLE001 - whatever it is, the test looks at it
+        error = (type(raised).__name__, str(raised))
+    torch.save((*error, time.monotonic() - begun), Path(folder) / f"rank{rank}.pt")
+    os._exit(0)
+
+
+def _train(model: Any, private: Any, loader: Any, culprit: Any, *, bad: int, recovers: bool) -> None:
+    step = 0
+    while step < LAST:
+        for x, y in loader:
+            step += 1
+            last = culprit is not None and step == bad
+            if last and recovers:
+                culprit.fails = True
+                with contextlib.suppress(ValueError):
+                    model(x)
+                culprit.fails = False
+            private.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            if last and recovers:
+                os._exit(0)
+            if last:
+                culprit.fails = True
+            private.step()

@@ -1,0 +1,35 @@
+"""A rank that an error of the user's own ends says why, and the others raise that long before their timeout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import multiprocessing
+
+from tests.distributed.leaving import CASES, TIMEOUT, run
+
+pytestmark = pytest.mark.distributed
+OWN = "the user's own error"
+
+
+def _found(folder, case, *, recovers):
+    multiprocessing.spawn(run, args=(2, str(folder), case, recovers), nprocs=2)
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2) if (folder / f"rank{rank}.pt").exists()]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[pytest.mark.slow] if name != CASES[0] else []) for name in CASES]
+)
+def test_what_one_rank_raises_the_others_raise(tmp_path, case):
+    other, own = _found(tmp_path, case, recovers=False)
+    assert own[:2] == ("ValueError", OWN)
+    assert other[:2] == ("InvalidOptionError", f"rank 1 was refused, and no rank goes on without it: {OWN}")
+    assert max(own[2], other[2]) < TIMEOUT / 4
+
+
+@pytest.mark.slow
+def test_an_error_that_was_overcome_is_not_the_reason(tmp_path):
+    """The second rank ends in the same step without a word: what the first one says is torch's own message."""
+    (other,) = _found(tmp_path, "forward", recovers=True)
+    assert other[0] != "InvalidOptionError"
+    assert OWN not in other[1]
