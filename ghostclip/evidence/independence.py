@@ -14,7 +14,8 @@ neighbours, drawn anew; then the others of each two are left out. Later proofs r
 complement. So any two samples of different halves of the batch, and the neighbours 2k and 2k + 1, are told apart for
 certain, any other two with probability 1/2 in each proof, independently: a model that makes n separate pairs follow
 each other passes k proofs with probability 2^(-nk). All pairs for certain would take about log2(B) runs. What is left
-alone moves to other places of the batch, so that what follows a sample's place is seen, too.
+alone moves to other places of the batch, so that what follows a sample's place is seen, too; in later proofs it is the
+second half, whose places are others as shares of the batch as well.
 """
 
 import random
@@ -109,7 +110,9 @@ class Batch:
 
         A list of as many values as there are samples may hold one for each, and goes by their places.
         """
-        return list(range((self.size + 1) // 2)) if _has_list(self.inputs, self.size) else self.drawn
+        if _has_list(self.inputs, self.size):
+            return list(range((self.size + 1) // 2))
+        return list(range(self.size // 2, self.size)) if self.again else self.drawn
 
     def others(self, samples: Sequence[int]) -> list[int]:
         """Return all samples but some.
