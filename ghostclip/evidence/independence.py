@@ -14,7 +14,8 @@ neighbours, drawn anew; then the others of each two are left out. Later proofs r
 complement. So any two samples of different halves of the batch, and the neighbours 2k and 2k + 1, are told apart for
 certain, any other two with probability 1/2 in each proof, independently: a model that makes n separate pairs follow
 each other passes k proofs with probability 2^(-nk). All pairs for certain would take about log2(B) runs. What is left
-alone moves to other places of the batch, so that what follows a sample's place is seen, too.
+alone moves to other places of the batch, so that what follows a sample's place is seen, too; in later proofs it is the
+second half, whose places are others as shares of the batch as well.
 """
 
 import random
@@ -108,7 +109,9 @@ class Batch:
     @property
     def left(self) -> list[int]:
         """The samples that are looked at alone: beside lists that go by places, and stay whole, the first ones."""
-        return list(range((self.size + 1) // 2)) if self.by_place else self.drawn
+        if self.by_place:
+            return list(range((self.size + 1) // 2))
+        return list(range(self.size // 2, self.size)) if self.again else self.drawn
 
     @property
     def has_lists(self) -> bool:

@@ -484,3 +484,17 @@ def test_lists_of_numbers_of_each_sample_are_accepted(kind):
     with ghostclip.GhostClipper(model := Cut(), max_grad_norm=0.1) as clipper:
         clipper.backward(model(torch.randn(6, 5, 3), kind([1, 5, 2, 3, 4, 5])).square().sum((1, 2)))
         assert "batch independence" not in str(clipper.unchecked)
+
+
+def test_a_share_of_the_batch_that_is_served_is_refused_by_the_second_proof():
+    def served(model, x):
+        return model.layer(x) * (torch.arange(len(x)) < int(0.75 * len(x))).unsqueeze(1)
+
+    model = _Model(served)
+    with ghostclip.GhostClipper(model, max_grad_norm=0.1) as clipper:
+
+        def step():
+            clipper.backward(model(torch.randn(8, 3)).square().sum(1))
+
+        with pytest.raises(SampleMixingError, match="left out"):
+            [step() for _ in range(4)]

@@ -30,9 +30,7 @@ def _rows(*touched):
     [((0, 1), (2, 3), "major"), ((0, 2), (1, 3), "minor"), ((0,), (1, 3), "minor"), ((0, 1), (1, 3), None)],
 )
 def test_a_map_that_an_earlier_set_contradicts_is_not_chosen_later(first, second, chosen):
-    use = SimpleNamespace(
-        node=None, site=_Site(), maps=[MAJOR, MINOR], num_batch_dims=1, forward=_Forward()
-    )
+    use = SimpleNamespace(node=None, site=_Site(), maps=[MAJOR, MINOR], num_batch_dims=1, forward=_Forward())
     probe = Probe({0}, str)
     probe.receive(use, _rows(*first))
     probe.samples = {1}
