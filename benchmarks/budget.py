@@ -1,4 +1,4 @@
-"""Memory and operations under memory budgets, and what a step holds as it goes: `python -m benchmarks.budget PART`.
+"""Memory and operations under memory budgets, of first steps, and in the course of one: `python -m benchmarks.budget`.
 
 Live bytes, counted operation by operation, gradients included and the model's own tensors not: the same on every
 machine.
@@ -26,6 +26,13 @@ MEBIBYTE = 2**20
 BUDGETS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
 # Until a model was proved and planned for.
 STEPS = 4
+# The strategy, and whether the loss is one number.
+FIRST = {
+    "book-keeping": ("bookkeeping", False),
+    "book-keeping, scalar loss": ("bookkeeping", True),
+    "two backwards": ("ghost", False),
+    "hooks": ("hooks", False),
+}
 COURSES = (
     "ordinary",
     "ordinary, torch's linear_cross_entropy",
@@ -61,6 +68,44 @@ def _budgets(task: Task) -> list[dict[str, float]]:
             if expected is not None:
                 rows[-1]["expected"] = expected
     return rows
+
+
+def _first_steps(task: Task) -> dict[str, list[dict[str, float]]]:
+    """Return forwards, operations and peaks of the first steps of some ways, the last two over an ordinary step's."""
+    device = torch.device("cpu")
+    model, batch = task.model(device), task.batch(device)
+    beside, samples, found = [*model.parameters(), *batch], list[int](), dict[str, list[dict[str, float]]]()
+    forward = model.forward
+
+    def seen(inputs: Tensor) -> Tensor:
+        samples.append(len(inputs))
+        output: Tensor = forward(inputs)
+        return output
+
+    def ordinary() -> None:
+        per_sample_losses(model, batch).mean().backward()
+
+    def counted(step: Callable[[], None]) -> dict[str, float]:
+        model.zero_grad(set_to_none=True)
+        samples.clear()
+        with counter() as operations:
+            peak = peak_of(step, beside=beside)
+        flops = operations.get_total_flops()
+        return {"forwards": sum(samples) / task.batch_size, "flops": flops, "bytes": peak}
+
+    ordinary()
+    model.forward = seen
+    base = counted(ordinary)
+    for name, (strategy, scalar) in FIRST.items():
+        with GhostClipper(model, max_grad_norm=1.0, strategy=strategy) as clipper:
+
+            def private(clipper: GhostClipper = clipper, *, scalar: bool = scalar) -> None:
+                losses_B = per_sample_losses(model, batch)
+                clipper.backward(losses_B.mean() if scalar else losses_B)
+
+            steps = [counted(private) for _ in range(STEPS)]
+            found[name] = [step | {of: step[of] / base[of] for of in ("flops", "bytes")} for step in steps]
+    return found
 
 
 def _flops(step: Callable[[], None]) -> int:
@@ -153,6 +198,24 @@ def _of_courses(report: dict[str, Any]) -> str:
     return "\n".join([*lines, *(line for picture in pictures for line in ("", f"![{picture}]({picture})"))]) + "\n"
 
 
+def _of_first_steps(report: dict[str, Any]) -> str:
+    said = (
+        "The 1st step proves the model, and so do the 4th, the 16th and so on; the 2nd and all others are plain. "
+        "Forwards: of whole batches, the model's own among them. Operations of products and memory: over those of an "
+        "ordinary step."
+    )
+    lines = _head(report, "First steps", said)
+    for title, rows in report["steps"].items():
+        lines += ["", f"**{title}**", "", "| | forwards: 1st, 2nd, 4th | operations | memory |", "|---|---:|---:|---:|"]
+        for name, steps in rows.items():
+            cells = [
+                ", ".join(f"{steps[number][of]:.{digits}f}" for number in (0, 1, 3))
+                for of, digits in (("forwards", 1), ("flops", 2), ("bytes", 2))
+            ]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def _measured(part: str, report: dict[str, Any], folder: Path, *, quick: bool) -> None:
     """Measure one part; what there is so far is written as it comes."""
     stem = files.stem(f"memory-{part}", torch.device("cpu"), quick=quick)
@@ -162,6 +225,13 @@ def _measured(part: str, report: dict[str, Any], folder: Path, *, quick: bool) -
             task = find(name, quick=quick)
             report["budgets"][task.title] = _budgets(task)
             files.write(folder, stem, report, _of_budgets(report))
+        return
+    if part == "steps":
+        report["steps"] = {}
+        for name in ("cnn", "gpt") if quick else ("cnn-64", "cnn", "block-T128-B8"):
+            task = find(name, quick=quick)
+            report["steps"][task.title] = _first_steps(task)
+            files.write(folder, stem, report, _of_first_steps(report))
         return
     small = Sizes(layers=1, width=32, vocabulary=300)
     report |= {"sizes": asdict(small if quick else Sizes()), "courses": {}}
@@ -179,7 +249,7 @@ def _measured(part: str, report: dict[str, Any], folder: Path, *, quick: bool) -
 def main() -> None:
     """Measure, and write a report."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.budget", description=__doc__)
-    parser.add_argument("part", choices=("budgets", "courses"))
+    parser.add_argument("part", choices=("budgets", "courses", "steps"))
     parser.add_argument("--quick", action="store_true", help="small models, to see that it runs")
     parser.add_argument("--output", type=Path, default=files.RESULTS)
     options = parser.parse_args()

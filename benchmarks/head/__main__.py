@@ -75,6 +75,8 @@ def _seconds(sizes: Sizes, rounds: int) -> dict[str, float]:
 
 def _text(report: dict[str, Any]) -> str:
     sizes = report["sizes"]
+    said = " CPU time: over an ordinary step's, interleaved." if report["times"] else ""
+    timed = (" CPU time |", "---:|") if report["times"] else ("", "")
     lines = [
         "# A vocabulary head without logits",
         "",
@@ -83,22 +85,22 @@ def _text(report: dict[str, Any]) -> str:
         f"{report['machine']['cpu']}; its logits would take {report['logits_mib']:.0f} MiB. Memory: peak resident size "
         "above that of the loaded model, the gradients of all parameters among it. Products: operations beyond those "
         "of the ordinary step's body, in units of one product of all hidden states and the head's weight; a norm is "
-        f"{report['norm']:.2f} of one. CPU time: over an ordinary step's, interleaved.",
+        f"{report['norm']:.2f} of one.{said}",
         "",
-        "| head | step | later steps, MiB | first steps, MiB | GFLOP | products | CPU time |",
-        "|---|---|---:|---:|---:|---:|---:|",
+        f"| head | step | later steps, MiB | first steps, MiB | GFLOP | products |{timed[0]}",
+        f"|---|---|---:|---:|---:|---:|{timed[1]}",
     ]
     body = {row["tied"]: row["flops"] - 3 * report["unit"] for row in report["rows"] if row["name"] == "ordinary"}
     for row in report["rows"]:
         where = "tied" if row["tied"] else "untied"
         if "flops" not in row:
-            lines.append(f"| {where} | {row['name']} | {row.get('process_problem')} | | | | |")
+            lines.append(f"| {where} | {row['name']} | {row.get('process_problem')} | | | |{' |' if timed[0] else ''}")
             continue
         taken = report["times"].get(row["name"]) if not row["tied"] else None
         lines.append(
             f"| {where} | {row['name']} | {row['later_bytes'] / MEBIBYTE:.0f} | {row['first_bytes'] / MEBIBYTE:.0f} "
             f"| {row['flops'] / 1e9:.0f} | {(row['flops'] - body[row['tied']]) / report['unit']:.2f} "
-            f"| {'' if taken is None else f'{taken:.2f}×'} |"
+            + ("|" if not timed[0] else f"| {'' if taken is None else f'{taken:.2f}×'} |")
         )
     return "\n".join(lines) + "\n"
 

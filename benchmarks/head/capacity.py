@@ -29,15 +29,17 @@ GIGABYTE = 10**9
 VOCABULARIES = (5_000, 50_257, 131_072)
 SIZES = Sizes(layers=2, width=768, positions=1024)
 SMALL = Sizes(layers=1, width=32, positions=16)
-_TILED = "no logits"
-# Batches whose peaks a line is drawn through.
+# Batches whose peaks the first guess is drawn through.
 _FIRST, _SECOND = 2, 6
 
 Step = Callable[[Tensor], None]
 
 
-class _WithUnique(Device):
-    """Answers as well which rows are different, of which Opacus's embeddings ask: all of them."""
+class _Memory(Device):
+    """Counts memory alone, and answers as well which rows are different, of which Opacus's embeddings ask: all."""
+
+    def _note(self, *about: Any) -> None:
+        """Pass over what an operation takes: in a batch without logits there are hundreds of thousands."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation on shapes, and note it."""
@@ -78,7 +80,9 @@ def _of_engine(sizes: Sizes, name: str) -> Step:
 
 
 def _model(sizes: Sizes, head: str) -> nn.Module:
-    if head == "tiles":
+    if head == "torch" and not hasattr(nn, "LinearCrossEntropyOptions"):
+        raise CannotDo("not in this torch (2.13 has it)")
+    if head != "logits":
         return Losses(sizes, head, tied=False)
     return GPT(vocabulary=sizes.vocabulary, width=sizes.width, layers=sizes.layers, positions=sizes.positions)
 
@@ -90,7 +94,8 @@ def _losses(model: nn.Module, ids_BT: Tensor) -> Tensor:
 
 WAYS: dict[str, Callable[[Sizes], Step]] = {
     "PyTorch, not private": lambda sizes: _ordinary(sizes, "logits"),
-    "PyTorch, not private, no logits": lambda sizes: _ordinary(sizes, "tiles"),
+    "PyTorch, not private, F.linear_cross_entropy": lambda sizes: _ordinary(sizes, "torch"),
+    "PyTorch, not private, ghostclip.losses": lambda sizes: _ordinary(sizes, "tiles"),
     "ghostclip book-keeping": lambda sizes: _private(sizes, "logits"),
     "ghostclip book-keeping, no logits": lambda sizes: _private(sizes, "tiles"),
     "Opacus hooks": lambda sizes: _of_engine(sizes, "opacus-hooks"),
@@ -107,23 +112,22 @@ def peak(way: str, sizes: Sizes, samples: int) -> int:
         samples: B.
 
     Returns:
-        The most bytes alive in a second step, the model's parameters and the batch among them.
+        The most bytes alive in a later step, the model's parameters and the batch among them.
     """
     with pretended(), torch.device("meta"):
         step = WAYS[way](sizes)
         ids_BT = torch.zeros(samples, sizes.positions, dtype=torch.int64)
         parameters = sum(parameter.nbytes for parameter in _model(sizes, "logits").parameters())
-        for _ in range(2):
+        # What a first step leaves for later ones does not go by its batch.
+        for batch in (ids_BT[:_FIRST], ids_BT):
             found = Counted()
-            with _WithUnique(found):
-                step(ids_BT)
+            with _Memory(found):
+                step(batch)
     return found.peak + parameters + ids_BT.nbytes
 
 
 def largest(way: str, sizes: Sizes, memory: int, *, least: int) -> dict[str, int]:
-    """Find the largest batch: on the line through the peaks of two small ones, and then by counting around there.
-
-    In tiles, of which there are thousands in a large batch, the line is trusted.
+    """Find the largest batch by counting it and the next one; where to begin, the peaks of two small ones say.
 
     Args:
         way: One of `WAYS`.
@@ -132,17 +136,20 @@ def largest(way: str, sizes: Sizes, memory: int, *, least: int) -> dict[str, int
         least: Bytes that one more sample takes at least: of few samples, gradients of a large head alone are the peak.
 
     Returns:
-        `batch`, 0 where not one sample fits, `sample`, the bytes that one more takes, and `peak`, those of a few.
+        `batch`, 0 where not one sample fits, `sample`, the bytes that one more takes there, and `peak`, the bytes of
+        the largest batch, of one sample where that is none.
     """
     first, second = (peak(way, sizes, samples) for samples in (_FIRST, _SECOND))
     sample = max(1, least, (second - first) // (_SECOND - _FIRST))
-    batch = max(0, _SECOND + (memory - second) // sample)
-    if not way.endswith(_TILED):
-        while batch and peak(way, sizes, batch) > memory:
-            batch -= 1
-        while peak(way, sizes, batch + 1) <= memory:
-            batch += 1
-    return {"batch": batch, "sample": sample, "peak": second}
+    guess = max(1, _SECOND + (memory - second) // sample)
+    peaks: dict[int, int] = {}
+    low, high = 0, 0
+    while not high or high - low > 1:
+        peaks[guess] = peak(way, sizes, guess)
+        low, high = (guess, high) if peaks[guess] <= memory else (low, guess)
+        nearer = guess + (memory - peaks[guess]) // sample
+        guess = max(low + 1, min(nearer, high - 1) if high else nearer)
+    return {"batch": low, "sample": peaks[high] - peaks.get(low, 0), "peak": peaks.get(low, peaks[high])}
 
 
 def _text(report: dict[str, Any]) -> str:
@@ -153,9 +160,8 @@ def _text(report: dict[str, Any]) -> str:
         f"`{report['command']}`, {report['date']}, torch {torch.__version__}: GPT of {sizes['layers']} layers, width "
         f"{sizes['width']}, {sizes['positions']} tokens a sample, float32. The largest physical batch whose step takes "
         f"{memory:g} GB at most: all tensors alive, parameters and gradients included, an optimizer's state not. "
-        "Counted on tensors without data; no GPU took part. Without logits on the line through the peaks of "
-        f"{_FIRST} and {_SECOND} samples, a sample at no less than with a smaller vocabulary: of few samples the "
-        "gradients of a large head alone are the peak. In brackets: MB of one more sample.",
+        "Counted on tensors without data, for that batch and for the next one, which does not fit; no GPU took part. "
+        "A later step, without proofs. In brackets: MB of one more sample.",
         "",
         f"| step | {' | '.join(f'V {vocabulary:,}' for vocabulary in report['batches'])} |",
         f"|---|{'---:|' * len(report['batches'])}",

@@ -111,7 +111,7 @@ def counted(planned: Planned, mesh: Mesh, *, checkpointing: bool, microbatches: 
             "what 'ghostclip inspect' finds with numbers."
         ) from error
     # Under checkpointing strategy "auto" takes two backwards: factors of all blocks would be what it saves.
-    ways = {way: name for way, name in WAYS.items() if not checkpointing or name == "ghost"}
+    ways = {way: name for way, name in WAYS.items() if not checkpointing or mesh.pp > 1 or name == "ghost"}
     of_rank = _arrived(sites)
     if mesh.cp > 1 or mesh.pp > 1:
         ways = {way: name for way, name in ways.items() if name == "bookkeeping"}

@@ -77,10 +77,10 @@ def _microbatches(planned: Planned, mesh: Mesh, microbatches: int, *, checkpoint
         raise InvalidOptionError(
             f"microbatches={microbatches} with pp={mesh.pp}: parts of a batch are those of a pipeline."
         )
-    if checkpointing and mesh.cp * mesh.pp > 1:
+    if checkpointing and mesh.cp > 1:
         raise InvalidOptionError(
-            f"checkpointing with mesh {mesh}: where sequences are split (cp) or stages wait for each other (pp), "
-            "book-keeping alone clips, and would keep what checkpointing frees. Leave one of them out."
+            f"checkpointing with mesh {mesh}: where sequences are split (cp), book-keeping alone clips, and would keep "
+            "what checkpointing frees. Leave one of them out."
         )
     return 1 if mesh.pp == 1 else microbatches or _A_STAGE * mesh.pp
 
@@ -96,7 +96,11 @@ def _title(planned: Planned, facts: Facts, optimizer: str) -> list[str]:
         f"computed in {computed}; weights, sums and the state of {optimizer} in 32 bits; units of fully_shard: each "
         "block, and each other module that owns parameters",
     ]
-    lines += ["blocks are checkpointed, so that strategy 'auto' takes two backwards"] if facts.checkpointing else []
+    if facts.checkpointing:
+        clipped = "so that strategy 'auto' takes two backwards"
+        if mesh.pp > 1:
+            clipped = "and run again once: stages clip by book-keeping, which keeps their factors"
+        lines += [f"blocks are checkpointed, {clipped}"]
     lines += ["the loss is computed in tiles of logits, without privacy as well"] if planned.in_tiles else []
     lines += [_of_stages(facts)] if mesh.pp > 1 else []
     lines += ["keys and values of all positions are gathered by every rank of cp"] if mesh.cp > 1 else []

@@ -75,7 +75,8 @@ def a_sample(facts: Facts) -> list[Row]:
         how += f", x {facts.in_flight}/{facts.microbatches}: microbatches under way (1F1B, first stage)"
     if facts.checkpointing:
         entering = sum(block.entering for block in plain.blocks)
-        kept = outside + entering + max(inside)
+        # One block of one microbatch runs again at a time.
+        kept = int(share * (outside + entering)) + max(inside) // facts.microbatches
         how = (
             f"inputs of {len(inside)} blocks, {readable_bytes(entering // samples)} + one block, "
             f"{readable_bytes(max(inside) // samples)} + {how}"
