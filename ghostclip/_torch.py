@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache, partial
+from itertools import chain
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Final, TypeAlias, TypeVar
@@ -118,6 +118,10 @@ def add_all_(targets: Sequence[Tensor], more: Sequence[Tensor]) -> None:
         more: As many, of the same shapes.
     """
     torch._foreach_add_(list(targets), list(more))
+
+
+# Whether autocast is on for any type of device: ``torch._C._is_any_autocast_enabled``.
+any_autocast: Final[Callable[[], bool]] = torch._C._is_any_autocast_enabled
 
 
 def autocast_is_on(kind: str) -> bool:
@@ -264,8 +268,11 @@ next_order: Final[Callable[[], int]] = torch._C._autograd._get_sequence_nr
 # ---------------------------------------------------------------- the backward
 
 
-class _OursLast(OrderedDict[Any, Any]):
+class _OursLast(dict[Any, Any]):
     """Hooks of one tensor in the order in which torch calls them: one stays behind all that are registered later."""
+
+    # Handles refer to it weakly.
+    __slots__ = ("__weakref__",)
 
     def __setitem__(self, key: Any, hook: Any) -> None:
         super().__setitem__(key, hook)
@@ -275,7 +282,6 @@ class _OursLast(OrderedDict[Any, Any]):
 
 # None of the numbers that handles of other hooks have.
 _OURS: Final = "ghostclip"
-_put_first: Final = OrderedDict.__setitem__
 
 
 def hear_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> Any:
@@ -295,8 +301,7 @@ def hear_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> Any:
     if tensor._backward_hooks is not None:
         node.register_prehook(partial(_of_output, hook, tensor.output_nr))
         return node
-    tensor._backward_hooks = hooks = _OursLast()
-    _put_first(hooks, _OURS, hook)
+    tensor._backward_hooks = _OursLast({_OURS: hook})
     node._register_hook_dict(tensor)
     return node
 
@@ -347,9 +352,15 @@ def run_backward(outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     )
 
 
+# The number of the backward that is running on this thread, `NO_BACKWARD` where none is:
+# ``torch._C._current_graph_task_id``. Asked for every layer, as of what follows.
+backward_number: Final[Callable[[], int]] = torch._C._current_graph_task_id
+NO_BACKWARD: Final = -1
+
+
 def in_backward() -> bool:
     """Return whether a backward is running on this thread: ``torch._C._current_graph_task_id``."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_number() != NO_BACKWARD
 
 
 def will_run(node: Any) -> bool:
@@ -416,9 +427,8 @@ def dispatch_modes_off() -> AbstractContextManager[Any]:
     return context
 
 
-def in_transform() -> bool:
-    """Return whether a transform of ``torch.func`` is running: ``torch._C._functorch.peek_interpreter_stack``."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+# The transform of ``torch.func`` that is running, None where none is: ``torch._C._functorch.peek_interpreter_stack``.
+transform: Final[Callable[[], Any]] = torch._C._functorch.peek_interpreter_stack
 
 
 @contextmanager
@@ -545,6 +555,21 @@ def buffer_table(module: nn.Module) -> dict[str, Any]:
 def child_table(module: nn.Module) -> dict[str, Any]:
     """Return a module's own submodules by name, the table itself: ``Module._modules``."""
     return module._modules
+
+
+_tables: Final = operator.attrgetter("_parameters", "_modules")
+
+
+def parameter_and_child_tables(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
+    """Return the tables of `parameter_table` and `child_table` of modules: ``_parameters`` and ``_modules``.
+
+    Args:
+        modules: The modules.
+
+    Returns:
+        Both of each, in order.
+    """
+    return list(chain.from_iterable(map(_tables, modules)))
 
 
 def child_of(module: nn.Module, name: str) -> Any:
@@ -718,6 +743,12 @@ def gathered_modules(model: nn.Module) -> list[Any]:
     return [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
 
 
+def any_gathered(kinds: Iterable[type]) -> bool:
+    """Return whether a class is one that ``fully_shard`` gives modules: a subclass of ``FSDPModule``."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return kind is not None and any(issubclass(one, kind) for one in kinds)
+
+
 def is_arriving(tensor: Any) -> bool:
     """Return whether a collective may still be writing a tensor: ``_functional_collectives.AsyncCollectiveTensor``."""
     functional = sys.modules.get("torch.distributed._functional_collectives")
@@ -871,6 +902,23 @@ def memory_of(tensor: Tensor) -> tuple[Any, ...]:
     """
     storage = tensor.untyped_storage()._cdata
     return storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+# One each of what `memory_of` tells, asked of all parameters in every forward: no function of ours stands in between.
+_PARTS_OF_MEMORY: Final[tuple[Callable[[Any], Any], ...]] = (
+    operator.methodcaller("storage_offset"),
+    operator.attrgetter("dtype"),
+    operator.attrgetter("shape"),
+    operator.methodcaller("stride"),
+)
+_storage: Final = operator.methodcaller("untyped_storage")
+_number_of_storage: Final = operator.attrgetter("_cdata")
+
+
+def memories_of(tensors: Sequence[Tensor]) -> list[list[Any]]:
+    """Return what `memory_of` tells of several tensors, in lists of one thing each: ``UntypedStorage._cdata``."""
+    numbers: list[Any] = list(map(_number_of_storage, map(_storage, tensors)))
+    return [numbers, *(list(map(part, tensors)) for part in _PARTS_OF_MEMORY)]
 
 
 def running_wrapper() -> Any:

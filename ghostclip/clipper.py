@@ -647,16 +647,16 @@ class GhostClipper:
         """
         return self._store.summed_gradient(parameter)
 
-    def has_sum_of(self, parameter: nn.Parameter) -> bool:
-        """Return whether something contributed to the sum of a parameter; asked by the optimizer that owns the sums.
+    def without_sum(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Return the parameters to whose sums nothing contributed; asked by the optimizer that owns the sums.
 
         Args:
-            parameter: One of the trainable parameters.
+            parameters: Some of the trainable parameters.
 
         Returns:
-            True if so.
+            Those of them.
         """
-        return self._store.has_sum_of(parameter)
+        return self._store.without_sum(parameters)
 
     def hand_over_sums(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
         """Return the sums, which a private optimizer turns into its release, and let go of them; the counts stay.

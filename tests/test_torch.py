@@ -130,9 +130,11 @@ def test_add_all_adds_to_each_target():
 
 def test_autocast_is_never_on_for_meta():
     with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert _torch.any_autocast()
         assert _torch.autocast_is_on("cpu")
         assert not _torch.autocast_is_on("meta")
     assert not _torch.autocast_is_on("cpu")
+    assert not _torch.any_autocast()
 
 
 def test_divide_all_rounds_the_quotient_itself(device):
@@ -558,11 +560,11 @@ def test_a_dispatch_mode_sees_operations_inside_others_unless_they_are_off():
     assert any(torch.Tag.nondeterministic_seeded in func.tags for func in mode.seen)
 
 
-def test_in_transform_is_true_inside_each_of_torch_func():
+def test_transform_is_told_inside_each_of_torch_func():
     seen = []
 
     def look(x: Tensor) -> Tensor:
-        seen.append(_torch.in_transform())
+        seen.append(_torch.transform() is not None)
         return x.sin().sum()
 
     torch.func.vmap(look)(torch.ones(2, 3))
@@ -677,6 +679,10 @@ def test_base_classes_cover_every_kind(base, kinds):
 
 def test_tables_are_what_a_forward_reads():
     module = nn.BatchNorm1d(2)
+    whole = nn.Sequential(module)
+    both = _torch.parameter_and_child_tables([whole, module])
+    wanted = [table(one) for one in (whole, module) for table in (_torch.parameter_table, _torch.child_table)]
+    assert all(own is other for own, other in zip(both, wanted, strict=True))
     stand_in = torch.full((2,), 3.0)
     table = _torch.parameter_table(module)
     assert list(table) == ["weight", "bias"]
@@ -798,6 +804,8 @@ def test_parts_and_the_modules_that_gather_them_are_known(divided):
     assert weight.full_tensor().eq(7.0).all()
     assert _torch.gathered_modules(divided) == [divided, divided[0]]
     assert _torch.gathered_modules(nn.Linear(1, 1)) == []
+    assert _torch.any_gathered(map(type, divided.modules()))
+    assert not _torch.any_gathered([nn.Linear, nn.Sequential])
     assert _torch.gathered_together(divided) != _torch.gathered_together(divided[0])
     assert (_torch.class_of(divided[0]), _torch.class_of(divided[1])) == (nn.Linear, nn.ReLU)
     assert _torch.data_mesh(divided).size() == 1
@@ -918,6 +926,14 @@ def test_memory_is_told_from_other_memory():
     x.mul_(2)
     assert _torch.memory_of(x) == before == _torch.memory_of(x.detach())
     assert len({_torch.memory_of(y) for y in (x, x.clone(), x[1:], x.view(2, 3))}) == 4
+    others = [x, x.clone(), x[1:], x.view(2, 3), x.view(torch.int32)]
+    told = _torch.memories_of(others)
+    assert told == _torch.memories_of([y.detach() for y in others])
+    for number, other in enumerate(others):
+        # As strict as one by one, whatever it is that differs.
+        for place in range(number):
+            exchanged = [*others[:place], other, *others[place + 1 :]]
+            assert _torch.memories_of(exchanged) != told
     held = x.untyped_storage()
     held.resize_(0)
     held.resize_(24)

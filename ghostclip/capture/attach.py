@@ -6,8 +6,9 @@ from torch import Tensor
 
 from ghostclip import _torch
 from ghostclip.capture.casts import may_cast
-from ghostclip.capture.nodes import enter_graph, keep, own
-from ghostclip.capture.param_use import ParamUse, register
+from ghostclip.capture.inputs import under_checkpoint
+from ghostclip.capture.nodes import Kept, enter_graph, keep, own
+from ghostclip.capture.param_use import ParamUse, count, register
 from ghostclip.capture.row_origin import METADATA_KEY, leads_to
 
 
@@ -33,16 +34,69 @@ def carry_out(
     Returns:
         The operation's output, in the graph, with the use on its node.
     """
+    output = _run(use, run, saved, product=product)
+    return attached(use, output, rows=rows, hook=delivery(use, order) if order else use.arrive)
+
+
+def carry_out_again(
+    use: ParamUse,
+    run: Callable[[], Tensor],
+    *,
+    saved: Sequence[Tensor],
+    order: tuple[int, ...],
+    product: bool,
+    anchored: bool,
+) -> Tensor:
+    """Run an operation that was decided on in an earlier forward, at a site that is proven, and count its use.
+
+    Args:
+        use: The use; no backward is running.
+        run: As for `carry_out`.
+        saved: As for `carry_out`.
+        order: As for `carry_out`.
+        product: As for `carry_out`.
+        anchored: Whether the graph of its data leads to the anchor.
+
+    Returns:
+        As for `carry_out`.
+    """
+    forward = use.forward
+    if product and _torch.any_autocast():
+        output = _run(use, run, saved, product=product)
+    else:
+        if use.site.operation == "embedding":
+            _look_up(use, saved)
+        use.node = keep(saved) if saved else None
+        output = run()
+    if not output.requires_grad:
+        output = enter_graph(output, forward.around.anchor)
+    elif not anchored or _torch.is_view(output):
+        output = own(output, forward.around.anchor, anchored=anchored)
+    node = _torch.hear_gradient(output, delivery(use, order) if order else use.arrive)
+    count(use, node, use.behind)
+    if type(use.node) is not Kept and under_checkpoint():
+        forward.note_checkpointing(again=False)
+    node.metadata[METADATA_KEY] = use
+    return output
+
+
+def _run(use: ParamUse, run: Callable[[], Tensor], saved: Sequence[Tensor], *, product: bool) -> Tensor:
+    """Run an operation and keep what its backward will want back."""
     if use.site.operation == "embedding":
-        for name in use.site.names:
-            use.forward.looked_up[name].append(saved[0])
+        _look_up(use, saved)
     if product and saved and may_cast(saved[0]):
         output, casts = run(), use.forward.casts
         use.node = keep([casts.of(tensor, output.dtype) for tensor in saved])
-        return attached(use, output, rows=rows, hook=delivery(use, order))
+        return output
     # Kept before the operation runs, which may change its input in place (then reading it back is an error).
     use.node = keep(saved) if saved else None
-    return attached(use, run(), rows=rows, hook=delivery(use, order))
+    return run()
+
+
+def _look_up(use: ParamUse, saved: Sequence[Tensor]) -> None:
+    """Note by which ids rows of a table are looked up."""
+    for name in use.site.names:
+        use.forward.looked_up[name].append(saved[0])
 
 
 def attached(use: ParamUse, output: Tensor, *, rows: Tensor, hook: Callable[[Tensor], Tensor]) -> Tensor:
@@ -68,22 +122,21 @@ def attached(use: ParamUse, output: Tensor, *, rows: Tensor, hook: Callable[[Ten
     return output
 
 
-def delivery(use: ParamUse, order: tuple[int, ...] = ()) -> Callable[[Tensor], Tensor]:
-    """Return the hook that delivers the gradient of a use's output.
+def delivery(use: ParamUse, order: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+    """Return the hook that delivers the gradient of a use's output whose rows do not lead.
 
     Args:
         use: The use.
         order: As for `carry_out`.
 
     Returns:
-        A hook for ``Tensor.register_hook``.
+        A hook for ``Tensor.register_hook``; elsewhere `ParamUse.arrive` is one.
     """
     deliver = use.forward.around.deliver
 
     def hook(grad: Tensor) -> Tensor:
-        # Handed on to autograd as well: one copy serves the norm, the clipped sum and the layer's own backward.
         grad = grad.contiguous()
-        deliver(use, grad.permute(order) if order else grad)
+        deliver(use, grad.permute(order))
         return grad
 
     return hook

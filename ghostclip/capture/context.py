@@ -226,7 +226,7 @@ class CaptureContext:
 
     def _refuse_late_shards(self) -> None:
         """Refuse a model divided since, before proofs: they follow a rank's samples, and would gather on it alone."""
-        if self.gathering is None and not self.substitution.units and _torch.gathered_modules(self.model):
+        if self.gathering is None and not self.substitution.units and _torch.any_gathered(self.substitution.kinds()):
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} was divided by fully_shard after the clipper was attached. Divide the "
                 "model first, then build the optimizer from its parameters, then call make_private; a private model "
@@ -533,9 +533,9 @@ class CaptureContext:
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], first: TrackedTensor
     ) -> Any:
         forward = self.forward
-        known = self._decisions.get((func, id(first)), args, kwargs, forward)
-        if known is not None:
-            return known.run(forward)
+        output = self._decisions.run((func, id(first)), args, kwargs, forward)
+        if output is not None:
+            return output
         name = operation_name(func)
         # Reentrant checkpointing runs its forward without gradients first.
         without_grad = not torch.is_grad_enabled()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ghostclip import _torch, _tree
 from ghostclip.capture import broadcast
+from ghostclip.capture.attach import carry_out_again
 from ghostclip.capture.batch_axis import RowMap
 from ghostclip.capture.call_sites import MAX_ATTEMPTS, CallSite, Form, key_of, visits_of
 from ghostclip.capture.decompose import decompose
@@ -28,10 +29,10 @@ from ghostclip.capture.inputs import in_backward
 from ghostclip.capture.layouts import ArgumentLayout, is_data, own_axis
 from ghostclip.capture.operation import Operation
 from ghostclip.capture.param_use import ParamUse
-from ghostclip.capture.plans import Again, Broadcast, ByRule, Derive, General, Inside, OwnCopies, Plain, Plan, Write
+from ghostclip.capture.plans import Broadcast, ByRule, Derive, General, Inside, OwnCopies, Plain, Plan, Write
 from ghostclip.capture.rewrite import rewritten
-from ghostclip.capture.row_maps import RowOrder, candidates_along, order_of_rows, row_maps
-from ghostclip.capture.row_origin import UNKNOWN_ORDER, origin_of_rows
+from ghostclip.capture.row_maps import RowOrder, candidates_along, order_of_rows, row_maps, wants_gradient
+from ghostclip.capture.row_origin import UNKNOWN_ORDER, leads_to, origin_of_rows, straight_behind
 from ghostclip.capture.tracked import TrackedTensor, plain
 from ghostclip.capture.writes import refuse_data
 from ghostclip.errors import GhostClipError
@@ -252,6 +253,9 @@ class _Kept:
         rows: Where its data stands: the number of a position, the name of a keyword.
         saves: Whether the backward wants the data back.
         calls: Its call site, and the axis that holds samples, by the number of the call and of the site.
+        product: Whether it is a product of matrices.
+        objects: The positional arguments that it was decided on, without the data.
+        identities: Their numbers (``id``).
     """
 
     plan: ByRule
@@ -263,33 +267,75 @@ class _Kept:
     rows: Any
     saves: bool
     calls: dict[tuple[int, int], tuple[CallSite, int]] = field(default_factory=dict)
+    product: bool = False
+    objects: Sequence[Any] = ()
+    identities: list[int] = field(default_factory=list)
 
     def fits(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Return whether arguments have the form that was decided on."""
-        if len(args) != len(self.form):
+        forms, named = self.form, self.named
+        if self.identities and len(args) == len(forms) and not kwargs:
+            identities = list(map(id, args))
+            identities[self.rows] = 0
+            if identities == self.identities:
+                return _has_form(args[self.rows], forms[self.rows])
+        if len(args) != len(forms) or len(kwargs) != len(named):
             return False
-        for place, item in enumerate(args):
-            form = self.form[place]
+        for item, form in zip(args, forms, strict=False):
             if item is not form and not _has_form(item, form):
                 return False
-        named = self.named
-        if len(kwargs) != len(named):
-            return False
         for key, item in kwargs.items():
             form = named.get(key, NotImplemented)
             if item is not form and not _has_form(item, form):
                 return False
         return True
 
-    def call(self, func: Callable[..., Any], rows: Tensor) -> Callable[[], Tensor]:
-        """Return what runs the operation on other data and detached parameters."""
-        args, kwargs = self.values
-        if type(self.rows) is int:
-            args = args.copy()
-            args[self.rows] = rows
+    def run(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], forward: ForwardContext
+    ) -> Tensor | None:
+        """Run the operation with a new use, on arguments that have the form; its call is counted then.
+
+        Args:
+            func: The torch function.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            forward: The forward that it is part of.
+
+        Returns:
+            What the function returns, in the graph; None where it must be decided on.
+        """
+        visits, (calls, uses), plan = forward.visits, self.visits, self.plan
+        numbers = visits[calls] + 1, visits[uses] + 1
+        site, known = self.calls.get(numbers, _NO_SITE)
+        if site is None or site.attempts < MAX_ATTEMPTS or not is_rule_for(plan.name, self.rule):
+            return None
+        place, captured = self.rows, plan.captured
+        values, keywords = self.values
+        if type(place) is int:
+            rows: Tensor = args[place]
+            values = values.copy()
+            values[place] = rows
         else:
-            kwargs = {**kwargs, self.rows: rows}
-        return partial(func, *args, **kwargs)
+            rows = kwargs[place]
+            keywords = {**keywords, place: rows}
+        dims, wanted = captured.num_batch_dims, rows.requires_grad
+        # A slice of a torch.Size costs as much as ten of a tuple.
+        sizes = tuple(rows.shape)[:dims]
+        if wanted and known >= 0:
+            in_order, anchored = straight_behind(rows)
+            maps = _maps_along(rows, sizes, known, forward, in_order=in_order)
+        else:
+            maps, anchored = _maps_as_ever(rows, sizes, known, forward), not wanted
+            wanted = wanted or wants_gradient([rows], forward)
+        if not maps:
+            return None
+        visits[calls], visits[uses] = numbers
+        use = ParamUse(
+            site, forward, plan.targets, captured.factors, dims, maps, None, rows.grad_fn, sizes, wanted, plan.alike
+        )
+        anchored = anchored or leads_to(rows, forward.around.anchor)
+        call, saved = partial(func, *values, **keywords), (rows,) if self.saves else ()
+        return carry_out_again(use, call, saved=saved, order=captured.order, product=self.product, anchored=anchored)
 
 
 class DecisionCache:
@@ -309,10 +355,10 @@ class DecisionCache:
         self._kept.clear()
         self._size = 0
 
-    def get(
+    def run(
         self, key: CallKey, args: tuple[Any, ...], kwargs: Mapping[str, Any], forward: ForwardContext
-    ) -> Again | None:
-        """Return the plan of an operation that was decided on before; its call is counted then.
+    ) -> Tensor | None:
+        """Run an operation that was decided on before.
 
         Args:
             key: The torch function, and the number (``id``) of its first tracked argument.
@@ -321,29 +367,14 @@ class DecisionCache:
             forward: The forward.
 
         Returns:
-            The plan with the data of this call; None where it must be decided on.
+            What the function returns, in the graph; None where it must be decided on, with nothing done.
         """
         for kept in self._kept.get(key, ()):
             if kept.fits(args, kwargs):
-                break
-        else:
-            return None
-        if in_backward() or not torch.is_grad_enabled() or forward.grown is not None:
-            return None
-        visits, (calls, uses), plan = forward.visits, kept.visits, kept.plan
-        numbers = visits[calls] + 1, visits[uses] + 1
-        site, known = kept.calls.get(numbers, _NO_SITE)
-        if site is None or site.attempts < MAX_ATTEMPTS or not is_rule_for(plan.name, kept.rule):
-            return None
-        place = kept.rows
-        rows: Tensor = args[place] if type(place) is int else kwargs[place]
-        # A slice of a torch.Size costs as much as ten of a tuple.
-        sizes = tuple(rows.shape)[: plan.captured.num_batch_dims]
-        maps = _maps_as_ever(rows, sizes, known, forward)
-        if not maps:
-            return None
-        visits[calls], visits[uses] = numbers
-        return Again(plan, site, rows, sizes, maps, (rows,) if kept.saves else (), kept.call(key[0], rows))
+                if not torch.is_grad_enabled() or forward.grown is not None or in_backward():
+                    return None
+                return kept.run(key[0], args, kwargs, forward)
+        return None
 
     def put(self, key: CallKey, operation: Operation, plan: ByRule, use: ParamUse) -> None:
         """Keep a decision, if it follows from the form of the arguments.
@@ -374,6 +405,11 @@ class DecisionCache:
                 values[1][rows] = None
             own = visits_of(key_of(operation.tracked, operation.name))
             kept = _Kept(_without_data(plan), entry[0], own, form, named, values, rows, bool(plan.saved))
+            kept.product = plan.is_product
+            if type(rows) is int and not kwargs and not any(type(item) is list for item in args):
+                # Whatever else is of the form never changes: tracked parameters, numbers, tuples of numbers.
+                kept.objects = _without(plan.rows, list(args))
+                kept.identities = [0 if item is plan.rows else id(item) for item in args]
             found = self._kept[key]
             found[:] = [kept, *(other for other in found if not other.fits(args, kwargs))]
             self._size += 1
@@ -394,13 +430,18 @@ def _without_data(plan: ByRule) -> ByRule:
     return ByRule(plan.name, plan.targets, captured, _NOTHING, (), (), [], plan.known, _NOTHING.clone, alike=plan.alike)
 
 
+def _maps_along(
+    rows: Tensor, sizes: tuple[int, ...], axis: int, forward: ForwardContext, *, in_order: bool
+) -> list[RowMap]:
+    """Return the row maps of data in the graph, along a known axis; empty where rows were gathered this time."""
+    size, expected = forward.batch_size, forward.batch_axis
+    if axis == 0 and not in_order and origin_of_rows(rows, 0, size, expected) is not None:
+        return []
+    return candidates_along(axis, sizes, size, expected)
+
+
 def _maps_as_ever(rows: Tensor, sizes: tuple[int, ...], known: int, forward: ForwardContext) -> list[RowMap]:
-    """Return the row maps of data of a known form; empty where something is different now."""
-    if known >= 0 and rows.requires_grad:
-        size, axis = forward.batch_size, forward.batch_axis
-        if known == 0 and origin_of_rows(rows, 0, size, axis) is not None:
-            return []
-        return candidates_along(known, sizes, size, axis)
+    """Return the row maps of other data of a known form; empty where something is different now."""
     if not rows.requires_grad and (known < 0 or forward.around.rows.samples_of(rows) is not None):
         return []
     maps, order = row_maps(rows, sizes, known, forward)

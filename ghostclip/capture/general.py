@@ -20,7 +20,7 @@ from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.layouts import ArgumentLayout, result_axes
 from ghostclip.capture.nodes import Region
 from ghostclip.capture.operation import Operation
-from ghostclip.capture.param_use import ParamUse, no_axis, register, site_of
+from ghostclip.capture.param_use import ParamUse, no_axis, register, site_of, versions_of
 from ghostclip.capture.row_maps import order_of_rows, wants_gradient
 from ghostclip.capture.statistics import AT_ONCE_FORM, GENERAL_FORM
 from ghostclip.capture.tracked import TrackedTensor
@@ -74,7 +74,7 @@ def in_general(operation: Operation, layout: ArgumentLayout, forward: ForwardCon
     if site.at_once:
         site.forms.update(dict.fromkeys(site.names, AT_ONCE_FORM))
     targets = {str(number): t for number, t in enumerate(tracked)}
-    use = ParamUse(site, forward, targets, _unset, 1, [])
+    use = ParamUse(site, forward, targets, _unset, 1, [], versions=versions_of(targets))
     use.wants_input_gradient = wants_gradient(operation.plain, forward)
     output_maps: list[list[RowMap]] = []
     items: list[Any] = []

@@ -120,7 +120,7 @@ class Region(torch.autograd.Function):
 class Kept:
     """Tensors as they were when they were saved; what a node of the graph holds, at a tenth of its cost."""
 
-    __slots__ = ("_tensors", "_versions")
+    __slots__ = ("_tensors", "_versions", "address", "form")
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """Note how often each tensor had been changed in place by now.
@@ -128,25 +128,18 @@ class Kept:
         Args:
             tensors: Tensors; their aliases outside the graph are held, lest a graph that holds this hold itself.
         """
+        first = tensors[0]
         if len(tensors) == 1:
-            self._tensors: tuple[Tensor, ...] = (tensors[0].detach(),)
-            self._versions = [_torch.version(tensors[0])]
-            return
-        self._tensors = tuple([tensor.detach() for tensor in tensors])
-        self._versions = _torch.versions(tensors)
-
-    @property
-    def address(self) -> int:
-        """Where the first tensor begins, if it may hold many positions of each sample; else 0."""
-        first = self._tensors[0]
+            self._tensors: tuple[Tensor, ...] = (first.detach(),)
+            self._versions = [_torch.version(first)]
+        else:
+            self._tensors = tuple([tensor.detach() for tensor in tensors])
+            self._versions = _torch.versions(tensors)
         many = first.dim() > 2 and type(first) is Tensor and first.layout is torch.strided
-        return first.data_ptr() if many else 0
-
-    @property
-    def form(self) -> tuple[torch.Size, int]:
+        self.address: int = first.data_ptr() if many else 0
+        """Where the first tensor begins, if it may hold many positions of each sample; else 0."""
+        self.form: tuple[torch.Size, int] = (first.shape, first.numel())
         """Shape of the first tensor, and its number of elements."""
-        first = self._tensors[0]
-        return first.shape, first.numel()
 
     @property
     def saved_tensors(self) -> tuple[Tensor, ...]:

@@ -21,7 +21,7 @@ from ghostclip.capture.derive import batched_grad
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.growth import UNKNOWN
 from ghostclip.capture.nodes import keep
-from ghostclip.capture.param_use import ParamUse, no_axis, site_of
+from ghostclip.capture.param_use import ParamUse, no_axis, site_of, versions_of
 from ghostclip.capture.row_maps import row_maps
 from ghostclip.capture.sampler_check import agrees
 from ghostclip.capture.tracked import TrackedTensor
@@ -150,7 +150,10 @@ class OpaqueModules:
             return found
 
         sizes = tuple(rows.shape[:1])
-        use = ParamUse(site, forward, dict(call.tracked), factors, 1, maps, node=call.node, batch_dim_sizes=sizes)
+        targets = dict(call.tracked)
+        use = ParamUse(
+            site, forward, targets, factors, 1, maps, call.node, batch_dim_sizes=sizes, versions=versions_of(targets)
+        )
         deliver = forward.around.deliver
 
         def hook(grad: Tensor) -> Tensor:

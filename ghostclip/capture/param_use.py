@@ -90,7 +90,7 @@ class ParamUse:
         batch_dim_sizes: Sizes of the leading axes.
         wants_input_gradient: Whether its data is in the graph, or was put into another order.
         alike: What is equal for uses whose factors can be formed together; None where none can be.
-        versions: How often each target that was computed from parameters had been changed in place.
+        versions: How often each target that was computed from parameters had been changed in place; see `versions_of`.
     """
 
     site: CallSite
@@ -106,29 +106,42 @@ class ParamUse:
     alike: Form | None = None
     versions: Mapping[str, int] | None = None
 
-    def __post_init__(self) -> None:
-        """Note how often each target that was computed from parameters had been changed in place by now."""
-        if self.versions is None:
-            computed = {key: target.origin for key, target in self.targets.items() if target.origin.func}
-            self.versions = {key: _torch.version(origin.graph) for key, origin in computed.items()}
-
     @property
     def row_map(self) -> RowMap:
         """The row map in force: the one confirmed at this site if the sizes allow it, else the preferred one."""
+        chosen = self.site.chosen
+        if chosen is None and self.maps:
+            return next((row_map for row_map in self.maps if row_map.kind == "whole"), self.maps[0])
         for row_map in self.maps:
-            if row_map.kind == "whole" or row_map.key == self.site.chosen:
+            if row_map.kind == "whole" or (row_map.kind, row_map.axis) == chosen:
                 return row_map
-        if self.site.chosen is None and self.maps:
-            return self.maps[0]
         message = (
             f"{self.site.describe()}: rows were found to map to samples as {self.site.chosen}, but the sizes of this "
             f"step (batch size {self.forward.batch_size}) do not allow it. Keep the layout of the batch constant."
         )
         raise BatchAxisError(message)
 
+    def arrive(self, grad: Tensor) -> Tensor:
+        """Deliver the gradient of the output: the hook on it.
+
+        Args:
+            grad: The gradient.
+
+        Returns:
+            What is handed on to autograd: one copy serves the norm, the clipped sum and the layer's own backward.
+        """
+        grad = grad.contiguous()
+        self.forward.around.deliver(self, grad)
+        return grad
+
     def release(self) -> None:
         """Let go of what was saved: its backward is over, and the graph may live on."""
         self.node = self.behind = None
+
+    @property
+    def gathers_nothing(self) -> bool:
+        """Whether its rows were gathered in no reading that the sizes allow."""
+        return all(row_map.samples is None for row_map in self.maps)
 
     def gathered_samples(self, rows: int) -> Tensor | None:
         """Return the sample of each of ``rows`` rows when they were routed here, for operations further on."""
@@ -200,7 +213,7 @@ class ParamUse:
                 factor.expect(self.forward.looked_up.get(name, ()))
             return [(name, factor)] if leaf.parameter.requires_grad else []
         # A parameter itself may be: an embedding with max_norm renormalises the rows it looks up.
-        assert self.versions is not None
+        assert self.versions is not None, "who computed the target noted them"
         if _torch.version(origin.graph) != self.versions[key]:
             raise UnsupportedModelError(_changed_since(self.site))
         pulled = pull_back(self.targets[key], factor)
@@ -210,6 +223,19 @@ class ParamUse:
         form = self.site.forms.get(self.targets[key].origin.names[0], "")
         recomputed = self.forward.runs_again
         return Circumstances(self.site.operation, form, self.wants_input_gradient, recomputed, saved)
+
+
+def versions_of(targets: Mapping[str, TrackedTensor]) -> Mapping[str, int]:
+    """Return how often targets that were computed from parameters have been changed in place by now, by argument.
+
+    Args:
+        targets: The tracked arguments by name.
+
+    Returns:
+        Numbers for `ParamUse`, which needs none where all targets are parameters themselves.
+    """
+    computed = {key: target.origin for key, target in targets.items() if target.origin.func}
+    return {key: _torch.version(origin.graph) for key, origin in computed.items()}
 
 
 def _changed_since(site: CallSite) -> str:
@@ -256,30 +282,37 @@ def register(use: ParamUse, node: Any, behind: Any) -> None:
         sites.reentrant = sites.reentrant or not under_checkpoint()
     else:
         # What is run again in a backward is no further use: counting it would keep its factors waiting.
-        counts = forward.use_counts
-        for name in use.site.consumed:
-            counts[name] += 1
-        _note_size(use)
-        if node is not None and forward.batch_size > 1:
-            rows, latest = forward.around.rows, forward.latest
-            steps = 0 if latest is None or behind is None else _torch.order_of(behind) - latest
-            way: Way = steps, type(behind), rows.calls_since() if rows.odd else 0
-            forward.latest = _torch.order_of(node)
-            if way not in use.site.ways:
-                forward.meet(use.site.ways, way)
+        count(use, node, behind)
     if under_checkpoint():
         forward.note_checkpointing(again=again)
     if not use.site.proven:
         forward.unproven = True
 
 
-def _note_size(use: ParamUse) -> None:
-    """Note what a use will take, for whoever plans its backward."""
-    forward = use.forward
+def count(use: ParamUse, node: Any, behind: Any) -> None:
+    """Note in its forward how often parameters are used, what a use will take, and how the forward came to it.
+
+    Args:
+        use: The use.
+        node: As for `register`.
+        behind: As for `register`.
+    """
+    forward, site = use.forward, use.site
+    counts = forward.use_counts
+    for name in site.consumed:
+        counts[name] += 1
     if use.batch_dim_sizes:
-        forward.sizes.append((use.site.names, use.batch_dim_sizes))
+        forward.sizes.append((site.names, use.batch_dim_sizes))
     else:
         entries = sum(tracked.origin.value.numel() for tracked in use.targets.values())
         forward.unplanned += forward.batch_size * entries
-    if type(use.node) is Kept and (address := use.node.address):
-        forward.readers[address] += 1
+    kept = use.node
+    if type(kept) is Kept and kept.address:
+        forward.readers[kept.address] += 1
+    if node is not None and forward.batch_size > 1:
+        rows, latest = forward.around.rows, forward.latest
+        steps = 0 if latest is None or behind is None else _torch.order_of(behind) - latest
+        way: Way = steps, type(behind), rows.calls_since() if rows.odd else 0
+        forward.latest = _torch.order_of(node)
+        if way not in site.ways:
+            forward.meet(site.ways, way)

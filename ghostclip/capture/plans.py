@@ -5,21 +5,21 @@ A plan holds what was decided and runs it; whatever it does to its forward is to
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from ghostclip.capture import broadcast
-from ghostclip.capture.attach import carry_out, delivery
+from ghostclip.capture.attach import carry_out
 from ghostclip.capture.batch_axis import RowMap
-from ghostclip.capture.call_sites import CallSite, Form
+from ghostclip.capture.call_sites import Form
 from ghostclip.capture.derive import derive
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.general import in_general
 from ghostclip.capture.layouts import ArgumentLayout
 from ghostclip.capture.nodes import source
 from ghostclip.capture.operation import Operation
-from ghostclip.capture.param_use import ParamUse, register, site_of
+from ghostclip.capture.param_use import ParamUse, register, site_of, versions_of
 from ghostclip.capture.row_maps import wants_gradient
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.capture.writes import write
@@ -129,35 +129,12 @@ class ByRule(Plan):
         """
         gathering = self.maps[0].gathering
         site = site_of(forward, self.targets.values(), self.name, self.captured.form, gathering)
-        return self.use_at(site, forward, self.rows, self.sizes, self.maps)
-
-    def use_at(
-        self,
-        site: CallSite,
-        forward: ForwardContext,
-        rows: Tensor,
-        sizes: tuple[int, ...],
-        maps: list[RowMap],
-        versions: Mapping[str, int] | None = None,
-    ) -> ParamUse:
-        """Return a use of its parameters at a call site, not registered yet.
-
-        Args:
-            site: The call site.
-            forward: The forward.
-            rows: The data that it consumes them with.
-            sizes: Sizes of the leading axes of the data.
-            maps: How its rows may map to samples.
-            versions: See `ParamUse`; None to look.
-
-        Returns:
-            The use.
-        """
-        captured, wanted = self.captured, rows.requires_grad or wants_gradient([rows], forward)
-        factors, dims = captured.factors, captured.num_batch_dims
+        captured, wanted = self.captured, wants_gradient([self.rows], forward)
+        factors, dims, behind = captured.factors, captured.num_batch_dims, self.rows.grad_fn
         return ParamUse(
-            site, forward, self.targets, factors, dims, maps, None, rows.grad_fn, sizes, wanted, self.alike, versions
-        )
+            site, forward, self.targets, factors, dims, self.maps, None, behind, self.sizes, wanted, self.alike,
+            versions_of(self.targets),
+        )  # fmt: skip
 
     def carry_out(self, use: ParamUse) -> Tensor:
         """Run the operation with a use of its parameters.
@@ -180,46 +157,6 @@ class ByRule(Plan):
     def run(self, forward: ForwardContext) -> Tensor:
         """Run it with a new use."""
         return self.carry_out(self.use_in(forward))
-
-
-# What is decided again is about parameters themselves.
-_NONE_COMPUTED: Final[Mapping[str, int]] = {}
-
-
-class Again(NamedTuple):
-    """What was decided in an earlier forward, on the data of this one.
-
-    Attributes:
-        decided: The plan of then, without data.
-        site: The call site.
-        rows: The data.
-        sizes: Sizes of its leading axes.
-        maps: How its rows may map to samples.
-        saved: What the backward will want back.
-        call: Runs the operation on detached parameters.
-    """
-
-    decided: ByRule
-    site: CallSite
-    rows: Tensor
-    sizes: tuple[int, ...]
-    maps: list[RowMap]
-    saved: tuple[Tensor, ...]
-    call: Callable[[], Tensor]
-
-    def run(self, forward: ForwardContext) -> Tensor:
-        """Run it with a new use.
-
-        Args:
-            forward: The forward that it is part of.
-
-        Returns:
-            What the function returns, in the graph.
-        """
-        decided, rows = self.decided, self.rows
-        use = decided.use_at(self.site, forward, rows, self.sizes, self.maps, _NONE_COMPUTED)
-        order, product = decided.captured.order, decided.is_product
-        return carry_out(use, self.call, rows=rows, saved=self.saved, order=order, product=product)
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,9 +251,10 @@ def _entered(
     def factors(saved: Sequence[Tensor], grad: Tensor, split: Any) -> Mapping[str, Factor]:
         return {"value": expanded.factor(grad, use.row_map)}
 
-    use = ParamUse(site, forward, {"value": tracked}, factors, expanded.row_axis + 1, maps)
+    targets = {"value": tracked}
+    use = ParamUse(site, forward, targets, factors, expanded.row_axis + 1, maps, versions=versions_of(targets))
     use.wants_input_gradient = wants_gradient
     entered = source(expanded.tensor, forward.around.anchor)
     register(use, entered.grad_fn, behind)
-    entered.register_hook(delivery(use))
+    entered.register_hook(use.arrive)
     return entered

@@ -34,6 +34,12 @@ _SELECT: Final = frozenset({"SelectBackward0"})
 _LEAVES: Final = frozenset({"AccumulateGrad", "torch::autograd::AccumulateGrad"})
 # Its output has the rows of padded sequences in another order, which is noted on it by who sees it made.
 _PACKED: Final = frozenset({"PackPaddedSequenceBackward0"})
+# What a node tells of rows, by its class: they pass, they may be moved, a view may have folded them, or they are given
+# places where the left factor is outside the graph.
+_PASS, _MOVE, _FOLD, _PLACE = range(4)
+_kinds: dict[type, int] = {}
+# Parents of a normalisation, of which the two last are parameters.
+_OF_A_NORM: Final = 3
 # Stands for an order that is not known.
 UNKNOWN_ORDER: Final = torch.empty(0, dtype=torch.int64)
 # A node's name is made anew each time it is asked for; its class tells the same.
@@ -50,6 +56,70 @@ def _name_of(node: Any) -> str:
 
 def _name_is(node: Any, names: frozenset[str]) -> bool:
     return _name_of(node) in names
+
+
+def _kind_of(node: Any) -> int:
+    name = _name_of(node)
+    if name in _SELECTING or name in _PACKED or name in _LEAVES:
+        kind = _MOVE
+    else:
+        kind = _FOLD if name in _VIEWS else _PLACE if name in _PLACING else _PASS
+    _kinds[type(node)] = kind
+    return kind
+
+
+def straight_behind(x: Tensor) -> tuple[bool, bool]:
+    """Look for the nearest captured operation along first parents, the common case of two questions at once.
+
+    Args:
+        x: A layer's input, in the graph.
+
+    Returns:
+        True only where `origin_of_rows` along axis 0 is None: no node on the way moves rows, or says what they are. And
+        True only where `leads_to` is: an operation was found. Where either is False it takes a closer look.
+    """
+    node: Any = x.grad_fn
+    in_order = node is None or x.dim() == 0
+    rows = -1 if in_order else x.shape[0]
+    for _ in range(_MAX_NODES):
+        if node is None:
+            break
+        notes, edges = node.metadata, node.next_functions
+        if METADATA_KEY in notes:
+            return in_order or notes[METADATA_KEY].gathers_nothing, True
+        if not in_order:
+            passed = None if notes else _passed(node, edges, rows)
+            if passed is None:
+                break
+            in_order = not passed
+        node = edges[0][0] if edges else None
+    return False, False
+
+
+def _passed(node: Any, edges: Any, rows: int) -> bool | None:
+    """Return whether rows come from the first parent as they are.
+
+    Args:
+        node: The node.
+        edges: Its parents.
+        rows: How many rows its output has.
+
+    Returns:
+        False where they come from none, as there are other numbers of them; None where it takes a closer look.
+    """
+    kind = _kinds.get(type(node))
+    if kind is None:
+        kind = _kind_of(node)
+    if kind == _MOVE or not edges or edges[0][0] is None:
+        return None
+    if kind == _FOLD:
+        before = _torch.saved(node, "self_sym_sizes")
+        # A leading axis of one entry may stand before rows that were selected.
+        return None if before and before[0] == 1 else bool(before) and before[0] == rows
+    if len(edges) == 1 or (len(edges) == _OF_A_NORM and edges[1][0] is edges[2][0] is None):
+        return True
+    shape = _torch.outputs_of(edges[0][0])[edges[0][1]].shape
+    return True if shape and shape[0] == rows else None
 
 
 def origin_of_rows(x: Tensor, axis: int, batch_size: int, expected_axis: int) -> Tensor | None:

@@ -4,32 +4,44 @@ Modules and parameters may be exchanged between any two forwards, so that each l
 they are the same objects as before costs a third of looking them up.
 """
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from operator import attrgetter
+from typing import Any, Final, NamedTuple
 
 from torch import nn
 
 from ghostclip import _torch
 
 
-class _Entry(NamedTuple):
-    """One module, and what its tables held."""
+class _Found(NamedTuple):
+    """What all modules of a model held: lists of all, so that looking again costs a few comparisons of lists."""
 
-    module: nn.Module
-    kind: type
-    children: list[tuple[str, nn.Module | None]]
-    table: dict[str, Any]
+    kinds: list[type]
+    # Numbers (``id``) of objects that the snapshot holds, so that they are none other's as long as it does.
+    tables: list[int]
+    sizes: list[int]
     names: list[str]
-    # Of objects that the snapshot holds, so that they are none other's as long as it does.
-    identities: list[int]
+    held: list[int]
+
+
+def _found(modules: Sequence[nn.Module]) -> _Found:
+    tables = _torch.parameter_and_child_tables(modules)
+    return _Found(
+        list(map(type, modules)),
+        list(map(id, tables)),
+        list(map(len, tables)),
+        list(chain.from_iterable(tables)),
+        list(map(id, chain.from_iterable(map(dict.values, tables)))),
+    )
 
 
 class Snapshot:
     """What was found at the beginning of a forward, before anything was put in the place of a parameter.
 
     Attributes:
-        memory: The trainable parameters with what `_torch.memory_of` says of each; for whoever looks at it to set.
-        recurrent: The recurrent layers among the modules.
+        modules: The modules.
+        recurrent: The recurrent layers among them.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -38,21 +50,24 @@ class Snapshot:
         Args:
             modules: All modules of a model.
         """
-        self.memory: list[tuple[nn.Parameter, tuple[Any, ...]]] = []
-        self.recurrent: list[nn.RNNBase] = []
-        self._entries: list[_Entry] = []
-        self._held: list[nn.Parameter] = []
-        self._norms: list[nn.Module] = []
-        for module in modules:
-            table: dict[str, Any] = _torch.parameter_table(module)
-            children, held = list(_torch.child_table(module).items()), list(table.values())
-            self._entries.append(_Entry(module, type(module), children, table, list(table), list(map(id, held))))
-            self._held += [parameter for parameter in held if parameter is not None]
-            if isinstance(module, _torch.AnyBatchNorm):
-                self._norms.append(module)
-            if isinstance(module, nn.RNNBase):
-                self.recurrent.append(module)
-        self._frozen = [parameter for parameter in self._held if not parameter.requires_grad]
+        self._trained: list[nn.Parameter] = []
+        self._memories: list[list[Any]] = []
+        self.modules = list(modules)
+        self._norms = [module for module in self.modules if isinstance(module, _torch.AnyBatchNorm)]
+        self.recurrent = [module for module in self.modules if isinstance(module, nn.RNNBase)]
+        self._found = _found(self.modules)
+        self._tables = _torch.parameter_and_child_tables(self.modules)
+        self._held: list[Any] = [item for table in self._tables for item in table.values()]
+        held = [item for item in self._held if isinstance(item, nn.Parameter)]
+        self._frozen = [parameter for parameter in held if not parameter.requires_grad]
+
+    def note_trained(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Note which parameters are trained, and their memory.
+
+        Args:
+            parameters: They.
+        """
+        self._trained, self._memories = list(parameters), _torch.memories_of(parameters)
 
     def holds(self) -> bool:
         """Return whether modules, parameters, their memory and what is trained of them are as they were.
@@ -60,22 +75,14 @@ class Snapshot:
         Returns:
             False also where a batch norm is in training mode.
         """
-        for module, kind, children, table, names, identities in self._entries:
-            if type(module) is not kind or _torch.parameter_table(module) is not table:
-                return False
-            if (table or names) and (list(map(id, table.values())) != identities or list(table) != names):
-                return False
-            below = _torch.child_table(module)
-            if (below or children) and list(below.items()) != children:
-                return False
-        for parameter, memory in self.memory:
-            if not parameter.requires_grad or _torch.memory_of(parameter) != memory:
-                return False
+        if _found(self.modules) != self._found:
+            return False
+        if not all(map(_is_trained, self._trained)) or _torch.memories_of(self._trained) != self._memories:
+            return False
         return not any(map(_is_trained, self._frozen)) and not any(map(_is_training, self._norms))
 
 
-def _is_trained(parameter: nn.Parameter) -> bool:
-    return parameter.requires_grad
+_is_trained: Final[Callable[[nn.Parameter], bool]] = attrgetter("requires_grad")
 
 
 def _is_training(module: nn.Module) -> bool:

@@ -147,7 +147,7 @@ class Substitution:
             if isinstance(module, _torch.AnyBatchNorm) and module.training:
                 raise SampleMixingError(_batch_norm(prefix[:-1], module))
         if found is not None:
-            found.memory = [(parameter, self._tracked[id(parameter)][1]) for _, _, parameter, _ in own.parameters]
+            found.note_trained([parameter for _, _, parameter, _ in own.parameters])
             self._snapshot, self._put_last = found, list(own.parameters)
         return self.roster.meet([*(id(parameter) for _, _, parameter, _ in own.parameters), *elsewhere]) or moved
 
@@ -182,6 +182,11 @@ class Substitution:
         for module in known.recurrent:
             _put_flat(own, module)
         return self.roster.meet([id(parameter) for _, _, parameter, _ in own.parameters])
+
+    def kinds(self) -> set[type]:
+        """Return the classes of the modules, those of the forward before where that has noted them."""
+        known = self._snapshot
+        return set(map(type, self._model.modules() if known is None else known.modules))
 
     def take_stock(self) -> None:
         """Note which parameters the units hold, before anything is gathered from them for a forward."""

@@ -101,7 +101,7 @@ class TrackedTensor(torch.Tensor):
             # The arguments themselves before what is inside of them.
             named = [item for item in kwargs.values() if type(item) is TrackedTensor]
             (first, *_) = named or tracked_leaves((args, kwargs))
-        if _torch.in_transform():
+        if _torch.transform() is not None:
             raise UnsupportedModelError(_in_transform(first.origin.names, func.__name__))
         with _torch.subclasses_off():
             return first.origin.interceptor.intercept(func, args, kwargs, first)

@@ -175,6 +175,9 @@ class Alike:
 
     Which layers are put together follows from the sizes of the batch and the form of the model alone, so that a step
     that is made again rounds as it did.
+
+    Attributes:
+        full: Whether as much waits as may.
     """
 
     def __init__(
@@ -197,7 +200,7 @@ class Alike:
         self._small = SmallGradients()
         self._waiting: defaultdict[Any, list[_Waiting]] = defaultdict(list)
         self._elements = 0
-        self._most = 0
+        self.full = False
 
     def takes(self, use: ParamUse, grad: Tensor, kept: frozenset[str]) -> bool:
         """Take the gradient of a use's output, if it is of a small layer that others may be like.
@@ -218,7 +221,7 @@ class Alike:
                 return False
             data, more = node.form
             elements += more
-        most = _most(grad)
+        most = _SMALL if grad.is_cpu else _SMALL_ON_A_GPU
         if elements > most or not _stands_alone(use):
             return False
         row_map = use.row_map
@@ -229,7 +232,7 @@ class Alike:
         key = use.alike, row_map.kind, always, grad.shape, grad.dtype, data
         self._waiting[key].append(_Waiting(use, grad, _torch.version(grad)))
         self._elements += elements
-        self._most = most * _WAITING
+        self.full = self._elements > most * _WAITING
         return True
 
     def takes_gradients(self, name: str, factor: Factor) -> bool:
@@ -245,11 +248,6 @@ class Alike:
         return self._small.takes(name, factor)
 
     @property
-    def full(self) -> bool:
-        """Whether as much waits as may."""
-        return self._elements > self._most
-
-    @property
     def gradients_full(self) -> bool:
         """Whether as many gradients wait as may where they are not kept."""
         return self._small.full
@@ -260,17 +258,17 @@ class Alike:
         Raises:
             TamperedGradientError: A gradient was changed in place while it waited.
         """
-        waiting, self._waiting, self._elements = self._waiting, defaultdict(list), 0
+        waiting, self._waiting, self._elements, self.full = self._waiting, defaultdict(list), 0, False
         for found in waiting.values():
             if _torch.versions([one.grad for one in found]) != [one.version for one in found]:
                 changed = next(one for one in found if _torch.version(one.grad) != one.version)
                 raise TamperedGradientError(changed_in_place(", ".join(changed.use.site.names)))
-            if len(found) == 1 or not all(map(_trains, found)) or not self._joined(found):
+            if len(found) == 1 or not _train(found) or not self._joined(found):
                 for use, grad, _ in found:
                     self._alone(use, grad)
             if self._final:
-                for use, *_ in found:
-                    use.release()
+                for use, _, _ in found:
+                    use.node = use.behind = None
 
     def finish_gradients(self) -> None:
         """Hand all gradients on that wait.
@@ -325,7 +323,7 @@ def _dtype(factor: Factor) -> torch.dtype | None:
 def _stands_alone(use: ParamUse) -> bool:
     """Return whether nothing else is told of a use's parameters in this backward, nor of its input."""
     forward, counts = use.forward, use.forward.use_counts
-    if forward.runs_again:
+    if forward.checkpointed or forward.ran_without_grad:
         return False
     for name in use.site.names:
         if counts[name] != 1:
@@ -334,12 +332,13 @@ def _stands_alone(use: ParamUse) -> bool:
     return use.node is None or forward.readers.get(use.node.address, 0) <= 1
 
 
-def _trains(waiting: _Waiting) -> bool:
-    """Return whether all parameters of a use are trained still: one may have been frozen since the forward."""
-    for target in waiting.use.targets.values():
-        for leaf in target.origin.leaves.values():
-            if not leaf.parameter.requires_grad:
-                return False
+def _train(found: Sequence[_Waiting]) -> bool:
+    """Return whether all parameters of uses are trained still: one may have been frozen since the forward."""
+    for use, _, _ in found:
+        for target in use.targets.values():
+            for leaf in target.origin.leaves.values():
+                if not leaf.parameter.requires_grad:
+                    return False
     return True
 
 

@@ -171,7 +171,8 @@ class Pass(ABC):
 
     def _wait(self, use: ParamUse, grad: Tensor) -> None:
         """Note a use that waits for its likes; form the factors of all that wait once they are many."""
-        self._meet(use, grad)
+        if grad.is_cuda or not self.forwards or self.forwards[-1] is not use.forward:
+            self._meet(use, grad)
         if self._alike.full:
             self.streams.join()
             with undisturbed():

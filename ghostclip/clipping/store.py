@@ -196,8 +196,7 @@ class GradientStore:
             if self._delivery is not None and self._delivery.takes(parameter):
                 self._delivery.add(parameter, part)
                 continue
-            if self.owned and sums.numel() <= _SHARED and parameter not in self._sums:
-                self._sums[parameter] = part
+            if self.owned and sums.numel() <= _SHARED and self._sums.setdefault(parameter, part) is part:
                 continue
             buffer, is_new = self.buffer(name)
             (new if is_new else old).append((buffer, part))
@@ -430,16 +429,18 @@ class GradientStore:
         self._check(parameter)
         return parameter.grad if parameter in self._shown else self._sums.get(parameter)
 
-    def has_sum_of(self, parameter: nn.Parameter) -> bool:
-        """Return whether something contributed to the sum of a parameter that an optimizer owns.
+    def without_sum(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Return the parameters to whose sums, which an optimizer owns, nothing contributed.
 
         Args:
-            parameter: The parameter.
+            parameters: Some parameters.
 
         Returns:
-            True if so.
+            Those of them.
         """
-        return parameter in self._sums
+        # By identity: the hash of a tensor is worked out in Python.
+        held = set(map(id, self._sums))
+        return [parameter for parameter in parameters if id(parameter) not in held]
 
     def _check(self, parameter: nn.Parameter) -> None:
         kept, grad = self._sums.get(parameter), parameter.grad
@@ -464,7 +465,8 @@ class GradientStore:
         Returns:
             The accumulators themselves, None where nothing contributed.
         """
-        sums = [self._sums.get(parameter) for parameter in parameters]
+        held = {id(parameter): own for parameter, own in self._sums.items()}
+        sums = [held.get(id(parameter)) for parameter in parameters]
         for kept in self._kept:
             kept.give_up()
         self._sums.clear()

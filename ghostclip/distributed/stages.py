@@ -117,17 +117,17 @@ class StagesClipper:
         """
         return self._of[id(parameter)].summed_gradient(parameter)
 
-    def has_sum_of(self, parameter: nn.Parameter) -> bool:
-        """Return whether something contributed to the sum of a parameter.
+    def without_sum(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Return the parameters to whose sums nothing contributed.
 
         Args:
-            parameter: One of the trainable parameters.
+            parameters: Some of the trainable parameters.
 
         Returns:
-            True if so.
+            Those of them.
         """
-        one = self._of.get(id(parameter))
-        return one is not None and one.has_sum_of(parameter)
+        found = [(parameter, self._of.get(id(parameter))) for parameter in parameters]
+        return [parameter for parameter, one in found if one is None or one.without_sum([parameter])]
 
     def hand_over_sums(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
         """Return the sums, and let go of them.

@@ -56,7 +56,8 @@ class AdapterWatch:
         if self._seen == 1:
             held = {id(p) for p in optimizer.params}
             self._say([n for n, p in trainable.items() if id(p) not in held], "the optimizer does not hold them")
-            silent = [n for n, p in trainable.items() if id(p) in held and not optimizer.clipper.has_sum_of(p)]
+            without = set(map(id, optimizer.clipper.without_sum(list(trainable.values()))))
+            silent = [n for n, p in trainable.items() if id(p) in held & without]
             self._say(silent, "no gradient reached them in the first step")
         still = {name for name, p in trainable.items() if name not in self.untrained and _is_still(optimizer, p)}
         self._still = still if self._still is None else self._still & still

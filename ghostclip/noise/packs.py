@@ -6,7 +6,8 @@ Shape letters: N elements of a pack.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, cast
+from operator import attrgetter
+from typing import Final, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -117,6 +118,10 @@ def packs(tensors: Sequence[Tensor], limit: Callable[[Tensor], int]) -> Iterator
     Yields:
         Tensors above the limit one by one as they come, others together.
     """
+    whole = _all_in_one(tensors, limit)
+    if whole:
+        yield whole
+        return
     filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     room: dict[tuple[torch.dtype, torch.device], int] = {}
     limits: dict[tuple[torch.dtype, torch.device], int] = {}
@@ -138,6 +143,19 @@ def packs(tensors: Sequence[Tensor], limit: Callable[[Tensor], int]) -> Iterator
         else:
             filling[kind] = [tensor]
     yield from filling.values()
+
+
+_dtype: Final[Callable[[Tensor], torch.dtype]] = attrgetter("dtype")
+_device: Final[Callable[[Tensor], torch.device]] = attrgetter("device")
+
+
+def _all_in_one(tensors: Sequence[Tensor], limit: Callable[[Tensor], int]) -> list[Tensor]:
+    """Return all tensors where they make one pack and none is empty, the common case; else nothing."""
+    sizes = list(map(Tensor.numel, tensors))
+    if not sizes or min(sizes) == 0 or len(set(map(_dtype, tensors))) > 1 or len(set(map(_device, tensors))) > 1:
+        return []
+    most = limit(tensors[0])
+    return list(tensors) if sum(sizes) <= most and max(sizes) < most else []
 
 
 def flattened(pack: Sequence[Tensor]) -> Tensor:

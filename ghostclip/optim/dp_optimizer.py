@@ -405,7 +405,7 @@ class DPOptimizer(WrappedOptimizer):
             checks.refuse_changed_parameters(self.clipper, self.params, fixed=fixed)
         trainable = [p for p in self.params if p.requires_grad]
         # What has a clipped sum is clipped; for the rest the whole model is looked through.
-        checks.refuse_uncovered(self.clipper, [p for p in trainable if not self.clipper.has_sum_of(p)])
+        checks.refuse_uncovered(self.clipper, self.clipper.without_sum(trainable))
         self._released.refuse_strangers(self)
         checks.warn_about_mechanism(self.noise_multiplier, self.accumulated_iterations, self._warned)
         for step_hook in self._step_hooks:

@@ -148,7 +148,7 @@ class Releases:
     """The gradients that a private optimizer has put into `p.grad`, so that strange ones are known."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._ours: dict[nn.Parameter, weakref.ref[torch.Tensor]] = {}
+        self._ours: dict[int, weakref.ref[torch.Tensor]] = {}
         # What an ordinary training has left there is dropped, as a loop would by `zero_grad()`.
         self.note([(p, p.grad) for p in parameters if p.grad is not None])
 
@@ -158,7 +158,7 @@ class Releases:
         Args:
             released: Parameters and their gradients.
         """
-        self._ours = {p: weakref.ref(gradient) for p, gradient in released}
+        self._ours = {id(p): weakref.ref(gradient) for p, gradient in released}
 
     def refuse_strangers(self, private: Private) -> None:
         """Refuse gradients that somebody else has put into `p.grad`, which the release would overwrite.
@@ -173,7 +173,7 @@ class Releases:
             grad = p.grad
             if grad is None or not p.requires_grad:
                 continue
-            ours = self._ours.get(p)
+            ours = self._ours.get(id(p))
             if ours is None or ours() is not grad:
                 raise TamperedGradientError(
                     f"parameter '{private.name_of(p)}': its gradient was set between backward and step. The clipped "

@@ -80,7 +80,8 @@ def noisy_gradients(
         if divisor != 1 and released:
             _torch.divide_all_(released, divisor)
     else:
-        released = [_or_zeros(clipped, p) for p, clipped in zip(parameters, sums, strict=True)]
+        pairs = zip(parameters, sums, strict=True)
+        released = [_zeros_for(p) if clipped is None else clipped for p, clipped in pairs]
         sums.clear()
         # Also where it is 0: a source that several ranks share adds up their sums.
         add_noise_(noise_source, released, std, divisor)
@@ -91,10 +92,8 @@ def noisy_gradients(
     return released
 
 
-def _or_zeros(clipped: torch.Tensor | None, p: nn.Parameter) -> torch.Tensor:
-    """Return a clipped sum, or that of a parameter which nothing contributed to."""
-    if clipped is not None:
-        return clipped
+def _zeros_for(p: nn.Parameter) -> torch.Tensor:
+    """Return the clipped sum of a parameter which nothing contributed to."""
     return torch.zeros_like(
         p, dtype=torch.promote_types(p.dtype, torch.float32), memory_format=torch.contiguous_format, requires_grad=False
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+from operator import itemgetter
 from typing import Any, Final, NoReturn, Protocol
 
 from torch import nn
@@ -27,6 +29,9 @@ class CarriedAccount(Protocol):
         """
 
 
+_PARAMS: Final = itemgetter("params")
+
+
 class WrappedOptimizer(Optimizer):
     """A torch optimizer whose parameters, state and hooks all live in another one.
 
@@ -50,7 +55,7 @@ class WrappedOptimizer(Optimizer):
     @property
     def params(self) -> list[nn.Parameter]:
         """The parameters of all groups, in order."""
-        return [p for group in self.original_optimizer.param_groups for p in group["params"]]
+        return list(chain.from_iterable(map(_PARAMS, self.original_optimizer.param_groups)))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -159,13 +159,16 @@ def test_rows_that_move_later_are_followed(strategy, monkeypatch):
     """Data in and outside the graph is put into another order after the layers were decided on."""
     model = _MaybeSorts().double()
     clipper = engine(strategy)(model, 0.1)
-    register = attach.register
+    register, count = attach.register, attach.count
     for forward in range(7):
         x = torch.randn(5, 4, dtype=torch.float64)
         model.sorts, seen = forward in (4, 6), []
-        monkeypatch.setattr(
-            attach, "register", lambda use, *where, seen=seen: (seen.append(use.row_map.kind), register(use, *where))
-        )
+        for name, noting in (("register", register), ("count", count)):
+            monkeypatch.setattr(
+                attach,
+                name,
+                lambda use, *where, seen=seen, call=noting: (seen.append(use.row_map.kind), call(use, *where)),
+            )
         clipper.backward(model(x).square().sum(1))
         per_sample = per_sample_gradients(copy.deepcopy(model), {"x": x}, _losses_of_rows, axes={})
         norms_B = torch.stack([whole_norm(gradient) for gradient in per_sample])

@@ -108,6 +108,14 @@ def test_a_change_is_seen(change):
     assert not snapshot.holds()
 
 
+def test_a_parameter_that_moves_into_the_next_module_is_seen():
+    """All names and parameters, one after the other, are the same as before."""
+    model = _model()
+    _, snapshot = _after_a_forward(model)
+    model[1]._parameters["bias"] = model[0]._parameters.pop("bias")
+    assert not snapshot.holds()
+
+
 def test_what_has_not_changed_is_not_looked_up_again():
     model = _model()
     clipper, snapshot = _after_a_forward(model)

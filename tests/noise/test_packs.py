@@ -77,6 +77,19 @@ def test_packs_hold_every_tensor_once_and_no_more_than_fits():
             assert len(pack) == 1 or sum(t.numel() for t in pack) <= limit
 
 
+@pytest.mark.parametrize("empty", [False, True])
+def test_what_fits_into_one_pack_is_told_at_once(empty, monkeypatch):
+    """Whatever is told at once is what looking at each tensor tells, in the same order."""
+    alike = [t for t in zeros() if empty or t.numel()]
+    total = sum(t.numel() for t in alike)
+    for tensors in (alike, alike[:1], [*alike, *zeros(torch.float32)], []):
+        for limit in (0, 1, 30, 5000, 2 * total // 3, total - 1, total, total + 1, 10**9):
+            found = [list(map(id, pack)) for pack in packs(tensors, lambda _, limit=limit: limit)]
+            with monkeypatch.context() as patched:
+                patched.setattr("ghostclip.noise.packs._all_in_one", lambda *_: [])
+                assert found == [list(map(id, pack)) for pack in packs(tensors, lambda _, limit=limit: limit)]
+
+
 def test_other_ranks_pass_over_as_many_calls():
     source = make_noise_source()
     copy = twin(source)
