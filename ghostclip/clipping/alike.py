@@ -186,6 +186,7 @@ class Alike:
         join: Callable[[Joint], None],
         alone: Callable[[ParamUse, Tensor], None],
         single: Callable[[str, Dense], None],
+        keep: Callable[[Joint], None] = lambda joint: None,
         final: bool = True,
     ) -> None:
         """Make a collector that holds nothing.
@@ -194,9 +195,10 @@ class Alike:
             join: Takes the gradients of several parameters.
             alone: Takes a use, and its output's gradient, that no other is like.
             single: Takes a parameter's gradients, which no others are like.
+            keep: Is told of gradients that waited, of one parameter or several, before they are handed on.
             final: Whether no other backward follows, so that what uses have saved may go.
         """
-        self._join, self._alone, self._single, self._final = join, alone, single, final
+        self._join, self._alone, self._single, self._keep, self._final = join, alone, single, keep, final
         self._small = SmallGradients()
         self._waiting: defaultdict[Any, list[_Waiting]] = defaultdict(list)
         self._elements = 0
@@ -277,10 +279,13 @@ class Alike:
             TamperedGradientError: One was changed in place while it waited.
         """
         for names, factors in self._small.together():
-            if len(names) == 1:
+            alone = len(names) == 1
+            joint = Joint(names, factors[0] if alone else Dense(torch.cat([factor.grad_BP for factor in factors])))
+            self._keep(joint)
+            if alone:
                 self._single(names[0], factors[0])
-                continue
-            self._join(Joint(names, Dense(torch.cat([factor.grad_BP for factor in factors]))))
+            else:
+                self._join(joint)
 
     def _joined(self, found: Sequence[_Waiting]) -> bool:
         """Put uses together; returns False, with nothing done, where their factors are of no form that can be."""
@@ -307,6 +312,11 @@ class Alike:
             assert isinstance(factor, (Dense, Outer))
             self._join(Joint(names[key], factor))
         return True
+
+
+def most_waiting(tensor: Tensor) -> int:
+    """Return how many elements may wait, or be kept, where a tensor is."""
+    return _most(tensor) * _WAITING
 
 
 def _most(tensor: Tensor) -> int:

@@ -26,6 +26,20 @@ def versions(factor: Factor) -> list[int]:
     return _torch.versions(tensors_of(factor))
 
 
+def formed(factor: Factor) -> Factor:
+    """Return a factor that waits: whatever it would form later, of what may have changed by then, is formed now.
+
+    Args:
+        factor: A factor, perhaps around others.
+
+    Returns:
+        The factor itself.
+    """
+    for _ in tensors_of(factor):
+        pass
+    return factor
+
+
 def tensors_of(factor: Factor) -> Iterator[Tensor]:
     """Yield the tensors that a factor holds, those of factors inside it included.
 
@@ -35,6 +49,10 @@ def tensors_of(factor: Factor) -> Iterator[Tensor]:
     Yields:
         Each in the order in which the factor holds them.
     """
+    if type(factor) is Dense:
+        # It may be formed by this: a sum over positions counts as what it is then.
+        yield factor.grad_BP
+        return
     for value in vars(factor).values():
         # What most attributes are; asking whether they are factors costs more than the rest.
         if type(value) in _NO_TENSORS:

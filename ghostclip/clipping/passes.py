@@ -18,8 +18,8 @@ from ghostclip import _torch
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import Kept
 from ghostclip.capture.param_use import ParamUse
-from ghostclip.clipping.alike import Alike, Joint
-from ghostclip.clipping.changes import changed_in_place, versions
+from ghostclip.clipping.alike import Alike, Joint, most_waiting
+from ghostclip.clipping.changes import changed_in_place, formed, versions
 from ghostclip.clipping.norms import (
     GroupNorms,
     SharedSamples,
@@ -197,7 +197,7 @@ class Pass(ABC):
         """Hold a factor back that is a part of one, of some of a sample's positions; returns whether it is."""
         if self._ranks is None or not use.forward.spread.get(name, False):
             return False
-        self._spread[name].append(factor)
+        self._spread[name].append(formed(factor))
         return True
 
     def _brought_together(self) -> list[tuple[str, Factor]]:
@@ -341,7 +341,7 @@ class BookKeeping(Pass):
         kept = self._kept_form(name, factor)
         if use.forward.use_counts[name] > 1:
             # Its uses are put together first: there may be as many as steps of a sequence.
-            self._waiting[name].append(kept)
+            self._waiting[name].append(formed(kept))
         # A part that runs again may bring another use yet.
         elif not self.puts_together or use.forward.runs_again or not self._alike.takes_gradients(name, kept):
             self._add(name, kept, together=use)
@@ -505,7 +505,9 @@ class OneOfTwo(Pass):
         """
         super().__init__(ranks)
         self._repeats, self._puts_together = repeats, puts_together
-        self._alike = Alike(join=self._join, alone=self._take_alone, single=self._add, final=self.final)
+        self._alike = Alike(
+            join=self._join, alone=self._take_alone, single=self._add, keep=self._keep, final=self.final
+        )
 
     def receive(self, use: ParamUse, grad: Tensor) -> None:
         """Take the gradient of a use's output.
@@ -554,13 +556,20 @@ class OneOfTwo(Pass):
     def _join(self, joint: Joint) -> None:
         """Take the factors of several parameters, each used once."""
 
+    def _keep(self, joint: Joint) -> None:
+        """Note small gradients that waited, in memory that nobody else changes, before they are measured or summed."""
+
     @abstractmethod
     def _add(self, name: str, factor: Factor) -> None:
         """Take the factor of one parameter."""
 
 
 class NormPass(OneOfTwo):
-    """The first of two backwards: norms only. Factors of shared parameters stay until all have arrived."""
+    """The first of two backwards: norms only. Factors of shared parameters stay until all have arrived.
+
+    Attributes:
+        kept: Small gradients that were measured, for the second backward to add as they are.
+    """
 
     final = False
 
@@ -596,6 +605,8 @@ class NormPass(OneOfTwo):
         self._instantiate, self._index_D = instantiate, index_D
         self._together = Together(self.total)
         self._waiting: defaultdict[str, list[Factor]] = defaultdict(list)
+        self.kept: list[Joint] = []
+        self._kept_elements = 0
 
     def receive(self, use: ParamUse, grad: Tensor) -> None:
         """Take the gradient of a use's output.
@@ -627,7 +638,7 @@ class NormPass(OneOfTwo):
         if self._holds(use, name, factor):
             return
         if name not in self.arrived and (name in self._shared or use.forward.use_counts[name] > 1):
-            self._waiting[name].append(factor)
+            self._waiting[name].append(formed(factor))
             return
         self._arrives(name)
         if not self._waits(name, factor):
@@ -639,6 +650,13 @@ class NormPass(OneOfTwo):
 
     def _join(self, joint: Joint) -> None:
         self.total.add_norms_of(joint.names, joint.factor)
+
+    def _keep(self, joint: Joint) -> None:
+        assert isinstance(joint.factor, Dense)
+        grad_BP = joint.factor.grad_BP
+        if self._kept_elements + grad_BP.numel() <= most_waiting(grad_BP):
+            self._kept_elements += grad_BP.numel()
+            self.kept.append(joint)
 
     def norms(self) -> GroupNorms:
         """Return the norms of all samples, or of those that were asked for."""
@@ -680,7 +698,10 @@ class NormPass(OneOfTwo):
 
 
 class SumPass(OneOfTwo):
-    """The second backward: every layer's clipped sum is contracted as its gradient arrives, and dropped at once."""
+    """The second backward: every layer's clipped sum is contracted as its gradient arrives, and dropped at once.
+
+    Small gradients that were kept when they were measured are not formed again.
+    """
 
     def __init__(
         self,
@@ -707,6 +728,33 @@ class SumPass(OneOfTwo):
         super().__init__(repeats, puts_together=together, ranks=ranks)
         self._sums, self._weights = sums, weights
         self._expected, self._several = expected, several
+        self._kept: list[Joint] = []
+        self._kept_names: frozenset[str] = frozenset()
+
+    def take_kept(self, kept: Sequence[Joint]) -> None:
+        """Take small gradients, which are added in the place of what this backward brings of their parameters.
+
+        Args:
+            kept: As the norm pass measured them; nothing is taken where each parameter's sum is formed by itself.
+        """
+        if self._puts_together:
+            self._kept = list(kept)
+            self._kept_names = frozenset(name for joint in kept for name in joint.names)
+
+    def receive(self, use: ParamUse, grad: Tensor) -> None:
+        """Take the gradient of a use's output, of which nothing is formed where all that it tells was kept.
+
+        Args:
+            use: The use.
+            grad: Shape and dtype of the output.
+        """
+        if not (self._kept_names.issuperset(use.site.names) and self._is_noted_whole(use)):
+            super().receive(use, grad)
+            return
+        self._expect(use)
+        self._repeats.note_use(use, grad)
+        self._meet(use, grad)
+        use.release()
 
     def _takes(self, use: ParamUse, grad: Tensor) -> bool:
         if not (self._several.isdisjoint(use.site.names) and super()._takes(use, grad)):
@@ -718,7 +766,7 @@ class SumPass(OneOfTwo):
         """Contract a factor into its parameter's sum."""
         self._expect(use)
         self._note(use, name, factor)
-        if self._holds(use, name, factor):
+        if name in self._kept_names or self._holds(use, name, factor):
             return
         several = name in self._several
         if several or not self._waits(name, factor):
@@ -730,7 +778,22 @@ class SumPass(OneOfTwo):
             raise GhostClipError(message)
 
     def _join(self, joint: Joint) -> None:
-        self._weights.into_several(self._sums, joint)
+        if self._kept_names.isdisjoint(joint.names):
+            self._weights.into_several(self._sums, joint)
+            return
+        for name, factor in joint.parts():
+            if name not in self._kept_names:
+                self._add(name, factor)
+
+    def _add_kept(self) -> None:
+        """Add what was kept, in the place of what this backward brought."""
+        kept, self._kept, self._kept_names = self._kept, [], frozenset()
+        while kept:
+            joint = kept.pop(0)
+            if len(joint.names) > 1:
+                self._join(joint)
+            else:
+                self._add(joint.names[0], joint.factor)
 
     def _add(self, name: str, factor: Factor, *, more: bool = False) -> None:
         self._weights.into(self._sums, factor, name, more=more)
@@ -740,6 +803,7 @@ class SumPass(OneOfTwo):
     def finish(self) -> None:
         """Add what waited: for others that are like it, for all uses of a parameter, and for other ranks."""
         self._finish_waiting()
+        self._add_kept()
         for name, factor in self._brought_together():
             self._add(name, factor)
         self._weights.finish(self._sums)

@@ -44,6 +44,7 @@ class TwoPasses:
         sums = SumPass(
             state.store, weights, repeats=repeats, expected=expected, several=norms.several, ranks=state.ranks
         )
+        sums.take_kept(norms.kept)
 
         def add() -> None:
             state.listen(sums, loss.backward)

@@ -1,4 +1,4 @@
-"""Sums over positions that a kernel leaves which reads the positions anyway.
+"""Sums over positions that are formed when they are asked for, or left by a kernel which reads the positions anyway.
 
 Shape letters: N samples, T positions, F features.
 """
@@ -12,16 +12,19 @@ from torch import Tensor
 class PositionSum:
     """Sum of a tensor over its positions, formed when it is asked for unless a kernel has left it by then.
 
-    A bias's gradients are such a sum, of what the norm of the layer's weight is formed of: read once, in one launch.
+    A bias's gradients are such a sum, of what the norm of the layer's weight is formed of: read once, in one launch. A
+    second backward whose bias gradients were kept from the first does not ask.
     """
 
-    def __init__(self, x_NTF: Tensor) -> None:
+    def __init__(self, x_NTF: Tensor, axes: tuple[int, ...] = (1,)) -> None:
         """Form nothing yet.
 
         Args:
-            x_NTF: Of 16 or 32 bits, shape ``(N, T, F)``; it must not change before the sum is asked for.
+            x_NTF: Floating or complex, shape ``(N, T, F)``; it must not change before the sum is asked for.
+            axes: Where the positions lie; other axes may follow the features then, ``(N, T, F, T)``.
         """
-        self.shape = torch.Size((x_NTF.shape[0], x_NTF.shape[2]))
+        self.shape = torch.Size(size for axis, size in enumerate(x_NTF.shape) if axis not in axes)
+        self._axes = axes
         self._x_NTF: Tensor | None = x_NTF
         self._sum_NF: Tensor | None = None
 
@@ -45,9 +48,10 @@ class PositionSum:
         self._sum_NF, self._x_NTF = sum_NF, None
 
     def value(self) -> Tensor:
-        """Return the sum, float32, shape ``(N, F)``."""
+        """Return the sum, in 32 bits a number at least, shape ``(N, F)``."""
         if self._sum_NF is None:
             assert self._x_NTF is not None
-            self.leave(self._x_NTF.sum(1, dtype=torch.float32))
+            wide = torch.promote_types(self._x_NTF.dtype, torch.float32)
+            self.leave(self._x_NTF.sum(self._axes, dtype=wide))
         assert self._sum_NF is not None
         return self._sum_NF

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ghostclip.factors import Dense, Factor, Outer, Windows
-from ghostclip.factors.base import to_accumulation
 from ghostclip.factors.convolution import Geometry
+from ghostclip.kernels import PositionSum
 from ghostclip.rules.registry import Call, Captured, Split, register_op
 
 
@@ -61,7 +61,7 @@ def _captured(call: Call, *, transposed: bool) -> Captured | None:
     def factors(saved: Sequence[Tensor], grad: Tensor, split: Split) -> Mapping[str, Factor]:
         found: dict[str, Factor] = {}
         if needs_bias:
-            found["bias"] = Dense(to_accumulation(split(grad.flatten(2), 1)).sum((1, 3)))
+            found["bias"] = Dense(PositionSum(split(grad.flatten(2), 1), axes=(1, 3)))
         if needs_weight:
             inner, outer = (grad, saved[0]) if transposed else (saved[0], grad)
             found["weight"] = _weight_factor(split(inner, 1), split(outer, 1), geometry)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.factors import Dense, Factor, Outer, Permuted
-from ghostclip.factors.base import sum_over_positions, to_accumulation
+from ghostclip.factors.base import over_positions, to_accumulation
 from ghostclip.factors.contraction import contraction
 from ghostclip.kernels import PositionSum, gram
 from ghostclip.rules.registry import Call, Captured, Split
@@ -30,12 +30,14 @@ def position_sum(g_BTO: Tensor, beside: Outer | None = None) -> Dense:
         beside: The weight's factor, of which the gradient is a side: a kernel that forms its norm first leaves the sum.
 
     Returns:
-        The bias's factor.
+        The bias's factor, which forms the sum when it is asked for.
     """
-    if beside is None or g_BTO.shape[1] <= 1 or not gram.is_fused(beside.a_NTI, beside.g_NTO):
-        return Dense(sum_over_positions(g_BTO))
-    beside.also = PositionSum(g_BTO)
-    return Dense(beside.also)
+    if g_BTO.shape[1] <= 1:
+        return Dense(over_positions(to_accumulation(g_BTO)))
+    summed = PositionSum(g_BTO)
+    if beside is not None and gram.is_fused(beside.a_NTI, beside.g_NTO):
+        beside.also = summed
+    return Dense(summed)
 
 
 @dataclass(frozen=True)

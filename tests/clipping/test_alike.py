@@ -14,6 +14,7 @@ from ghostclip.clipping.alike import SmallGradients
 from ghostclip.clipping.grouping import PerParameter
 from ghostclip.clipping.passes import BookKeeping, NormPass
 from ghostclip.clipping.policies import ClipPolicy
+from ghostclip.clipping.repeats import Repeats
 from ghostclip.errors import TamperedGradientError
 from ghostclip.factors import Dense
 from tests.reference import Reference, clip_and_sum, per_sample_gradients
@@ -340,6 +341,69 @@ def test_two_backwards_put_small_gradients_together(strategy, positions, finite,
     expected = _reference(model, x[kept])
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad.double(), expected.clipped[name], rtol=1e-5, atol=1e-6)
+
+
+class _Grows(torch.autograd.Function):
+    """Identity whose backward brings a larger gradient each time."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.times = 0
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.times += 1
+        return grad * 10 ** (ctx.times - 1)
+
+
+class _Grown(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.linear, self.last = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(_Grows.apply(self.linear(self.norm(x))))
+
+
+@pytest.mark.parametrize("strategy", ["ghost", "fast"])
+def test_small_gradients_that_were_measured_are_what_is_added(strategy, monkeypatch):
+    """A second backward that brought others, and that no comparison met, would add what no norm is of."""
+    monkeypatch.setattr(Repeats, "note_use", lambda self, use, grad: None)
+    monkeypatch.setattr(Repeats, "note", lambda self, name, factor: None)
+    torch.manual_seed(0)
+    model, x = _Grown(220), torch.randn(3, 50, 220)
+    clipper = GhostClipper(model, max_grad_norm=1e6, strategy=strategy, probe=False)
+    clipper.backward(_losses(model, {"x": x}))
+    plain = copy.deepcopy(model)
+    plain.zero_grad()
+    _losses(plain, {"x": x}).sum().backward()
+    for name in ("norm.weight", "norm.bias", "linear.bias"):
+        got, wanted = (dict(one.named_parameters())[name].grad for one in (model, plain))
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-3, msg=name)
+    assert model.linear.weight.grad.norm() > 5 * plain.linear.weight.grad.norm()
+
+
+def test_what_was_normalised_is_formed_once_for_two_backwards(monkeypatch):
+    formed, rule = [], nn.functional.layer_norm
+    torch.manual_seed(0)
+    model, x = _Grown(220), torch.randn(3, 50, 220)
+    clipper = GhostClipper(model, max_grad_norm=BOUND, strategy="ghost")
+    for _ in range(2):
+        losses = _losses(model, {"x": x})
+        formed.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(nn.functional, "layer_norm", lambda *args, **kw: formed.append(1) or rule(*args, **kw))
+            with pytest.raises(TamperedGradientError, match="second backward"):
+                clipper.backward(losses)
+    assert len(formed) == 1
+
+
+def test_more_than_may_be_kept_is_formed_again():
+    norms, grad_BP = NormPass({}, shared=set(), repeats=None), torch.zeros(2, 1 << 18)
+    for number in range(3):
+        norms._keep(alike.Joint([str(number)], Dense(grad_BP)))
+    assert [name for joint in norms.kept for name in joint.names] == ["0", "1"]
 
 
 def test_a_gradient_that_arrived_itself_waits_for_no_other():
