@@ -171,8 +171,7 @@ class GhostClipper:
         self._store = self._state.store
         self._zero_grad = ZeroGrad(model)
         self.planner = Planner(max(1.0, memory_budget))
-        rounds = factor_dtype is not None
-        self._reducer = BlockPlanner(memory_budget, rounds=rounds) if memory_budget < 1 else None
+        self._reducer = BlockPlanner(memory_budget, rounds=bool(factor_dtype)) if memory_budget < 1 else None
         if self._reducer is not None:
             self._capture.watch_blocks(self._reducer.choose)
         self._two_passes = TwoPasses(self._state)
