@@ -19,11 +19,15 @@ from benchmarks import files, machine
 from benchmarks.flops import counter
 from benchmarks.head.ways import Sizes, maker
 from benchmarks.live import course_of, peak_of
+from benchmarks.models import GPT
 from benchmarks.tasks import Task, find, per_sample_losses
 from ghostclip import GhostClipper
 
 MEBIBYTE = 2**20
 BUDGETS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
+# Those of a model whose factors are smaller than its gradients, each without and with factors in 16 bits.
+ROUNDED = (0.9, 0.8, 0.7)
+WIDTH, POSITIONS, VOCABULARY, SAMPLES = 192, 48, 200, 8
 # Until a model was proved and planned for.
 STEPS = 4
 # The strategy, and whether the loss is one number.
@@ -41,8 +45,8 @@ COURSES = (
 )
 
 
-def _budgets(task: Task) -> list[dict[str, float]]:
-    """Return peaks and operations under every budget, over those of an ordinary step."""
+def _budgets(task: Task, ways: Sequence[tuple[float, torch.dtype | None]]) -> list[dict[str, Any]]:
+    """Return peaks and operations under budgets, over those of an ordinary step; the first one's sum is exact."""
     device = torch.device("cpu")
     model, batch = task.model(device), task.batch(device)
     beside = [*model.parameters(), *batch]
@@ -53,9 +57,10 @@ def _budgets(task: Task) -> list[dict[str, float]]:
 
     ordinary()
     peak, flops = peak_of(ordinary, beside=beside), _flops(ordinary)
-    rows = []
-    for budget in BUDGETS:
-        with GhostClipper(model, max_grad_norm=1.0, memory_budget=budget) as clipper:
+    rows: list[dict[str, Any]] = []
+    exact: Tensor | None = None
+    for budget, dtype in ways:
+        with GhostClipper(model, max_grad_norm=1.0, memory_budget=budget, factor_dtype=dtype) as clipper:
 
             def private(clipper: GhostClipper = clipper) -> None:
                 model.zero_grad(set_to_none=True)
@@ -64,9 +69,13 @@ def _budgets(task: Task) -> list[dict[str, float]]:
             first = max(peak_of(private, beside=beside) for _ in range(STEPS))
             row = {"budget": budget, "first": first / peak, "later": peak_of(private, beside=beside) / peak}
             rows.append(row | {"flops": _flops(private) / flops})
-            expected = clipper.coverage().expected_share
-            if expected is not None:
-                rows[-1]["expected"] = expected
+            coverage, total = clipper.coverage(), torch.cat([p.grad.flatten() for p in model.parameters()])
+            if coverage.expected_share is not None:
+                rows[-1]["expected"] = coverage.expected_share
+            exact = total if exact is None else exact
+            if dtype is not None:
+                rows[-1]["rounded"] = sum("bfloat16" in row.plan for row in coverage)
+                rows[-1]["error"] = float((total - exact).norm() / exact.norm())
     return rows
 
 
@@ -106,6 +115,20 @@ def _first_steps(task: Task) -> dict[str, list[dict[str, float]]]:
             steps = [counted(private) for _ in range(STEPS)]
             found[name] = [step | {of: step[of] / base[of] for of in ("flops", "bytes")} for step in steps]
     return found
+
+
+def _short() -> Task:
+    """Return a task of few positions for the width of its layers."""
+    title = f"GPT, 4 layers, d {WIDTH}, 4 heads, T {POSITIONS}, V {VOCABULARY}, B {SAMPLES}"
+
+    def model() -> GPT:
+        return GPT(vocabulary=VOCABULARY, width=WIDTH, heads=4, layers=4, positions=POSITIONS)
+
+    def batch(samples: int) -> tuple[Tensor, Tensor]:
+        ids_BT = torch.randint(VOCABULARY, (samples, POSITIONS))
+        return ids_BT, ids_BT.roll(-1, 1)
+
+    return Task("gpt-short", title, SAMPLES, model, batch)
 
 
 def _flops(step: Callable[[], None]) -> int:
@@ -170,14 +193,22 @@ def _of_budgets(report: dict[str, Any]) -> str:
         "Memory and operations of products over those of an ordinary step. First steps: the most of the first four, in "
         "which the model is proved and planned for. Expected: what the plan says."
     )
-    lines = _head(report, "Memory budgets", said)
+    rounded = any("rounded" in row for rows in report["budgets"].values() for row in rows)
+    if rounded:
+        said += (
+            " Rounded: layers whose factors `factor_dtype=torch.bfloat16` let the plan hold in 16 bits. Error: of the "
+            "clipped sum, over the exact one; C = 1."
+        )
+    lines = _head(report, "Factors in 16 bits" if rounded else "Memory budgets", said)
     for title, rows in report["budgets"].items():
-        lines += ["", f"**{title}**", "", "| budget | later steps | expected | first steps | operations |"]
-        lines.append("|---:|---:|---:|---:|---:|")
+        columns = ["budget", "later steps", "expected", "first steps", "operations"]
+        columns += ["rounded", "error of the sum"] * rounded
+        lines += ["", f"**{title}**", "", f"| {' | '.join(columns)} |", "|---:" * len(columns) + "|"]
         for row in rows:
             expected = f"{row['expected']:.2f}" if "expected" in row else ""
             cells = f"{row['later']:.2f} | {expected} | {row['first']:.2f} | {row['flops']:.2f}×"
-            lines.append(f"| {row['budget']} | {cells} |")
+            more = f" {row['rounded']} | {row['error']:.1e} |" if "rounded" in row else " | |" * rounded
+            lines.append(f"| {row['budget']} | {cells} |{more}")
     return "\n".join(lines) + "\n"
 
 
@@ -219,11 +250,17 @@ def _of_first_steps(report: dict[str, Any]) -> str:
 def _measured(part: str, report: dict[str, Any], folder: Path, *, quick: bool) -> None:
     """Measure one part; what there is so far is written as it comes."""
     stem = files.stem(f"memory-{part}", torch.device("cpu"), quick=quick)
+    if part == "rounding":
+        ways = [(1.0, None), *((budget, dtype) for budget in ROUNDED for dtype in (None, torch.bfloat16))]
+        task = _short()
+        report["budgets"] = {task.title: _budgets(task, ways)}
+        files.write(folder, stem, report, _of_budgets(report))
+        return
     if part == "budgets":
         report["budgets"] = {}
         for name in ("gpt",) if quick else ("gpt-512",):
             task = find(name, quick=quick)
-            report["budgets"][task.title] = _budgets(task)
+            report["budgets"][task.title] = _budgets(task, [(budget, None) for budget in BUDGETS])
             files.write(folder, stem, report, _of_budgets(report))
         return
     if part == "steps":
@@ -249,7 +286,7 @@ def _measured(part: str, report: dict[str, Any], folder: Path, *, quick: bool) -
 def main() -> None:
     """Measure, and write a report."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.budget", description=__doc__)
-    parser.add_argument("part", choices=("budgets", "courses", "steps"))
+    parser.add_argument("part", choices=("budgets", "rounding", "courses", "steps"))
     parser.add_argument("--quick", action="store_true", help="small models, to see that it runs")
     parser.add_argument("--output", type=Path, default=files.RESULTS)
     options = parser.parse_args()

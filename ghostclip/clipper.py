@@ -19,12 +19,13 @@ from ghostclip.capture.roster import Roster
 from ghostclip.clipping.chunks import LossesOf, in_chunks
 from ghostclip.clipping.decisions import Decisions, columns
 from ghostclip.clipping.held import Held
+from ghostclip.clipping.keeper import Keeper
 from ghostclip.clipping.loss import back_propagate, check_shape
 from ghostclip.clipping.loss_scale import refuse_common_factor
 from ghostclip.clipping.mesh_loss import plain_losses, refuse_lost_gradients, refuse_on_mesh
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.one_pass import OnePass
-from ghostclip.clipping.options import TWO_PASS, check_budget, check_ranks, check_readers
+from ghostclip.clipping.options import TWO_PASS, check_budget, check_factor_dtype, check_ranks, check_readers
 from ghostclip.clipping.parts import Parts
 from ghostclip.clipping.passes import Sequences
 from ghostclip.clipping.policies import ClipPolicy, Layout, policy_of
@@ -101,6 +102,7 @@ class GhostClipper:
         relation: str = "zero_out",
         probe: bool = True,
         memory_budget: float = MEMORY_BUDGET,
+        factor_dtype: torch.dtype | None = None,
         device_only: bool = False,
         sharded: Sharded | None = None,
         sequences: Sequences | None = None,
@@ -120,7 +122,11 @@ class GhostClipper:
             memory_budget: The most that a backward may hold, over what an ordinary one holds. Above 1 in return for
                 fewer operations (`ghostclip.planning.plan.Planner`); below 1, with strategies "auto" and "bookkeeping",
                 repeated blocks are run again and the first of them get a second backward, as far as it takes
-                (`ghostclip.planning.below.BlockPlanner`). What cannot be had is said in a warning.
+                (`ghostclip.planning.below.BlockPlanner`); on a GPU, where that is cheaper or not enough, factors wait
+                in the host's memory. What cannot be had is said in a warning.
+            factor_dtype: torch.bfloat16 allows a memory budget below 1 to hold float32 factors in 16 bits: norms and
+                sums are then those of the rounded factors, so that each contribution keeps the bound, and its direction
+                is off by some 2^-9. None holds them as they are.
             device_only: Read no value of a tensor in a backward, as a CUDA graph asks: a sample whose norm is not
                 finite, or may have been changed by rounding by more than the tolerance, contributes nothing, where
                 otherwise it is measured again in float64. Not for strategies of two backwards, whose likeness is read.
@@ -136,6 +142,7 @@ class GhostClipper:
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise UnsupportedModelError(f"{type(model).__name__} has no trainable parameter: nothing to clip.")
         check_ranks(model, strategy, device_only=device_only, sharded=sharded, sequences=sequences)
+        check_factor_dtype(factor_dtype, memory_budget)
         check_budget(memory_budget, strategy, device_only=device_only, sharded=sharded, sequences=sequences)
         self.model = model
         self._sharded = sharded
@@ -164,7 +171,7 @@ class GhostClipper:
         self._store = self._state.store
         self._zero_grad = ZeroGrad(model)
         self.planner = Planner(max(1.0, memory_budget))
-        self._reducer = BlockPlanner(memory_budget) if memory_budget < 1 else None
+        self._reducer = BlockPlanner(memory_budget, rounds=bool(factor_dtype)) if memory_budget < 1 else None
         if self._reducer is not None:
             self._capture.watch_blocks(self._reducer.choose)
         self._two_passes = TwoPasses(self._state)
@@ -210,7 +217,7 @@ class GhostClipper:
     def _run(self, loss: Tensor, cut: Cut | None, *, per_sample: bool) -> None:
         """Run the backward of a loss that was examined, as the strategy says."""
         if cut is not None:
-            Parts(self._state, loss.sum(), cut).run(scale=self._scale(per_sample=per_sample))
+            Parts(self._state, loss.sum(), cut, self._keeper()).run(scale=self._scale(per_sample=per_sample))
             return
         strategy = self.resolve_strategy()
         if strategy in TWO_PASS:
@@ -218,7 +225,7 @@ class GhostClipper:
             scale = self._scale(per_sample=per_sample)
             self._two_passes.run(loss.sum(), scale=scale, instantiate=strategy == "fast")
             return
-        listener = self._one_pass.begin(strategy, loss)
+        listener = self._one_pass.begin(strategy, loss, self._keeper())
         self._one_pass.run(listener, lambda: back_propagate(loss), per_sample=per_sample)
 
     def backward_in_chunks(self, hidden: Tensor, losses_of: LossesOf, *, positions: int, axis: int = 1) -> Tensor:
@@ -310,6 +317,11 @@ class GhostClipper:
             return "ghost"
         self._say(f"{asked}: book-keeping, one backward pass.")
         return "bookkeeping"
+
+    def _keeper(self) -> Keeper:
+        """Return what decides in which form a backward holds factors."""
+        reduction = None if self._reducer is None else self._reducer.latest
+        return Keeper() if reduction is None else Keeper(reduction.holding)
 
     def _reduce(self, reducer: BlockPlanner, loss: Tensor) -> Cut | None:
         """Decide how a backward keeps a budget below an ordinary step's memory; returns where it is interrupted."""

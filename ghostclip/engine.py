@@ -143,6 +143,7 @@ class PrivacyEngine:
         budget: Budget | None = None,
         probe: bool = True,
         memory_budget: float = MEMORY_BUDGET,
+        factor_dtype: torch.dtype | None = None,
         device_only: bool = False,
         vocabulary_head: str = "logits",
         sequences: SplitSequences | None = None,
@@ -181,6 +182,8 @@ class PrivacyEngine:
                 model that `ghostclip.validate` found sound in the same layout.
             memory_budget: The most that a backward may hold, over what an ordinary one holds. Below 1 a criterion is
                 given, as some layers may get two backwards; see `ghostclip.GhostClipper`.
+            factor_dtype: torch.bfloat16 allows a memory budget below 1 to round what clipping holds to 16 bits. Every
+                record keeps its bound; the sum is off by some 2^-9; see `ghostclip.GhostClipper`.
             device_only: Clip without reading a value of a tensor, so that a backward waits for no device: samples that
                 are not finite, or whose norm rounding makes doubtful, contribute nothing; see `ghostclip.GhostClipper`.
                 A release still asks once whether its records are those drawn, unless sampling is declared.
@@ -242,6 +245,7 @@ class PrivacyEngine:
                 wrap_model=wrap_model,
                 probe=probe,
                 memory_budget=memory_budget,
+                factor_dtype=factor_dtype,
                 device_only=device_only,
                 vocabulary_head=vocabulary_head,
                 sequences=sequences,
@@ -277,6 +281,7 @@ class PrivacyEngine:
         when_spent: str = "raise",
         probe: bool = True,
         memory_budget: float = MEMORY_BUDGET,
+        factor_dtype: torch.dtype | None = None,
         device_only: bool = False,
         vocabulary_head: str = "logits",
         sequences: SplitSequences | None = None,
@@ -309,6 +314,7 @@ class PrivacyEngine:
                 (that step and later ones do nothing, the loader hands out no further batch).
             probe: As for `make_private`.
             memory_budget: As for `make_private`.
+            factor_dtype: As for `make_private`.
             device_only: As for `make_private`.
             vocabulary_head: As for `make_private`.
             sequences: As for `make_private`.
@@ -365,6 +371,7 @@ class PrivacyEngine:
             wrap_model=wrap_model,
             probe=probe,
             memory_budget=memory_budget,
+            factor_dtype=factor_dtype,
             device_only=device_only,
             vocabulary_head=vocabulary_head,
             sequences=sequences,

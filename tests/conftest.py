@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from ghostclip import GhostClipper
+from ghostclip.clipping.keeper import Keeper
 from ghostclip.kernels.precision import full_precision
+from ghostclip.planning.timeline import Holding
 from tests.exactness.runs import STRATEGIES
 from tests.randomised import settings
 
@@ -29,6 +32,7 @@ QUICK_SHARE = {
     "benchmarks": 0,
     "paper_repro": 0,
     "clipping/test_clip_policies.py": 3,
+    "exactness/test_rounded_factors.py": 12,
     "accounting/test_tight_bounds.py": 6,
     "accounting/test_edges.py": 3,
     "audit/test_loops.py": 3,
@@ -64,7 +68,7 @@ QUICK_SHARE = {
     "project/test_collection.py": 0,
 }
 # One in so many is run by CI, the others with those marked `slow`: each is one more example of what others hold too.
-CI_SHARE = {"devices/test_pretended.py": 3}
+CI_SHARE = {"devices/test_pretended.py": 3, "exactness/test_rounded_factors.py": 3}
 
 settings.register_profile("ghostclip", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("ghostclip")
@@ -184,3 +188,21 @@ def units(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     monkeypatch.setattr("ghostclip.kernels.products.has_units", lambda device: True)
     yield emulated
     emulated.close()
+
+
+class _Any(frozenset):
+    """Every name."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+@pytest.fixture
+def hold(monkeypatch):
+    """Let every clipper hold all factors in another form."""
+
+    def all_in(**forms):
+        holding = Holding(**dict.fromkeys(forms, _Any({"any"})))
+        monkeypatch.setattr(GhostClipper, "_keeper", lambda self: Keeper(holding))
+
+    return all_in

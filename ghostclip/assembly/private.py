@@ -86,6 +86,7 @@ class Request:
     wrap_model: bool
     probe: bool
     memory_budget: float
+    factor_dtype: torch.dtype | None
     device_only: bool
     vocabulary_head: str
     sequences: SplitSequences | None
@@ -217,6 +218,7 @@ def _of_stages(
         "criterion (the schedule has its loss_fn)": request.criterion is None,
         "batch_first=False": request.batch_first,
         f"memory_budget={request.memory_budget}": request.memory_budget >= 1,
+        f"factor_dtype={request.factor_dtype}": request.factor_dtype is None,
         "device_only=True": not request.device_only,
         f"vocabulary_head={request.vocabulary_head!r}": request.vocabulary_head == "logits",
         "sequences": request.sequences is None,
@@ -271,6 +273,7 @@ def _attached(module: nn.Module, request: Request, sharded: ShardedModel | None)
         relation=request.sampling.event.relation,
         probe=request.probe,
         memory_budget=request.memory_budget,
+        factor_dtype=request.factor_dtype,
         device_only=request.device_only,
         sharded=sharded,
         sequences=request.sequences,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.clipping.held import Held
+from ghostclip.clipping.keeper import Keeper
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.passes import BookKeeping, Hooks
 from ghostclip.clipping.state import ClippingState
@@ -42,12 +43,13 @@ class OnePass:
         """Whether sums are held back."""
         return self._held is not None
 
-    def begin(self, strategy: str, loss: Tensor | None) -> BookKeeping:
+    def begin(self, strategy: str, loss: Tensor | None, keeper: Keeper | None = None) -> BookKeeping:
         """Return what listens to a backward.
 
         Args:
             strategy: "bookkeeping" or "hooks".
             loss: Where the backward starts; None if that is not known.
+            keeper: Says in what form book-keeping holds factors; None where as they are.
 
         Returns:
             Has heard nothing.
@@ -66,6 +68,7 @@ class OnePass:
         return BookKeeping(
             state.groups(),
             kept_layers=kept_layers,
+            keeper=keeper,
             device_only=self._device_only,
             sequences=state.sequences,
             ranks=state.ranks,

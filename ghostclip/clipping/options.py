@@ -2,15 +2,18 @@
 
 from typing import Final
 
+import torch
 from torch import nn
 
 from ghostclip import _torch, _validate
+from ghostclip.clipping.keeper import ROUNDED
 from ghostclip.clipping.passes import Sequences
 from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.clipping.store import Sharded
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
 
 TWO_PASS: Final = ("ghost", "fast")
+FACTOR_DTYPES: Final = ("bfloat16",)
 
 
 def check_ranks(
@@ -79,6 +82,46 @@ def check_budget(
             f"memory_budget={memory_budget} with {given}: below 1 every layer gets one backward or two as memory "
             "allows, and the two are compared. Use strategy='auto', or a budget of 1 or more."
         )
+
+
+def check_factor_dtype(factor_dtype: torch.dtype | None, memory_budget: float) -> None:
+    """Refuse a type that factors cannot be held in, or that nothing would use.
+
+    Args:
+        factor_dtype: The type; None for their own.
+        memory_budget: The most that a backward may hold, over what an ordinary one holds.
+
+    Raises:
+        InvalidOptionError: The type is not bfloat16, or the budget is 1 or more.
+    """
+    if factor_dtype not in (None, ROUNDED):
+        raise InvalidOptionError(
+            f"factor_dtype={factor_dtype!r}: expected torch.bfloat16 or None. float16 has no room for gradients below "
+            "1e-7."
+        )
+    if factor_dtype is not None and memory_budget >= 1:
+        raise InvalidOptionError(
+            f"factor_dtype={factor_dtype} with memory_budget={memory_budget}: factors are rounded only where "
+            "that keeps a budget below 1. Give memory_budget=0.6, say, or leave factor_dtype out."
+        )
+
+
+def factor_dtype_of(name: str | None) -> torch.dtype | None:
+    """Return the type that a word stands for where options are words.
+
+    Args:
+        name: "bfloat16", or None.
+
+    Returns:
+        The type, None for None.
+
+    Raises:
+        InvalidOptionError: It is another word.
+    """
+    if name is None:
+        return None
+    _validate.choice(name, "factor_dtype", FACTOR_DTYPES)
+    return ROUNDED
 
 
 def check_readers(strategy: str, policy: ClipPolicy, *, device_only: bool) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.capture.param_use import ParamUse
+from ghostclip.clipping.keeper import Keeper
 from ghostclip.clipping.norms import GroupNorms, exact_norms
 from ghostclip.clipping.passes import BookKeeping, ClipWeights, NormPass, SumPass
 from ghostclip.clipping.repeats import Repeats
@@ -26,14 +27,15 @@ class PartlyKept(BookKeeping):
     # What is put together is kept, whosever it is.
     puts_together = False
 
-    def __init__(self, group_of: Mapping[str, int], *, dropped: Collection[str]) -> None:
+    def __init__(self, group_of: Mapping[str, int], *, dropped: Collection[str], keeper: Keeper | None = None) -> None:
         """Make a pass that keeps no factor yet.
 
         Args:
             group_of: The parameters' clip groups, see `GroupNorms`.
             dropped: Parameters whose factors are dropped, each used once.
+            keeper: As for `BookKeeping`.
         """
-        super().__init__(group_of)
+        super().__init__(group_of, keeper=keeper)
         self._dropped = dropped
         self.seen: set[int] = set()
         self.repeats: Repeats | None = None
@@ -61,7 +63,7 @@ class PartlyKept(BookKeeping):
 
     def exact(self, index_D: Tensor) -> GroupNorms:
         """Return the norms of a few samples from float64: of what was kept, and of what is formed once more."""
-        found = exact_norms(self.factors, self.total, index_D)
+        found = exact_norms(self._keeper.all_restored(self.factors), self.total, index_D)
         if self.measured_again is not None:
             found.merge(self.measured_again(index_D))
         return found
@@ -76,15 +78,16 @@ class Parts:
 
     repeats: Repeats
 
-    def __init__(self, state: ClippingState, loss: Tensor, cut: Cut) -> None:
+    def __init__(self, state: ClippingState, loss: Tensor, cut: Cut, keeper: Keeper) -> None:
         """Run nothing yet.
 
         Args:
             state: What the strategies share.
             loss: A scalar, where the first backward starts.
             cut: Where it is interrupted.
+            keeper: Says in what form factors are held.
         """
-        self._state, self._loss, self._cut = state, loss, cut
+        self._state, self._loss, self._cut, self._keeper = state, loss, cut, keeper
         self._grad: Tensor | None = None
 
     def run(self, *, scale: float) -> None:
@@ -95,7 +98,7 @@ class Parts:
         """
         state = self._state
         state.settle_doubt()
-        listener = PartlyKept(state.groups(), dropped=self._cut.names)
+        listener = PartlyKept(state.groups(), dropped=self._cut.names, keeper=self._keeper)
         total = self._measure(listener)
         weights = state.decisions.weights(total, state.forward_of(listener), scale, listener.ill_conditioned_B)
 

@@ -20,6 +20,7 @@ from ghostclip.capture.nodes import Kept
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.clipping.alike import Alike, Joint, most_waiting
 from ghostclip.clipping.changes import changed_in_place, formed, versions
+from ghostclip.clipping.keeper import HeldFactor, Keeper, Stored
 from ghostclip.clipping.norms import (
     GroupNorms,
     SharedSamples,
@@ -285,6 +286,7 @@ class BookKeeping(Pass):
         group_of: Mapping[str, int],
         *,
         kept_layers: KeptLayers = lambda use, grad: frozenset(),
+        keeper: Keeper | None = None,
         device_only: bool = False,
         sequences: Sequences | None = None,
         ranks: SharedSamples | None = None,
@@ -295,6 +297,7 @@ class BookKeeping(Pass):
             group_of: The parameters' clip groups, see `GroupNorms`.
             kept_layers: Says, when the first gradient arrives, of which parameters per-sample gradients are kept
                 although their factors are smaller; see `Planner`.
+            keeper: Says in what form factors are held; None where all are held as they are.
             device_only: Read no value of a tensor: no sample is measured again.
             sequences: Brings factors together of which each rank has some positions only.
             ranks: As for `Pass`.
@@ -304,14 +307,15 @@ class BookKeeping(Pass):
         self._sequences = sequences
         self._kept_layers = kept_layers
         self._keep: frozenset[str] | None = None
-        self.factors: defaultdict[str, list[Factor]] = defaultdict(list)
+        self._keeper = Keeper() if keeper is None else keeper
+        self.factors: defaultdict[str, list[HeldFactor]] = defaultdict(list)
         self.total = GroupNorms(group_of, ranks)
         self._waiting: defaultdict[str, list[Factor]] = defaultdict(list)
         self._versions: dict[int, list[int]] = {}
         self._together = Together(self.total)
         self._joints: list[Joint] = []
         self._alike = Alike(join=self._join, alone=self._take, single=self._add)
-        alone = sequences is not None or ranks is not None or len(self.total.sums) > 1
+        alone = sequences is not None or ranks is not None or len(self.total.sums) > 1 or self._keeper.changes
         self.puts_together = type(self).puts_together and not alone
 
     puts_together = True
@@ -344,7 +348,7 @@ class BookKeeping(Pass):
             self._waiting[name].append(formed(kept))
         # A part that runs again may bring another use yet.
         elif not self.puts_together or use.forward.runs_again or not self._alike.takes_gradients(name, kept):
-            self._add(name, kept, together=use)
+            self._add(name, kept, together=use, own=kept is not factor)
 
     def _kept_form(self, name: str, factor: Factor) -> Factor:
         kept = smaller_form(factor, always=name in (self._keep or ()))
@@ -356,11 +360,15 @@ class BookKeeping(Pass):
         self.total.add_norms_of(joint.names, kept)
         self._joints.append(joint if kept is joint.factor else Joint(joint.names, kept))
 
-    def _add(self, name: str, kept: Factor, *, together: ParamUse | None = None) -> None:
-        self.factors[name].append(kept)
-        if together is None or not self._together.takes(together, name, kept):
+    def _add(self, name: str, kept: Factor, *, together: ParamUse | None = None, own: bool = False) -> None:
+        readers = None if together is None else together.forward.readers
+        kept = self._keeper.rounded(name, kept, readers=readers, own=own)
+        if together is None or self._keeper.offloads(name) or not self._together.takes(together, name, kept):
             self.total.add_norm_of(name, kept)
-        self._versions[id(kept)] = versions(kept)
+        held = self._keeper.stored(name, kept)
+        self.factors[name].append(held)
+        if held is kept:
+            self._versions[id(kept)] = versions(kept)
 
     ill_conditioned_B: Tensor | None = None
     certain_B: Tensor | None = None
@@ -379,8 +387,9 @@ class BookKeeping(Pass):
         if len(self.forwards) > 1:
             # A parameter may have been used in each of them.
             self._take_apart()
+        self._keeper.complete()
         for name, factors in self.factors.items():
-            crossed = cross_terms(factors)
+            crossed = cross_terms([self._keeper.restored(one) for one in factors]) if len(factors) > 1 else None
             if crossed is not None:
                 self.total.add(name, crossed)
         self._complete()
@@ -406,7 +415,7 @@ class BookKeeping(Pass):
         Returns:
             Their norms alone.
         """
-        found = exact_norms(self.factors, self.total, index_D)
+        found = exact_norms(self._keeper.all_restored(self.factors), self.total, index_D)
         found.complete(len(index_D))
         return found
 
@@ -427,14 +436,25 @@ class BookKeeping(Pass):
         joints, self._joints = self._joints, []
         while joints:
             weights.into_several(sums, joints.pop(0))
-        for name in sums.in_order(list(self.factors)):
-            factors = self.factors.pop(name)
-            while factors:
-                factor = factors.pop(0)
-                if self._versions.get(id(factor)) not in (None, versions(factor)):
-                    raise TamperedGradientError(changed_in_place(name))
-                weights.into(sums, factor, name, more=bool(factors))
-            sums.complete(name)
+        names = sums.in_order(list(self.factors))
+        self._keeper.expect(held for name in names for held in self.factors[name])
+        try:
+            for name in names:
+                self._contract(sums, weights, name)
+        finally:
+            self._keeper.close()
+
+    def _contract(self, sums: Sums, weights: "ClipWeights", name: str) -> None:
+        factors = self.factors.pop(name)
+        while factors:
+            held = factors.pop(0)
+            if not isinstance(held, Stored) and self._versions.get(id(held)) not in (None, versions(held)):
+                raise TamperedGradientError(changed_in_place(name))
+            factor = self._keeper.restored(held)
+            del held
+            weights.into(sums, factor, name, more=bool(factors))
+            del factor
+        sums.complete(name)
 
     def _leaves_out(self) -> bool:
         """Note which samples are certain where no value may be read; returns whether that is so."""
@@ -472,23 +492,24 @@ class Hooks(BookKeeping):
             grad_BP = grad_BP.clone()
         before = self.factors[name]
         if before:
-            grad_BP = before.pop().materialize() + grad_BP
+            grad_BP = self._keeper.restored(before.pop()).materialize() + grad_BP
         before.append(Dense(grad_BP))
 
     def norms(self) -> GroupNorms:
         """Return the norms of the materialised gradients."""
         for name, factor in self._brought_together():
             self.factors[name].append(factor)
-        for name, (factor,) in self.factors.items():
-            self.total.add_norm_of(name, factor)
+        for name, (held,) in self.factors.items():
+            self.total.add_norm_of(name, self._keeper.restored(held))
         self._complete()
         self._leaves_out()
         return self.total
 
     def add_sums(self, sums: Sums, weights: "ClipWeights", scale: float) -> None:
         """Leave the per-sample gradients to the user and add the clipped sums."""
-        for name, (factor,) in self.factors.items():
-            sums.keep_sample_gradients(name, factor.materialize() if scale == 1 else factor.materialize() * scale)
+        for name, (held,) in self.factors.items():
+            grad_BP = self._keeper.restored(held).materialize()
+            sums.keep_sample_gradients(name, grad_BP if scale == 1 else grad_BP * scale)
         super().add_sums(sums, weights, scale)
 
 

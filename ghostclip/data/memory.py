@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from ghostclip.planning.host import host_room
+
 _SELF = Path("/proc/self")
 _SAMPLING_SECONDS = 0.002
 # What libraries below torch say, which raise no error of its own class: they ask for memory beside its allocator.
@@ -56,33 +58,6 @@ def _high_water_since_start() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilo
 
 
-def _cgroup_room() -> int | None:
-    """Return how much this process's control group may still take, in bytes; None without a limit."""
-    root = Path("/sys/fs/cgroup")
-    pairs = (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    )
-    for limit_name, used_name in pairs:
-        try:
-            limit, used = (root / limit_name).read_text().strip(), (root / used_name).read_text().strip()
-        except OSError:
-            continue
-        if limit.isdigit():
-            return max(0, int(limit) - int(used))
-    return None
-
-
-def _system_room() -> int | None:
-    """Return the memory that new work may take without swapping, in bytes; None where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return found[0] if found else None
-
-
 def available_bytes(device: torch.device) -> int | None:
     """Return how much more memory this process can take on a device.
 
@@ -96,8 +71,7 @@ def available_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    rooms = [room for room in (_system_room(), _cgroup_room()) if room is not None]
-    return min(rooms) if rooms else None
+    return host_room()
 
 
 class PeakMemory:

@@ -219,6 +219,11 @@ def _add_clipping(group: argparse._ArgumentGroup) -> None:
         metavar="R",
         help=_default("memory of a backward, over an ordinary one's; below 1 blocks are run again", "memory_budget"),
     )
+    group.add_argument(
+        "--factor-dtype",
+        metavar="NAME",
+        help="bfloat16 lets a memory budget below 1 round what clipping holds to 16 bits (default: none)",
+    )
 
 
 def _add_devices(group: argparse._ArgumentGroup) -> None:

@@ -21,6 +21,8 @@ DTYPES = ("float32", "bfloat16")
 HEADS = ("auto", "fused", "logits")
 # As in ghostclip.planning.plan, for the same reason.
 MEMORY_BUDGET = 1.05
+# As in ghostclip.clipping.options, for the same reason.
+FACTOR_DTYPES = ("bfloat16",)
 DEFAULT_EPOCHS = 5.0
 # Tokens of a sample; a model that holds fewer sets the length.
 TOY_CONTEXT, DEFAULT_CONTEXT = 64, 128
@@ -76,6 +78,7 @@ class FinetuneOptions:
     strategy: str = "auto"
     vocabulary_head: str = "auto"
     memory_budget: float = MEMORY_BUDGET
+    factor_dtype: str | None = None
     device: str = "auto"
     mesh: str | None = None
     dtype: str = "float32"
@@ -147,6 +150,11 @@ class FinetuneOptions:
             _require_at_least("context_length", self.context_length, 2)
         _require_at_least("comparison_steps", self.comparison_steps, 0)
         _require_positive("--memory-budget", self.memory_budget)
+        if self.factor_dtype is not None and self.memory_budget >= 1:
+            raise InvalidOptionError(
+                f"--factor-dtype is {self.factor_dtype}, with a memory budget of {self.memory_budget:g}: what clipping "
+                "holds is rounded only to keep a --memory-budget below 1"
+            )
         for option, value in (("--learning-rate", self.learning_rate), ("--lora-alpha", self.lora_alpha)):
             if value is not None:
                 _require_positive(option, value)
@@ -173,6 +181,7 @@ class FinetuneOptions:
             ("--strategy", self.strategy, STRATEGIES),
             ("--vocabulary-head", self.vocabulary_head, HEADS),
             ("--dtype", self.dtype, DTYPES),
+            ("--factor-dtype", self.factor_dtype or FACTOR_DTYPES[0], FACTOR_DTYPES),
         ):
             if value not in allowed:
                 meant = did_you_mean(value, allowed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,7 +29,6 @@ from ghostclip.finetune.tokens import Tokens, choose_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ghostclip.clipper import Strategy
     from ghostclip.scaling import Mesh
 
 EVALUATION_BATCH = 32
@@ -146,10 +145,8 @@ def _facts(options: FinetuneOptions, tokens: Tokens, split: Split) -> DataFacts:
 
 
 def _check_private(model: PreTrainedModel, split: Split, options: FinetuneOptions) -> None:
-    check_private(
-        model, losses_for(options.task, model, vocabulary_head=options.head), width=split.training.width,
-        strategy=cast("Strategy", options.strategy), dtype=options.dtype, memory_budget=options.memory_budget,
-    )  # fmt: skip
+    losses = losses_for(options.task, model, vocabulary_head=options.head)
+    check_private(model, losses, width=split.training.width, options=options)
 
 
 def _first_state(model: PreTrainedModel, split: Split, options: FinetuneOptions, seed: int) -> RunState:

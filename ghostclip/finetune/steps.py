@@ -6,15 +6,18 @@ Shapes: B samples, T tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 import ghostclip
 from ghostclip.clipper import Strategy
+from ghostclip.clipping.options import factor_dtype_of
 from ghostclip.distributed import sharded_model
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.finetune.losses import SampleLosses, precision
+from ghostclip.finetune.options import FinetuneOptions
 
 WARM_UP = 0.05
 # The first step of a session finds the physical batch and fills caches; the second is slowed by the memory profiler.
@@ -30,18 +33,14 @@ class StepMeasures:
     physical_batch: int = 0
 
 
-def check_private(
-    model: nn.Module, losses: SampleLosses, *, width: int, strategy: Strategy, dtype: str, memory_budget: float
-) -> None:
+def check_private(model: nn.Module, losses: SampleLosses, *, width: int, options: FinetuneOptions) -> None:
     """Clip two dummy passages, so that a model that cannot be made private is refused before anything is written.
 
     Args:
         model: The model, on its device; left as it was.
         losses: Of the samples.
         width: Tokens of a passage.
-        strategy: How gradients are to be clipped.
-        dtype: ``float32`` or ``bfloat16`` (autocast).
-        memory_budget: As for ``GhostClipper``.
+        options: How gradients are to be clipped, and in what the forward runs.
 
     Raises:
         UnsupportedModelError: No parameter gets a gradient.
@@ -49,10 +48,15 @@ def check_private(
     device = next(model.parameters()).device
     ids_BT, marks_B2 = dummy_passages(2, width, vocabulary_of(model), device)
     clip = ghostclip.GhostClipper(
-        model, max_grad_norm=1.0, strategy=strategy, memory_budget=memory_budget, sharded=sharded_model(model)
+        model,
+        max_grad_norm=1.0,
+        strategy=cast("Strategy", options.strategy),
+        memory_budget=options.memory_budget,
+        factor_dtype=factor_dtype_of(options.factor_dtype),
+        sharded=sharded_model(model),
     )
     with clip as clipper:
-        with precision(device, dtype):
+        with precision(device, options.dtype):
             losses_B = losses(model, ids_BT, marks_B2)
         clipper.backward(losses_B)
         silent = not bool((clipper.per_sample_norms > 0).any())

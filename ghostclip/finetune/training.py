@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import ghostclip
+from ghostclip.clipping.options import factor_dtype_of
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.data.physical_batch_size import find_max_physical_batch_size
 from ghostclip.data.physical_batches import PhysicalBatches
@@ -117,6 +118,7 @@ class PrivateTraining:
                 noise_generator=self._unsafe_generator(stream=1),
                 budget=budget,
                 memory_budget=self.options.memory_budget,
+                factor_dtype=factor_dtype_of(self.options.factor_dtype),
             )
 
     @property

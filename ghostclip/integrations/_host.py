@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ghostclip.accounting import get_noise_multiplier
+from ghostclip.clipping.options import factor_dtype_of
 from ghostclip.data import DPDataLoader, PhysicalBatches, Poisson
 from ghostclip.data.accepted import checked_batch_size, dataset_length, record_sampler
 from ghostclip.engine import PrivacyEngine
@@ -135,6 +136,7 @@ class HostTraining:
             wrap_model=wrap_model,
             budget=budget,
             memory_budget=options.memory_budget,
+            factor_dtype=factor_dtype_of(options.factor_dtype),
         )
         self.optimizer = release_of(private)
         at_once = "auto" if options.physical_batch == "auto" else self._at_once

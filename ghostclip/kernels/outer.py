@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ghostclip.kernels import products, workspace
+from ghostclip.kernels import products, reads, workspace
 from ghostclip.kernels.bounds import (
     SPLIT_ROUNDINGS,
     Bounded,
@@ -255,7 +255,7 @@ def _naive_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor, *, 
             summed_by_units(a_NTI, g_NTO, coef_N, out_OI, fresh=fresh)
         return out_OI
     if a_NTI.dtype != out_OI.dtype or g_NTO.dtype != out_OI.dtype:
-        a_NTI, g_NTO = a_NTI.to(out_OI.dtype), g_NTO.to(out_OI.dtype)
+        return _widened_sum(a_NTI, g_NTO, coef_N, out_OI, fresh=fresh)
     coef = coef_N.view(-1, 1, 1)
     # The coefficients go to the smaller side: fewer elements to multiply and to copy.
     if a_NTI.shape[2] < g_NTO.shape[2]:
@@ -264,6 +264,17 @@ def _naive_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor, *, 
         g_NTO = g_NTO * coef
     factors = g_NTO.flatten(0, -2).mT, a_NTI.flatten(0, -2)
     return torch.mm(*factors, out=out_OI) if fresh else torch.addmm(out_OI, *factors, out=out_OI)
+
+
+def _widened_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor, *, fresh: bool) -> Tensor:
+    """Add a sum to a matrix of another type, for which a few samples are widened at a time."""
+    samples, dtype = len(a_NTI), out_OI.dtype
+    elements = a_NTI.shape[1] * (a_NTI.shape[2] + g_NTO.shape[2])
+    at_once = max(1, samples if reads.traced() else workspace.elements(out_OI.device) // max(1, elements))
+    for start in range(0, max(1, samples), at_once):
+        some = slice(start, start + at_once)
+        _naive_sum(a_NTI[some].to(dtype), g_NTO[some].to(dtype), coef_N[some], out_OI, fresh=fresh and start == 0)
+    return out_OI
 
 
 def _reduced_square(a_NTI: Tensor, g_NTO: Tensor) -> Reduced:

@@ -4,11 +4,15 @@ Of a chain of blocks the first ones have their gradients last, when factors of a
 keep their inputs alone, and the first of them whose factors are dropped once their norms are known, to be formed again
 by a second backward of that part. Price: the forward of every block that keeps its inputs alone, once; of a block with
 a second backward twice, and its input gradients again.
+
+What book-keeping does hold may be held in 16 bits, where the user allows it, or on the host, where there is a GPU: of
+the layers whose gradients come first, as theirs is held longest. Price: what is copied.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from itertools import product
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,11 +24,11 @@ from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import nodes_behind
 from ghostclip.capture.row_origin import METADATA_KEY
 from ghostclip.planning import timeline
-from ghostclip.planning.timeline import Timeline
+from ghostclip.planning.host import host_room
+from ghostclip.planning.timeline import AS_THEY_ARE, Holding, Timeline
 
-# What a block costs more that keeps its inputs alone, and one that gets a second backward besides: forwards of it.
-_AGAIN: Final = 1
-_TWICE: Final = 2
+# Share of the host's free memory that factors may take there.
+_HOST_SHARE: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -36,12 +40,14 @@ class Reduction:
         cut: Number of the block's call at whose end the part begins that gets a second backward; None for none.
         peak: Bytes that the backward is expected to hold.
         ordinary: Bytes that the same backward of ordinary training holds.
+        holding: Parameters whose factors are held in another form.
     """
 
     blocks: frozenset[str]
     cut: int | None
     peak: int
     ordinary: int
+    holding: Holding = AS_THEY_ARE
 
     @property
     def share(self) -> float:
@@ -73,13 +79,14 @@ class BlockPlanner:
         dropped: Parameters whose factors the latest backward has dropped and formed again.
     """
 
-    def __init__(self, budget: float) -> None:
+    def __init__(self, budget: float, *, rounds: bool = False) -> None:
         """Make a planner without plans.
 
         Args:
             budget: The most that a private backward may hold, over what an ordinary one holds; below 1.
+            rounds: Whether factors may be held in 16 bits.
         """
-        self.budget = budget
+        self.budget, self._rounds = budget, rounds
         self.latest: Reduction | None = None
         self.least: Reduction | None = None
         self.dropped: frozenset[str] = frozenset()
@@ -145,43 +152,91 @@ class BlockPlanner:
 
     def _cheapest(self, read: Timeline, cuts: Sequence[int]) -> Reduction:
         """Return what costs least and fits; where nothing fits, what holds least."""
-        ordinary, calls = read.ordinary_peak(), read.calls
-        able = [number for number, call in enumerate(calls) if call.may_be]
+        limit = self.budget * read.ordinary_peak()
+        able = [number for number, call in enumerate(read.calls) if call.may_be]
         found: list[_Priced] = []
-        for cut in (None, *cuts):
-            behind = 0 if cut is None else sum(number <= cut for number in able)
-            counts = range(behind, len(able) + 1)
-            low, high = 0, len(counts) - 1
-            while low < high:
-                middle = (low + high) // 2
-                fits = read.peak(frozenset(able[: counts[middle]]), cut) <= self.budget * ordinary
-                low, high = (low, middle) if fits else (middle + 1, high)
-            found.append(self._priced(read, frozenset(able[: counts[low]]), cut, ordinary))
-        return _cheapest_of(found)
+        for holding in self._holdings(read):
+            for cut in (None, *cuts):
+                behind = 0 if cut is None else sum(number <= cut for number in able)
+                counts = range(behind, len(able) + 1)
+                choices = [_Choice(frozenset(able[:count]), cut, holding) for count in counts]
+                found.append(self._priced(read, _first_that_fits(read, choices, limit), limit))
+        return self._reduction(read, self._fewest(read, min(found, key=_cost), limit))
 
     def _of_this_step(self, read: Timeline, cuts: Sequence[int]) -> Reduction:
         """Return the reduction for the step whose blocks were looked at: these alone may still keep what they hold."""
-        ordinary = read.ordinary_peak()
+        limit = self.budget * read.ordinary_peak()
         again = frozenset(number for number, call in enumerate(read.calls) if call.recomputed)
         held = frozenset(number for number in again if read.calls[number].held is not None)
-        return _cheapest_of(
-            [self._priced(read, chosen, cut, ordinary) for cut in (None, *cuts) for chosen in (again - held, again)]
-        )
+        choices = [
+            _Choice(chosen, cut, holding)
+            for holding in self._holdings(read)
+            for cut in (None, *cuts)
+            for chosen in (again - held, again)
+        ]
+        found = [self._priced(read, choice, limit) for choice in choices]
+        return self._reduction(read, self._fewest(read, min(found, key=_cost), limit))
 
-    def _priced(self, read: Timeline, again: frozenset[int], cut: int | None, ordinary: int) -> "_Priced":
-        peak = read.peak(again, cut)
-        names = frozenset(read.calls[number].name for number in again)
-        price = _AGAIN * len(again) + _TWICE * (0 if cut is None else cut + 1)
-        over = peak > self.budget * ordinary
-        return over, peak if over else price, Reduction(names, cut, peak, ordinary)
+    def _holdings(self, read: Timeline) -> list[Holding]:
+        """Return the ways to hold factors: as they are, and all of them otherwise that may be."""
+        found, room = read.holdable(), host_room()
+        wide = frozenset(name for name, (_, shape) in found.items() if shape.dtype == torch.float32)
+        on_gpu = {name: size for name, (size, shape) in found.items() if shape.device.type == "cuda"}
+        fits = room is None or sum(on_gpu.values()) <= _HOST_SHARE * room
+        rounded = [frozenset(), *([wide] if self._rounds and wide else [])]
+        offloaded = [frozenset(), *([frozenset(on_gpu)] if on_gpu and fits else [])]
+        return [Holding(*both) for both in product(rounded, offloaded)]
+
+    def _fewest(self, read: Timeline, found: "_Priced", limit: float) -> "_Choice":
+        """Return a choice with no more factors held otherwise than it takes: of those that arrive first."""
+        over, _, choice = found
+        if over:
+            return choice
+        for kind in Holding._fields:
+            names = [name for name in read.holdable() if name in getattr(choice.holding, kind)]
+            fewer = [choice.holding._replace(**{kind: frozenset(names[:count])}) for count in range(len(names) + 1)]
+            choice = _first_that_fits(read, [choice._replace(holding=holding) for holding in fewer], limit)
+        return choice
+
+    def _priced(self, read: Timeline, choice: "_Choice", limit: float) -> "_Priced":
+        peak = read.peak(*choice)
+        over = peak > limit
+        return over, peak if over else read.price(*choice), choice
+
+    def _reduction(self, read: Timeline, choice: "_Choice") -> Reduction:
+        names = frozenset(read.calls[number].name for number in choice.again)
+        return Reduction(names, choice.cut, read.peak(*choice), read.ordinary_peak(), choice.holding)
+
+
+class _Choice(NamedTuple):
+    """What can be done to hold less.
+
+    Attributes:
+        again: Numbers of the blocks' calls whose inputs alone are kept.
+        cut: Where a second backward begins.
+        holding: What is held in another form.
+    """
+
+    again: frozenset[int]
+    cut: int | None
+    holding: Holding
 
 
 # Whether it is over the budget; its peak, or else its price.
-_Priced = tuple[bool, float, Reduction]
+_Priced = tuple[bool, float, _Choice]
 
 
-def _cheapest_of(found: Sequence[_Priced]) -> Reduction:
-    return min(found, key=lambda one: one[:2])[2]
+def _cost(found: _Priced) -> tuple[bool, float]:
+    return found[:2]
+
+
+def _first_that_fits(read: Timeline, choices: Sequence[_Choice], limit: float) -> _Choice:
+    """Return the first choice that fits, the last where none does; each is taken to hold less than those before."""
+    low, high = 0, len(choices) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if read.peak(*choices[middle]) <= limit else (middle + 1, high)
+    return choices[low]
 
 
 def cut_at(number: int, loss: Tensor, forward: ForwardContext) -> Cut | None:

@@ -10,6 +10,7 @@ from ghostclip.capture.call_sites import CallSite
 from ghostclip.capture.statistics import AT_ONCE_FORM, GENERAL_FORM, Statistics
 from ghostclip.planning.below import BlockPlanner
 from ghostclip.planning.cost import Cost, cost_of, plan_of
+from ghostclip.planning.timeline import AS_THEY_ARE
 from ghostclip.rules import rule_for
 
 NOT_USED: Final = "not used yet"
@@ -269,6 +270,8 @@ class _Measure:
         self._again = any(name.startswith(f"{block}.") for block in blocks)
         self._twice = reduced is not None and name in reduced.dropped
         self._strategy = "ghost" if self._twice else strategy
+        holding = AS_THEY_ARE if reduced is None or reduced.latest is None or self._twice else reduced.latest.holding
+        self._rounded, self._away = name in holding.rounded, name in holding.offloaded
         # An ordinary step runs nothing again: the budget does.
         self.statistics = list(found) if reduced is None else [replace(item, recomputed=False) for item in found]
 
@@ -276,7 +279,8 @@ class _Measure:
     def plan(self) -> str:
         """A few words."""
         plan = _joined(plan_of(item, strategy=self._strategy) for item in self.statistics)
-        return plan + ", block run again" * (self._again and bool(plan)) + ", two backwards" * self._twice
+        held = ", held in bfloat16" * self._rounded + ", held on the host" * self._away
+        return plan + held + ", block run again" * (self._again and bool(plan)) + ", two backwards" * self._twice
 
     def cost(self, count: int) -> Cost:
         """Price it.
@@ -289,7 +293,8 @@ class _Measure:
         """
         product = sum(item.flops for arrived in self.statistics for item in arrived.products)
         times = self._again * (1 + self._twice)
-        return cost_of(self.statistics, count=count, strategy=self._strategy) + Cost(private=times * product)
+        cost = cost_of(self.statistics, count=count, strategy=self._strategy) + Cost(private=times * product)
+        return replace(cost, held=0 if self._away else cost.held // 2 if self._rounded else cost.held)
 
 
 def _kept(arrived: Statistics) -> Statistics:

@@ -41,6 +41,9 @@ _PASSES_KEPT: Final = 4
 _PASSES_FACTORED: Final = 5
 # The same on matrix units, an element of 4 bytes.
 _MOVED_BY_UNITS: Final = 4 * planner.BYTE
+SMALL: Final = 1 << 16
+"""Bytes of an output's gradient below which it is not worth holding in another form."""
+
 # What calling one torch function costs, in FLOPs, and how many there are: small layers are all calls.
 _CALL: Final = 250_000
 # The same where 5 microseconds go by on matrix units.
@@ -207,6 +210,49 @@ def held_by(use: ParamUse, arriving: int, forward: ForwardContext) -> tuple[int,
     if planner.keeps_per_sample(shape.positions, shape.inputs, shape.outputs, shape.dtype.itemsize):
         return _gradient_bytes(shape), False
     return arriving, True
+
+
+def holdable(use: ParamUse, arriving: int, forward: ForwardContext) -> tuple[str, Shape] | None:
+    """Return the parameter and sizes of a use that book-keeping can hold in another form: of a matrix used once.
+
+    Args:
+        use: The use.
+        arriving: Bytes of its output's gradient.
+        forward: Its forward.
+
+    Returns:
+        None where what is held is too little to be worth it, or of another form than two tensors or their product.
+    """
+    found = _shape_of(use, arriving, forward)
+    if found is None or forward.use_counts[found[0]] != 1 or arriving < SMALL:
+        return None
+    return found
+
+
+def forward_work(use: ParamUse, arriving: int, forward: ForwardContext) -> float:
+    """Return what an operation's forward costs, in FLOPs of its product.
+
+    Args:
+        use: Its use.
+        arriving: Bytes of its output's gradient.
+        forward: Its forward.
+
+    Returns:
+        0 where it is no product.
+    """
+    found, kernel = _shape_of(use, arriving, forward), _kernel_of(use)
+    if found is not None:
+        shape = found[1]
+        return 2.0 * shape.samples * shape.positions * shape.inputs * shape.outputs
+    if kernel is None or not forward.batch_size:
+        return 0.0
+    return 2.0 * forward.batch_size * _positions(kernel, arriving, forward.batch_size) * kernel.numel()
+
+
+def moving(shape: Shape) -> float:
+    """Return what reading or writing one byte of a layer's tensors costs, in the FLOPs that its products run at."""
+    by_units = shape.dtype in products.HALF and products.has_units(shape.device)
+    return (_MOVED_BY_UNITS if by_units else _MOVED) / 4
 
 
 def _kernel_bytes(use: ParamUse, arriving: int, forward: ForwardContext) -> int:

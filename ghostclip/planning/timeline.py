@@ -7,7 +7,9 @@ a measurement and without running anything.
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import Final, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -15,10 +17,50 @@ from torch import Tensor
 from ghostclip.capture.blocks import BLOCK_KEY, BlockCall
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.param_use import ParamUse
+from ghostclip.kernels import workspace
 from ghostclip.planning import footprint
-from ghostclip.planning.plan import held_by, workspace_of
+from ghostclip.planning.plan import Shape, forward_work, held_by, holdable, moving, workspace_of
 
 Sizes = dict[Hashable, int]
+
+ON_THE_WAY: Final = 2
+"""Tensors that are copied between a GPU and the host at a time: those of one factor."""
+
+# What is held in 16 bits is a half of float32.
+_HALF: Final = 2
+# Numbers are read, and written in 16 bits, and read again to be widened.
+_PASSES_ROUNDED: Final = 3
+# They go to the host and come back, at a fortieth or less of the rate of a GPU's own memory.
+_PASSES_HOST: Final = 2 * 120
+
+
+class Holding(NamedTuple):
+    """Parameters whose factors are not held as they arrive.
+
+    Attributes:
+        rounded: In 16 bits.
+        offloaded: On the host.
+    """
+
+    rounded: frozenset[str] = frozenset()
+    offloaded: frozenset[str] = frozenset()
+
+
+AS_THEY_ARE: Final = Holding()
+
+
+class _Held(NamedTuple):
+    """What book-keeping holds of a use.
+
+    Attributes:
+        gradient: Bytes beside its inputs: of its output's gradient, or of per-sample gradients.
+        with_inputs: Whether its inputs are held as well.
+        holdable: The parameter, as the use calls it, and the sizes, where it can be held in another form.
+    """
+
+    gradient: int
+    with_inputs: bool
+    holdable: tuple[str, Shape] | None
 
 
 @dataclass(frozen=True)
@@ -33,6 +75,7 @@ class Step:
         before: Bytes of all gradients that are on their way when it begins.
         passing: The same while it runs.
         ends: Number of the block's call that ends there in the forward, or None.
+        names: Its use's parameters, by the names that they have in the use.
     """
 
     use: ParamUse | None
@@ -42,6 +85,7 @@ class Step:
     before: int
     passing: int
     ends: int | None
+    names: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -55,6 +99,24 @@ class Part:
 
     call: int | None
     steps: list[Step] = field(default_factory=list)
+
+
+class _Contracted(NamedTuple):
+    """A sum that is formed when all norms are known.
+
+    Attributes:
+        size: Its bytes.
+        stays: Bytes held for it until then, its inputs left out.
+        inputs: What is held of these.
+        away: Bytes that come back for it.
+        widened: Bytes of what it is formed of, in another type.
+    """
+
+    size: int
+    stays: int
+    inputs: Sizes
+    away: int
+    widened: int
 
 
 class Timeline:
@@ -75,75 +137,178 @@ class Timeline:
         """
         self.calls, self.parts = calls, parts
         self._unplanned = 4 * forward.unplanned
-        self._kept = dict[int, tuple[int, bool]]()
+        self._kept = dict[int, _Held]()
         self._formed = dict[int, int]()
-        for use, arriving in ((step.use, step.arriving) for part in parts for step in part.steps):
+        self._steps = [step for part in parts for step in part.steps]
+        self._work = dict[int, float]()
+        for use, arriving in ((step.use, step.arriving) for step in self._steps):
             if use is not None:
-                self._kept[id(use)] = held_by(use, arriving, forward)
+                self._kept[id(use)] = _Held(*held_by(use, arriving, forward), holdable(use, arriving, forward))
                 self._formed[id(use)] = workspace_of(use, arriving, forward)
+                self._work[id(use)] = forward_work(use, arriving, forward)
+
+    def holdable(self) -> dict[str, tuple[int, Shape]]:
+        """Return the parameters whose factors can be held in another form, in the order in which these arrive.
+
+        Returns:
+            By name, the bytes held and the sizes of its use.
+        """
+        found = dict[str, tuple[int, Shape]]()
+        for step in self._steps:
+            held = None if step.use is None else self._kept[id(step.use)]
+            if held is not None and held.holdable is not None:
+                name, shape = held.holdable
+                found[step.names[name]] = held.gradient + sum(step.inputs.values()) * held.with_inputs, shape
+        return found
+
+    def price(self, recomputed: Collection[int], cut: int | None, holding: Holding) -> float:
+        """Return what a choice costs, in FLOPs: of forwards that are run again, and of what is copied.
+
+        Args:
+            recomputed: As for `peak`.
+            cut: As for `peak`.
+            holding: As for `peak`.
+
+        Returns:
+            Attention's own products and everything between blocks left out.
+        """
+        total = sum(map(self._forward_of, recomputed))
+        # The part behind the cut is run again in either backward, and its input gradients are formed twice.
+        total += 2 * sum(map(self._forward_of, range(0 if cut is None else cut + 1)))
+        for name, (size, shape) in self.holdable().items():
+            rounded, away = name in holding.rounded, name in holding.offloaded
+            total += size * moving(shape) * _PASSES_ROUNDED * rounded
+            total += size / (_HALF if rounded else 1) * moving(shape) * _PASSES_HOST * away
+        return total
+
+    def _forward_of(self, call: int) -> float:
+        """Return what a block's forward costs: products, and writing what they save."""
+        steps = [step for part in self.parts if part.call == call for step in part.steps]
+        uses = [step.use for step in steps if step.use is not None]
+        shapes = [both[1] for use in uses if (both := self._kept[id(use)].holdable) is not None]
+        written = sum({key: size for step in steps for key, size in step.saved.items()}.values())
+        each = moving(shapes[0]) if shapes else 1.0
+        return sum(self._work[id(use)] for use in uses) + written * each
 
     def ordinary_peak(self) -> int:
         """Return the most that the same backward of ordinary training holds, its gradients included."""
-        built, seen, increments = 0, set[str](), []
-        for part in self.parts:
-            for step in part.steps:
-                increments.append(built)
-                if step.use is not None:
-                    new = set(_names(step.use)) - seen
-                    built += footprint.parameter_bytes(step.use, new)
-                    seen |= new
-        live, passing = self._live(frozenset(), None)
+        built, increments = 0, []
+        for size in self._new_gradients():
+            increments.append(built)
+            built += size
+        live, passing = self._live(frozenset(), None, None)
         return max(int((live + passing + np.array(increments)).max()), built)
 
-    def peak(self, recomputed: Collection[int], cut: int | None) -> int:
+    def _new_gradients(self) -> list[int]:
+        """Return the bytes of the parameters' gradients that each operation is the first to add to."""
+        seen, sizes = set[str](), list[int]()
+        for step in self._steps:
+            new = {own: name for own, name in step.names.items() if name not in seen}
+            seen.update(new.values())
+            sizes.append(0 if step.use is None else footprint.parameter_bytes(step.use, new))
+        return sizes
+
+    def peak(self, recomputed: Collection[int], cut: int | None, holding: Holding = AS_THEY_ARE) -> int:
         """Return the most that a private backward holds.
 
         Args:
             recomputed: Numbers of the calls whose inputs alone are kept.
             cut: The call at whose end the part begins of which a second backward is run; None where there is none.
+            holding: What is held in another form of what comes before the cut.
 
         Returns:
             Bytes; of what norms are formed in, only a convolution's windows are counted.
         """
-        live, passing = self._live(recomputed, cut)
+        live, passing = self._live(recomputed, cut, holding)
         begin = self._begin(cut)
         gathered, forming = np.zeros(len(live)), np.zeros(len(live))
-        held, sums = self._unplanned, list[tuple[int, int]]()
-        seen, again = set[str](), 0
-        for number, step in enumerate(step for part in self.parts for step in part.steps):
-            if step.use is not None:
-                new = set(_names(step.use)) - seen
-                seen |= new
-                size = footprint.parameter_bytes(step.use, new)
-                kept, _ = self._kept[id(step.use)]
-                if number < begin:
-                    held += kept
-                    sums.append((size, kept))
-                else:
-                    again += size
-            gathered[number] = held
-            forming[number] = step.before + (0 if step.use is None else self._formed[id(step.use)])
+        held, leaving, kept, again = self._unplanned, 0, list[_Contracted](), np.zeros(len(live))
+        for number, (step, size) in enumerate(zip(self._steps, self._new_gradients(), strict=True)):
+            copied = 0
+            if step.use is not None and number >= begin:
+                again[number + 1 :] += size
+            elif step.use is not None:
+                stays, away, copied = self._held_of(step, holding)
+                held += stays
+                leaving = away or leaving
+                kept.append(_Contracted(size, stays, self._inputs_held(step, holding), away, copied))
+            gathered[number] = held + leaving
+            forming[number] = step.before + (0 if step.use is None else self._formed[id(step.use)]) + copied
         # What is kept of a use is formed before the operation itself runs.
         first = int((live + np.maximum(passing, forming) + gathered).max())
-        now = int(live[-1]) + held
-        for size, kept in sums:
-            now += size
-            first = max(first, now)
-            now -= kept
-        built = sum(size for size, _ in sums)
-        second = int((live + passing)[begin:].max()) + built + again if begin < len(live) else 0
+        first = max(first, self._most_contracting(kept, int(live[-1]) + held, self._read_behind(begin, cut)))
+        built = sum(one.size for one in kept)
+        second = int((live + passing + again)[begin:].max()) + built if begin < len(live) else 0
         return max(first, second)
+
+    def _read_behind(self, begin: int, cut: int | None) -> set[Hashable]:
+        """Return the memory that is read behind a cut, by the second backward."""
+        calls = () if cut is None else self.calls[: cut + 1]
+        read = {address for call in calls for address, _ in call.inputs}
+        return read.union(*(step.saved for step in self._steps[begin:]))
+
+    def _most_contracting(self, kept: Sequence[_Contracted], held: int, read_again: Collection[Hashable]) -> int:
+        """Return the most that is held while sums are formed, one after the other, of what is let go of then.
+
+        Args:
+            kept: What they are formed of.
+            held: Bytes held before the first.
+            read_again: Memory that is not let go of.
+
+        Returns:
+            Bytes.
+        """
+        most, holders = 0, Counter(key for one in kept for key in one.inputs)
+        for one, following in zip_longest(kept, kept[1:]):
+            held += one.size
+            coming = one.away + (0 if following is None else following.away)
+            most = max(most, held + coming + one.widened)
+            holders.subtract(one.inputs.keys())
+            gone = [size for key, size in one.inputs.items() if not holders[key] and key not in read_again]
+            held -= one.stays + sum(gone)
+        return most
+
+    def _held_of(self, step: Step, holding: Holding) -> tuple[int, int, int]:
+        """Return bytes of a use: held beside its inputs, copied to the host, and taken for a moment by another type."""
+        held = self._kept[id(step.use)]
+        rounded, away = self._otherwise(step, holding)
+        share = _HALF if rounded else 1
+        inputs = sum(step.inputs.values()) * held.with_inputs
+        # Gradients are rounded where they lie, and widened for the sum; the others for some samples at a time.
+        widest = 4 * workspace.ON_CPU if held.with_inputs else held.gradient
+        copied = min(widest, held.gradient + inputs) if rounded else 0
+        if away:
+            return 0, (held.gradient + inputs) // share, copied
+        return held.gradient // share, 0, copied
+
+    def _otherwise(self, step: Step, holding: Holding) -> tuple[bool, bool]:
+        """Return whether what is held of a use is rounded, and whether it goes to the host."""
+        found = None if step.use is None else self._kept[id(step.use)].holdable
+        if found is None:
+            return False, False
+        name = step.names[found[0]]
+        return name in holding.rounded, name in holding.offloaded
 
     def _begin(self, cut: int | None) -> int:
         """Return the number of the first operation behind a cut; that of all operations where there is none."""
-        steps = [step for part in self.parts for step in part.steps]
         if cut is None:
-            return len(steps)
-        return next(number for number, step in enumerate(steps) if step.ends == cut)
+            return len(self._steps)
+        return next(number for number, step in enumerate(self._steps) if step.ends == cut)
 
-    def _live(self, recomputed: Collection[int], cut: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """Return the bytes of saved memory, and of passing gradients, at every operation."""
-        begin, total = self._begin(cut), sum(len(part.steps) for part in self.parts)
+    def _live(
+        self, recomputed: Collection[int], cut: int | None, holding: Holding | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the bytes of saved memory, and of passing gradients, at every operation.
+
+        Args:
+            recomputed: As for `peak`.
+            cut: As for `peak`.
+            holding: As for `peak`; None for a backward that holds nothing for longer.
+
+        Returns:
+            Two numbers for each.
+        """
+        begin, total = self._begin(cut), len(self._steps)
         spans: dict[Hashable, tuple[int, int, int]] = {}
 
         def hold(sizes: Sizes, start: int, end: int) -> None:
@@ -151,27 +316,33 @@ class Timeline:
                 before = spans.get(key, (start, end, size))
                 spans[key] = min(before[0], start), max(before[1], end), size
 
-        private = bool(recomputed) or cut is not None
         number = 0
         for part in self.parts:
             start, last = number, number + len(part.steps) - 1
-            again = part.call is not None and part.call in recomputed
-            if again:
+            recomputes = part.call is not None and part.call in recomputed
+            if recomputes:
                 assert part.call is not None
                 hold(dict(self.calls[part.call].inputs), 0, total if start >= begin else last)
             for step in part.steps:
-                stays = number >= begin and not again
-                hold(step.saved, start if again else 0, total if stays else number)
-                if private and step.use is not None and number < begin and self._kept[id(step.use)][1]:
-                    hold(step.inputs, start if again else 0, total)
+                stays = number >= begin and not recomputes
+                hold(step.saved, start if recomputes else 0, total if stays else number)
+                if holding is not None and step.use is not None and number < begin:
+                    hold(self._inputs_held(step, holding), number, total)
                 number += 1
         change = np.zeros(total + 1)
         for start, end, size in spans.values():
             change[start] += size
             if end < total:
                 change[end + 1] -= size
-        passing = [step.passing for part in self.parts for step in part.steps]
+        passing = [step.passing for step in self._steps]
         return change.cumsum()[:total], np.array(passing, dtype=float)
+
+    def _inputs_held(self, step: Step, holding: Holding) -> Sizes:
+        """Return what is held of a use's inputs from when its gradient arrives, one copy for all that read them."""
+        rounded, away = self._otherwise(step, holding)
+        if away or not self._kept[id(step.use)].with_inputs:
+            return {}
+        return {("rounded", key): size // _HALF for key, size in step.inputs.items()} if rounded else step.inputs
 
 
 def read(loss: Tensor, forward: ForwardContext, parameters: Iterable[Tensor]) -> Timeline | None:
@@ -196,7 +367,8 @@ def read(loss: Tensor, forward: ForwardContext, parameters: Iterable[Tensor]) ->
             parts.append(Part(call))
         if call is None or calls[call].may_be_read:
             use, saved, inputs, arriving = footprint.read_node(node, constant)
-            parts[-1].steps.append(Step(use, saved, inputs, arriving, *waiting, node.metadata.get(BLOCK_KEY)))
+            names = {} if use is None else {name: name for name in _names(use)}
+            parts[-1].steps.append(Step(use, saved, inputs, arriving, *waiting, node.metadata.get(BLOCK_KEY), names))
     seen = Counter(address for call in calls for address, _ in set(call.inputs))
     shared = {address for address, count in seen.items() if count > 1}
     measured = {calls[part.call].kind: part for part in parts if part.call is not None and part.steps}
@@ -205,8 +377,8 @@ def read(loss: Tensor, forward: ForwardContext, parameters: Iterable[Tensor]) ->
             like = measured.get(calls[part.call].kind)
             if like is None or like.call is None:
                 return None
-            names = dict(zip(_addresses(calls[like.call]), _addresses(calls[part.call]), strict=True))
-            part.steps = [_renamed(step, part.call, names, shared) for step in like.steps]
+            renaming = _Renaming(part.call, calls[like.call], calls[part.call], shared)
+            part.steps = [renaming.of(step) for step in like.steps]
     return Timeline(calls, parts, forward)
 
 
@@ -214,17 +386,28 @@ def _addresses(call: BlockCall) -> list[int]:
     return [address for address, _ in call.inputs]
 
 
-def _renamed(step: Step, call: int, names: dict[int, int], shared: set[int]) -> Step:
-    """Return an operation of one block as it is in another of its kind."""
+class _Renaming:
+    """Operations of one block as they are in another of its kind."""
 
-    def other(sizes: Sizes) -> Sizes:
+    def __init__(self, number: int, like: BlockCall, call: BlockCall, shared: Collection[int]) -> None:
+        self._number, self._like, self._own, self._shared = number, like.name, call.name, shared
+        self._addresses = dict(zip(_addresses(like), _addresses(call), strict=True))
+
+    def of(self, step: Step) -> Step:
+        """Return an operation."""
+        names = {name: self._name(other) for name, other in step.names.items()}
+        return replace(step, saved=self._sizes(step.saved), inputs=self._sizes(step.inputs), names=names)
+
+    def _sizes(self, sizes: Sizes) -> Sizes:
         found: Sizes = {}
         for key, size in sizes.items():
-            known = key in names or key in shared
-            found[names.get(key, key) if known else (call, key)] = size  # type: ignore[call-overload]
+            known = key in self._addresses or key in self._shared
+            found[self._addresses.get(key, key) if known else (self._number, key)] = size  # type: ignore[call-overload]
         return found
 
-    return Step(step.use, other(step.saved), other(step.inputs), step.arriving, step.before, step.passing, step.ends)
+    def _name(self, name: str) -> str:
+        inside = name.startswith(f"{self._like}.")
+        return self._own + name.removeprefix(self._like) if inside else name
 
 
 def _names(use: ParamUse) -> list[str]:

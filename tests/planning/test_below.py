@@ -315,3 +315,80 @@ def test_a_plain_backward_says_that_it_keeps_everything(caplog):
 def test_strategies_that_leave_no_choice_are_refused(options):
     with pytest.raises(InvalidOptionError, match="below 1 every layer gets one backward or two"):
         GhostClipper(nn.Linear(2, 2), max_grad_norm=1.0, memory_budget=0.5, **options)
+
+
+def _wide(vocabulary=200):
+    """Blocks that are wide for their length: factors are smaller than gradients, and cheap to round."""
+    torch.manual_seed(0)
+    model = GPT(vocabulary=vocabulary, width=192, heads=4, layers=4, positions=48)
+    return model, torch.randint(vocabulary, (8, 48))
+
+
+def test_factors_are_rounded_where_the_user_allows_it_and_it_costs_less():
+    """In the place of a second backward: fewer operations, within the same budget."""
+    found = {}
+    for dtype in (None, torch.bfloat16):
+        model, ids = _wide()
+        beside = [*model.parameters(), ids]
+
+        def ordinary(model=model, ids=ids):
+            model.zero_grad(set_to_none=True)
+            _losses(model, ids).mean().backward()
+
+        ordinary()
+        base = peak_of(ordinary, beside=beside)
+        with GhostClipper(model, max_grad_norm=1e-2, memory_budget=0.8, factor_dtype=dtype) as clipper:
+
+            def private(model=model, ids=ids, clipper=clipper):
+                model.zero_grad(set_to_none=True)
+                clipper.backward(_losses(model, ids))
+
+            assert max(peak_of(private, beside=beside) for _ in range(4)) <= 1.05 * 0.8 * base
+            share = peak_of(private, beside=beside) / base
+            coverage, reduction = clipper.coverage(), clipper._reducer.latest
+            with counter() as counted:
+                private()
+            norms_B = clipper.per_sample_norms
+        assert share <= 1.1 * coverage.expected_share
+        plans = {row.name for row in coverage if "held in bfloat16" in row.plan}
+        assert plans == reduction.holding.rounded
+        assert not reduction.holding.offloaded
+        grads = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        found[dtype] = counted.get_total_flops(), grads, norms_B, plans, reduction
+    (exact_flops, exact, norms_B, none, cut), (flops, rounded, rounded_B, plans, kept) = found.values()
+    assert not none
+    assert plans
+    assert not any(name.endswith("bias") for name in plans)
+    assert cut.cut is not None
+    assert kept.cut is None
+    assert flops < exact_flops
+    # Eight bits: each number is off by 2^-9 at most, and by less on average.
+    assert 1e-5 < (rounded - exact).norm() / exact.norm() < 2.0**-8
+    torch.testing.assert_close(rounded_B, norms_B, rtol=2.0**-9, atol=0.0)
+
+
+def test_no_more_factors_are_rounded_than_it_takes():
+    model, ids = _wide()
+    rounded = {}
+    for budget in (0.8, 0.72):
+        with GhostClipper(model, max_grad_norm=1.0, memory_budget=budget, factor_dtype=torch.bfloat16) as clipper:
+            for _ in range(2):
+                clipper.backward(_losses(model, ids))
+            reduction = clipper._reducer.latest
+            rounded[budget] = reduction.holding.rounded, reduction.cut
+    (first, _), (second, _) = rounded.values()
+    assert "head.weight" not in second or "head.weight" in first
+    assert 0 < len(first) < 4 * 4 + 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"factor_dtype": torch.float16, "memory_budget": 0.5}, "float16 has no room for gradients below 1e-7"),
+        ({"factor_dtype": torch.float32, "memory_budget": 0.5}, "expected torch.bfloat16 or None"),
+        ({"factor_dtype": torch.bfloat16}, "Give memory_budget=0.6, say, or leave factor_dtype out"),
+    ],
+)
+def test_types_that_no_factor_is_held_in_are_refused(options, said):
+    with pytest.raises(InvalidOptionError, match=said):
+        GhostClipper(nn.Linear(2, 2), max_grad_norm=1.0, **options)

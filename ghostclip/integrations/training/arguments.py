@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from ghostclip import _validate
 from ghostclip.assembly.clipping_options import CLIPPINGS
+from ghostclip.clipping.options import check_factor_dtype, factor_dtype_of
 from ghostclip.errors import InvalidOptionError
 from ghostclip.language.vocabulary_head import CHOICES
 from ghostclip.noise import LEVELS
@@ -36,6 +37,7 @@ class PrivacyArguments:
             "fused" refuses models where it does not, "logits" never does.
         memory_budget: The most that a backward may hold, over what an ordinary one holds: below 1 repeated blocks are
             run again, and some get two backwards; see `PrivacyEngine.make_private`.
+        factor_dtype: "bfloat16" allows a memory budget below 1 to round what clipping holds to 16 bits.
         noise_level: "fast", "secure" or "exact".
         ledger: A file that every release is written to before it is applied.
         reproducible_seed: What sampling and noise follow from, and so not private against who knows it; for tests.
@@ -51,6 +53,7 @@ class PrivacyArguments:
     memory_budget: float = field(
         default=MEMORY_BUDGET, metadata={"help": "Memory of a backward, over an ordinary one's."}
     )
+    factor_dtype: str | None = field(default=None, metadata={"help": '"bfloat16": with a memory budget below 1.'})
     noise_level: str = field(default="fast", metadata={"help": f"Source of noise: {', '.join(LEVELS)}."})
     ledger: str | None = field(default=None, metadata={"help": "File that every release is written to first."})
     reproducible_seed: int | None = field(default=None, metadata={"help": "For tests: not private."})
@@ -76,6 +79,7 @@ class PrivacyArguments:
         _validate.choice(self.vocabulary_head, "vocabulary_head", CHOICES)
         _validate.choice(self.noise_level, "noise_level", LEVELS)
         _validate.positive(self.memory_budget, "memory_budget", allow_infinity=True)
+        check_factor_dtype(factor_dtype_of(self.factor_dtype), self.memory_budget)
         if self.physical_batch not in (None, "auto"):
             raise InvalidOptionError(
                 f"physical_batch={self.physical_batch!r}: None or 'auto'; a number is per_device_train_batch_size."
