@@ -241,3 +241,13 @@ def test_a_graph_that_cannot_be_kept_or_read_is_compiled(broken, folder, monkeyp
     for _ in range(2):
         assert warmed(net(), options=KEPT).graphs[0].graph is not None
     assert len(list(folder.iterdir())) == (broken == "load_compiled")
+
+
+def test_a_file_whose_content_does_not_fit_its_name_is_not_read(folder, monkeypatch):
+    monkeypatch.setattr(_torch, "load_compiled", lambda path: path)
+    folder.mkdir(parents=True)
+    kept = folder / f"key-{store._hash(b'graph')}"
+    kept.write_bytes(b"graph")
+    assert store.Place(folder, "key").found() == kept
+    kept.write_bytes(b"grape")
+    assert store.Place(folder, "key").found() is None
