@@ -38,8 +38,8 @@ NARROW: Final = 1024
 """Inputs and outputs together up to which blocks half as large pay."""
 
 WHOLE: Final = 64
-"""Positions below which the CPU's twin forms a sample's whole Gram matrix: half of it takes 1.0 to 2.4 times as long in
-several products. Twice as many are worth another level."""
+"""Positions below which the CPU's twin forms a sample's whole Gram matrix where products are a small part of what the
+layer costs: half of it takes 1.0 to 2.4 times as long in several products. Twice as many are worth another level."""
 
 SMALL_PART: Final = 0.5
 """Share of a layer's T·I·O that the products of a whole Gram matrix are at most, to be called that."""
@@ -115,15 +115,14 @@ def gram_levels(positions: int, inputs: int, outputs: int, *, by_units: bool = F
 
     Returns:
         Three times or more for long sequences, so that at most an eighth of the lower triangle is formed; twice for
-        shorter ones, as often as possible for the shortest. Never below `WHOLE` positions, and less often where
-        products are a small part of what the layer costs: few of them are quicker. On matrix units as often as there is
-        much to be saved.
+        shorter ones, as often as possible for the shortest. Less often where products are a small part of what the
+        layer costs, and few of them are quicker. On matrix units as often as there is much to be saved.
     """
     width = inputs + outputs
     if by_units:
         wanted = (positions * positions * width).bit_length() - UNDIVIDED
         return max(0, min(wanted, 4, (positions // THINNEST).bit_length() - 1))
-    if positions >= FEWEST_SEEN and (positions < WHOLE or positions * width <= SMALL_PART * inputs * outputs):
+    if positions >= FEWEST_SEEN and positions * width <= SMALL_PART * inputs * outputs:
         few = (positions // WHOLE).bit_length()
         if few <= 3:
             return few
