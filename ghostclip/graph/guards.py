@@ -1,22 +1,31 @@
 """What a graph was traced for: a batch of another form, or a model that was changed, needs another one.
 
 Guarded are: shapes and dtypes of the batch, its plain values, the model's modules, parameters and buffers (number,
-shape, dtype, device, whether they train), plain attributes of modules and of objects that they hold (probabilities,
-flags, configurations), autocast, and how samples are clipped. What a forward reads elsewhere (a global variable) is
-not, and must not change.
+shape, dtype, device, whether they train), what modules hold in attributes (numbers, flags, functions, arrays of NumPy,
+and lists, dicts and objects of such, four deep), autocast, and how samples are clipped. What a forward reads elsewhere
+(a global variable, a number read off a tensor that is no buffer) is not, and must not change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ghostclip import _torch
 
 _PLAIN: Final = (int, float, bool, str, type(None), torch.dtype, torch.device)
+_FUNCTIONS: Final = (FunctionType, MethodType, BuiltinFunctionType, partial)
+# What is not looked into: it is watched by other means, or nobody's.
+_OTHERS: Final = (nn.Module, Tensor, type, ModuleType)
+# What every module has of torch's own: its tables and hooks.
+_TORCHS_OWN: Final = frozenset(key for key, value in vars(nn.Module()).items() if isinstance(value, dict))
+_DEPTH: Final = 4
 _MISSING: Final = object()
 
 
@@ -33,34 +42,59 @@ class Watched:
         self._slots = [_slot(model, name) for name in names]
         self._about = [_about(owner[key]) for owner, key in self._slots]
         self._sizes: list[tuple[Any, int]] = []
-        self._plain: list[tuple[dict[str, Any], str, Any]] = []
+        self._plain: list[tuple[Any, Any, Any]] = []
+        self._arrays: list[tuple[Any, Any, Any]] = []
         seen = set[int]()
         for module in model.modules():
             self._sizes += [(own, len(own)) for own in _torch.tables(module)]
-            self._note(vars(module), seen, deep=True)
+            own = vars(module)
+            seen.update(id(own[key]) for key in _TORCHS_OWN & own.keys())
+            self._note(own, seen, _DEPTH)
 
-    def _note(self, own: dict[str, Any], seen: set[int], *, deep: bool) -> None:
+    def _note(self, own: Any, seen: set[int], depth: int) -> None:
+        """Note the values of a list or a dict, and of what they hold."""
         if id(own) in seen:
             return
         seen.add(id(own))
-        for key, value in own.items():
-            if isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(x, _PLAIN) for x in value)):
+        for key, value in own.items() if isinstance(own, dict) else enumerate(own):
+            if isinstance(value, (*_PLAIN, *_FUNCTIONS)):
                 self._plain.append((own, key, value))
-            elif deep and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, Tensor, type)):
-                self._note(vars(value), seen, deep=False)
+            elif isinstance(value, np.ndarray):
+                self._arrays.append((own, key, value.copy()))
+            elif depth and isinstance(value, (list, tuple, dict)):
+                # That it is another one is seen by what it holds.
+                self._plain.append((own, key, value))
+                if not isinstance(value, tuple):
+                    self._sizes.append((value, len(value)))
+                self._note(value, seen, depth - 1)
+            elif depth and hasattr(value, "__dict__") and not isinstance(value, _OTHERS):
+                self._note(vars(value), seen, depth - 1)
 
     def tensors(self) -> list[Tensor] | None:
         """Return the parameters and buffers as they are now; None where the model was changed."""
-        for own, key, value in self._plain:
-            found = own.get(key, _MISSING)
-            if found is not value and (type(found) is not type(value) or found != value):
-                return None
         if any(len(own) != size for own, size in self._sizes):
+            return None
+        for own, key, value in self._plain:
+            found = own[key] if isinstance(own, (list, tuple)) else own.get(key, _MISSING)
+            if found is not value and _differs(found, value):
+                return None
+        if any(not np.array_equal(own[key], value) for own, key, value in self._arrays):
             return None
         found = [owner.get(key) for owner, key in self._slots]
         if any(about != _about(tensor) for about, tensor in zip(self._about, found, strict=True)):
             return None
         return found
+
+
+def _differs(found: Any, value: Any) -> bool:
+    """Return whether another object stands where there was one, and is not its equal."""
+    if type(found) is not type(value):
+        return True
+    try:
+        return bool(found != value)
+    except (RuntimeError, ValueError):
+        # Tensors or arrays in it have no one answer.
+        return True
 
 
 def _slot(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:

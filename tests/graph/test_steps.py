@@ -1,5 +1,6 @@
 """Batches of any size, samples that are not finite, models that change, randomness, and what is counted."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -156,6 +157,57 @@ def test_a_changed_model_is_traced_anew(change):
     assert step.graphs[-1].runs == 1
     torch.manual_seed(3)
     assert all((p.grad is None) is not p.requires_grad for p in model.parameters())
+
+
+class _Setting:
+    """Holds what a forward reads, as users' configurations do."""
+
+    def __init__(self, scale):
+        self.scale = scale
+
+
+class _Held(nn.Module):
+    """Scales by what is held in several ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = net()
+        self.several, self.named = [1.0, {"deep": [1.0]}], {"scale": 1.0}
+        self.setting = _Setting(_Setting(1.0))
+        self.array, self.how = np.ones(2), torch.relu
+
+    def forward(self, x):
+        held = self.several[0] * self.several[1]["deep"][0] * self.named["scale"] * self.setting.scale.scale
+        return self.how(self.inner(x) * held * float(self.array[1]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda model: model.several.__setitem__(0, 2.0), id="an entry of a list"),
+        pytest.param(lambda model: model.several[1]["deep"].__setitem__(0, 2.0), id="a list in a dict in a list"),
+        pytest.param(lambda model: setattr(model, "several", [2.0, {"deep": [1.0]}]), id="another list"),
+        pytest.param(lambda model: model.named.update(scale=2.0), id="an entry of a dict"),
+        pytest.param(lambda model: setattr(model.setting.scale, "scale", 2.0), id="an object in an object"),
+        pytest.param(lambda model: model.array.__setitem__(1, 2.0), id="an array"),
+        pytest.param(lambda model: setattr(model, "how", torch.tanh), id="a function"),
+    ],
+)
+def test_what_a_model_holds_is_watched(change):
+    model = _Held()
+    step = warmed(model)
+    change(model)
+    step(*batch(seed=1))
+    assert step.graphs[-1].runs == 1
+    torch.testing.assert_close(sums(model), eager_sums(model, *batch(seed=1))[0])
+
+
+def test_a_list_of_equal_values_needs_no_other_graph():
+    model = _Held()
+    step = warmed(model)
+    model.several = [1.0, {"deep": [1.0]}]
+    step(*batch(seed=1))
+    assert step.graphs[0].runs == 2
 
 
 def test_new_values_of_parameters_are_used():
