@@ -253,6 +253,27 @@ def outputs_of(node: Any) -> Sequence[Any]:
     return getattr(node, "_input_metadata", ())
 
 
+def run_node(node: Any, grads: Mapping[int, Tensor]) -> Any:
+    """Run one operation of a backward by itself, without hooks: ``Node.__call__``, ``BackwardCFunction.apply``.
+
+    Args:
+        node: Its node.
+        grads: What arrives, by the number of the node's output; a Function of Python's gets zeros for the others.
+
+    Returns:
+        The gradients of its inputs: a tuple, or of one input its gradient.
+    """
+    about = outputs_of(node)
+    if callable(node):
+        return node(*(grads.get(place) for place in range(len(about))))
+    missing = {
+        place: torch.zeros(tuple(one.shape), dtype=one.dtype, device=one.device)
+        for place, one in enumerate(about)
+        if place not in grads
+    }
+    return node.apply(*({**grads, **missing}[place] for place in range(len(about))))
+
+
 def leaf_of(node: Any) -> Tensor | None:
     """Return the leaf whose gradient a node accumulates, None for other nodes: ``AccumulateGrad.variable``."""
     return getattr(node, "variable", None)

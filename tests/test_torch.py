@@ -331,6 +331,25 @@ def test_saved_tensors_of_torchs_nodes_and_of_functions():
     assert _torch.saved_tensors(product.grad_fn) == []
 
 
+class _SumAndDifference(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        return x + y, x - y
+
+    @staticmethod
+    def backward(ctx, up, down):
+        return up + down, up - down
+
+
+def test_a_node_runs_by_itself():
+    x = torch.ones(2, requires_grad=True)
+    assert torch.equal(_torch.run_node((3 * x).grad_fn, {0: torch.ones(2)})[0], torch.full((2,), 3.0))
+    node = _SumAndDifference.apply(x, x * 2)[0].grad_fn
+    for given, wanted in (({0: 1.0, 1: 2.0}, (3.0, -1.0)), ({1: 2.0}, (2.0, -2.0))):
+        found = _torch.run_node(node, {place: torch.full((2,), value) for place, value in given.items()})
+        assert [one.tolist() for one in found] == [[value] * 2 for value in wanted]
+
+
 def test_outputs_of_a_node():
     x = _leaf(4, 3)
     (about,) = _torch.outputs_of(x.sum(1).grad_fn)

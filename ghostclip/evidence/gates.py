@@ -49,7 +49,7 @@ class OpenGates(_torch.DispatchMode):
         """Open them."""
         for number, tensor in enumerate(_tensors_of(self._model)):
             # In place, unseen by graphs that keep it: it is put back before their backward.
-            part = _torch.part_of(tensor.data)
+            part = _torch.part_of(tensor).data
             value = _only_value(part)
             if value is not None:
                 part.copy_(_others(part, value, seed=number))

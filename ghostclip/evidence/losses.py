@@ -240,18 +240,24 @@ def _keeps_apart(capture: CaptureContext, begun: list[Start], sets: Sequence[set
     """Return whether gradients from each set of samples leave zeros in all other samples' rows."""
     # Ranks that share samples go through the model equally often, whatever each of them finds.
     ends = reached(begun) if capture.gathering is None else None
-    if ends is not None:
+    if ends is None:
+        apart = _keeps_layers_apart(capture, begun, sets, batch_size)
+    else:
         with capture.listening(Unheard()):
-            return keeps_apart(begun, ends, sets, batch_size=batch_size)
+            apart = keeps_apart(begun, ends, sets, batch_size=batch_size)
+    axis = capture.forward.batch_axis
+    return apart and apart_at_any_slope(begun, sets, is_output, batch_size=batch_size, axis=axis)
+
+
+def _keeps_layers_apart(capture: CaptureContext, begun: list[Start], sets: Sequence[set[int]], batch_size: int) -> bool:
+    """Return the same of rows in the layers: what a loss was computed from is not known to be the model's outputs."""
     states = capture.sites.states()
     probe = Probe(set(), capture.describe_module)
     with capture.listening(probe):
         ask(probe, begun, batch_size=batch_size, run=capture.run_backward, sets=sets)
     # What layers' rows are was decided by the model's own outputs.
     capture.sites.restore(states)
-    axis = capture.forward.batch_axis
-    apart = not (probe.failures or probe.unsteady)
-    return apart and apart_at_any_slope(begun, sets, is_output, batch_size=batch_size, axis=axis)
+    return not (probe.failures or probe.unsteady)
 
 
 def _starts(ends: Ends, maps: Sequence[RowMap]) -> list[Start]:

@@ -16,7 +16,7 @@ from ghostclip.capture.batch_axis import RowMap
 from ghostclip.capture.nodes import Edge, edge_of
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.capture.row_origin import METADATA_KEY
-from ghostclip.evidence.probe import Start, nonzero_rows, roots_of
+from ghostclip.evidence.probe import Company, Start, roots_of, touches_others
 
 # On the node of a proved output: how its rows map to samples, by the number of the node's output.
 _KEY: Final = "ghostclip_rows"
@@ -75,7 +75,7 @@ def reached(begun: Sequence[Start]) -> dict[Edge, RowMap] | None:
 
 
 def keeps_apart(begun: Sequence[Start], ends: dict[Edge, RowMap], sets: Sequence[set[int]], *, batch_size: int) -> bool:
-    """Return whether each set of samples leaves zeros in the other samples' rows of proved outputs.
+    """Return whether each set of samples leaves zeros in the other samples' rows of proved outputs, moving none.
 
     Args:
         begun: Values of a loss, and how their rows map to samples.
@@ -84,21 +84,23 @@ def keeps_apart(begun: Sequence[Start], ends: dict[Edge, RowMap], sets: Sequence
         batch_size: B.
 
     Returns:
-        False where some sample's values touch another sample's row; hooks between, and on the outputs, have run.
+        False where some sample's values touch another sample's row, or another one's gradient changes with them; hooks
+        between, and on the outputs, have run.
 
     Cost:
         For each set a backward from the values to the outputs.
     """
     edges: list[Any] = [GradientEdge(*edge) for edge in ends]
+    company = Company()
     for samples in sets:
         roots, given = roots_of(begun, batch_size, samples)
         with backward_entry.unseen():
             grads = torch.autograd.grad(roots, edges, given, retain_graph=True, allow_unused=True)
-        for grad, row_map in zip(grads, ends.values(), strict=True):
+        for place, (grad, row_map) in enumerate(zip(grads, ends.values(), strict=True)):
             if grad is None:
                 continue
-            touched_B = nonzero_rows(row_map.split(grad, grad.dim(), batch_size))
-            touched_B[list(samples)] = False
-            if bool(touched_B.any()):
+            if touches_others(row_map, grad, grad.dim(), samples, batch_size):
+                return False
+            if not company.leaves_alone(place, row_map, row_map.split(grad, grad.dim(), batch_size), samples):
                 return False
     return True

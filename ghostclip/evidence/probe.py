@@ -61,6 +61,42 @@ class Start:
     row_map: RowMap
 
 
+class Company:
+    """Compares samples' gradients with those that they had when other samples' gradients came with them.
+
+    A backward function or a hook that follows the whole batch (``g / g.norm()``) leaves zeros zero.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[Any, tuple[Tensor, Tensor]] = {}
+
+    def leaves_alone(self, place: Any, row_map: RowMap, rows_B: Tensor, samples: set[int]) -> bool:
+        """Return whether each sample's rows have the extremes that they had among other samples.
+
+        Args:
+            place: Where the gradient arrived.
+            row_map: How its rows map to samples; one that knows none says nothing.
+            rows_B: The gradient, split by samples.
+            samples: Those that it came from.
+
+        Returns:
+            True also where no sample came before.
+        """
+        if row_map.kind == "whole":
+            return True
+        now_B2 = torch.stack(_extremes(rows_B), dim=1)
+        chosen_B = torch.zeros(len(rows_B), dtype=torch.bool, device=rows_B.device)
+        chosen_B[list(samples)] = True
+        before = self._seen.get(place)
+        values_B2, known_B = (torch.zeros_like(now_B2), torch.zeros_like(chosen_B)) if before is None else before
+        both_B1 = (chosen_B & known_B).unsqueeze(1)
+        off = torch.where(both_B1, now_B2 - values_B2, 0).nan_to_num(nan=0.0).abs().amax()
+        scale = torch.where(both_B1, now_B2, 0).nan_to_num(posinf=0.0, neginf=0.0).abs().amax()
+        merged_B2 = torch.where(chosen_B.unsqueeze(1), now_B2, values_B2)
+        self._seen[place] = merged_B2, known_B | chosen_B
+        return before is None or bool(off <= _STEADY.get(rows_B.dtype, _COARSE) * scale)
+
+
 @dataclass(eq=False)
 class Probe:
     """Receives the gradients of some samples' outputs and judges every call site, once for every set of samples.
@@ -78,7 +114,7 @@ class Probe:
     failures: list[tuple[ParamUse, str]] = field(default_factory=list)
     begun: Sequence[Start] = ()
     unsteady: list[ParamUse] = field(default_factory=list)
-    _seen: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _company: Company = field(default_factory=Company)
     _rejected: set[tuple[CallSite, tuple[str, int]]] = field(default_factory=set)
     _known: dict[CallSite, tuple[str, int] | None] = field(default_factory=dict)
 
@@ -103,31 +139,13 @@ class Probe:
         if able:
             use.site.chosen = able[0].key
             use.site.attempts = MAX_ATTEMPTS
-            if able[0].kind != "whole" and not self._is_steady(able[0], use, grad):
+            rows = able[0].split(grad, use.num_batch_dims, use.forward.batch_size)
+            if not self._company.leaves_alone((use.forward, use.site, able[0].key), able[0], rows, self.samples):
                 self.unsteady.append(use)
             return
         # Whatever an earlier set of samples seemed to show.
         use.site.attempts = 0
         self.failures.append((use, _shapes(grad, use)))
-
-    def _is_steady(self, row_map: RowMap, use: ParamUse, grad: Tensor) -> bool:
-        """Return whether each sample's rows have the extremes that they had among other samples.
-
-        A backward function or a hook that follows the whole batch (``g / g.norm()``) leaves zeros zero.
-        """
-        size = use.forward.batch_size
-        now_B2 = torch.stack(_extremes(row_map.split(grad, use.num_batch_dims, size)), dim=1)
-        chosen_B = torch.zeros(size, dtype=torch.bool, device=grad.device)
-        chosen_B[list(self.samples)] = True
-        key = (use.forward, use.site, row_map.key)
-        before = self._seen.get(key)
-        values_B2, known_B = (torch.zeros_like(now_B2), torch.zeros_like(chosen_B)) if before is None else before
-        both_B1 = (chosen_B & known_B).unsqueeze(1)
-        off = torch.where(both_B1, now_B2 - values_B2, 0).nan_to_num(nan=0.0).abs().amax()
-        scale = torch.where(both_B1, now_B2, 0).nan_to_num(posinf=0.0, neginf=0.0).abs().amax()
-        merged_B2 = torch.where(chosen_B.unsqueeze(1), now_B2, values_B2)
-        self._seen[key] = merged_B2, known_B | chosen_B
-        return before is None or bool(off <= _STEADY.get(grad.dtype, _COARSE) * scale)
 
     def _rejects(self, row_map: RowMap, use: ParamUse, grad: Tensor) -> bool:
         """Return whether this set of samples or an earlier one contradicts a row map."""

@@ -62,9 +62,16 @@ def apart_at_any_slope(
     Returns:
         True also where that cannot be told, and where they do not even with slopes as they are.
     """
-    maps = dict[Edge, list[RowMap]]()
     if not _has_slopes([edge_of(start.edge.source) for start in begun], is_end):
         return True
+    with torch.no_grad():
+        return _apart(begun, sets, is_end, batch_size=batch_size, axis=axis)
+
+
+def _apart(
+    begun: Sequence[Start], sets: Sequence[set[int]], is_end: Callable[[Edge], bool], *, batch_size: int, axis: int
+) -> bool:
+    maps = dict[Edge, list[RowMap]]()
     for steep in (False, True):
         for samples in sets:
             found = _followed(begun, samples, is_end, batch_size=batch_size, steep=steep)
@@ -134,7 +141,7 @@ def _behind(node: Any, grads: dict[int, Tensor], *, steep: bool) -> Sequence[Ten
         and (known := _at_slope_one(node, grads[0])) is not None
     ):
         return known
-    found = node(*(grads.get(place) for place in range(len(_torch.outputs_of(node)))))
+    found = _torch.run_node(node, grads)
     return found if isinstance(found, tuple) else (found,)
 
 

@@ -14,7 +14,18 @@ def _each(z):
     return cross_entropy(z, torch.zeros(len(z), dtype=torch.long), reduction="none")
 
 
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z, k):
+        return z * k, z + k
+
+    @staticmethod
+    def backward(ctx, product, total):
+        return product + total, None
+
+
 MIXING = {
+    "behind a Function": lambda z, k: _each(z) * (1 + k * _Scaled.apply(z, 1.0)[1].mean()),
     "centred": lambda z, k: _each(z - k * z.mean(0)),
     "weighted by the mean": lambda z, k: _each(z) + k * _each(z) * _each(z).mean(),
     "a neighbour": lambda z, k: (z - k * z.roll(1, 0)).square().sum(1),
@@ -23,6 +34,7 @@ MIXING = {
     "a hinge": lambda z, k: _each(z) + (z[:, 0] - z[:, 0].roll(1, 0).detach() - z[:, 0].roll(1, 0) * k - 90).relu(),
 }
 APART = {
+    "a Function": lambda z, k: _each(_Scaled.apply(z, 1.0)[0] * (1 + k)),
     "a hinge": lambda z, k: (z[:, 0] - z[:, 1] - 90).relu() + _each(z),
     "a mask": lambda z, k: (z.square() * (torch.arange(4) > 3 * k)).sum(1),
     "its own mean": lambda z, k: _each(z - k * z.mean(1, keepdim=True)),
