@@ -126,7 +126,7 @@ def _followed(
         if not pending:
             return ends
         node = heapq.heappop(pending)[-1]
-        for edge, grad in zip(node.next_functions, _behind(node, arrived[node], steep=steep), strict=False):
+        for edge, grad in zip(node.next_functions, _behind(node, arrived.pop(node), steep=steep), strict=False):
             if grad is not None:
                 arrive(edge, grad)
     return None
