@@ -223,7 +223,7 @@ class Alike:
                 return False
             data, more = node.form
             elements += more
-        most = _SMALL if grad.is_cpu else _SMALL_ON_A_GPU
+        most = _most(grad)
         if elements > most or not _stands_alone(use):
             return False
         row_map = use.row_map
@@ -234,7 +234,7 @@ class Alike:
         key = use.alike, row_map.kind, always, grad.shape, grad.dtype, data
         self._waiting[key].append(_Waiting(use, grad, _torch.version(grad)))
         self._elements += elements
-        self.full = self._elements > most * _WAITING
+        self.full = self._elements > most_waiting(grad)
         return True
 
     def takes_gradients(self, name: str, factor: Factor) -> bool:
@@ -270,7 +270,7 @@ class Alike:
                     self._alone(use, grad)
             if self._final:
                 for use, _, _ in found:
-                    use.node = use.behind = None
+                    use.release()
 
     def finish_gradients(self) -> None:
         """Hand all gradients on that wait.
@@ -333,7 +333,7 @@ def _dtype(factor: Factor) -> torch.dtype | None:
 def _stands_alone(use: ParamUse) -> bool:
     """Return whether nothing else is told of a use's parameters in this backward, nor of its input."""
     forward, counts = use.forward, use.forward.use_counts
-    if forward.checkpointed or forward.ran_without_grad:
+    if forward.runs_again:
         return False
     for name in use.site.names:
         if counts[name] != 1:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,7 @@ _REMEMBERED: Final = (
 )
 
 Run = Callable[[Any], list[Tensor]]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -195,31 +196,56 @@ def refuse_dependence(model: nn.Module, run: Run, batch: Batch, unchecked: Unche
     Raises:
         SampleMixingError: They do.
     """
-    tensors = [*model.parameters(), *model.buffers()]
-    used = [*tensors, *(leaf for leaf in _tree.leaves(batch.inputs) if isinstance(leaf, Tensor))]
-    changed, raised = "", ""
-    # With gradients where it raises without: it may differentiate within its forward.
-    for gradients in (False, True):
-        try:
-            with restored(model), unnoticed(used) as before, torch.set_grad_enabled(gradients):
-                coarsest = _coarsest(tensors)
-                if batch.has_lists:
-                    batch = replace(batch, by_place=_go_by_place(model, _plainly(run), batch, before, coarsest))
-                is_shown = bool(batch.outputs) and _is_independent(_plainly(run), batch, unchecked, before, coarsest)
-                if not is_shown:
-                    _refuse_another_course(model, run, batch, before, coarsest)
-                    changed, raised = _look(_plainly(run), batch, unchecked, before, coarsest), ""
-            break
-        except GhostClipError:
-            raise
-        except Exception as error:  # noqa: BLE001 - what it does on other batches is no reason to refuse this one
-            raised = type(error).__name__
+
+    def look(before: Randomness, coarsest: torch.dtype) -> str:
+        asked, plain = batch, _plainly(run)
+        if batch.has_lists:
+            asked = replace(batch, by_place=_go_by_place(model, plain, batch, before, coarsest))
+        if asked.outputs and _is_independent(plain, asked, unchecked, before, coarsest):
+            return ""
+        _refuse_another_course(model, run, asked, before, coarsest)
+        return _look(plain, asked, unchecked, before, coarsest)
+
+    changed, raised = _tried(model, batch, look, passing=GhostClipError)
     if raised:
         unchecked.missed(f"the model raised {raised} on another batch", REPLACED, FEWER)
     if changed:
         raise SampleMixingError(_refusal(model, changed))
     if not batch.again:
         _refuse_behind_gates(model, _plainly(run), batch, unchecked)
+
+
+def _tried(
+    model: nn.Module,
+    batch: Batch,
+    look: Callable[[Randomness, torch.dtype], T],
+    passing: type[Exception] | tuple[type[Exception], ...] = (),
+) -> tuple[T | None, str]:
+    """Look at a model in runs that leave nothing behind, with gradients where it raises without.
+
+    It may differentiate within its forward.
+
+    Args:
+        model: The model.
+        batch: What its forward was called with.
+        look: Given the states of the generators and the dtype with the fewest digits in use.
+        passing: Errors that are handed on.
+
+    Returns:
+        What was found, and the empty string; or None, and the name of the error that the model raised both times.
+    """
+    tensors, raised = [*model.parameters(), *model.buffers()], ""
+    used = [*tensors, *(leaf for leaf in _tree.leaves(batch.inputs) if isinstance(leaf, Tensor))]
+    for gradients in (False, True):
+        try:
+            with restored(model), unnoticed(used) as before, torch.set_grad_enabled(gradients):
+                return look(before, _coarsest(tensors)), ""
+        except Exception as error:
+            # What it does on other batches is no reason to refuse this one.
+            if isinstance(error, passing):
+                raise
+            raised = type(error).__name__
+    return None, raised
 
 
 def refuse_memory(model: nn.Module, state: ModuleState, run: Run, batch: Batch, unchecked: Unchecked) -> None:
@@ -236,56 +262,41 @@ def refuse_memory(model: nn.Module, state: ModuleState, run: Run, batch: Batch, 
         SampleMixingError: They do.
     """
     every, plain = range(batch.size), _plainly(run)
-    tensors = [*model.parameters(), *model.buffers()]
-    used = [*tensors, *(leaf for leaf in _tree.leaves(batch.inputs) if isinstance(leaf, Tensor))]
-    outputs = _Outputs(batch, batch.size, every, every, _TOLERANCE, _coarsest(tensors))
-    differ, raised = None, ""
-    for gradients in (False, True):
-        try:
-            with restored(model), unnoticed(used) as before, torch.set_grad_enabled(gradients):
-                found = []
-                for earlier in (batch.inputs, batch.exchanged()):
-                    before.restore()
-                    state.restore()
-                    plain(earlier)
-                    if not state.changed():
-                        return
-                    found.append(plain(batch.inputs))
-                differ, raised = outputs.differ(*found), ""
-                differ = differ and not (before.drawn() and _meets_other_numbers(run, batch, batch.exchanged(), before))
-            break
-        except Exception as error:  # noqa: BLE001 - what it does on other batches is no reason to refuse this one
-            raised = type(error).__name__
-    if differ:
+
+    def look(before: Randomness, coarsest: torch.dtype) -> tuple[bool | None, ...]:
+        found = []
+        for earlier in (batch.inputs, batch.exchanged()):
+            before.restore()
+            state.restore()
+            plain(earlier)
+            if not state.changed():
+                return ()
+            found.append(plain(batch.inputs))
+        differ = _Outputs(batch, batch.size, every, every, _TOLERANCE, coarsest).differ(*found)
+        return (differ and not (before.drawn() and _meets_other_numbers(run, batch, batch.exchanged(), before)),)
+
+    differ, raised = _tried(model, batch, look)
+    if differ and True in differ:
         raise SampleMixingError(_REMEMBERED.format(model=type(model).__name__))
     if raised:
         unchecked.missed(f"the model raised {raised} after another batch", REMEMBERED)
-    else:
-        _note(unchecked, REMEMBERED, [differ])
+    elif differ:
+        _note(unchecked, REMEMBERED, differ)
 
 
 def _refuse_behind_gates(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked) -> None:
     """Refuse a model that mixes samples behind a gate that is closed as yet."""
-    tensors = [*model.parameters(), *model.buffers()]
-    used = [*tensors, *(leaf for leaf in _tree.leaves(batch.inputs) if isinstance(leaf, Tensor))]
-    coarsest, differ, raised = _coarsest(tensors), list[bool | None](), ""
-    for gradients in (False, True):
-        try:
-            with (
-                restored(model),
-                unnoticed(used) as before,
-                torch.set_grad_enabled(gradients),
-                OpenGates(model) as gates,
-            ):
-                differ, raised = _differ_behind(gates, run, batch, before, coarsest), ""
-            break
-        except Exception as error:  # noqa: BLE001 - what it does with other values is no reason to refuse these
-            raised = type(error).__name__
-    if True in differ:
+
+    def look(before: Randomness, coarsest: torch.dtype) -> list[bool | None]:
+        with OpenGates(model) as gates:
+            return _differ_behind(gates, run, batch, before, coarsest)
+
+    differ, raised = _tried(model, batch, look)
+    if differ and True in differ:
         raise SampleMixingError(_BEHIND_GATES.format(model=type(model).__name__))
     if raised:
         unchecked.missed(f"the model raised {raised} with other parameters", BEHIND)
-    else:
+    elif differ:
         _note(unchecked, BEHIND, differ)
 
 
@@ -429,7 +440,7 @@ def _fewer(batch: Batch, coarsest: torch.dtype) -> "_Outputs":
     return _Outputs(batch, len(batch.left), batch.left, range(len(batch.left)), _FEWER, coarsest)
 
 
-def _note(unchecked: Unchecked, check: str, differ: list[bool | None]) -> None:
+def _note(unchecked: Unchecked, check: str, differ: Sequence[bool | None]) -> None:
     if None in differ:
         unchecked.missed("no output has one row a sample", check)
     elif True not in differ:

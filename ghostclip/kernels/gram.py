@@ -47,6 +47,10 @@ SMALL_PART: Final = 0.5
 FEWEST_SEEN: Final = 8
 """Positions from which a diagonal is formed: of fewer it shows too little of how products are rounded."""
 
+FEWEST_HALVED: Final = 16
+"""Positions from which a diagonal is formed in blocks: of fewer these are so thin that a CPU multiplies them by other
+means than the blocks beside them, whose drift may be 20 times as large."""
+
 LARGEST_LEAF: Final = 1024
 """Positions of the largest: it must fit the workspace."""
 
@@ -126,8 +130,10 @@ def gram_levels(positions: int, inputs: int, outputs: int, *, by_units: bool = F
         few = (positions // WHOLE).bit_length()
         if few <= 3:
             return few
+    if positions < FEWEST_HALVED:
+        return max(0, positions.bit_length() - 1)
     if positions < 8 * LEAF:
-        return min(2, max(0, positions.bit_length() - 1))
+        return 2
     fewest = 4 if positions >= 32 * LEAF or width <= NARROW else 3
     return max(fewest, ((positions - 1) // LARGEST_LEAF).bit_length())
 

@@ -8,9 +8,9 @@ from ghostclip.clipping.norms import NormSum
 from ghostclip.factors import Dense, Outer
 
 
-@pytest.mark.parametrize("positions", [1, 2, 3, 8, 16])
-@pytest.mark.parametrize("sizes", [(256, 256), (768, 3072), (4096, 4096), (8192, 4)])
-@pytest.mark.parametrize("value", [1.1, 0.7, 1 / 3])
+@pytest.mark.parametrize("positions", [1, 2, 3, 8, 10, 16])
+@pytest.mark.parametrize("sizes", [(256, 256), (768, 3072), (4096, 4096), (4096, 4), (8192, 4)])
+@pytest.mark.parametrize("value", [1.1, 1.3, 0.7, 1 / 3])
 def test_constant_inputs_are_not_underestimated(positions, sizes, value):
     """The norm, rounded up as it is before clipping, against float64, and against the sum that is released."""
     inputs, outputs = sizes
