@@ -240,7 +240,7 @@ def _tried(
         try:
             with restored(model), unnoticed(used) as before, torch.set_grad_enabled(gradients):
                 return look(before, _coarsest(tensors)), ""
-        except Exception as error:
+        except Exception as error:  # noqa: PERF203 - two rounds
             # What it does on other batches is no reason to refuse this one.
             if isinstance(error, passing):
                 raise

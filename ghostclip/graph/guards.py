@@ -12,6 +12,7 @@ from collections.abc import Hashable, Sequence
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
+from weakref import ReferenceType
 
 import numpy as np
 import torch
@@ -61,7 +62,7 @@ class Watched:
                 self._plain.append((own, key, value))
             elif isinstance(value, np.ndarray):
                 self._arrays.append((own, key, value.copy()))
-            elif depth and isinstance(value, (list, tuple, dict)):
+            elif depth and isinstance(value, (list, tuple, dict)) and not _is_weak(value):
                 # That it is another one is seen by what it holds.
                 self._plain.append((own, key, value))
                 if not isinstance(value, tuple):
@@ -84,6 +85,11 @@ class Watched:
         if any(about != _about(tensor) for about, tensor in zip(self._about, found, strict=True)):
             return None
         return found
+
+
+def _is_weak(value: Any) -> bool:
+    """Return whether a list only refers to what another one holds, as torch's recurrent layers have one."""
+    return isinstance(value, list) and bool(value) and all(isinstance(one, ReferenceType) for one in value)
 
 
 def _differs(found: Any, value: Any) -> bool:
