@@ -130,6 +130,30 @@ class Batch:
         """
         return sorted(set(range(self.size)).difference(samples))
 
+    def maps_of(self, outputs: Sequence[Tensor]) -> Sequence[RowMap | None]:
+        """Return how the rows of outputs map to samples.
+
+        Args:
+            outputs: Of a run.
+
+        Returns:
+            One for each, None where it is not known.
+        """
+        return self.maps if len(self.maps) == len(outputs) else [None] * len(outputs)
+
+    def own_map(self, output: Tensor) -> RowMap | None:
+        """Return how the rows of an output map to samples by its shape alone.
+
+        Args:
+            output: Of a run on the batch.
+
+        Returns:
+            None where no axis has as many rows as there are samples, and for states ``(layers, B, ...)`` with as many
+            layers as samples.
+        """
+        place = batch_axis_of(output, batch_size=self.size, axis=self.axis)
+        return None if place is None or tuple(output.shape[:2]) == (self.size, self.size) else RowMap("axis", place)
+
     def alone(self) -> Any:
         """Return the inputs of the samples that are looked at alone."""
         return self._of_samples(self.left)
@@ -304,16 +328,37 @@ def _differ_behind(
     gates: OpenGates, run: Run, batch: Batch, before: Randomness, coarsest: torch.dtype
 ) -> list[bool | None]:
     """Return for each set of replaced samples whether others' outputs changed; None where that cannot be told."""
-    base, differ = run(batch.inputs), list[bool | None]()
+    first, second = batch.drawn, batch.others(batch.drawn)
+    # No more is held of outputs than half of them, beside those that a run returns.
+    moved = _rows_of(run(batch.copied(first)), second, batch)
     if gates.leave_written():
         before.restore()
-        base = run(batch.inputs)
-    for samples in (batch.drawn, batch.others(batch.drawn)):
-        before.restore()
-        other, rest = batch.copied(samples), batch.others(samples)
-        found = _Outputs(batch, batch.size, rest, rest, _TOLERANCE, coarsest).differ(base, run(other))
-        differ.append(found and not (before.drawn() and _meets_other_numbers(run, batch, other, before)))
-    return differ
+        moved = _rows_of(run(batch.copied(first)), second, batch)
+    before.restore()
+    base = run(batch.inputs)
+    differ = [_Outputs(batch, len(second), second, range(len(second)), _TOLERANCE, coarsest).differ(base, moved)]
+    del moved
+    base = _rows_of(base, first, batch)
+    before.restore()
+    whole = run(batch.copied(second))
+    differ.append(_Outputs(batch, len(first), first, range(len(first)), _TOLERANCE, coarsest).differ(whole, base))
+    return [
+        found and not (before.drawn() and _meets_other_numbers(run, batch, batch.copied(samples), before))
+        for found, samples in zip(differ, (first, second), strict=True)
+    ]
+
+
+def _rows_of(outputs: list[Tensor], samples: Sequence[int], batch: Batch) -> list[Tensor]:
+    """Return outputs with the rows of some samples alone, and as they are where no row is known to be a sample's."""
+    found, wanted = [], torch.tensor(samples)
+    for output, row_map in zip(outputs, batch.maps_of(outputs), strict=True):
+        known = row_map or batch.own_map(output)
+        if known is None or known.kind in ("gathered", "whole", "one"):
+            found.append(output)
+            continue
+        kept = torch.isin(known.samples_of(output.shape[known.axis], batch.size), wanted)
+        found.append(output.index_select(known.axis, kept.nonzero().flatten().to(output.device)))
+    return found
 
 
 def _plainly(run: Run) -> Run:
@@ -500,19 +545,14 @@ class _Outputs:
         """Return whether rows differ beyond rounding; None where none can be compared."""
         if len(base) != len(outputs):
             return None
-        maps = self.batch.maps if len(self.batch.maps) == len(base) else [None] * len(base)
-        pairs = [pair for pair in map(self._rows, base, outputs, maps) if pair is not None]
+        pairs = [pair for pair in map(self._rows, base, outputs, self.batch.maps_of(base)) if pair is not None]
         return any(self._is_apart(*pair) for pair in pairs) if pairs else None
 
     def _rows(self, one: Tensor, two: Tensor, row_map: RowMap | None) -> tuple[Tensor, Tensor] | None:
         """Return two outputs with their samples first."""
-        size, axis = self.batch.size, self.batch.axis
+        size, row_map = self.batch.size, row_map or self.batch.own_map(one)
         if row_map is None:
-            place = batch_axis_of(one, batch_size=size, axis=axis)
-            # Of states ``(layers, B, ...)`` with as many layers as samples nothing can be said.
-            if place is None or tuple(one.shape[:2]) == (size, size):
-                return None
-            row_map = RowMap("axis", place)
+            return None
         place = row_map.axis
         if one.dtype not in self.tolerances or row_map.kind == "gathered" or one.dim() != two.dim() or not one.numel():
             return None

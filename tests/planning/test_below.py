@@ -150,10 +150,8 @@ def test_budget_is_kept_and_its_price_is_bounded(budget, operations):
     with counter() as counted:
         ordinary()
     with GhostClipper(model, max_grad_norm=1.0, memory_budget=budget) as clipper:
-        # In the first of them the model is proved and planned for, with outputs of its own beside those of the step.
-        outputs = model(ids).nbytes
-        assert peak_of(private, beside=beside) <= 1.05 * budget * base + outputs
-        assert max(peak_of(private, beside=beside) for _ in range(3)) <= 1.05 * budget * base
+        # In the first of them the model is proved and planned for.
+        assert max(peak_of(private, beside=beside) for _ in range(4)) <= 1.05 * budget * base
         share = peak_of(private, beside=beside) / base
         assert share <= 1.05 * budget
         assert clipper.coverage().expected_share == pytest.approx(share, rel=0.1)
