@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -13,9 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ghostclip
+from benchmarks.engines import CannotDo
 from benchmarks.models import GPT, LSTM, MnistCNN
 
 WAYS = ("ordinary", "ordinary, compiled", "book-keeping", "graph")
+JAX = "JAX vmap + jit"
 
 
 def token_losses(model: nn.Module, ids_BT: Tensor) -> Tensor:
@@ -32,7 +36,7 @@ def class_losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Task:
-    """A model, a batch, its losses, and the ratio to compiled ordinary training that is aimed at."""
+    """A model, a batch, its losses, the ratio to compiled ordinary training that is aimed at, and a peer's batch."""
 
     name: str
     title: str
@@ -40,6 +44,12 @@ class Task:
     batch: Callable[[], tuple[Tensor, ...]]
     losses: Callable[..., Tensor]
     aim: float
+    peer_batch: Callable[..., tuple[Tensor, Tensor]] = lambda x, y: (x, y)
+
+
+def _next_tokens(ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, of one position less than `token_losses` runs the model on."""
+    return ids_BT[:, :-1], ids_BT[:, 1:]
 
 
 def _images(samples: int) -> tuple[Tensor, ...]:
@@ -58,6 +68,7 @@ TASKS = (
         lambda: (torch.randint(500, (16, 64)),),
         token_losses,
         1.2,
+        _next_tokens,
     ),
     Task(
         "gpt",
@@ -66,6 +77,7 @@ TASKS = (
         lambda: (torch.randint(5000, (16, 128)),),
         token_losses,
         1.1,
+        _next_tokens,
     ),
     _cnn(16, 1.5),
     _cnn(64, 1.3),
@@ -114,6 +126,9 @@ class Ways:
             lambda: self.step(*batch),
         )
         self.runs: dict[str, Callable[[], Any]] = dict(zip(WAYS, runs, strict=True))
+        jax = _in_jax(task.model(), self._models["ordinary"].state_dict(), task.peer_batch(*batch))
+        if jax is not None:
+            self.runs[JAX] = jax
 
     def _ordinary(self, model: Any) -> None:
         self._losses(model, *self._batch).mean().backward()
@@ -130,8 +145,25 @@ class Ways:
         """
         if way in self._clippers:
             self._clippers[way].reset()
-        else:
+        elif way in self._models:
             self._models[way].zero_grad()
+
+
+def _in_jax(model: nn.Module, state: Mapping[str, Tensor], batch: tuple[Tensor, Tensor]) -> Callable[[], Any] | None:
+    """Return a step in JAX, compiled; None where it is not installed or the model is not written in it."""
+    # XLA counts all threads as its own, and is given as many as torch has here.
+    os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+    if find_spec("jax") is None:
+        return None
+    from benchmarks.peers.jax import Jax
+
+    model.load_state_dict(state)
+    try:
+        peer = Jax(model, 1.0)
+    except CannotDo:
+        return None
+    peer.prepare(batch)
+    return lambda: peer.step(batch)
 
 
 def measure(task: Task, *, rounds: int) -> dict[str, Any]:
@@ -150,12 +182,12 @@ def measure(task: Task, *, rounds: int) -> dict[str, Any]:
     begun, clock = time.process_time(), time.perf_counter()
     ways.runs["graph"]()
     first = {"compile_cpu_s": time.process_time() - begun, "compile_s": time.perf_counter() - clock}
-    for name in [*WAYS, *WAYS]:
+    for name in [*ways.runs, *ways.runs]:
         ways.let_go(name)
         ways.runs[name]()
-    taken: dict[str, list[float]] = {name: [] for name in WAYS}
+    taken: dict[str, list[float]] = {name: [] for name in ways.runs}
     for _ in range(rounds):
-        for name in WAYS:
+        for name in ways.runs:
             begun = time.process_time()
             ways.let_go(name)
             ways.runs[name]()
@@ -188,15 +220,16 @@ def text(report: dict[str, Any]) -> str:
         f"{report['machine']['versions']['torch']}, float32, ways interleaved; medians of {report['rounds']} rounds, "
         "in milliseconds of CPU time, with the ratio to compiled ordinary training. Compiling: seconds by the clock of "
         "the first step of the graph on a machine that others used at the same time (in brackets CPU time of the "
-        "process itself). JAX is not installed here.",
+        "process itself). JAX: the model in `jax.numpy` where it is written so.",
         "",
-        "| model | ordinary | ordinary, compiled | book-keeping | graph | aim | compiling |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        f"| model | ordinary | ordinary, compiled | book-keeping | graph | aim | {JAX} | compiling |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in report["rows"]:
         own = row["milliseconds"]
         base = own["ordinary, compiled"]
         cells = " | ".join(f"{own[name]:.1f} ({own[name] / base:.2f}×)" for name in WAYS)
+        jax = f"{own[JAX]:.1f} ({own[JAX] / base:.2f}×)" if JAX in own else "not written"
         compiling = f"{row['compile_s']:.0f} s ({row['compile_cpu_s']:.0f} s)"
-        lines.append(f"| {row['title']} | {cells} | {row['aim']:.2f}× | {compiling} |")
+        lines.append(f"| {row['title']} | {cells} | {row['aim']:.2f}× | {jax} | {compiling} |")
     return "\n".join(lines) + "\n"
