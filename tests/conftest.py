@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import zlib
@@ -89,6 +90,11 @@ def pytest_configure(config: pytest.Config) -> None:
     chosen = config.getoption("--device")
     if chosen and torch.device(chosen).type == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError(f"--device {chosen}: torch {torch.__version__} sees no CUDA device")
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector pass over what stays for the whole run: host libraries call it after every training."""
+    gc.freeze()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
