@@ -299,13 +299,8 @@ def refuse_memory(model: nn.Module, state: ModuleState, run: Run, batch: Batch, 
         differ = _Outputs(batch, batch.size, every, every, _TOLERANCE, coarsest).differ(*found)
         return (differ and not (before.drawn() and _meets_other_numbers(run, batch, batch.exchanged(), before)),)
 
-    differ, raised = _tried(model, batch, look)
-    if differ and True in differ:
-        raise SampleMixingError(_REMEMBERED.format(model=type(model).__name__))
-    if raised:
-        unchecked.missed(f"the model raised {raised} after another batch", REMEMBERED)
-    elif differ:
-        _note(unchecked, REMEMBERED, differ)
+    refusal = _REMEMBERED.format(model=type(model).__name__)
+    _settle(_tried(model, batch, look), refusal, unchecked, REMEMBERED, "after another batch")
 
 
 def _refuse_behind_gates(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked) -> None:
@@ -315,13 +310,21 @@ def _refuse_behind_gates(model: nn.Module, run: Run, batch: Batch, unchecked: Un
         with OpenGates(model) as gates:
             return _differ_behind(gates, run, batch, before, coarsest)
 
-    differ, raised = _tried(model, batch, look)
+    refusal = _BEHIND_GATES.format(model=type(model).__name__)
+    _settle(_tried(model, batch, look), refusal, unchecked, BEHIND, "with other parameters")
+
+
+def _settle(
+    found: tuple[Sequence[bool | None] | None, str], refusal: str, unchecked: Unchecked, check: str, when: str
+) -> None:
+    """Refuse a model by what was found of it, or note whether a check ran."""
+    differ, raised = found
     if differ and True in differ:
-        raise SampleMixingError(_BEHIND_GATES.format(model=type(model).__name__))
+        raise SampleMixingError(refusal)
     if raised:
-        unchecked.missed(f"the model raised {raised} with other parameters", BEHIND)
+        unchecked.missed(f"the model raised {raised} {when}", check)
     elif differ:
-        _note(unchecked, BEHIND, differ)
+        _note(unchecked, check, differ)
 
 
 def _differ_behind(
