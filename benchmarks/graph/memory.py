@@ -51,7 +51,9 @@ def text(report: dict[str, Any]) -> str:
     ]
     for row in report["rows"]:
         own, base = row["bytes"], row["bytes"]["book-keeping"]
-        cells = ("-" if not own[way] or not base else f"{own[way] / 1e6:.1f} ({own[way] / base:.2f}×)" for way in speed.WAYS)
+        cells = (
+            "-" if not own[way] or not base else f"{own[way] / 1e6:.1f} ({own[way] / base:.2f}×)" for way in speed.WAYS
+        )
         lines.append(f"| {row['title']} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
