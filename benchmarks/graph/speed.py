@@ -220,7 +220,7 @@ def text(report: dict[str, Any]) -> str:
         f"{report['machine']['versions']['torch']}, float32, ways interleaved; medians of {report['rounds']} rounds, "
         "in milliseconds of CPU time, with the ratio to compiled ordinary training. Compiling: seconds by the clock of "
         "the first step of the graph on a machine that others used at the same time (in brackets CPU time of the "
-        "process itself). JAX: the model in `jax.numpy` where it is written so.",
+        "process itself). JAX: where it is installed and the model is written in it.",
         "",
         f"| model | ordinary | ordinary, compiled | book-keeping | graph | aim | {JAX} | compiling |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
@@ -229,7 +229,7 @@ def text(report: dict[str, Any]) -> str:
         own = row["milliseconds"]
         base = own["ordinary, compiled"]
         cells = " | ".join(f"{own[name]:.1f} ({own[name] / base:.2f}×)" for name in WAYS)
-        jax = f"{own[JAX]:.1f} ({own[JAX] / base:.2f}×)" if JAX in own else "not written"
+        jax = f"{own[JAX]:.1f} ({own[JAX] / base:.2f}×)" if JAX in own else "-"
         compiling = f"{row['compile_s']:.0f} s ({row['compile_cpu_s']:.0f} s)"
         lines.append(f"| {row['title']} | {cells} | {row['aim']:.2f}× | {jax} | {compiling} |")
     return "\n".join(lines) + "\n"

@@ -339,12 +339,12 @@ def _differ_behind(
         moved = _rows_of(run(batch.copied(first)), second, batch)
     before.restore()
     base = run(batch.inputs)
-    differ = [_Outputs(batch, len(second), second, range(len(second)), _TOLERANCE, coarsest).differ(base, moved)]
+    differ = [_alone(batch, second, _TOLERANCE, coarsest).differ(base, moved)]
     del moved
     base = _rows_of(base, first, batch)
     before.restore()
     whole = run(batch.copied(second))
-    differ.append(_Outputs(batch, len(first), first, range(len(first)), _TOLERANCE, coarsest).differ(whole, base))
+    differ.append(_alone(batch, first, _TOLERANCE, coarsest).differ(whole, base))
     return [
         found and not (before.drawn() and _meets_other_numbers(run, batch, batch.copied(samples), before))
         for found, samples in zip(differ, (first, second), strict=True)
@@ -413,7 +413,7 @@ def _look(run: Run, batch: Batch, unchecked: Unchecked, before: Randomness, coar
     if drawn:
         unchecked.missed("random numbers are drawn", FEWER)
         return ""
-    fewer = _fewer(batch, coarsest).differ(base, run(batch.alone()))
+    fewer = _alone(batch, batch.left, _FEWER, coarsest).differ(base, run(batch.alone()))
     _note(unchecked, FEWER, [fewer])
     return "half of the samples were left out" if fewer else ""
 
@@ -476,16 +476,18 @@ def _is_independent(run: Run, batch: Batch, unchecked: Unchecked, before: Random
     if before.drawn():
         return False
     unchecked.ran(REPLACED)
-    fewer = _fewer(batch, coarsest).differ(base, run(batch.alone()))
+    fewer = _alone(batch, batch.left, _FEWER, coarsest).differ(base, run(batch.alone()))
     if fewer is not False or before.drawn():
         return False
     unchecked.ran(FEWER)
     return True
 
 
-def _fewer(batch: Batch, coarsest: torch.dtype) -> "_Outputs":
-    """Return what compares the outputs for the samples that were left with those for all."""
-    return _Outputs(batch, len(batch.left), batch.left, range(len(batch.left)), _FEWER, coarsest)
+def _alone(
+    batch: Batch, samples: Sequence[int], tolerances: dict[torch.dtype, float], coarsest: torch.dtype
+) -> "_Outputs":
+    """Return what compares outputs for some samples alone with those for all."""
+    return _Outputs(batch, len(samples), samples, range(len(samples)), tolerances, coarsest)
 
 
 def _note(unchecked: Unchecked, check: str, differ: Sequence[bool | None]) -> None:
