@@ -149,6 +149,24 @@ def _beyond_float64(width: int) -> Sample:
     return _beside_others({"x": x_TI, "w": g_TO})
 
 
+def _kept_where_alone(width: int) -> Sample:
+    """Return four positions that are nothing together, beside one other without which their gradient is kept whole."""
+    x_TI, g_TO = _numbers(2, 4, width, seed=13)
+    x_TI[1:] = x_TI[0]
+    g_TO[3] = -g_TO[:3].double().sum(0).float()
+    products, ids = {"x": x_TI, "w": g_TO * 2.0**64}, torch.zeros(4, dtype=torch.int64)
+    return _beside_others({**products, "ids": ids, "w1": torch.ones(4, width), "w2": torch.ones(4, width)}, others=1)
+
+
+def _rounding_alone(width: int, positions: int = 9, batch: int = 7) -> Sample:
+    """Return samples of which nothing is left but rounding, in products that begin anywhere in memory, in float64."""
+    x_BI, g_BTO = (
+        _numbers(batch, *size, width, seed=seed).double() / 3 for size, seed in (((), 14), ((positions,), 15))
+    )
+    g_BTO[:, -1] = -g_BTO[:, :-1].sum(1)
+    return {"x": x_BI.unsqueeze(1).expand(-1, positions, -1), "w": g_BTO}
+
+
 def _vanishing(width: int, positions: int) -> Sample:
     """Return inputs whose squares all but overflow and gradients whose squares vanish, though not their products."""
     x_BTI = torch.full((1, positions, width), 1.7e19 / math.sqrt(width))
@@ -176,6 +194,16 @@ KNOWN: Final = (
     Known("one layer in float64, wide", "linear", 48, lambda: _opposite(48), numerics="float64"),
     Known("one layer, beyond float64", "linear", 3, lambda: _beyond_float64(3)),
     Known("one layer, beyond float64, wide", "linear", 48, lambda: _beyond_float64(48)),
+    Known("kept where it is alone", "several parameters", 48, lambda: _kept_where_alone(48)),
+    Known("rounding alone, normalised", "linear", 9, lambda: _rounding_alone(9), numerics="float64", normalised=True),
+    Known(
+        "rounding alone in a weight derived from two, normalised",
+        "weight derived from two",
+        9,
+        lambda: _rounding_alone(9),
+        numerics="float64",
+        normalised=True,
+    ),
     Known("squares that vanish", "linear, wide", 300, lambda: _vanishing(300, 250)),
     Known("squares that vanish, one position", "linear", 48, lambda: _vanishing(48, 1), bound=1e-3),
     Known("rows of ordinary size, normalised", "embedding", 3, lambda: _rows(3, 1.0), normalised=True),

@@ -10,7 +10,7 @@ from typing import Final, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ghostclip.factors import Factor, Placed, SquaredNorm, inner
+from ghostclip.factors import Dense, Factor, Permuted, Placed, SquaredNorm, inner
 from ghostclip.factors.base import Terms, terms_side_by_side
 from ghostclip.factors.stacked import sum_tensors
 from ghostclip.kernels.bounds import (
@@ -680,6 +680,29 @@ def _settled(norm: SquaredNorm, before: SquaredNorm, index_D: Tensor) -> tuple[T
         error_D = error_D + torch.where(ill_D, raised(square_D, wide_D), narrow_D)
         square_D = square_D.masked_fill(unbounded_D, torch.inf)
     return rounded_up_((square_D + error_D).sqrt().to(dtype)), ill_D
+
+
+def loses_nothing(factor: Factor, kept: Factor) -> bool:
+    """Return whether gradients that were formed on a CPU say of every sample what sums of their terms would.
+
+    Args:
+        factor: The terms.
+        kept: The gradients, whose norms are not worked out again afterwards.
+
+    Returns:
+        False where some sample would be ill-conditioned if its terms were weighted and added one by one; True without
+        a look on a GPU, which would be waited for.
+    """
+    inside = kept
+    while isinstance(inside, (Permuted, Placed)):
+        inside = inside.inner
+    assert isinstance(inside, Dense)
+    terms = factor.terms() if inside.grad_BP.device.type == "cpu" else None
+    if terms is None:
+        return True
+    square_B = sum_of_squares(inside.measured())
+    delta_B = sum_rounding(terms.mass_B, terms.scale_B, unit_roundoff(square_B.dtype))
+    return bool((raised(square_B, delta_B) <= TOLERANCE[square_B.dtype] * square_B).all())
 
 
 def cross_terms(factors: Sequence[Factor]) -> SquaredNorm | None:

@@ -27,6 +27,7 @@ class Dense(Factor):
     """The gradient of sample b is ``grad_BP[b]`` itself."""
 
     _later: PositionSum | None = None
+    _norms: list[Tensor] | None = None
 
     def __init__(self, grad_BP: Tensor | PositionSum) -> None:
         """Keep the gradients.
@@ -54,7 +55,13 @@ class Dense(Factor):
 
     def block_norms(self) -> list[Tensor]:
         """Return the norms of parts of every sample's gradient."""
-        return block_norms(self._flat_BP())
+        norms, self._norms = self._norms, None
+        return block_norms(self._flat_BP()) if norms is None else norms
+
+    def measured(self) -> list[Tensor]:
+        """Return `block_norms`, which are not worked out again when they are asked for next."""
+        self._norms = self.block_norms()
+        return self._norms
 
     def materialize(self) -> Tensor:
         """Return the per-sample gradients, shape ``(B, *P)``."""

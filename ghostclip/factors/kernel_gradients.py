@@ -81,9 +81,9 @@ class KernelGradients:
         """Return all gradients, shape ``(B, S·O·I)``. Cost: 2·T·I·O a sample."""
         samples, chunk = self._x_BKC.shape[0], self._chunk(self._beside)
         if chunk >= samples:
-            return self._form(self, slice(0, samples), None).view(samples, -1)
+            return self._form(self, slice(0, samples), None).reshape(samples, -1)
         wide = torch.promote_types(self._x_BKC.dtype, torch.float32)
-        full_BP = self._x_BKC.new_empty(samples, self._geometry.shape.numel(), dtype=wide)
+        full_BP = products.apart(self._x_BKC.new_empty(0, dtype=wide), samples, self._geometry.shape.numel())
         for start in range(0, samples, chunk):
             piece = slice(start, start + chunk)
             self._form(self, piece, full_BP[piece])
@@ -98,7 +98,7 @@ class KernelGradients:
         chunk = self._chunk(self._dropped)
         for start in range(0, self._x_BKC.shape[0], chunk):
             piece = slice(start, start + chunk)
-            yield piece, self._form(self, piece, None).view(-1, self._geometry.shape.numel())
+            yield piece, self._form(self, piece, None).reshape(-1, self._geometry.shape.numel())
 
     def in_order(self, grads_BP: Tensor) -> Tensor:
         """Return gradients with their axes in the kernel's order.
@@ -143,8 +143,8 @@ class KernelGradients:
         g_NOT = self._geometry.by_group(self._g_BKO[piece])
         if out_BP is None:
             return products.batched(g_NOT, windows_NTI)
-        if products.takes(g_NOT, windows_NTI):
-            return out_BP.copy_(products.batched(g_NOT, windows_NTI).view(out_BP.shape))
+        if products.takes(g_NOT, windows_NTI) or len(g_NOT) > len(out_BP):
+            return out_BP.copy_(products.batched(g_NOT, windows_NTI).reshape(out_BP.shape))
         return torch.bmm(g_NOT, windows_NTI, out=out_BP.view(g_NOT.shape[0], g_NOT.shape[1], windows_NTI.shape[2]))
 
     def _grouped(self, piece: slice, out_BP: Tensor | None) -> Tensor:

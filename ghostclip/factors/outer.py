@@ -74,6 +74,10 @@ class Outer(Factor):
         """Return whether the per-sample gradient is no larger than the two factors, so that it takes their place."""
         return self.batch_size > 0 and self.sizes[0] > 0 and self._keeps()
 
+    def keeps_in_any_batch(self) -> bool:
+        """Return whether `keeps_gradient` would be so however many samples there were."""
+        return self.keeps_gradient()
+
     def norm_plan(self) -> tuple[str, int]:
         """Return how the squared norm of one sample and slot is formed, in a few words, and its cost (FLOPs)."""
         positions, inputs, outputs = self.sizes

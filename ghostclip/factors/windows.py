@@ -82,6 +82,11 @@ class Windows(Outer):
         It does where it is no larger than they are. It also does where it is small, or no larger than unfolded windows
         and output gradients would be, if a Gram would cost more than half of what forming the gradients costs.
         """
+        small = self.slots * prod(self.sizes[1:]) * self.batch_size <= SMALL
+        return self.keeps_in_any_batch() or (small and self._is_formed_for_norm())
+
+    def keeps_in_any_batch(self) -> bool:
+        """Return whether `keeps_gradient` would be so however many samples there were."""
         positions, inputs, outputs = self.sizes
         if positions == 0 or self.batch_size == 0:
             return False
@@ -90,8 +95,11 @@ class Windows(Outer):
         if gradient * self.batch_size * max(4, self.x_BKC.element_size()) <= sum(x.nbytes for x in sides):
             return True
         itemsize = min(side.element_size() for side in sides)
-        small = gradient * self.batch_size <= SMALL or planner.keeps_per_sample(positions, inputs, outputs, itemsize)
-        return small and self.norm_plan()[1] > positions * inputs * outputs
+        return planner.keeps_per_sample(positions, inputs, outputs, itemsize) and self._is_formed_for_norm()
+
+    def _is_formed_for_norm(self) -> bool:
+        """Return whether a Gram would cost more than half of what forming the gradients costs."""
+        return self.norm_plan()[1] > prod(self.sizes) > 0
 
     def norm_plan(self) -> tuple[str, int]:
         """Return how the squared norm of one sample and group is formed, in a few words, and its cost (FLOPs)."""

@@ -23,6 +23,8 @@ _OUT_DTYPE: Final = "dtype" in torch.ops.aten.bmm.overloads()
 _ADDS: Final = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10)
 # Loads of matrix units are of so many bytes; rows that begin elsewhere are loaded number by number.
 _ALIGNED: Final = 16
+# Bytes of a line of a CPU's cache, at multiples of which memory is allocated.
+_LINE: Final = 64
 _FIRST: Final = (8, 0)
 """Compute capability of the first GPUs whose matrix units take bfloat16."""
 
@@ -101,11 +103,12 @@ def batched(left_NTF: Tensor, right_NFU: Tensor) -> Tensor:
 
     Returns:
         Shape ``(N, T, U)``, float32, or the wider type of the two; on matrix units in sums of `UNIT_CHAIN` products.
+        On a CPU a pair's product is the same, bit for bit, in a batch of any size; matrices may lie apart, see `apart`.
     """
     if left_NTF.dtype == right_NFU.dtype == torch.float32:
-        return torch.bmm(left_NTF, right_NFU)
+        return _pair_by_pair(left_NTF, right_NFU)
     if not takes(left_NTF, right_NFU):
-        return torch.bmm(widened(left_NTF), widened(right_NFU))
+        return _pair_by_pair(widened(left_NTF), widened(right_NFU))
     pairs = zip(left_NTF.split(UNIT_CHAIN, 2), right_NFU.split(UNIT_CHAIN, 1), strict=True)
     total_NTU: Tensor | None = None
     for left, right in pairs:
@@ -117,6 +120,35 @@ def batched(left_NTF: Tensor, right_NFU: Tensor) -> Tensor:
             total_NTU.add_(torch.bmm(left, right, out_dtype=torch.float32))
     assert total_NTU is not None
     return total_NTU
+
+
+def apart(like: Tensor, samples: int, size: int) -> Tensor:
+    """Return memory for products of each sample, which begin where no product rounds otherwise than the first.
+
+    On a CPU, a product of matrices adds up in another order where its result begins within a line of the cache, so
+    that what rounding leaves of a sample's gradient would depend on its place in the batch.
+
+    Args:
+        like: Of the dtype and on the device.
+        samples: N.
+        size: Numbers of a sample.
+
+    Returns:
+        Shape ``(N, size)``, not written yet; rows lie apart where they would begin elsewhere than in a new line.
+    """
+    per_line = _LINE // like.element_size()
+    if like.device.type != "cpu" or size % per_line == 0:
+        return like.new_empty(samples, size)
+    return like.new_empty(samples, -(-size // per_line) * per_line)[:, :size]
+
+
+def _pair_by_pair(left_NTF: Tensor, right_NFU: Tensor) -> Tensor:
+    samples, rows, columns = len(left_NTF), left_NTF.shape[1], right_NFU.shape[2]
+    if left_NTF.device.type != "cpu" or rows * columns * left_NTF.element_size() % _LINE == 0:
+        return torch.bmm(left_NTF, right_NFU)
+    dtype = torch.promote_types(left_NTF.dtype, right_NFU.dtype)
+    out_NTU = apart(left_NTF.new_empty(0, dtype=dtype), samples, rows * columns).unflatten(1, (rows, columns))
+    return torch.bmm(left_NTF, right_NFU, out=out_NTU)
 
 
 def add_product_(out_OI: Tensor, left_OT: Tensor, right_TI: Tensor, *, fresh: bool = False, sign: int = 1) -> None:
