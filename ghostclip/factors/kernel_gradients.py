@@ -142,10 +142,10 @@ class KernelGradients:
     def _product(self, piece: slice, windows_NTI: Tensor, out_BP: Tensor | None) -> Tensor:
         g_NOT = self._geometry.by_group(self._g_BKO[piece])
         if out_BP is None:
-            return products.batched(g_NOT, windows_NTI)
-        if products.takes(g_NOT, windows_NTI) or len(g_NOT) > len(out_BP):
-            return out_BP.copy_(products.batched(g_NOT, windows_NTI).reshape(out_BP.shape))
-        return torch.bmm(g_NOT, windows_NTI, out=out_BP.view(g_NOT.shape[0], g_NOT.shape[1], windows_NTI.shape[2]))
+            return products.pair_by_pair(g_NOT, windows_NTI)
+        if len(g_NOT) > len(out_BP):
+            return out_BP.copy_(products.pair_by_pair(g_NOT, windows_NTI).reshape(out_BP.shape))
+        return products.pair_by_pair(g_NOT, windows_NTI, out_BP.view(len(g_NOT), g_NOT.shape[1], -1))
 
     def _grouped(self, piece: slice, out_BP: Tensor | None) -> Tensor:
         x_BKC = self._x_BKC[piece]

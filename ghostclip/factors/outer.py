@@ -195,7 +195,7 @@ class Outer(Factor):
 
     def materialize(self) -> Tensor:
         """Return the per-sample gradients, shape ``(B, *P)``. Cost: 2·T·I·O a sample."""
-        grad_NOI = products.batched(self.g_NTO.mT, self.a_NTI)
+        grad_NOI = products.pair_by_pair(self.g_NTO.mT, self.a_NTI)
         return grad_NOI.reshape(self.batch_size, *self.shape)
 
     def aligned(self) -> "Outer":

@@ -82,7 +82,7 @@ class Windows(Outer):
         It does where it is no larger than they are. It also does where it is small, or no larger than unfolded windows
         and output gradients would be, if a Gram would cost more than half of what forming the gradients costs.
         """
-        small = self.slots * prod(self.sizes[1:]) * self.batch_size <= SMALL
+        small = 0 < self.slots * prod(self.sizes[1:]) * self.batch_size <= SMALL
         return self.keeps_in_any_batch() or (small and self._is_formed_for_norm())
 
     def keeps_in_any_batch(self) -> bool:

@@ -103,12 +103,11 @@ def batched(left_NTF: Tensor, right_NFU: Tensor) -> Tensor:
 
     Returns:
         Shape ``(N, T, U)``, float32, or the wider type of the two; on matrix units in sums of `UNIT_CHAIN` products.
-        On a CPU a pair's product is the same, bit for bit, in a batch of any size; matrices may lie apart, see `apart`.
     """
     if left_NTF.dtype == right_NFU.dtype == torch.float32:
-        return _pair_by_pair(left_NTF, right_NFU)
+        return torch.bmm(left_NTF, right_NFU)
     if not takes(left_NTF, right_NFU):
-        return _pair_by_pair(widened(left_NTF), widened(right_NFU))
+        return torch.bmm(widened(left_NTF), widened(right_NFU))
     pairs = zip(left_NTF.split(UNIT_CHAIN, 2), right_NFU.split(UNIT_CHAIN, 1), strict=True)
     total_NTU: Tensor | None = None
     for left, right in pairs:
@@ -142,13 +141,35 @@ def apart(like: Tensor, samples: int, size: int) -> Tensor:
     return like.new_empty(samples, -(-size // per_line) * per_line)[:, :size]
 
 
-def _pair_by_pair(left_NTF: Tensor, right_NFU: Tensor) -> Tensor:
+def pair_by_pair(left_NTF: Tensor, right_NFU: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return what `batched` does, on a CPU with the same bits in a batch of any size.
+
+    Args:
+        left_NTF: Shape ``(N, T, F)``.
+        right_NFU: Shape ``(N, F, U)``.
+        out: Where the product is written, as `apart` returns it: shape ``(N, T, U)``.
+
+    Returns:
+        Shape ``(N, T, U)``; on a CPU, samples may lie apart in memory.
+    """
+    if takes(left_NTF, right_NFU):
+        found_NTU = batched(left_NTF, right_NFU)
+        return found_NTU if out is None else out.copy_(found_NTU)
+    left_NTF, right_NFU = widened(left_NTF), widened(right_NFU)
     samples, rows, columns = len(left_NTF), left_NTF.shape[1], right_NFU.shape[2]
-    if left_NTF.device.type != "cpu" or rows * columns * left_NTF.element_size() % _LINE == 0:
-        return torch.bmm(left_NTF, right_NFU)
-    dtype = torch.promote_types(left_NTF.dtype, right_NFU.dtype)
-    out_NTU = apart(left_NTF.new_empty(0, dtype=dtype), samples, rows * columns).unflatten(1, (rows, columns))
-    return torch.bmm(left_NTF, right_NFU, out=out_NTU)
+    if left_NTF.device.type == "cpu":
+        if right_NFU.stride(2) != 1 and not (_begins_lines(left_NTF) and _begins_lines(right_NFU)):
+            # Sums along both operands are cut where lines begin.
+            right_NFU = right_NFU.contiguous()
+        if out is None and rows * columns * left_NTF.element_size() % _LINE != 0:
+            out = apart(left_NTF, samples, rows * columns).unflatten(1, (rows, columns))
+    return torch.bmm(left_NTF, right_NFU) if out is None else torch.bmm(left_NTF, right_NFU, out=out)
+
+
+def _begins_lines(x_NTF: Tensor) -> bool:
+    """Return whether each sample's numbers begin with a line of the cache."""
+    size = x_NTF.element_size()
+    return x_NTF.stride(0) * size % _LINE == 0 and x_NTF.storage_offset() * size % _LINE == 0
 
 
 def add_product_(out_OI: Tensor, left_OT: Tensor, right_TI: Tensor, *, fresh: bool = False, sign: int = 1) -> None:

@@ -59,7 +59,8 @@ def test_every_layout(factor, elements, monkeypatch):
     monkeypatch.setattr(kernel_gradients, "CHUNK_ELEMENTS", elements)
     expected = _by_autograd(factor)
     torch.testing.assert_close(factor.materialize(), expected)
-    assert factor.materialize().is_contiguous()
+    # Samples may lie apart, the numbers of one do not.
+    assert factor.materialize()[0].is_contiguous()
     torch.testing.assert_close(factor.instantiated().materialize(), expected)
     torch.testing.assert_close(factor.instantiated_sqnorm().value_B, expected.flatten(1).square().sum(1))
     formed = KernelGradients(factor.x_BKC, factor.g_BKO, factor.geometry)

@@ -1,0 +1,61 @@
+"""What is formed of a sample does not depend on how many others there are, to the bit: rounding may be all there is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.sensitivity.layers import KINDS, ROWS
+from benchmarks.sensitivity.measure import NUMERICS, Subject
+from ghostclip.kernels import products
+
+SAMPLES = 7
+FEWER = ([1, 2, 3, 4, 5, 6], [3], [0, 1, 2, 4, 5, 6])
+# Activations are the model's own, and may be rounded otherwise.
+FORMED = [kind for kind in KINDS if not kind.computed]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("kind", FORMED, ids=lambda kind: kind.name)
+def test_per_sample_gradients_are_those_of_other_batch_sizes(kind, dtype):
+    # Sizes that are no multiples of a line of a processor's cache.
+    for width in (6, 10) if "group" in kind.name else (5, 9):
+        subject = Subject(kind, width, NUMERICS[dtype], "hooks")
+        numbers = torch.Generator().manual_seed(width)
+        data = {
+            name: torch.randn(SAMPLES, *shape, generator=numbers, dtype=NUMERICS[dtype].dtype)
+            for name, shape in subject.shapes(33).items()
+        }
+        data |= {name: torch.randint(ROWS, (SAMPLES, 33), generator=numbers) for name in kind.ids}
+        whole = _gradients(subject, data, list(range(SAMPLES)))
+        for samples in FEWER:
+            for all_of_them, few in zip(whole, _gradients(subject, data, samples), strict=True):
+                assert torch.equal(all_of_them[samples], few)
+
+
+def _gradients(subject, data, samples):
+    subject.clipper.reset()
+    for parameter in subject.model.parameters():
+        parameter.grad_sample = None
+    subject.sums({name: values[samples] for name, values in data.items()})
+    return [parameter.grad_sample.clone() for parameter in subject.model.parameters()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize("transposed", ["neither", "left", "right", "both"])
+@pytest.mark.parametrize("sizes", [(9, 33, 7), (5, 9, 15), (3, 17, 9), (16, 64, 16), (17, 256, 27), (1, 12, 1)])
+def test_products_are_those_of_other_batch_sizes(dtype, transposed, sizes):
+    rows, terms, columns = sizes
+    numbers = torch.Generator().manual_seed(0)
+    left, right = (
+        torch.randn(SAMPLES, *shape, generator=numbers, dtype=dtype) for shape in ((rows, terms), (terms, columns))
+    )
+    if transposed in ("left", "both"):
+        left = left.mT.contiguous().mT
+    if transposed in ("right", "both"):
+        right = right.mT.contiguous().mT
+    whole = products.pair_by_pair(left, right)
+    torch.testing.assert_close(whole, left @ right)
+    for samples in FEWER:
+        few = products.pair_by_pair(*(x.mT[samples].mT if x.stride(2) != 1 else x[samples] for x in (left, right)))
+        assert torch.equal(whole[samples], few)
