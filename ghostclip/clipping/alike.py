@@ -24,7 +24,8 @@ from ghostclip.clipping.changes import changed_in_place
 from ghostclip.errors import TamperedGradientError
 from ghostclip.factors import Dense, Factor, Outer
 from ghostclip.factors.base import accumulation_dtype
-from ghostclip.kernels.outer import sums_by_kernel
+from ghostclip.kernels.bounds import dots
+from ghostclip.kernels.outer import adds_in_a_row, sums_by_kernel
 
 # Elements of a layer's input, output gradient and parameters up to which copying costs less than calls do. A GPU copies
 # more in the time that it takes to be told to.
@@ -104,6 +105,9 @@ class Joint:
         if sums_by_kernel(a_NTI, g_NTO, coef_B, out_LOI, side_by_side=False, fresh=True):
             return out_LOI.view(layers, *factor.shape)
         a_NTI, g_NTO = a_NTI.to(coef_B.dtype), g_NTO.to(coef_B.dtype)
+        if adds_in_a_row(a_NTI, g_NTO):
+            formed_LBP = dots(g_NTO.mT, a_NTI.mT).view(layers, len(coef_B), -1)
+            return torch.bmm(coef_B.expand(layers, 1, -1), formed_LBP).view(layers, *factor.shape)
         coef_N = coef_B.repeat(layers).view(-1, 1, 1)
         if a_NTI.shape[2] < g_NTO.shape[2]:
             a_NTI = a_NTI * coef_N

@@ -7,6 +7,8 @@ import torch
 
 from benchmarks.sensitivity.layers import KINDS, ROWS
 from benchmarks.sensitivity.measure import NUMERICS, Subject
+from ghostclip.clipping.alike import Joint
+from ghostclip.factors import Outer
 from ghostclip.kernels import products
 
 SAMPLES = 7
@@ -59,3 +61,27 @@ def test_products_are_those_of_other_batch_sizes(dtype, transposed, sizes):
     for samples in FEWER:
         few = products.pair_by_pair(*(x.mT[samples].mT if x.stride(2) != 1 else x[samples] for x in (left, right)))
         assert torch.equal(whole[samples], few)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("sizes", [(3, 3), (3, 300), (300, 3), (9, 9), (16, 100), (33, 47), (100, 100)])
+@pytest.mark.parametrize("together", [False, True])
+def test_a_sum_of_equal_samples_grows_by_each(sizes, dtype, together):
+    """Terms that are all alike round alike: as often as there are samples, and not as often as there are positions."""
+    inputs, outputs = sizes
+    numbers = torch.Generator().manual_seed(1)
+    scale = torch.rand(2, generator=numbers, dtype=dtype) + 0.5
+    a, g = (value.expand(SAMPLES * 32, 500, size).contiguous() for value, size in zip(scale, sizes, strict=True))
+    coef = (1 / (a[:, 0].norm(dim=1) * g[:, 0].norm(dim=1) * 500)).to(dtype)
+
+    def total(count):
+        factor = Outer(a[:count], g[:count], shape=(outputs, inputs))
+        if together:
+            return Joint(["first"], factor).clipped_sums(coef[:count])[0]
+        out = torch.empty(outputs, inputs, dtype=dtype)
+        factor.write_clipped_sum_(coef[:count], out)
+        return out
+
+    moved = (total(len(a)).double() - total(len(a) - 1).double()).norm().item()
+    # The last place of a sum of so many, and what its own terms round.
+    assert abs(moved - 1) <= (len(a) + 32) * torch.finfo(dtype).eps
