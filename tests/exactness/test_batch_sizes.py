@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.sensitivity.layers import KINDS, ROWS
 from benchmarks.sensitivity.measure import NUMERICS, Subject
+from ghostclip import GhostClipper
+from ghostclip.clipping import policies
 from ghostclip.clipping.alike import Joint
 from ghostclip.factors import Outer
 from ghostclip.kernels import products
@@ -85,3 +88,29 @@ def test_a_sum_of_equal_samples_grows_by_each(sizes, dtype, together):
     moved = (total(len(a)).double() - total(len(a) - 1).double()).norm().item()
     # The last place of a sum of so many, and what its own terms round.
     assert abs(moved - 1) <= (len(a) + 32) * torch.finfo(dtype).eps
+
+
+KERNELS = {
+    "one channel": (lambda: nn.Conv2d(1, 4, 3, bias=False), (1, 28, 28)),
+    "three channels": (lambda: nn.Conv2d(3, 8, 3, bias=False), (3, 28, 28)),
+    "one axis": (lambda: nn.Conv1d(5, 5, 3, bias=False), (5, 500)),
+    "depthwise": (lambda: nn.Conv2d(8, 8, 3, groups=8, bias=False), (8, 28, 28)),
+    "linear": (lambda: nn.Linear(7, 5), (500, 7)),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_equal_images_count_as_often_as_there_are(name, strategy):
+    torch.manual_seed(1)
+    make, shape = KERNELS[name]
+    layer = make()
+    clipper = GhostClipper(layer, policy=policies.normalised(), strategy=strategy, loss_reduction="sum", probe=False)
+    images = (torch.rand(()) + 0.5).expand(256, *shape).contiguous()
+
+    def total(count):
+        clipper.reset()
+        clipper.backward(0.37 * layer(images[:count]).flatten(1).sum(1))
+        return torch.cat([clipper.summed_gradient(parameter).double().flatten() for parameter in layer.parameters()])
+
+    moved = (total(256) - total(255)).norm().item()
+    assert abs(moved - 1) <= (256 + 64) * torch.finfo(torch.float32).eps
