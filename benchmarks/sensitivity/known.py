@@ -149,6 +149,17 @@ def _beyond_float64(width: int) -> Sample:
     return _beside_others({"x": x_TI, "w": g_TO})
 
 
+def _terms_beyond_float32(width: int, outputs: int = 17) -> Sample:
+    """Return positions whose products are beyond float32, though not their sum, which float64 knows."""
+    x_I, g_O = _numbers(2, width, seed=16)
+    x_TI, g_TO = x_I.expand(17, -1).clone(), g_O.expand(outputs, -1).clone()
+    for place, power in ((0, 70), (1, 70), (2, 60)):
+        x_TI[place] *= 2.0**power
+        g_TO[place] *= 2.0**power
+    g_TO[1] *= -1
+    return _beside_others({"x": x_TI, "w": g_TO})
+
+
 def _kept_where_alone(width: int) -> Sample:
     """Return four positions that are nothing together, beside one other without which their gradient is kept whole."""
     x_TI, g_TO = _numbers(2, 4, width, seed=13)
@@ -194,6 +205,9 @@ KNOWN: Final = (
     Known("one layer in float64, wide", "linear", 48, lambda: _opposite(48), numerics="float64"),
     Known("one layer, beyond float64", "linear", 3, lambda: _beyond_float64(3)),
     Known("one layer, beyond float64, wide", "linear", 48, lambda: _beyond_float64(48)),
+    Known("terms beyond float32", "linear", 3, lambda: _terms_beyond_float32(3)),
+    Known("terms beyond float32, wide", "linear", 48, lambda: _terms_beyond_float32(48)),
+    Known("terms beyond float32, convolution", "convolution 1d", 4, lambda: _terms_beyond_float32(4, 18)),
     Known("kept where it is alone", "several parameters", 48, lambda: _kept_where_alone(48)),
     Known("rounding alone, normalised", "linear", 9, lambda: _rounding_alone(9), numerics="float64", normalised=True),
     Known(

@@ -873,7 +873,9 @@ class ClipWeights:
         buffer, is_new = sums.buffer(name)
         kept = factor if self.keep_B is None else factor.masked(self.keep_B)
         group = self.group_of.get(name, 0)
-        _set_or_add_(kept, self._coefficients(group, buffer), buffer, is_new=is_new)
+        # Terms of those that are formed apart may be beyond the type of the sum, and 0 times that is no number.
+        here = kept if self.ill_conditioned_B is None else kept.masked(~self.ill_conditioned_B)
+        _set_or_add_(here, self._coefficients(group, buffer), buffer, is_new=is_new)
         if self.ill_conditioned_B is None:
             return
         apart = self._apart.get(name)
