@@ -13,6 +13,7 @@ from torch import Tensor
 from ghostclip.factors import Dense, Factor, Permuted, Placed, SquaredNorm, inner
 from ghostclip.factors.base import Terms, terms_side_by_side
 from ghostclip.factors.stacked import sum_tensors
+from ghostclip.kernels import reads
 from ghostclip.kernels.bounds import (
     CROSS_ROUNDINGS,
     SUM_ROUNDINGS,
@@ -683,7 +684,7 @@ def _settled(norm: SquaredNorm, before: SquaredNorm, index_D: Tensor) -> tuple[T
 
 
 def loses_nothing(factor: Factor, kept: Factor) -> bool:
-    """Return whether gradients that were formed on a CPU say of every sample what sums of their terms would.
+    """Return whether gradients that were formed say of every sample what sums of their terms would.
 
     Args:
         factor: The terms.
@@ -691,13 +692,13 @@ def loses_nothing(factor: Factor, kept: Factor) -> bool:
 
     Returns:
         False where some sample would be ill-conditioned if its terms were weighted and added one by one; True without
-        a look on a GPU, which would be waited for.
+        a look where a device would be waited for.
     """
     inside = kept
     while isinstance(inside, (Permuted, Placed)):
         inside = inside.inner
     assert isinstance(inside, Dense)
-    terms = factor.terms() if inside.grad_BP.device.type == "cpu" else None
+    terms = None if reads.wait(inside.grad_BP) else factor.terms()
     if terms is None:
         return True
     square_B = sum_of_squares(inside.measured())

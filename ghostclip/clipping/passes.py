@@ -304,7 +304,7 @@ class BookKeeping(Pass):
             ranks: As for `Pass`.
         """
         super().__init__(ranks)
-        self._device_only, self._reads = device_only, not device_only
+        self._device_only = device_only
         self._sequences = sequences
         self._kept_layers = kept_layers
         self._keep: frozenset[str] | None = None
@@ -352,7 +352,7 @@ class BookKeeping(Pass):
             self._add(name, kept, together=use, own=kept is not factor)
 
     def _kept_form(self, name: str, factor: Factor) -> Factor:
-        kept = smaller_form(factor, always=name in (self._keep or ()), reads=self._reads)
+        kept = smaller_form(factor, always=name in (self._keep or ()))
         return kept.aligned() if type(kept) is Outer else kept
 
     def _join(self, joint: Joint) -> None:
@@ -383,7 +383,7 @@ class BookKeeping(Pass):
             self._add(name, factor)
         for name in list(self._waiting):
             for factor in joined(self._waiting.pop(name)):
-                self._add(name, smaller_form(factor, reads=self._reads))
+                self._add(name, smaller_form(factor))
         self._together.finish()
         if len(self.forwards) > 1:
             # A parameter may have been used in each of them.
@@ -918,15 +918,15 @@ def _set_or_add_(factor: Factor, coef_B: Tensor, buffer: Tensor, *, is_new: bool
         factor.add_clipped_sum_(coef_B, buffer)
 
 
-def smaller_form(factor: Factor, *, always: bool = False, reads: bool = False) -> Factor:
+def smaller_form(factor: Factor, *, always: bool = False) -> Factor:
     """Return the per-sample gradient itself where it is no larger than the factors it replaces.
+
+    Where it depends on the size of the batch what is kept, the factors of gradients that nearly cancel are: what is
+    left of these is rounded otherwise in either form, and no sample's contribution may depend on how many there are.
 
     Args:
         factor: The factor.
         always: Whether it is wanted where it is larger.
-        reads: Whether values on a CPU may be read. Where it depends on the size of the batch what is kept, the factors
-            of samples whose gradients nearly cancel are kept then: what is left of these is rounded otherwise in either
-            form, and no sample's contribution may depend on how many others there are.
 
     Returns:
         The factor itself, or one that holds the gradient in its place.
@@ -934,10 +934,10 @@ def smaller_form(factor: Factor, *, always: bool = False, reads: bool = False) -
     if type(factor) is Dense:
         return factor
     if isinstance(factor, Placed):
-        return Placed(smaller_form(factor.inner, always=always, reads=reads), factor.index, shape=factor.shape)
+        return Placed(smaller_form(factor.inner, always=always), factor.index, shape=factor.shape)
     if isinstance(factor, Permuted):
-        return Permuted(smaller_form(factor.inner, always=always, reads=reads), factor.order)
+        return Permuted(smaller_form(factor.inner, always=always), factor.order)
     if not isinstance(factor, Outer) or not (always or factor.keeps_gradient()):
         return factor
     kept = factor.instantiated()
-    return kept if not reads or factor.keeps_in_any_batch() or loses_nothing(factor, kept) else factor
+    return kept if factor.keeps_in_any_batch() or loses_nothing(factor, kept) else factor
