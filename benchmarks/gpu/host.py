@@ -23,7 +23,7 @@ from benchmarks.report import heading
 from benchmarks.tree_worker import TreeWorker
 
 ROOT = Path(__file__).resolve().parents[2]
-STRATEGIES = ("bookkeeping", "ghost")
+STRATEGIES = ("bookkeeping", "ghost", "graph")
 LAYERS = 36
 
 # Runs in a process of its own for each tree, with nothing of this one on its path but how reads are counted; answers
@@ -72,8 +72,11 @@ private_optimizer = DPOptimizer(
 
 def ordinary():
     optimizer.zero_grad(); losses(plain, x).mean().backward(); optimizer.step()
+if strategy == "graph":
+    whole = ghostclip.GraphStep(clipper, losses)
 def backward():
-    private_optimizer.zero_grad(); clipper.backward(losses(model, x))
+    private_optimizer.zero_grad()
+    whole(x) if strategy == "graph" else clipper.backward(losses(model, x))
 def private():
     backward(); private_optimizer.step()
 
@@ -101,9 +104,10 @@ def reads():
         asked.wait = before
     return len(found)
 
-# The forwards that are proved come first.
+# The forwards that are proved, or compiled, come first.
 for _ in range(18):
     ordinary(); private()
+assert strategy != "graph" or (whole.graphs and not whole.reasons), "a step ran eagerly"
 gc.collect(); gc.disable()
 for line in sys.stdin:
     if line.strip() == "count":
@@ -128,7 +132,7 @@ def measured(trees: Sequence[Path], model: str, strategy: str, *, rounds: int, l
     Args:
         trees: Checkouts, which take turns.
         model: "gpt2" or "stack".
-        strategy: How it clips.
+        strategy: How it clips; "graph" runs one compiled graph, the ordinary step beside it is eager.
         rounds: Turns of each tree, one step of each kind.
         layers: Blocks of the model.
 
