@@ -339,7 +339,7 @@ def _stands_alone(use: ParamUse) -> bool:
     forward, counts = use.forward, use.forward.use_counts
     if forward.runs_again:
         return False
-    for name in use.site.names:
+    for name in use.site.consumed:
         if counts[name] != 1:
             return False
     # Layers that read one input share its Gram, see `ghostclip.clipping.together`.
@@ -348,12 +348,8 @@ def _stands_alone(use: ParamUse) -> bool:
 
 def _train(found: Sequence[_Waiting]) -> bool:
     """Return whether all parameters of uses are trained still: one may have been frozen since the forward."""
-    for use, _, _ in found:
-        for target in use.targets.values():
-            for leaf in target.origin.leaves.values():
-                if not leaf.parameter.requires_grad:
-                    return False
-    return True
+    leaves = [leaf for one in found for target in one.use.targets.values() for leaf in target.origin.leaves.values()]
+    return all(leaf.parameter.requires_grad for leaf in leaves)
 
 
 def _explain(found: Sequence[_Waiting], formed: Mapping[str, Factor]) -> None:

@@ -386,7 +386,10 @@ class DPOptimizer(WrappedOptimizer):
             self.releases += 1
         if self._draws is not None and drawn is not None:
             self._draws.use(drawn)
-        self._drop()
+        self._forget()
+        if len(trainable) < len(self.params):
+            # A frozen one keeps nothing that a hook has put there.
+            self._take_gradients()
         if bound is not None:
             self.clipper.max_grad_norm = bound
         for p, gradient in zip(trainable, released, strict=True):
@@ -474,10 +477,14 @@ class DPOptimizer(WrappedOptimizer):
 
     def _drop(self) -> None:
         """Forget the logical batch; no parameter keeps a clipped sum, also not one frozen since backward."""
+        self._forget()
+        self._take_gradients()
+
+    def _forget(self) -> None:
+        """Forget the logical batch, but for what `p.grad` holds."""
         self._hide_sums()
         self.clipper.reset()
         self._batch.clear()
-        self._take_gradients()
 
     def _take_gradients(self) -> None:
         """Set every `p.grad` to None, without the profiler's note that each `zero_grad` of torch makes."""
