@@ -1,7 +1,7 @@
 """``GhostClipper``: attach to a model, call backward, find the clipped sum in ``.grad``."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Final, Literal, get_args
@@ -616,17 +616,6 @@ class GhostClipper:
         return [held(parameter) for parameter in self.model.parameters() if parameter.requires_grad]
 
     # -- the optimizer's side -------------------------------------------------------------------------------------
-
-    def has_met(self, identities: Set[int]) -> bool:
-        """Say whether some objects may be parameters of the model, at a small part of what its modules cost to ask.
-
-        Args:
-            identities: Their numbers (``id``).
-
-        Returns:
-            False only where none of them was a parameter when the clipper was attached, nor in any forward since.
-        """
-        return self.roster.has_known(identities) or self._capture.substitution.has_met(identities)
 
     def own_gradients(
         self, *, discard: Callable[[], Callable[[], None] | None] = lambda: None, samples: bool = False

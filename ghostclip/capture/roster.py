@@ -4,7 +4,7 @@ Modules and parameters may be added, exchanged, unfrozen or tied anew at any tim
 embedding). Forwards clip whatever the model has; an optimizer holds what it was built with.
 """
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from dataclasses import dataclass
 from weakref import ref
 
@@ -55,17 +55,6 @@ class Roster:
         self.changed = False
         self._known = {id(p): (name, ref(p)) for name, p in named}
         self._trainable = before | {id(p) for _, p in named if p.requires_grad}
-
-    def has_known(self, identities: Set[int]) -> bool:
-        """Say whether the model may have had some objects, none of which it has where this is False.
-
-        Args:
-            identities: Their numbers (``id``); that of an object which is gone may be another's by now.
-
-        Returns:
-            Whether any was known.
-        """
-        return not identities.isdisjoint(self._known)
 
     def meet(self, met: list[int]) -> bool:
         """Take note of the trainable parameters of a forward.

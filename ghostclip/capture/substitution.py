@@ -6,7 +6,7 @@ parameters exist only while they run (sharded ones, gathered before their forwar
 own, substituted after whatever gathers and given back before whatever frees.
 """
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -208,17 +208,6 @@ class Substitution:
         for prefix, part, unit in _modules_of(self._model, self.units):
             if unit is module:
                 self._put(own, prefix, part)
-
-    def has_met(self, identities: Set[int]) -> bool:
-        """Say whether some objects are among the parameters substituted so far.
-
-        Args:
-            identities: Their numbers (``id``).
-
-        Returns:
-            Whether any is.
-        """
-        return not identities.isdisjoint(map(id, self.parameters.values()))
 
     def held(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter that an optimizer holds for one that a module has at the moment.

@@ -115,9 +115,6 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _refuse_strange_step(clipper: GhostClipper, private: Private | None, optimizer: Optimizer) -> None:
     """Refuse the step of an optimizer whose parameters get their gradients from a private one, or none at all."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    if not clipper.has_met(held):
-        # Of most optimizers of a process this is told without going through the modules of every private model.
-        return
     clipped = {id(p) for p in clipper.trainable_parameters()} & held
     if not clipped:
         return

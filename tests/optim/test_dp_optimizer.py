@@ -377,3 +377,17 @@ def test_losses_of_shape_b_by_one_are_refused():
     losses = nn.functional.cross_entropy(training.model(inputs), targets, reduction="none")
     with pytest.raises(LossReductionError):
         training.clipper.backward(losses[:, None])
+
+
+def test_an_optimizer_of_a_module_that_came_in_later_and_was_called_by_itself_is_refused() -> None:
+    """No forward of the private model has met its parameters, whose gradients nobody clips."""
+    model = nn.Sequential(nn.Linear(3, 2))
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=1.0)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = DPOptimizer(inner, noise_multiplier=0.0, expected_batch_size=4, clipper=clipper)
+    model.add_module("late", nn.Linear(3, 2))
+    model.late(torch.ones(4, 3)).sum().backward()
+    assert model.late.weight.grad is not None
+    with pytest.raises(UncoveredParameterError, match="another optimizer releases"):
+        torch.optim.SGD(model.late.parameters(), lr=0.1).step()
+    assert private.releases == 0
