@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import sys
 import zlib
@@ -76,6 +77,8 @@ CI_SHARE = {
     "exactness/test_rounded_factors.py": 3,
 }
 
+_FROZEN_FOR = pytest.StashKey[Path]()
+
 settings.register_profile("ghostclip", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("ghostclip")
 
@@ -90,16 +93,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One thread a process: the tensors of the tests are too small to gain from a second one."""
+    """One thread a process: the tensors of the tests are too small to gain from a second one.
+
+    The server that processes are forked from takes what it loads from whoever starts it, which may be any test.
+    """
     torch.set_num_threads(1)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["benchmarks.loops.warm"])
     chosen = config.getoption("--device")
     if chosen and torch.device(chosen).type == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError(f"--device {chosen}: torch {torch.__version__} sees no CUDA device")
 
 
-def pytest_collection_finish() -> None:
-    """Let the garbage collector pass over what stays for the whole run: host libraries call it after every training."""
-    gc.freeze()
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let the garbage collector pass over what stays for the whole run: host libraries call it after every training.
+
+    That is what was collected, and then what tests before have loaded.
+    """
+    if item.get_closest_marker("integration") or item.session.stash.get(_FROZEN_FOR, None) != item.path:
+        gc.collect()
+        gc.freeze()
+        item.session.stash[_FROZEN_FOR] = item.path
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

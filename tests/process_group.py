@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-from torch import distributed
+from torch import distributed, multiprocessing
 
 _THREADS = Path("/proc/self/task")
 _TIMEOUT = timedelta(minutes=2)
 """A rank that waits for one that does not come fails the test, in place of stopping it."""
+
+
+def start_ranks(run: Callable[..., None], ranks: int, *arguments: Any) -> None:
+    """Run a function of a module in several processes, and wait for them; what one raises is raised.
+
+    They are forked from a server that has torch loaded, see `pytest_configure`: each would take seconds to load it.
+
+    Args:
+        run: Called with the number of the process, how many there are, and the arguments.
+        ranks: How many processes.
+        *arguments: Of the function.
+    """
+    multiprocessing.start_processes(run, args=(ranks, *arguments), nprocs=ranks, start_method="forkserver")
 
 
 @contextmanager

@@ -6,7 +6,9 @@ import contextlib
 
 import torch
 import torch._dynamo
+import torch.distributed.fsdp
 import torch.distributed.nn.functional
+import torch.distributed.tensor.parallel
 
 import ghostclip.engine  # noqa: F401
 

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from torch import multiprocessing
 
 from tests.audit.ranks import run
 from tests.audit.subject import BOUND, adversarial_records
+from tests.process_group import start_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 RANKS = 2
@@ -19,7 +19,7 @@ RANKS = 2
 def found(tmp_path_factory):
     """What the ranks released."""
     folder = tmp_path_factory.mktemp("ranks")
-    multiprocessing.spawn(run, args=(RANKS, str(folder)), nprocs=RANKS)
+    start_ranks(run, RANKS, str(folder))
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(RANKS)]
 
 

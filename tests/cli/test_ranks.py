@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import multiprocessing
 
 from tests.cli.conftest import TEXT
 from tests.cli.ranks import Job, run
+from tests.process_group import start_ranks
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.integration, pytest.mark.distributed]
@@ -103,7 +103,7 @@ def work(tmp_path_factory):
 
 def _seen(folder, jobs, *, ranks=2):
     (folder / "ports").unlink(missing_ok=True)
-    multiprocessing.spawn(run, args=(ranks, str(folder), jobs), nprocs=ranks)
+    start_ranks(run, ranks, str(folder), jobs)
     return [torch.load(folder / f"seen{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import multiprocessing
 
 from ghostclip.noise import make_noise_source
 from ghostclip.noise.packs import add_noise_
 from tests.distributed.sharded import Training, train
-from tests.process_group import process_group
+from tests.process_group import process_group, start_ranks
 
 
 def found_by_ranks(
@@ -32,7 +31,7 @@ def found_by_ranks(
     Returns:
         What each has found.
     """
-    multiprocessing.spawn(_be, args=(ranks, str(folder), find, arguments, meshes), nprocs=ranks)
+    start_ranks(_be, ranks, str(folder), find, arguments, meshes)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 

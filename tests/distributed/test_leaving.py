@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import multiprocessing
 
 from tests.distributed.leaving import CASES, TIMEOUT, run
+from tests.process_group import start_ranks
 
 pytestmark = pytest.mark.distributed
 OWN = "the user's own error"
 
 
 def _found(folder, case, *, recovers):
-    multiprocessing.spawn(run, args=(2, str(folder), case, recovers), nprocs=2)
+    start_ranks(run, 2, str(folder), case, recovers)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2) if (folder / f"rank{rank}.pt").exists()]
 
 

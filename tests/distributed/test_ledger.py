@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import multiprocessing
 
 from ghostclip.accounting import create_accountant
 from ghostclip.privacy.ledger_file import LedgerFile
 from tests.distributed.ledgers import BATCH, DELTA, FAILURES, SIGMA, prepare, run
 from tests.distributed.loops import RECORDS
+from tests.process_group import start_ranks
 
 pytestmark = pytest.mark.distributed
 RANKS, RATE = 2, BATCH / RECORDS
@@ -42,7 +42,7 @@ def folder(tmp_path_factory):
 def found(folder):
     """What the ranks found, in the order of the ranks."""
     with prepare(folder):
-        multiprocessing.spawn(run, args=(RANKS, str(folder)), nprocs=RANKS)
+        start_ranks(run, RANKS, str(folder))
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(RANKS)]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import multiprocessing
 from torch.nn import functional
 
 from ghostclip import GhostClipper
@@ -13,6 +12,7 @@ from ghostclip.optim import DPOptimizer
 from tests import reference
 from tests.distributed import pipelines
 from tests.distributed.spawned import found_by_ranks
+from tests.process_group import start_ranks
 
 pytestmark = pytest.mark.distributed
 SCHEDULES = (*pipelines.SINGLE, *pipelines.SEVERAL)
@@ -173,7 +173,7 @@ def test_a_rank_that_leaves_the_schedule_says_why(tmp_path, case, kind, words):
 
     Copies of one record, with which empty places are filled, prove nothing of a stage that mixes samples.
     """
-    multiprocessing.spawn(pipelines.left, args=(2, str(tmp_path), case), nprocs=2)
+    start_ranks(pipelines.left, 2, str(tmp_path), case)
     other, own = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
     assert own[0] == kind
     assert words in own[1]

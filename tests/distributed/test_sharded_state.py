@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import multiprocessing
 
 from ghostclip.privacy.ledger_file import LedgerFile
 from tests.distributed.sharded_state import DIES_IN, ENDS, go_on, keep, load, lose, save
+from tests.process_group import start_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -18,7 +18,7 @@ def _found(folder, what, ranks):
 
 @pytest.mark.filterwarnings("ignore")
 def test_one_file_of_two_ranks_is_continued_by_two_and_by_one(tmp_path):
-    multiprocessing.spawn(keep, args=(2, str(tmp_path)), nprocs=2)
+    start_ranks(keep, 2, str(tmp_path))
     kept, resumed = _found(tmp_path, "kept", 2), _found(tmp_path, "resumed", 2)
     alone = go_on(str(tmp_path), divided=False)
     for rank in (*resumed, alone):
@@ -35,9 +35,9 @@ def test_one_file_of_two_ranks_is_continued_by_two_and_by_one(tmp_path):
     [((4, "nested"), (2, "nested")), ((2, "tensor"), (4, "two axes")), ((4, "two axes"), (2, "tensor"))],
 )
 def test_some_ranks_save_and_others_go_on(tmp_path, before, after):
-    multiprocessing.spawn(save, args=(before[0], str(tmp_path), before[1]), nprocs=before[0])
+    start_ranks(save, before[0], str(tmp_path), before[1])
     (tmp_path / "meeting").unlink(missing_ok=True)
-    multiprocessing.spawn(load, args=(after[0], str(tmp_path), after[1]), nprocs=after[0])
+    start_ranks(load, after[0], str(tmp_path), after[1])
     saved, loaded = _found(tmp_path, "saved", before[0]), _found(tmp_path, "loaded", after[0])
     for rank in loaded:
         assert rank["epsilon"] == saved[0]["epsilon"]
@@ -59,7 +59,7 @@ SAID = {
 @pytest.mark.parametrize("divided", ["nested", "tensor"])
 @pytest.mark.parametrize("how", ENDS)
 def test_a_rank_that_is_lost_leaves_the_others_with_an_error_and_the_ledger_whole(tmp_path, how, divided):
-    multiprocessing.spawn(lose, args=(2, str(tmp_path), how, divided), nprocs=2)
+    start_ranks(lose, 2, str(tmp_path), how, divided)
     found = torch.load(tmp_path / "lost0.pt", weights_only=True)
     assert found["error"]
     if how != "dies":

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from torch import multiprocessing
 
 from tests.graph.ranks import run
+from tests.process_group import start_ranks
 
 pytestmark = pytest.mark.distributed
 RANKS = 2
@@ -14,7 +14,7 @@ RANKS = 2
 def found(tmp_path_factory):
     """What the ranks found, in their order."""
     folder = tmp_path_factory.mktemp("ranks")
-    multiprocessing.spawn(run, args=(RANKS, str(folder)), nprocs=RANKS)
+    start_ranks(run, RANKS, str(folder))
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(RANKS)]
 
 
