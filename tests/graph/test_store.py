@@ -209,6 +209,7 @@ def _in_new_process(path):
     return torch.load(path)
 
 
+@pytest.mark.thorough
 def test_another_process_finds_the_same_step_to_the_bit_and_passes_over_a_corrupted_file(folder, tmp_path):
     # Settings that other tests have left in this process would be another key.
     was_found, ours = _in_new_process(tmp_path / "first")
