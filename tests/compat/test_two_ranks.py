@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import multiprocessing
 
 from tests.compat.pairs import clipped_sum, small_model
 from tests.compat.ranks import BOUND, WRAPPERS, run
+from tests.process_group import start_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore:noise_multiplier=0")]
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore:noise_
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    multiprocessing.spawn(run, args=(2, str(folder)), nprocs=2)
+    start_ranks(run, 2, str(folder))
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 
 
