@@ -1052,6 +1052,14 @@ def writes_in_place(graph: Any) -> bool:
     return any(schema is None or schema.is_mutable for schema in schemas)
 
 
+def region_call() -> Any:
+    """Return the operation that calls a graph within a graph, compiled once: ``invoke_subgraph``; None without it."""
+    from torch._inductor import config
+
+    # Of 2.9 and later; where the whole step is C++, a call is not written.
+    return None if config.cpp_wrapper else getattr(torch.ops.higher_order, "invoke_subgraph", None)
+
+
 def compiled(graph: Any, inputs: Sequence[Tensor], options: Mapping[str, Any]) -> Callable[..., Any]:
     """Compile a graph by Inductor, without Dynamo: ``torch._inductor.standalone_compile``.
 

@@ -5,6 +5,7 @@ Shape letters: B samples, G clip groups.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from ghostclip.graph.guards import Watched, surroundings
 from ghostclip.graph.options import GraphOptions
 from ghostclip.graph.parts import repeated
 from ghostclip.graph.refusal import NoGraphError
+from ghostclip.graph.regions import Regions
 from ghostclip.graph.rewrite import Clipping, private_step, rewritten
 from ghostclip.graph.store import place_of
 from ghostclip.graph.trace import (
@@ -32,6 +34,8 @@ from ghostclip.graph.trace import (
     trace,
 )
 from ghostclip.kernels.precision import full_precision
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -121,15 +125,32 @@ class CompiledStep:
             found = None if place is None else place.found()
         if found is not None:
             return found
-        self.graph = rewritten(private_step(self.joint, axes, inputs, clipping), flat)
-        try:
-            with torch.no_grad(), full_precision():
-                made = options.compiled(self.graph, flat)
-        except Exception as problem:
-            raise NoGraphError(f"it cannot be compiled ({type(problem).__name__}: {first_line(problem)})") from problem
+        made = self._made(flat, axes, inputs, clipping, options)
         if place is not None:
             place.keep(made)
         return made
+
+    def _made(
+        self, flat: list[Tensor], axes: Axes, inputs: Inputs, clipping: Clipping, options: GraphOptions
+    ) -> Callable[..., Any]:
+        """Rewrite and compile; with all operations in one graph where that fails with graphs inside."""
+
+        def made(regions: Regions | None) -> Callable[..., Any]:
+            self.graph = rewritten(private_step(self.joint, axes, inputs, clipping, regions), flat, regions)
+            with torch.no_grad(), full_precision():
+                return options.compiled(self.graph, flat)
+
+        if options.has_regions():
+            try:
+                return made(Regions())
+            except Exception as problem:  # noqa: BLE001 - it is tried in another way
+                _log.info("a step is compiled without regions (%s)", first_line(problem))
+        try:
+            return made(None)
+        except NoGraphError:
+            raise
+        except Exception as problem:
+            raise NoGraphError(f"it cannot be compiled ({type(problem).__name__}: {first_line(problem)})") from problem
 
     def run(self, tensors: Sequence[Tensor], count: int) -> Outcome | None:
         """Compute a physical batch.

@@ -49,14 +49,13 @@ def kept(found: Kept, room: int) -> Kept:
         Factors of the same gradients by parameter, several of one form as one.
     """
     forms = {
-        name: [smaller_form(_turned(factor)) for factor in (joined(own) if len(own) > 1 else own)]
-        for name, own in found.items()
+        name: [_formed(factor) for factor in (joined(own) if len(own) > 1 else own)] for name, own in found.items()
     }
     places = [(name, place) for name, own in forms.items() for place in range(len(own))]
     wanted = [(name, place) for name, place in places if _growth(forms[name][place]) <= LARGER]
     for name, place in sorted(wanted, key=lambda at: _growth(forms[at[0]][at[1]])):
         factor = forms[name][place]
-        forms[name][place] = smaller_form(factor, always=True)
+        forms[name][place] = _formed(factor, always=True)
         if _bytes_of(part for own in forms.values() for part in own) > room:
             forms[name][place] = factor
     return forms
@@ -86,13 +85,13 @@ def side_by_side(found: Kept, alike: Callable[[str], Hashable]) -> Joint:
     return rest
 
 
-def _turned(factor: Factor) -> Factor:
-    """Return a factor by the transposed gradient where its rows are the longer ones: a CPU forms those more quickly."""
-    if type(factor) is not Outer or factor.slots > 1 or len(factor.shape) != 2 or factor.sizes[0] <= 1:
-        return factor
-    _, inputs, outputs = factor.sizes
-    turns = outputs > inputs and factor.a_NTI.device.type == "cpu"
-    return Permuted(factor.transposed(), (1, 0)) if turns else factor
+def _formed(factor: Factor, *, always: bool = False) -> Factor:
+    """Return what `smaller_form` does; transposed where rows are the longer ones, which a CPU forms more quickly."""
+    if type(factor) is Outer and factor.slots == 1 and len(factor.shape) == 2 and factor.sizes[0] > 1:
+        _, inputs, outputs = factor.sizes
+        if outputs > inputs and factor.a_NTI.device.type == "cpu" and (always or factor.keeps_gradient()):
+            return Permuted(smaller_form(factor.transposed(), always=always), (1, 0))
+    return smaller_form(factor, always=always)
 
 
 def _growth(factor: Factor) -> float:

@@ -79,6 +79,10 @@ class GraphOptions:
             **(_torch.inductor_options(self.mode) if self.mode else {}),
         }
 
+    def has_regions(self) -> bool:
+        """Return whether parts that recur are compiled once."""
+        return self.backend == "inductor" and _torch.region_call() is not None
+
     def keeps(self) -> bool:
         """Return whether compiled graphs are kept on disk."""
         return self.cache and self.backend == "inductor" and not self.inductor().get("triton.cudagraphs")

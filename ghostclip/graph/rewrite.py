@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any, Final, cast
 
@@ -17,10 +18,11 @@ from torch import Tensor, fx
 from ghostclip import _torch
 from ghostclip.clipping.norms import GroupNorms, cross_terms
 from ghostclip.clipping.policies import ClipPolicy, Layout, finite_samples
-from ghostclip.factors import Factor
+from ghostclip.factors import Factor, Outer, Permuted, SquaredNorm
 from ghostclip.graph.axes import SIZES_ALONE, Axes, first_of, shape_of
 from ghostclip.graph.forms import Joint, Kept, have_freed_kept, kept, most_held, side_by_side
 from ghostclip.graph.refusal import NoGraphError
+from ghostclip.graph.regions import Regions
 from ghostclip.graph.sums import Reduction, Sum, Value, linear
 from ghostclip.graph.trace import Inputs, Traced, first_line, operation
 from ghostclip.kernels import reads, switch
@@ -150,7 +152,9 @@ def _clipped_sum(found: list[Factor], coef_B: Tensor, keep_B: Tensor | None, lik
     return [total.narrow(0, start, x.numel()).view(x.shape) for start, x in zip(starts, like, strict=False)]
 
 
-def private_step(traced: Traced, axes: Axes, inputs: Inputs, clipping: Clipping) -> Callable[..., list[Tensor]]:
+def private_step(
+    traced: Traced, axes: Axes, inputs: Inputs, clipping: Clipping, regions: Regions | None = None
+) -> Callable[..., list[Tensor]]:
     """Return the private step of a batch as a function of tensors.
 
     Args:
@@ -158,6 +162,7 @@ def private_step(traced: Traced, axes: Axes, inputs: Inputs, clipping: Clipping)
         axes: The sample axes of its values.
         inputs: What it was traced on.
         clipping: How samples are clipped.
+        regions: Takes what recurs from layer to layer; None where nothing is to be compiled apart.
 
     Returns:
         A function of which samples count, ``(B,)`` bool, and of the graph's inputs. It returns which samples are
@@ -171,7 +176,7 @@ def private_step(traced: Traced, axes: Axes, inputs: Inputs, clipping: Clipping)
         losses_B, found, extra = factors_of(traced, axes, inputs, flat)
         own, group_of = dict(zip(inputs.trainable, flat, strict=False)), clipping.layout.group_of
         factors = side_by_side(kept(found, room), lambda name: (group_of.get(name, 0), own[name].dtype))
-        total = _norms(factors, clipping.layout)
+        total = _norms(factors, clipping.layout, regions)
         certain_B = total.certain_B(axes.batch_size).to(valid_B.device)
         norm_GB = total.norm_GB(axes.batch_size, valid_B.device)
         certain_B = certain_B & finite_samples(norm_GB)
@@ -193,24 +198,36 @@ def private_step(traced: Traced, axes: Axes, inputs: Inputs, clipping: Clipping)
     return step
 
 
-def _norms(factors: Joint, layout: Layout) -> GroupNorms:
+def _norms(factors: Joint, layout: Layout, regions: Regions | None) -> GroupNorms:
     """Return the norms of samples from the factors of all parameters."""
     total = GroupNorms(layout.group_of)
     for (name, *_), found in factors.items():
         for factor in found:
-            total.add_norm_of(name, factor)
+            core = factor.inner if isinstance(factor, Permuted) else factor
+            if regions is None or type(core) is not Outer or core.sizes[0] <= 1:
+                total.add_norm_of(name, factor)
+                continue
+            form = core.shape, core.slots
+            total.add(name, regions.call(form, partial(_squared_norm, *form), core.a_NTI, core.g_NTO))
         crossed = cross_terms(found)
         if crossed is not None:
             total.add(name, crossed)
     return total
 
 
-def rewritten(step: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> fx.GraphModule:
+def _squared_norm(shape: Sequence[int], slots: int, a_NTI: Tensor, g_NTO: Tensor) -> SquaredNorm:
+    return Outer(a_NTI, g_NTO, shape=shape, slots=slots).sqnorm()
+
+
+def rewritten(
+    step: Callable[..., list[Tensor]], inputs: Sequence[Tensor], regions: Regions | None = None
+) -> fx.GraphModule:
     """Trace a private step into one functional graph.
 
     Args:
         step: As `private_step` returns it.
         inputs: Tensors of the shapes it is traced for.
+        regions: What the step was made with.
 
     Returns:
         The graph.
@@ -221,13 +238,23 @@ def rewritten(step: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> fx
     try:
         with torch.no_grad(), full_precision(), reads.none(), switch.using("off"), _torch.overrides_off():
             # Operations made of others are taken apart first: some change in place what has no other form.
-            graph = _torch.traced(_torch.functional(_torch.traced(step, inputs)), inputs)
+            first = _torch.traced(step, inputs)
+            graph = _functional(first if regions is None else regions.inlined(first), inputs)
+            if regions is not None:
+                regions.placed(graph, _functional)
     except NoGraphError:
         raise
     except Exception as problem:
         raise NoGraphError(
             f"its factors cannot be written as a graph ({type(problem).__name__}: {first_line(problem)})"
         ) from problem
+    graph.recompile()
+    return graph
+
+
+def _functional(step: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
+    """Return the graph of operations, as it is compiled."""
+    graph = _torch.traced(_torch.functional(step), inputs)
     for node in list(graph.graph.nodes):
         if operation(node) == "addmm":
             _bias_apart(graph.graph, node)
@@ -244,20 +271,41 @@ def rewritten(step: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> fx
 
 _SAME: Final = frozenset({"detach", "alias"})
 _RESHAPES: Final = frozenset({"view", "unsafe_view", "reshape", "squeeze", "unsqueeze"})
+_TURNS: Final = frozenset({"t", "transpose", "permute"})
 
 
 def _without_steps_between(graph: fx.Graph) -> None:
-    """Have every reshape start from what was computed: a compiler follows each step of a chain several times."""
+    """Have every view start from what was computed: a compiler follows each step of a chain several times."""
     for node in list(graph.nodes):
         name = operation(node)
         if name in _SAME:
             _replaced(node, first_of(node))
-        elif name in _RESHAPES and operation(first_of(node)) in _RESHAPES:
-            source, shape = first_of(first_of(node)), shape_of(node)
-            node.target, node.args, node.kwargs = torch.ops.aten.reshape.default, (source, list(shape)), {}
+        elif name in _RESHAPES:
+            source, shape = first_of(node), shape_of(node)
+            if operation(source) in _RESHAPES:
+                source = first_of(source)
+                node.target, node.args, node.kwargs = torch.ops.aten.reshape.default, (source, list(shape)), {}
             if shape == shape_of(source):
                 _replaced(node, source)
+        elif name in _TURNS:
+            axes, source = _axes_of(node), first_of(node)
+            if operation(source) in _TURNS:
+                axes, source = [_axes_of(source)[axis] for axis in axes], first_of(source)
+            node.target, node.args, node.kwargs = torch.ops.aten.permute.default, (source, axes), {}
+            if axes == sorted(axes):
+                _replaced(node, source)
     graph.eliminate_dead_code()
+
+
+def _axes_of(node: fx.Node) -> list[int]:
+    """Return from which axes those of a transposed tensor come."""
+    axes, name = list(range(len(shape_of(node)))), operation(node)
+    if name == "permute":
+        return [axis % len(axes) for axis in cast("Sequence[int]", node.args[1])]
+    if len(axes) > 1:
+        one, two = cast("tuple[int, int]", node.args[1:] or (0, 1))
+        axes[one], axes[two] = axes[two], axes[one]
+    return axes
 
 
 def _replaced(node: fx.Node, source: fx.Node) -> None:

@@ -89,8 +89,9 @@ class Value:
         axis, outer, inner = self.layout
         outer = max(1, outer)
         shape = self.tensor.shape
-        if outer == inner == 1:
-            return self.tensor.movedim(axis, 0).unsqueeze(axis + 1)
+        if outer == 1:
+            # Cheap to follow: where samples lie first, this is one view.
+            return self.tensor.movedim(axis, 0).unflatten(0, (batch_size, inner)).movedim(1, axis + 1)
         split = self.tensor.reshape(*shape[:axis], outer, batch_size, inner, *shape[axis + 1 :])
         return split.movedim(axis + 1, 0).flatten(axis + 1, axis + 2)
 

@@ -1,0 +1,141 @@
+"""Parts of a graph that recur from layer to layer: when they are graphs of their own, and what they compute."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import ghostclip
+from ghostclip import _torch
+from ghostclip.graph import regions
+from ghostclip.graph.options import GraphOptions
+from tests.graph.steps import eager_sums, sums
+
+CALL = _torch.region_call()
+
+
+class Blocks(nn.Module):
+    """Equal layers whose norms are those of Gram matrices, and one of another size."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(96, 96) for _ in range(layers))
+        self.last = nn.Linear(96, 80)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.last(x)
+
+
+def _losses(model, x, y):
+    return functional.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="none").view(len(x), -1).mean(1)
+
+
+def _batch(samples, dtype):
+    torch.manual_seed(3)
+    return torch.randn(samples, 16, 96, dtype=dtype), torch.randint(80, (samples, 16))
+
+
+def _step(layers, dtype=torch.float64, **options):
+    torch.manual_seed(0)
+    clipper = ghostclip.GhostClipper(Blocks(layers).to(dtype), max_grad_norm=0.5, strategy="graph")
+    return ghostclip.GraphStep(clipper, _losses, options=GraphOptions(sizes=(5,), **options))
+
+
+def _sums(step, *batch):
+    step.clipper.reset()
+    step(*batch)
+    return sums(step.clipper.model).clone()
+
+
+def _calls(graph):
+    return [node for node in graph.graph.nodes if node.target is CALL]
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """What is compiled by Inductor runs operation by operation, graphs within it included."""
+    monkeypatch.setattr(GraphOptions, "compiled", lambda self, graph, inputs: graph)
+    monkeypatch.setattr(GraphOptions, "keeps", lambda self: False)
+
+
+@pytest.mark.parametrize("layers", [regions.FEWEST - 1, regions.FEWEST, 9])
+def test_layers_of_one_form_share_one_graph_where_there_are_many(layers, uncompiled):
+    step, batch = _step(layers), _batch(5, torch.float64)
+    for _ in range(2):
+        found = _sums(step, *batch)
+    (compiled,) = step.graphs
+    calls = _calls(compiled.graph)
+    assert len(calls) == (layers if layers >= regions.FEWEST else 0)
+    assert len({node.args[0].target for node in calls}) == min(1, len(calls))
+    assert compiled.runs == 2
+    assert not step.reasons
+    want, norms_B = eager_sums(step.clipper.model, *batch, max_grad_norm=0.5, loss=_losses)
+    torch.testing.assert_close(found, want, rtol=1e-10, atol=1e-13)
+    torch.testing.assert_close(step.clipper.per_sample_norms, norms_B)
+
+
+def test_one_layer_more_adds_few_operations(uncompiled):
+    sizes = []
+    for layers in (8, 9):
+        step = _step(layers)
+        step(*_batch(5, torch.float64))
+        sizes.append(len(step.graphs[0].graph.graph.nodes))
+    # Forward, backward and clipped sums of a layer; the norms alone are as many where they are not shared.
+    assert sizes[1] - sizes[0] <= 36
+
+
+def test_no_long_sum_within_a_region_is_in_single_precision(uncompiled):
+    step = _step(regions.FEWEST, torch.float32)
+    step(*_batch(5, torch.float32))
+    graph = step.graphs[0].graph
+    parts = {node.args[0].target for node in _calls(graph)}
+    assert parts
+    for part in parts:
+        adding = [node for node in getattr(graph, part).graph.nodes if "aten.sum" in str(node.target)]
+        assert adding
+        for node in adding:
+            given, value = node.args[0].meta["val"], node.meta["val"]
+            assert value.dtype == torch.float64 or given.numel() <= 256 * value.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_sample_moves_the_sum_by_the_bound_at_most(dtype, uncompiled):
+    step, batch = _step(6, dtype), _batch(5, dtype)
+    _sums(step, *batch)
+    whole = _sums(step, *batch)
+    for left_out in range(5):
+        others = [x[torch.arange(5) != left_out] for x in batch]
+        move = (whole - _sums(step, *others)).double().norm()
+        assert 0.1 < move <= 0.5 * (1 + 2.0**-20)
+    assert not step.reasons
+
+
+def test_a_step_that_is_not_compiled_with_regions_is_compiled_without(monkeypatch):
+    def refuses(self, graph, inputs):
+        if _calls(graph):
+            raise RuntimeError("no calls")
+        return graph
+
+    monkeypatch.setattr(GraphOptions, "compiled", refuses)
+    step = _step(regions.FEWEST, cache=False)
+    step(*_batch(5, torch.float64))
+    assert step.graphs[0].verified
+    assert not _calls(step.graphs[0].graph)
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_compiled_regions_are_exact_and_found_on_disk(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    batch = _batch(5, torch.float32)
+    for found_on_disk in (False, True):
+        step = _step(regions.FEWEST, torch.float32)
+        for _ in range(2):
+            found = _sums(step, *batch)
+        assert step.graphs[0].runs == 2
+        assert (step.graphs[0].graph is None) is found_on_disk
+        assert found_on_disk or _calls(step.graphs[0].graph)
+        want, _ = eager_sums(step.clipper.model, *batch, max_grad_norm=0.5, loss=_losses)
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-6)
