@@ -398,7 +398,7 @@ class GradientStore:
                 continue
             if grad is None:
                 grad = parameter.grad = torch.empty_like(kept, dtype=parameter.dtype)
-            rounded.append((grad, kept))
+            rounded.append((_torch.local(grad), _torch.local(kept)))
         if rounded:
             _torch.copy_all_(*zip(*rounded, strict=True))
         for parameter in self._sums:

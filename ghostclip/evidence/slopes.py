@@ -76,12 +76,54 @@ def _apart(
         for samples in sets:
             found = _followed(begun, samples, is_end, batch_size=batch_size, steep=steep)
             for edge, grad in (found or {}).items():
-                known = maps.get(edge, candidates(tuple(grad.shape), batch_size, axis=axis))
-                left = [one for one in known if not touches_others(one, grad, grad.dim(), samples, batch_size)]
+                rows = _with_whole_rows(grad, axis)
+                known = maps.get(edge, _maps_of(rows, batch_size, axis=axis))
+                left = _untouched(known, rows, samples, batch_size=batch_size)
                 if steep and known and not left:
                     return False
                 maps[edge] = known if steep else left
     return True
+
+
+def _with_whole_rows(grad: Any, axis: int) -> Any:
+    """Return a gradient of which every rank has all samples: parts are of classes, whatever torch has made of them."""
+    if not _torch.is_sharded_tensor(grad):
+        return grad
+    from torch.distributed.tensor import Replicate
+
+    whole = Replicate()
+    return grad.redistribute(
+        placements=[one if one.is_shard() and one.dim % grad.dim() != axis else whole for one in grad.placements]
+    )
+
+
+def _maps_of(grad: Any, batch_size: int, *, axis: int) -> list[RowMap]:
+    """Return the row maps that sizes allow; along an axis of which ranks have parts there are classes, no samples."""
+    placed = grad.placements if _torch.is_sharded_tensor(grad) else ()
+    divided = {one.dim % grad.dim() for one in placed if one.is_shard()}
+    known = candidates(tuple(grad.shape), batch_size, axis=axis)
+    return [row_map for row_map in known if row_map.axis not in divided]
+
+
+def _untouched(maps: Sequence[RowMap], grad: Any, samples: set[int], *, batch_size: int) -> list[RowMap]:
+    """Return the row maps by which a gradient of some samples' values is zero in rows of others, on every rank.
+
+    Each rank looks at its part alone: what would be gathered of a mesh is as large as all logits.
+    """
+    part = _torch.part_of(grad)
+    touched = [touches_others(one, part, part.dim(), samples, batch_size) for one in maps]
+    if _torch.is_sharded_tensor(grad):
+        touched = _on_any_rank(touched, grad.device_mesh, part.device)
+    return [one for one, touches in zip(maps, touched, strict=True) if not touches]
+
+
+def _on_any_rank(holds: Sequence[bool], mesh: Any, device: torch.device) -> list[bool]:
+    """Return what holds on a rank of a mesh; called on all of them."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    here = torch.tensor(holds, dtype=torch.int32, device=device)
+    anywhere = DTensor.from_local(here, mesh, [Partial("max")] * mesh.ndim, run_check=False).full_tensor()
+    return [bool(found) for found in anywhere.tolist()]
 
 
 def _has_slopes(roots: Sequence[Edge], is_end: Callable[[Edge], bool]) -> bool:

@@ -52,6 +52,7 @@ def find(rank: int) -> dict[str, Any]:
     """
     return {
         "measured": {(name, way): measured(name, way, divided=True) for name in MEASURED for way in STRATEGIES},
+        "shown": shown(divided=True),
         "by layer": measured("sequence", "bookkeeping", divided=True, policy=by_layer()),
         "collectives": {name: _collectives(name) for name in COUNTED},
         "moves": {name: _moves(name) for name in MOVED},
@@ -101,6 +102,27 @@ def measured(name: str, strategy: str, *, divided: bool, **options: Any) -> Mapp
     with TRAININGS[name].around() if divided else nullcontext():
         clipper.backward(losses_of(net, TRAININGS[name].inputs, x, y))
     return {"norms": clipper.group_norms, "sums": _sums(net, clipper)}
+
+
+def shown(*, divided: bool) -> list[Tensor]:
+    """Gradients of a model of 16 bits after the backward of a clipper that no optimizer releases.
+
+    Args:
+        divided: Whether this is one of several ranks.
+
+    Returns:
+        Those of the parameters.
+    """
+    net = built(TRAININGS["mlp"]).bfloat16()
+    if divided:
+        TRAININGS["mlp"].shard(net)
+    clipper = GhostClipper(
+        net, sharded=ShardedModel(net) if divided else None, loss_reduction="sum", max_grad_norm=BOUND
+    )
+    x, y = (part[:SAMPLES] for part in samples("features"))
+    clipper.backward(losses_of(net, "features", x, y))
+    grads = [p.grad for p in net.parameters()]
+    return [whole_of(grad) for grad in grads if grad is not None]
 
 
 def _collectives(name: str) -> Mapping[str, Mapping[str, int]]:

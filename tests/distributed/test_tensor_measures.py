@@ -19,6 +19,7 @@ from tests.distributed.tensor_measures import (
     by_layer,
     find,
     measured,
+    shown,
 )
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -50,6 +51,14 @@ def test_norms_and_sums_are_those_of_one_process(found, name, strategy):
 def test_norms_of_each_layer_are_those_of_one_process(found):
     alone = measured("sequence", "bookkeeping", divided=False, policy=by_layer())
     _compare([rank["by layer"] for rank in found], alone)
+
+
+def test_sums_of_16_bit_parameters_are_shown_where_no_optimizer_releases_them(found):
+    alone = shown(divided=False)
+    for rank in found:
+        for one, own in zip(alone, rank["shown"], strict=True):
+            assert own.dtype is torch.bfloat16
+            torch.testing.assert_close(own, one, rtol=5e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize(("name", "more"), [*((name, 1) for name in COUNTED if name != "sequence"), ("sequence", 2)])
