@@ -1038,6 +1038,21 @@ def functional(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.func.functionalize(function)
 
 
+def is_repeatable(operation: Any) -> bool:
+    """Return whether an operation of aten gives the same for the same, in new memory or as a view: ``_schema``.
+
+    Args:
+        operation: What a node of a graph calls.
+
+    Returns:
+        False for random numbers, for changes in place and for what is no operation of aten.
+    """
+    if operation is operator.getitem:
+        return True
+    known = isinstance(operation, torch._ops.OpOverload) and operation.namespace == "aten"
+    return known and torch.Tag.nondeterministic_seeded not in operation.tags and not operation._schema.is_mutable
+
+
 def writes_in_place(graph: Any) -> bool:
     """Return whether an operation of a graph may change what it is given: ``OpOverload._schema``.
 

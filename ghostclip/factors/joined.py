@@ -65,7 +65,8 @@ def _as_one(group: list[Factor]) -> Sequence[Factor]:
         x_BKC, g_BKO = (torch.cat(sides, 1) for sides in zip(*((f.x_BKC, f.g_BKO) for f in convolved), strict=True))
         return [Windows(x_BKC, g_BKO, first.geometry, shape=first.shape)]
     if isinstance(first, Outer):
-        outers = [factor for factor in group if isinstance(factor, Outer)]
+        # A backward meets the last step of a sequence first.
+        outers = [factor for factor in reversed(group) if isinstance(factor, Outer)]
         a_NTI, g_NTO = torch.cat([outer.a_NTI for outer in outers], 1), torch.cat([outer.g_NTO for outer in outers], 1)
         return [Outer(a_NTI, g_NTO, shape=first.shape, slots=first.slots)]
     rows = [factor for factor in group if isinstance(factor, Rows)]

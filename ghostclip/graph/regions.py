@@ -1,15 +1,12 @@
 """Regions: parts of a private step that recur from layer to layer (the norms of a weight), compiled once.
 
-While the step is traced, a region is one operation of our own: it takes tensors and the region's number, and is known
-by the shapes of its results alone. A region that is called often becomes a graph inside the graph, called in as many
-places; of one that is called seldom the operations stand where it was called, as nothing is saved then, and a compiler
-fuses them with those beside them.
+While the step is traced, a call of a region is one operation of our own: it takes tensors and the region's number, and
+is known by the shapes of its results alone. In the end the region is a graph inside the graph, and called as often.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import count
 from typing import Any, Final
 from weakref import WeakValueDictionary
@@ -18,9 +15,6 @@ import torch
 from torch import Tensor, fx
 
 from ghostclip import _torch
-
-FEWEST: Final = 4
-"""Calls from which a region is a graph of its own."""
 
 _LIBRARY: Final = torch.library.Library("ghostclip", "FRAGMENT")
 _LIBRARY.define("region(Tensor[] inputs, int number) -> Tensor[]")
@@ -71,73 +65,40 @@ class Regions:
     def __init__(self) -> None:
         """Know of none."""
         self._regions: dict[Hashable, _Region] = {}
-        self._graphs: dict[int, fx.GraphModule] = {}
-        self._given: dict[int, list[Tensor]] = {}
-        self._apart: set[int] = set()
 
     def call(self, what: Hashable, function: Callable[..., Any], *tensors: Tensor) -> Any:
         """Call a region; only where operations are written down.
 
         Args:
-            what: The same for functions that do the same with tensors of one form.
+            what: The same for calls of functions that do the same, with tensors of the same sizes, strides and dtypes.
             function: From tensors to a result whose tensors share no memory, with each other or with what is given.
             *tensors: What it is given.
 
         Returns:
             Its result.
         """
-        key = what, *((x.shape, x.stride(), x.dtype, x.device) for x in tensors)
-        region = self._regions.setdefault(key, _Region(function))
+        region = self._regions.setdefault(what, _Region(function))
         _known[region.number] = region
         return region.result(_CALL(list(tensors), region.number))
-
-    def inlined(self, graph: fx.GraphModule) -> Callable[..., Any]:
-        """Return what runs a graph, and of regions that it seldom calls the operations themselves.
-
-        Args:
-            graph: The step as it was traced.
-
-        Returns:
-            A function of the graph's inputs.
-        """
-        calls = [node for node in graph.graph.nodes if node.target is _CALL]
-        often = Counter(node.args[1] for node in calls)
-        self._apart = {number for number, calls_of in often.items() if calls_of >= FEWEST}
-        for number in often:
-            node = next(node for node in calls if node.args[1] == number)
-            self._given[number] = [argument.meta["val"] for argument in node.args[0]]
-            self._graphs[number] = _torch.traced(_known[number].run, self._given[number])
-        return _Inlined(graph, {number: self._graphs[number] for number in often.keys() - self._apart}).run
 
     def placed(self, graph: fx.GraphModule, final: Callable[..., fx.GraphModule]) -> None:
         """Put the graphs of regions in the places where they are called.
 
         Args:
-            graph: The step, as `inlined` was traced; changed in place.
+            graph: The step; changed in place.
             final: From a traced graph and tensors of the shapes it is for to the graph as it is compiled.
         """
-        # By place, not by number: a step has the same names in every process.
-        names = {number: f"region_{place}" for place, number in enumerate(sorted(self._apart))}
-        for number, name in names.items():
-            graph.add_submodule(name, final(self._graphs[number], self._given[number]))
+        names: dict[int, str] = {}
         for node in [node for node in graph.graph.nodes if node.target is _CALL]:
+            given, number = node.args
+            if number not in names:
+                # By place, not by number: a step has the same names in every process.
+                names[number] = f"region_{len(names)}"
+                inputs = [argument.meta["val"] for argument in given]
+                graph.add_submodule(names[number], final(_torch.traced(_known[number].run, inputs), inputs))
             with graph.graph.inserting_before(node):
-                name = names[node.args[1]]
-                part = graph.graph.get_attr(name)
-                call = graph.graph.call_function(_torch.region_call(), (part, name, *node.args[0]))
+                part = graph.graph.get_attr(names[number])
+                call = graph.graph.call_function(_torch.region_call(), (part, names[number], *given))
             call.meta = dict(node.meta)
             node.replace_all_uses_with(call)
             graph.graph.erase_node(node)
-
-
-class _Inlined(fx.Interpreter):
-    """Runs a graph, with the operations of some regions in the place of their calls."""
-
-    def __init__(self, graph: fx.GraphModule, inlined: Mapping[int, fx.GraphModule]) -> None:
-        super().__init__(graph)
-        self._own = inlined
-
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if target is _CALL and args[1] in self._own:
-            return self._own[args[1]](*args[0])
-        return super().call_function(target, args, kwargs)

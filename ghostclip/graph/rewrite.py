@@ -6,11 +6,12 @@ Shape letters: B samples, G clip groups.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
@@ -19,14 +20,18 @@ from ghostclip import _torch
 from ghostclip.clipping.norms import GroupNorms, cross_terms
 from ghostclip.clipping.policies import ClipPolicy, Layout, finite_samples
 from ghostclip.factors import Factor, Outer, Permuted, SquaredNorm
-from ghostclip.graph.axes import SIZES_ALONE, Axes, first_of, shape_of
+from ghostclip.graph.axes import SIZES_ALONE, Axes, first_of
 from ghostclip.graph.forms import Joint, Kept, have_freed_kept, kept, most_held, side_by_side
 from ghostclip.graph.refusal import NoGraphError
 from ghostclip.graph.regions import Regions
+from ghostclip.graph.simplify import simplified
 from ghostclip.graph.sums import Reduction, Sum, Value, linear
 from ghostclip.graph.trace import Inputs, Traced, first_line, operation
 from ghostclip.kernels import reads, switch
 from ghostclip.kernels.precision import full_precision
+
+FEWEST: Final = 4
+"""Gradients of one form from which their norms are compiled once: of fewer they are compiled with what is beside."""
 
 
 @dataclass(frozen=True)
@@ -201,21 +206,48 @@ def private_step(
 def _norms(factors: Joint, layout: Layout, regions: Regions | None) -> GroupNorms:
     """Return the norms of samples from the factors of all parameters."""
     total = GroupNorms(layout.group_of)
+    forms = Counter(_form_of(factor) for found in factors.values() for factor in found)
     for (name, *_), found in factors.items():
         for factor in found:
-            core = factor.inner if isinstance(factor, Permuted) else factor
-            if regions is None or type(core) is not Outer or core.sizes[0] <= 1:
+            form = _form_of(factor)
+            if regions is None or form is None or forms[form] < FEWEST:
                 total.add_norm_of(name, factor)
-                continue
-            form = core.shape, core.slots
-            total.add(name, regions.call(form, partial(_squared_norm, *form), core.a_NTI, core.g_NTO))
+            else:
+                total.add(name, regions.call(form, partial(_squared_norm, form.slots), *_sides(factor)))
         crossed = cross_terms(found)
         if crossed is not None:
             total.add(name, crossed)
     return total
 
 
-def _squared_norm(shape: Sequence[int], slots: int, a_NTI: Tensor, g_NTO: Tensor) -> SquaredNorm:
+class _Form(NamedTuple):
+    """What is equal for gradients whose norms are formed by the same operations.
+
+    Attributes:
+        sides: Of inputs and output gradients shape, strides, dtype and device.
+        slots: As `Outer` has them.
+    """
+
+    sides: tuple[Hashable, ...]
+    slots: int
+
+
+def _form_of(factor: Factor) -> _Form | None:
+    """Return the form of a sum of outer products; None for other gradients, whose norms are few operations."""
+    core = factor.inner if isinstance(factor, Permuted) else factor
+    if type(core) is not Outer or core.sizes[0] <= 1:
+        return None
+    return _Form(tuple((x.shape, x.stride(), x.dtype, x.device) for x in _sides(core)), core.slots)
+
+
+def _sides(factor: Factor) -> tuple[Tensor, Tensor]:
+    core = factor.inner if isinstance(factor, Permuted) else factor
+    assert isinstance(core, Outer)
+    return core.a_NTI, core.g_NTO
+
+
+def _squared_norm(slots: int, a_NTI: Tensor, g_NTO: Tensor) -> SquaredNorm:
+    shape = (slots, g_NTO.shape[2], a_NTI.shape[2])
     return Outer(a_NTI, g_NTO, shape=shape, slots=slots).sqnorm()
 
 
@@ -239,7 +271,7 @@ def rewritten(
         with torch.no_grad(), full_precision(), reads.none(), switch.using("off"), _torch.overrides_off():
             # Operations made of others are taken apart first: some change in place what has no other form.
             first = _torch.traced(step, inputs)
-            graph = _functional(first if regions is None else regions.inlined(first), inputs)
+            graph = _functional(first, inputs)
             if regions is not None:
                 regions.placed(graph, _functional)
     except NoGraphError:
@@ -253,97 +285,4 @@ def rewritten(
 
 
 def _functional(step: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
-    """Return the graph of operations, as it is compiled."""
-    graph = _torch.traced(_torch.functional(step), inputs)
-    for node in list(graph.graph.nodes):
-        if operation(node) == "addmm":
-            _bias_apart(graph.graph, node)
-    _without_steps_between(graph.graph)
-    for node in list(graph.graph.nodes):
-        # What a view was of may lie otherwise once it is computed.
-        if node.target is torch.ops.aten.view.default:
-            node.target = torch.ops.aten.reshape.default
-        elif operation(node) == "sum":
-            _widened(graph.graph, node)
-    graph.recompile()
-    return graph
-
-
-_SAME: Final = frozenset({"detach", "alias"})
-_RESHAPES: Final = frozenset({"view", "unsafe_view", "reshape", "squeeze", "unsqueeze"})
-_TURNS: Final = frozenset({"t", "transpose", "permute"})
-
-
-def _without_steps_between(graph: fx.Graph) -> None:
-    """Have every view start from what was computed: a compiler follows each step of a chain several times."""
-    for node in list(graph.nodes):
-        name = operation(node)
-        if name in _SAME:
-            _replaced(node, first_of(node))
-        elif name in _RESHAPES:
-            source, shape = first_of(node), shape_of(node)
-            if operation(source) in _RESHAPES:
-                source = first_of(source)
-                node.target, node.args, node.kwargs = torch.ops.aten.reshape.default, (source, list(shape)), {}
-            if shape == shape_of(source):
-                _replaced(node, source)
-        elif name in _TURNS:
-            axes, source = _axes_of(node), first_of(node)
-            if operation(source) in _TURNS:
-                axes, source = [_axes_of(source)[axis] for axis in axes], first_of(source)
-            node.target, node.args, node.kwargs = torch.ops.aten.permute.default, (source, axes), {}
-            if axes == sorted(axes):
-                _replaced(node, source)
-    graph.eliminate_dead_code()
-
-
-def _axes_of(node: fx.Node) -> list[int]:
-    """Return from which axes those of a transposed tensor come."""
-    axes, name = list(range(len(shape_of(node)))), operation(node)
-    if name == "permute":
-        return [axis % len(axes) for axis in cast("Sequence[int]", node.args[1])]
-    if len(axes) > 1:
-        one, two = cast("tuple[int, int]", node.args[1:] or (0, 1))
-        axes[one], axes[two] = axes[two], axes[one]
-    return axes
-
-
-def _replaced(node: fx.Node, source: fx.Node) -> None:
-    """Have all but the outputs take another node: an input that is returned is returned as a tensor of its own."""
-    node.replace_all_uses_with(source, delete_user_cb=lambda user: user.op != "output")
-
-
-def _bias_apart(graph: fx.Graph, node: fx.Node) -> None:
-    """Have a bias added where a product is read: by itself, a product on a CPU would be written once more for it."""
-    bias, *factors = cast("tuple[fx.Node, ...]", node.args)
-    shape, value = shape_of(node), node.meta["val"]
-    # Of 16 bits the product would be rounded before the bias is added.
-    if node.kwargs or value.device.type != "cpu" or value.element_size() < 4 or shape_of(bias) != shape[1:]:
-        return
-    with graph.inserting_before(node):
-        product = graph.call_function(torch.ops.aten.mm.default, tuple(factors))
-        # Inductor puts a sum that stands right behind its product back to where it was.
-        apart = graph.call_function(torch.ops.aten.reshape.default, (product, [1, *shape]))
-        added = graph.call_function(torch.ops.aten.add.Tensor, (apart, bias))
-    node.target, node.args = torch.ops.aten.reshape.default, (added, list(shape))
-    product.meta = dict(node.meta)
-    apart.meta = added.meta = {**node.meta, "val": value.unsqueeze(0)}
-
-
-_SHORT: Final = 256
-"""Numbers that are added up in float32, at most: Inductor adds up thousands in a row in each lane of a processor, and a
-sum of equal numbers comes out a thousand roundings too small, which error bounds do not know of."""
-
-
-def _widened(graph: fx.Graph, node: fx.Node) -> None:
-    """Have a long sum on a CPU run in float64."""
-    values = first_of(node).meta["val"], node.meta["val"]
-    if any(value.dtype != torch.float32 or value.device.type != "cpu" for value in values):
-        return
-    if values[0].numel() <= _SHORT * max(1, values[1].numel()):
-        return
-    with graph.inserting_after(node):
-        narrow = graph.call_function(torch.ops.aten.to.dtype, (node, torch.float32))
-    node.replace_all_uses_with(narrow, delete_user_cb=lambda user: user is not narrow)
-    narrow.meta, node.meta = dict(node.meta), {**node.meta, "val": values[1].double()}
-    node.kwargs = {**node.kwargs, "dtype": torch.float64}
+    return simplified(_torch.traced(_torch.functional(step), inputs))

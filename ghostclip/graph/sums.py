@@ -89,9 +89,11 @@ class Value:
         axis, outer, inner = self.layout
         outer = max(1, outer)
         shape = self.tensor.shape
-        if outer == 1:
-            # Cheap to follow: where samples lie first, this is one view.
-            return self.tensor.movedim(axis, 0).unflatten(0, (batch_size, inner)).movedim(1, axis + 1)
+        if 1 in (outer, inner):
+            # Few views, which cancel those of transposed factors.
+            rows = (batch_size, inner) if outer == 1 else (outer, batch_size)
+            apart = self.tensor.movedim(axis, 0).unflatten(0, rows)
+            return (apart if outer == 1 else apart.movedim(1, 0)).movedim(1, axis + 1)
         split = self.tensor.reshape(*shape[:axis], outer, batch_size, inner, *shape[axis + 1 :])
         return split.movedim(axis + 1, 0).flatten(axis + 1, axis + 2)
 

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 import ghostclip
 from ghostclip import _torch
-from ghostclip.graph import regions
+from ghostclip.graph import rewrite
 from ghostclip.graph.options import GraphOptions
 from tests.graph.steps import eager_sums, sums
 
@@ -60,14 +60,14 @@ def uncompiled(monkeypatch):
     monkeypatch.setattr(GraphOptions, "keeps", lambda self: False)
 
 
-@pytest.mark.parametrize("layers", [regions.FEWEST - 1, regions.FEWEST, 9])
+@pytest.mark.parametrize("layers", [rewrite.FEWEST - 1, rewrite.FEWEST, 9])
 def test_layers_of_one_form_share_one_graph_where_there_are_many(layers, uncompiled):
     step, batch = _step(layers), _batch(5, torch.float64)
     for _ in range(2):
         found = _sums(step, *batch)
     (compiled,) = step.graphs
     calls = _calls(compiled.graph)
-    assert len(calls) == (layers if layers >= regions.FEWEST else 0)
+    assert len(calls) == (layers if layers >= rewrite.FEWEST else 0)
     assert len({node.args[0].target for node in calls}) == min(1, len(calls))
     assert compiled.runs == 2
     assert not step.reasons
@@ -87,7 +87,7 @@ def test_one_layer_more_adds_few_operations(uncompiled):
 
 
 def test_no_long_sum_within_a_region_is_in_single_precision(uncompiled):
-    step = _step(regions.FEWEST, torch.float32)
+    step = _step(rewrite.FEWEST, torch.float32)
     step(*_batch(5, torch.float32))
     graph = step.graphs[0].graph
     parts = {node.args[0].target for node in _calls(graph)}
@@ -119,7 +119,7 @@ def test_a_step_that_is_not_compiled_with_regions_is_compiled_without(monkeypatc
         return graph
 
     monkeypatch.setattr(GraphOptions, "compiled", refuses)
-    step = _step(regions.FEWEST, cache=False)
+    step = _step(rewrite.FEWEST, cache=False)
     step(*_batch(5, torch.float64))
     assert step.graphs[0].verified
     assert not _calls(step.graphs[0].graph)
@@ -131,7 +131,7 @@ def test_compiled_regions_are_exact_and_found_on_disk(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     batch = _batch(5, torch.float32)
     for found_on_disk in (False, True):
-        step = _step(regions.FEWEST, torch.float32)
+        step = _step(rewrite.FEWEST, torch.float32)
         for _ in range(2):
             found = _sums(step, *batch)
         assert step.graphs[0].runs == 2
