@@ -8,6 +8,9 @@ memory that an ordinary step takes.
 
 from __future__ import annotations
 
+import ctypes
+import os
+import platform
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from typing import Final
@@ -29,9 +32,13 @@ SMALL: Final = 4096
 """Entries of a parameter, such as a bias, up to which its gradients are put side by side with those of others: one norm
 and one sum for all of them. To start an operation takes longer than it does, and each is one more to compile."""
 
-_LARGE_BLOCK: Final = (1 << 25) - (1 << 16)
-"""Bytes of the largest block, about, after which glibc takes blocks of its size for usual: it then gives memory back to
-the system where more than twice as much is free."""
+# Parameters of glibc's mallopt, and the bytes of the largest block that it takes from the heap.
+_TRIM_THRESHOLD: Final = -1
+_MMAP_THRESHOLD: Final = -3
+_LARGEST: Final = 1 << 25
+
+# What was asked for so far, the most last.
+_kept_free: Final = [0]
 
 Kept = dict[str, list[Factor]]
 Joint = dict[tuple[str, ...], list[Factor]]
@@ -120,10 +127,16 @@ def have_freed_kept(most: int) -> None:
     """Have the allocator of a CPU keep memory that a step frees for the next one, which clears every page otherwise.
 
     Args:
-        most: Bytes that a step takes; nothing is done for more than would be kept.
+        most: Bytes that an ordinary step takes: twice as much may be free and is not given back to the system, 64 MiB
+            at least. Nothing is done where the environment says how much, nor without glibc.
     """
-    if most <= 2 * _LARGE_BLOCK:
-        torch.empty(_LARGE_BLOCK, dtype=torch.uint8, device="cpu")
+    said = any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"))
+    if said or platform.libc_ver()[0] != "glibc" or most <= _kept_free[-1]:
+        return
+    _kept_free.append(most)
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_MMAP_THRESHOLD, _LARGEST)
+    libc.mallopt(_TRIM_THRESHOLD, min(2 * max(most, _LARGEST), (1 << 31) - 1))
 
 
 def most_held(graph: fx.GraphModule) -> int:
