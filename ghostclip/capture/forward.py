@@ -3,22 +3,23 @@
 Shape letter: B samples.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
 from ghostclip.capture import gradient_hooks
-from ghostclip.capture.call_sites import MAX_WAYS, CallSites
+from ghostclip.capture.call_sites import MAX_WAYS, CallSites, Visits
 from ghostclip.capture.casts import Casts
 from ghostclip.capture.growth import Grown
 from ghostclip.capture.row_tracker import RowTracker
 
 
-def _counts() -> defaultdict[Any, int]:
+def _counts() -> defaultdict[int, int]:
     return defaultdict(int)
 
 
@@ -37,6 +38,7 @@ class Surroundings:
         deliver: Takes a use and the gradient of its output when it arrives.
         describe: Names the module that owns a parameter, as ``path (Type)``.
         buffers: Yields the model's buffers, which outlive a forward.
+        all_train: Tells whether all parameters that forwards have met are trained at the moment.
     """
 
     anchor: Tensor
@@ -45,6 +47,7 @@ class Surroundings:
     deliver: Callable[[Any, Tensor], None]
     describe: Callable[[str], str]
     buffers: Callable[[], Iterable[Tensor]]
+    all_train: Callable[[], bool] = lambda: False
 
 
 @dataclass(eq=False)
@@ -56,7 +59,7 @@ class ForwardContext:
         batch_size: B.
         batch_axis: The axis of samples where the running operation's arguments are, as far as it is declared.
         is_dummy: The batch was empty and one dummy sample stands in for it.
-        use_counts: How often each parameter was consumed, by name.
+        uses: The parameters of every use, each as often as it is consumed there.
         checkpointed: Activation checkpointing was active somewhere in it.
         ran_without_grad: Parameters were used with gradients switched off.
         consumed: A backward has gone through it.
@@ -68,7 +71,7 @@ class ForwardContext:
         reordered: Data was put into another order before a parameter met it.
         gathered: Rows that reached a parameter had been gathered on the way.
         stays_small: The model does not run with one sample more.
-        visits: How often each operation was called, and how often it was a use: see `call_sites.visits_of`.
+        visits: How often each operation was called and was a use: see `call_sites.counted_as`.
         guessed: Some operation was taken as sizes suggest, since no shapes have shown where its samples lie.
         grown: The same forward with one sample more, where it ran.
         sizes: Parameters and leading sizes of every use of a rule, in order.
@@ -93,7 +96,7 @@ class ForwardContext:
     batch_size: int
     batch_axis: int
     is_dummy: bool = False
-    use_counts: defaultdict[str, int] = field(default_factory=_counts)
+    uses: list[tuple[str, ...]] = field(default_factory=list)
     checkpointed: bool = False
     ran_without_grad: bool = False
     consumed: bool = False
@@ -105,7 +108,7 @@ class ForwardContext:
     reordered: bool = False
     gathered: bool = False
     stays_small: bool = False
-    visits: defaultdict[str, int] = field(default_factory=_counts)
+    visits: dict[str, Visits] = field(default_factory=dict)
     guessed: bool = False
     grown: Grown | None = None
     sizes: list[tuple[tuple[str, ...], tuple[int, ...]]] = field(default_factory=list)
@@ -124,6 +127,34 @@ class ForwardContext:
     looked_up: defaultdict[str, list[Tensor]] = field(default_factory=_lists)
     ends_on_mesh: bool = False
     _recomputing: bool = False
+    _use_counts: tuple[int, Counter[str], frozenset[str]] = (0, Counter(), frozenset())
+
+    @property
+    def use_counts(self) -> Counter[str]:
+        """How often each parameter was consumed, by name."""
+        return self._counted()[1]
+
+    def uses_once(self, names: Iterable[str]) -> bool:
+        """Return whether each of some parameters was consumed once, and none is in a part that runs again.
+
+        Args:
+            names: The parameters.
+
+        Returns:
+            False also where a part that runs again may bring another use.
+        """
+        if self.checkpointed or self.ran_without_grad:
+            return False
+        counted = self._use_counts if self._use_counts[0] == len(self.uses) else self._counted()
+        return counted[2].isdisjoint(names)
+
+    def _counted(self) -> tuple[int, Counter[str], frozenset[str]]:
+        """Return how many uses were counted, and what was found; what a forward does is counted when asked for."""
+        if self._use_counts[0] != len(self.uses):
+            counts = Counter(chain.from_iterable(self.uses))
+            again = frozenset([name for name, count in counts.items() if count > 1])
+            self._use_counts = len(self.uses), counts, again
+        return self._use_counts
 
     @property
     def runs_again(self) -> bool:

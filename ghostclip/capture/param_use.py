@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ghostclip import _torch
 from ghostclip.capture.batch_axis import RowMap
-from ghostclip.capture.call_sites import CallSite, Form, Way, key_of, visits_of
+from ghostclip.capture.call_sites import NEVER, CallSite, Form, Way, counted_as, key_of
 from ghostclip.capture.derive import pull_back
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.inputs import in_backward, under_checkpoint
@@ -141,7 +141,11 @@ class ParamUse:
     @property
     def gathers_nothing(self) -> bool:
         """Whether its rows were gathered in no reading that the sizes allow."""
-        return all(row_map.samples is None for row_map in self.maps)
+        # Every layer asks it of the one before: a generator takes longer than all else.
+        for row_map in self.maps:  # noqa: SIM110
+            if row_map.samples is not None:
+                return False
+        return True
 
     def gathered_samples(self, rows: int) -> Tensor | None:
         """Return the sample of each of ``rows`` rows when they were routed here, for operations further on."""
@@ -262,9 +266,10 @@ def site_of(
     """
     tracked = list(tracked)
     key = key_of(tracked, name)
-    _, uses = visits_of(key)
-    forward.visits[uses] += 1
-    return forward.around.sites.at((key, forward.visits[uses]), tracked, form, gathered)
+    own = counted_as(key)
+    calls, uses = forward.visits.get(own, NEVER)
+    forward.visits[own] = calls, uses + 1
+    return forward.around.sites.at((key, uses + 1), tracked, form, gathered)
 
 
 def register(use: ParamUse, node: Any, behind: Any) -> None:
@@ -298,9 +303,7 @@ def count(use: ParamUse, node: Any, behind: Any) -> None:
         behind: As for `register`.
     """
     forward, site = use.forward, use.site
-    counts = forward.use_counts
-    for name in site.consumed:
-        counts[name] += 1
+    forward.uses.append(site.consumed)
     if use.batch_dim_sizes:
         forward.sizes.append((site.names, use.batch_dim_sizes))
     else:
@@ -314,5 +317,9 @@ def count(use: ParamUse, node: Any, behind: Any) -> None:
         steps = 0 if latest is None or behind is None else _torch.order_of(behind) - latest
         way: Way = steps, type(behind), rows.calls_since() if rows.odd else 0
         forward.latest = _torch.order_of(node)
-        if way not in site.ways:
+        if way == site.way:
+            return
+        if way in site.ways:
+            site.way = way
+        else:
             forward.meet(site.ways, way)
