@@ -6,7 +6,7 @@ they are the same objects as before costs a third of looking them up.
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from operator import attrgetter, is_, methodcaller
+from operator import attrgetter, is_
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -99,14 +99,13 @@ def _is_training(module: nn.Module) -> bool:
     return module.training
 
 
-# What tells where the elements of a plain tensor lie; no function of ours stands in between, as all parameters are
-# asked in every forward.
-_ADDRESS: Final[Callable[[Tensor], int]] = methodcaller("data_ptr")
-_FORMS: Final[Sequence[Callable[[Tensor], Any]]] = (attrgetter("dtype"), attrgetter("shape"), methodcaller("stride"))
+# What tells, with an address, where the elements of a plain tensor lie; no function of ours stands in between, as all
+# parameters are asked in every forward.
+_FORMS: Final[Sequence[Callable[[Tensor], Any]]] = (attrgetter("dtype"), attrgetter("shape"), Tensor.stride)
 
 
 def _addresses_of(tensors: Sequence[Tensor]) -> list[int]:
-    return list(map(_ADDRESS, tensors))
+    return list(map(Tensor.data_ptr, tensors))
 
 
 def _places_of(tensors: Sequence[Tensor]) -> list[list[Any]]:
