@@ -633,7 +633,8 @@ def take_hooks(watched: Iterable[tuple[nn.Module, int, int]], outermost: nn.Modu
     """
     taken: list[_Taken] = []
     for module, before, after in watched:
-        pre, post = module._forward_pre_hooks, module._forward_hooks
+        pre: Any = module._forward_pre_hooks
+        post = module._forward_hooks
         first = None if module is outermost else pre.pop(before, None)
         if first is None:
             continue

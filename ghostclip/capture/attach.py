@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ghostclip import _torch
 from ghostclip.capture.casts import may_cast
+from ghostclip.capture.forward import Counted
 from ghostclip.capture.inputs import under_checkpoint
 from ghostclip.capture.nodes import Kept, enter_graph, keep, own
 from ghostclip.capture.param_use import ParamUse, count, register
@@ -38,7 +39,9 @@ def carry_out(
     return attached(use, output, rows=rows, hook=delivery(use, order) if order else use.arrive)
 
 
-def attached_again(use: ParamUse, output: Tensor, *, order: tuple[int, ...], anchored: bool) -> Tensor:
+def attached_again(
+    use: ParamUse, output: Tensor, *, order: tuple[int, ...], anchored: bool, counted: Counted | None
+) -> Tensor:
     """Attach a use to its output where the operation was decided on in an earlier forward, at a site that is proven.
 
     Args:
@@ -46,6 +49,7 @@ def attached_again(use: ParamUse, output: Tensor, *, order: tuple[int, ...], anc
         output: What it computed.
         order: As for `carry_out`.
         anchored: Whether the graph of its data leads to the anchor.
+        counted: As for `count`.
 
     Returns:
         As for `attached`.
@@ -56,7 +60,7 @@ def attached_again(use: ParamUse, output: Tensor, *, order: tuple[int, ...], anc
     elif not anchored or _torch.is_view(output):
         output = own(output, forward.around.anchor, anchored=anchored)
     node = _torch.hear_gradient(output, delivery(use, order) if order else use.arrive)
-    count(use, node, use.behind)
+    count(use, node, use.behind, counted)
     if type(use.node) is not Kept and under_checkpoint():
         forward.note_checkpointing(again=False)
     note(node, METADATA_KEY, use)

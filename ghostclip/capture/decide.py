@@ -23,7 +23,7 @@ from ghostclip.capture.batch_axis import RowMap
 from ghostclip.capture.call_sites import FIRST, MAX_ATTEMPTS, CallSite, Form, Visits, counted_as, key_of
 from ghostclip.capture.decompose import decompose
 from ghostclip.capture.derive import reorders_copies
-from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.forward import Counted, ForwardContext
 from ghostclip.capture.growth import CONSTANT, UNKNOWN, compared
 from ghostclip.capture.inputs import in_backward
 from ghostclip.capture.layouts import ArgumentLayout, is_data, own_axis
@@ -273,11 +273,13 @@ class _Call:
         site: Its call site.
         known: The axis of its data that holds samples.
         reading: How its data was read in the forward before.
+        counted: How it was counted then.
     """
 
     site: CallSite
     known: int
     reading: _Reading | None = None
+    counted: Counted | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -288,7 +290,7 @@ class _Kept:
         name: The operation's name.
         rule: The rule that made it.
         visits: Under what a forward counts it, see `counted_as`.
-        objects: The arguments that it was decided on, keyword ones last, without the data.
+        objects: The arguments that it was decided on, keyword ones last, with `_DATA` in the place of the data.
         positional: How many of them are positional.
         names: The keywords of the others, in order.
         place: The number of the data among them.
@@ -340,11 +342,11 @@ class _Kept:
             if tuple(kwargs) != self.names:
                 return None
             items = (*args, *kwargs.values())
-        rows = items[self.place]
         for item, own in zip(items, objects, strict=False):
             # What never changes is the same object nearly always.
-            if item is not own and item is not rows and not _is_equal(item, own):
+            if item is not own and own is not _DATA and not _is_equal(item, own):
                 return None
+        rows = items[self.place]
         dims, dtype, in_graph, layout = self.form
         fits = (
             type(rows) is Tensor
@@ -371,7 +373,7 @@ class _Kept:
         call = self.first if before is None else self.calls.get(visits)
         if call is None or call.site.attempts < MAX_ATTEMPTS or not is_rule_for(self.name, self.rule):
             return None
-        shape, behind, known, form = rows.shape, rows.grad_fn, call.known, None
+        shape, behind, known, form, counted = rows.shape, rows.grad_fn, call.known, None, None
         wanted = self.form.requires_grad
         if wanted and known >= 0:
             in_order, anchored = straight_behind(behind, shape[0] if shape else None)
@@ -380,7 +382,8 @@ class _Kept:
             reading, samples = call.reading, (forward.batch_size, forward.batch_axis)
             if reading is None or reading.shape != shape or reading.samples != samples:
                 reading = call.reading = _reading(shape, samples, known, self.dims)
-            sizes, maps, form = reading.sizes, reading.maps, reading.kept
+                call.counted = call.site, reading.sizes
+            sizes, maps, form, counted = reading.sizes, reading.maps, reading.kept, call.counted
         else:
             sizes = tuple(shape[: self.dims])
             maps, anchored = _maps_as_ever(rows, sizes, known, forward), not wanted
@@ -391,8 +394,9 @@ class _Kept:
         use = ParamUse(
             call.site, forward, self.targets, self.factors, self.dims, maps, None, behind, sizes, wanted, self.alike
         )
+        anchored = anchored or leads_to(rows, forward.around.anchor)
         output = self._output(func, rows, use, form)
-        return attached_again(use, output, order=self.order, anchored=anchored or leads_to(rows, forward.around.anchor))
+        return attached_again(use, output, order=self.order, anchored=anchored, counted=counted)
 
     def _output(self, func: Callable[..., Any], rows: Tensor, use: ParamUse, form: KeptForm | None) -> Tensor:
         """Run the operation, with what its backward will want back kept for a use."""
@@ -494,7 +498,7 @@ def _kept(operation: Operation, plan: ByRule, rule: Rule, forms: Sequence[Any]) 
         name=plan.name,
         rule=rule,
         visits=counted_as(key_of(operation.tracked, operation.name)),
-        objects=tuple(None if number == place else form for number, form in enumerate(forms)),
+        objects=tuple(_DATA if number == place else form for number, form in enumerate(forms)),
         positional=len(args),
         names=tuple(kwargs),
         place=place,
@@ -515,6 +519,7 @@ def _kept(operation: Operation, plan: ByRule, rule: Rule, forms: Sequence[Any]) 
 
 
 _data_forms: dict[_DataForm, _DataForm] = {}
+_DATA: Final = object()
 
 
 def _shielded(func: Callable[..., Any], values: Sequence[Any], keywords: Mapping[str, Any]) -> Any:

@@ -14,7 +14,7 @@ from ghostclip import _torch
 from ghostclip.capture.batch_axis import RowMap
 from ghostclip.capture.call_sites import NEVER, CallSite, Form, Way, counted_as, key_of
 from ghostclip.capture.derive import pull_back
-from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.forward import Counted, ForwardContext
 from ghostclip.capture.inputs import in_backward, under_checkpoint
 from ghostclip.capture.nodes import Kept
 from ghostclip.capture.statistics import Circumstances, statistics_of
@@ -294,24 +294,23 @@ def register(use: ParamUse, node: Any, behind: Any) -> None:
         forward.unproven = True
 
 
-def count(use: ParamUse, node: Any, behind: Any) -> None:
+def count(use: ParamUse, node: Any, behind: Any, counted: Counted | None = None) -> None:
     """Note in its forward how often parameters are used, what a use will take, and how the forward came to it.
 
     Args:
         use: The use.
         node: As for `register`.
         behind: As for `register`.
+        counted: The use as it is counted, where that was made for another forward.
     """
     forward, site = use.forward, use.site
-    forward.uses.append(site.consumed)
-    if use.batch_dim_sizes:
-        forward.sizes.append((site.names, use.batch_dim_sizes))
-    else:
+    forward.uses.append((site, use.batch_dim_sizes) if counted is None else counted)
+    if not use.batch_dim_sizes:
         entries = sum(tracked.origin.value.numel() for tracked in use.targets.values())
         forward.unplanned += forward.batch_size * entries
     kept = use.node
     if type(kept) is Kept and kept.address:
-        forward.readers[kept.address] += 1
+        forward.addresses.append(kept.address)
     if node is not None and forward.batch_size > 1:
         rows, latest = forward.around.rows, forward.latest
         steps = 0 if latest is None or behind is None else _torch.order_of(behind) - latest

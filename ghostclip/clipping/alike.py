@@ -221,19 +221,15 @@ class Alike:
         """
         if use.alike is None:
             return False
-        elements, node, data = grad.numel() + use.alike.elements, use.node, None
+        elements, node, data, address = grad.numel() + use.alike.elements, use.node, None, 0
         if node is not None:
             if type(node) is not Kept:
                 return False
-            data = node.form.shape
+            data, address = node.form.shape, node.address
             elements += node.form.elements
         most = _SMALL if grad.is_cpu else _SMALL_ON_A_GPU
-        forward = use.forward
-        # Nothing else is told of its parameters in this backward.
-        if elements > most or not forward.uses_once(use.site.consumed):
-            return False
         # Layers that read one input share its Gram, see `ghostclip.clipping.together`.
-        if node is not None and node.address and forward.readers.get(node.address, 0) > 1:
+        if elements > most or not use.forward.stands_alone(use.site.consumed, address):
             return False
         row_map = use.row_map
         if row_map.axis or row_map.kind not in _IN_FRONT:

@@ -147,7 +147,7 @@ class Planner:
         if forward.runs_again:
             self.latest = frozenset()
             return self.latest
-        asked = (when, forward.batch_size, forward.sizes, forward.unplanned, self.budget)
+        asked = (when, forward.batch_size, forward.uses, forward.unplanned, self.budget)
         if asked == self._asked[0]:
             # Step after step, and compared more quickly than hashed.
             self.latest = self._asked[1]
@@ -160,7 +160,7 @@ class Planner:
                 self._plans.popitem(last=False)
         self._plans.move_to_end(key)
         self.latest = self._plans[key]
-        self._asked = (when, forward.batch_size, [*forward.sizes], forward.unplanned, self.budget), self.latest
+        self._asked = (when, forward.batch_size, [*forward.uses], forward.unplanned, self.budget), self.latest
         return self.latest
 
     def _decide(self, footprint: Footprint, forward: ForwardContext) -> frozenset[str]:

@@ -232,3 +232,18 @@ def test_addmm_is_decided_once(strategy, frozen):
         assert torch.allclose(clipper.per_sample_norms, norms_B, rtol=1e-9)
     kept = [kept for found in clipper._capture._decisions._kept.values() for kept in found]
     assert {one.name for one in kept} == (set() if frozen else {"addmm"})
+
+
+def test_data_stands_in_one_place():
+    """The same tensor in the place of another argument as well is another form."""
+    model = _Addmm()
+    clipper = GhostClipper(model, max_grad_norm=1.0)
+    clipper.backward(model(torch.randn(3, 2, 4)).square().sum(1))
+    ((kept,),) = clipper._capture._decisions._kept.values()
+    bias, _, weight = kept.objects
+    x = torch.randn(4, 4)
+    assert kept.data_of((bias, x, weight), {}) is x
+    for args in ((bias, x, x), (x, x, weight), (bias, weight, x), (bias, x), (bias, x.double(), weight)):
+        assert kept.data_of(args, {}) is None
+    assert kept.data_of((bias, x, weight), {"beta": 1}) is None
+    assert kept.data_of((bias, x), {"mat2": weight}) is None
