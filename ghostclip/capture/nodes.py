@@ -182,13 +182,16 @@ _CHANGED: Final = (
 
 
 def first_saved(kept: Sequence[Kept]) -> list[Tensor]:
-    """Return the first tensor of each; a RuntimeError where one was changed in place since, see `Kept.saved_tensors`.
+    """Return the one tensor of each, as `Kept.saved_tensors` does, all compared at once.
 
     Args:
         kept: What uses hold of one tensor each.
 
     Returns:
         As many tensors.
+
+    Raises:
+        RuntimeError: One was changed in place since.
     """
     tensors = [one._tensors[0] for one in kept]
     if _torch.versions(tensors) != [one._versions[0] for one in kept]:
