@@ -187,6 +187,11 @@ def saved(node: Any, name: str) -> Any:
     return getattr(node, f"_saved_{name}")
 
 
+# What `saved` returns of the sizes before a view, without making the name: ``_saved_self_sym_sizes``. Asked of most
+# layers in every forward.
+sizes_before_view: Final[Callable[[Any], Sequence[int]]] = operator.attrgetter("_saved_self_sym_sizes")
+
+
 def saved_or(node: Any, name: str, otherwise: Any) -> Any:
     """Return what `saved` does, or something else where the node keeps nothing of that name: ``_saved_*``.
 
@@ -628,9 +633,17 @@ def take_hooks(watched: Iterable[tuple[nn.Module, int, int]], outermost: nn.Modu
     """
     taken: list[_Taken] = []
     for module, before, after in watched:
-        pre, post = module._forward_pre_hooks, module._forward_hooks
-        if module is not outermost and before in pre and after in post:
-            taken.append((pre, before, pre.pop(before), post, after, post.pop(after)))
+        pre: Any = module._forward_pre_hooks
+        post = module._forward_hooks
+        first = None if module is outermost else pre.pop(before, None)
+        if first is None:
+            continue
+        last = post.pop(after, None)
+        if last is None:
+            pre[before] = first
+            pre.move_to_end(before, last=False)
+        else:
+            taken.append((pre, before, first, post, after, last))
     return taken
 
 
@@ -923,23 +936,6 @@ def memory_of(tensor: Tensor) -> tuple[Any, ...]:
     """
     storage = tensor.untyped_storage()._cdata
     return storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
-
-
-# One each of what `memory_of` tells, asked of all parameters in every forward: no function of ours stands in between.
-_PARTS_OF_MEMORY: Final[tuple[Callable[[Any], Any], ...]] = (
-    operator.methodcaller("storage_offset"),
-    operator.attrgetter("dtype"),
-    operator.attrgetter("shape"),
-    operator.methodcaller("stride"),
-)
-_storage: Final = operator.methodcaller("untyped_storage")
-_number_of_storage: Final = operator.attrgetter("_cdata")
-
-
-def memories_of(tensors: Sequence[Tensor]) -> list[list[Any]]:
-    """Return what `memory_of` tells of several tensors, in lists of one thing each: ``UntypedStorage._cdata``."""
-    numbers: list[Any] = list(map(_number_of_storage, map(_storage, tensors)))
-    return [numbers, *(list(map(part, tensors)) for part in _PARTS_OF_MEMORY)]
 
 
 def running_wrapper() -> Any:

@@ -6,10 +6,11 @@ from torch import Tensor
 
 from ghostclip import _torch
 from ghostclip.capture.casts import may_cast
+from ghostclip.capture.forward import Counted
 from ghostclip.capture.inputs import under_checkpoint
 from ghostclip.capture.nodes import Kept, enter_graph, keep, own
 from ghostclip.capture.param_use import ParamUse, count, register
-from ghostclip.capture.row_origin import METADATA_KEY, leads_to
+from ghostclip.capture.row_origin import METADATA_KEY, leads_to, note
 
 
 def carry_out(
@@ -34,56 +35,52 @@ def carry_out(
     Returns:
         The operation's output, in the graph, with the use on its node.
     """
-    output = _run(use, run, saved, product=product)
+    output = run_and_keep(use, run, saved, product=product)
     return attached(use, output, rows=rows, hook=delivery(use, order) if order else use.arrive)
 
 
-def carry_out_again(
-    use: ParamUse,
-    run: Callable[[], Tensor],
-    *,
-    saved: Sequence[Tensor],
-    order: tuple[int, ...],
-    product: bool,
-    anchored: bool,
+def attached_again(
+    use: ParamUse, output: Tensor, *, order: tuple[int, ...], anchored: bool, counted: Counted | None
 ) -> Tensor:
-    """Run an operation that was decided on in an earlier forward, at a site that is proven, and count its use.
+    """Attach a use to its output where the operation was decided on in an earlier forward, at a site that is proven.
 
     Args:
         use: The use; no backward is running.
-        run: As for `carry_out`.
-        saved: As for `carry_out`.
+        output: What it computed.
         order: As for `carry_out`.
-        product: As for `carry_out`.
         anchored: Whether the graph of its data leads to the anchor.
+        counted: As for `count`.
 
     Returns:
-        As for `carry_out`.
+        As for `attached`.
     """
     forward = use.forward
-    if product and _torch.any_autocast():
-        output = _run(use, run, saved, product=product)
-    else:
-        if use.site.operation == "embedding":
-            _look_up(use, saved)
-        use.node = keep(saved) if saved else None
-        output = run()
     if not output.requires_grad:
         output = enter_graph(output, forward.around.anchor)
     elif not anchored or _torch.is_view(output):
         output = own(output, forward.around.anchor, anchored=anchored)
     node = _torch.hear_gradient(output, delivery(use, order) if order else use.arrive)
-    count(use, node, use.behind)
+    count(use, node, use.behind, counted)
     if type(use.node) is not Kept and under_checkpoint():
         forward.note_checkpointing(again=False)
-    node.metadata[METADATA_KEY] = use
+    note(node, METADATA_KEY, use)
     return output
 
 
-def _run(use: ParamUse, run: Callable[[], Tensor], saved: Sequence[Tensor], *, product: bool) -> Tensor:
-    """Run an operation and keep what its backward will want back."""
+def run_and_keep(use: ParamUse, run: Callable[[], Tensor], saved: Sequence[Tensor], *, product: bool) -> Tensor:
+    """Run an operation and keep what its backward will want back.
+
+    Args:
+        use: The use.
+        run: As for `carry_out`.
+        saved: As for `carry_out`.
+        product: As for `carry_out`.
+
+    Returns:
+        The operation's output, as it is.
+    """
     if use.site.operation == "embedding":
-        _look_up(use, saved)
+        look_up(use, saved[0])
     if product and saved and may_cast(saved[0]):
         output, casts = run(), use.forward.casts
         use.node = keep([casts.of(tensor, output.dtype) for tensor in saved])
@@ -93,10 +90,15 @@ def _run(use: ParamUse, run: Callable[[], Tensor], saved: Sequence[Tensor], *, p
     return run()
 
 
-def _look_up(use: ParamUse, saved: Sequence[Tensor]) -> None:
-    """Note by which ids rows of a table are looked up."""
+def look_up(use: ParamUse, ids: Tensor) -> None:
+    """Note by which ids rows of a table are looked up.
+
+    Args:
+        use: The use of the table.
+        ids: They.
+    """
     for name in use.site.names:
-        use.forward.looked_up[name].append(saved[0])
+        use.forward.looked_up[name].append(ids)
 
 
 def attached(use: ParamUse, output: Tensor, *, rows: Tensor, hook: Callable[[Tensor], Tensor]) -> Tensor:
@@ -118,7 +120,7 @@ def attached(use: ParamUse, output: Tensor, *, rows: Tensor, hook: Callable[[Ten
         output = enter_graph(output, anchor)
     node = _torch.hear_gradient(output, hook)
     register(use, node, rows.grad_fn)
-    node.metadata[METADATA_KEY] = use
+    note(node, METADATA_KEY, use)
     return output
 
 

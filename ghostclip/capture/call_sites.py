@@ -17,7 +17,7 @@ Way: TypeAlias = tuple[int, type, int]
 MAX_WAYS: Final = 16
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class CallSite:
     """A place in the model's code where parameters are consumed, told apart by parameters and operation.
 
@@ -32,6 +32,7 @@ class CallSite:
         statistics: What came in for each of its arguments in the last backward.
         sizes: The sizes that this was worked out for.
         ways: The ways to it that were proved.
+        way: The one of them that a forward came last.
     """
 
     names: tuple[str, ...]
@@ -44,6 +45,7 @@ class CallSite:
     statistics: dict[str, Statistics] = field(default_factory=dict)
     sizes: tuple[Any, ...] = ()
     ways: set[Any] = field(default_factory=set)
+    way: Any = None
 
     @property
     def proven(self) -> bool:
@@ -157,13 +159,19 @@ def key_of(tracked: Iterable[TrackedTensor], name: str) -> tuple[Any, ...]:
     return tuple(t.origin.names for t in tracked), name
 
 
-def visits_of(key: tuple[Any, ...]) -> tuple[str, str]:
-    """Return under what a forward counts an operation: its calls, and its uses.
+# How often an operation was called in a forward, and how often it was a use.
+Visits: TypeAlias = tuple[int, int]
+NEVER: Final[Visits] = (0, 0)
+FIRST: Final[Visits] = (1, 1)
+
+
+def counted_as(key: tuple[Any, ...]) -> str:
+    """Return under what a forward counts an operation.
 
     Args:
         key: See `key_of`.
 
     Returns:
-        Strings: they keep their hashes, nested tuples work them out at each look-up.
+        A string: it keeps its hash, nested tuples work theirs out at each look-up.
     """
-    return f"call {key}", f"use {key}"
+    return f"{key}"

@@ -129,7 +129,13 @@ class CaptureContext:
         self._anchor = torch.zeros((), requires_grad=True)
         self._rows = RowTracker()
         self._around = Surroundings(
-            self._anchor, self.sites, self._rows, self._deliver, self.describe_module, self.model.buffers
+            self._anchor,
+            self.sites,
+            self._rows,
+            self._deliver,
+            self.describe_module,
+            self.model.buffers,
+            self.substitution.all_train,
         )
         self.forward = ForwardContext(self._around, 0, self.axis)
         self._on_backward, self._on_loss, self._prover = on_backward, on_loss, prover
@@ -504,8 +510,13 @@ class CaptureContext:
             UncoveredParameterError: Some are another model's, or a backward starts where no data came in.
         """
         if self._divided:
-            return self._intercept_divided(func, args, kwargs)
-        return self._intercept(func, args, kwargs, first)
+            with _torch.subclasses_off():
+                return self._intercept_divided(func, args, kwargs)
+        output = self._decisions.run((func, id(first)), args, kwargs, self.forward)
+        if output is not None:
+            return output
+        with _torch.subclasses_off():
+            return self._decide(func, args, kwargs, first)
 
     def _intercept_divided(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Decide on one operation on parameters of which ranks may have parts."""
@@ -527,16 +538,15 @@ class CaptureContext:
 
     def _intercept_plain(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Decide on one operation on plain tensors that stand for what ranks have parts of."""
-        return self._intercept(func, args, kwargs, tracked_leaves((args, kwargs))[0])
+        first = tracked_leaves((args, kwargs))[0]
+        output = self._decisions.run((func, id(first)), args, kwargs, self.forward)
+        return self._decide(func, args, kwargs, first) if output is None else output
 
-    def _intercept(
+    def _decide(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], first: TrackedTensor
     ) -> Any:
-        forward = self.forward
-        output = self._decisions.run((func, id(first)), args, kwargs, forward)
-        if output is not None:
-            return output
-        name = operation_name(func)
+        """Decide on an operation that is not known, or not to be run as it was before, and run it."""
+        forward, name = self.forward, operation_name(func)
         # Reentrant checkpointing runs its forward without gradients first.
         without_grad = not torch.is_grad_enabled()
         forward.ran_without_grad |= without_grad

@@ -9,8 +9,8 @@ batch axis of their own), the general way of ``general.py``.
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
@@ -18,17 +18,18 @@ from torch import Tensor
 
 from ghostclip import _torch, _tree
 from ghostclip.capture import broadcast
-from ghostclip.capture.attach import carry_out_again
+from ghostclip.capture.attach import attached_again, look_up, run_and_keep
 from ghostclip.capture.batch_axis import RowMap
-from ghostclip.capture.call_sites import MAX_ATTEMPTS, CallSite, Form, key_of, visits_of
+from ghostclip.capture.call_sites import FIRST, MAX_ATTEMPTS, CallSite, Form, Visits, counted_as, key_of
 from ghostclip.capture.decompose import decompose
 from ghostclip.capture.derive import reorders_copies
-from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.forward import Counted, ForwardContext
 from ghostclip.capture.growth import CONSTANT, UNKNOWN, compared
 from ghostclip.capture.inputs import in_backward
 from ghostclip.capture.layouts import ArgumentLayout, is_data, own_axis
+from ghostclip.capture.nodes import KeptForm, keep
 from ghostclip.capture.operation import Operation
-from ghostclip.capture.param_use import ParamUse
+from ghostclip.capture.param_use import FactorFunction, ParamUse
 from ghostclip.capture.plans import Broadcast, ByRule, Derive, General, Inside, OwnCopies, Plain, Plan, Write
 from ghostclip.capture.rewrite import rewritten
 from ghostclip.capture.row_maps import RowOrder, candidates_along, order_of_rows, row_maps, wants_gradient
@@ -239,103 +240,181 @@ class _DataForm(NamedTuple):
     layout: torch.layout
 
 
-@dataclass(eq=False)
-class _Kept:
-    """The decision for one form of an operation on its parameters.
+class _Reading(NamedTuple):
+    """How data of one shape is read, one object for all operations.
 
     Attributes:
-        plan: The plan, without tensors of data.
-        rule: The rule that made it.
-        visits: Under what a forward counts it, see `visits_of`.
-        form: The forms of its positional arguments, see `_form_of`.
-        named: Those of its keyword arguments.
-        values: Its arguments with parameters detached: positional and keyword ones.
-        rows: Where its data stands: the number of a position, the name of a keyword.
-        saves: Whether the backward wants the data back.
-        calls: Its call site, and the axis that holds samples, by the number of the call and of the site.
-        product: Whether it is a product of matrices.
-        objects: The positional arguments that it was decided on, without the data.
-        identities: Their numbers (``id``).
+        shape: The shape.
+        samples: The number of samples, and the batch axis.
+        sizes: Sizes of its leading axes.
+        maps: How its rows may map to samples.
+        kept: What `Kept` notes of it.
     """
 
-    plan: ByRule
+    shape: torch.Size
+    samples: tuple[int, int]
+    sizes: tuple[int, ...]
+    maps: list[RowMap]
+    kept: KeptForm
+
+
+@lru_cache(maxsize=4096)
+def _reading(shape: torch.Size, samples: tuple[int, int], known: int, dims: int) -> _Reading:
+    """Return how data in the graph is read, along a known axis, whose rows were not gathered."""
+    sizes = tuple(shape[:dims])
+    return _Reading(shape, samples, sizes, candidates_along(known, sizes, *samples), KeptForm.of_shape(shape))
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """One of the calls of an operation in a forward, which take place in every forward.
+
+    Attributes:
+        site: Its call site.
+        known: The axis of its data that holds samples.
+        reading: How its data was read in the forward before.
+        counted: How it was counted then.
+    """
+
+    site: CallSite
+    known: int
+    reading: _Reading | None = None
+    counted: Counted | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Kept:
+    """The decision for one form of an operation on its parameters: all that a forward asks, in few objects.
+
+    Attributes:
+        name: The operation's name.
+        rule: The rule that made it.
+        visits: Under what a forward counts it, see `counted_as`.
+        objects: The arguments that it was decided on, keyword ones last, with `_DATA` in the place of the data.
+        positional: How many of them are positional.
+        names: The keywords of the others, in order.
+        place: The number of the data among them.
+        form: The form of the data.
+        values: The positional arguments with parameters detached.
+        keywords: The keyword arguments with parameters detached.
+        rows: Where the data stands: the number of a position, the name of a keyword.
+        saves: Whether the backward wants the data back.
+        product: Whether it is a product of matrices.
+        plain: Whether its parameters are of no class that overrides torch's functions.
+        targets: See `ParamUse`.
+        factors: See `ParamUse`.
+        dims: How many leading axes are rows.
+        order: Axes of the output, those of its rows first, see `Captured`.
+        alike: See `ParamUse`.
+        first: The first of its calls.
+        calls: The others, by the number of the call and of the site.
+    """
+
+    name: str
     rule: Rule
-    visits: tuple[str, str]
-    form: list[Any]
-    named: dict[str, Any]
-    values: tuple[list[Any], dict[str, Any]]
+    visits: str
+    objects: tuple[Any, ...]
+    positional: int
+    names: tuple[str, ...]
+    place: int
+    form: _DataForm
+    values: list[Any]
+    keywords: dict[str, Any]
     rows: Any
     saves: bool
-    calls: dict[tuple[int, int], tuple[CallSite, int]] = field(default_factory=dict)
-    product: bool = False
-    objects: Sequence[Any] = ()
-    identities: list[int] = field(default_factory=list)
+    product: bool
+    plain: bool
+    targets: dict[str, TrackedTensor]
+    factors: FactorFunction
+    dims: int
+    order: tuple[int, ...]
+    alike: Form | None
+    first: _Call | None = None
+    calls: dict[Visits, _Call] = field(default_factory=dict)
 
-    def fits(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Return whether arguments have the form that was decided on."""
-        forms, named = self.form, self.named
-        if self.identities and len(args) == len(forms) and not kwargs:
-            identities = list(map(id, args))
-            identities[self.rows] = 0
-            if identities == self.identities:
-                return _has_form(args[self.rows], forms[self.rows])
-        if len(args) != len(forms) or len(kwargs) != len(named):
-            return False
-        for item, form in zip(args, forms, strict=False):
-            if item is not form and not _has_form(item, form):
-                return False
-        for key, item in kwargs.items():
-            form = named.get(key, NotImplemented)
-            if item is not form and not _has_form(item, form):
-                return False
-        return True
+    def data_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+        """Return the data among arguments of the form that was decided on; None where they have another one."""
+        objects = self.objects
+        if len(args) != self.positional or len(args) + len(kwargs) != len(objects):
+            return None
+        items: Sequence[Any] = args
+        if kwargs:
+            if tuple(kwargs) != self.names:
+                return None
+            items = (*args, *kwargs.values())
+        for item, own in zip(items, objects, strict=False):
+            # What never changes is the same object nearly always.
+            if item is not own and own is not _DATA and not _is_equal(item, own):
+                return None
+        rows = items[self.place]
+        dims, dtype, in_graph, layout = self.form
+        fits = (
+            type(rows) is Tensor
+            and rows.dim() == dims
+            and rows.dtype is dtype
+            and rows.requires_grad is in_graph
+            and rows.layout is layout
+        )
+        return rows if fits else None
 
-    def run(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], forward: ForwardContext
-    ) -> Tensor | None:
+    def run(self, func: Callable[..., Any], rows: Tensor, forward: ForwardContext) -> Tensor | None:
         """Run the operation with a new use, on arguments that have the form; its call is counted then.
 
         Args:
             func: The torch function.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
+            rows: The data among its arguments.
             forward: The forward that it is part of.
 
         Returns:
             What the function returns, in the graph; None where it must be decided on.
         """
-        visits, (calls, uses), plan = forward.visits, self.visits, self.plan
-        numbers = visits[calls] + 1, visits[uses] + 1
-        site, known = self.calls.get(numbers, _NO_SITE)
-        if site is None or site.attempts < MAX_ATTEMPTS or not is_rule_for(plan.name, self.rule):
+        before = forward.visits.get(self.visits)
+        visits = FIRST if before is None else (before[0] + 1, before[1] + 1)
+        call = self.first if before is None else self.calls.get(visits)
+        if call is None or call.site.attempts < MAX_ATTEMPTS or not is_rule_for(self.name, self.rule):
             return None
-        place, captured = self.rows, plan.captured
-        values, keywords = self.values
-        if type(place) is int:
-            rows: Tensor = args[place]
-            values = values.copy()
-            values[place] = rows
-        else:
-            rows = kwargs[place]
-            keywords = {**keywords, place: rows}
-        dims, wanted = captured.num_batch_dims, rows.requires_grad
-        # A slice of a torch.Size costs as much as ten of a tuple.
-        sizes = tuple(rows.shape)[:dims]
+        shape, behind, known, form, counted = rows.shape, rows.grad_fn, call.known, None, None
+        wanted = self.form.requires_grad
         if wanted and known >= 0:
-            in_order, anchored = straight_behind(rows)
-            maps = _maps_along(rows, sizes, known, forward, in_order=in_order)
+            in_order, anchored = straight_behind(behind, shape[0] if shape else None)
+            if not in_order and known == 0 and _is_gathered(rows, forward):
+                return None
+            reading, samples = call.reading, (forward.batch_size, forward.batch_axis)
+            if reading is None or reading.shape != shape or reading.samples != samples:
+                reading = call.reading = _reading(shape, samples, known, self.dims)
+                call.counted = call.site, reading.sizes
+            sizes, maps, form, counted = reading.sizes, reading.maps, reading.kept, call.counted
         else:
+            sizes = tuple(shape[: self.dims])
             maps, anchored = _maps_as_ever(rows, sizes, known, forward), not wanted
             wanted = wanted or wants_gradient([rows], forward)
         if not maps:
             return None
-        visits[calls], visits[uses] = numbers
+        forward.visits[self.visits] = visits
         use = ParamUse(
-            site, forward, plan.targets, captured.factors, dims, maps, None, rows.grad_fn, sizes, wanted, plan.alike
+            call.site, forward, self.targets, self.factors, self.dims, maps, None, behind, sizes, wanted, self.alike
         )
         anchored = anchored or leads_to(rows, forward.around.anchor)
-        call, saved = partial(func, *values, **keywords), (rows,) if self.saves else ()
-        return carry_out_again(use, call, saved=saved, order=captured.order, product=self.product, anchored=anchored)
+        output = self._output(func, rows, use, form)
+        return attached_again(use, output, order=self.order, anchored=anchored, counted=counted)
+
+    def _output(self, func: Callable[..., Any], rows: Tensor, use: ParamUse, form: KeptForm | None) -> Tensor:
+        """Run the operation, with what its backward will want back kept for a use."""
+        place, values, keywords = self.rows, self.values, self.keywords
+        if type(place) is int:
+            values = values.copy()
+            values[place] = rows
+        else:
+            keywords = {**keywords, place: rows}
+        if self.product and _torch.any_autocast():
+            run = partial(_shielded, func, values, keywords)
+            return run_and_keep(use, run, (rows,) if self.saves else (), product=True)
+        if self.name == "embedding":
+            look_up(use, rows)
+        if self.saves:
+            # Before the operation runs, which may change its input in place (then reading it back is an error).
+            use.node = keep((rows,), form)
+        return func(*values, **keywords) if self.plain else _shielded(func, values, keywords)
 
 
 class DecisionCache:
@@ -370,10 +449,11 @@ class DecisionCache:
             What the function returns, in the graph; None where it must be decided on, with nothing done.
         """
         for kept in self._kept.get(key, ()):
-            if kept.fits(args, kwargs):
+            rows = kept.data_of(args, kwargs)
+            if rows is not None:
                 if not torch.is_grad_enabled() or forward.grown is not None or in_backward():
                     return None
-                return kept.run(key[0], args, kwargs, forward)
+                return kept.run(key[0], rows, forward)
         return None
 
     def put(self, key: CallKey, operation: Operation, plan: ByRule, use: ParamUse) -> None:
@@ -386,58 +466,71 @@ class DecisionCache:
             use: The use that it has in this forward.
         """
         forward = use.forward
-        if forward.batch_size < 2 or in_backward() or not _is_of_form(operation, plan):
+        is_kept = plan.rows.layout is torch.strided and _is_of_form(operation, plan)
+        if forward.batch_size < 2 or in_backward() or not is_kept:
             # With one sample every axis may hold it: what is met then says nothing about more.
             return
         args, kwargs, entry = operation.args, operation.kwargs, rule_for(operation.name)
-        form, named = list(map(_form_of, args)), {name: _form_of(item) for name, item in kwargs.items()}
-        if entry is None or any(part is NotImplemented for part in (*form, *named.values())):
+        forms = [_form_of(item) for item in (*args, *kwargs.values())]
+        if entry is None or any(form is NotImplemented for form in forms):
             return
-        kept = next((kept for kept in self._kept.get(key, ()) if kept.fits(args, kwargs)), None)
+        kept = next((kept for kept in self._kept.get(key, ()) if kept.data_of(args, kwargs) is not None), None)
         if kept is None or kept.rule is not entry[0]:
             if self._size >= _MOST:
                 self.forget()
-            places: list[tuple[Any, Any]] = [*enumerate(args), *kwargs.items()]
-            rows = next(place for place, item in places if item is plan.rows)
-            # Data is put in its place in each call.
-            values = _without(plan.rows, list(plain(args))), dict(plain(kwargs))
-            if type(rows) is str:
-                values[1][rows] = None
-            own = visits_of(key_of(operation.tracked, operation.name))
-            kept = _Kept(_without_data(plan), entry[0], own, form, named, values, rows, bool(plan.saved))
-            kept.product = plan.is_product
-            if type(rows) is int and not kwargs and not any(type(item) is list for item in args):
-                # Whatever else is of the form never changes: tracked parameters, numbers, tuples of numbers.
-                kept.objects = _without(plan.rows, list(args))
-                kept.identities = [0 if item is plan.rows else id(item) for item in args]
+            kept = _kept(operation, plan, entry[0], forms)
             found = self._kept[key]
-            found[:] = [kept, *(other for other in found if not other.fits(args, kwargs))]
+            found[:] = [kept, *(other for other in found if other.data_of(args, kwargs) is None)]
             self._size += 1
-        calls, uses = kept.visits
-        kept.calls[forward.visits[calls], forward.visits[uses]] = use.site, plan.known
+        call, visits = _Call(use.site, plan.known), forward.visits[kept.visits]
+        if visits == FIRST:
+            kept.first = call
+        else:
+            kept.calls[visits] = call
 
 
-_NOTHING: Final = torch.empty(0)
-_NO_SITE: Final = (None, UNKNOWN)
+def _kept(operation: Operation, plan: ByRule, rule: Rule, forms: Sequence[Any]) -> _Kept:
+    """Return what is kept of a decision: of its data the form alone."""
+    args, kwargs, data = operation.args, operation.kwargs, plan.rows
+    place = next(number for number, item in enumerate((*args, *kwargs.values())) if item is data)
+    captured = plan.captured
+    return _Kept(
+        name=plan.name,
+        rule=rule,
+        visits=counted_as(key_of(operation.tracked, operation.name)),
+        objects=tuple(_DATA if number == place else form for number, form in enumerate(forms)),
+        positional=len(args),
+        names=tuple(kwargs),
+        place=place,
+        # One object for all operations.
+        form=_data_forms.setdefault(forms[place], forms[place]),
+        values=[None if item is data else item for item in plain(args)],
+        keywords={name: None if item is data else item for name, item in plain(kwargs).items()},
+        rows=place if place < len(args) else list(kwargs)[place - len(args)],
+        saves=bool(plan.saved),
+        product=plan.is_product,
+        plain=all(type(one.origin.value) is Tensor for one in operation.tracked),
+        targets=plan.targets,
+        factors=captured.factors,
+        dims=captured.num_batch_dims,
+        order=captured.order,
+        alike=plan.alike,
+    )
 
 
-def _without(data: Tensor, arguments: list[Any]) -> list[Any]:
-    return [None if item is data else item for item in arguments]
+_data_forms: dict[_DataForm, _DataForm] = {}
+_DATA: Final = object()
 
 
-def _without_data(plan: ByRule) -> ByRule:
-    captured = replace(plan.captured, saved=(), rows=_NOTHING)
-    return ByRule(plan.name, plan.targets, captured, _NOTHING, (), (), [], plan.known, _NOTHING.clone, alike=plan.alike)
+def _shielded(func: Callable[..., Any], values: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    """Run an operation past what classes of its parameters have in its place."""
+    with _torch.subclasses_off():
+        return func(*values, **keywords)
 
 
-def _maps_along(
-    rows: Tensor, sizes: tuple[int, ...], axis: int, forward: ForwardContext, *, in_order: bool
-) -> list[RowMap]:
-    """Return the row maps of data in the graph, along a known axis; empty where rows were gathered this time."""
-    size, expected = forward.batch_size, forward.batch_axis
-    if axis == 0 and not in_order and origin_of_rows(rows, 0, size, expected) is not None:
-        return []
-    return candidates_along(axis, sizes, size, expected)
+def _is_gathered(rows: Tensor, forward: ForwardContext) -> bool:
+    """Return whether rows of data in the graph were gathered this time."""
+    return origin_of_rows(rows, 0, forward.batch_size, forward.batch_axis) is not None
 
 
 def _maps_as_ever(rows: Tensor, sizes: tuple[int, ...], known: int, forward: ForwardContext) -> list[RowMap]:
@@ -492,17 +585,9 @@ def _form_of(item: Any) -> Any:
     return NotImplemented
 
 
-def _has_form(item: Any, form: Any) -> bool:
-    """Return whether an argument that is another object than its form is of that form."""
+def _is_equal(item: Any, own: Any) -> bool:
+    """Return whether an argument that is another object than before is of the same form: a number, or numbers."""
     kind = type(item)
-    if kind is Tensor:
-        return (
-            type(form) is _DataForm
-            and item.dim() == form.dims
-            and item.dtype is form.dtype
-            and item.requires_grad is form.requires_grad
-            and item.layout is form.layout
-        )
     if kind in _VALUES:
-        return kind is type(form) and item == form
-    return (kind is tuple or kind is list or kind is torch.Size) and type(form) is tuple and tuple(item) == form
+        return kind is type(own) and bool(item == own)
+    return (kind is tuple or kind is list or kind is torch.Size) and type(own) is tuple and tuple(item) == own

@@ -3,23 +3,35 @@
 Shape letter: B samples.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from ghostclip.capture import gradient_hooks
-from ghostclip.capture.call_sites import MAX_WAYS, CallSites
+from ghostclip.capture.call_sites import MAX_WAYS, CallSite, CallSites, Visits
 from ghostclip.capture.casts import Casts
 from ghostclip.capture.growth import Grown
 from ghostclip.capture.row_tracker import RowTracker
 
+# A use as its forward counts it: its call site, and the leading sizes of its rows, none of another than a rule's.
+Counted: TypeAlias = tuple[CallSite, tuple[int, ...]]
 
-def _counts() -> defaultdict[Any, int]:
-    return defaultdict(int)
+
+class _Counts(NamedTuple):
+    """How often parameters were consumed, and addresses kept, in how many uses; parameters of more than one."""
+
+    uses: int
+    names: Counter[str]
+    again: frozenset[str]
+    addresses: Counter[int]
+
+
+_NO_COUNTS: Final = _Counts(0, Counter(), frozenset(), Counter())
 
 
 def _lists() -> defaultdict[str, list[Tensor]]:
@@ -37,6 +49,7 @@ class Surroundings:
         deliver: Takes a use and the gradient of its output when it arrives.
         describe: Names the module that owns a parameter, as ``path (Type)``.
         buffers: Yields the model's buffers, which outlive a forward.
+        all_train: Tells whether all parameters that forwards have met are trained at the moment.
     """
 
     anchor: Tensor
@@ -45,6 +58,7 @@ class Surroundings:
     deliver: Callable[[Any, Tensor], None]
     describe: Callable[[str], str]
     buffers: Callable[[], Iterable[Tensor]]
+    all_train: Callable[[], bool] = lambda: False
 
 
 @dataclass(eq=False)
@@ -56,7 +70,8 @@ class ForwardContext:
         batch_size: B.
         batch_axis: The axis of samples where the running operation's arguments are, as far as it is declared.
         is_dummy: The batch was empty and one dummy sample stands in for it.
-        use_counts: How often each parameter was consumed, by name.
+        uses: The call site of every use, and of those of a rule the leading sizes.
+        addresses: Where the inputs of many positions begin that uses keep.
         checkpointed: Activation checkpointing was active somewhere in it.
         ran_without_grad: Parameters were used with gradients switched off.
         consumed: A backward has gone through it.
@@ -68,12 +83,10 @@ class ForwardContext:
         reordered: Data was put into another order before a parameter met it.
         gathered: Rows that reached a parameter had been gathered on the way.
         stays_small: The model does not run with one sample more.
-        visits: How often each operation was called, and how often it was a use: see `call_sites.visits_of`.
+        visits: How often each operation was called and was a use: see `call_sites.counted_as`.
         guessed: Some operation was taken as sizes suggest, since no shapes have shown where its samples lie.
         grown: The same forward with one sample more, where it ran.
-        sizes: Parameters and leading sizes of every use of a rule, in order.
         unplanned: Elements of the per-sample gradients of all other uses.
-        readers: How many uses keep an input of many positions that begins at an address.
         casts: What autocast made of inputs.
         input_sizes: What tells the sizes of the model's inputs, where its blocks are watched.
         blocks: Calls of its repeated blocks in order, likewise.
@@ -93,7 +106,8 @@ class ForwardContext:
     batch_size: int
     batch_axis: int
     is_dummy: bool = False
-    use_counts: defaultdict[str, int] = field(default_factory=_counts)
+    uses: list[Counted] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
     checkpointed: bool = False
     ran_without_grad: bool = False
     consumed: bool = False
@@ -105,12 +119,10 @@ class ForwardContext:
     reordered: bool = False
     gathered: bool = False
     stays_small: bool = False
-    visits: defaultdict[str, int] = field(default_factory=_counts)
+    visits: dict[str, Visits] = field(default_factory=dict)
     guessed: bool = False
     grown: Grown | None = None
-    sizes: list[tuple[tuple[str, ...], tuple[int, ...]]] = field(default_factory=list)
     unplanned: int = 0
-    readers: defaultdict[int, int] = field(default_factory=_counts)
     casts: Casts = field(default_factory=Casts)
     input_sizes: Any = None
     blocks: list[Any] = field(default_factory=list)
@@ -124,6 +136,45 @@ class ForwardContext:
     looked_up: defaultdict[str, list[Tensor]] = field(default_factory=_lists)
     ends_on_mesh: bool = False
     _recomputing: bool = False
+    _counts: _Counts = _NO_COUNTS
+
+    @property
+    def use_counts(self) -> Counter[str]:
+        """How often each parameter was consumed, by name."""
+        return self._counted().names
+
+    @property
+    def readers(self) -> Counter[int]:
+        """How many uses keep an input of many positions that begins at an address."""
+        return self._counted().addresses
+
+    @property
+    def sizes(self) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
+        """Parameters and leading sizes of every use of a rule, in order."""
+        return [(site.names, sizes) for site, sizes in self.uses if sizes]
+
+    def stands_alone(self, names: Iterable[str], address: int) -> bool:
+        """Return whether nothing else is told of a use's parameters in a backward, nor of its input.
+
+        Args:
+            names: The parameters.
+            address: Where its input begins, if others may read it too; else 0.
+
+        Returns:
+            False also where a part runs again, which may bring another use.
+        """
+        if self.checkpointed or self.ran_without_grad:
+            return False
+        counts = self._counts if self._counts.uses == len(self.uses) else self._counted()
+        return counts.again.isdisjoint(names) and (not address or counts.addresses[address] <= 1)
+
+    def _counted(self) -> _Counts:
+        """Count what the forward did, when that is asked for: a forward notes hundreds of uses."""
+        if self._counts.uses != len(self.uses):
+            names = Counter(chain.from_iterable([site.consumed for site, _ in self.uses]))
+            again = frozenset([name for name, count in names.items() if count > 1])
+            self._counts = _Counts(len(self.uses), names, again, Counter(self.addresses))
+        return self._counts
 
     @property
     def runs_again(self) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ghostclip import _tree
 from ghostclip.capture.broadcast import is_elementwise
-from ghostclip.capture.call_sites import key_of, visits_of
+from ghostclip.capture.call_sites import NEVER, counted_as, key_of
 from ghostclip.capture.derive import broadcast_over
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.growth import CONSTANT, UNKNOWN, Key, Shapes
@@ -61,9 +61,10 @@ def layout_of(operation: Operation, forward: ForwardContext) -> ArgumentLayout:
     # What checkpointing runs again must run as it did, and its calls come in another order.
     visit = 1
     if not in_backward():
-        calls, _ = visits_of(key)
-        forward.visits[calls] += 1
-        visit = forward.visits[calls]
+        own = counted_as(key)
+        calls, uses = forward.visits.get(own, NEVER)
+        visit = calls + 1
+        forward.visits[own] = visit, uses
     place = key, dims, visit
     if forward.batch_size < 2:
         return ArgumentLayout(place)

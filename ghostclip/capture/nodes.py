@@ -1,7 +1,7 @@
 """Small autograd functions that carry captured tensors through autograd without taking part in the computation."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -117,16 +117,43 @@ class Region(torch.autograd.Function):
         return None, None, None, *(next(found) if tensor.requires_grad else None for tensor in ctx.local)
 
 
+class KeptForm(NamedTuple):
+    """What is known of a tensor that was kept.
+
+    Attributes:
+        shape: Its shape.
+        elements: Its number of elements.
+        many: Whether it may hold many positions of each sample.
+    """
+
+    shape: torch.Size
+    elements: int
+    many: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "KeptForm":
+        """Return it of a tensor."""
+        if type(tensor) is Tensor and tensor.layout is torch.strided:
+            return cls.of_shape(tensor.shape)
+        return cls(tensor.shape, tensor.numel(), many=False)
+
+    @classmethod
+    def of_shape(cls, shape: torch.Size) -> "KeptForm":
+        """Return it of a plain tensor of some shape."""
+        return cls(shape, shape.numel(), len(shape) > 2)
+
+
 class Kept:
     """Tensors as they were when they were saved; what a node of the graph holds, at a tenth of its cost."""
 
     __slots__ = ("_tensors", "_versions", "address", "form")
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], form: KeptForm | None = None) -> None:
         """Note how often each tensor had been changed in place by now.
 
         Args:
             tensors: Tensors; their aliases outside the graph are held, lest a graph that holds this hold itself.
+            form: What is known of the first one; None to ask it.
         """
         first = tensors[0]
         if len(tensors) == 1:
@@ -135,22 +162,41 @@ class Kept:
         else:
             self._tensors = tuple([tensor.detach() for tensor in tensors])
             self._versions = _torch.versions(tensors)
-        many = first.dim() > 2 and type(first) is Tensor and first.layout is torch.strided
-        self.address: int = first.data_ptr() if many else 0
-        """Where the first tensor begins, if it may hold many positions of each sample; else 0."""
-        self.form: tuple[torch.Size, int] = (first.shape, first.numel())
-        """Shape of the first tensor, and its number of elements."""
+        self.form = form = KeptForm.of(first) if form is None else form
+        """What is known of the first tensor."""
+        self.address: int = first.data_ptr() if form.many else 0
+        """Where it begins, if it may hold many positions of each sample; else 0."""
 
     @property
     def saved_tensors(self) -> tuple[Tensor, ...]:
         """The tensors; as autograd does, a RuntimeError where one was changed in place since."""
         if _torch.versions(self._tensors) != self._versions:
-            message = (
-                "one of the variables needed for gradient computation has been modified by an inplace operation: the "
-                "input of a layer whose parameters are clipped. Change a copy of it."
-            )
-            raise RuntimeError(message)
+            raise RuntimeError(_CHANGED)
         return self._tensors
+
+
+_CHANGED: Final = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: the input of a "
+    "layer whose parameters are clipped. Change a copy of it."
+)
+
+
+def first_saved(kept: Sequence[Kept]) -> list[Tensor]:
+    """Return the one tensor of each, as `Kept.saved_tensors` does, all compared at once.
+
+    Args:
+        kept: What uses hold of one tensor each.
+
+    Returns:
+        As many tensors.
+
+    Raises:
+        RuntimeError: One was changed in place since.
+    """
+    tensors = [one._tensors[0] for one in kept]
+    if _torch.versions(tensors) != [one._versions[0] for one in kept]:
+        raise RuntimeError(_CHANGED)
+    return tensors
 
 
 class _Saved:
@@ -170,17 +216,18 @@ class _Saved:
         return node.saved_tensors
 
 
-def keep(tensors: Sequence[Tensor]) -> Any:
+def keep(tensors: Sequence[Tensor], form: KeptForm | None = None) -> Any:
     """Save tensors, through autograd where hooks on saved tensors are active.
 
     Args:
         tensors: What the backward will want back.
+        form: What is known of the first one; None to ask it.
 
     Returns:
         Its ``saved_tensors`` gives them back (recomputed under activation checkpointing).
     """
     if _torch.saving_hooks() is None and not any(map(Tensor.is_inference, tensors)):
-        return Kept(tensors)
+        return Kept(tensors, form)
     with _torch.subclasses_off():
         anchor = torch.zeros((), requires_grad=True)
         return _Saved(_Keep.apply(anchor, *tensors))

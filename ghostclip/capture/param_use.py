@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ghostclip import _torch
 from ghostclip.capture.batch_axis import RowMap
-from ghostclip.capture.call_sites import CallSite, Form, Way, key_of, visits_of
+from ghostclip.capture.call_sites import NEVER, CallSite, Form, Way, counted_as, key_of
 from ghostclip.capture.derive import pull_back
-from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.forward import Counted, ForwardContext
 from ghostclip.capture.inputs import in_backward, under_checkpoint
 from ghostclip.capture.nodes import Kept
 from ghostclip.capture.statistics import Circumstances, statistics_of
@@ -141,7 +141,11 @@ class ParamUse:
     @property
     def gathers_nothing(self) -> bool:
         """Whether its rows were gathered in no reading that the sizes allow."""
-        return all(row_map.samples is None for row_map in self.maps)
+        # Every layer asks it of the one before: a generator takes longer than all else.
+        for row_map in self.maps:  # noqa: SIM110
+            if row_map.samples is not None:
+                return False
+        return True
 
     def gathered_samples(self, rows: int) -> Tensor | None:
         """Return the sample of each of ``rows`` rows when they were routed here, for operations further on."""
@@ -262,9 +266,10 @@ def site_of(
     """
     tracked = list(tracked)
     key = key_of(tracked, name)
-    _, uses = visits_of(key)
-    forward.visits[uses] += 1
-    return forward.around.sites.at((key, forward.visits[uses]), tracked, form, gathered)
+    own = counted_as(key)
+    calls, uses = forward.visits.get(own, NEVER)
+    forward.visits[own] = calls, uses + 1
+    return forward.around.sites.at((key, uses + 1), tracked, form, gathered)
 
 
 def register(use: ParamUse, node: Any, behind: Any) -> None:
@@ -289,30 +294,31 @@ def register(use: ParamUse, node: Any, behind: Any) -> None:
         forward.unproven = True
 
 
-def count(use: ParamUse, node: Any, behind: Any) -> None:
+def count(use: ParamUse, node: Any, behind: Any, counted: Counted | None = None) -> None:
     """Note in its forward how often parameters are used, what a use will take, and how the forward came to it.
 
     Args:
         use: The use.
         node: As for `register`.
         behind: As for `register`.
+        counted: The use as it is counted, where that was made for another forward.
     """
     forward, site = use.forward, use.site
-    counts = forward.use_counts
-    for name in site.consumed:
-        counts[name] += 1
-    if use.batch_dim_sizes:
-        forward.sizes.append((site.names, use.batch_dim_sizes))
-    else:
+    forward.uses.append((site, use.batch_dim_sizes) if counted is None else counted)
+    if not use.batch_dim_sizes:
         entries = sum(tracked.origin.value.numel() for tracked in use.targets.values())
         forward.unplanned += forward.batch_size * entries
     kept = use.node
     if type(kept) is Kept and kept.address:
-        forward.readers[kept.address] += 1
+        forward.addresses.append(kept.address)
     if node is not None and forward.batch_size > 1:
         rows, latest = forward.around.rows, forward.latest
         steps = 0 if latest is None or behind is None else _torch.order_of(behind) - latest
         way: Way = steps, type(behind), rows.calls_since() if rows.odd else 0
         forward.latest = _torch.order_of(node)
-        if way not in site.ways:
+        if way == site.way:
+            return
+        if way in site.ways:
+            site.way = way
+        else:
             forward.meet(site.ways, way)

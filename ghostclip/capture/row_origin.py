@@ -44,6 +44,21 @@ _OF_A_NORM: Final = 3
 UNKNOWN_ORDER: Final = torch.empty(0, dtype=torch.int64)
 # A node's name is made anew each time it is asked for; its class tells the same.
 _names: dict[type, str] = {}
+# Classes of nodes that `note` has left something on. A node makes its notes when they are first asked for, which takes
+# longer than going on to the next one.
+_noted_kinds: set[type] = set()
+
+
+def note(node: Any, key: str, value: Any) -> None:
+    """Leave a note on a node for those who come by.
+
+    Args:
+        node: The node.
+        key: `METADATA_KEY` or `ROWS_KEY`.
+        value: The use whose output the node made, or what its output's rows are.
+    """
+    _noted_kinds.add(type(node))
+    node.metadata[key] = value
 
 
 def _name_of(node: Any) -> str:
@@ -68,31 +83,38 @@ def _kind_of(node: Any) -> int:
     return kind
 
 
-def straight_behind(x: Tensor) -> tuple[bool, bool]:
+def straight_behind(node: Any, rows: int | None) -> tuple[bool, bool]:
     """Look for the nearest captured operation along first parents, the common case of two questions at once.
 
     Args:
-        x: A layer's input, in the graph.
+        node: The node that made a layer's input; None for a leaf.
+        rows: Entries of the input's first axis; None where it has none.
 
     Returns:
         True only where `origin_of_rows` along axis 0 is None: no node on the way moves rows, or says what they are. And
         True only where `leads_to` is: an operation was found. Where either is False it takes a closer look.
     """
-    node: Any = x.grad_fn
-    in_order = node is None or x.dim() == 0
-    rows = -1 if in_order else x.shape[0]
+    in_order = node is None or rows is None
     for _ in range(_MAX_NODES):
         if node is None:
             break
-        notes, edges = node.metadata, node.next_functions
-        if METADATA_KEY in notes:
-            return in_order or notes[METADATA_KEY].gathers_nothing, True
-        if not in_order:
-            passed = None if notes else _passed(node, edges, rows)
+        kind = type(node)
+        if kind in _noted_kinds:
+            notes = node.metadata
+            use = notes.get(METADATA_KEY)
+            if use is not None:
+                return in_order or use.gathers_nothing, True
+            if not in_order and ROWS_KEY in notes:
+                break
+        edges = node.next_functions
+        parent = edges[0][0] if edges else None
+        if not in_order and not (len(edges) == 1 and _kinds.get(kind) == _PASS and parent is not None):
+            assert rows is not None, "a tensor without axes has no rows to be out of order"
+            passed = None if parent is None else _passed(node, edges, rows)
             if passed is None:
                 break
             in_order = not passed
-        node = edges[0][0] if edges else None
+        node = parent
     return False, False
 
 
@@ -101,7 +123,7 @@ def _passed(node: Any, edges: Any, rows: int) -> bool | None:
 
     Args:
         node: The node.
-        edges: Its parents.
+        edges: Its parents, of which there is a first.
         rows: How many rows its output has.
 
     Returns:
@@ -110,10 +132,10 @@ def _passed(node: Any, edges: Any, rows: int) -> bool | None:
     kind = _kinds.get(type(node))
     if kind is None:
         kind = _kind_of(node)
-    if kind == _MOVE or not edges or edges[0][0] is None:
+    if kind == _MOVE:
         return None
     if kind == _FOLD:
-        before = _torch.saved(node, "self_sym_sizes")
+        before = _torch.sizes_before_view(node)
         # A leading axis of one entry may stand before rows that were selected.
         return None if before and before[0] == 1 else bool(before) and before[0] == rows
     if len(edges) == 1 or (len(edges) == _OF_A_NORM and edges[1][0] is edges[2][0] is None):

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from ghostclip import _torch, _tree
 from ghostclip.capture.growth import Calls, Grown, Key, Layout, shapes_of
 from ghostclip.capture.packed import PACK, PAD, positions, rows_of, with_a_step
-from ghostclip.capture.row_origin import ROWS_KEY, UNKNOWN_ORDER, columns_of, origin_of_rows
+from ghostclip.capture.row_origin import ROWS_KEY, UNKNOWN_ORDER, columns_of, note, origin_of_rows
 from ghostclip.capture.tracked import TrackedTensor
 
 _PICKS = {
@@ -352,7 +352,7 @@ class RowTracker(TorchFunctionMode):
         if not tensor.requires_grad:
             self._rows[tensor] = rows
         elif node is not None and rows is not UNKNOWN_ORDER:
-            node.metadata[ROWS_KEY] = axis, rows
+            note(node, ROWS_KEY, (axis, rows))
 
     def _note_columns(self, func: Callable[..., Any], args: tuple[Any, ...], output: Tensor) -> None:
         """Note the order of the sequences of a padded batch on axis 1, as the packing of a sequence sorts them."""

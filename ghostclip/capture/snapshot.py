@@ -6,34 +6,12 @@ they are the same objects as before costs a third of looking them up.
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from operator import attrgetter
-from typing import Any, Final, NamedTuple
+from operator import attrgetter, is_
+from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 
 from ghostclip import _torch
-
-
-class _Found(NamedTuple):
-    """What all modules of a model held: lists of all, so that looking again costs a few comparisons of lists."""
-
-    kinds: list[type]
-    # Numbers (``id``) of objects that the snapshot holds, so that they are none other's as long as it does.
-    tables: list[int]
-    sizes: list[int]
-    names: list[str]
-    held: list[int]
-
-
-def _found(modules: Sequence[nn.Module]) -> _Found:
-    tables = _torch.parameter_and_child_tables(modules)
-    return _Found(
-        list(map(type, modules)),
-        list(map(id, tables)),
-        list(map(len, tables)),
-        list(chain.from_iterable(tables)),
-        list(map(id, chain.from_iterable(map(dict.values, tables)))),
-    )
 
 
 class Snapshot:
@@ -51,23 +29,33 @@ class Snapshot:
             modules: All modules of a model.
         """
         self._trained: list[nn.Parameter] = []
-        self._memories: list[list[Any]] = []
+        self._plain: list[nn.Parameter] = []
+        self._aliases: list[Tensor] = []
+        self._places: list[list[Any]] = []
+        self._others: list[tuple[nn.Parameter, tuple[Any, ...]]] = []
         self.modules = list(modules)
         self._norms = [module for module in self.modules if isinstance(module, _torch.AnyBatchNorm)]
         self.recurrent = [module for module in self.modules if isinstance(module, nn.RNNBase)]
-        self._found = _found(self.modules)
+        self._kinds = list(map(type, self.modules))
         self._tables = _torch.parameter_and_child_tables(self.modules)
+        self._sizes = list(map(len, self._tables))
+        self._names = list(chain.from_iterable(self._tables))
         self._held: list[Any] = [item for table in self._tables for item in table.values()]
         held = [item for item in self._held if isinstance(item, nn.Parameter)]
         self._frozen = [parameter for parameter in held if not parameter.requires_grad]
 
-    def note_trained(self, parameters: Sequence[nn.Parameter]) -> None:
+    def note_trained(self, parameters: Sequence[nn.Parameter], aliases: Sequence[Tensor]) -> None:
         """Note which parameters are trained, and their memory.
 
         Args:
             parameters: They.
+            aliases: A tensor on the memory of each, which holds it.
         """
-        self._trained, self._memories = list(parameters), _torch.memories_of(parameters)
+        self._trained = list(parameters)
+        self._plain = [parameter for parameter in parameters if type(parameter) is nn.Parameter]
+        self._aliases = [alias for p, alias in zip(parameters, aliases, strict=True) if type(p) is nn.Parameter]
+        self._places = _places_of(self._plain)
+        self._others = [(p, _torch.memory_of(p)) for p in parameters if type(p) is not nn.Parameter]
 
     def holds(self) -> bool:
         """Return whether modules, parameters, their memory and what is trained of them are as they were.
@@ -75,11 +63,33 @@ class Snapshot:
         Returns:
             False also where a batch norm is in training mode.
         """
-        if _found(self.modules) != self._found:
-            return False
-        if not all(map(_is_trained, self._trained)) or _torch.memories_of(self._trained) != self._memories:
+        if not (self._holds_modules() and all(map(_is_trained, self._trained)) and self._holds_memory()):
             return False
         return not any(map(_is_trained, self._frozen)) and not any(map(_is_training, self._norms))
+
+    def _holds_modules(self) -> bool:
+        """Return whether modules are of the same classes and hold the same objects under the same names."""
+        tables = _torch.parameter_and_child_tables(self.modules)
+        return (
+            list(map(type, self.modules)) == self._kinds
+            and all(map(is_, tables, self._tables))
+            and list(map(len, tables)) == self._sizes
+            and list(chain.from_iterable(tables)) == self._names
+            # By identity: parameters that are compared make a tensor.
+            and all(map(is_, chain.from_iterable(map(dict.values, tables)), self._held))
+        )
+
+    def _holds_memory(self) -> bool:
+        """Return whether parameters lie where their aliases do, of the same sizes and types.
+
+        Both are alive, so that one place is one memory, also where content was exchanged meanwhile.
+        """
+        places = _places_of(self._plain)
+        return (
+            places == self._places
+            and _addresses_of(self._aliases) == places[0]
+            and all(_torch.memory_of(parameter) == memory for parameter, memory in self._others)
+        )
 
 
 _is_trained: Final[Callable[[nn.Parameter], bool]] = attrgetter("requires_grad")
@@ -87,3 +97,17 @@ _is_trained: Final[Callable[[nn.Parameter], bool]] = attrgetter("requires_grad")
 
 def _is_training(module: nn.Module) -> bool:
     return module.training
+
+
+# What tells, with an address, where the elements of a plain tensor lie; no function of ours stands in between, as all
+# parameters are asked in every forward.
+_FORMS: Final[Sequence[Callable[[Tensor], Any]]] = (attrgetter("dtype"), attrgetter("shape"), Tensor.stride)
+
+
+def _addresses_of(tensors: Sequence[Tensor]) -> list[int]:
+    return list(map(Tensor.data_ptr, tensors))
+
+
+def _places_of(tensors: Sequence[Tensor]) -> list[list[Any]]:
+    """Return addresses, types, shapes and strides of tensors, in a list each."""
+    return [_addresses_of(tensors), *(list(map(form, tensors)) for form in _FORMS)]

@@ -9,7 +9,8 @@ own, substituted after whatever gathers and given back before whatever frees.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from operator import attrgetter
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from ghostclip.errors import SampleMixingError, UncoveredParameterError, Unsuppo
 
 # The table of a module, a key in it, the parameter that it holds there, and what stands for it in a forward.
 _Place: TypeAlias = tuple[dict[str, Any], str, nn.Parameter, TrackedTensor]
+_is_trained: Final = attrgetter("requires_grad")
 
 
 @dataclass(eq=False)
@@ -131,7 +133,9 @@ class Substitution:
         own, elsewhere = self._substituted.setdefault(self._model, _Unit()), list[int]()
         known = self._snapshot
         if known is not None and not own.parameters and known.holds():
-            return self._put_again(own, known)
+            self._put_again(own, known)
+            # What the roster has met the last time.
+            return False
         modules = _modules_of(self._model, self.units)
         self._snapshot = None
         found = None if self.units or own.parameters else Snapshot([module for _, module, _ in modules])
@@ -147,7 +151,10 @@ class Substitution:
             if isinstance(module, _torch.AnyBatchNorm) and module.training:
                 raise SampleMixingError(_batch_norm(prefix[:-1], module))
         if found is not None:
-            found.note_trained([parameter for _, _, parameter, _ in own.parameters])
+            found.note_trained(
+                [parameter for _, _, parameter, _ in own.parameters],
+                [tracked.origin.value for _, _, _, tracked in own.parameters],
+            )
             self._snapshot, self._put_last = found, list(own.parameters)
         return self.roster.meet([*(id(parameter) for _, _, parameter, _ in own.parameters), *elsewhere]) or moved
 
@@ -174,14 +181,17 @@ class Substitution:
             self.parameters.pop(name, None)
         return True
 
-    def _put_again(self, own: _Unit, known: Snapshot) -> bool:
+    def _put_again(self, own: _Unit, known: Snapshot) -> None:
         """Put the tracked tensors of the forward before in their places, where nothing has changed since."""
         own.parameters = list(self._put_last)
         for table, key, _, tracked in own.parameters:
             table[key] = tracked
         for module in known.recurrent:
             _put_flat(own, module)
-        return self.roster.meet([id(parameter) for _, _, parameter, _ in own.parameters])
+
+    def all_train(self) -> bool:
+        """Return whether every parameter that was ever substituted is trained at the moment."""
+        return all(map(_is_trained, self.present.values()))
 
     def kinds(self) -> set[type]:
         """Return the classes of the modules, those of the forward before where that has noted them."""

@@ -22,7 +22,7 @@ class Interceptor(Protocol):
     def intercept(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], first: "TrackedTensor"
     ) -> Any:
-        """Run one operation that received tracked tensors.
+        """Run one operation that received tracked tensors, whose classes' overrides are still on.
 
         Args:
             func: The torch function.
@@ -103,8 +103,7 @@ class TrackedTensor(torch.Tensor):
             (first, *_) = named or tracked_leaves((args, kwargs))
         if _torch.transform() is not None:
             raise UnsupportedModelError(_in_transform(first.origin.names, func.__name__))
-        with _torch.subclasses_off():
-            return first.origin.interceptor.intercept(func, args, kwargs, first)
+        return first.origin.interceptor.intercept(func, args, kwargs, first)
 
 
 def wrap(origin: Origin) -> TrackedTensor:

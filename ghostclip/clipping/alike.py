@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ghostclip import _torch
-from ghostclip.capture.nodes import Kept
+from ghostclip.capture.nodes import Kept, first_saved
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.clipping.changes import changed_in_place
 from ghostclip.errors import TamperedGradientError
@@ -221,14 +221,15 @@ class Alike:
         """
         if use.alike is None:
             return False
-        elements, node, data = grad.numel() + use.alike.elements, use.node, None
+        elements, node, data, address = grad.numel() + use.alike.elements, use.node, None, 0
         if node is not None:
             if type(node) is not Kept:
                 return False
-            data, more = node.form
-            elements += more
-        most = _most(grad)
-        if elements > most or not _stands_alone(use):
+            data, address = node.form.shape, node.address
+            elements += node.form.elements
+        most = _SMALL if grad.is_cpu else _SMALL_ON_A_GPU
+        # Layers that read one input share its Gram, see `ghostclip.clipping.together`.
+        if elements > most or not use.forward.stands_alone(use.site.consumed, address):
             return False
         row_map = use.row_map
         if row_map.axis or row_map.kind not in _IN_FRONT:
@@ -238,7 +239,7 @@ class Alike:
         key = use.alike, row_map.kind, always, grad.shape, grad.dtype, data
         self._waiting[key].append(_Waiting(use, grad, _torch.version(grad)))
         self._elements += elements
-        self.full = self._elements > most_waiting(grad)
+        self.full = self._elements > most * _WAITING
         return True
 
     def takes_gradients(self, name: str, factor: Factor) -> bool:
@@ -264,12 +265,15 @@ class Alike:
         Raises:
             TamperedGradientError: A gradient was changed in place while it waited.
         """
+        if not self._waiting:
+            return
         waiting, self._waiting, self._elements, self.full = self._waiting, defaultdict(list), 0, False
+        all_train = next(iter(waiting.values()))[0].use.forward.around.all_train()
         for found in waiting.values():
             if _torch.versions([one.grad for one in found]) != [one.version for one in found]:
                 changed = next(one for one in found if _torch.version(one.grad) != one.version)
                 raise TamperedGradientError(changed_in_place(", ".join(changed.use.site.names)))
-            if len(found) == 1 or not _train(found) or not self._joined(found):
+            if len(found) == 1 or not (all_train or _train(found)) or not self._joined(found):
                 for use, grad, _ in found:
                     self._alone(use, grad)
             if self._final:
@@ -294,7 +298,7 @@ class Alike:
     def _joined(self, found: Sequence[_Waiting]) -> bool:
         """Put uses together; returns False, with nothing done, where their factors are of no form that can be."""
         first, layers = found[0].use, len(found)
-        saved = [use.node.saved_tensors[0] for use, *_ in found if use.node is not None]
+        saved = first_saved([use.node for use, *_ in found if use.node is not None])
         samples = layers * first.forward.batch_size
         formed = first.factors(
             [torch.cat(saved)] if saved else [],
@@ -310,7 +314,8 @@ class Alike:
             for key, target in first.targets.items()
         ):
             return False
-        names = {key: [next(iter(use.targets[key].origin.leaves)) for use, *_ in found] for key in formed}
+        # Each target is a parameter itself.
+        names = dict(zip(first.targets, zip(*[use.site.consumed for use, *_ in found], strict=True), strict=True))
         _explain(found, formed)
         for key, factor in formed.items():
             assert isinstance(factor, (Dense, Outer))
@@ -334,18 +339,6 @@ def _dtype(factor: Factor) -> torch.dtype | None:
     return accumulation_dtype(factor.g_NTO.dtype) if type(factor) is Outer and factor.slots == 1 else None
 
 
-def _stands_alone(use: ParamUse) -> bool:
-    """Return whether nothing else is told of a use's parameters in this backward, nor of its input."""
-    forward, counts = use.forward, use.forward.use_counts
-    if forward.runs_again:
-        return False
-    for name in use.site.consumed:
-        if counts[name] != 1:
-            return False
-    # Layers that read one input share its Gram, see `ghostclip.clipping.together`.
-    return use.node is None or forward.readers.get(use.node.address, 0) <= 1
-
-
 def _train(found: Sequence[_Waiting]) -> bool:
     """Return whether all parameters of uses are trained still: one may have been frozen since the forward."""
     leaves = [leaf for one in found for target in one.use.targets.values() for leaf in target.origin.leaves.values()]
@@ -356,13 +349,17 @@ def _explain(found: Sequence[_Waiting], formed: Mapping[str, Factor]) -> None:
     """Note what came in at every call site where its sizes are new."""
     parts: dict[str, list[Factor]] = {}
     sizes = found[0].use.sizes(found[0].grad)
+    if found[0].use.site.sizes == sizes:
+        sizes = found[0].use.site.sizes
     for number, (use, grad, _) in enumerate(found):
-        if use.site.sizes == sizes:
+        # One object for all of them once they have been explained.
+        if use.site.sizes is sizes or use.site.sizes == sizes:
             continue
         saved = () if use.node is None else use.node.saved_tensors
         parts = parts or {key: apart(factor, len(found)) for key, factor in formed.items()}
         for key, factors in parts.items():
             use.explain(key, factors[number], grad, saved, factors[number])
+        use.site.sizes = sizes
 
 
 def apart(factor: Factor, layers: int) -> list[Factor]:

@@ -17,6 +17,7 @@ from ghostclip.kernels import reads
 from ghostclip.kernels.bounds import (
     CROSS_ROUNDINGS,
     SUM_ROUNDINGS,
+    Bounded,
     Product,
     Reduced,
     Unfinished,
@@ -114,7 +115,8 @@ class NormSum:
         self._errors: list[Tensor] = []
         self._terms: list[Terms] = []
         self._blocks: list[Tensor] = []
-        self._unfinished: list[Unfinished | Reduced] = []
+        # Each with the number of layers that it is of.
+        self._unfinished: list[tuple[Unfinished | Reduced, int]] = []
         self._products: list[Product] = []
         self._root_B: Tensor | None = None
         self._found: SquaredNorm | None = None
@@ -128,7 +130,7 @@ class NormSum:
         """
         self._root_B = self._found = None
         if isinstance(norm, (Unfinished, Reduced)):
-            self._unfinished.append(norm)
+            self._unfinished.append((norm, 1))
         elif isinstance(norm, Product):
             self._products.append(norm)
         else:
@@ -137,6 +139,16 @@ class NormSum:
                 self._errors.append(norm.error_B)
             if norm.terms is not None:
                 self._terms.append(norm.terms)
+
+    def add_layers(self, norm: Unfinished | Reduced, layers: int) -> None:
+        """Add the squared norms of several layers that were formed together.
+
+        Args:
+            norm: Of all their samples, those of one layer side by side; what must not change afterwards.
+            layers: How many.
+        """
+        self._root_B = self._found = None
+        self._unfinished.append((norm, layers))
 
     def add_blocks(self, norms: Sequence[Tensor]) -> None:
         """Add the squares of norms that need no error bound.
@@ -149,12 +161,14 @@ class NormSum:
 
     def _finish(self) -> None:
         """Work out the errors of squares that were added without."""
-        for found in _of_kinds(self._unfinished, lambda one: one.kind):
-            bounded = finished(found)
+        for found in _of_kinds(self._unfinished, lambda one: (one[0].kind, one[1])):
+            first, layers = found[0]
+            bounded = finished([norm for norm, _ in found])
+            if layers > 1:
+                bounded = Bounded(*(part.unflatten(1, (layers, -1)).flatten(0, 1) for part in bounded))
             self._values += bounded.value_N.unbind()
             self._errors.append(bounded.error_N.sum(0))
             mass_B = torch.linalg.vector_norm(bounded.mass_N, dim=0)
-            first = found[0]
             if first.weighting > 1:
                 mass_B = mass_B * first.weighting
             self._terms.append(Terms(mass_B, bounded.scale_N.sum(0), first.positions, first.by_units))
@@ -345,11 +359,13 @@ class GroupNorms:
         self._changed()
         layers = len(names)
         norm = factor.unfinished()
-        parts = None if norm is None else _layers_apart(norm, layers)
         blocks = factor.block_norms() if norm is None else None
         square = factor.sqnorm() if norm is None and blocks is None else None
         for total, numbers in self._by_sum(names):
-            if parts is not None:
+            if isinstance(norm, (Unfinished, Reduced)) and len(numbers) == layers:
+                total.add_layers(norm, layers)
+            elif norm is not None:
+                parts = _layers_apart(norm, layers)
                 for number in numbers:
                     total.add(parts[number])
             elif blocks is not None:
@@ -364,6 +380,8 @@ class GroupNorms:
 
     def _by_sum(self, names: Sequence[str]) -> list[tuple["NormSum", list[int]]]:
         """Return the sums that parameters of the first group belong to, with the numbers of these parameters."""
+        if self._ranks is None:
+            return [(self.sums[0], list(range(len(names))))]
         whole = [number for number, name in enumerate(names) if self.is_whole(name)]
         parts = [number for number in range(len(names)) if number not in whole]
         found = [(self.sums[0], parts)]

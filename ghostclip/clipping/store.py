@@ -191,12 +191,14 @@ class GradientStore:
         """
         old: list[tuple[Tensor, Tensor]] = []
         new: list[tuple[Tensor, Tensor]] = []
+        delivery, held = self._delivery, self._sums
+        become = self.owned and sums.numel() <= _SHARED
         for name, part in zip(names, sums.unbind(), strict=True):
             parameter = self._parameters[name]
-            if self._delivery is not None and self._delivery.takes(parameter):
-                self._delivery.add(parameter, part)
+            if delivery is not None and delivery.takes(parameter):
+                delivery.add(parameter, part)
                 continue
-            if self.owned and sums.numel() <= _SHARED and self._sums.setdefault(parameter, part) is part:
+            if become and held.setdefault(parameter, part) is part:
                 continue
             buffer, is_new = self.buffer(name)
             (new if is_new else old).append((buffer, part))

@@ -118,9 +118,8 @@ def packs(tensors: Sequence[Tensor], limit: Callable[[Tensor], int]) -> Iterator
     Yields:
         Tensors above the limit one by one as they come, others together.
     """
-    whole = _all_in_one(tensors, limit)
-    if whole:
-        yield whole
+    if _are_of_one_kind(tensors):
+        yield from _of_one_kind(tensors, list(map(Tensor.numel, tensors)), limit(tensors[0]))
         return
     filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     room: dict[tuple[torch.dtype, torch.device], int] = {}
@@ -149,13 +148,25 @@ _dtype: Final[Callable[[Tensor], torch.dtype]] = attrgetter("dtype")
 _device: Final[Callable[[Tensor], torch.device]] = attrgetter("device")
 
 
-def _all_in_one(tensors: Sequence[Tensor], limit: Callable[[Tensor], int]) -> list[Tensor]:
-    """Return all tensors where they make one pack and none is empty, the common case; else nothing."""
-    sizes = list(map(Tensor.numel, tensors))
-    if not sizes or min(sizes) == 0 or len(set(map(_dtype, tensors))) > 1 or len(set(map(_device, tensors))) > 1:
-        return []
-    most = limit(tensors[0])
-    return list(tensors) if sum(sizes) <= most and max(sizes) < most else []
+def _are_of_one_kind(tensors: Sequence[Tensor]) -> bool:
+    kinds = list(zip(map(_dtype, tensors), map(_device, tensors), strict=True))
+    return bool(kinds) and kinds.count(kinds[0]) == len(kinds)
+
+
+def _of_one_kind(tensors: Sequence[Tensor], sizes: Sequence[int], most: int) -> Iterator[list[Tensor]]:
+    """Yield what `packs` does of tensors of one type and device, the common case, of which a model has hundreds."""
+    pack, room = list[Tensor](), most
+    for tensor, size in zip(tensors, sizes, strict=True):
+        if size >= most:
+            yield [tensor]
+        elif size:
+            if size > room:
+                yield pack
+                pack, room = [], most
+            pack.append(tensor)
+            room -= size
+    if pack:
+        yield pack
 
 
 def flattened(pack: Sequence[Tensor]) -> Tensor:

@@ -78,15 +78,15 @@ def test_packs_hold_every_tensor_once_and_no_more_than_fits():
 
 
 @pytest.mark.parametrize("empty", [False, True])
-def test_what_fits_into_one_pack_is_told_at_once(empty, monkeypatch):
-    """Whatever is told at once is what looking at each tensor tells, in the same order."""
+def test_tensors_of_one_kind_are_divided_as_any(empty, monkeypatch):
+    """Whatever is told of all at once is what looking at each tensor tells, in the same order."""
     alike = [t for t in zeros() if empty or t.numel()]
     total = sum(t.numel() for t in alike)
     for tensors in (alike, alike[:1], [*alike, *zeros(torch.float32)], []):
         for limit in (0, 1, 30, 5000, 2 * total // 3, total - 1, total, total + 1, 10**9):
             found = [list(map(id, pack)) for pack in packs(tensors, lambda _, limit=limit: limit)]
             with monkeypatch.context() as patched:
-                patched.setattr("ghostclip.noise.packs._all_in_one", lambda *_: [])
+                patched.setattr("ghostclip.noise.packs._are_of_one_kind", lambda *_: False)
                 assert found == [list(map(id, pack)) for pack in packs(tensors, lambda _, limit=limit: limit)]
 
 
