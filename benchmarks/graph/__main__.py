@@ -9,6 +9,7 @@ import argparse
 import json
 import logging
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -62,10 +63,12 @@ def _architectures(options: argparse.Namespace) -> None:
         # Some rows anew: the others stay.
         report = json.loads(earlier.read_text())
         rows = {row["name"]: row for row in report["rows"]}
+    begun = time.monotonic()
     for found in table.names():
         if options.only and found.name not in options.only:
             continue
-        rows[found.name] = table.tried(found)
+        late = options.minutes and time.monotonic() - begun > 60 * options.minutes
+        rows[found.name] = table.tried(found, rounds=0 if late else options.rounds)
         print(json.dumps(rows[found.name]), flush=True)
         report["rows"] = list(rows.values())
         files.write(options.output, "graph-architectures", report, table.text(report))
@@ -84,6 +87,7 @@ def main() -> None:
     parser.add_argument("what", choices=programs)
     parser.add_argument("--only", nargs="*", help="names of models or architectures; rows of other architectures stay")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--minutes", type=float, default=0.0, help="compile no more architectures after so long")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)

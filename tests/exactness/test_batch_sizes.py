@@ -113,4 +113,6 @@ def test_equal_images_count_as_often_as_there_are(name, strategy):
         return torch.cat([clipper.summed_gradient(parameter).double().flatten() for parameter in layer.parameters()])
 
     moved = (total(256) - total(255)).norm().item()
-    assert abs(moved - 1) <= (256 + 64) * torch.finfo(torch.float32).eps
+    # Products add equal numbers up in an order of their own: 3.5 u of the sum (5.3e-5) were measured with AVX-512, 2 u
+    # on AMD. Position by position it would be 4e-3.
+    assert abs(moved - 1) <= (2 * 256 + 32) * torch.finfo(torch.float32).eps
