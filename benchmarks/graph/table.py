@@ -128,8 +128,8 @@ def text(report: dict[str, Any]) -> str:
         f"eager engine as well, {kinds['failed']} failed in this run.",
         "",
         "Times: CPU time of a compiled step in float32, one thread, over an ordinary eager step of the same model, and "
-        f"in brackets that of book-keeping; {timed} were compiled and timed, on {report['machine']['cpu']}. Models as small "
-        "as these cost what calling operations costs: what is saved is Python.",
+        f"in brackets that of book-keeping; {timed} were compiled and timed, on {report['machine']['cpu']}. Models as "
+        "small as these cost what calling operations costs: what is saved is Python.",
         "",
         "| architecture | family | | time | reason |",
         "|---|---|---|---:|---|",
