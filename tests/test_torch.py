@@ -7,6 +7,7 @@ it means fails here, not in somebody's training.
 from __future__ import annotations
 
 import functools
+import operator
 import subprocess
 import sys
 import types
@@ -1250,3 +1251,25 @@ def test_recurrent_layers_run_step_by_step_where_they_are_taken_apart():
 def test_norms_of_tensors_of_several_shapes():
     x, y = torch.tensor([3.0, 4.0], dtype=torch.float64), torch.ones(2, 2, dtype=torch.float64)
     assert torch.stack(_torch.norms_of([x, y])).tolist() == [5.0, 2.0]
+
+
+def test_operations_that_give_the_same_twice_are_told():
+    aten = torch.ops.aten
+    for operation in (aten.mm.default, aten.permute.default, aten.sum.dim_IntList, operator.getitem):
+        assert _torch.is_repeatable(operation)
+    for operation in (aten.rand_like.default, aten.bernoulli.p, aten.native_dropout.default, aten.add_.Tensor, len):
+        assert not _torch.is_repeatable(operation)
+
+
+def test_a_graph_within_a_graph_is_called():
+    inner = _torch.traced(lambda x: (x.sin(),), [torch.ones(3)])
+    with torch.no_grad():
+        (found,) = _torch.region_call()(inner, "inner", torch.ones(3))
+    assert torch.equal(found, torch.ones(3).sin())
+
+
+def test_a_graph_within_a_graph_is_not_called_from_cpp(monkeypatch):
+    from torch._inductor import config
+
+    monkeypatch.setattr(config, "cpp_wrapper", True)
+    assert _torch.region_call() is None

@@ -6,7 +6,7 @@ Values alone are looked at, not how they lie in memory: that the compiler decide
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import fx
@@ -93,7 +93,7 @@ def _in_one_copy(node: fx.Node) -> None:
                 _becomes(node, torch.ops.aten.stack.default, pieces, axes.index(axis))
 
 
-def _becomes(node: fx.Node, target: torch._ops.OpOverload, *args: fx.node.Argument) -> None:
+def _becomes(node: fx.Node, target: Any, *args: fx.node.Argument) -> None:
     node.target, node.args, node.kwargs = target, args, {}
 
 
