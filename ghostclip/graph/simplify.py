@@ -5,6 +5,7 @@ Values alone are looked at, not how they lie in memory: that the compiler decide
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, Final, cast
 
@@ -115,7 +116,7 @@ def _once_each(graph: fx.Graph) -> None:
     """
     returned = set(graph.output_node().all_input_nodes)
     for node in reversed(graph.nodes):
-        if node in returned and operation(node) in _VIEWS:
+        if node in returned and (operation(node) in _VIEWS or node.target is operator.getitem):
             returned.update(node.all_input_nodes)
     known: dict[object, fx.Node] = {}
     for node in list(graph.nodes):
