@@ -620,21 +620,36 @@ def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
 _Taken: TypeAlias = tuple[Any, int, Any, Any, int, Any]
 
 
-def take_hooks(watched: Iterable[tuple[nn.Module, int, int]], outermost: nn.Module) -> list[_Taken]:
-    """Take two hooks out of the tables of modules: ``Module._forward_pre_hooks``, ``Module._forward_hooks``.
+# A module with its tables of hooks, and the number of a hook in each.
+Watched: TypeAlias = tuple[nn.Module, Any, int, Any, int]
+
+
+def watched(module: nn.Module, before: int, after: int) -> Watched:
+    """Return what `take_hooks` takes: ``Module._forward_pre_hooks``, ``Module._forward_hooks``.
 
     Args:
-        watched: Modules with the number of the hook that runs before their forward, which its handle has, and that of
-            the hook after it.
+        module: The module.
+        before: The number of the hook that runs before its forward, which its handle has.
+        after: That of the hook that runs after it.
+
+    Returns:
+        The module with both tables, which it keeps.
+    """
+    return module, module._forward_pre_hooks, before, module._forward_hooks, after
+
+
+def take_hooks(modules: Iterable[Watched], outermost: nn.Module) -> list[_Taken]:
+    """Take two hooks out of the tables of modules.
+
+    Args:
+        modules: As `watched` returned them.
         outermost: A module that keeps its own.
 
     Returns:
         What `put_hooks_back` wants; nothing of a module where one of the hooks is not there.
     """
     taken: list[_Taken] = []
-    for module, before, after in watched:
-        pre: Any = module._forward_pre_hooks
-        post = module._forward_hooks
+    for module, pre, before, post, after in modules:
         first = None if module is outermost else pre.pop(before, None)
         if first is None:
             continue

@@ -1123,7 +1123,7 @@ def test_hooks_that_were_taken_come_back_in_their_places():
     first = module.register_forward_pre_hook(note("first"), with_kwargs=True, prepend=True)
     module.register_forward_hook(note("after"))
     last = module.register_forward_hook(note("last"), with_kwargs=True, always_call=True)
-    watched = [(module, first.id, last.id)]
+    watched = [_torch.watched(module, first.id, last.id)]
     assert _torch.take_hooks(watched, module) == []
     taken = _torch.take_hooks(watched, nn.Identity())
     assert _torch.take_hooks(watched, nn.Identity()) == []

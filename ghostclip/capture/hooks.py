@@ -67,7 +67,7 @@ class Watch:
         """Watch no module yet."""
         self.kinds: set[type[nn.Module]] = set()
         self._handles: list[RemovableHandle] = []
-        self._watched: list[tuple[nn.Module, int, int]] = []
+        self._watched: list[_torch.Watched] = []
         self._off: list[Any] = []
 
     def __bool__(self) -> bool:
@@ -86,7 +86,7 @@ class Watch:
         # ``always_call`` runs it after an exception as well; it cannot tell, but a module that raised has no output.
         after = module.register_forward_hook(_Hook(leave), with_kwargs=True, always_call=True)
         self._handles += [before, after]
-        self._watched.append((module, before.id, after.id))
+        self._watched.append(_torch.watched(module, before.id, after.id))
         self.kinds.add(_torch.class_of(module))
 
     def extend(self, handles: list[RemovableHandle]) -> None:

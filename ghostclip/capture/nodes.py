@@ -226,8 +226,12 @@ def keep(tensors: Sequence[Tensor], form: KeptForm | None = None) -> Any:
     Returns:
         Its ``saved_tensors`` gives them back (recomputed under activation checkpointing).
     """
-    if _torch.saving_hooks() is None and not any(map(Tensor.is_inference, tensors)):
-        return Kept(tensors, form)
+    if _torch.saving_hooks() is None:
+        for tensor in tensors:
+            if tensor.is_inference():
+                break
+        else:
+            return Kept(tensors, form)
     with _torch.subclasses_off():
         anchor = torch.zeros((), requires_grad=True)
         return _Saved(_Keep.apply(anchor, *tensors))
