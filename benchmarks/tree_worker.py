@@ -19,12 +19,20 @@ class TreeWorker:
         program: Python code that reads questions from its standard input and prints an answer in JSON for each.
         arguments: Of the program.
         environment: Variables of its own.
+        under: A command that runs Python, if it is not run by itself.
     """
 
-    def __init__(self, tree: Path, program: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        tree: Path,
+        program: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        under: Sequence[str] = (),
+    ) -> None:
         variables = {**os.environ, **environment, "PYTHONPATH": str(tree)}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", program, *arguments],
+            [*under, sys.executable, "-c", program, *arguments],
             cwd=tree,
             env=variables,
             text=True,

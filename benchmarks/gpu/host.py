@@ -3,14 +3,19 @@
 A GPU waits for a host that is slower than it. Models of many tiny layers have no work but the host's: CPU time of a
 private step against an ordinary one of the same model with the same optimizer, in turns, on one thread; operations that
 reach torch's dispatcher; and values that the host reads in a step, for each of which a device would be waited for.
+With ``--instructions`` what the processor executes is counted as well, by Valgrind: no neighbour on the machine, and no
+clock of its own, changes that number.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +29,8 @@ from benchmarks.tree_worker import TreeWorker
 
 ROOT = Path(__file__).resolve().parents[2]
 STRATEGIES = ("bookkeeping", "ghost", "graph")
+# Valgrind takes fifty times as long, and a compiler under it too long.
+COUNTED = STRATEGIES[:2]
 LAYERS = 36
 
 # Runs in a process of its own for each tree, with nothing of this one on its path but how reads are counted; answers
@@ -117,6 +124,12 @@ gc.collect(); gc.disable()
 for line in sys.stdin:
     if line.strip() == "count":
         answer = [calls(ordinary), calls(private), *reads()]
+    elif line.strip() == "instructions":
+        answer = []
+        for step in (ordinary, private):
+            torch._C._valgrind_toggle()
+            step()
+            torch._C._valgrind_toggle_and_dump_stats()
     else:
         answer = []
         for step in (ordinary, private):
@@ -163,6 +176,33 @@ def measured(trees: Sequence[Path], model: str, strategy: str, *, rounds: int, l
     ]
 
 
+def instructions(tree: Path, model: str, strategy: str, *, layers: int) -> tuple[int, int]:
+    """Count what the processor executes in a step, as Valgrind shows it: the same in every run but for a few in 1,000.
+
+    Args:
+        tree: A checkout.
+        model: As for `measured`.
+        strategy: One of `COUNTED`.
+        layers: As for `measured`.
+
+    Returns:
+        Instructions of an ordinary and of a private step.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        under = (
+            "valgrind", "--quiet", "--tool=callgrind", "--collect-atstart=no", f"--callgrind-out-file={folder}/found"
+        )  # fmt: skip
+        arguments = [model, strategy, str(layers), str(ROOT / "tests" / "host_reads.py")]
+        worker = TreeWorker(tree, _WORKER, arguments, _ENVIRONMENT, under)
+        try:
+            worker.ask("instructions")
+        finally:
+            worker.end()
+        files = [Path(folder, f"found.{number}") for number in (1, 2)]
+        ordinary, private = (int(re.search(r"^totals: (\d+)", file.read_text(), re.MULTILINE)[1]) for file in files)  # type: ignore[index]
+    return ordinary, private
+
+
 def _row(
     tree: Path, what: tuple[str, str, int], count: Sequence[float], taken: Sequence[Sequence[float]]
 ) -> dict[str, Any]:
@@ -191,17 +231,25 @@ def _commit(tree: Path) -> str:
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [
-        "| model | strategy | tree | ordinary, ms | private, ms | ratio | of medians | calls: ordinary | private "
-        "| more a block | values read: ordinary | private |",
-        "|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| model | strategy | tree | ordinary, ms | private, ms | ratio | of medians | 10⁶ instructions: ordinary"
+        " | private | ratio | calls: ordinary | private | more a block | values read: ordinary | private |",
+        "|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     lines += [
         f"| {row['model']} | {row['strategy']} | {row['tree']} | {row['ordinary_ms']:.1f} | {row['private_ms']:.1f} | "
-        f"{row['ratio']:.2f} | {row['ratio_of_medians']:.2f} | {row['ordinary_calls']} | {row['private_calls']} | "
-        f"{row['more_calls_a_block']:.1f} | {row['ordinary_reads']} | {row['private_reads']} |"
+        f"{row['ratio']:.2f} | {row['ratio_of_medians']:.2f} | {_executed(row)} | "
+        f"{row['ordinary_calls']} | {row['private_calls']} | {row['more_calls_a_block']:.1f} | "
+        f"{row['ordinary_reads']} | {row['private_reads']} |"
         for row in rows
     ]
     return "\n".join(lines)
+
+
+def _executed(row: dict[str, Any]) -> str:
+    ordinary, private = row.get("instructions") or (0, 0)
+    if not ordinary:
+        return " | | "
+    return f"{ordinary / 1e6:.1f} | {private / 1e6:.1f} | {private / ordinary:.2f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -214,8 +262,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tree", type=Path, action="append", default=[], help="another checkout, before this one")
     parser.add_argument("--rounds", type=int, default=40, help="turns of each tree (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=LAYERS, help="blocks of each model (default: %(default)s)")
+    parser.add_argument("--instructions", action="store_true", help="count them too (needs valgrind; half an hour)")
     parser.add_argument("--out", type=options.folder, default=RESULTS, help="folder for the files")
     given = parser.parse_args(arguments)
+    if given.instructions and shutil.which("valgrind") is None:
+        parser.error("--instructions needs valgrind, which is not installed")
     report = head(
         "benchmarks.gpu.host", sys.argv[1:] if arguments is None else arguments, torch.device("cpu"), quick=False
     )
@@ -223,12 +274,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     trees = [*(tree.resolve() for tree in given.tree), ROOT]
     for model in ("gpt2", "stack"):
         for strategy in STRATEGIES:
-            rows += measured(trees, model, strategy, rounds=given.rounds, layers=given.layers)
+            found = measured(trees, model, strategy, rounds=given.rounds, layers=given.layers)
+            if given.instructions and strategy in COUNTED:
+                for tree, row in zip(trees, found, strict=True):
+                    row["instructions"] = instructions(tree, model, strategy, layers=given.layers)
+            rows += found
             print(_table(rows[-len(trees) :]).split("\n", 2)[2], flush=True)
     text = (
         "CPU time of a step of tiny layers (B 4; GPT-2: T 8, width 16), AdamW, one thread, the least of "
         f"{given.rounds} turns that ordinary and private steps of all trees take; operations that torch's profiler "
         "sees; values that the host reads in a private step."
+        + " Instructions are those that Valgrind counts, on a processor with AVX2."
+        * given.instructions
     )
     write(
         given.out, "host-cost", report, f"# What a step costs the host\n\n{heading(report)}\n{text}\n\n{_table(rows)}\n"
