@@ -1,8 +1,8 @@
 """``GhostClipper``: attach to a model, call backward, find the clipped sum in ``.grad``."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Final, Literal, get_args
 
@@ -409,21 +409,27 @@ class GhostClipper:
 
     # -- a part of a model ----------------------------------------------------------------------------------------
 
-    def holding(self, *, loss_elsewhere: bool) -> AbstractContextManager[list[Held]]:
+    @contextmanager
+    def holding(self, *, loss_elsewhere: bool) -> Iterator[list[Held]]:
         """Hold back the sums of plain backwards: the model is a part of another, whose norms are not known yet.
 
         Privacy:
             With ``loss_elsewhere`` the gradients of the outputs are taken as they come: that each row is one sample's,
-            and how the loss was reduced, is for the part that has the loss to prove.
+            and how the loss was reduced, is for the part that has the loss to prove. That rows of outputs are samples
+            where the next part takes them for such is proved here.
 
         Args:
             loss_elsewhere: The loss is computed in another part, and backwards begin at outputs of this one.
 
-        Returns:
-            A context that gives the backwards that have ended so far, in order; `conclude` adds their sums, which are
-            dropped otherwise.
+        Yields:
+            The backwards that have ended so far, in order; `conclude` adds their sums, which are dropped otherwise.
         """
-        return self._one_pass.holding(loss_elsewhere=loss_elsewhere)
+        self._evidence.hands_on = loss_elsewhere
+        try:
+            with self._one_pass.holding(loss_elsewhere=loss_elsewhere) as held:
+                yield held
+        finally:
+            self._evidence.hands_on = False
 
     def conclude(self, held: Sequence[Held], totals: Sequence[GroupNorms], rows: Sequence[int]) -> None:
         """Add the clipped sums of backwards that were held back, as one backward over samples of each.

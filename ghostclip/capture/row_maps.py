@@ -98,6 +98,31 @@ def refuse_other_order(model: nn.Module, outputs: Sequence[Tensor], forward: For
             raise BatchAxisError(message)
 
 
+def refuse_other_axis(model: nn.Module, outputs: Sequence[Tensor], forward: ForwardContext) -> None:
+    """Refuse outputs with as many rows as samples where these are expected, which are known to lie along another axis.
+
+    Args:
+        model: A part of a model, whose outputs are the next part's inputs.
+        outputs: Its output tensors.
+        forward: The forward.
+
+    Raises:
+        BatchAxisError: There is one: the next part would take positions for samples.
+    """
+    known = forward.around.sites.outputs
+    if len(known) != len(outputs):
+        return
+    for output, axis in zip(outputs, known, strict=True):
+        if axis >= 0 and axis != forward.batch_axis and output.shape[forward.batch_axis] == forward.batch_size:
+            message = (
+                f"{type(model).__name__} returns an output of shape {tuple(output.shape)} whose samples lie along axis "
+                f"{axis}, and the next stage takes them along axis {forward.batch_axis}: it would clip positions in "
+                "their place. Return them along that axis (transpose before a stage ends, and again where the next "
+                "one begins)."
+            )
+            raise BatchAxisError(message)
+
+
 def row_maps(rows: Tensor, sizes: Sequence[int], known: int, forward: ForwardContext) -> tuple[list[RowMap], RowOrder]:
     """List the row maps for a layer's input: gathered rows by their index, others by size.
 

@@ -341,11 +341,13 @@ def _recording(stage: Stage, clipper: GhostClipper, samples: int | None) -> Iter
             record.held[number] = held[-1]
 
         stage.backward_one_chunk, stage.dw_builder = run, _nothing_is_left
+        # What lies in ``.grad`` is of steps before: a schedule divides it by its microbatches.
+        stage.scale_grads = _as_they_are
         try:
             with nullcontext() if samples is None else _counting(stage, clipper, samples):
                 yield record
         finally:
-            del stage.backward_one_chunk
+            del stage.backward_one_chunk, stage.scale_grads
             stage.dw_builder = None
 
 
@@ -386,6 +388,11 @@ def _nothing_is_left() -> Callable[[], None]:
     A stage that has this runs the whole backward, of inputs that is, where it would run one for inputs alone.
     """
     return lambda: None
+
+
+def _as_they_are(factor: int) -> None:
+    """Leave gradients as they are, where a schedule divides those of its microbatches by their number."""
+    del factor
 
 
 def _of_whole_gradients(policy: ClipPolicy) -> ClipPolicy:

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 
 from ghostclip import _torch, _tree
 from ghostclip.capture.bags import as_flat
+from ghostclip.capture.batch_axis import RowMap
 from ghostclip.capture.call_sites import MAX_WAYS
 from ghostclip.capture.context import CaptureContext, ModuleCall, outputs_of
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.growth import Grown, compared, shapes_of
 from ghostclip.capture.nodes import edge_of
 from ghostclip.capture.packed import packed_inputs
+from ghostclip.capture.row_maps import refuse_other_axis
 from ghostclip.evidence.buffers import Buffers
 from ghostclip.evidence.dependence import where_dependence_starts
 from ghostclip.evidence.exchanges import Exchanges, refuse_split_positions
@@ -42,6 +44,7 @@ class Evidence:
         unchecked: What could not be asked.
         loss_sizes: What was seen of losses: see `ghostclip.evidence.loss_graph`.
         records_of: Returns how many of a forward's samples are no copies of others; None where none are.
+        hands_on: Whether outputs go to another part of the model, which takes their rows for samples as they lie.
     """
 
     def __init__(self, *, probes: bool, in_parts: bool = False, splits_sequences: bool = False) -> None:
@@ -57,6 +60,7 @@ class Evidence:
         self.unchecked = Unchecked()
         self.loss_sizes: Sizes = {}
         self.records_of: Callable[[int], int] | None = None
+        self.hands_on = False
         self._loss_ways: set[Any] = set()
         self._buffers: Buffers | None = None
         self._state: ModuleState | None = None
@@ -271,6 +275,8 @@ class Evidence:
         if forward.grown is not None:
             axes = compared(shapes_of(found), forward.grown.outputs, forward.batch_size)
             capture.sites.outputs = () if axes is None else axes
+        if self.hands_on:
+            refuse_other_axis(capture.model, found, forward)
         probe = _probe_outputs(capture, found)
         if probe is None:
             self.unchecked.missed("the model returned no tensor with a gradient", ROWS)
@@ -292,6 +298,9 @@ class Evidence:
             self.unchecked.missed("samples of a packed sequence cannot be exchanged", REPLACED, FEWER, BEHIND)
             return
         known = {} if probe is None else {id(start.edge.tensor): start.row_map for start in probe.begun}
+        if self.hands_on:
+            rows = RowMap("axis", forward.batch_axis)
+            known |= {id(found): rows for found in parts if _has_samples(found, forward)}
         batch = Batch(
             inputs,
             forward.batch_size,
@@ -344,6 +353,11 @@ def _on_any(capture: CaptureContext, holds: bool) -> bool:  # noqa: FBT001 - wha
 def _used(capture: CaptureContext, call: ModuleCall) -> list[Tensor]:
     """Return tensors on every device that a forward uses."""
     return [*capture.model.parameters(), *capture.model.buffers(), *_tree.tensors((call.args, dict(call.kwargs)))]
+
+
+def _has_samples(output: Tensor, forward: ForwardContext) -> bool:
+    """Return whether the axis where samples are expected has one row for each of them."""
+    return output.dim() > forward.batch_axis and output.shape[forward.batch_axis] == forward.batch_size
 
 
 def _has_packed(inputs: Any) -> bool:

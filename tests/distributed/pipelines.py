@@ -121,7 +121,9 @@ def run_schedule(schedule: Any, stages: list[Any], inputs: Tensor, labels: Tenso
     schedule.step(*arguments, **options)
 
 
-def clipped(rank: int, ranks: int, name: str, *, loss: Any = mean_loss, left_out: int = -1, steps: int = 2) -> dict:
+def clipped(
+    rank: int, ranks: int, name: str, *, loss: Any = mean_loss, left_out: int = -1, steps: int = 2, resets: bool = True
+) -> dict:
     """Clipped sums of this rank's parameters, by their names in the whole model, and the norms."""
     stages, model = stages_of(rank, ranks, name)
     schedule = schedule_of(name, stages, loss)
@@ -131,7 +133,8 @@ def clipped(rank: int, ranks: int, name: str, *, loss: Any = mean_loss, left_out
     reduction = "mean" if loss is mean_loss else "sum"
     clipper = PipelineClipper(stages, max_grad_norm=BOUND, loss_reduction=reduction)
     for _ in range(steps):
-        clipper.reset()
+        if resets:
+            clipper.reset()
         with Reduced() as reduced, clipper.step():
             run_schedule(schedule, stages, inputs, labels)
     names = {id(parameter): key for key, parameter in model.named_parameters()}
@@ -155,6 +158,7 @@ def find(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     """
     found: dict[str, Any] = {name: clipped(rank, ranks, name) for name in (*SINGLE, *SEVERAL)}
     found["whole"] = clipped(rank, ranks, "1F1B", loss=sum_loss)
+    found["added up"] = {name: clipped(rank, ranks, name, resets=False) for name in ENGINE}
     found["left out"] = [clipped(rank, ranks, "1F1B", loss=sum_loss, left_out=n) for n in range(3)]
     found["noise"] = {level: noise(rank, ranks, level) for level in ("fast", "secure")}
     found["trained"] = trained(rank, ranks)
@@ -447,8 +451,15 @@ class Centred(nn.Module):
         return x - x.detach().mean(0)
 
 
+class PositionsFirst(nn.Module):
+    """Returns positions first, as attention of torch takes them where nothing else is said."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(0, 1).contiguous()
+
+
 def left(rank: int, ranks: int, folder: str, case: str) -> None:
-    """Be one rank of a pipeline whose last stage is left inside the schedule, and write down what was raised, and when.
+    """Be one rank of a pipeline of which a stage is left inside the schedule, and write down what was raised, and when.
 
     Args:
         rank: Its number.
@@ -460,11 +471,17 @@ def left(rank: int, ranks: int, folder: str, case: str) -> None:
     meeting, timeout = f"file://{folder}/meeting", timedelta(seconds=TIMEOUT)
     distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=timeout)
     stages, _ = stages_of(rank, ranks, "GPipe")
-    if stages[0].is_last and case != "loss":
+    inputs, labels = batch()
+    if case == "positions first":
+        # As many as a microbatch has samples.
+        inputs, labels = (part[:, : SAMPLES // MICROBATCHES] for part in (inputs, labels))
+        ends = [nn.Identity(), PositionsFirst()] if stages[0].is_first else [PositionsFirst(), nn.Identity()]
+        stages[0].submod = nn.Sequential(ends[0], stages[0].submod, ends[1])
+    elif stages[0].is_last and case != "loss":
         mixes = nn.BatchNorm1d(POSITIONS).double() if case == "mixing" else Centred()
         stages[0].submod = nn.Sequential(mixes, stages[0].submod)
     clipper = PipelineClipper(stages, max_grad_norm=BOUND)
-    schedule, inputs, labels = schedule_of("GPipe", stages, _bad_loss if case == "loss" else mean_loss), *batch()
+    schedule = schedule_of("GPipe", stages, _bad_loss if case == "loss" else mean_loss)
     for _ in range(2 if case == "mixing after copies" else 0):
         with clipper.step(1):
             run_schedule(schedule, stages, inputs[:1].expand_as(inputs), labels)

@@ -71,6 +71,15 @@ def test_a_sample_moves_the_sums_of_all_stages_by_c_at_most(found):
         assert 0.99 * pipelines.BOUND < moved <= pipelines.BOUND * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("name", pipelines.ENGINE)
+def test_sums_of_several_steps_of_a_schedule_add_up(found, name):
+    """A schedule divides what it finds in ``.grad`` by its number of microbatches, that of the steps before as well."""
+    for rank in found:
+        assert rank["added up"][name]["passes"] == [2] * len(rank["added up"][name]["passes"])
+        for key, value in rank["added up"][name]["sums"].items():
+            torch.testing.assert_close(value, 2 * rank[name]["sums"][key], rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_norms_meet_once_a_step(found, name):
     """One all-reduce of a number a sample; a step counts as one backward over all its samples."""
@@ -165,6 +174,7 @@ def test_the_ledger_tells_releases_of_other_stages_apart(found):
     [
         ("mixing", "SampleMixingError", "depends on the whole batch"),
         ("mixing after copies", "SampleMixingError", "half of the samples were replaced"),
+        ("positions first", "BatchAxisError", "samples lie along axis 1, and the next stage takes them along axis 0"),
         ("loss", "ValueError", "no labels of 3 in 3"),
     ],
 )
@@ -174,11 +184,12 @@ def test_a_rank_that_leaves_the_schedule_says_why(tmp_path, case, kind, words):
     Copies of one record, with which empty places are filled, prove nothing of a stage that mixes samples.
     """
     start_ranks(pipelines.left, 2, str(tmp_path), case)
-    other, own = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    leaves = 0 if case == "positions first" else 1
+    own, other = [torch.load(tmp_path / f"rank{rank}.pt") for rank in (leaves, 1 - leaves)]
     assert own[0] == kind
     assert words in own[1]
     assert other[0] == ("InvalidOptionError" if case == "loss" else kind)
-    assert other[1] == f"rank 1 was refused, and no rank goes on without it: {own[1]}"
+    assert other[1] == f"rank {leaves} was refused, and no rank goes on without it: {own[1]}"
     assert max(own[2], other[2]) < pipelines.TIMEOUT / 4
 
 
