@@ -105,7 +105,8 @@ class ShardedModel:
         self._note_shared(name, placement)
         shape = list(placement.shape)
         for axis in placement.axes:
-            if axis.same_samples and axis.divides is not None:
+            # Along an axis of one rank nothing is divided, whatever a mesh says.
+            if axis.same_samples and axis.divides is not None and axis.size > 1:
                 shape[axis.divides] = -1
         data = [axis for axis in placement.axes if not axis.same_samples]
         clash = [axis.name for axis in data if axis.divides is not None and shape[axis.divides] < 0 and not axis.last]

@@ -195,6 +195,7 @@ TRAININGS: dict[str, Training] = {
     "checkpointed": Training(lambda: GPT(checkpoints=True), of_gpt, "ids", "bookkeeping"),
     "checkpointed, two passes": Training(lambda: GPT(checkpoints=True), of_sequence, "even ids", "ghost"),
     "physical batches": Training(mlp, of_mlp, physical=2),
+    "tensor parallelism of one rank": Training(GPT, on_two_axes(of_sequence, 2, 1), "even ids"),
     "small batches": Training(GPT, of_sequence, "even ids", batch=1),
     "formed for the norm": Training(GPT, of_sequence, "even ids", "fast"),
     "per-sample gradients": Training(GPT, of_sequence, "even ids", "hooks"),
