@@ -887,6 +887,20 @@ def gathered_together(module: Any) -> int:
     return id(module._get_fsdp_state())
 
 
+def holds_parts(module: Any) -> bool:
+    """Return whether a module holds its parts of parameters: ``FSDPParamGroup.is_sharded``.
+
+    A root keeps what it has gathered after a forward, and ``reshard_after_forward=2`` parts of another kind.
+
+    Args:
+        module: One of `gathered_modules`.
+
+    Returns:
+        False where its parameters are others at the moment.
+    """
+    return all(group.is_sharded for group in _groups_of(module._get_fsdp_state()))
+
+
 def keep_gathered(module: Any) -> Callable[[], None]:
     """Gather the parameters of a module and keep them so through forwards and backwards.
 
@@ -902,9 +916,10 @@ def keep_gathered(module: Any) -> Callable[[], None]:
     state = module._get_fsdp_state()
     found = [(group, group.post_forward_mesh_info, group.reshard_after_backward) for group in _groups_of(state)]
     choice = state._auto_reshard_after_forward
+    # From whatever parts it has: those after a forward lie on a mesh that is forgotten next.
+    module.unshard()
     for group, _, _ in found:
         group.post_forward_mesh_info, group.reshard_after_backward = None, False
-    module.unshard()
 
     def restore() -> None:
         # What makes a root keep its parameters after a forward is decided in its first one.

@@ -928,6 +928,16 @@ def test_losses_of_divided_classes_are_told_by_their_context_and_their_nodes(div
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_module_that_keeps_what_it_has_gathered_is_told(divided):
+    units = _torch.gathered_modules(divided)
+    assert all(map(_torch.holds_parts, units))
+    divided[0].unshard()
+    assert list(map(_torch.holds_parts, units)) == [True, False]
+    divided[0].reshard()
+    assert all(map(_torch.holds_parts, units))
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_module_keeps_its_parameters_gathered_until_it_is_told_otherwise(divided):
     x = torch.ones(1, 2)
     divided(x).sum().backward()

@@ -83,6 +83,7 @@ class Substitution:
         # What the forward before has found, and what it has put in place.
         self._snapshot: Snapshot | None = None
         self._put_last: list[_Place] = []
+        self.take_stock()
         self.roster = Roster(model)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -199,11 +200,14 @@ class Substitution:
         return set(map(type, self._model.modules() if known is None else known.modules))
 
     def take_stock(self) -> None:
-        """Note which parameters the units hold, before anything is gathered from them for a forward."""
+        """Note which parameters the units hold, before anything is gathered from them for a forward.
+
+        A unit that has kept what it gathered for another forward, one without gradients say, holds what it held.
+        """
         for prefix, module, unit in _modules_of(self._model, self.units) if self.units else ():
-            if unit is not None:
+            if unit is not None and _torch.holds_parts(unit):
                 table: dict[str, Any] = _torch.parameter_table(module)
-                self._held.update({prefix + key: self.held(p) for key, p in table.items() if p is not None})
+                self._held.update({prefix + key: p for key, p in table.items() if p is not None})
 
     def substitute_unit(self, module: nn.Module) -> None:
         """Put tracked tensors in the place of the trainable parameters of a unit, which exist by now.

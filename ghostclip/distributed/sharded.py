@@ -37,8 +37,8 @@ class ShardedModel:
     Called on all ranks, with models of the same structure.
 
     Args:
-        model: A model that ``parallelize_module``, ``fully_shard`` or both were applied to, with its parameters in
-            their parts.
+        model: A model that ``parallelize_module``, ``fully_shard`` or both were applied to; what a forward has left
+            gathered is freed.
         sample_mesh_axes: Axes of the parameters' meshes whose ranks work on the same samples; None for all those along
             which ``fully_shard`` has not divided the model.
 
@@ -55,11 +55,12 @@ class ShardedModel:
         wants_proof: Whether this rank has met something new in a forward that was not one to be proved.
 
     Raises:
-        UnsupportedModelError: If a parameter is gathered at the moment, or lies in a way that is not supported.
+        UnsupportedModelError: If a parameter lies in a way that is not supported.
     """
 
     def __init__(self, model: nn.Module, *, sample_mesh_axes: Collection[str] | None = None) -> None:
         self.units: Sequence[nn.Module] = _torch.gathered_modules(model)
+        self.rest()
         self._data = _data_mesh(self.units)
         self._named = sample_mesh_axes
         self._shared: DeviceMesh | None = None

@@ -135,6 +135,7 @@ class Training(NamedTuple):
         copies: Ranks that have a copy of the model each (HSDP).
         dtype: Of the model.
         around: Makes the context of a divided model's losses and of their backward.
+        evaluated: Whether it is run without gradients before each step.
     """
 
     build: Callable[[], nn.Module]
@@ -149,6 +150,7 @@ class Training(NamedTuple):
     copies: int = 1
     dtype: torch.dtype = torch.float64
     around: Callable[[], AbstractContextManager[None]] = nullcontext
+    evaluated: bool = False
 
 
 def _causal(name: str) -> Callable[[], nn.Module]:
@@ -168,6 +170,8 @@ TRAININGS: dict[str, Training] = {
     "tied": Training(_Tied, whole, "ids"),
     "tied, two passes": Training(_Tied, whole, "ids", "ghost"),
     "whole": Training(plain, whole),
+    "evaluated": Training(plain, nested, evaluated=True),
+    "evaluated, two passes": Training(plain, whole, mode="ghost", evaluated=True),
     "nested": Training(plain, nested),
     "nested, kept after the forward": Training(plain, nested, options={"reshard_after_forward": False}),
     "nested, freed after the forward": Training(plain, nested, options={"reshard_after_forward": True}),
@@ -206,6 +210,9 @@ ON_FOUR: dict[str, Training] = {
     "copies, gpt2": Training(_causal("gpt2_tied"), inputs="ids", copies=2),
     "copies, two passes": Training(plain, mode="ghost", copies=2),
     "four": Training(plain, nested),
+    "four, freed in part and evaluated": Training(
+        plain, nested, options={"reshard_after_forward": 2}, evaluated=True
+    ),
     "four, small batches": Training(plain, batch=2),
 }
 
@@ -280,7 +287,10 @@ def train(training: Training, *, divided: bool, states: dict[str, Any] | None = 
     optimizer.attach_release_hook(
         lambda _, released: seen.update(wide=all(p.dtype == training.dtype for p in released))
     )
+    records = samples(training.inputs)
     for x, y in _batches(training, loader, optimizer):
+        if training.evaluated:
+            _evaluate(model, training.inputs, *records)
         optimizer.zero_grad()
         with training.around() if divided else nullcontext():
             losses = losses_of(model, training.inputs, x, y)
@@ -298,6 +308,13 @@ def train(training: Training, *, divided: bool, states: dict[str, Any] | None = 
     }
 
 
+@torch.no_grad()
+def _evaluate(model: nn.Module, inputs: str, x: Tensor, y: Tensor) -> None:
+    model.eval()
+    losses_of(model, inputs, x, y)
+    model.train()
+
+
 def _batches(training: Training, loader: Any, optimizer: Any) -> Iterator[Any]:
     if training.physical is None:
         yield from loader
@@ -313,7 +330,7 @@ def whole_of(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
 
 
-QUICK = ("gpt2", "llama", "vit", "nested", "nested, two passes", "small batches", "physical batches")
+QUICK = ("gpt2", "llama", "vit", "nested", "nested, two passes", "evaluated", "small batches", "physical batches")
 """Those of the trainings on two ranks that cover the promise."""
 
 
