@@ -704,6 +704,11 @@ class GhostClipper:
         return self._sharded is not None
 
     @property
+    def is_shared(self) -> bool:
+        """Whether the sums are parts of those of several ranks, which `SharedNoise` brings together."""
+        return self._sharded is not None or self._sequences is not None
+
+    @property
     def wants_proof(self) -> bool:
         """Whether this rank asks for proofs in the next forward, as all ranks have to take part in them."""
         return self._sharded is not None and self._sharded.wants_proof

@@ -46,12 +46,13 @@ class StagesClipper:
         batch_first: Whether samples lie along axis 0, as pipelines have them.
         axis: Where they lie.
         is_sharded: Whether several ranks hold the model in parts, and so run it the same number of times.
+        is_shared: Whether the sums are parts of those of several ranks.
         wants_proof: Whether a rank asks for proofs with others; each stage is proved by itself.
     """
 
     strategy = "bookkeeping"
     batch_first, axis = True, 0
-    is_sharded, wants_proof = True, False
+    is_sharded, is_shared, wants_proof = True, True, False
 
     def __init__(self, model: nn.Module, pipeline: PipelineClipper) -> None:
         """Take the clippers of a rank's stages together.

@@ -179,6 +179,29 @@ def refuse_adaptation_without_batch_size(clipper: GhostClipper, expected_batch_s
         )
 
 
+def refuse_separate_noise(clipper: GhostClipper, *, is_shared: bool) -> None:
+    """Refuse noise of one rank alone where ranks hold parts of what is released, or of the samples' gradients.
+
+    Privacy:
+        What every rank has whole would be released once by each, with noise of its own: the mean of these releases has
+        less noise than is charged for, and the copies would not stay equal.
+
+    Args:
+        clipper: The clipper.
+        is_shared: Whether the noise is that of all ranks together.
+
+    Raises:
+        InvalidOptionError: If it is not, and should be.
+    """
+    if clipper.is_shared and not is_shared:
+        raise InvalidOptionError(
+            "noise_source: this rank's own, and several ranks work on the clipper's samples or hold its parameters in "
+            "parts, so that each would release the same sums with other noise. Call make_private, or pass "
+            "noise_source=ghostclip.distributed.SharedNoise(make_noise_source(), shares=...) on all ranks, with the "
+            "shares of the ShardedModel or SplitSequences."
+        )
+
+
 def warn_about_mechanism(noise_multiplier: float, accumulated: int, said: set[str]) -> None:
     """Say once what makes a step less private than it may look.
 

@@ -116,6 +116,7 @@ class DPOptimizer(WrappedOptimizer):
         self._release_hooks: list[ReleaseHook] = []
         self.releases = 0
         self.noise_source = _chosen_noise(noise_source, generator=generator, secure_mode=secure_mode)
+        checks.refuse_separate_noise(clipper, is_shared=isinstance(self.noise_source, SharedNoise))
         self._collected = collector(clipper, self.noise_source)
         self._rehearsing = False
         self.rounds = 0

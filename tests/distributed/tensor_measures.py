@@ -29,6 +29,7 @@ from ghostclip.distributed import ShardedModel, noisy_parts_, share_noise
 from ghostclip.errors import GhostClipError
 from ghostclip.losses import token_losses
 from ghostclip.noise import make_noise_source
+from ghostclip.optim import DPOptimizer
 from tests.distributed.sharded import built, losses_of, samples, whole_of
 from tests.distributed.sharded_measures import Collectives, clipper_of
 from tests.distributed.tensor import TRAININGS
@@ -288,9 +289,20 @@ def _refused(rank: int) -> Mapping[str, str]:
     def device_only() -> None:
         clipper_of(parallelize_module(_Stray(nn.Identity()), mesh, ends), max_grad_norm=BOUND, device_only=True)
 
+    def own_noise() -> None:
+        # Every rank has all of what is trained, and would release the same sums with noise of its own.
+        net = parallelize_module(_Stray(nn.LayerNorm(8)), mesh, {"up": ColwiseParallel(output_layouts=Replicate())})
+        net.up.requires_grad_(False)
+        clipper = clipper_of(net, max_grad_norm=BOUND)
+        trained = [p for p in net.parameters() if p.requires_grad]
+        DPOptimizer(
+            torch.optim.SGD(trained, lr=0.1), noise_multiplier=1.0, expected_batch_size=4, loss_reduction="sum",
+            clipper=clipper, noise_source=make_noise_source(),
+        )  # fmt: skip
+
     attempts = (
         other_inputs, other_dropout, divided_features, transposed, divided_samples, own_tensors, mixes,
-        divided_outputs, device_only,
+        divided_outputs, device_only, own_noise,
     )  # fmt: skip
     return _losses_refused(mesh) | {attempt.__name__: _message(attempt) for attempt in attempts}
 
