@@ -704,9 +704,10 @@ class GhostClipper:
         return self._sharded is not None
 
     @property
-    def is_shared(self) -> bool:
-        """Whether the sums are parts of those of several ranks, which `SharedNoise` brings together."""
-        return self._sharded is not None or self._sequences is not None
+    def shares(self) -> Any:
+        """How ranks share each batch where sums are parts of those of several (`Shares`); None where they are not."""
+        ranks = self._sequences if self._sharded is None else self._sharded
+        return None if ranks is None else ranks.shares
 
     @property
     def wants_proof(self) -> bool:

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -105,6 +105,10 @@ class Sums(Protocol):
 
 class Sequences(Protocol):
     """Ranks that each have some positions of every sample."""
+
+    @property
+    def shares(self) -> Any:
+        """How the ranks share each batch: a `ghostclip.distributed.Shares`."""
 
     def begin(self, forward: ForwardContext) -> None:
         """Make sure that all ranks begin a backward through the same layers.

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,10 @@ class Delivery(Protocol):
 
 class Sharded(Gathering, Protocol):
     """A model whose parameters are held in parts by several ranks."""
+
+    @property
+    def shares(self) -> Any:
+        """How the ranks share each batch: a `ghostclip.distributed.Shares`."""
 
     @property
     def shared_samples(self) -> SharedSamples | None:

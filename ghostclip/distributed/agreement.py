@@ -36,6 +36,18 @@ def world_size(group: Group = None) -> int:
     return distributed.get_world_size(group) if running else 1
 
 
+def several_ranks_of(groups: Sequence[Group]) -> list[list[int]]:
+    """Return the ranks of some groups, without those groups that have one.
+
+    Args:
+        groups: The groups.
+
+    Returns:
+        Numbers among all ranks.
+    """
+    return [distributed.get_process_group_ranks(group) for group in groups if world_size(group) > 1]
+
+
 def is_first(group: Group = None) -> bool:
     """Return whether this is rank 0.
 

@@ -117,7 +117,7 @@ class Pipeline(nn.Module):
             copies=self.shares.count,
             probe=probe,
         )
-        self.clipper = StagesClipper(self, clipper)
+        self.clipper = StagesClipper(self, clipper, self.shares)
         return self.clipper
 
     def noise_of(self, source: KeyedNoise, parameters: Sequence[nn.Parameter]) -> StageNoise:

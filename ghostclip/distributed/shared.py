@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ghostclip import _torch
-from ghostclip.distributed.agreement import Group, require_agreement, share_noise, world_size
+from ghostclip.distributed.agreement import Group, require_agreement, several_ranks_of, share_noise, world_size
 from ghostclip.distributed.draws import Share, digest_of, require_one_draw
 from ghostclip.distributed.parallel import DifferentiallyPrivateDistributedDataParallel
 from ghostclip.distributed.release import noisy_parts_, noisy_sums_
@@ -51,6 +51,17 @@ class SharedNoise:
         if shares is not None:
             self._copies = shares.copies
         self.level = source.level
+
+    def adds_up(self, shares: Shares) -> bool:
+        """Return whether sums of what every rank has whole are added up over ranks with samples of their own alone.
+
+        Args:
+            shares: How ranks share each batch.
+
+        Returns:
+            False where copies of one sum would be added up, or parts would not.
+        """
+        return several_ranks_of(self._groups) == several_ranks_of(shares.groups)
 
     def add_(self, tensor: torch.Tensor, std: float) -> None:
         """Replace a partial sum by the sum over all ranks plus N(0, std²); called on all ranks in the same order.

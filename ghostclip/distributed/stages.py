@@ -12,6 +12,7 @@ from ghostclip.capture.roster import Roster
 from ghostclip.clipper import GhostClipper
 from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.distributed.pipeline import PipelineClipper
+from ghostclip.distributed.sample_ranks import Shares
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
 
 
@@ -46,21 +47,22 @@ class StagesClipper:
         batch_first: Whether samples lie along axis 0, as pipelines have them.
         axis: Where they lie.
         is_sharded: Whether several ranks hold the model in parts, and so run it the same number of times.
-        is_shared: Whether the sums are parts of those of several ranks.
         wants_proof: Whether a rank asks for proofs with others; each stage is proved by itself.
     """
 
     strategy = "bookkeeping"
     batch_first, axis = True, 0
-    is_sharded, is_shared, wants_proof = True, True, False
+    is_sharded, wants_proof = True, False
 
-    def __init__(self, model: nn.Module, pipeline: PipelineClipper) -> None:
+    def __init__(self, model: nn.Module, pipeline: PipelineClipper, shares: Shares) -> None:
         """Take the clippers of a rank's stages together.
 
         Args:
             model: The module that has these stages.
             pipeline: Attached to them.
+            shares: How the ranks share each batch.
         """
+        self._shares = shares
         self.model = model
         self.pipeline = pipeline
         self._first = pipeline.clippers[0]
@@ -83,6 +85,11 @@ class StagesClipper:
     @max_grad_norm.setter
     def max_grad_norm(self, value: float) -> None:
         self.policy.max_grad_norm = value
+
+    @property
+    def shares(self) -> Shares:
+        """How the ranks share each batch."""
+        return self._shares
 
     loss_reduction = _of_first("loss_reduction")
     relation = _of_first("relation")

@@ -11,10 +11,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ghostclip import _torch
+from ghostclip.distributed.shared import SharedNoise
 from ghostclip.errors import InvalidOptionError, UncoveredParameterError
 
 if TYPE_CHECKING:
     from ghostclip.clipper import GhostClipper
+    from ghostclip.noise import NoiseSource
     from ghostclip.optim.records import Crossed, Replay
 
 FORKED = (
@@ -179,26 +181,36 @@ def refuse_adaptation_without_batch_size(clipper: GhostClipper, expected_batch_s
         )
 
 
-def refuse_separate_noise(clipper: GhostClipper, *, is_shared: bool) -> None:
-    """Refuse noise of one rank alone where ranks hold parts of what is released, or of the samples' gradients.
+def refuse_other_shares(clipper: GhostClipper, noise_source: NoiseSource) -> None:
+    """Refuse noise that does not know how ranks hold parts of what is released, or of the samples' gradients.
 
     Privacy:
-        What every rank has whole would be released once by each, with noise of its own: the mean of these releases has
-        less noise than is charged for, and the copies would not stay equal.
+        With noise of one rank alone, what every rank has whole would be released once by each: the mean of these
+        releases has less noise than is charged for. Where copies of a sum were added up, a sample would move the sum by
+        as many times the bound.
 
     Args:
         clipper: The clipper.
-        is_shared: Whether the noise is that of all ranks together.
+        noise_source: Of the optimizer.
 
     Raises:
-        InvalidOptionError: If it is not, and should be.
+        InvalidOptionError: If it does not.
     """
-    if clipper.is_shared and not is_shared:
+    if clipper.shares is None:
+        return
+    remedy = (
+        "Call make_private, or pass noise_source=ghostclip.distributed.SharedNoise(make_noise_source(), shares=...) on "
+        "all ranks, with the shares of the ShardedModel or SplitSequences."
+    )
+    if not isinstance(noise_source, SharedNoise):
         raise InvalidOptionError(
             "noise_source: this rank's own, and several ranks work on the clipper's samples or hold its parameters in "
-            "parts, so that each would release the same sums with other noise. Call make_private, or pass "
-            "noise_source=ghostclip.distributed.SharedNoise(make_noise_source(), shares=...) on all ranks, with the "
-            "shares of the ShardedModel or SplitSequences."
+            f"parts, so that each would release the same sums with other noise. {remedy}"
+        )
+    if not noise_source.adds_up(clipper.shares):
+        raise InvalidOptionError(
+            "noise_source: adds up sums over other ranks than those that have samples of their own, so that copies of "
+            f"one sum would be counted several times. {remedy}"
         )
 
 

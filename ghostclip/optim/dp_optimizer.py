@@ -115,8 +115,7 @@ class DPOptimizer(WrappedOptimizer):
         self._step_hooks: list[StepHook] = []
         self._release_hooks: list[ReleaseHook] = []
         self.releases = 0
-        self.noise_source = _chosen_noise(noise_source, generator=generator, secure_mode=secure_mode)
-        checks.refuse_separate_noise(clipper, is_shared=isinstance(self.noise_source, SharedNoise))
+        self.noise_source = _chosen_noise(noise_source, clipper, generator=generator, secure_mode=secure_mode)
         self._collected = collector(clipper, self.noise_source)
         self._rehearsing = False
         self.rounds = 0
@@ -697,12 +696,13 @@ class DPOptimizer(WrappedOptimizer):
 
 
 def _chosen_noise(
-    noise_source: NoiseSource | None, *, generator: torch.Generator | None, secure_mode: bool
+    noise_source: NoiseSource | None, clipper: GhostClipper, *, generator: torch.Generator | None, secure_mode: bool
 ) -> NoiseSource:
     """Return the noise source that was given, or a fresh one.
 
     Args:
         noise_source: The source, or None.
+        clipper: Where the sums come from that it is added to.
         generator: Makes a fresh one reproducible, and so not private against who knows it.
         secure_mode: Whether a fresh one is a cryptographic keystream.
 
@@ -710,10 +710,12 @@ def _chosen_noise(
         The source.
 
     Raises:
-        InvalidOptionError: If a source comes with options for another one, or secure noise is to be reproducible.
+        InvalidOptionError: If a source comes with options for another one, secure noise is to be reproducible, or it
+            does not know how ranks share the clipper's samples.
     """
     if noise_source is None:
-        return make_noise_source(level="secure" if secure_mode else "fast", generator=generator)
-    if generator is not None or secure_mode:
+        noise_source = make_noise_source(level="secure" if secure_mode else "fast", generator=generator)
+    elif generator is not None or secure_mode:
         raise InvalidOptionError("noise_source with generator or secure_mode: these make a source of their own.")
+    checks.refuse_other_shares(clipper, noise_source)
     return noise_source

@@ -210,9 +210,7 @@ ON_FOUR: dict[str, Training] = {
     "copies, gpt2": Training(_causal("gpt2_tied"), inputs="ids", copies=2),
     "copies, two passes": Training(plain, mode="ghost", copies=2),
     "four": Training(plain, nested),
-    "four, freed in part and evaluated": Training(
-        plain, nested, options={"reshard_after_forward": 2}, evaluated=True
-    ),
+    "four, freed in part and evaluated": Training(plain, nested, options={"reshard_after_forward": 2}, evaluated=True),
     "four, small batches": Training(plain, batch=2),
 }
 

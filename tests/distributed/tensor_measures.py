@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ghostclip import GhostClipper, PrivacyEngine
 from ghostclip.clipping.grouping import PerParameter
 from ghostclip.clipping.policies import ClipPolicy
-from ghostclip.distributed import ShardedModel, noisy_parts_, share_noise
+from ghostclip.distributed import ShardedModel, SharedNoise, noisy_parts_, share_noise
 from ghostclip.errors import GhostClipError
 from ghostclip.losses import token_losses
 from ghostclip.noise import make_noise_source
@@ -289,22 +289,11 @@ def _refused(rank: int) -> Mapping[str, str]:
     def device_only() -> None:
         clipper_of(parallelize_module(_Stray(nn.Identity()), mesh, ends), max_grad_norm=BOUND, device_only=True)
 
-    def own_noise() -> None:
-        # Every rank has all of what is trained, and would release the same sums with noise of its own.
-        net = parallelize_module(_Stray(nn.LayerNorm(8)), mesh, {"up": ColwiseParallel(output_layouts=Replicate())})
-        net.up.requires_grad_(False)
-        clipper = clipper_of(net, max_grad_norm=BOUND)
-        trained = [p for p in net.parameters() if p.requires_grad]
-        DPOptimizer(
-            torch.optim.SGD(trained, lr=0.1), noise_multiplier=1.0, expected_batch_size=4, loss_reduction="sum",
-            clipper=clipper, noise_source=make_noise_source(),
-        )  # fmt: skip
-
     attempts = (
         other_inputs, other_dropout, divided_features, transposed, divided_samples, own_tensors, mixes,
-        divided_outputs, device_only, own_noise,
+        divided_outputs, device_only,
     )  # fmt: skip
-    return _losses_refused(mesh) | {attempt.__name__: _message(attempt) for attempt in attempts}
+    return _losses_refused(mesh) | _noise_refused(mesh) | {attempt.__name__: _message(attempt) for attempt in attempts}
 
 
 def _sharded_afterwards(mesh: Any) -> None:
@@ -322,6 +311,27 @@ def _sharded_afterwards(mesh: Any) -> None:
     fully_shard(net, mesh=mesh)
     private(next(iter(loader))[0]).sum().backward()
     optimizer.step()
+
+
+def _noise_refused(mesh: Any) -> Mapping[str, str]:
+    """Try noise that does not know which ranks have the same samples."""
+
+    def released_with(source: Any) -> None:
+        # Every rank has all of what is trained.
+        net = parallelize_module(_Stray(nn.LayerNorm(8)), mesh, {"up": ColwiseParallel(output_layouts=Replicate())})
+        net.up.requires_grad_(False)
+        clipper = clipper_of(net, max_grad_norm=BOUND)
+        trained = [p for p in net.parameters() if p.requires_grad]
+        DPOptimizer(
+            torch.optim.SGD(trained, lr=0.1), noise_multiplier=1.0, expected_batch_size=4, loss_reduction="sum",
+            clipper=clipper, noise_source=source,
+        )  # fmt: skip
+
+    attempts: dict[str, Callable[[], None]] = {
+        "noise of one rank": lambda: released_with(make_noise_source()),
+        "copies of sums": lambda: released_with(SharedNoise(make_noise_source())),
+    }
+    return {name: _message(attempt) for name, attempt in attempts.items()}
 
 
 def _losses_refused(mesh: Any) -> Mapping[str, str]:

@@ -103,7 +103,8 @@ REFUSED = {
     "log-softmax as well": "LossReductionError: 'Select' takes a log_softmax",
     "samples that meet": "SampleMixingError: the loss of one sample depends on other samples",
     "smoothed": "InvalidOptionError: token_losses: label_smoothing=0.1",
-    "own_noise": "InvalidOptionError: noise_source: this rank's own",
+    "copies of sums": "InvalidOptionError: noise_source: adds up sums over other ranks",
+    "noise of one rank": "InvalidOptionError: noise_source: this rank's own",
     "device_only": "InvalidOptionError: device_only=True with ranks that share samples",
 }
 
