@@ -369,7 +369,12 @@ def _bare_optimizer(optimizer: Optimizer | Sequence[Optimizer]) -> Optimizer:
         return JoinedOptimizer([_bare_optimizer(member) for member in optimizer])
     if isinstance(optimizer, WrappedOptimizer):
         return optimizer.original_optimizer
-    return cast(Optimizer, optimizer)
+    if not isinstance(optimizer, Optimizer):
+        raise InvalidOptionError(
+            f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}. Build one from "
+            "module.parameters()."
+        )
+    return optimizer
 
 
 def _inside(module: nn.Module) -> nn.Module:

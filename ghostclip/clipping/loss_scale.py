@@ -57,8 +57,8 @@ class Scale:
             before, now = self._described(), other._described()
             message = (
                 f"the loss was {before} in earlier steps and is {now} now. A factor that follows the batch makes each "
-                "sample's gradient depend on the others. For a public schedule, multiply the losses of the samples. "
-                f"{remedy(reduction)}"
+                f"sample's gradient depend on the others. {remedy(reduction)} For a public schedule, change the learning "
+                "rate, or hand losses times the factor to optimizer.clipper.backward(losses)."
             )
             raise LossReductionError(message)
         return Scale(forms, self.constant)
@@ -78,8 +78,9 @@ def remedy(reduction: str) -> str:
         Sentences for an error.
     """
     return (
-        "Give one loss a sample: losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction='none').mean(1), "
-        "or for a language model losses = ghostclip.losses.token_losses(logits, labels); then "
+        "Give one loss a sample: losses = F.cross_entropy(logits, labels, reduction='none') for logits of shape "
+        "(B, classes), F.cross_entropy(logits.transpose(1, 2), labels, reduction='none').mean(1) for (B, positions, "
+        "classes), or for a language model ghostclip.losses.token_losses(logits, labels); then "
         f"clipper.backward(losses), or losses.{reduction}().backward() in a plain loop."
     )
 
@@ -269,8 +270,8 @@ def _check_number(number: Number, inner: set[int], batch_size: int, reduction: s
     if not number.plain:
         message = (
             f"the loss is {number.describe()}, which may have been computed from other samples (their lengths, the "
-            "scale of a GradScaler that adapts to them). Use a number of Python for a public constant, and no "
-            f"GradScaler. {remedy(reduction)}"
+            "scale of a GradScaler that adapts to them). Use a number of Python for a public constant; no GradScaler, "
+            f"which torch.autocast with bfloat16 does not need. {remedy(reduction)}"
         )
         raise LossReductionError(message)
     if number.divides and number.given in inner:

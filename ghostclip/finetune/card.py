@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import ghostclip
 from ghostclip.finetune.options import FinetuneOptions
 from ghostclip.finetune.rows import labels_of
+from ghostclip.privacy.summary import rounded_up
 
 if TYPE_CHECKING:
     from ghostclip.finetune.record import Outcome
@@ -84,7 +85,7 @@ def card(outcome: Outcome, *, pad_id: int) -> str:
     options, mechanism = outcome.options, outcome.mechanism
     library, _, kind = loader_of(options).partition(".")
     given = "".join(f", {name}={value!r}" for name, value in loading_options(options, pad_id=pad_id).items())
-    bound = f"ε ≤ {outcome.epsilon:.4f} at δ = {mechanism.delta:.4g} for one {outcome.data.unit}"
+    bound = f"ε ≤ {rounded_up(outcome.epsilon)} at δ = {mechanism.delta:.4g} for one {outcome.data.unit}"
     # A path of the machine that trained is nobody's business.
     named = options.model is not None and not Path(options.model).exists()
     return _CARD.format(

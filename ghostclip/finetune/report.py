@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Callable
 
@@ -13,6 +12,7 @@ from ghostclip.finetune.options import FinetuneOptions
 from ghostclip.finetune.output import PLOT, RECORD
 from ghostclip.finetune.privacy import Mechanism
 from ghostclip.finetune.record import DataFacts, Outcome
+from ghostclip.privacy.summary import rounded_down, rounded_up
 
 _WIDTH = 100
 _LABEL = 14
@@ -78,17 +78,9 @@ def _guarantee(outcome: Outcome) -> str:
     if not outcome.is_private:
         return "NONE: the noise was fixed with --unsafe-noise-seed"
     return (
-        f"ε ≤ {_up(outcome.epsilon)} at δ = {outcome.mechanism.delta:.4g} for one {outcome.data.unit}, after "
-        f"{outcome.state.step} steps (no accountant could report less than {_down(outcome.epsilon_lower)})"
+        f"ε ≤ {rounded_up(outcome.epsilon)} at δ = {outcome.mechanism.delta:.4g} for one {outcome.data.unit}, after "
+        f"{outcome.state.step} steps (no accountant could report less than {rounded_down(outcome.epsilon_lower)})"
     )
-
-
-def _up(epsilon: float) -> str:
-    return f"{math.ceil(epsilon * 1e4) / 1e4:.4f}" if math.isfinite(epsilon) else "∞"
-
-
-def _down(epsilon: float) -> str:
-    return f"{math.floor(epsilon * 1e4) / 1e4:.4f}" if math.isfinite(epsilon) else "∞"
 
 
 def _data_text(data: DataFacts) -> str:

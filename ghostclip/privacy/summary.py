@@ -50,9 +50,9 @@ def summary_text(
     Returns:
         One line.
     """
-    parts = [f"(ε ≤ {_up(bounds.upper)}, δ = {delta:g}) after {releases} accounted releases"]
+    parts = [f"(ε ≤ {rounded_up(bounds.upper)}, δ = {delta:g}) after {releases} accounted releases"]
     if bounds.lower > 0:
-        parts.append(f"no accountant could report less than ε = {_down(bounds.lower)}")
+        parts.append(f"no accountant could report less than ε = {rounded_down(bounds.lower)}")
     if sampling is not None:
         event = sampling.event
         unit = f"{event.unit} (at most {event.records_per_unit} records in a batch)"
@@ -73,9 +73,25 @@ def summary_text(
     return "; ".join(parts) + "."
 
 
-def _up(epsilon: float) -> str:
+def rounded_up(epsilon: float) -> str:
+    """Write an upper bound with four decimals, never below it.
+
+    Args:
+        epsilon: The bound.
+
+    Returns:
+        The number.
+    """
     return f"{math.ceil(epsilon * 1e4) / 1e4:.4f}" if math.isfinite(epsilon) else "∞"
 
 
-def _down(epsilon: float) -> str:
+def rounded_down(epsilon: float) -> str:
+    """Write a lower bound with four decimals, never above it.
+
+    Args:
+        epsilon: The bound.
+
+    Returns:
+        The number.
+    """
     return f"{math.floor(epsilon * 1e4) / 1e4:.4f}" if math.isfinite(epsilon) else "∞"

@@ -56,7 +56,9 @@ def test_run_writes_what_it_promises(finetune, text_file, tmp_path, record_of, m
     privacy = record["privacy"]
     assert privacy["private"] is True
     assert 7.9 < privacy["epsilon_lower_bound"] <= privacy["epsilon"] <= 8.0
-    assert f"ε ≤ {math.ceil(privacy['epsilon'] * 1e4) / 1e4:.4f} at δ = " in result.out
+    rounded_up = f"ε ≤ {math.ceil(privacy['epsilon'] * 1e4) / 1e4:.4f}"
+    assert f"{rounded_up} at δ = " in result.out
+    assert (out / "README.md").read_text(encoding="utf-8").count(rounded_up) == 2
     assert "no accountant could report less" in " ".join(result.out.split())
     assert privacy["delta"] == pytest.approx(1 / (10 * record["data"]["training"]))
     assert privacy["sample_rate"] == pytest.approx(7 / record["data"]["training"])

@@ -324,6 +324,8 @@ def test_default_accountant_is_tight_and_opacus_names_are_served():
         ({"max_grad_norm": math.inf}, "max_grad_norm=inf: no noise hides"),
         ({"module": torch.optim.SGD(nn.Linear(2, 2).parameters()), "optimizer": nn.ReLU()}, "expected a"),
         ({"module": "model"}, "module: expected a torch.nn.Module, got str"),
+        ({"optimizer": None}, "optimizer: expected a torch.optim.Optimizer, got NoneType"),
+        ({"optimizer": nn.Linear(2, 2).parameters()}, "optimizer: expected a torch.optim.Optimizer, got generator"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_by_make_private(options, said):
