@@ -1,4 +1,4 @@
-"""What becomes of a script for Opacus when `opacus` is changed to `ghostclip` in it."""
+"""What becomes of a script for Opacus when `opacus` is changed to `ghostclip.compat.opacus` in it."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def markdown(given: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         "## Scripts with the import changed\n",
         f"{len(given)} scripts ([scripts](../opacus_surface/scripts)), run as they are with Opacus and with `opacus` "
-        f"changed to `ghostclip`: {same} show the same (ε may be lower: the account is tighter).\n",
+        f"changed to `ghostclip.compat.opacus`: {same} show the same (ε may be lower: the account is tighter).\n",
         "| script | | ε, Opacus | ε, ghostclip | remark |",
         "|---|---|---:|---:|---|",
     ]
