@@ -64,7 +64,8 @@ def cases() -> str:
     about = json.loads(path.read_text(encoding="utf-8"))
     return (
         f"{summary(about['cases'])}\nError: of the clipped sum against one-sample autograd in float64, the largest of "
-        "four strategies. Move: by how much leaving one sample out moves the sum, over the bound. Each case, and how "
+        "four strategies; all cases are in float64, but for one of the transformers models, which is in float32. "
+        "Move: by how much leaving one sample out moves the sum, over the bound. Each case, and how "
         "its parameters were handled: [cases.md](repo:benchmarks/results/cases.md).\n"
     )
 

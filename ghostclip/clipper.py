@@ -119,11 +119,12 @@ class GhostClipper:
             relation: Which data sets count as neighbours: "zero_out", "add_remove" or "replace_one".
             probe: Prove in the first forwards, by extra backwards, whose rows are whose and that samples do not mix;
                 False only for a model that `ghostclip.validate` found sound in the same layout.
-            memory_budget: The most that a backward may hold, over what an ordinary one holds. Above 1 in return for
-                fewer operations (`ghostclip.planning.plan.Planner`); below 1, with strategies "auto" and "bookkeeping",
-                repeated blocks are run again and the first of them get a second backward, as far as it takes
-                (`ghostclip.planning.below.BlockPlanner`); on a GPU, where that is cheaper or not enough, factors wait
-                in the host's memory. What cannot be had is said in a warning.
+            memory_budget: The most that a backward may hold, over what an ordinary one holds. From 1 on it bounds what
+                is held to save operations (`ghostclip.planning.plan.Planner`), beside inputs and output gradients of
+                the layers, which sums are made of, and which are more than that in small models. Below 1, with
+                strategies "auto" and "bookkeeping", repeated blocks are run again and the first of them get a second
+                backward, as far as it takes (`ghostclip.planning.below.BlockPlanner`); on a GPU, where that is cheaper
+                or not enough, factors wait in the host's memory. What cannot be had is said in a warning.
             factor_dtype: torch.bfloat16 allows a memory budget below 1 to hold float32 factors in 16 bits: norms and
                 sums are then those of the rounded factors, so that each contribution keeps the bound, and its direction
                 is off by some 2^-9. None holds them as they are.
