@@ -57,8 +57,8 @@ class Scale:
             before, now = self._described(), other._described()
             message = (
                 f"the loss was {before} in earlier steps and is {now} now. A factor that follows the batch makes each "
-                f"sample's gradient depend on the others. {remedy(reduction)} For a public schedule, change the learning "
-                "rate, or hand losses times the factor to optimizer.clipper.backward(losses)."
+                f"sample's gradient depend on the others. {remedy(reduction)} For a public schedule, change the "
+                "learning rate, or hand losses times the factor to optimizer.clipper.backward(losses)."
             )
             raise LossReductionError(message)
         return Scale(forms, self.constant)
