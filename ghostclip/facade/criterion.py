@@ -87,17 +87,17 @@ class PrivateLoss:
         return self.item()
 
     def __mul__(self, other: object) -> PrivateLoss:
-        return self._with(self.per_sample * other) if isinstance(other, (int, float)) else NotImplemented
+        return self._with(self.per_sample * number_of(other))
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: object) -> PrivateLoss:
-        return self._with(self.per_sample / other) if isinstance(other, (int, float)) else NotImplemented
+        return self._with(self.per_sample / number_of(other))
 
     def __add__(self, other: object) -> PrivateLoss:
         if isinstance(other, PrivateLoss) and other.per_sample.shape == self.per_sample.shape:
             return self._with(self.per_sample + other.per_sample)
-        return self._with(self.per_sample + other) if isinstance(other, (int, float)) else NotImplemented
+        return self._with(self.per_sample + number_of(other))
 
     __radd__ = __add__
 
@@ -105,13 +105,34 @@ class PrivateLoss:
         return self._with(-self.per_sample)
 
     def __sub__(self, other: object) -> PrivateLoss:
-        return self + -other if isinstance(other, (PrivateLoss, int, float)) else NotImplemented
+        return self + -(other if isinstance(other, PrivateLoss) else number_of(other))
 
     def __rsub__(self, other: object) -> PrivateLoss:
         return -self + other
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.item():.4f}, samples={self.per_sample.shape[0]})"
+
+
+def number_of(other: object) -> float:
+    """Return a number that a loss may be added to or multiplied with.
+
+    Args:
+        other: The other operand.
+
+    Returns:
+        The number.
+
+    Raises:
+        LossReductionError: It is none.
+    """
+    if isinstance(other, (int, float)):
+        return other
+    raise LossReductionError(
+        f"the loss of a private criterion was combined with a {type(other).__name__}. It holds one loss for each "
+        "sample, and takes numbers and losses of the same criterion and batch. Compute further terms in the criterion, "
+        "for each sample: make_private(criterion=...) takes any function that returns losses of shape (B,)."
+    )
 
 
 class PrivateCriterion:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ghostclip import _tree
 from ghostclip.errors import GhostClipError
-from ghostclip.facade.criterion import PrivateCriterion, PrivateLoss
+from ghostclip.facade.criterion import PrivateCriterion, PrivateLoss, number_of
 from ghostclip.graph import GraphStep
 
 if TYPE_CHECKING:
@@ -382,9 +382,9 @@ class DeferredLoss(PrivateLoss):
         return DeferredLoss(self._deferral, self._clipper, self.call, self.given, changes)
 
     def __mul__(self, other: object) -> PrivateLoss:
-        return self._after("mul", other) if isinstance(other, (int, float)) else NotImplemented
+        return self._after("mul", number_of(other))
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: object) -> PrivateLoss:
-        return self._after("truediv", other) if isinstance(other, (int, float)) else NotImplemented
+        return self._after("truediv", number_of(other))

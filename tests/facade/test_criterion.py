@@ -39,9 +39,9 @@ def test_arithmetic_scales_every_sample():
     assert ((loss / 2 + 1) * 4 - 3).per_sample.tolist() == [3.0, 19.0]
     assert (1 - loss).per_sample.tolist() == [0.0, -8.0]
     assert (loss + loss - 2 * loss).per_sample.tolist() == [0.0, 0.0]
-    with pytest.raises(TypeError):
+    with pytest.raises(LossReductionError, match="Compute further terms in the criterion"):
         _ = loss + criterion(torch.zeros(3), torch.zeros(3))
-    with pytest.raises(TypeError):
+    with pytest.raises(LossReductionError, match="Compute further terms in the criterion"):
         _ = loss * torch.tensor([1.0, 2.0])
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import ghostclip
-from ghostclip.errors import GhostClipError, InvalidOptionError
+from ghostclip.errors import GhostClipError, InvalidOptionError, LossReductionError
 from ghostclip.graph import GraphOptions
 
 pytestmark = pytest.mark.filterwarnings("ignore:poisson_sampling=False", "ignore:noise_multiplier=0")
@@ -119,6 +119,15 @@ def test_attributes_items_and_views_of_an_output_are_part_of_the_graph():
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(torch.tensor(saw), torch.tensor(seen))
     assert private.deferral.step.graphs[0].runs == 3
+
+
+@pytest.mark.parametrize("combine", [lambda loss, term: loss + term, lambda loss, term: term * loss])
+def test_a_term_beside_the_loss_is_refused_with_the_place_for_it(combine):
+    private, _, criterion, loader = _private(_model(), _classes(), "graph")
+    x, y = next(iter(loader))
+    output = private(x)
+    with pytest.raises(LossReductionError, match="combined with a Tensor.* Compute further terms in the criterion"):
+        combine(criterion(output, y), output.square().mean())
 
 
 def test_a_second_backward_of_one_loss_is_refused():
