@@ -660,8 +660,10 @@ class CaptureContext:
             Whether the operations are the forward's own (reentrant checkpointing makes new ones); None when the
             backward broke off because it met reentrant checkpointing unawares: call again, with a new listener.
         """
-        with self.substituted():
-            if not (self._full_backward or self.sites.reentrant):
+        with self.substituted(), _counted_as_before(self.forward):
+            # What ran without gradients may be a reentrant checkpoint, and below it nothing that is trained: a backward
+            # restricted to captured operations would pass it over and say nothing.
+            if not (self._full_backward or self.sites.reentrant or self.forward.ran_without_grad):
                 try:
                     with backward_entry.unseen():
                         torch.autograd.backward(outputs, grads, retain_graph=True, inputs=self._ends())
@@ -697,6 +699,24 @@ class CaptureContext:
             return f"{path or 'model'} ({type(self.model.get_submodule(path)).__name__})"
         except AttributeError:
             return path
+
+
+@contextmanager
+def _counted_as_before(forward: ForwardContext) -> Iterator[None]:
+    """Forget how often operations were run again, so that each backward finds the same call sites, and their evidence.
+
+    Args:
+        forward: The forward whose operations may be run again.
+
+    Yields:
+        Nothing.
+    """
+    visits = dict(forward.visits)
+    try:
+        yield
+    finally:
+        forward.visits.clear()
+        forward.visits.update(visits)
 
 
 # How deep tensors are looked for in outputs that are no containers.
