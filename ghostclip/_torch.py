@@ -279,6 +279,21 @@ def run_node(node: Any, grads: Mapping[int, Tensor]) -> Any:
     return node.apply(*({**grads, **missing}[place] for place in range(len(about))))
 
 
+def module_of_function(node: Any) -> str | None:
+    """Return the module of the autograd function that a node is of: ``BackwardCFunction._forward_cls``.
+
+    Args:
+        node: A node.
+
+    Returns:
+        The empty string for a function that was written in C++ outside torch, whose nodes have a type in common; None
+        for torch's own operations.
+    """
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        return str(getattr(node, "_forward_cls").__module__)  # noqa: B009 - set on every class of nodes
+    return "" if type(node).__name__ == "CppFunction" else None
+
+
 def leaf_of(node: Any) -> Tensor | None:
     """Return the leaf whose gradient a node accumulates, None for other nodes: ``AccumulateGrad.variable``."""
     return getattr(node, "variable", None)

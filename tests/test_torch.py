@@ -369,6 +369,19 @@ def test_outputs_of_a_node():
     assert _torch.outputs_of(object()) == ()
 
 
+def test_module_of_the_function_that_a_node_is_of():
+    x = _leaf(2)
+    assert _torch.module_of_function(_SumAndDifference.apply(x, x * 2)[0].grad_fn) == __name__
+    checkpointed = torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=True)
+    assert _torch.module_of_function(checkpointed.grad_fn) == "torch.utils.checkpoint"
+    nodes = [(x * 2).grad_fn, x.view(2, 1).grad_fn, x.sum().grad_fn.next_functions[0][0]]
+    assert [_torch.module_of_function(node) for node in nodes] == [None] * 3
+    # Copies into a view have a node of their own kind.
+    y = x * 2
+    y[0] = 1.0
+    assert _torch.module_of_function(y.grad_fn) is None
+
+
 def test_leaf_of_the_node_that_accumulates():
     x = _leaf(3)
     node = (x * 2).grad_fn

@@ -114,6 +114,42 @@ class Substitution:
         finally:
             self.leave()
 
+    @contextmanager
+    def copied(self) -> Iterator[dict[str, Tensor]]:
+        """Yield with plain copies in the place of the trainable parameters: leaves that share their memory.
+
+        Operations on them are nobody's uses, and gradients that they gain are theirs: no hook on a parameter is called.
+
+        Yields:
+            The copies, each by the first of its parameter's names.
+        """
+        found: dict[int, tuple[str, Tensor]] = {}
+        places: list[tuple[dict[str, Any], str, Any]] = []
+        modules = _modules_of(self._model, self.units)
+        for prefix, module, _ in modules:
+            table: dict[str, Any] = _torch.parameter_table(module)
+            for key, stands in table.items():
+                parameter = (
+                    stands.origin.leaves[prefix + key].parameter if isinstance(stands, TrackedTensor) else stands
+                )
+                if parameter is not None and parameter.requires_grad:
+                    places.append((table, key, stands))
+                    copy = parameter.detach().requires_grad_()
+                    table[key] = found.setdefault(id(parameter), (prefix + key, copy))[1]
+        recurrent = [
+            (module, _torch.flat_weights(module)) for _, module, _ in modules if isinstance(module, nn.RNNBase)
+        ]
+        for module, _ in recurrent:
+            own: dict[str, Any] = _torch.parameter_table(module)
+            _torch.set_flat_weights(module, [own.get(name) for name in _torch.flat_weight_names(module)])
+        try:
+            yield dict(found.values())
+        finally:
+            for table, key, stands in places:
+                table[key] = stands
+            for module, weights in recurrent:
+                _torch.set_flat_weights(module, weights)
+
     def break_off(self) -> None:
         """Put all parameters back in place, however deep the calls are."""
         self._depth = 1

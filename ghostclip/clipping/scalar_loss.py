@@ -79,7 +79,7 @@ class LossExaminer:
 
         Raises:
             LossReductionError: Its scale, or its form, is not shown to be independent of other samples; or a hook
-                stands between it and the outputs.
+                stands between it and the outputs; or it is a mean, and gradients do not follow their scale.
             SampleMixingError: One sample's loss depends on other samples' outputs or targets.
             UncoveredParameterError: It goes through a trainable parameter that is no part of the model.
         """
@@ -97,6 +97,8 @@ class LossExaminer:
         asks = asks and (capture.gathering is None or capture.gathering.may_ask())
         if forward.batch_size > 1 and (asks or forward.unproven or self._is_new(found, forward)):
             self._prove(capture, found, forward)
+            if self._reduction == "mean" and (asks or forward.unproven):
+                self._evidence.refuse_mean(capture, roots, given, forward)
             if asks:
                 self._evidence.proved_loss(roots[0], forward)
         self._evidence.look_at_loss(capture, roots, forward)

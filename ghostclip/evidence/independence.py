@@ -41,7 +41,7 @@ from ghostclip.evidence.unchecked import BEHIND, FEWER, REMEMBERED, REPLACED, Un
 # Relative differences beyond those of another order of rounding, by the coarsest dtype in use: for as many samples,
 # which the same kernels see, and for fewer.
 _TOLERANCE: Final = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-_FEWER: Final = {torch.float64: 1e-7, torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+FEWER_TOLERANCE: Final = {torch.float64: 1e-7, torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 # Elements that are compared at a time.
 _COMPARED: Final = 1 << 18
 
@@ -263,7 +263,7 @@ def _tried(
     for gradients in (False, True):
         try:
             with restored(model), unnoticed(used) as before, torch.set_grad_enabled(gradients):
-                return look(before, _coarsest(tensors)), ""
+                return look(before, coarsest_dtype(tensors)), ""
         except Exception as error:  # noqa: PERF203 - two rounds
             # What it does on other batches is no reason to refuse this one.
             if isinstance(error, passing):
@@ -413,7 +413,7 @@ def _look(run: Run, batch: Batch, unchecked: Unchecked, before: Randomness, coar
     if drawn:
         unchecked.missed("random numbers are drawn", FEWER)
         return ""
-    fewer = _alone(batch, batch.left, _FEWER, coarsest).differ(base, run(batch.alone()))
+    fewer = _alone(batch, batch.left, FEWER_TOLERANCE, coarsest).differ(base, run(batch.alone()))
     _note(unchecked, FEWER, [fewer])
     return "half of the samples were left out" if fewer else ""
 
@@ -476,7 +476,7 @@ def _is_independent(run: Run, batch: Batch, unchecked: Unchecked, before: Random
     if before.drawn():
         return False
     unchecked.ran(REPLACED)
-    fewer = _alone(batch, batch.left, _FEWER, coarsest).differ(base, run(batch.alone()))
+    fewer = _alone(batch, batch.left, FEWER_TOLERANCE, coarsest).differ(base, run(batch.alone()))
     if fewer is not False or before.drawn():
         return False
     unchecked.ran(FEWER)
@@ -518,8 +518,15 @@ def _refusal(model: nn.Module, what: str) -> str:
     )
 
 
-def _coarsest(tensors: Iterable[Tensor]) -> torch.dtype:
-    """Return the dtype with the fewest digits among those of a model and of autocast, where it is on."""
+def coarsest_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """Return the dtype with the fewest digits among those of a model and of autocast, where it is on.
+
+    Args:
+        tensors: The model's parameters and buffers.
+
+    Returns:
+        A key of the tolerances.
+    """
     devices = {tensor.device.type for tensor in tensors}
     used = {tensor.dtype for tensor in tensors if tensor.dtype in _TOLERANCE}
     used |= {torch.get_autocast_dtype(kind) for kind in devices if kind != "meta" and torch.is_autocast_enabled(kind)}

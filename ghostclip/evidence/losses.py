@@ -19,7 +19,8 @@ from ghostclip.errors import LossReductionError, SampleMixingError
 from ghostclip.evidence.gradient_edges import GradientSource, source_at
 from ghostclip.evidence.linear_paths import PICKED
 from ghostclip.evidence.output_rows import Unheard, keeps_apart, reached
-from ghostclip.evidence.probe import Probe, Start, ask, sample_sets
+from ghostclip.evidence.own_backwards import loss_has_own_backwards
+from ghostclip.evidence.probe import Probe, Start, ask, sample_sets, sets_in_company
 from ghostclip.evidence.prover import Evidence
 from ghostclip.evidence.slopes import apart_at_any_slope, is_entrywise
 from ghostclip.evidence.unchecked import LOSSES
@@ -75,9 +76,11 @@ def probe_losses(evidence: Evidence, capture: CaptureContext, losses: Tensor) ->
     Raises:
         SampleMixingError: It touches others' (a loss that compares samples, or one normalised over the batch).
     """
-    sample = capture.forward.batch_size // 2
+    size = capture.forward.batch_size
     begun = [Start(GradientSource.of(losses), RowMap("axis", 0))]
-    if not _keeps_apart(capture, begun, [{sample}], capture.forward.batch_size):
+    # A backward function that follows the batch (g / g.norm()) shows in company alone; torch's own follow no batch.
+    company = [set(range(size))] if loss_has_own_backwards([losses], capture.forward) else []
+    if not _keeps_apart(capture, begun, [{size // 2}, *company], size):
         raise SampleMixingError(MIXED.format(""))
     if capture.forward.proves:
         evidence.unchecked.ran(LOSSES)
@@ -124,7 +127,7 @@ class LossRows:
             advice: What to do about a loss that is refused.
         """
         self._evidence, self._capture, self._forward, self._advice = evidence, capture, forward, advice
-        self._sets = sample_sets(forward.batch_size)
+        self._sets = sets_in_company(forward.batch_size)
 
     def of(self, ends: Sequence[Ends]) -> list[tuple[RowMap, int | None]]:
         """Prove that each of some values belongs to one sample, and tell to which.

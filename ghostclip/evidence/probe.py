@@ -284,6 +284,19 @@ def sample_sets(batch_size: int) -> list[set[int]]:
     return [chosen for chosen in digits if chosen]
 
 
+def sets_in_company(batch_size: int) -> list[set[int]]:
+    """Return `sample_sets` with which each sample is seen in several companies, as `Company` compares them.
+
+    Args:
+        batch_size: B, at least 2.
+
+    Returns:
+        The sets; of two or three samples, each of which is a set by itself, all of them as well.
+    """
+    sets = sample_sets(batch_size)
+    return sets if any(len(chosen) > 1 for chosen in sets) else [*sets, set(range(batch_size))]
+
+
 def starts(outputs: Sequence[Tensor], *, forward: ForwardContext, known: Sequence[int] = ()) -> list[list[Start]]:
     """List the ways in which a model's outputs may belong to the samples.
 
@@ -426,9 +439,9 @@ def ask(
         begun: The model's outputs and how their rows map to samples.
         batch_size: B.
         run: Runs one backward; says None when it must be called again.
-        sets: The sets of samples to ask about; by default those that tell any two apart.
+        sets: The sets of samples to ask about; by default those that tell any two apart, in several companies.
     """
-    for samples in sample_sets(batch_size) if sets is None else sets:
+    for samples in sets_in_company(batch_size) if sets is None else sets:
         probe.samples = samples
         roots, grads = roots_of(begun, batch_size, samples)
         if run(roots, grads) is None:

@@ -11,6 +11,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from ghostclip import _torch, _tree
+from ghostclip.capture import gradient_hooks
 from ghostclip.capture.bags import as_flat
 from ghostclip.capture.batch_axis import RowMap
 from ghostclip.capture.call_sites import MAX_WAYS
@@ -20,6 +21,7 @@ from ghostclip.capture.growth import Grown, compared, shapes_of
 from ghostclip.capture.nodes import edge_of
 from ghostclip.capture.packed import packed_inputs
 from ghostclip.capture.row_maps import refuse_other_axis
+from ghostclip.errors import LossReductionError
 from ghostclip.evidence.buffers import Buffers
 from ghostclip.evidence.dependence import where_dependence_starts
 from ghostclip.evidence.exchanges import Exchanges, refuse_split_positions
@@ -29,9 +31,15 @@ from ghostclip.evidence.loss_graph import Sizes, has_hooks, refuse_beyond_output
 from ghostclip.evidence.module_state import ModuleState, restored
 from ghostclip.evidence.node_hooks import refuse_node_hooks
 from ghostclip.evidence.output_rows import note
+from ghostclip.evidence.own_backwards import (
+    has_own_backwards,
+    refuse_backwards_of_the_batch,
+    refuse_means_without_scale,
+    without_scale,
+)
 from ghostclip.evidence.probe import Probe, ask, starts
 from ghostclip.evidence.randomness import Randomness
-from ghostclip.evidence.unchecked import BEHIND, FEWER, REPLACED, ROWS, Unchecked
+from ghostclip.evidence.unchecked import BACKWARDS, BEHIND, FEWER, REPLACED, ROWS, Unchecked
 
 _WHERE_ON_ONE: Final = "Run ghostclip.validate on a smaller model of this kind on one device, which names the module."
 
@@ -62,6 +70,8 @@ class Evidence:
         self.records_of: Callable[[int], int] | None = None
         self.hands_on = False
         self._loss_ways: set[Any] = set()
+        # Why means are refused, whatever the loss is.
+        self._without_scale = ""
         self._buffers: Buffers | None = None
         self._state: ModuleState | None = None
         self._drew = True
@@ -124,6 +134,26 @@ class Evidence:
         first, behind = forward.proofs
         own = behind - first if number >= behind else 0
         return number - own - (forward.latest or 0), type(node)
+
+    def refuse_mean(
+        self, capture: CaptureContext, roots: Sequence[Any], grads: Sequence[Tensor | None], forward: ForwardContext
+    ) -> None:
+        """Refuse a mean over the batch whose gradients do not follow their scale, between it and the layers.
+
+        Args:
+            capture: Whose model it is.
+            roots: Where the backward starts.
+            grads: Gradients given for them, None where none is.
+            forward: Whose outputs the loss is made of.
+
+        Raises:
+            LossReductionError: They do not.
+        """
+        if not self.probes:
+            return
+        if self._without_scale:
+            raise LossReductionError(self._without_scale)
+        refuse_means_without_scale(capture, roots, grads, forward)
 
     def look_at_loss(self, capture: CaptureContext, roots: Sequence[Any], forward: ForwardContext) -> None:
         """Look for what has no place between a loss and a model's outputs.
@@ -208,11 +238,13 @@ class Evidence:
             self._refuse_data(capture, call, buffers, state)
         if self.asks(capture) and (buffers is not None or capture.forward.met):
             self._refuse_dependence(capture, call, parts, probe, drew=drew, state=state)
+            self._refuse_own_backwards(capture, call, parts, probe, state=state)
             self.unchecked.tell()
             note([] if probe is None else probe.begun)
         if self.asks(capture) or not self.probes:
             capture.forward.prove()
         forward.proofs = begun, _torch.next_order()
+        forward.hooks_of_others[1] = gradient_hooks.by_others()
         return output
 
     def _refuse_mixing(self, capture: CaptureContext, call: ModuleCall, probe: Probe) -> None:
@@ -293,25 +325,12 @@ class Evidence:
         state: ModuleState | None,
     ) -> None:
         """Refuse a model whose outputs for one sample change with the others."""
-        forward, inputs = capture.forward, (call.args, dict(call.kwargs))
-        if _has_packed(inputs):
+        if _has_packed((call.args, dict(call.kwargs))):
             self.unchecked.missed("samples of a packed sequence cannot be exchanged", REPLACED, FEWER, BEHIND)
             return
-        known = {} if probe is None else {id(start.edge.tensor): start.row_map for start in probe.begun}
-        if self.hands_on:
-            rows = RowMap("axis", forward.batch_axis)
-            known |= {id(found): rows for found in parts if _has_samples(found, forward)}
-        batch = Batch(
-            inputs,
-            forward.batch_size,
-            forward.batch_axis,
-            gathered=forward.gathered,
-            maps=[known.get(id(found)) for found in parts],
-            # Ranks that share samples run the model equally often, whatever each of them finds.
-            outputs=() if drew or capture.gathering is not None else parts,
-            seed=self.unchecked.forwards,
-            again=self.unchecked.is_scheduled_again and not capture.forward.met,
-        )
+        forward = capture.forward
+        # Ranks that share samples run the model equally often, whatever each of them finds.
+        batch = self._batch(capture, call, parts, probe, outputs=() if drew or capture.gathering is not None else parts)
 
         def run(given: Any) -> list[Tensor]:
             return _parts_of(capture.run(call.module, *given))
@@ -327,6 +346,59 @@ class Evidence:
             if self._remembers or state is None:
                 # What was met in a forward that nobody was to ask about may begin to remember there.
                 refuse_memory(capture.model, state or ModuleState(capture.model), run, batch, unchecked)
+
+    def _refuse_own_backwards(
+        self,
+        capture: CaptureContext,
+        call: ModuleCall,
+        parts: list[Tensor],
+        probe: Probe | None,
+        *,
+        state: ModuleState | None,
+    ) -> None:
+        """Refuse a model whose own backward functions and hooks follow the batch."""
+        trained, self._without_scale = [part for part in parts if part.requires_grad], ""
+        if not (capture.forward.proves and trained and has_own_backwards(trained, capture.forward)):
+            return
+        if probe is not None:
+            self._without_scale = without_scale(capture, probe.begun)
+        if capture.gathering is not None or _has_packed((call.args, call.kwargs)):
+            self.unchecked.missed("samples cannot be exchanged", BACKWARDS)
+            return
+        batch = self._batch(capture, call, parts, probe)
+
+        def run(given: Any) -> list[Tensor]:
+            _begin_anew(state)
+            return _parts_of(capture.run(call.module, *given))
+
+        with capture.substitution.unwatched():
+            refuse_backwards_of_the_batch(capture, run, batch, self.unchecked)
+
+    def _batch(
+        self,
+        capture: CaptureContext,
+        call: ModuleCall,
+        parts: list[Tensor],
+        probe: Probe | None,
+        *,
+        outputs: Sequence[Tensor] = (),
+    ) -> Batch:
+        """Return what the latest forward was called with, for runs on other batches."""
+        forward = capture.forward
+        known = {} if probe is None else {id(start.edge.tensor): start.row_map for start in probe.begun}
+        if self.hands_on:
+            rows = RowMap("axis", forward.batch_axis)
+            known |= {id(found): rows for found in parts if _has_samples(found, forward)}
+        return Batch(
+            (call.args, dict(call.kwargs)),
+            forward.batch_size,
+            forward.batch_axis,
+            gathered=forward.gathered,
+            maps=[known.get(id(found)) for found in parts],
+            outputs=outputs,
+            seed=self.unchecked.forwards,
+            again=self.unchecked.is_scheduled_again and not forward.met,
+        )
 
 
 def _begin_anew(state: ModuleState | None) -> None:

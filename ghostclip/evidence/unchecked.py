@@ -13,6 +13,7 @@ REPLACED: Final = "batch independence (samples replaced)"
 FEWER: Final = "batch independence (samples left out)"
 BEHIND: Final = "batch independence (behind closed gates)"
 REMEMBERED: Final = "batch independence (of the batch before)"
+BACKWARDS: Final = "batch independence (of backward functions of the model's own)"
 LOSSES: Final = "losses of one sample each"
 _ALL: Final = (ROWS, REPLACED, FEWER, BEHIND, LOSSES)
 _LONE: Final = "every batch so far had fewer than two samples"

@@ -388,7 +388,8 @@ def test_what_was_normalised_is_formed_once_for_two_backwards(monkeypatch):
     formed, rule = [], nn.functional.layer_norm
     torch.manual_seed(0)
     model, x = _Grown(220), torch.randn(3, 50, 220)
-    clipper = GhostClipper(model, max_grad_norm=BOUND, strategy="ghost")
+    # Its proofs would meet other gradients first.
+    clipper = GhostClipper(model, max_grad_norm=BOUND, strategy="ghost", probe=False)
     for _ in range(2):
         losses = _losses(model, {"x": x})
         formed.clear()

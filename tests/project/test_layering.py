@@ -113,6 +113,7 @@ ORDERED = {
         "probe",
         "slopes",
         "output_rows",
+        "own_backwards",
         "prover",
         "losses",
     ],

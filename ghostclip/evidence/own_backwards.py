@@ -1,0 +1,344 @@
+"""Backwards that somebody has written, custom autograd functions and hooks: whether gradients follow their scale.
+
+A mean over the batch divides each sample's gradient by B, and what arrives at the layers is multiplied by B again. That
+gives the gradient of the sample's own loss as long as the backward is linear, as all of torch's are. A gradient that is
+clamped, reduced to its sign or divided by its norm on the way is another one for another B: a sample that is removed
+changes what all others contribute. So the backward of such a loss is run with its gradient scaled by powers of two,
+which rounding lets pass: what arrives must be scaled by as much.
+
+A backward may also follow the batch itself (``g * len(g)``, a hook that divides by a deviation of the forward's
+values), which no output shows. So the gradients of some samples are compared with those that they have beside others,
+and alone.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from ghostclip import _torch, _tree
+from ghostclip.capture import backward_entry, gradient_hooks
+from ghostclip.capture.batch_axis import RowMap
+from ghostclip.capture.context import CaptureContext
+from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.nodes import Edge, edge_of, nodes_behind
+from ghostclip.capture.param_use import ParamUse
+from ghostclip.capture.substitution import untouched_grads
+from ghostclip.errors import LossReductionError, SampleMixingError
+from ghostclip.evidence.dropout import WithoutDropout
+from ghostclip.evidence.gradient_edges import GradientSource, source_at
+from ghostclip.evidence.independence import FEWER_TOLERANCE, Batch, coarsest_dtype
+from ghostclip.evidence.loss_graph import above_outputs
+from ghostclip.evidence.module_state import restored
+from ghostclip.evidence.output_rows import Unheard, reached
+from ghostclip.evidence.probe import Start, cotangent
+from ghostclip.evidence.randomness import unnoticed
+from ghostclip.evidence.unchecked import BACKWARDS, Unchecked
+
+# Powers of two by which gradients are scaled: enough to get to a bound far away, and few where 16 bits end soon.
+_POWERS: Final = (20, -20)
+_FEW_POWERS: Final = (2, -2)
+# How far a gradient may be from itself, relative to the largest of its rows: atomic additions come in any order.
+_STEADY: Final = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-3, torch.complex64: 1e-3}
+_COARSE: Final = 5e-2
+# What a gradient may be by rounding alone, as a share of the largest one and of a tolerance.
+_ROUNDING: Final = 1e-3
+_FOLLOWS_SIZE: Final = (
+    "{where} is not scaled as the loss is: a backward function or a hook clamps it, takes its sign or divides it by "
+    "its norm. A mean over the batch hands it gradients divided by the number of samples, so that removing one sample "
+    "would change what all others contribute. Declare loss_reduction='sum' and call backward on the sum of the "
+    "samples' losses, or call clipper.backward(losses): then each gradient is that of the sample's own loss."
+)
+_FOLLOWS_BATCH: Final = (
+    "{place}: the gradient of some samples' outputs came to parameter '{parameter}' as another one when the other "
+    "samples were {what}, although these outputs did not change: a backward function or a hook follows the batch (its "
+    "size, a statistic of its values). Removing one sample would change what all others contribute. Treat each "
+    "sample's rows by themselves."
+)
+
+
+def has_own_backwards(roots: Sequence[Any], forward: ForwardContext) -> bool:
+    """Return whether a backward goes through code that is not torch's: a custom autograd function, or a hook.
+
+    Args:
+        roots: Outputs of a forward that is about to end.
+        forward: The forward.
+
+    Returns:
+        True also where a hook was set on another value since the forward began.
+
+    Cost:
+        A look at every node of the graph.
+    """
+    if gradient_hooks.by_others() != forward.hooks_of_others[0]:
+        return True
+    return any(_is_own(node) for node in nodes_behind([edge_of(root)[0] for root in roots]))
+
+
+def loss_has_own_backwards(roots: Sequence[Any], forward: ForwardContext) -> bool:
+    """Return the same of the backward from a loss to a model's outputs.
+
+    Args:
+        roots: Where it starts.
+        forward: Whose outputs the loss is made of.
+
+    Returns:
+        True also where a hook was set on any value since the forward ended.
+
+    Cost:
+        A look at every node between the two.
+    """
+    hooked = gradient_hooks.by_others() != forward.hooks_of_others[1]
+    return hooked or any(_is_own(node) for node, _ in above_outputs(map(edge_of, roots)))
+
+
+def without_scale(capture: CaptureContext, begun: Sequence[Start]) -> str:
+    """Look for a layer of the latest forward to which gradients of the outputs come, and do not follow their scale.
+
+    Args:
+        capture: Whose forward it is.
+        begun: Its outputs.
+
+    Returns:
+        The refusal of means, for `refuse_means_without_scale`; empty where there is no such layer.
+
+    Cost:
+        Three backwards.
+    """
+    size = capture.forward.batch_size
+    roots = [start.edge.source for start in begun]
+    grads: list[Tensor | None] = [
+        cotangent(start, batch_size=size, samples=set(range(size)), seed=seed) for seed, start in enumerate(begun)
+    ]
+    return _unscaled(lambda power: _heard(capture, roots, grads, power))
+
+
+def refuse_means_without_scale(
+    capture: CaptureContext, roots: Sequence[Any], grads: Sequence[Tensor | None], forward: ForwardContext
+) -> None:
+    """Refuse the backward of a mean whose gradients do not follow their scale on their way to the model's outputs.
+
+    Hooks that were set since the forward ended may stand inside the model: then all of the backward is looked at.
+
+    Args:
+        capture: Whose forward the loss comes from.
+        roots: Where its backward starts.
+        grads: Gradients given for them, None where none is.
+        forward: The forward.
+
+    Raises:
+        LossReductionError: They do not.
+
+    Cost:
+        A look at the graph of the loss where all of its backward is torch's; else three backwards of it.
+    """
+    own = loss_has_own_backwards(roots, forward)
+    if not (own if capture.gathering is None else capture.gathering.any_sharing(own)):
+        return
+    sources = [GradientSource.of(root) if isinstance(root, Tensor) else source_at(*edge_of(root)) for root in roots]
+    begun = [
+        grad
+        if grad is not None or source is None
+        else torch.ones(source.shape, dtype=source.dtype, device=source.device)
+        for source, grad in zip(sources, grads, strict=True)
+    ]
+    hooked = gradient_hooks.by_others() != forward.hooks_of_others[1]
+    ends = None if hooked else reached([Start(source, RowMap("whole", 0)) for source in sources if source is not None])
+    said = _unscaled(lambda power: _heard(capture, roots, begun, power, ends=None if ends is None else list(ends)))
+    if said:
+        raise LossReductionError(said)
+
+
+def _unscaled(heard: Callable[[int], "_Norms"]) -> str:
+    """Return the refusal of a mean whose gradients arrive otherwise at another scale; empty where they do not."""
+    as_it_is = heard(0)
+    narrow = torch.float16 in {norms.dtype for _, norms in as_it_is.arrived}
+    for power in _FEW_POWERS if narrow else _POWERS:
+        where = as_it_is.moved_in(heard(power))
+        if where:
+            return _FOLLOWS_SIZE.format(where=where)
+    return ""
+
+
+def refuse_backwards_of_the_batch(
+    capture: CaptureContext, run: Callable[[Any], list[Tensor]], batch: Batch, unchecked: Unchecked
+) -> None:
+    """Refuse a model whose gradients of some samples' outputs change with the other samples, or with their number.
+
+    Args:
+        capture: Whose latest forward it is.
+        run: Runs that forward once more on other inputs, not captured, and returns its output tensors.
+        batch: What the forward was called with.
+        unchecked: Told what could not run, and why.
+
+    Raises:
+        SampleMixingError: They do.
+
+    Cost:
+        Five forwards, each with a backward.
+    """
+    model, rest, left = capture.model, batch.others(batch.drawn), batch.left
+    tensors = [*capture.substitution.present.values(), *model.buffers()]
+
+    wants = any(tensor.requires_grad for tensor in _tree.tensors(batch.inputs))
+
+    def leaf(given: Any) -> Any:
+        # What the inputs were computed from is none of the model's, and its graph is for one backward only.
+        if not isinstance(given, Tensor):
+            return given
+        return given.detach().requires_grad_(wants and given.is_floating_point())
+
+    def arrived(inputs: Any, samples: Sequence[int], size: int) -> dict[str, Tensor]:
+        before.restore()
+        with torch.enable_grad(), WithoutDropout(), capture.substitution.copied() as copies:
+            roots, grads = _weighted(run(_tree.mapped(leaf, inputs)), batch, samples, size)
+            with untouched_grads(roots), backward_entry.unseen():
+                torch.autograd.backward(roots, grads)
+                return {name: _about(copy.grad) for name, copy in copies.items() if copy.grad is not None}
+
+    try:
+        with restored(model), unnoticed(tensors) as before:
+            as_it_is, again = (arrived(batch.inputs, rest, batch.size) for _ in range(2))
+            replaced = arrived(batch.copied(batch.drawn), rest, batch.size)
+            whole = arrived(batch.inputs, left, batch.size)
+            alone = arrived(batch.alone(), range(len(left)), len(left))
+    except Exception as error:  # noqa: BLE001 - what it does on other batches is no reason to refuse this one
+        unchecked.missed(f"the model raised {type(error).__name__} on another batch", BACKWARDS)
+        return
+    coarsest = coarsest_dtype(tensors)
+    if _differing(as_it_is, again, coarsest):
+        unchecked.missed("gradients differ from run to run", BACKWARDS)
+        return
+    for one, other, what in ((as_it_is, replaced, "replaced"), (whole, alone, "left out")):
+        name = _differing(one, other, coarsest)
+        if name:
+            place = capture.describe_module(name)
+            raise SampleMixingError(_FOLLOWS_BATCH.format(place=place, parameter=name, what=what))
+    unchecked.ran(BACKWARDS)
+
+
+def _about(grad: Tensor) -> Tensor:
+    """Return two numbers of a gradient that hardly any other has: its norm and a sum of its entries; shape ``(2,)``."""
+    values = (grad.to_dense() if grad.is_sparse else grad).flatten()
+    return torch.stack([values.norm(), values.sum() / max(1, len(values)) ** 0.5]).double()
+
+
+def _differing(one: dict[str, Tensor], other: dict[str, Tensor], coarsest: torch.dtype) -> str:
+    """Return the name of a parameter whose gradients differ beyond rounding; empty if there is none."""
+    if not one:
+        return ""
+    largest = torch.stack([about[0] for about in one.values()]).nan_to_num().max()
+    for name in one.keys() & other.keys():
+        first, second = one[name].nan_to_num(), other[name].nan_to_num()
+        # A gradient may be zero but for rounding, as that of a bias that attention does not depend on.
+        scale = torch.maximum(first, second)[0] + _ROUNDING * largest
+        if bool((first - second).abs().max() > FEWER_TOLERANCE[coarsest] * scale):
+            return name
+    return ""
+
+
+def _weighted(
+    outputs: Sequence[Tensor], batch: Batch, samples: Sequence[int], size: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the outputs with rows of samples, and gradients that weigh all of some samples alike, zero elsewhere."""
+    roots, grads = list[Tensor](), list[Tensor]()
+    for output, known in zip(outputs, batch.maps_of(outputs), strict=True):
+        row_map = known or (batch.own_map(output) if size == batch.size else None)
+        if row_map is None or row_map.kind == "gathered" or not output.requires_grad:
+            continue
+        leaf = torch.zeros_like(output, requires_grad=True)
+        with torch.enable_grad():
+            rows = row_map.split(leaf, leaf.dim(), size)
+            count = rows[:1].numel()
+            weights = torch.linspace(0.5, 1.5, count, dtype=output.dtype, device=output.device).view(rows.shape[1:])
+            chosen = rows.index_select(0, torch.tensor(list(samples), device=output.device))
+            (grad,) = torch.autograd.grad((chosen * weights).sum(), leaf)
+        roots.append(output)
+        grads.append(grad)
+    return roots, grads
+
+
+class _Norms:
+    """Norms of the rows of gradients, divided by the scale of the backward that they come from.
+
+    Attributes:
+        arrived: Where each gradient arrived, in words, and the norms, in the order in which they came.
+    """
+
+    def __init__(self, power: int, describe_module: Callable[[str], str]) -> None:
+        self._scale, self._describe = 2.0**power, describe_module
+        self.arrived: list[tuple[str, Tensor]] = []
+
+    def receive(self, use: ParamUse, grad: Tensor) -> None:
+        """Take a gradient of what a layer made.
+
+        Args:
+            use: The layer's use of its parameters.
+            grad: The gradient.
+        """
+        if use.node is not None:
+            # Non-reentrant checkpointing keeps what it recomputed until it is read.
+            _ = use.node.saved_tensors
+        self.take(f"{self._describe(use.site.names[0])}: the gradient that comes to {use.site.describe()}", grad)
+
+    def take(self, where: str, grad: Tensor) -> None:
+        """Take a gradient.
+
+        Args:
+            where: Where it arrived.
+            grad: The gradient.
+        """
+        rows = grad.reshape(len(grad), -1) if grad.dim() and grad.numel() else grad.reshape(1, -1)
+        # Scaled back first, which is exact, so that squares stay in range.
+        self.arrived.append((where, torch.linalg.vector_norm(rows / self._scale, dim=1)))
+
+    def moved_in(self, other: "_Norms") -> str:
+        """Return where another backward has brought a gradient that is scaled otherwise; empty if nowhere, or not told.
+
+        Args:
+            other: Of the same values, at another scale.
+        """
+        if [where for where, _ in self.arrived] != [where for where, _ in other.arrived]:
+            return ""
+        for (where, norms), (_, scaled) in zip(self.arrived, other.arrived, strict=True):
+            told = norms.isfinite() & scaled.isfinite()
+            off = torch.where(told, norms - scaled, 0).abs().amax()
+            largest = torch.where(told, torch.maximum(norms, scaled), 0).amax()
+            if bool(off > _STEADY.get(norms.dtype, _COARSE) * largest):
+                return where
+        return ""
+
+
+def _heard(
+    capture: CaptureContext,
+    roots: Sequence[Any],
+    grads: Sequence[Tensor | None],
+    power: int,
+    *,
+    ends: Sequence[Edge] | None = None,
+) -> _Norms:
+    """Run a backward at another scale, to some ends or else to all layers, and return what arrived there."""
+    begun = [None if grad is None else grad * 2.0**power for grad in grads]
+    norms = _Norms(power, capture.describe_module)
+    if ends is not None:
+        edges: list[Any] = [GradientEdge(*edge) for edge in ends]
+        with capture.listening(Unheard()), backward_entry.unseen():
+            found = torch.autograd.grad(roots, edges, begun, retain_graph=True, allow_unused=True)
+        for grad in found:
+            if grad is not None:
+                norms.take("the gradient of the model's outputs", grad)
+        return norms
+    ran: bool | None = None
+    while ran is None:
+        norms.arrived.clear()
+        with capture.listening(norms):
+            ran = capture.run_backward(roots, begun)
+    return norms
+
+
+def _is_own(node: Any) -> bool:
+    """Return whether the backward of a node is neither torch's nor ours, which pass gradients on as they are."""
+    module = _torch.module_of_function(node)
+    return module is not None and module.partition(".")[0] != "ghostclip"

@@ -1,0 +1,207 @@
+"""Backward functions and hooks of one's own: exact, or refused where a mean or the batch itself changes them."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ghostclip
+from ghostclip.errors import LossReductionError, SampleMixingError
+from tests.exactness.runs import engine
+from tests.reference import clip_and_sum, per_sample_gradients, trainable
+
+_C = 1.0
+_F64 = torch.float64
+# Of strategies that take a plain backward of a mean.
+_PLAIN = ["bookkeeping", "hooks"]
+
+
+def _function(change):
+    """Return the identity with a backward of its own."""
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return change(grad, *ctx.saved_tensors)
+
+    return Own.apply
+
+
+def _hooked(change):
+    def set_hook(hidden):
+        values = hidden.detach()
+        if hidden.requires_grad:
+            hidden.register_hook(lambda grad: change(grad, values))
+        return hidden
+
+    return set_hook
+
+
+class _Net(nn.Module):
+    def __init__(self, between, reentrant=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+        self._between, self._reentrant = between, reentrant
+        self.double()
+
+    def _hidden(self, x):
+        return self._between(torch.tanh(self.first(x)))
+
+    def forward(self, x):
+        if self._reentrant is None:
+            return self.last(self._hidden(x))
+        return self.last(checkpoint(self._hidden, x.clone().requires_grad_(), use_reentrant=self._reentrant))
+
+
+def _losses(model, batch):
+    return nn.functional.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+
+
+def _batch(size, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "x": torch.randn(size, 4, dtype=_F64, generator=generator),
+        "y": torch.randint(3, (size,), generator=generator),
+    }
+
+
+def _sums(model):
+    return {name: p.grad for name, p in trainable(model).items()}
+
+
+_WITHOUT_SCALE = {
+    "clamped": lambda grad, _: grad.clamp(-0.01, 0.01),
+    "clamped far away": lambda grad, _: grad.clamp(-1e3, 1e3),
+    "sign": lambda grad, _: grad.sign(),
+    "each row by its norm": lambda grad, _: grad / grad.norm(dim=1, keepdim=True).clamp(min=1e-12),
+    "small ones dropped": lambda grad, _: grad * (grad.abs() > 1e-3),
+}
+_OF_THE_BATCH = {
+    "its size": lambda grad, _: grad * len(grad),
+    "one over its size": lambda grad, values: grad / len(values),
+    "a deviation": lambda grad, values: grad / values.std(),
+}
+_LINEAR = {
+    "reversed": lambda grad, _: -0.7 * grad,
+    "straight through": lambda grad, values: grad * (values.abs() < 0.5),
+    "by its own row": lambda grad, values: grad / values.norm(dim=1, keepdim=True),
+    "without NaN": lambda grad, _: grad.nan_to_num(),
+}
+
+
+@pytest.mark.parametrize("made", [_function, _hooked])
+@pytest.mark.parametrize("way", _WITHOUT_SCALE)
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_a_mean_hands_out_gradients_that_follow_the_number_of_samples(way, made, reentrant):
+    model, batch = _Net(made(_WITHOUT_SCALE[way]), reentrant), _batch(5)
+    ghostclip.GhostClipper(model, max_grad_norm=_C)
+    with pytest.raises(LossReductionError, match="not scaled as the loss"):
+        _losses(model, batch).mean().backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("strategy", _PLAIN)
+@pytest.mark.parametrize("way", _WITHOUT_SCALE)
+@pytest.mark.parametrize("size", [5, 2])
+def test_of_a_sum_each_gradient_is_that_of_the_samples_own_loss(way, strategy, size):
+    between, batch = _hooked(_WITHOUT_SCALE[way]), _batch(size)
+    expected = clip_and_sum(per_sample_gradients(_Net(between), batch, _losses, axes={}), _C).clipped
+    model = _Net(between)
+    engine(strategy, loss_reduction="sum")(model, _C)
+    _losses(model, batch).sum().backward()
+    torch.testing.assert_close(_sums(model), expected)
+
+
+@pytest.mark.parametrize("way", _WITHOUT_SCALE)
+def test_losses_of_the_samples_are_exact(way, strategy):
+    between, batch = _function(_WITHOUT_SCALE[way]), _batch(5)
+    expected = clip_and_sum(per_sample_gradients(_Net(between), batch, _losses, axes={}), _C).clipped
+    model = _Net(between)
+    engine(strategy)(model, _C).backward(_losses(model, batch))
+    torch.testing.assert_close(_sums(model), expected)
+
+
+@pytest.mark.parametrize("made", [_function, _hooked])
+@pytest.mark.parametrize("way", _LINEAR)
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_what_is_linear_and_each_samples_own_is_exact(way, made, reentrant):
+    between = made(_LINEAR[way])
+    model = _Net(between, reentrant)
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=_C)
+    for size in (5, 3):
+        expected = clip_and_sum(per_sample_gradients(_Net(between), _batch(size), _losses, axes={}), _C).clipped
+        clipper.reset()
+        _losses(model, _batch(size)).mean().backward()
+        torch.testing.assert_close(_sums(model), expected)
+
+
+@pytest.mark.parametrize("made", [_function, _hooked])
+@pytest.mark.parametrize("way", _OF_THE_BATCH)
+def test_a_backward_that_follows_the_batch_is_refused(way, made, strategy):
+    model = _Net(made(_OF_THE_BATCH[way]))
+    clipper = engine(strategy)(model, _C)
+    with pytest.raises(SampleMixingError, match="follows the batch"):
+        clipper.backward(_losses(model, _batch(5)))
+
+
+@pytest.mark.parametrize("made", [_function, _hooked])
+def test_a_hook_on_a_parameter_hears_nothing_of_proofs(made):
+    model, heard = _Net(made(_LINEAR["reversed"])), []
+    model.first.weight.register_hook(heard.append)
+    model.first.weight.register_post_accumulate_grad_hook(heard.append)
+    held = {name: p.data_ptr() for name, p in model.named_parameters()}
+    ghostclip.GhostClipper(model, max_grad_norm=_C)
+    outputs = model(_batch(5)["x"])
+    assert heard == []
+    assert all(p.grad is None for p in model.parameters())
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == held
+    assert outputs.requires_grad
+
+
+def test_inputs_that_were_computed_keep_their_graph():
+    """A proof runs on the values of inputs, not on the graph that they came from."""
+    source = nn.Linear(4, 4).double()
+    model = _Net(_function(_LINEAR["reversed"]))
+    ghostclip.GhostClipper(model, max_grad_norm=_C)
+    batch = _batch(5)
+    _losses(model, batch | {"x": source(batch["x"])}).mean().backward()
+    assert bool(source.weight.grad.count_nonzero())
+
+
+_IN_THE_LOSS = {
+    "by the norm of the batch": lambda grad, _: grad / grad.norm(),
+    "centred": lambda grad, _: grad - grad.mean(0),
+}
+
+
+@pytest.mark.parametrize("way", _IN_THE_LOSS)
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_backward_of_the_loss_that_mixes_samples(way, strategy, size):
+    own, batch = _function(_IN_THE_LOSS[way]), _batch(size)
+    model = _Net(lambda hidden: hidden)
+    clipper = engine(strategy)(model, _C)
+    with pytest.raises(SampleMixingError):
+        clipper.backward(nn.functional.cross_entropy(own(model(batch["x"])), batch["y"], reduction="none"))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_backward_of_the_model_that_mixes_two_or_three_samples(size):
+    model = _Net(_function(lambda grad, _: grad / grad.norm()))
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=_C)
+    with pytest.raises(SampleMixingError):
+        clipper.backward(_losses(model, _batch(size)))
+
+
+def test_a_hook_on_the_outputs_that_clamps_is_refused():
+    model, batch = _Net(lambda hidden: hidden), _batch(5)
+    ghostclip.GhostClipper(model, max_grad_norm=_C)
+    outputs = model(batch["x"])
+    outputs.register_hook(lambda grad: grad.clamp(-0.05, 0.05))
+    with pytest.raises(LossReductionError, match="not scaled as the loss"):
+        nn.functional.cross_entropy(outputs, batch["y"]).backward()
