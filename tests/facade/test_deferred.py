@@ -126,7 +126,7 @@ def test_a_term_beside_the_loss_is_refused_with_the_place_for_it(combine):
     private, _, criterion, loader = _private(_model(), _classes(), "graph")
     x, y = next(iter(loader))
     output = private(x)
-    with pytest.raises(LossReductionError, match="combined with a Tensor.* Compute further terms in the criterion"):
+    with pytest.raises(LossReductionError, match=r"combined with a Tensor.* Compute further terms in the criterion"):
         combine(criterion(output, y), output.square().mean())
 
 
