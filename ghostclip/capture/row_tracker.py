@@ -53,6 +53,10 @@ _SEEN = _PICKS | _SORTS | _PACKING | _PLACES | {torch.Tensor.__setitem__}
 # Whatever may put rows into another order.
 _MOVING = frozenset(_SEEN | _TURNS | _JOINS | {torch.unbind, torch.Tensor.unbind, torch.where})
 _OURS = frozenset({TrackedTensor, Tensor, torch.nn.Parameter})
+# They hand values on without their gradient.
+_LEAVING = frozenset(
+    {torch.detach, torch.Tensor.detach, torch.detach_, torch.Tensor.detach_, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
+)
 
 
 class _RowsOf:
@@ -83,12 +87,13 @@ class RowTracker(TorchFunctionMode):
         always: Whether to watch every forward.
         missed: Whether the latest forward was not watched and should have been.
         odd: Whether data that was asked about last is not as it came into the model.
+        detaches: Whether a forward took values out of the graph: then gradients need not be those of its outputs.
     """
 
     def __init__(self) -> None:
         """Make a tracker that has seen no forward."""
         super().__init__()
-        self.always = self.missed = False
+        self.always = self.missed = self.detaches = False
         self._watched = True
         self._seen, self._changed = False, False
         self.odd = False
@@ -143,7 +148,7 @@ class RowTracker(TorchFunctionMode):
 
     def renew(self) -> None:
         """Watch forwards as those of a new model."""
-        self._seen = self._changed = False
+        self._seen = self._changed = self.detaches = False
 
     def layout(self, tree: Any) -> Layout | None:
         """Return where samples lie in the arguments of the call that runs, as far as a grown forward tells.
@@ -242,6 +247,7 @@ class RowTracker(TorchFunctionMode):
     ) -> Any:
         """Run any torch function and note what it does to the order of rows."""
         kwargs = kwargs or {}
+        self.detaches = self.detaches or _detaches(func, args)
         if self._grown is not None:
             self._key = self._calls.key(func)
         self._count += func in _MOVING and not self._depth
@@ -480,3 +486,9 @@ def _axes(dims: Any, total: int) -> set[int]:
         [dims] if isinstance(dims, int) else [d for item in dims for d in ([item] if isinstance(item, int) else item)]
     )
     return {dim % total for dim in flat}
+
+
+def _detaches(func: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Return whether a function is called with a value in the graph, and what it returns is not there."""
+    leaves = func in _LEAVING or not torch.is_grad_enabled()
+    return leaves and any(type(item) is Tensor and item.requires_grad for item in args)

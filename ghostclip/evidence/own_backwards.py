@@ -8,7 +8,8 @@ which rounding lets pass: what arrives must be scaled by as much.
 
 A backward may also follow the batch itself (``g * len(g)``, a hook that divides by a deviation of the forward's
 values), which no output shows. So the gradients of some samples are compared with those that they have beside others,
-and alone.
+and alone. Where a forward takes values out of the graph, torch's own backwards may do the same: of
+``h * s + (h - h * s).detach()`` nobody sees s but the gradient.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,9 +54,9 @@ _FOLLOWS_SIZE: Final = (
 )
 _FOLLOWS_BATCH: Final = (
     "{place}: the gradient of some samples' outputs came to parameter '{parameter}' as another one when the other "
-    "samples were {what}, although these outputs did not change: a backward function or a hook follows the batch (its "
-    "size, a statistic of its values). Removing one sample would change what all others contribute. Treat each "
-    "sample's rows by themselves."
+    "samples were {what}, although these outputs did not change: a backward function, a hook, or a factor beside a "
+    "detached value, follows the batch (its size, a statistic of its values). Removing one sample would change what "
+    "all others contribute. Treat each sample's rows by themselves."
 )
 
 

@@ -356,12 +356,15 @@ class Evidence:
         *,
         state: ModuleState | None,
     ) -> None:
-        """Refuse a model whose own backward functions and hooks follow the batch."""
+        """Refuse a model whose own backward functions, hooks or detached values make gradients follow the batch."""
         trained, self._without_scale = [part for part in parts if part.requires_grad], ""
-        if not (capture.forward.proves and trained and has_own_backwards(trained, capture.forward)):
+        if not (capture.forward.proves and trained):
             return
-        if probe is not None:
+        own = has_own_backwards(trained, capture.forward)
+        if own and probe is not None:
             self._without_scale = without_scale(capture, probe.begun)
+        if not (own or capture.forward.around.rows.detaches):
+            return
         if capture.gathering is not None or _has_packed((call.args, call.kwargs)):
             self.unchecked.missed("samples cannot be exchanged", BACKWARDS)
             return

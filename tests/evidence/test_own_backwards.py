@@ -205,3 +205,40 @@ def test_a_hook_on_the_outputs_that_clamps_is_refused():
     outputs.register_hook(lambda grad: grad.clamp(-0.05, 0.05))
     with pytest.raises(LossReductionError, match="not scaled as the loss"):
         nn.functional.cross_entropy(outputs, batch["y"]).backward()
+
+
+def _scaled_unseen(factor):
+    """Return the identity whose gradient alone is scaled, by torch's own operations."""
+
+    def between(hidden):
+        scaled = hidden * factor(hidden.detach())
+        return scaled + (hidden - scaled).detach()
+
+    return between
+
+
+def _scaled_without_grad(factor):
+    def between(hidden):
+        with torch.no_grad():
+            rest = hidden * (1 - factor(hidden))
+        return hidden * factor(hidden.data) + rest
+
+    return between
+
+
+@pytest.mark.parametrize("made", [_scaled_unseen, _scaled_without_grad])
+@pytest.mark.parametrize("factor", [lambda h: h.std(), lambda h: 1 / len(h), lambda h: h.abs().amax(0)])
+def test_a_factor_of_the_batch_that_the_outputs_do_not_show_is_refused(made, factor, strategy):
+    model = _Net(made(factor))
+    clipper = engine(strategy)(model, _C)
+    with pytest.raises(SampleMixingError, match="follows the batch"):
+        clipper.backward(_losses(model, _batch(5)))
+
+
+@pytest.mark.parametrize("made", [_scaled_unseen, _scaled_without_grad])
+@pytest.mark.parametrize("factor", [lambda h: 0.5, lambda h: h.norm(dim=1, keepdim=True)])
+def test_a_factor_of_each_sample_that_the_outputs_do_not_show_is_exact(made, factor, strategy):
+    expected = clip_and_sum(per_sample_gradients(_Net(made(factor)), _batch(5), _losses, axes={}), _C).clipped
+    model = _Net(made(factor))
+    engine(strategy)(model, _C).backward(_losses(model, _batch(5)))
+    torch.testing.assert_close(_sums(model), expected)
