@@ -133,7 +133,7 @@ bench-micro: $(DEV_STAMP)  ## pytest-benchmark pieces, one layer at a time
 paper: $(DEV_STAMP)  ## measure the published tables again (about 40 minutes for all five)
 	@for table in A B C D E; do $(BIN)/python -m paper_repro $$table $(PAPER_ARGS) || exit 1; done
 
-examples: $(DEV_STAMP)  ## run the example trainings, written as users of Opacus write them (about 3 minutes)
+examples: $(DEV_STAMP)  ## run the example trainings, written as users of Opacus write them, with their audits (about 20 minutes)
 	@$(BIN)/python -m paper_repro.examples
 
 clean:  ## remove caches and build products
