@@ -269,6 +269,12 @@ class _Norms:
     """
 
     def __init__(self, power: int, describe_module: Callable[[str], str]) -> None:
+        """Hear nothing yet.
+
+        Args:
+            power: The backward is scaled by two to this power.
+            describe_module: Names a parameter's module in words.
+        """
         self._scale, self._describe = 2.0**power, describe_module
         self.arrived: list[tuple[str, Tensor]] = []
 
@@ -296,10 +302,13 @@ class _Norms:
         self.arrived.append((where, torch.linalg.vector_norm(rows / self._scale, dim=1)))
 
     def moved_in(self, other: "_Norms") -> str:
-        """Return where another backward has brought a gradient that is scaled otherwise; empty if nowhere, or not told.
+        """Compare what another backward has brought.
 
         Args:
             other: Of the same values, at another scale.
+
+        Returns:
+            Where a gradient is scaled otherwise; empty if nowhere, or where that cannot be told.
         """
         if [where for where, _ in self.arrived] != [where for where, _ in other.arrived]:
             return ""
