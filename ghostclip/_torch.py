@@ -908,12 +908,13 @@ def holds_parts(module: Any) -> bool:
     A root keeps what it has gathered after a forward, and ``reshard_after_forward=2`` parts of another kind.
 
     Args:
-        module: One of `gathered_modules`.
+        module: One of `gathered_modules`; any other holds what it holds.
 
     Returns:
         False where its parameters are others at the moment.
     """
-    return all(group.is_sharded for group in _groups_of(module._get_fsdp_state()))
+    state = getattr(module, "_get_fsdp_state", None)
+    return state is None or all(group.is_sharded for group in _groups_of(state()))
 
 
 def keep_gathered(module: Any) -> Callable[[], None]:

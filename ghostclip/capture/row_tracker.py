@@ -11,8 +11,10 @@ reaches parameters as it came in (token ids, images; as they are or reshaped), l
 something else meets a parameter all the same is run once more, and watched.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -247,7 +249,7 @@ class RowTracker(TorchFunctionMode):
     ) -> Any:
         """Run any torch function and note what it does to the order of rows."""
         kwargs = kwargs or {}
-        self.detaches = self.detaches or _detaches(func, args)
+        self.detaches = self.detaches or _detaches(func, args, sys._getframe(1))
         if self._grown is not None:
             self._key = self._calls.key(func)
         self._count += func in _MOVING and not self._depth
@@ -488,7 +490,10 @@ def _axes(dims: Any, total: int) -> set[int]:
     return {dim % total for dim in flat}
 
 
-def _detaches(func: Callable[..., Any], args: Sequence[Any]) -> bool:
-    """Return whether a function is called with a value in the graph, and what it returns is not there."""
+def _detaches(func: Callable[..., Any], args: Sequence[Any], caller: FrameType) -> bool:
+    """Return whether a model calls a function with a value in the graph, and what it returns is not there."""
     leaves = func in _LEAVING or not torch.is_grad_enabled()
-    return leaves and any(type(item) is Tensor and item.requires_grad for item in args)
+    if not leaves or _torch.in_backward() or not any(type(item) is Tensor and item.requires_grad for item in args):
+        return False
+    # What stands in the graph for us is none of the model's.
+    return not str(caller.f_globals.get("__name__")).startswith("ghostclip.")

@@ -164,7 +164,7 @@ def _unscaled(heard: Callable[[int], "_Norms"]) -> str:
 
 
 def refuse_backwards_of_the_batch(
-    capture: CaptureContext, run: Callable[[Any], list[Tensor]], batch: Batch, unchecked: Unchecked
+    capture: CaptureContext, run: Callable[[Any], list[Tensor]], batch: Batch, unchecked: Unchecked, *, alone: bool
 ) -> None:
     """Refuse a model whose gradients of some samples' outputs change with the other samples, or with their number.
 
@@ -173,12 +173,14 @@ def refuse_backwards_of_the_batch(
         run: Runs that forward once more on other inputs, not captured, and returns its output tensors.
         batch: What the forward was called with.
         unchecked: Told what could not run, and why.
+        alone: Whether samples are looked at alone as well: their number may be followed, and not their values only. A
+            smaller batch rounds otherwise, so that what stands at a kink may have another gradient there.
 
     Raises:
         SampleMixingError: They do.
 
     Cost:
-        Five forwards, each with a backward.
+        Three forwards, each with a backward; five if samples are looked at alone.
     """
     model, rest, left = capture.model, batch.others(batch.drawn), batch.left
     tensors = [*capture.substitution.present.values(), *model.buffers()]
@@ -203,8 +205,10 @@ def refuse_backwards_of_the_batch(
         with restored(model), unnoticed(tensors) as before:
             as_it_is, again = (arrived(batch.inputs, rest, batch.size) for _ in range(2))
             replaced = arrived(batch.copied(batch.drawn), rest, batch.size)
-            whole = arrived(batch.inputs, left, batch.size)
-            alone = arrived(batch.alone(), range(len(left)), len(left))
+            pairs = [(as_it_is, replaced, "replaced")]
+            if alone:
+                whole = arrived(batch.inputs, left, batch.size)
+                pairs.append((whole, arrived(batch.alone(), range(len(left)), len(left)), "left out"))
     except Exception as error:  # noqa: BLE001 - what it does on other batches is no reason to refuse this one
         unchecked.missed(f"the model raised {type(error).__name__} on another batch", BACKWARDS)
         return
@@ -212,7 +216,7 @@ def refuse_backwards_of_the_batch(
     if _differing(as_it_is, again, coarsest):
         unchecked.missed("gradients differ from run to run", BACKWARDS)
         return
-    for one, other, what in ((as_it_is, replaced, "replaced"), (whole, alone, "left out")):
+    for one, other, what in pairs:
         name = _differing(one, other, coarsest)
         if name:
             place = capture.describe_module(name)

@@ -375,7 +375,7 @@ class Evidence:
             return _parts_of(capture.run(call.module, *given))
 
         with capture.substitution.unwatched():
-            refuse_backwards_of_the_batch(capture, run, batch, self.unchecked)
+            refuse_backwards_of_the_batch(capture, run, batch, self.unchecked, alone=own)
 
     def _batch(
         self,
