@@ -94,7 +94,7 @@ def announce(examiner: Examiner, forward: ForwardContext, output: Tensor, arrive
         _waiting[forward] = ref(examiner)
         _install()
     forward.announced = max(forward.announced, output.register_hook(lambda grad: arrives()).id)
-    forward.hooks_of_others[1] = gradient_hooks.by_others()
+    forward.hooks_until = gradient_hooks.by_others()
 
 
 def forget(forward: ForwardContext) -> None:

@@ -95,7 +95,8 @@ class ForwardContext:
             sample are divided among the ranks), by name.
         latest: The number of the node of the latest use; None before the first.
         hooks: How many hooks on tensors there had been when it began.
-        hooks_of_others: How many hooks of others there had been when it began, and when it had ended.
+        hooks_before: How many hooks of others there had been when it began.
+        hooks_until: The same when it had ended.
         announced: The number of the latest hook when it had ended.
         proofs: Numbers of the first node of the graph that proofs made after it, and of the first one behind theirs.
         met: Ways that nothing is proved of yet, each with the proved ones that it is to be among.
@@ -131,7 +132,8 @@ class ForwardContext:
     spread: dict[str, bool] = field(default_factory=dict)
     latest: int | None = None
     hooks: int = field(default_factory=gradient_hooks.noted)
-    hooks_of_others: list[int] = field(default_factory=lambda: [gradient_hooks.by_others()] * 2)
+    hooks_before: int = field(default_factory=gradient_hooks.by_others)
+    hooks_until: int = field(default_factory=gradient_hooks.by_others)
     announced: int = -1
     proofs: tuple[int, int] = (0, 0)
     met: list[tuple[set[Any], Any]] = field(default_factory=list)

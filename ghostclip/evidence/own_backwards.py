@@ -73,7 +73,7 @@ def has_own_backwards(roots: Sequence[Any], forward: ForwardContext) -> bool:
     Cost:
         A look at every node of the graph.
     """
-    if gradient_hooks.by_others() != forward.hooks_of_others[0]:
+    if gradient_hooks.by_others() != forward.hooks_before:
         return True
     return any(_is_own(node) for node in nodes_behind([edge_of(root)[0] for root in roots]))
 
@@ -91,8 +91,7 @@ def loss_has_own_backwards(roots: Sequence[Any], forward: ForwardContext) -> boo
     Cost:
         A look at every node between the two.
     """
-    hooked = gradient_hooks.by_others() != forward.hooks_of_others[1]
-    return hooked or any(_is_own(node) for node, _ in above_outputs(map(edge_of, roots)))
+    return _hooked_since(forward) or any(_is_own(node) for node, _ in above_outputs(map(edge_of, roots)))
 
 
 def without_scale(capture: CaptureContext, begun: Sequence[Start]) -> str:
@@ -145,8 +144,11 @@ def refuse_means_without_scale(
         else torch.ones(source.shape, dtype=source.dtype, device=source.device)
         for source, grad in zip(sources, grads, strict=True)
     ]
-    hooked = gradient_hooks.by_others() != forward.hooks_of_others[1]
-    ends = None if hooked else reached([Start(source, RowMap("whole", 0)) for source in sources if source is not None])
+    ends = (
+        None
+        if _hooked_since(forward)
+        else reached([Start(source, RowMap("whole", 0)) for source in sources if source is not None])
+    )
     said = _unscaled(lambda power: _heard(capture, roots, begun, power, ends=None if ends is None else list(ends)))
     if said:
         raise LossReductionError(said)
@@ -184,7 +186,6 @@ def refuse_backwards_of_the_batch(
     """
     model, rest, left = capture.model, batch.others(batch.drawn), batch.left
     tensors = [*capture.substitution.present.values(), *model.buffers()]
-
     wants = any(tensor.requires_grad for tensor in _tree.tensors(batch.inputs))
 
     def leaf(given: Any) -> Any:
@@ -356,3 +357,8 @@ def _is_own(node: Any) -> bool:
     """Return whether the backward of a node is neither torch's nor ours, which pass gradients on as they are."""
     module = _torch.module_of_function(node)
     return module is not None and module.partition(".")[0] != "ghostclip"
+
+
+def _hooked_since(forward: ForwardContext) -> bool:
+    """Return whether anybody has set a hook on a value since a forward ended."""
+    return gradient_hooks.by_others() != forward.hooks_until

@@ -11,7 +11,6 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from ghostclip import _torch, _tree
-from ghostclip.capture import gradient_hooks
 from ghostclip.capture.bags import as_flat
 from ghostclip.capture.batch_axis import RowMap
 from ghostclip.capture.call_sites import MAX_WAYS
@@ -244,7 +243,6 @@ class Evidence:
         if self.asks(capture) or not self.probes:
             capture.forward.prove()
         forward.proofs = begun, _torch.next_order()
-        forward.hooks_of_others[1] = gradient_hooks.by_others()
         return output
 
     def _refuse_mixing(self, capture: CaptureContext, call: ModuleCall, probe: Probe) -> None:
