@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache, partial
-from itertools import chain
+from itertools import chain, dropwhile, takewhile
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Final, TypeAlias, TypeVar
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.modules import batchnorm, dropout, instancenorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils import _python_dispatch, _pytree
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -631,6 +632,11 @@ def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     return list(module._forward_hooks.values())
 
 
+def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return every hook on a module: ``Module._forward_hooks`` and its like."""
+    return [hook for name in _HOOKS for hook in getattr(module, name).values() if callable(hook)]
+
+
 # Tables of hooks with the number of a hook that was taken out of each, and the hook.
 _Taken: TypeAlias = tuple[Any, int, Any, Any, int, Any]
 
@@ -684,6 +690,44 @@ def put_hooks_back(taken: Iterable[_Taken]) -> None:
         if len(pre) > 1:
             pre.move_to_end(before, last=False)
         post[after] = last
+
+
+def call_between_hooks(watched: Watched, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a module with the hooks that are called between two of its own: ``Module._forward_pre_hooks`` and the like.
+
+    Args:
+        watched: As `watched` returned it.
+        args: Positional inputs.
+        kwargs: Keyword inputs.
+
+    Returns:
+        The output.
+    """
+    module, pre, before, post, after = watched
+    ends = list(takewhile(lambda number: number != before, pre)), list(dropwhile(lambda number: number != after, post))
+    if len(ends[0]) + 1 == len(pre) and len(ends[1]) == len(post):
+        return module.forward(*args, **kwargs)
+    tables = [(pre, dict(pre), [*ends[0], before]), (post, dict(post), ends[1])]
+    try:
+        for table, _, outside in tables:
+            for number in outside:
+                table.pop(number, None)
+        return module(*args, **kwargs)
+    finally:
+        for table, hooks, _ in tables:
+            hooks.update(table)
+            table.clear()
+            table.update(hooks)
+
+
+@contextmanager
+def own_parametrization_cache() -> Iterator[None]:
+    """Set aside what ``torch.nn.utils.parametrize.cached()`` has kept: ``parametrize._cache``."""
+    kept, parametrize._cache = parametrize._cache, {}
+    try:
+        yield
+    finally:
+        parametrize._cache = kept
 
 
 # The hooks that a call runs, and what they are called with.

@@ -211,8 +211,6 @@ class CaptureContext:
         self.forward = forward = ForwardContext(self._around, max(1, size), self.axis, is_dummy=size == 0)
         if size and self.note_inputs is not None:
             forward.noted = self.note_inputs(_tree.tensors(inputs), size)
-        if is_to_tie(self.model, _tree.tensors(inputs)):
-            inputs = _tree.mapped(lambda item: tied(item, self._anchor), (inputs[0], dict(inputs[1])))
         call = ModuleCall(call.module, *inputs)
         if self._prover is not None:
             try:
@@ -222,6 +220,7 @@ class CaptureContext:
                 self._break_off()
                 self.doubt()
                 raise
+        call = ModuleCall(call.module, *self._tied(call.args, call.kwargs))
         self._sites_before = len(self.sites.table)
         self._running = Running(call.module, call.kwargs, self._break_off)
         token = self._running.hand_over()
@@ -229,6 +228,12 @@ class CaptureContext:
         if self._inner_calls_say_nothing():
             self._watch.inner_off(call.module)
         return call.args, token
+
+    def _tied(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Let inputs with a gradient lead to the anchor."""
+        if is_to_tie(self.model, _tree.tensors((args, kwargs))):
+            return _tree.mapped(lambda item: tied(item, self._anchor), (args, dict(kwargs)))
+        return args, kwargs
 
     def _refuse_late_shards(self) -> None:
         """Refuse a model divided since, before proofs: they follow a rank's samples, and would gather on it alone."""
@@ -426,14 +431,14 @@ class CaptureContext:
             if module in self.substitution.units:
                 return module(*args, **kwargs)
             self._opaque.enter(module, args, kwargs, self.describe_module)
-            output = module.forward(*args, **kwargs)
+            output = self._watch.call_inside(module, args, kwargs)
             return self._opaque.leave(module, output, self.forward)
         finally:
             self._give_back()
             self._rows.end()
 
     def run(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a module without its hooks, but for those that gather its parameters.
+        """Run a module without our hooks, but for those that gather its parameters.
 
         Args:
             module: The module.
@@ -443,7 +448,31 @@ class CaptureContext:
         Returns:
             Its output.
         """
-        return (module if module in self.substitution.units else module.forward)(*args, **kwargs)
+        if module in self.substitution.units:
+            return module(*args, **kwargs)
+        return self._watch.call_inside(module, args, kwargs)
+
+    def rehearse(self, call: ModuleCall) -> Any:
+        """Run the latest forward before the user does, as one that is to be proved.
+
+        Args:
+            call: The outermost call, on inputs that nobody else has.
+
+        Returns:
+            Its output.
+        """
+        output = self.again(ModuleCall(call.module, *self._tied(call.args, call.kwargs)))
+        self._meet_end(outputs_of(output))
+        return output
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Yield, while a call of the outermost module begins, as if none had begun."""
+        self.substitution.leave()
+        try:
+            yield
+        finally:
+            self.substitution.enter()
 
     def let_go(self) -> None:
         """Free what was gathered for the proofs of a forward that is over."""

@@ -218,6 +218,7 @@ class ForwardContext:
             grown=self.grown,
             noted=self.noted,
             proves=self.proves,
+            unproven=self.unproven,
         )
 
     @contextmanager

@@ -1,6 +1,6 @@
 """Hooks on modules: they tell of every call that begins and ends, and know nothing of what is made of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -105,6 +105,20 @@ class Watch:
         """Put them back, each where it was: before, and after, all others."""
         off, self._off = self._off, []
         _torch.put_hooks_back(off)
+
+    def call_inside(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a module without these hooks, and without those of others that are called around them.
+
+        Args:
+            module: The module.
+            args: Positional inputs.
+            kwargs: Keyword inputs.
+
+        Returns:
+            Its output.
+        """
+        own = next((watched for watched in self._watched if watched[0] is module), None)
+        return module.forward(*args, **kwargs) if own is None else _torch.call_between_hooks(own, args, kwargs)
 
     def remove(self) -> None:
         """Remove all hooks."""

@@ -1,12 +1,11 @@
-"""What a model's modules hold beside their parameters: buffers, counters, caches, whatever a forward left there.
+"""What a forward can write beside parameters: buffers, counters and caches of modules, and what lies outside of them.
 
 A forward that is asked about runs more than once. Each of these runs must begin with what the user's own began with,
 or a model that does something else in every fifth call would do it in another one; and afterwards the model must be as
 the user's own forward left it, whose loss may use what it finds there.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -15,28 +14,35 @@ from torch import Tensor, nn
 
 from ghostclip import _torch
 from ghostclip.capture.hooks import is_own
+from ghostclip.evidence.reachable import Reachable
 
 # What every module has: tables, which are looked after elsewhere, and its mode.
 _OWN: Final = frozenset(vars(nn.Module()))
 
 
 class ModuleState:
-    """The buffers and attributes of a model's modules at one moment."""
+    """The buffers and attributes of a model's modules at one moment, and what their code reaches outside of them."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, arguments: Iterable[Any] = (), outside: bool = True) -> None:
         """Keep them.
 
         Args:
             model: The model.
+            arguments: Objects that its forward is called with; tensors are kept by whoever hands out copies of them.
+            outside: Whether what lies outside the modules counts.
         """
         self._model, self._hooks = model, _hooks_of(model)
         modules = list(model.modules())
         self._tables = [(table, dict(table)) for table in map(_torch.buffer_table, modules) if table]
         self._attributes = [(own, _attributes_of(own)) for own in map(vars, modules)]
         values = [value for _, kept in self._attributes for value in kept.values()]
-        self._contents = [(box, box.copy()) for box in values if type(box) in _BOXES]
         held = filter(_is_data, values)
         self._tensors = [(one, one.detach().clone(), _torch.version(one)) for one in (*model.buffers(), *held)]
+        looked_after = [*modules, *model.parameters(), *(one for one, _, _ in self._tensors)]
+        self._held = Reachable(values, known=looked_after)
+        hooks = [hook for module in modules for hook in _torch.hooks_of(module) if not is_own(hook)] if outside else []
+        kinds = dict.fromkeys(map(type, modules)) if outside else ()
+        self._outside = Reachable([*kinds, *hooks], arguments=arguments, known=[*looked_after, *values])
 
     def restore(self) -> None:
         """Put everything back, in place where it was changed in place."""
@@ -49,8 +55,8 @@ class ModuleState:
                 for name in _attributes_of(own).keys() - before.keys():
                     del own[name]
                 own.update(before)
-        for box, content in self._contents:
-            _refill(box, content)
+        self._held.restore()
+        self._outside.restore()
         with torch.no_grad():
             for tensor, value, version in self._tensors:
                 # A backward refuses what was written to since the forward, be it the same value.
@@ -58,10 +64,14 @@ class ModuleState:
                     tensor.copy_(value)
 
     def changed(self) -> bool:
-        """Return whether anything is not as it was."""
+        """Return whether anything is not as it was, in the modules or outside of them."""
+        return self.changed_inside() or self._outside.changed()
+
+    def changed_inside(self) -> bool:
+        """Return whether anything in the modules is not as it was."""
         if any(_torch.version(tensor) != version for tensor, _, version in self._tensors):
             return True
-        if any(not _same(box, content) for box, content in self._contents):
+        if self._held.changed():
             return True
         tables = [*self._tables, *((_attributes_of(own), before) for own, before in self._attributes)]
         return any(
@@ -98,28 +108,3 @@ def _attributes_of(own: dict[str, Any]) -> dict[str, Any]:
 
 def _is_data(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.requires_grad and not value.is_inference()
-
-
-# Containers that modules keep and fill, with what refills one.
-_BOXES: Final[dict[type, Callable[[Any, Any], Any]]] = {
-    list: lambda box, content: box.__setitem__(slice(None), content),
-    dict: lambda box, content: (box.clear(), box.update(content)),
-    set: lambda box, content: (box.clear(), box.update(content)),
-    deque: lambda box, content: (box.clear(), box.extend(content)),
-}
-
-
-def _refill(box: Any, content: Any) -> None:
-    if not _same(box, content):
-        _BOXES[type(box)](box, content)
-
-
-def _same(box: Any, content: Any) -> bool:
-    """Return whether a container holds the same objects as before."""
-    if len(box) != len(content):
-        return False
-    if isinstance(box, set):
-        return bool(box == content)
-    if isinstance(box, dict):
-        return box.keys() == content.keys() and all(box[key] is value for key, value in content.items())
-    return all(one is other for one, other in zip(box, content, strict=True))

@@ -1,13 +1,18 @@
 """`Evidence`: what a model is asked in its 1st, 4th, 16th, ... forward: whose rows are whose, and whether samples mix.
 
-Before such a forward runs, it is run without gradients with one sample more (whose shapes tell where samples lie);
-after it, gradients of some samples alone, other batches and buffers are looked at.
+Before such a forward runs, it is rehearsed on copies of its inputs: without gradients with one sample more (whose
+shapes tell where samples lie), then as the user will run it; gradients of some samples alone, other batches and buffers
+are looked at. Everything is put back, and the user's own forward comes last: whatever its hooks and methods write down
+is of that one. Only a forward that meets something new unawares is looked at afterwards.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Final
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from ghostclip import _torch, _tree
@@ -20,10 +25,11 @@ from ghostclip.capture.growth import Grown, compared, shapes_of
 from ghostclip.capture.nodes import edge_of
 from ghostclip.capture.packed import packed_inputs
 from ghostclip.capture.row_maps import refuse_other_axis
-from ghostclip.errors import LossReductionError
+from ghostclip.errors import GhostClipError, LossReductionError
 from ghostclip.evidence.buffers import Buffers
 from ghostclip.evidence.dependence import where_dependence_starts
 from ghostclip.evidence.exchanges import Exchanges, refuse_split_positions
+from ghostclip.evidence.gradient_edges import GradientSource
 from ghostclip.evidence.growth import grown
 from ghostclip.evidence.independence import Batch, refuse_dependence, refuse_memory
 from ghostclip.evidence.loss_graph import Sizes, has_hooks, refuse_beyond_outputs
@@ -36,7 +42,7 @@ from ghostclip.evidence.own_backwards import (
     refuse_means_without_scale,
     without_scale,
 )
-from ghostclip.evidence.probe import Probe, ask, starts
+from ghostclip.evidence.probe import Probe, Start, ask, starts
 from ghostclip.evidence.randomness import Randomness
 from ghostclip.evidence.unchecked import BACKWARDS, BEHIND, FEWER, REPLACED, ROWS, Unchecked
 
@@ -73,6 +79,9 @@ class Evidence:
         self._without_scale = ""
         self._buffers: Buffers | None = None
         self._state: ModuleState | None = None
+        # Of a forward that was rehearsed: how the rows of which outputs map to samples.
+        self._rehearsed: list[tuple[int, RowMap]] | None = None
+        self._versions: list[int] = []
         self._drew = True
         # Whether forwards leave something in the modules, which later ones may follow.
         self._remembers = False
@@ -197,13 +206,37 @@ class Evidence:
             forward.unproven = capture.gathering.hold(able=min(forward.batch_size, records) > 1, inputs=inputs)
         asks = self.asks(capture)
         self._buffers = Buffers(capture.model) if asks else None
-        self._state = ModuleState(capture.model) if asks or self._remembers else None
-        if asks and not capture.sites.layouts:
-            forward.grown = self._grown(capture, call)
+        self._state = state = _state_of(capture, call, outside=asks) if asks or self._remembers else None
         self._randomness = Randomness(_used(capture, call)) if asks else None
+        self._versions, self._rehearsed = _versions_of(call), None
+        if asks:
+            with _unseen(capture, call, state):
+                if not capture.sites.layouts:
+                    forward.grown = self._grown(capture, call)
+                if capture.gathering is None and not _has_iterators(call):
+                    self._rehearse(capture, call)
+
+    def _rehearse(self, capture: CaptureContext, call: ModuleCall) -> None:
+        """Weigh the evidence on a forward before it runs, on a run of its own.
+
+        One that raises is left to the user's own run, which raises as well, or is looked at afterwards.
+        """
+        forward = capture.forward
+        try:
+            with capture.rehearsing():
+                try:
+                    output = capture.rehearse(_copied_call(call))
+                except GhostClipError:
+                    raise
+                except Exception:  # noqa: BLE001 - the user's code, which is about to run
+                    return
+                self._rehearsed = self._weigh(capture, call, output, again=partial(_copied_call, call))[1]
+                forward.grown = capture.forward.grown
+        finally:
+            capture.forward = forward
 
     def end(self, capture: CaptureContext, call: ModuleCall, output: Any) -> Any:
-        """Weigh the evidence on a forward; read it once more where sizes had to be trusted and were wrong.
+        """Weigh the evidence on a forward, unless a rehearsal has.
 
         Args:
             capture: Whose latest forward it is.
@@ -213,8 +246,32 @@ class Evidence:
         Returns:
             The output of the last reading.
         """
+        rehearsed, self._rehearsed = self._rehearsed, None
+        if rehearsed is not None and not capture.forward.met:
+            note(_moved_to(_parts_of(output), rehearsed))
+            capture.forward.prove()
+            return output
+        # A batch that was changed in place since gives other outputs, as one that meets other random numbers.
+        self._drew |= _versions_of(call) != self._versions
+        with _unseen(capture, call) if self.asks(capture) else nullcontext():
+            return self._weigh(capture, call, output, again=lambda: call)[0]
+
+    def _weigh(
+        self, capture: CaptureContext, call: ModuleCall, output: Any, *, again: Callable[[], ModuleCall]
+    ) -> tuple[Any, list[tuple[int, RowMap]]]:
+        """Weigh the evidence on a forward; read it once more where sizes had to be trusted and were wrong.
+
+        Args:
+            capture: Whose latest forward it is.
+            call: What ran.
+            output: What it returned.
+            again: Returns what is to be called to read it once more.
+
+        Returns:
+            The output of the last reading, and how the rows of which of its tensors map to samples.
+        """
         randomness, state, self._randomness, self._state = self._randomness, self._state, None, None
-        self._remembers = self._remembers or (state is not None and state.changed())
+        self._remembers = self._remembers or (state is not None and state.changed_inside())
         # One that is asked about only now is taken to draw what the others drew.
         self._drew = drew = self._drew if randomness is None else randomness.drawn()
         forward, call, begun = capture.forward, ModuleCall(*capture.bags.as_rows(*call)), _torch.next_order()
@@ -226,7 +283,7 @@ class Evidence:
             forward.grown = self._grown(capture, call)
             if forward.grown is not None:
                 _begin_anew(state)
-                output = capture.again(call)
+                output = capture.again(ModuleCall(*capture.bags.as_rows(*again())))
                 forward, begun = capture.forward, _torch.next_order()
                 parts = self._parts(capture, output)
                 probe = self._probed(capture, parts)
@@ -235,15 +292,18 @@ class Evidence:
         buffers, self._buffers = self._buffers, None
         if buffers is not None:
             self._refuse_data(capture, call, buffers, state)
+        begins: Sequence[Start] = ()
         if self.asks(capture) and (buffers is not None or capture.forward.met):
             self._refuse_dependence(capture, call, parts, probe, drew=drew, state=state)
             self._refuse_own_backwards(capture, call, parts, probe, state=state)
             self.unchecked.tell()
-            note([] if probe is None else probe.begun)
+            begins = [] if probe is None else probe.begun
+            note(begins)
         if self.asks(capture) or not self.probes:
             capture.forward.prove()
         forward.proofs = begun, _torch.next_order()
-        return output
+        numbers = {id(part): number for number, part in enumerate(parts)}
+        return output, [(numbers[id(start.edge.tensor)], start.row_map) for start in begins]
 
     def _refuse_mixing(self, capture: CaptureContext, call: ModuleCall, probe: Probe) -> None:
         """Refuse a model whose gradients of one sample's outputs lead to other samples."""
@@ -269,7 +329,7 @@ class Evidence:
 
         def run(given: Any) -> Any:
             _begin_anew(state)
-            return capture.again(ModuleCall(call.module, *given))
+            return capture.again(ModuleCall(call.module, *_copied(given)))
 
         with capture.aside(), restored(capture.model), _sharing(capture, "buffers"):
             buffers.refuse_data(inputs, run=run, batch_size=forward.batch_size, axis=forward.batch_axis)
@@ -283,7 +343,7 @@ class Evidence:
 
         def run(given: Any) -> list[Tensor]:
             own, args, kwargs = as_flat(on_rows, *given)
-            return _parts_of(capture.run(own, args, kwargs))
+            return _parts_of(capture.run(own, *_copied((args, kwargs))))
 
         forward = capture.forward
         with capture.substitution.unwatched(), Exchanges() as exchanges:
@@ -331,7 +391,7 @@ class Evidence:
         batch = self._batch(capture, call, parts, probe, outputs=() if drew or capture.gathering is not None else parts)
 
         def run(given: Any) -> list[Tensor]:
-            return _parts_of(capture.run(call.module, *given))
+            return _parts_of(capture.run(call.module, *_copied(given)))
 
         def run_anew(given: Any) -> list[Tensor]:
             _begin_anew(state)
@@ -341,9 +401,9 @@ class Evidence:
             # Copies of one sample may be refused, and show nothing for others.
             unchecked = self.unchecked if forward.proves else Unchecked()
             refuse_dependence(capture.model, run_anew, batch, unchecked)
-            if self._remembers or state is None:
+            if self._remembers or state is None or state.changed():
                 # What was met in a forward that nobody was to ask about may begin to remember there.
-                refuse_memory(capture.model, state or ModuleState(capture.model), run, batch, unchecked)
+                refuse_memory(capture.model, state or _state_of(capture, call), run, batch, unchecked)
 
     def _refuse_own_backwards(
         self,
@@ -370,7 +430,7 @@ class Evidence:
 
         def run(given: Any) -> list[Tensor]:
             _begin_anew(state)
-            return _parts_of(capture.run(call.module, *given))
+            return _parts_of(capture.run(call.module, *_copied(given)))
 
         with capture.substitution.unwatched():
             refuse_backwards_of_the_batch(capture, run, batch, self.unchecked, alone=own)
@@ -400,6 +460,69 @@ class Evidence:
             seed=self.unchecked.forwards,
             again=self.unchecked.is_scheduled_again and not forward.met,
         )
+
+
+@contextmanager
+def _unseen(capture: CaptureContext, call: ModuleCall, state: ModuleState | None = None) -> Iterator[None]:
+    """Yield while a model is run to be looked at: nobody can tell afterwards, whatever the runs wrote and drew.
+
+    Args:
+        capture: Whose model it is.
+        call: The user's call of it.
+        state: What it is to be put back to; None for what it is now.
+
+    Yields:
+        Nothing.
+    """
+    state = state or _state_of(capture, call)
+    randomness = Randomness(_used(capture, call))
+    try:
+        with _torch.own_parametrization_cache():
+            yield
+    finally:
+        state.restore()
+        randomness.restore()
+        # Weights that were cast for autocast here are of graphs that nobody sees.
+        torch.clear_autocast_cache()
+
+
+def _state_of(capture: CaptureContext, call: ModuleCall, *, outside: bool = True) -> ModuleState:
+    """Return what a call of a model may write to."""
+    objects = [leaf for leaf in _tree.leaves((call.args, dict(call.kwargs))) if not isinstance(leaf, Tensor)]
+    return ModuleState(capture.model, arguments=objects, outside=outside)
+
+
+def _versions_of(call: ModuleCall) -> list[int]:
+    """Return the versions of a call's tensors, which changes in place count up."""
+    return [_torch.version(tensor) for tensor in _tree.tensors((call.args, call.kwargs))]
+
+
+def _copied_call(call: ModuleCall) -> ModuleCall:
+    return ModuleCall(call.module, *_copied((call.args, dict(call.kwargs))))
+
+
+def _copied(inputs: Any) -> Any:
+    """Return inputs whose tensors and arrays are copies, which a forward may change in place."""
+    copies: dict[int, Any] = {}
+
+    def copy(leaf: Any) -> Any:
+        if id(leaf) not in copies and isinstance(leaf, Tensor):
+            copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        elif isinstance(leaf, np.ndarray):
+            return leaf.copy()
+        return copies.get(id(leaf), leaf)
+
+    return _tree.mapped(copy, inputs)
+
+
+def _has_iterators(call: ModuleCall) -> bool:
+    """Return whether an argument is used up by a forward."""
+    return any(isinstance(leaf, Iterator) for leaf in _tree.leaves((call.args, dict(call.kwargs))))
+
+
+def _moved_to(parts: Sequence[Tensor], rows: Sequence[tuple[int, RowMap]]) -> list[Start]:
+    """Return what a rehearsal has shown of its outputs for those of the forward itself."""
+    return [Start(GradientSource.of(parts[number]), row_map) for number, row_map in rows if number < len(parts)]
 
 
 def _begin_anew(state: ModuleState | None) -> None:
