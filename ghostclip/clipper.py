@@ -21,7 +21,6 @@ from ghostclip.clipping.decisions import Decisions, columns
 from ghostclip.clipping.held import Held
 from ghostclip.clipping.keeper import Keeper
 from ghostclip.clipping.loss import back_propagate, check_shape
-from ghostclip.clipping.loss_scale import refuse_common_factor
 from ghostclip.clipping.mesh_loss import plain_losses, refuse_lost_gradients, refuse_on_mesh
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.one_pass import OnePass
@@ -299,8 +298,8 @@ class GhostClipper:
     def _examine_losses(self, loss_B: Tensor) -> None:
         """Refuse losses of the samples that depend on other samples, before their backward."""
         forward = self._capture.forward
+        self._examiner.examine_losses(loss_B, forward)
         if forward.batch_size > 1:
-            refuse_common_factor(loss_B)
             asks = self._evidence.asks_of_loss(loss_B, forward)
             if asks and (self._sharded is None or self._sharded.may_ask()):
                 probe_losses(self._evidence, self._capture, loss_B)

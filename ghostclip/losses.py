@@ -4,7 +4,7 @@ Shapes: B samples, T positions (tokens) of each, V classes (vocabulary), N = B·
 state.
 """
 
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from torch.nn import functional
 from ghostclip import _torch, _validate
 from ghostclip.errors import InvalidOptionError, LossReductionError
 from ghostclip.kernels.head import Form, HeadCall, vocabulary_losses
+
+# On the node of a product with a number that follows no data: see `scheduled`.
+SCHEDULED: Final = "ghostclip_scheduled"
 
 
 def token_losses(
@@ -75,6 +78,37 @@ def token_losses(
     )
     losses_N = _torch.part_of(losses_N)
     return _of_samples(losses_N.view(labels.shape), labels, ignore_index=ignore_index, reduction=reduction)
+
+
+def scheduled(loss: Tensor, factor: float) -> Tensor:
+    """Multiply a loss by a number that follows a public schedule: annealing of a term, a warm-up, a curriculum.
+
+    A factor of all samples' losses that changes from step to step may have been computed from the batch, and is
+    refused. This says that it was not.
+
+    Privacy:
+        The factor must be a function of public values: the number of the step, options, what was released. One that
+        follows the batch (its tokens, its loss) makes each sample's gradient depend on the others, and no bound holds.
+
+    Args:
+        loss: Losses, shape ``(B,)``, or a scalar or a term of it, in nats or whatever the loss is measured in.
+        factor: The number by which it is multiplied, at least 0.
+
+    Returns:
+        The product, of the shape and dtype of the loss.
+
+    Raises:
+        InvalidOptionError: The factor is no finite number of at least 0.
+
+    Example:
+        >>> reconstruction, divergence = torch.rand(8), torch.rand(8)
+        >>> for step in range(1, 3):
+        ...     losses = reconstruction + ghostclip.losses.scheduled(divergence, step / 750)
+    """
+    product = loss * _validate.non_negative(factor, "factor")
+    if product.grad_fn is not None:
+        product.grad_fn.metadata[SCHEDULED] = True
+    return product
 
 
 def linear_cross_entropy(  # noqa: PLR0913 - each option is one of the loss's own

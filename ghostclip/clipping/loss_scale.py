@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations
-from math import isfinite, prod
-from typing import Final
+from math import frexp, isfinite, prod
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -19,12 +19,21 @@ from ghostclip.capture.backward_entry import is_output
 from ghostclip.capture.batch_axis import RowMap, samples_axis
 from ghostclip.clipping.shares import counted_positions
 from ghostclip.errors import LossReductionError
-from ghostclip.evidence.linear_paths import Number, Path, Reduced, looks_plain, paths
+from ghostclip.evidence.linear_paths import Number, Path, Reduced, grouped, looks_plain, paths
 from ghostclip.evidence.losses import in_words
 
 _TOLERANCE: Final = 1e-6
+# What counts of a batch are taken for: whole numbers, however they were divided.
+_LARGE, _LARGEST, _ROUNDED, _HALF = 64, 1 << 31, 1e-9, 0.5
+SCHEDULES: Final = (
+    "A factor that follows a public schedule, and no data, is declared with ghostclip.losses.scheduled(loss, factor)."
+)
 # Products of more axes than this are not formed.
 _MAX_AXES: Final = 6
+
+
+# Forms of what says nothing of how it was reduced.
+ANY: Final = frozenset({"mean", "sum", "samples", "values"})
 
 
 @dataclass(frozen=True)
@@ -53,12 +62,11 @@ class Scale:
             LossReductionError: They differ.
         """
         forms = self.forms & other.forms
-        if not forms or abs(self.constant - other.constant) > _TOLERANCE * self.constant:
+        if not forms or differ(self.constant, other.constant):
             before, now = self._described(), other._described()
             message = (
                 f"the loss was {before} in earlier steps and is {now} now. A factor that follows the batch makes each "
-                f"sample's gradient depend on the others. {remedy(reduction)} For a public schedule, change the "
-                "learning rate, or hand losses times the factor to optimizer.clipper.backward(losses)."
+                f"sample's gradient depend on the others. {remedy(reduction)} {SCHEDULES}"
             )
             raise LossReductionError(message)
         return Scale(forms, self.constant)
@@ -66,6 +74,19 @@ class Scale:
     def _described(self) -> str:
         how = "averaged" if "mean" in self.forms else "summed"
         return f"{how} over {' or '.join(sorted(self.forms - {'mean', 'sum'}) or ['samples'])} times {self.constant:g}"
+
+
+def differ(constant: float, other: float) -> bool:
+    """Return whether two factors are not the same but for rounding.
+
+    Args:
+        constant: In earlier steps.
+        other: Now.
+
+    Returns:
+        Also where one is 0 or has the other sign.
+    """
+    return abs(constant - other) > _TOLERANCE * abs(constant)
 
 
 def remedy(reduction: str) -> str:
@@ -85,32 +106,75 @@ def remedy(reduction: str) -> str:
     )
 
 
-def refuse_common_factor(losses_B: Tensor) -> None:
-    """Refuse losses of samples that were all multiplied by one tensor, as a GradScaler does it.
+def constants_of(losses_B: Tensor, *, axis: int) -> dict[tuple[Any, ...], float]:
+    """Return the constant factor of every way through losses of samples, all sizes of one sample taken out.
 
     Args:
-        losses_B: Losses of several samples, shape ``(B,)``.
+        losses_B: Losses of samples, shape ``(B,)``.
+        axis: The expected batch axis.
+
+    Returns:
+        Factors with their signs, by what tells a way again in the next step.
 
     Raises:
-        LossReductionError: They were, after the model's outputs; the number may follow other samples, and clipping
-            cannot undo it.
+        LossReductionError: All were multiplied by one tensor, as a GradScaler does it, or chosen by one condition; or
+            by a number that looks like a count of the batch. It may follow other samples, and clipping cannot undo it.
     """
-    if losses_B.grad_fn is None:
-        return
-    numbers: list[Number] = []
+    ways, size = dict[tuple[Any, ...], list[Path]](), len(losses_B)
     # Of a loss of very many terms the first ones are looked at: a factor of all is met on the way to each.
     # Reading a number is no operation of the training, which somebody may count.
     with suppress(RecursionError), _torch.dispatch_modes_off():
-        for path in paths([((losses_B.grad_fn, losses_B.output_nr), Path())], is_output):
-            numbers += [number for number in path.numbers if not (number.plain or number.per_feature)]
-    if numbers:
-        message = (
-            f"every sample's loss is {numbers[0].describe()}, which may have been computed from other samples (their "
-            "lengths, the scale of a GradScaler that adapts to them): each gradient would depend on them. Use a number "
-            "of Python for a public constant, torch.autocast with bfloat16, which needs no scaler, or "
-            "GradScaler(enabled=False)."
+        ways = grouped(paths([((losses_B.grad_fn, losses_B.output_nr), Path())], is_output))
+    return {key: sum(_of_way(path, size, axis) for path in alike) for key, alike in ways.items()}
+
+
+def _of_way(path: Path, batch_size: int, axis: int) -> float:
+    given = [number for number in path.numbers if not number.per_feature]
+    if not given:
+        return 1.0
+    tensors = [number for number in given if not number.plain]
+    if tensors and batch_size > 1:
+        raise LossReductionError(_common(tensors[0]))
+    inner = _inner_sizes(path, batch_size, axis)
+    constant = _constant(number for number in given if not (number.divides and number.given in inner))
+    if batch_size > 1 and _looks_counted(abs(constant), batch_size):
+        raise LossReductionError(_counted(given))
+    return constant
+
+
+def _constant(numbers: Iterable[Number]) -> float:
+    return prod(number.factor * (-1 if number.given < 0 else 1) for number in numbers)
+
+
+def _looks_counted(constant: float, batch_size: int) -> bool:
+    """Return whether a factor may be one over a count, or the batch size over one: of more digits than people write."""
+    if not constant or looks_plain(constant) or looks_plain(1 / constant) or frexp(constant)[0] == _HALF:
+        return False
+    counts = (constant, 1 / constant, constant * batch_size, batch_size / constant)
+    return any(_LARGE < count < _LARGEST and abs(count - round(count)) <= _ROUNDED * count for count in counts)
+
+
+def _common(number: Number) -> str:
+    if number.chosen:
+        return (
+            f"every sample's loss is {number.describe()}, which may have been computed from other samples: each "
+            "gradient would depend on them. Choose for each sample by itself, torch.where(losses.isfinite(), losses, "
+            "0) for losses of shape (B,); samples whose gradient is not finite are left out anyway."
         )
-        raise LossReductionError(message)
+    return (
+        f"every sample's loss is {number.describe()}, which may have been computed from other samples (their "
+        "lengths, the scale of a GradScaler that adapts to them): each gradient would depend on them. Use a number "
+        "of Python for a public constant, torch.autocast with bfloat16, which needs no scaler, or "
+        "GradScaler(enabled=False)."
+    )
+
+
+def _counted(numbers: Iterable[Number]) -> str:
+    return (
+        f"every sample's loss is {' and '.join(number.describe() for number in numbers)}, which looks like a number of "
+        "the batch (its tokens, its size): each sample's gradient would depend on the others. Divide each sample's "
+        f"loss by its own count, as ghostclip.losses.token_losses(logits, labels) does. {SCHEDULES}"
+    )
 
 
 def scale_of(path: Path, row_map: RowMap, *, batch_size: int, axis: int, reduction: str) -> Scale:
@@ -138,7 +202,7 @@ def scale_of(path: Path, row_map: RowMap, *, batch_size: int, axis: int, reducti
     is_mean = any(step.kind == "mean" for step in steps)
     if batch_size > 1 and is_mean and reduction == "sum":
         raise LossReductionError(_contradiction("sum", "mean"))
-    numbers = list(path.numbers)
+    numbers, sign = list(path.numbers), prod(-1 if number.given < 0 else 1 for number in path.numbers)
     forms = frozenset({"mean"} if is_mean else {"sum"})
     inner = _inner_sizes(path, batch_size, axis)
     if not is_mean and reduction == "mean":
@@ -151,7 +215,7 @@ def scale_of(path: Path, row_map: RowMap, *, batch_size: int, axis: int, reducti
         _check_number(number, inner, batch_size, reduction)
         if not (number.divides and number.given in inner):
             constant *= number.factor
-    return Scale(forms, constant)
+    return Scale(forms, sign * constant)
 
 
 def _over_samples(path: Path, row_map: RowMap, batch_size: int, axis: int) -> Iterator[Reduced]:
@@ -239,9 +303,9 @@ def _take_divisor(
         form, tensor_too = divisors.get(count, ("", False))
         if form and abs(number.factor * count - 1) <= _TOLERANCE and (number.plain or tensor_too):
             del numbers[place]
-            return frozenset({form}) if batch_size > 1 else _ANY
+            return frozenset({form}) if batch_size > 1 else ANY
     if batch_size == 1:
-        return _ANY
+        return ANY
     unclear = [number for number in numbers if number.factor < 1 or not number.plain]
     unclear.sort(key=lambda number: (number.plain, not number.divides))
     if unclear:
@@ -254,9 +318,6 @@ def _take_divisor(
     raise LossReductionError(_contradiction("mean", "sum"))
 
 
-_ANY: Final = frozenset({"mean", "sum", "samples", "values"})
-
-
 def _refuse_beyond_range(number: Number) -> None:
     if not isfinite(number.factor) or (number.factor and not isfinite(1 / number.factor)):
         message = (
@@ -267,6 +328,13 @@ def _refuse_beyond_range(number: Number) -> None:
 
 
 def _check_number(number: Number, inner: set[int], batch_size: int, reduction: str) -> None:
+    if number.chosen:
+        message = (
+            f"the loss is {number.describe()}, which may have been computed from other samples: each sample's gradient "
+            "would depend on them. Choose for each sample by itself, before losses are reduced; samples whose gradient "
+            f"is not finite are left out anyway. {remedy(reduction)}"
+        )
+        raise LossReductionError(message)
     if not number.plain:
         message = (
             f"the loss is {number.describe()}, which may have been computed from other samples (their lengths, the "
@@ -281,7 +349,8 @@ def _check_number(number: Number, inner: set[int], batch_size: int, reduction: s
         message = (
             f"the loss is {number.describe()}, which could be a number of the batch (its size, its lengths): then each "
             "sample's gradient would depend on the others. A constant has at most three digits, or is one over at most "
-            f"64{', and divides a sum by less than the batch size' if reduction == 'sum' else ''}. {remedy(reduction)}"
+            f"64{', and divides a sum by less than the batch size' if reduction == 'sum' else ''}. {remedy(reduction)} "
+            f"{SCHEDULES}"
         )
         raise LossReductionError(message)
 

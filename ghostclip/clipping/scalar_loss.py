@@ -11,21 +11,21 @@ Privacy:
     and detached.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from ghostclip.capture.backward_entry import is_output, leads_to_forward
+from ghostclip.capture.backward_entry import is_output
 from ghostclip.capture.batch_axis import WHOLE, RowMap
 from ghostclip.capture.context import CaptureContext
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import Edge, edge_of, shape_at
-from ghostclip.clipping.loss_scale import Scale, picks_samples, remedy, scale_of
+from ghostclip.clipping.loss_scale import ANY, SCHEDULES, Scale, constants_of, differ, picks_samples, remedy, scale_of
 from ghostclip.clipping.shares import check_shares
 from ghostclip.errors import LossReductionError
-from ghostclip.evidence.linear_paths import CLASSES, Number, Path, Reduced, paths
+from ghostclip.evidence.linear_paths import CLASSES, Number, Path, Reduced, grouped, paths
 from ghostclip.evidence.loss_graph import refuse_changed_gradients
 from ghostclip.evidence.losses import Ends, LossRows, gathered_at, is_picked
 from ghostclip.evidence.prover import Evidence
@@ -61,6 +61,7 @@ class LossExaminer:
         """
         self._reduction, self._evidence = reduction, evidence
         self._seen: dict[_Key, _Seen] = {}
+        self._constants: dict[_Key, float] = {}
 
     def examine(
         self,
@@ -89,29 +90,64 @@ class LossExaminer:
         given = list(grads) or [None] * len(roots)
         begun = [self._begun(root, grad) for root, grad in zip(roots, given, strict=True)]
         try:
-            found = dict(_numbered(paths(begun, is_output)))
+            found = grouped(paths(begun, is_output))
         except RecursionError:
             raise LossReductionError(f"the loss has too many terms to be followed. {remedy(self._reduction)}") from None
         refuse_changed_gradients(roots, forward)
+        for key in [key for key, alike in found.items() if all(map(_adds_nothing, alike))]:
+            # Whatever its form is, and whatever it would mix.
+            del found[key]
+            self._agree(key, [Scale(ANY, 0.0)])
         asks = self._evidence.asks_of_loss(roots[0], forward, is_scalar=True)
         asks = asks and (capture.gathering is None or capture.gathering.may_ask())
         if forward.batch_size > 1 and (asks or forward.unproven or self._is_new(found, forward)):
-            self._prove(capture, found, forward)
+            if found:
+                self._prove(capture, found, forward)
             if self._reduction == "mean" and (asks or forward.unproven):
                 self._evidence.refuse_mean(capture, roots, given, forward)
             if asks:
                 self._evidence.proved_loss(roots[0], forward)
         self._evidence.look_at_loss(capture, roots, forward)
-        for key, path in found.items():
+        for key, alike in found.items():
             seen = self._seen.setdefault(key, _Seen())
-            placed = _placed(path, seen)
-            scale = self._scale(placed, forward, _now(placed, seen.row_map, forward), roots, grads)
-            seen.scale = scale if seen.scale is None else seen.scale.agreed(scale, reduction=self._reduction)
+            ways = [_placed(path, seen) for path in alike if not _adds_nothing(path)]
+            self._agree(
+                key, [self._scale(path, forward, _now(path, seen.row_map, forward), roots, grads) for path in ways]
+            )
 
-    def _is_new(self, found: dict[_Key, Path], forward: ForwardContext) -> bool:
+    def examine_losses(self, losses_B: Tensor, forward: ForwardContext) -> None:
+        """Refuse losses of samples that have a factor in common which is another one than in earlier steps.
+
+        Args:
+            losses_B: Losses of samples, shape ``(B,)``.
+            forward: The forward that they come from.
+
+        Raises:
+            LossReductionError: They have, or one that may have been computed from other samples.
+        """
+        if losses_B.grad_fn is None or forward.is_dummy:
+            return
+        for key, constant in constants_of(losses_B, axis=forward.batch_axis).items():
+            before = self._constants.setdefault(key, constant)
+            if differ(before, constant):
+                message = (
+                    f"every sample's loss was multiplied by {before:g} in earlier steps and is multiplied by "
+                    f"{constant:g} now. A factor that follows the batch makes each sample's gradient depend on the "
+                    f"others: divide each sample's loss by its own count instead. {SCHEDULES}"
+                )
+                raise LossReductionError(message)
+
+    def _agree(self, key: _Key, scales: Sequence[Scale]) -> None:
+        """Compare the factors of ways to the same values with those of earlier steps."""
+        seen = self._seen.setdefault(key, _Seen())
+        forms = frozenset.intersection(*(scale.forms for scale in scales))
+        scale = Scale(forms, sum(scale.constant for scale in scales))
+        seen.scale = scale if seen.scale is None else seen.scale.agreed(scale, reduction=self._reduction)
+
+    def _is_new(self, found: dict[_Key, list[Path]], forward: ForwardContext) -> bool:
         proven = {key: seen for key, seen in self._seen.items() if seen.row_map is not WHOLE}
         return not found.keys() <= proven.keys() or any(
-            _is_moved(path, proven[key], forward) for key, path in found.items()
+            _is_moved(path, proven[key], forward) for key, (path, *_) in found.items()
         )
 
     def _begun(self, root: Any, grad: Tensor | None) -> tuple[Edge, Path]:
@@ -131,8 +167,8 @@ class LossExaminer:
         reduced = (Reduced("sum", sizes, tuple(range(len(sizes)))),) if sizes else ()
         return edge, Path(numbers=numbers, reduced=reduced)
 
-    def _prove(self, capture: CaptureContext, found: dict[_Key, Path], forward: ForwardContext) -> None:
-        ends = [_ends(path) for path in found.values()]
+    def _prove(self, capture: CaptureContext, found: dict[_Key, list[Path]], forward: ForwardContext) -> None:
+        ends = [_ends(path) for path, *_ in found.values()]
         maps = LossRows(self._evidence, capture, forward, advice=remedy(self._reduction)).of(ends)
         for key, (row_map, place) in zip(found, maps, strict=True):
             seen = self._seen.setdefault(key, _Seen())
@@ -159,6 +195,11 @@ def _is_moved(path: Path, seen: _Seen, forward: ForwardContext) -> bool:
     return seen.row_map.kind in ("major", "minor") and any(map(is_picked, path.ends))
 
 
+def _adds_nothing(path: Path) -> bool:
+    """Return whether a value is multiplied by zero."""
+    return any(number.factor == 0 for number in path.numbers)
+
+
 def _placed(path: Path, seen: _Seen) -> Path:
     """Return a path that ends where its values were proved to have rows of samples."""
     return path if seen.place is None else path.cut(seen.place)
@@ -170,13 +211,3 @@ def _now(path: Path, row_map: RowMap, forward: ForwardContext) -> RowMap:
         return row_map
     gathered = gathered_at(path.ends[0], forward)
     return row_map if gathered is None else RowMap("gathered", 0, gathered)
-
-
-def _numbered(found: Iterable[Path]) -> Iterator[tuple[_Key, Path]]:
-    """Tell ways of the same form apart by their order; those that lead to no forward are nobody's."""
-    counts: dict[_Key, int] = {}
-    for path in found:
-        if any(number.factor == 0 for number in path.numbers) or not any(map(leads_to_forward, path.ends)):
-            continue
-        number = counts[path.key] = counts.get(path.key, -1) + 1
-        yield (number, *path.key), path

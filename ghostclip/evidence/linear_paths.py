@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from ghostclip import _torch
+from ghostclip.capture.backward_entry import leads_to_forward
 from ghostclip.capture.nodes import Edge, shape_at
+from ghostclip.losses import SCHEDULED
 
 # Linear in each of its inputs, with factor 1 (or -1), whatever constants take part.
 _LINEAR: Final = frozenset(
@@ -37,6 +39,8 @@ PICKED: Final = frozenset({"IndexBackward0", "MaskedSelectBackward0", "IndexSele
 _SPREAD: Final = frozenset(
     {"AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0", "WhereBackward0", "ExpandBackward0"}
 )
+# Where they keep a condition.
+_CONDITIONS: Final = {"WhereBackward0": "condition", "MaskedFillBackward0": "mask"}
 _REDUCING: Final = {"MeanBackward0": True, "MeanBackward1": True, "SumBackward0": False, "SumBackward1": False}
 _SCALED: Final = frozenset({"MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1"})
 # torch's own losses keep their reduction as a number: 0 none, 1 mean, 2 sum.
@@ -58,6 +62,7 @@ class Number:
         divides: Whether it is a divisor.
         plain: Whether it is a number of Python; a tensor may have been computed from the data.
         per_feature: Whether it is a tensor along axes behind the samples', which have one entry here.
+        chosen: Whether it stands for a condition, by which all values are taken or others in their place.
     """
 
     factor: float
@@ -65,6 +70,7 @@ class Number:
     divides: bool
     plain: bool
     per_feature: bool = False
+    chosen: bool = False
 
     def describe(self) -> str:
         """Say what was done with it.
@@ -72,6 +78,8 @@ class Number:
         Returns:
             Words for an error.
         """
+        if self.chosen:
+            return "chosen by a condition without axes (torch.where, masked_fill)"
         what = f"{self.given:g}" if self.plain else f"a tensor without axes ({self.given:g})"
         return f"{'divided' if self.divides else 'multiplied'} by {what}"
 
@@ -108,7 +116,7 @@ class Path:
         reduced: Reductions, nearest to the scalar first.
         picked: Where values were picked on the way.
         loss: The node of torch's own loss at its end, if it reduces.
-        key: Tells the same way in the next step.
+        key: Tells the same way in the next step, whatever its constant factors.
         way: The value before, how many picks led to it, and how it was reached in turn.
     """
 
@@ -178,6 +186,25 @@ def paths(roots: Sequence[tuple[Edge, Path]], is_output: Callable[[Edge], bool])
             ]
 
 
+def grouped(found: Iterable[Path]) -> dict[tuple[Any, ...], list[Path]]:
+    """Put the ways of one form to the same values together, whose factors add up; those to no forward are nobody's.
+
+    Args:
+        found: Ways through one loss.
+
+    Returns:
+        The ways, by what tells them again in the next step: their form, and which of its values they lead to.
+    """
+    ways: dict[tuple[Any, ...], list[Path]] = {}
+    counts: dict[tuple[Any, ...], dict[tuple[Edge, ...], int]] = {}
+    for path in found:
+        if any(map(leads_to_forward, path.ends)):
+            numbers = counts.setdefault(path.key, {})
+            number = numbers.setdefault(path.ends, len(numbers))
+            ways.setdefault((number, *path.key), []).append(path)
+    return ways
+
+
 def linear_ends(roots: Iterable[Edge], is_output: Callable[[Edge], bool]) -> Iterator[Edge]:
     """Follow a loss down to the values that it is linear in, without looking at any factor.
 
@@ -244,16 +271,31 @@ def _through(edge: Edge, name: str, path: Path) -> list[tuple[Edge, Path]]:
         path = _and(path, name, reduced=(Reduced("joined"),))
     if name in _SLICED or name in PICKED:
         path = _and(path, name, picked=(_picked(node, name),))
+    condition = _torch.saved_or(node, _CONDITIONS[name], None) if name in _CONDITIONS else None
+    if isinstance(condition, Tensor) and condition.numel() == 1:
+        per_feature = 0 < condition.dim() < len(shape_at(edge) or ())
+        path = _and(path, name, numbers=(Number(1.0, 1.0, False, False, per_feature, chosen=True),))
     found = []
     for number, following in enumerate(node.next_functions):
         if following[0] is None:
             continue
         onward = _spread(edge, following, path) if name in _SPREAD else path
-        alpha = _torch.saved_or(node, "alpha", 1) if number else 1
-        if alpha != 1:
-            onward = _and(onward, name, numbers=(Number(abs(float(alpha)), alpha, divides=False, plain=True),))
+        factor = _sign(name, number) * (_torch.saved_or(node, "alpha", 1) if number == _scaled_input(name) else 1)
+        if factor != 1:
+            onward = _and(onward, name, numbers=(Number(abs(float(factor)), factor, divides=False, plain=True),))
         found.append((following, onward))
     return found
+
+
+def _scaled_input(name: str) -> int:
+    """Return which input of a sum or a difference is multiplied by ``alpha``."""
+    return 0 if name.startswith("Rsub") else 1
+
+
+def _sign(name: str, number: int) -> int:
+    """Return the sign with which an input enters a linear operation."""
+    negated = name.startswith("Neg") or (name.startswith(("Sub", "Rsub")) and number == _scaled_input(name))
+    return -1 if negated else 1
 
 
 def _and(
@@ -268,7 +310,8 @@ def _and(
         numbers=path.numbers + numbers,
         reduced=path.reduced + reduced,
         picked=path.picked + picked,
-        key=(*path.key, name),
+        # By whatever numbers it is multiplied, it is the same way.
+        key=path.key if numbers else (*path.key, name),
     )
 
 
@@ -320,6 +363,8 @@ def _scaled(edge: Edge, name: str, path: Path) -> list[tuple[Edge, Path]] | None
             (first, _torch.saved(node, "other")) if second[0] is None else (second, _torch.saved(node, "self"))
         )
     number = _number(constant, divides=name.startswith("Div"), axes=len(shape_at(edge) or ()))
+    if SCHEDULED in node.metadata:
+        number = None
     onward = _spread(edge, inner, path) if name in _SPREAD else path
     return [(inner, onward if number is None else _and(onward, name, numbers=(number,)))]
 

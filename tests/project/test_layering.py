@@ -96,6 +96,7 @@ ORDERED = {
         "context",
     ],
     "evidence": [
+        "reachable",
         "module_state",
         "dependence",
         "dropout",

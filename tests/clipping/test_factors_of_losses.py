@@ -1,0 +1,171 @@
+"""Factors that all samples' losses have in common: public constants pass, what may follow the batch is refused.
+
+Each program computes a loss from the samples' own losses and what a batch tells in Python. The same step is taken with
+and without each record, after steps that went another way: the sum moves by C at most, or the program is refused.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import ghostclip
+from ghostclip.errors import LossReductionError, SampleMixingError
+
+BOUND = 0.1
+
+
+class _Attack:
+    """Batches in the last of which one record decides on what a batch tells."""
+
+    def __init__(self, size=8):
+        torch.manual_seed(2)
+        self.model = nn.Linear(4, 3)
+        self.easy = [(torch.randn(size, 4) * 0.01, torch.zeros(size, dtype=torch.int64)) for _ in range(3)]
+        inputs, labels = torch.randn(size, 4) * 0.01, torch.zeros(size, dtype=torch.int64)
+        inputs[3] = 40 * (self.model.weight[1] - self.model.weight[0]).detach()
+        self.last = inputs, labels
+
+    def sums(self, loss_of, reduction, left_out=()):
+        """Return what the last step adds up to, in place of the losses of all records or of all but one."""
+        kept = [sample for sample in range(len(self.last[0])) if sample not in left_out]
+        with ghostclip.GhostClipper(self.model, max_grad_norm=BOUND, loss_reduction=reduction) as clipper:
+            for step, (x, y) in enumerate([*self.easy, tuple(part[kept] for part in self.last)]):
+                self.model.zero_grad()
+                losses = functional.cross_entropy(self.model(x), y, reduction="none")
+                clipper.backward(loss_of(losses, step))
+            return torch.cat([parameter.grad.flatten() for parameter in self.model.parameters()])
+
+    def moved(self, loss_of, reduction):
+        """Return how far the sum moves when a record is left out, as a multiple of the bound."""
+        whole = self.sums(loss_of, reduction)
+        return max(
+            float((whole - self.sums(loss_of, reduction, (sample,))).norm()) / BOUND
+            for sample in range(len(self.last[0]))
+        )
+
+
+def _reduced(losses, form):
+    return losses if form == "none" else getattr(losses, form)()
+
+
+def _if(factor):
+    def change(loss, losses):
+        return factor(loss) if float(losses.detach().mean()) > 2 else loss
+
+    return change
+
+
+# What is done with a reduced loss (or with losses, alike for all) by what the batch tells.
+FOLLOW = {
+    "if: times": _if(lambda loss: loss * 0.01),
+    "if: divided": _if(lambda loss: loss / 100),
+    "if: negative": _if(lambda loss: -loss),
+    "if: subtracted": _if(lambda loss: 0 - loss),
+    "if: nothing": _if(lambda loss: loss * 0),
+    "if: halves": _if(lambda loss: 0.5 * loss + 0.25 * loss),
+    "if: in place": _if(lambda loss: loss.clone().mul_(0.01)),
+    "if: alpha": _if(lambda loss: torch.sub(loss, loss, alpha=0.5)),
+    "number": lambda loss, losses: loss * float(f"{1 + float(losses.detach().mean()):.2g}"),
+    "count": lambda loss, losses: loss * len(losses) / (1000 + 7 * int((losses > 2).sum())),
+    "quotient": lambda loss, losses: loss * (len(losses) / (1013 + 7 * int((losses > 2).sum()))),
+    "where": lambda loss, losses: torch.where(losses.mean() > 2, loss * 0.01, loss),
+    "where nothing": lambda loss, losses: torch.where(losses.detach().mean() > 2, torch.zeros_like(loss), loss),
+    "guard": lambda loss, losses: torch.where(torch.isfinite(losses.sum()) & (losses.mean() < 2), loss, 0.0),
+    "masked_fill": lambda loss, losses: loss.masked_fill(losses.mean() > 2, 0.0),
+    "where, kept axes": lambda loss, losses: torch.where((losses.mean() > 2).expand_as(loss), loss * 0.01, loss),
+    "tensor": lambda loss, losses: loss * (losses.detach().mean() < 2),
+    "clamped": lambda loss, losses: (
+        loss.clamp(max=1.0) if not loss.dim() else loss / losses.detach().sum().clamp(min=1)
+    ),
+}
+# Public ones, by the number of the step.
+PUBLIC = {
+    "constant": lambda loss, step: loss * 0.7,
+    "divided": lambda loss, step: loss / 4,
+    "subtracted": lambda loss, step: 2 * loss - loss,
+    "negative": lambda loss, step: -loss,
+    "schedule": lambda loss, step: ghostclip.losses.scheduled(loss, (1 + step) / 750),
+    "term": lambda loss, step: loss + ghostclip.losses.scheduled(loss, step / 7),
+    "from nothing": lambda loss, step: ghostclip.losses.scheduled(loss, float(step > 1)),
+}
+
+
+@pytest.mark.parametrize("form", ["none", "mean", "sum"])
+@pytest.mark.parametrize("name", FOLLOW)
+def test_factors_that_follow_the_batch(name, form):
+    if name == "where, kept axes" and form == "none":
+        pytest.skip("a condition for each sample is a weight of each, which may be public")
+
+    def loss_of(losses, step):
+        return FOLLOW[name](_reduced(losses, form), losses)
+
+    reduction = "sum" if form == "sum" else "mean"
+    with pytest.raises((LossReductionError, SampleMixingError)):
+        _Attack().moved(loss_of, reduction)
+
+
+@pytest.mark.parametrize("form", ["none", "mean", "sum"])
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_factors(name, form):
+    def loss_of(losses, step):
+        return PUBLIC[name](_reduced(losses, form), step)
+
+    assert _Attack().moved(loss_of, "sum" if form == "sum" else "mean") <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("form", ["none", "mean"])
+def test_a_schedule_that_is_not_declared_is_told_the_line_that_does(form):
+    attack = _Attack()
+    with pytest.raises(LossReductionError, match=r"ghostclip\.losses\.scheduled\(loss, factor\)"):
+        attack.moved(lambda losses, step: _reduced(losses, form) * (0.1 + 0.1 * step), "mean")
+
+
+def test_signs_of_terms():
+    """What is subtracted in one step and added in the next one has another factor."""
+    attack = _Attack()
+    kept = attack.moved(lambda losses, step: (3 * losses - torch.neg(losses)).mean(), "mean")
+    assert kept <= 1 + 1e-6
+    with pytest.raises(LossReductionError, match="times -2"):
+        attack.moved(lambda losses, step: (losses * (1 if step < 2 else -2)).mean(), "mean")
+
+
+def test_a_loss_times_zero_adds_nothing():
+    model = nn.Linear(4, 3)
+    with ghostclip.GhostClipper(model, max_grad_norm=1.0) as clipper:
+        clipper.backward(model(torch.randn(5, 4)).square().mean() * 0)
+        assert all(not parameter.grad.any() for parameter in model.parameters())
+
+
+_SEEDS = [pytest.param(seed, marks=[pytest.mark.slow] if seed >= 6 else []) for seed in range(200)]
+
+
+@pytest.mark.parametrize("seed", _SEEDS)
+def test_factors_put_together_at_random(seed):
+    """Some of both kinds one after the other, on the whole loss or on a term of it."""
+    numbers = random.Random(seed)
+    follow = [numbers.choice(list(FOLLOW))] if numbers.random() < 0.7 else []
+    public = numbers.choices(list(PUBLIC), k=numbers.randrange(3))
+    order = numbers.sample([*follow, *public], len(follow) + len(public))
+    form, on_term = numbers.choice(["none", "mean", "sum"]), numbers.random() < 0.5
+
+    def loss_of(losses, step):
+        loss = _reduced(losses, form)
+        term = loss
+        for name in order:
+            if name in FOLLOW:
+                term = FOLLOW[name](term, losses)
+            else:
+                term = PUBLIC[name](term, step)
+        return loss + term if on_term else term
+
+    try:
+        moved = _Attack().moved(loss_of, "sum" if form == "sum" else "mean")
+    except (LossReductionError, SampleMixingError):
+        assert follow, order
+    else:
+        assert moved <= 1 + 1e-6, (order, form, on_term)
