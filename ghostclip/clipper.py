@@ -302,7 +302,8 @@ class GhostClipper:
         if forward.batch_size > 1:
             asks = self._evidence.asks_of_loss(loss_B, forward)
             if asks and (self._sharded is None or self._sharded.may_ask()):
-                probe_losses(self._evidence, self._capture, loss_B)
+                with self._evidence.unseen(self._capture, [loss_B], forward):
+                    probe_losses(self._evidence, self._capture, loss_B)
                 self._evidence.proved_loss(loss_B, forward)
         self._evidence.look_at_loss(self._capture, [loss_B], forward)
 

@@ -5,7 +5,7 @@ one that leaves a note on the node; the hooks themselves are kept by torch alone
 """
 
 import functools
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any, Final
 
 from torch import Tensor
@@ -73,6 +73,19 @@ def hooks_at(node: Any) -> Iterator[MutableMapping[Any, Hook]]:
             yield hooks
 
 
+def set_on(nodes: Iterable[Any]) -> list[Hook]:
+    """Return the hooks on what nodes made, as they were set.
+
+    Args:
+        nodes: The nodes.
+
+    Returns:
+        In order.
+    """
+    found = [hook for node in nodes for hooks in hooks_at(node) for hook in hooks.values()]
+    return [hook.hook if isinstance(hook, _OnlyLooks) else hook for hook in found]
+
+
 def guard(node: Any, refuse: Callable[[], None]) -> None:
     """Let hooks on what a node made look at gradients, and not change them.
 
@@ -90,10 +103,10 @@ class _OnlyLooks:
     """A hook that may not change a gradient."""
 
     def __init__(self, hook: Hook, refuse: Callable[[], None]) -> None:
-        self._hook, self._refuse = hook, refuse
+        self.hook, self._refuse = hook, refuse
 
     def __call__(self, grad: Tensor) -> None:
         version = _torch.version(grad)
-        result = self._hook(grad)
+        result = self.hook(grad)
         if (result is not None and result is not grad) or _torch.version(grad) != version:
             self._refuse()

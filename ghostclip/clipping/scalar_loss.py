@@ -101,10 +101,11 @@ class LossExaminer:
         asks = self._evidence.asks_of_loss(roots[0], forward, is_scalar=True)
         asks = asks and (capture.gathering is None or capture.gathering.may_ask())
         if forward.batch_size > 1 and (asks or forward.unproven or self._is_new(found, forward)):
-            if found:
-                self._prove(capture, found, forward)
-            if self._reduction == "mean" and (asks or forward.unproven):
-                self._evidence.refuse_mean(capture, roots, given, forward)
+            with self._evidence.unseen(capture, roots, forward):
+                if found:
+                    self._prove(capture, found, forward)
+                if self._reduction == "mean" and (asks or forward.unproven):
+                    self._evidence.refuse_mean(capture, roots, given, forward)
             if asks:
                 self._evidence.proved_loss(roots[0], forward)
         self._evidence.look_at_loss(capture, roots, forward)

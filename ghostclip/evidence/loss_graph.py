@@ -104,10 +104,30 @@ def has_hooks(roots: Sequence[Any], forward: ForwardContext, *, outputs_alone: b
     nodes = list(above_outputs(map(edge_of, roots)))
     if not outputs_alone and any(any(gradient_hooks.hooks_at(node)) for node, _ in nodes):
         return True
-    ends = [*map(edge_of, roots), *(edge for _, inputs in nodes for edge in inputs)]
-    of_outputs = [edge[0] for edge in ends if edge[0] is not None and is_output(edge)]
-    numbers = [number for node in of_outputs for hooks in gradient_hooks.hooks_at(node) for number in hooks]
+    numbers = [number for node in _outputs_below(roots, nodes) for on in gradient_hooks.hooks_at(node) for number in on]
     return any(isinstance(number, int) and number > forward.announced for number in numbers)
+
+
+def hooks_below(roots: Sequence[Any], forward: ForwardContext) -> list[Any]:
+    """Return the hooks between a loss and a model's outputs, and on these.
+
+    Args:
+        roots: Where the backward starts.
+        forward: Whose outputs the loss is made of.
+
+    Returns:
+        Empty where no hook was set since the forward began, which costs no look at the graph.
+    """
+    if gradient_hooks.noted() == forward.hooks:
+        return []
+    nodes = list(above_outputs(map(edge_of, roots)))
+    return gradient_hooks.set_on([*(node for node, _ in nodes), *_outputs_below(roots, nodes)])
+
+
+def _outputs_below(roots: Sequence[Any], nodes: Sequence[tuple[Any, list[Edge]]]) -> list[Any]:
+    """Return the nodes of a model's outputs that a loss was computed from."""
+    ends = [*map(edge_of, roots), *(edge for _, inputs in nodes for edge in inputs)]
+    return [edge[0] for edge in ends if edge[0] is not None and is_output(edge)]
 
 
 def refuse_changed_gradients(roots: Sequence[Any], forward: ForwardContext) -> None:

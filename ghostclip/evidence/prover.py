@@ -32,7 +32,7 @@ from ghostclip.evidence.exchanges import Exchanges, refuse_split_positions
 from ghostclip.evidence.gradient_edges import GradientSource
 from ghostclip.evidence.growth import grown
 from ghostclip.evidence.independence import Batch, refuse_dependence, refuse_memory
-from ghostclip.evidence.loss_graph import Sizes, has_hooks, refuse_beyond_outputs
+from ghostclip.evidence.loss_graph import Sizes, has_hooks, hooks_below, refuse_beyond_outputs
 from ghostclip.evidence.module_state import ModuleState, restored
 from ghostclip.evidence.node_hooks import refuse_node_hooks
 from ghostclip.evidence.output_rows import note
@@ -162,6 +162,24 @@ class Evidence:
         if self._without_scale:
             raise LossReductionError(self._without_scale)
         refuse_means_without_scale(capture, roots, grads, forward)
+
+    @contextmanager
+    def unseen(self, capture: CaptureContext, roots: Sequence[Any], forward: ForwardContext) -> Iterator[None]:
+        """Yield while a loss is proved by backwards of its own: what hooks and backward functions write is put back.
+
+        Args:
+            capture: Whose model it is.
+            roots: Where they start.
+            forward: Whose outputs the loss is made of.
+
+        Yields:
+            Nothing.
+        """
+        state = ModuleState(capture.model, arguments=hooks_below(roots, forward))
+        try:
+            yield
+        finally:
+            state.restore()
 
     def look_at_loss(self, capture: CaptureContext, roots: Sequence[Any], forward: ForwardContext) -> None:
         """Look for what has no place between a loss and a model's outputs.

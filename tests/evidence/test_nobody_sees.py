@@ -326,6 +326,40 @@ def test_features_of_a_hook_are_the_batchs_own(on):
         assert moved.norm() <= bound * (1 + 1e-6)
 
 
+def _noting(log):
+    return lambda grad: log.append(tuple(grad.shape))
+
+
+@pytest.mark.parametrize("scalar", [False, True])
+@pytest.mark.parametrize("where", ["layer", "output", "loss", "module"])
+def test_hooks_on_gradients_are_called_once_a_step(where, scalar):
+    """Backwards that prove a loss, or which rows are whose, are not the user's."""
+
+    def told(clipped):
+        torch.manual_seed(5)
+        model, log, found = _Model(), [], []
+        if where == "layer":
+            model.first.register_forward_hook(
+                lambda module, inputs, output: output.register_hook(_noting(log)) and None
+            )
+        if where == "module":
+            model.second.register_full_backward_hook(lambda module, inputs, outputs: log.append(len(outputs)))
+        clipper = ghostclip.GhostClipper(model, max_grad_norm=1.0) if clipped else None
+        for x in _batches(STEPS):
+            output = model(x)
+            if where == "output":
+                output.register_hook(_noting(log))
+            losses = output.square().mean(1)
+            if where == "loss":
+                losses.register_hook(_noting(log))
+            loss = losses.mean() if scalar else losses
+            loss.backward(torch.ones_like(loss)) if clipper is None else clipper.backward(loss)
+            found.append(list(log))
+        return found
+
+    assert told(clipped=True) == told(clipped=False)
+
+
 _SEEDS = [pytest.param(seed, marks=[pytest.mark.slow] if seed >= 6 else []) for seed in range(300)]
 
 
