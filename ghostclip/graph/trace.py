@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 
 from ghostclip import _torch, _tree
+from ghostclip.evidence.module_state import ModuleState
 from ghostclip.evidence.randomness import Randomness
 from ghostclip.graph.refusal import NoGraphError
 
@@ -144,7 +145,7 @@ def trace(model: nn.Module, loss: LossFunction, inputs: Inputs) -> Traced:
         extras.append(_tree.mapped(lambda leaf: _numbered(leaf, found), extra))
         return [losses_B.detach(), *grads, *(tensor.detach() for tensor in found)]
 
-    states = Randomness(inputs.flat(model))
+    states, state = Randomness(inputs.flat(model)), ModuleState(model, arguments=(loss,))
     try:
         with _as_it_was(model), torch.enable_grad(), _torch.steps_taken_apart():
             graph = _torch.traced(joint, inputs.flat(model))
@@ -154,6 +155,7 @@ def trace(model: nn.Module, loss: LossFunction, inputs: Inputs) -> Traced:
     except Exception as problem:
         raise NoGraphError(f"it cannot be traced ({type(problem).__name__}: {first_line(problem)})") from problem
     finally:
+        state.restore()
         torch.clear_autocast_cache()
     if states.drawn():
         states.restore()

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from ghostclip.evidence.module_state import restored
+
 
 @contextmanager
 def own_randomness(seed: int | None = None) -> Iterator[None]:
@@ -36,6 +38,20 @@ def own_randomness(seed: int | None = None) -> Iterator[None]:
 
 
 @contextmanager
+def without_trace(model: nn.Module) -> Iterator[None]:
+    """Leave the random generators, and what a model's forward writes, as they were.
+
+    Args:
+        model: The model.
+
+    Yields:
+        Nothing.
+    """
+    with own_randomness(), restored(model):
+        yield
+
+
+@contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put a model into evaluation mode, without gradients and without a trace in the random generators.
 
@@ -48,7 +64,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with own_randomness(), torch.no_grad():
+        with without_trace(model), torch.no_grad():
             yield
     finally:
         for module in training:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ghostclip import _torch
+from ghostclip.evidence.module_state import restored
 
 
 @contextmanager
@@ -22,14 +23,15 @@ def preserved(model: nn.Module) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    tensors = [*model.parameters(), *model.buffers()]
+    tensors = list(model.parameters())
     values = [tensor.detach().clone() for tensor in tensors]
     grads = [(parameter, parameter.grad) for parameter in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
     python, numpy = random.getstate(), sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy is not None else None
-    devices = sorted({tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices):
+    places = {tensor.device for tensor in (*tensors, *model.buffers())}
+    devices = sorted(place.index or 0 for place in places if place.type == "cuda")
+    with restored(model), torch.random.fork_rng(devices=devices):
         try:
             for parameter, _ in grads:
                 parameter.grad = None

@@ -22,7 +22,7 @@ from ghostclip.engine import PrivacyEngine
 from ghostclip.errors import DataError
 from ghostclip.integrations._host import HostTraining
 from ghostclip.integrations.training.collation import unlike_pair
-from ghostclip.language.trials import own_randomness
+from ghostclip.language.trials import without_trace
 from ghostclip.optim import DPOptimizer
 
 
@@ -167,9 +167,10 @@ class PrivateRun:
             losses: Runs the model and returns the loss of each record, or a mean of them.
         """
         assert self.optimizer is not None, "made private before the first step"
-        with own_randomness(), self.optimizer.rehearsal():
-            self.optimizer.clipper.backward(losses())
-            self.optimizer.clipper.reset()
+        clipper = self.optimizer.clipper
+        with without_trace(clipper.model), self.optimizer.rehearsal():
+            clipper.backward(losses())
+            clipper.reset()
 
     def close(self) -> None:
         """End the pass over the data; what was not released is dropped."""
