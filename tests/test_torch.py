@@ -1296,3 +1296,37 @@ def test_a_graph_within_a_graph_is_not_called_from_cpp(monkeypatch):
 
     monkeypatch.setattr(config, "cpp_wrapper", True)
     assert _torch.region_call() is None
+
+
+def test_every_hook_of_a_module_is_listed():
+    module = nn.Linear(2, 2)
+    hooks = [lambda *given, number=number: None for number in range(4)]
+    module.register_forward_pre_hook(hooks[0])
+    module.register_forward_hook(hooks[1], with_kwargs=True, always_call=True)
+    module.register_full_backward_hook(hooks[2])
+    module.register_full_backward_pre_hook(hooks[3])
+    assert {id(hook) for hook in _torch.hooks_of(module)} == {id(hook) for hook in hooks}
+
+
+def test_a_module_is_called_with_the_hooks_between_two_of_them():
+    module, called = nn.Linear(2, 2), []
+    module.register_forward_pre_hook(lambda *given: called.append("before"))
+    first = module.register_forward_pre_hook(lambda *given: called.append("own"))
+    module.register_forward_pre_hook(lambda module, args: called.append("inside") or (args[0] + 1,))
+    module.register_forward_hook(lambda module, args, output: called.append("inside") or output * 2)
+    last = module.register_forward_hook(lambda *given: called.append("own"))
+    module.register_forward_hook(lambda *given: called.append("after"))
+    watched, tables = _torch.watched(module, first.id, last.id), (module._forward_pre_hooks, module._forward_hooks)
+    before, x = [list(table.items()) for table in tables], torch.ones(3, 2)
+    assert torch.equal(_torch.call_between_hooks(watched, (x,), {}), 2 * functional.linear(x + 1, *module.parameters()))
+    assert called == ["inside", "inside"]
+    assert [list(table.items()) for table in tables] == before
+
+
+def test_what_parametrizations_have_cached_is_set_aside():
+    layer = torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    with torch.nn.utils.parametrize.cached():
+        kept = layer.weight
+        with _torch.own_parametrization_cache():
+            assert layer.weight is not kept
+        assert layer.weight is kept

@@ -208,6 +208,10 @@ class ForwardContext:
             proved.add(way)
         self.met.clear()
 
+    def begin_anew(self) -> None:
+        """Count hooks from now on: those that were set before are a rehearsal's."""
+        self.hooks, self.hooks_before = gradient_hooks.noted(), gradient_hooks.by_others()
+
     def anew(self) -> "ForwardContext":
         """Return a context for the same batch run once more."""
         return ForwardContext(

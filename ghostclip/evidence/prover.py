@@ -252,6 +252,7 @@ class Evidence:
                 forward.grown = capture.forward.grown
         finally:
             capture.forward = forward
+            forward.begin_anew()
 
     def end(self, capture: CaptureContext, call: ModuleCall, output: Any) -> Any:
         """Weigh the evidence on a forward, unless a rehearsal has.
@@ -320,8 +321,8 @@ class Evidence:
         if self.asks(capture) or not self.probes:
             capture.forward.prove()
         forward.proofs = begun, _torch.next_order()
-        numbers = {id(part): number for number, part in enumerate(parts)}
-        return output, [(numbers[id(start.edge.tensor)], start.row_map) for start in begins]
+        known = {id(start.edge.tensor): start.row_map for start in begins}
+        return output, [(number, known[id(part)]) for number, part in enumerate(parts) if id(part) in known]
 
     def _refuse_mixing(self, capture: CaptureContext, call: ModuleCall, probe: Probe) -> None:
         """Refuse a model whose gradients of one sample's outputs lead to other samples."""
