@@ -81,9 +81,9 @@ test-kernels: $(DEV_STAMP)  ## run the Triton kernels in Triton's interpreter (i
 	@$(BIN)/python -m pytest -q tests/kernels $(TEST_ARGS)
 
 # In an environment that is there, or in none: a machine with a GPU has a torch of its own, and often no network.
-test-gpu:  ## run the tests that run on any device on a GPU (another device: DEVICE=cpu)
+test-gpu:  ## run one test of every case, kernel and rule on a GPU (another device: DEVICE=cpu)
 	@echo "==> pytest on $(DEVICE)"
-	@$(if $(wildcard $(DEV_STAMP)),$(BIN)/python,$(PYTHON)) -m pytest -q --device $(DEVICE) -m "(gpu or cuda) and not slow" $(TEST_ARGS)
+	@$(if $(wildcard $(DEV_STAMP)),$(BIN)/python,$(PYTHON)) -m pytest -q --device $(DEVICE) -m "(gpu or cuda) and few" $(TEST_ARGS)
 
 test-torch:  ## run the core tests on other versions of torch: make test-torch TORCH="2.8.0 2.15.0"
 	@test -n "$(TORCH)" || { echo 'name versions: make test-torch TORCH="2.8.0 2.15.0"' >&2; exit 1; }

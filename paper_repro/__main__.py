@@ -6,6 +6,7 @@ import argparse
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -42,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--case", action="append", help="only this model, by its short name; repeatable")
     parser.add_argument("--engine", action="append", help="only this engine beside the non-private one; likewise")
     parser.add_argument("--data", type=Path, help="folder with the real data sets (default: synthetic inputs)")
+    parser.add_argument("--times-only", action="store_true", help="no largest batches (D), no memory by stage (C)")
     parser.add_argument("--cap", type=float, help="GiB that table D looks for the largest batch in")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own choice)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the files (default: %(default)s)")
@@ -79,31 +81,36 @@ def _device(parser: argparse.ArgumentParser, name: str) -> torch.device:
     return device
 
 
-def _measure(table: Table, size: Size, plan: Plan, cap: float) -> dict[str, Any]:
-    """Everything that the table has."""
+def _measure(
+    table: Table, size: Size, plan: Plan, cap: float | None, keep: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Everything that the table has; what is there after each case is kept. Without a cap, times alone."""
 
     def after(case: Case, found: dict[str, Any]) -> None:
-        if table.memory and plan.device.type == "cpu":
+        if table.memory and plan.device.type == "cpu" and cap is not None:
             add_memory(table.letter, size, case, found)
-        if table.extra == "capacity":
+        if table.extra == "capacity" and cap is not None:
             add_capacity(table.letter, size, case, found, {"device": plan.device, "cap": cap, "most": MOST[size]})
 
-    cases = list(measured(table, plan, after))
-    report: dict[str, Any] = {"cases": cases, "beside_opacus": beside_opacus.cells(cases)}
-    if table.extra == "stages":
+    report: dict[str, Any] = {}
+    cases: list[dict[str, Any]] = []
+    for case in measured(table, plan, after):
+        cases.append(case)
+        report = {"cases": cases, "beside_opacus": beside_opacus.cells(cases)}
+        keep(report)
+    if table.extra == "stages" and cap is not None:
         report["stages"] = list(stages.measured(size, plan.device, plan.only))
     return report
 
 
-def _write(report: dict[str, Any], table: Table, folder: Path) -> None:
+def _write(report: dict[str, Any], table: Table, folder: Path) -> str:
+    """Write the files, but the picture; return where they are, without an ending."""
     device = report["machine"]["device"].split(":")[0]
     stem = f"table-{table.letter.lower()}-{device}{'-tiny' if report['size'] == 'tiny' else ''}"
     folder.mkdir(parents=True, exist_ok=True)
-    text = markdown(report, table)
     (folder / f"{stem}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    (folder / f"{stem}.md").write_text(text, encoding="utf-8")
-    plot(report, folder / f"{stem}.png")
-    sys.stdout.write(f"\n{text}\nwritten: {folder / stem}.json, .md, .png\n")
+    (folder / f"{stem}.md").write_text(markdown(report, table), encoding="utf-8")
+    return str(folder / stem)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -128,19 +135,21 @@ def main(arguments: list[str] | None = None) -> int:
     minutes = table.minutes if options.minutes is None else options.minutes
     steps = options.steps or STEPS[size]
     plan = Plan(device, steps, 60 * minutes, frozenset(options.engine or ()))
-    cap = options.cap or CAPS[size]
+    cap = None if options.times_only else options.cap or CAPS[size]
     notes = [
         f"At most {steps} rounds of timing a case, fewer (three at least) so that the whole fits {minutes:g} "
         "minutes; other libraries' engines that would burst that are left out where a step of theirs says so.",
     ]
     notes += [f"Inputs: {'the data sets in the folder given' if options.data else 'synthetic, of the real shapes'}."]
-    if table.extra == "capacity":
+    if options.times_only:
+        notes.append("Times alone" + (", and the allocator's memory." if device.type == "cuda" else "."))
+    elif table.extra == "capacity":
         notes.append(
             f"Largest batch: under {cap:g} GiB for everything but the program itself, to within 3 %; on a GPU of the "
             "allocator's memory, on a CPU of the process's own data. Batches above "
             f"{MOST[size]} are not tried."
         )
-    report = {
+    head = {
         "command": shlex.join(["python", "-m", "paper_repro", *given]),
         "date": datetime.now(timezone.utc).date().isoformat(),
         "table": table.letter,
@@ -148,9 +157,16 @@ def main(arguments: list[str] | None = None) -> int:
         "machine": machine.describe(device),
         "notes": notes,
         "references": [vars(reference) for reference in table.references],
-        **_measure(table, size, plan, cap),
     }
-    _write(report, table, options.out)
+
+    def keep(found: dict[str, Any]) -> None:
+        _write({**head, **found}, table, options.out)
+
+    found = _measure(table, size, plan, cap, keep)
+    report = {**head, **found}
+    stem = _write(report, table, options.out)
+    plot(report, Path(f"{stem}.png"))
+    sys.stdout.write(f"\n{markdown(report, table)}\nwritten: {stem}.json, .md, .png\n")
     rows = [row for case in report["cases"] for row in case["engines"] if row["title"].startswith("ghostclip")]
     return int(any(row["status"] != "ok" and row.get("problem") != "out of memory" for row in rows))
 

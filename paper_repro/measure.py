@@ -310,7 +310,7 @@ def measured(table: Table, plan: Plan, after: Callable[[Case, dict[str, Any]], N
         with cap(SHARE_OF_FREE * (free or 0), plan.device) if guarded else nullcontext():
             if case.group not in verdicts:
                 verdicts[case.group] = check(table, case, plan)
-            left = max(share - (time.perf_counter() - started), min(LEAST_SECONDS, plan.seconds))
+            left = max(share - (time.perf_counter() - started), min(LEAST_SECONDS, plan.seconds / len(table.cases)))
             found = measure_case(table, case, verdicts[case.group], replace(plan, seconds=left))
         gc.collect()
         after(case, found)

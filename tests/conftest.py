@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import re
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ import torch
 
 from ghostclip import GhostClipper
 from ghostclip.clipping.keeper import Keeper
-from ghostclip.kernels.precision import full_precision
+from ghostclip.kernels.precision import full_convolutions, full_precision
 from ghostclip.planning.timeline import Holding
 from tests.exactness.runs import STRATEGIES
 from tests.randomised import settings
@@ -77,6 +78,14 @@ CI_SHARE = {
     "exactness/test_rounded_factors.py": 3,
 }
 
+# One in so many tests that take a device is run by `make test-gpu`, besides one of each case of the table of layers.
+DEVICE_SHARE = {
+    "exactness/test_clipped_sums.py": 6,
+    "exactness/test_low_precision.py": 3,
+    "kernels/test_norms.py": 2,
+    "optim/test_records.py": 8,
+}
+
 _FROZEN_FOR = pytest.StashKey[Path]()
 
 settings.register_profile("ghostclip", deadline=None, derandomize=True, max_examples=50)
@@ -102,6 +111,15 @@ def pytest_configure(config: pytest.Config) -> None:
     chosen = config.getoption("--device")
     if chosen and torch.device(chosen).type == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError(f"--device {chosen}: torch {torch.__version__} sees no CUDA device")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where a device was chosen, read no file of tests that takes none: half a minute of imports. Kernels' all do."""
+    chosen = config.getoption("--device") and collection_path.name.startswith("test_")
+    chosen = chosen and collection_path.parent.name != "kernels"
+    if chosen and not re.search(r"def \w+\([^)]*\bdevice\b|mark\.cuda", collection_path.read_text(encoding="utf-8")):
+        return True
+    return None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -136,6 +154,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.thorough)
             if not _is_of_share(item, CI_SHARE):
                 item.add_marker(pytest.mark.slow)
+        elif _is_of_share(item, DEVICE_SHARE) or _is_the_one_of_its_case(item):
+            item.add_marker(pytest.mark.few)
 
 
 def _is_quick(item: pytest.Item) -> bool:
@@ -162,6 +182,13 @@ def _is_further_strategy(item: pytest.Item) -> bool:
     return given["strategy"] != STRATEGIES[zlib.crc32(f"{item.originalname} {case}".encode()) % len(STRATEGIES)]
 
 
+def _is_the_one_of_its_case(item: pytest.Item) -> bool:
+    """Whether a test holds a case of the table in one of its dtypes, another one for each case."""
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    dtypes = getattr(given.get("case"), "dtypes", ())
+    return bool(dtypes) and given.get("dtype") == dtypes[zlib.crc32(given["case"].name.encode()) % len(dtypes)]
+
+
 @pytest.fixture(params=STRATEGIES)
 def strategy(request: pytest.FixtureRequest) -> str:
     """Every strategy in turn."""
@@ -171,7 +198,7 @@ def strategy(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """The device of `--device`, or every device of this machine in turn; a model's float32 is not TF32 on it."""
-    with full_precision():
+    with full_precision(), full_convolutions():
         yield torch.device(request.param)
 
 

@@ -95,3 +95,8 @@ class Gathering(Protocol):
         Returns:
             In the order of the ranks.
         """
+
+
+def on_any(gathering: Gathering | None, holds: bool) -> bool:  # noqa: FBT001 - what is asked, no option
+    """Return whether something holds on any rank that shares samples with this one."""
+    return holds if gathering is None else gathering.any_sharing(holds)

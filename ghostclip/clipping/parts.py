@@ -120,7 +120,7 @@ class Parts:
         """
         self._state.listen(listener, self._before)
         assert self._grad is not None
-        self.repeats = Repeats(self._grad, count=len(self._cut.names))
+        self.repeats = Repeats(self._grad, self._loss.grad_fn, count=len(self._cut.names))
         listener.go_behind(self.repeats, lambda index_D: self._again(listener, index_D))
         self._state.listen(listener, self._behind)
         listener.streams.join()

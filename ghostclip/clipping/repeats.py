@@ -8,12 +8,13 @@ whatever else differs is refused.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ghostclip import _torch
+from ghostclip.capture.nodes import nodes_behind
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.clipping.changes import tensors_of
 from ghostclip.errors import TamperedGradientError
@@ -32,7 +33,8 @@ class Repeats:
     Of every eighth factor and of the last one, whose gradient has come through the other layers, some values of every
     sample are kept: what changes on one way through the model only, close to its beginning, may not be met. Kernels
     that sum in an order of their own (attention on a GPU) repeat themselves up to rounding: differences up to √u of the
-    values' norm are let pass, u the distance from 1 to the next number of the type.
+    values' norm are let pass, u the distance from 1 to the next number of the coarsest type that the backward computes
+    in: what float32 adapters receive has come through layers of 16 bits.
 
     Cost:
         At most some hundred values of each sample for the factors that are compared; a hundredth of a small model's
@@ -40,11 +42,12 @@ class Repeats:
 
     Args:
         loss: What is propagated back; random numbers drawn on its device are put back too.
+        node: The node of the graph where the backward starts.
         count: How many factors a backward brings.
     """
 
-    def __init__(self, loss: Tensor, *, count: int) -> None:
-        self._count = count
+    def __init__(self, loss: Tensor, node: Any, *, count: int) -> None:
+        self._node, self._count = node, count
         self._randomness = Randomness([loss], only_torch=True)
         self._first: dict[int, list[Tensor]] = {}
         self._names: list[str] = []
@@ -121,7 +124,9 @@ class Repeats:
         Raises:
             TamperedGradientError: It did; its sums must not be used.
         """
-        verdict = _verdict(self._pairs, self._names) if self._pairs and self._unlike is None else None
+        verdict = None
+        if self._pairs and self._unlike is None:
+            verdict = _verdict(self._pairs, self._names, _coarsest(self._node))
         self._pairs.clear()
         self._names.clear()
         if self._unlike is not None:
@@ -171,32 +176,38 @@ def _some(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_floating_point() else tensor.double()
 
 
-def _verdict(pairs: Sequence[tuple[Tensor, Tensor]], names: Sequence[str]) -> Verdict:
+def _coarsest(node: Any) -> float:
+    """Return the largest distance from 1 to the next number among the types of a backward's gradients."""
+    types = {about.dtype for behind in nodes_behind([node]) for about in _torch.outputs_of(behind)}
+    return max((torch.finfo(dtype).eps for dtype in types if dtype.is_floating_point), default=0.0)
+
+
+def _verdict(pairs: Sequence[tuple[Tensor, Tensor]], names: Sequence[str], unit: float) -> Verdict:
     """Compare pairs of values, those of one type and device together: a few operations, and not as many for each."""
     alike: defaultdict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
     for number, (was, _) in enumerate(pairs):
         alike[was.dtype, was.device].append(number)
-    differs = [_differ(*zip(*(pairs[number] for number in numbers), strict=True)) for numbers in alike.values()]
+    differs = [_differ([pairs[number] for number in numbers], unit) for numbers in alike.values()]
     order = [number for numbers in alike.values() for number in numbers]
     differs_K = torch.cat([one.to(differs[0].device) for one in differs])
     return Verdict(differs_K, [names[number] for number in order])
 
 
-def _differ(was: Sequence[Tensor], now: Sequence[Tensor]) -> Tensor:
+def _differ(pairs: Sequence[tuple[Tensor, Tensor]], unit: float) -> Tensor:
     """Return whether values differ by more than rounding; where they are not finite, nothing is contributed.
 
     Args:
-        was: K tensors of one type, on one device.
-        now: As many, of the same shapes.
+        pairs: K pairs of tensors of one shape, all of one type, on one device.
+        unit: The distance from 1 to the next number of the coarsest type that they were computed in.
 
     Returns:
         Shape ``(K,)``, bool.
     """
-    first_N, second_N = (torch.cat([one.flatten() for one in values]) for values in (was, now))
+    first_N, second_N = (torch.cat([pair[side].flatten() for pair in pairs]) for side in (0, 1))
     finite_N = first_N.isfinite()
     before_N, after_N = (values_N.where(finite_N, 0).double() for values_N in (first_N, second_N))
-    sizes = [one.numel() for one in was]
+    sizes = [one.numel() for one, _ in pairs]
     off_K, whole_K = (torch.stack(_torch.norms_of(part_N.split(sizes))) for part_N in (after_N - before_N, before_N))
-    tolerance = torch.finfo(first_N.dtype).eps ** 0.5
+    tolerance = max(unit, torch.finfo(first_N.dtype).eps) ** 0.5
     # Not finite where the first was: above any tolerance.
     return ~(off_K <= tolerance * whole_K)

@@ -37,7 +37,7 @@ class TwoPasses:
             instantiate: Form per-sample gradients layer by layer for the norms.
         """
         state = self._state
-        repeats = Repeats(loss, count=sum(state.capture.forward.use_counts.values()))
+        repeats = Repeats(loss, loss.grad_fn, count=sum(state.capture.forward.use_counts.values()))
         norms, total, same_uses, ill_conditioned_B = self._measure(loss, repeats, instantiate=instantiate)
         weights = state.decisions.weights(total, state.forward_of(norms), scale, ill_conditioned_B)
         expected = norms.seen if same_uses else None

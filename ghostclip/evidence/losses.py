@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -13,6 +14,7 @@ from ghostclip.capture.backward_entry import is_output
 from ghostclip.capture.batch_axis import RowMap, candidates, samples_axis
 from ghostclip.capture.context import CaptureContext
 from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.gathering import on_any
 from ghostclip.capture.nodes import Edge, shape_at
 from ghostclip.capture.row_origin import METADATA_KEY, only_sample, samples_at
 from ghostclip.errors import LossReductionError, SampleMixingError
@@ -257,7 +259,8 @@ def _keeps_layers_apart(capture: CaptureContext, begun: list[Start], sets: Seque
     states = capture.sites.states()
     probe = Probe(set(), capture.describe_module)
     with capture.listening(probe):
-        ask(probe, begun, batch_size=batch_size, run=capture.run_backward, sets=sets)
+        anywhere = partial(on_any, capture.gathering)
+        ask(probe, begun, batch_size=batch_size, run=capture.run_backward, sets=sets, on_any=anywhere)
     # What layers' rows are was decided by the model's own outputs.
     capture.sites.restore(states)
     return not (probe.failures or probe.unsteady)

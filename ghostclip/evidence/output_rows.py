@@ -16,7 +16,7 @@ from ghostclip.capture.batch_axis import RowMap
 from ghostclip.capture.nodes import Edge, edge_of
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.capture.row_origin import METADATA_KEY
-from ghostclip.evidence.probe import Company, Start, roots_of, touches_others
+from ghostclip.evidence.probe import Company, Start, repeated, roots_of, touches_others
 
 # On the node of a proved output: how its rows map to samples, by the number of the node's output.
 _KEY: Final = "ghostclip_rows"
@@ -88,19 +88,29 @@ def keeps_apart(begun: Sequence[Start], ends: dict[Edge, RowMap], sets: Sequence
         between, and on the outputs, have run.
 
     Cost:
-        For each set a backward from the values to the outputs.
+        For each set a backward from the values to the outputs; three where gradients differ.
     """
-    edges: list[Any] = [GradientEdge(*edge) for edge in ends]
     company = Company()
-    for samples in sets:
-        roots, given = roots_of(begun, batch_size, samples)
-        with backward_entry.unseen():
-            grads = torch.autograd.grad(roots, edges, given, retain_graph=True, allow_unused=True)
-        for place, (grad, row_map) in enumerate(zip(grads, ends.values(), strict=True)):
-            if grad is None:
-                continue
-            if touches_others(row_map, grad, grad.dim(), samples, batch_size):
-                return False
-            if not company.leaves_alone(place, row_map, row_map.split(grad, grad.dim(), batch_size), samples):
-                return False
+    if not all(_keeps_apart(begun, ends, samples, company, batch_size) for samples in sets):
+        return False
+    if company.differing():
+        for samples in repeated(sets, batch_size):
+            _keeps_apart(begun, ends, samples, company, batch_size)
+    return not company.differing()
+
+
+def _keeps_apart(
+    begun: Sequence[Start], ends: dict[Edge, RowMap], samples: set[int], company: Company, batch_size: int
+) -> bool:
+    """Return whether a set of samples leaves zeros in the other samples' rows; what arrives is compared in company."""
+    edges: list[Any] = [GradientEdge(*edge) for edge in ends]
+    roots, given = roots_of(begun, batch_size, samples)
+    with backward_entry.unseen():
+        grads = torch.autograd.grad(roots, edges, given, retain_graph=True, allow_unused=True)
+    for place, (grad, row_map) in enumerate(zip(grads, ends.values(), strict=True)):
+        if grad is None:
+            continue
+        if touches_others(row_map, grad, grad.dim(), samples, batch_size):
+            return False
+        company.take(place, row_map, row_map.split(grad, grad.dim(), batch_size), samples)
     return True

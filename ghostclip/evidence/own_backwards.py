@@ -24,6 +24,7 @@ from ghostclip.capture import backward_entry, gradient_hooks
 from ghostclip.capture.batch_axis import RowMap
 from ghostclip.capture.context import CaptureContext
 from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.gathering import on_any
 from ghostclip.capture.nodes import Edge, edge_of, nodes_behind
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.capture.substitution import untouched_grads
@@ -34,7 +35,7 @@ from ghostclip.evidence.independence import FEWER_TOLERANCE, Batch, coarsest_dty
 from ghostclip.evidence.loss_graph import above_outputs
 from ghostclip.evidence.module_state import restored
 from ghostclip.evidence.output_rows import Unheard, reached
-from ghostclip.evidence.probe import Start, cotangent
+from ghostclip.evidence.probe import OUTSTANDING, REPEATS, Start, cotangent, noise_of
 from ghostclip.evidence.randomness import unnoticed
 from ghostclip.evidence.unchecked import BACKWARDS, Unchecked
 
@@ -105,14 +106,14 @@ def without_scale(capture: CaptureContext, begun: Sequence[Start]) -> str:
         The refusal of means, for `refuse_means_without_scale`; empty where there is no such layer.
 
     Cost:
-        Three backwards.
+        Three backwards; five where something differs.
     """
     size = capture.forward.batch_size
     roots = [start.edge.source for start in begun]
     grads: list[Tensor | None] = [
         cotangent(start, batch_size=size, samples=set(range(size)), seed=seed) for seed, start in enumerate(begun)
     ]
-    return _unscaled(lambda power: _heard(capture, roots, grads, power))
+    return _unscaled(capture, lambda power: _heard(capture, roots, grads, power))
 
 
 def refuse_means_without_scale(
@@ -132,10 +133,10 @@ def refuse_means_without_scale(
         LossReductionError: They do not.
 
     Cost:
-        A look at the graph of the loss where all of its backward is torch's; else three backwards of it.
+        A look at the graph of the loss where all of its backward is torch's; else as for `without_scale`.
     """
     own = loss_has_own_backwards(roots, forward)
-    if not (own if capture.gathering is None else capture.gathering.any_sharing(own)):
+    if not on_any(capture.gathering, own):
         return
     sources = [GradientSource.of(root) if isinstance(root, Tensor) else source_at(*edge_of(root)) for root in roots]
     begun = [
@@ -149,20 +150,23 @@ def refuse_means_without_scale(
         if _hooked_since(forward)
         else reached([Start(source, RowMap("whole", 0)) for source in sources if source is not None])
     )
-    said = _unscaled(lambda power: _heard(capture, roots, begun, power, ends=None if ends is None else list(ends)))
+    said = _unscaled(
+        capture, lambda power: _heard(capture, roots, begun, power, ends=None if ends is None else list(ends))
+    )
     if said:
         raise LossReductionError(said)
 
 
-def _unscaled(heard: Callable[[int], "_Norms"]) -> str:
+def _unscaled(capture: CaptureContext, heard: Callable[[int], "_Norms"]) -> str:
     """Return the refusal of a mean whose gradients arrive otherwise at another scale; empty where they do not."""
     as_it_is = heard(0)
     narrow = torch.float16 in {norms.dtype for _, norms in as_it_is.arrived}
-    for power in _FEW_POWERS if narrow else _POWERS:
-        where = as_it_is.moved_in(heard(power))
-        if where:
-            return _FOLLOWS_SIZE.format(where=where)
-    return ""
+    others = [heard(power) for power in (_FEW_POWERS if narrow else _POWERS)]
+    if on_any(capture.gathering, any(map(as_it_is.moved_in, others))):
+        for _ in range(REPEATS):
+            as_it_is.hear_again(heard(0))
+    where = next(filter(None, map(as_it_is.moved_in, others)), "")
+    return _FOLLOWS_SIZE.format(where=where) if where else ""
 
 
 def refuse_backwards_of_the_batch(
@@ -182,7 +186,7 @@ def refuse_backwards_of_the_batch(
         SampleMixingError: They do.
 
     Cost:
-        Three forwards, each with a backward; five if samples are looked at alone.
+        Two forwards, each with a backward; four if samples are looked at alone. Where something differs, four more.
     """
     model, rest, left = capture.model, batch.others(batch.drawn), batch.left
     tensors = [*capture.substitution.present.values(), *model.buffers()]
@@ -202,26 +206,26 @@ def refuse_backwards_of_the_batch(
                 torch.autograd.backward(roots, grads)
                 return {name: _about(copy.grad) for name, copy in copies.items() if copy.grad is not None}
 
+    pairs: list[tuple[Any, Any, str]] = [
+        ((batch.inputs, rest, batch.size), (batch.copied(batch.drawn), rest, batch.size), "replaced")
+    ]
+    if alone:
+        few = batch.alone(), range(len(left)), len(left)
+        pairs.append(((batch.inputs, left, batch.size), few, "left out"))
     try:
         with restored(model), unnoticed(tensors) as before:
-            as_it_is, again = (arrived(batch.inputs, rest, batch.size) for _ in range(2))
-            replaced = arrived(batch.copied(batch.drawn), rest, batch.size)
-            pairs = [(as_it_is, replaced, "replaced")]
-            if alone:
-                whole = arrived(batch.inputs, left, batch.size)
-                pairs.append((whole, arrived(batch.alone(), range(len(left)), len(left)), "left out"))
+            coarsest = coarsest_dtype(tensors)
+            found = [(*_standing_out(arrived, one, other, coarsest), what) for one, other, what in pairs]
     except Exception as error:  # noqa: BLE001 - what it does on other batches is no reason to refuse this one
         unchecked.missed(f"the model raised {type(error).__name__} on another batch", BACKWARDS)
         return
-    coarsest = coarsest_dtype(tensors)
-    if _differing(as_it_is, again, coarsest):
-        unchecked.missed("gradients differ from run to run", BACKWARDS)
-        return
-    for one, other, what in pairs:
-        name = _differing(one, other, coarsest)
+    for name, _, what in found:
         if name:
             place = capture.describe_module(name)
             raise SampleMixingError(_FOLLOWS_BATCH.format(place=place, parameter=name, what=what))
+    if any(noisy for _, noisy, _ in found):
+        unchecked.missed("gradients differ from run to run", BACKWARDS)
+        return
     unchecked.ran(BACKWARDS)
 
 
@@ -231,18 +235,39 @@ def _about(grad: Tensor) -> Tensor:
     return torch.stack([values.norm(), values.sum() / max(1, len(values)) ** 0.5]).double()
 
 
-def _differing(one: dict[str, Tensor], other: dict[str, Tensor], coarsest: torch.dtype) -> str:
-    """Return the name of a parameter whose gradients differ beyond rounding; empty if there is none."""
+def _standing_out(
+    arrived: Callable[..., dict[str, Tensor]], one: Sequence[Any], other: Sequence[Any], coarsest: torch.dtype
+) -> tuple[str, bool]:
+    """Return a parameter whose gradients two backwards differ in by more than noise, and whether any are within it."""
+    first, second = arrived(*one), arrived(*other)
+    names = _differing(first, second, coarsest)
+    if not names:
+        return "", False
+    again = [(kept, arrived(*run)) for kept, run in ((first, one), (second, other)) for _ in range(REPEATS)]
+    noise = {name: max(_off(kept, found, name) for kept, found in again) for name in names}
+    return next((name for name in names if _off(first, second, name) > OUTSTANDING * noise[name]), ""), True
+
+
+def _off(one: dict[str, Tensor], other: dict[str, Tensor], name: str) -> float:
+    """Return how far two gradients of a parameter are from each other; one that did not come is nowhere."""
+    if name not in one or name not in other:
+        return 0.0
+    return float((one[name].nan_to_num() - other[name].nan_to_num()).abs().max())
+
+
+def _differing(one: dict[str, Tensor], other: dict[str, Tensor], coarsest: torch.dtype) -> list[str]:
+    """Return the names of parameters whose gradients differ beyond rounding."""
     if not one:
-        return ""
+        return []
     largest = torch.stack([about[0] for about in one.values()]).nan_to_num().max()
+    found = list[str]()
     for name in one.keys() & other.keys():
         first, second = one[name].nan_to_num(), other[name].nan_to_num()
         # A gradient may be zero but for rounding, as that of a bias that attention does not depend on.
         scale = torch.maximum(first, second)[0] + _ROUNDING * largest
         if bool((first - second).abs().max() > FEWER_TOLERANCE[coarsest] * scale):
-            return name
-    return ""
+            found.append(name)
+    return found
 
 
 def _weighted(
@@ -282,6 +307,7 @@ class _Norms:
         """
         self._scale, self._describe = 2.0**power, describe_module
         self.arrived: list[tuple[str, Tensor]] = []
+        self._noise: list[Tensor] = []
 
     def receive(self, use: ParamUse, grad: Tensor) -> None:
         """Take a gradient of what a layer made.
@@ -306,6 +332,17 @@ class _Norms:
         # Scaled back first, which is exact, so that squares stay in range.
         self.arrived.append((where, torch.linalg.vector_norm(rows / self._scale, dim=1)))
 
+    def hear_again(self, other: "_Norms") -> None:
+        """Take note of what the same backward brings at another time.
+
+        Args:
+            other: Of the same values, at the same scale.
+        """
+        if [where for where, _ in self.arrived] == [where for where, _ in other.arrived]:
+            pairs = zip(self.arrived, other.arrived, strict=True)
+            noise = [noise_of(norms.unsqueeze(1), again.unsqueeze(1))[0] for (_, norms), (_, again) in pairs]
+            self._noise = list(map(torch.maximum, self._noise or noise, noise))
+
     def moved_in(self, other: "_Norms") -> str:
         """Compare what another backward has brought.
 
@@ -317,11 +354,12 @@ class _Norms:
         """
         if [where for where, _ in self.arrived] != [where for where, _ in other.arrived]:
             return ""
-        for (where, norms), (_, scaled) in zip(self.arrived, other.arrived, strict=True):
+        for number, ((where, norms), (_, scaled)) in enumerate(zip(self.arrived, other.arrived, strict=True)):
             told = norms.isfinite() & scaled.isfinite()
             off = torch.where(told, norms - scaled, 0).abs().amax()
             largest = torch.where(told, torch.maximum(norms, scaled), 0).amax()
-            if bool(off > _STEADY.get(norms.dtype, _COARSE) * largest):
+            noise = self._noise[number] if self._noise else 0.0
+            if bool((off > _STEADY.get(norms.dtype, _COARSE) * largest) & (off > OUTSTANDING * noise)):
                 return where
         return ""
 

@@ -40,6 +40,11 @@ _FULL_BYTES: Final = 4
 # How far the same gradient may be from itself, relative to the largest: atomic additions come in any order.
 _STEADY: Final = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-2, torch.complex64: 1e-2}
 _COARSE: Final = 5e-2
+# How often what differs is run again, and how many times the noise that this shows a difference must be to count.
+REPEATS: Final = 2
+OUTSTANDING: Final = 8.0
+# So many samples show noise in two runs; of fewer, more are needed.
+_ENOUGH: Final = 12
 # Elements that are looked at together.
 _LOOKED_AT: Final = 1 << 20
 # Devices with a generator of their own.
@@ -64,37 +69,76 @@ class Start:
 class Company:
     """Compares samples' gradients with those that they had when other samples' gradients came with them.
 
-    A backward function or a hook that follows the whole batch (``g / g.norm()``) leaves zeros zero.
+    A backward function or a hook that follows the whole batch (``g / g.norm()``) leaves zeros zero. Kernels that add
+    up in no fixed order, as attention's backward on a GPU, make of a gradient another one each time that they run. So
+    a difference counts only where it stands out of what the same backward differs by when it is run again.
     """
 
     def __init__(self) -> None:
         self._seen: dict[Any, tuple[Tensor, Tensor]] = {}
+        self._once: dict[Any, Tensor] = {}
+        # Where gradients differed: by how much at most, and by how much those of the same backward.
+        self._off: dict[Any, Tensor] = {}
+        self._noise: dict[Any, Tensor] = {}
 
-    def leaves_alone(self, place: Any, row_map: RowMap, rows_B: Tensor, samples: set[int]) -> bool:
-        """Return whether each sample's rows have the extremes that they had among other samples.
+    def take(self, place: Any, row_map: RowMap, rows_B: Tensor, samples: set[int]) -> None:
+        """Compare the extremes and the norm of each sample's rows with those that came before.
 
         Args:
             place: Where the gradient arrived.
             row_map: How its rows map to samples; one that knows none says nothing.
             rows_B: The gradient, split by samples.
             samples: Those that it came from.
-
-        Returns:
-            True also where no sample came before.
         """
         if row_map.kind == "whole":
-            return True
-        now_B2 = torch.stack(_extremes(rows_B), dim=1)
+            return
+        now_B3 = torch.stack([*_extremes(rows_B), _norms(rows_B)], dim=1)
         chosen_B = torch.zeros(len(rows_B), dtype=torch.bool, device=rows_B.device)
         chosen_B[list(samples)] = True
+        once_B3 = self._once.setdefault((place, frozenset(samples)), now_B3)
+        if once_B3 is not now_B3:
+            noise_3 = noise_of(once_B3[chosen_B], now_B3[chosen_B])
+            self._noise[place] = torch.maximum(noise_3, self._noise.get(place, noise_3))
         before = self._seen.get(place)
-        values_B2, known_B = (torch.zeros_like(now_B2), torch.zeros_like(chosen_B)) if before is None else before
+        values_B3, known_B = (torch.zeros_like(now_B3), torch.zeros_like(chosen_B)) if before is None else before
         both_B1 = (chosen_B & known_B).unsqueeze(1)
-        off = torch.where(both_B1, now_B2 - values_B2, 0).nan_to_num(nan=0.0).abs().amax()
-        scale = torch.where(both_B1, now_B2, 0).nan_to_num(posinf=0.0, neginf=0.0).abs().amax()
-        merged_B2 = torch.where(chosen_B.unsqueeze(1), now_B2, values_B2)
-        self._seen[place] = merged_B2, known_B | chosen_B
-        return before is None or bool(off <= _STEADY.get(rows_B.dtype, _COARSE) * scale)
+        off_3 = torch.where(both_B1, now_B3 - values_B3, 0).nan_to_num(nan=0.0).abs().amax(0)
+        most, least, norm = torch.where(both_B1, now_B3, 0).nan_to_num(posinf=0.0, neginf=0.0).abs().amax(0)
+        largest = torch.maximum(most, least)
+        scale_3 = torch.stack([largest, largest, norm])
+        off_3 = torch.where(off_3 > _STEADY.get(rows_B.dtype, _COARSE) * scale_3, off_3, 0)
+        if bool(off_3.any()):
+            self._off[place] = torch.maximum(off_3, self._off.get(place, off_3))
+        self._seen[place] = torch.where(chosen_B.unsqueeze(1), now_B3, values_B3), known_B | chosen_B
+
+    def differing(self) -> list[Any]:
+        """Return the places where gradients differed by more than noise, in the order in which they were found."""
+        noise = ((place, self._noise.get(place, torch.zeros_like(off_3))) for place, off_3 in self._off.items())
+        return [place for place, noise_3 in noise if bool((self._off[place] > OUTSTANDING * noise_3).any())]
+
+
+def noise_of(once_N3: Tensor, now_N3: Tensor) -> Tensor:
+    """Return how far values are from those of the same backward at another time, by columns.
+
+    A factor that all have in common is left out: it is no noise, but what a backward function counts or averages.
+
+    Args:
+        once_N3: The values.
+        now_N3: The same at another time.
+
+    Returns:
+        The largest distance in each column.
+    """
+    once_N3, now_N3 = (values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for values in (once_N3, now_N3))
+    factor = torch.where(once_N3 == 0, torch.nan, now_N3 / once_N3).nanmedian().nan_to_num(nan=1.0)
+    return (now_N3 - factor * once_N3).abs().amax(0)
+
+
+def _norms(rows: Tensor) -> Tensor:
+    """Return the norm of every row, of 16-bit ones in float32."""
+    dtype = rows.dtype if rows.dtype.itemsize >= _FULL_BYTES else torch.float32
+    rows = rows.unsqueeze(-1)
+    return torch.linalg.vector_norm(rows, dim=tuple(range(1, rows.dim())), dtype=dtype)
 
 
 @dataclass(eq=False)
@@ -106,14 +150,13 @@ class Probe:
         describe_module: Names the module that owns a parameter.
         failures: What is wrong, in the order in which gradients arrived (nearest to the output first).
         begun: Where its backwards begin.
-        unsteady: Uses where a sample's gradient was another one in other company.
     """
 
     samples: set[int]
     describe_module: Callable[[str], str]
     failures: list[tuple[ParamUse, str]] = field(default_factory=list)
     begun: Sequence[Start] = ()
-    unsteady: list[ParamUse] = field(default_factory=list)
+    _uses: dict[Any, ParamUse] = field(default_factory=dict)
     _company: Company = field(default_factory=Company)
     _rejected: set[tuple[CallSite, tuple[str, int]]] = field(default_factory=set)
     _known: dict[CallSite, tuple[str, int] | None] = field(default_factory=dict)
@@ -140,12 +183,18 @@ class Probe:
             use.site.chosen = able[0].key
             use.site.attempts = MAX_ATTEMPTS
             rows = able[0].split(grad, use.num_batch_dims, use.forward.batch_size)
-            if not self._company.leaves_alone((use.forward, use.site, able[0].key), able[0], rows, self.samples):
-                self.unsteady.append(use)
+            place = use.forward, use.site, able[0].key
+            self._uses[place] = use
+            self._company.take(place, able[0], rows, self.samples)
             return
         # Whatever an earlier set of samples seemed to show.
         use.site.attempts = 0
         self.failures.append((use, _shapes(grad, use)))
+
+    @property
+    def unsteady(self) -> list[ParamUse]:
+        """Uses where a sample's gradient was another one in other company."""
+        return [self._uses[place] for place in self._company.differing()]
 
     def _rejects(self, row_map: RowMap, use: ParamUse, grad: Tensor) -> bool:
         """Return whether this set of samples or an earlier one contradicts a row map."""
@@ -197,8 +246,9 @@ class Probe:
 
     def _refuse_unsteady(self) -> None:
         """Refuse a backward that makes another gradient of a sample's in other company."""
-        if self.unsteady:
-            use = self.unsteady[-1]
+        unsteady = self.unsteady
+        if unsteady:
+            use = unsteady[-1]
             message = (
                 f"{self.describe_module(use.site.names[0])}: the gradient of one sample's outputs came to "
                 f"{use.site.describe()} as another one when other samples' gradients came with it: a hook or a "
@@ -431,6 +481,7 @@ def ask(
     batch_size: int,
     run: Callable[..., bool | None],
     sets: Sequence[set[int]] | None = None,
+    on_any: Callable[[bool], bool] = bool,
 ) -> None:
     """Run the backwards that bring a probe its evidence.
 
@@ -440,12 +491,38 @@ def ask(
         batch_size: B.
         run: Runs one backward; says None when it must be called again.
         sets: The sets of samples to ask about; by default those that tell any two apart, in several companies.
+        on_any: Says whether something holds on any rank that runs the same backwards.
     """
-    for samples in sets_in_company(batch_size) if sets is None else sets:
-        probe.samples = samples
-        roots, grads = roots_of(begun, batch_size, samples)
-        if run(roots, grads) is None:
-            run(roots, grads)
+    asked = sets_in_company(batch_size) if sets is None else sets
+    for samples in asked:
+        _ask(probe, begun, batch_size, run, samples)
+    if on_any(not probe.failures and bool(probe.unsteady)):
+        for samples in repeated(asked, batch_size):
+            _ask(probe, begun, batch_size, run, samples)
+
+
+def _ask(
+    probe: Probe, begun: Sequence[Start], batch_size: int, run: Callable[..., bool | None], samples: set[int]
+) -> None:
+    probe.samples = samples
+    roots, grads = roots_of(begun, batch_size, samples)
+    if run(roots, grads) is None:
+        run(roots, grads)
+
+
+def repeated(sets: Sequence[set[int]], batch_size: int) -> list[set[int]]:
+    """Return the sets to ask about once more where gradients differed, all samples among them.
+
+    Half of the samples beside another half may have as large a norm; all of them have a larger one.
+
+    Args:
+        sets: Those that were asked about.
+        batch_size: B.
+
+    Returns:
+        Each of them `REPEATS` times, more often in a small batch.
+    """
+    return [*sets, set(range(batch_size))] * max(REPEATS, _ENOUGH // batch_size)
 
 
 def roots_of(begun: Sequence[Start], batch_size: int, samples: set[int]) -> tuple[list[Any], list[Tensor | None]]:

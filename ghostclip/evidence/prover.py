@@ -21,6 +21,7 @@ from ghostclip.capture.batch_axis import RowMap
 from ghostclip.capture.call_sites import MAX_WAYS
 from ghostclip.capture.context import CaptureContext, ModuleCall, outputs_of
 from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.gathering import on_any
 from ghostclip.capture.growth import Grown, compared, shapes_of
 from ghostclip.capture.nodes import edge_of
 from ghostclip.capture.packed import packed_inputs
@@ -296,7 +297,7 @@ class Evidence:
         forward, call, begun = capture.forward, ModuleCall(*capture.bags.as_rows(*call)), _torch.next_order()
         parts = self._parts(capture, output)
         probe = self._probed(capture, parts)
-        failed = probe is not None and _on_any(capture, bool(probe.failures))
+        failed = probe is not None and on_any(capture.gathering, bool(probe.failures))
         if failed and forward.guessed and forward.grown is None:
             # What sizes suggested is wrong: ask shapes, and read the forward once more.
             forward.grown = self._grown(capture, call)
@@ -560,11 +561,6 @@ def _sharing(capture: CaptureContext, what: str) -> AbstractContextManager[None]
     return nullcontext() if capture.gathering is None else capture.gathering.sharing(what)
 
 
-def _on_any(capture: CaptureContext, holds: bool) -> bool:  # noqa: FBT001 - what is asked, no option
-    """Return whether something holds on any rank that shares samples with this one."""
-    return holds if capture.gathering is None else capture.gathering.any_sharing(holds)
-
-
 def _used(capture: CaptureContext, call: ModuleCall) -> list[Tensor]:
     """Return tensors on every device that a forward uses."""
     return [*capture.model.parameters(), *capture.model.buffers(), *_tree.tensors((call.args, dict(call.kwargs)))]
@@ -602,7 +598,13 @@ def _probe_outputs(capture: CaptureContext, outputs: list[Tensor]) -> Probe | No
             # Forget what a wrong reading of the outputs seemed to show.
             sites.restore(states)
         with capture.listening(probe):
-            ask(probe, begun, batch_size=forward.batch_size, run=capture.run_backward)
+            ask(
+                probe,
+                begun,
+                batch_size=forward.batch_size,
+                run=capture.run_backward,
+                on_any=partial(on_any, capture.gathering),
+            )
         if not probe.failures:
             return probe
         first = first or probe

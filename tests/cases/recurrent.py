@@ -285,7 +285,7 @@ class InEval(nn.Module):
 
 
 def _plain(name: str, kind: Callable[..., nn.Module], *, tokens: int = 5, random: bool = False, **options) -> Case:
-    tags = ("recurrent", "random") if random else ("recurrent",)
+    tags = ("recurrent", "random", "without_cudnn") if random else ("recurrent",)
     return layer_case(name, lambda: Sequence(kind, **options), 3, tokens, 4, tags=tags)
 
 
@@ -314,7 +314,7 @@ def _language(name: str, *, tied: bool = False) -> Case:
         lambda model, batch: next_token_loss(model(batch["ids"]), batch["ids"]),
         # One sample's mask is not the batch's: the reference runs the whole batch.
         reference="batched_graph",
-        tags=frozenset({"recurrent", "random"}),
+        tags=frozenset({"recurrent", "random", "without_cudnn"}),
     )
 
 
@@ -373,9 +373,9 @@ _ALL = [
     _of("lstm_checkpointed_reentrant", lambda: Checkpointed(reentrant=True), 3, 5, 4, tags=("checkpoint", "reentrant")),
     _of("lstm_state_weight_only", lambda: Partly("weight_hh_l0")),
     _of("lstm_biases_only", lambda: Partly("bias_ih_l0", "bias_hh_l0")),
-    _of("lstm_in_eval_mode", InEval),
-    _of("rnn_changed_in_place", lambda: Changed(nn.RNN)),
-    _of("gru_changed_in_place", lambda: Changed(nn.GRU)),
+    _of("lstm_in_eval_mode", InEval, tags=("without_cudnn",)),
+    _of("rnn_changed_in_place", lambda: Changed(nn.RNN), tags=("without_cudnn",)),
+    _of("gru_changed_in_place", lambda: Changed(nn.GRU), tags=("without_cudnn",)),
 ]
 
 CASES = [case if case.name in _BOTH_DTYPES else replace(case, dtypes=(torch.float64,)) for case in _ALL]

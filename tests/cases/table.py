@@ -5,7 +5,7 @@ Shape suffix: B samples.
 
 import contextlib
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -83,10 +83,20 @@ class Case:
             torch.manual_seed(11)
         return self.loss(model, batch) * batch["weight"]
 
-    def numerics(self, dtype: torch.dtype) -> contextlib.AbstractContextManager:
-        """Return the context that forward and backward run in: keeps float64 runs in float64 throughout."""
+    @contextlib.contextmanager
+    def numerics(self, dtype: torch.dtype) -> Iterator[None]:
+        """Run forward and backward so that float64 stays float64 throughout, and what cuDNN cannot do is done without.
+
+        That is a backward in eval mode, one through outputs changed in place, and dropout that a seed repeats.
+        """
         promote = dtype == torch.float64 and "float32_inside" in self.tags
-        return PromoteToFloat64() if promote else contextlib.nullcontext()
+        cudnn = torch.backends.cudnn.enabled and "without_cudnn" not in self.tags
+        with PromoteToFloat64() if promote else contextlib.nullcontext(), torch.backends.cudnn.flags(enabled=cudnn):
+            yield
+
+    def reference_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the reference of a run: float64, but where a GPU draws other masks for another dtype."""
+        return dtype if "random" in self.tags and self.device.type != "cpu" else torch.float64
 
 
 class PromoteToFloat64(TorchFunctionMode):
@@ -99,7 +109,8 @@ class PromoteToFloat64(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if func is Tensor.float:
-            return args[0].double() if args[0].is_floating_point() else func(*args, **kwargs)
+            # Whole numbers, too: positions are multiplied by what is in float64.
+            return args[0].double()
         if kwargs.get("dtype") is torch.float32:
             kwargs["dtype"] = torch.float64
         if func in (Tensor.to, Tensor.type):

@@ -15,6 +15,7 @@ from tests.cases.table import CPU
 from tests.engine.training import clipped_sum, parameters_of
 
 pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*this integration was tested with:UserWarning"),
     pytest.mark.filterwarnings("ignore:noise_multiplier=0"),
     pytest.mark.filterwarnings("ignore:.*(generator|seed).*:UserWarning"),
 ]

@@ -63,11 +63,12 @@ def engine(strategy: str, *, loss_reduction: str = "mean", batch_first: bool = T
 
 
 @functools.lru_cache(maxsize=512)
-def expected(name: str, device: torch.device = CPU) -> Reference:
-    """Return the float64 reference of the case called `name`; one clipping norm C for all its runs on a device."""
+def expected(name: str, device: torch.device = CPU, dtype: torch.dtype = torch.float64) -> Reference:
+    """Return the reference of the case called `name`, see `Case.reference_dtype`; one clipping norm C for its runs."""
     case = by_name(name).on(device)
-    model, batch = case.reference_model(), case.data(torch.float64)
-    with case.numerics(torch.float64):
+    model = case.reference_model() if dtype == torch.float64 else case.model(dtype)
+    batch = case.data(dtype)
+    with case.numerics(dtype):
         return clip_and_sum(per_sample_gradients(model, batch, case.losses, axes=case.axes, mode=case.reference))
 
 
@@ -111,7 +112,7 @@ def backward(case: Case, model: nn.Module, clipper: object, batch: Batch, dtype:
 def run(case: Case, make: MakeClipper, dtype: torch.dtype, batch: Batch | None = None) -> Outcome:
     """Attach a fresh clipper to a fresh model, run one backward, and detach."""
     model = case.model(dtype)
-    clipper = make(model, expected(case.name, case.device).max_grad_norm)
+    clipper = make(model, expected(case.name, case.device, case.reference_dtype(dtype)).max_grad_norm)
     outcome = backward(case, model, clipper, case.data(dtype) if batch is None else batch, dtype)
     clipper.remove()
     return outcome

@@ -1,0 +1,240 @@
+"""Everything that a lent GPU is asked, in one call of at most ten minutes: `python -m benchmarks.gpu.session --help`.
+
+What is not timed runs first, side by side: tests, agreement with float64, NCCL. Then, one at a time: LoRA on a Llama
+1B, the published tables with Opacus beside ours, GPT-2 large. Each step is a process with its own limit, and what it
+found is in the folder as soon as it is there: a step that fails or is cut short stops no other.
+
+    python -m benchmarks.gpu.session --out "$OUT"
+    python -m benchmarks.gpu.session --out /tmp/rehearsal --device cpu --quick
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from benchmarks import machine, options
+from benchmarks.memory import ENVIRONMENT
+
+ROOT = Path(__file__).resolve().parents[2]
+POLL_SECONDS = 0.5
+FEWEST_SECONDS = 5.0
+# Of what a step printed, in the log that all share.
+KEPT = 60_000
+# Who is in the tables: the two ways to fit in memory, and Opacus's three.
+IN_TABLES = ("bookkeeping", "ghost", "opacus-hooks", "opacus-fast", "opacus-ghost")
+# Minutes of each table, as it is told, and the cases of the one that has more than fit.
+TABLES = {"a": 1.4, "b": 0.6, "e": 0.9, "c": 0.6, "d": 1.2}
+LARGE = ("gpt2", "roberta-large", "vgg11-224", "beit-large-224")
+# What a table takes longer than it is told: importing, checking the first case, a picture.
+BESIDE_MINUTES = 0.35
+
+
+@dataclass(frozen=True)
+class Step:
+    """A process.
+
+    Attributes:
+        name: Short name.
+        arguments: Of Python.
+        seconds: Its own limit.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    seconds: float
+
+
+def together(device: torch.device, rows: Path, *, quick: bool) -> list[Step]:
+    """The steps that are not timed, and run side by side.
+
+    Args:
+        device: Where.
+        rows: The file for rows.
+        quick: Whether tiny sizes are meant.
+
+    Returns:
+        Them.
+    """
+    shared = ("--device", str(device), "--rows", str(rows), *(["--quick"] if quick else []))
+    few = ("-k", "linear_3d") if quick else ()
+    workers = ("-n", "1" if quick else "8")
+    tests = ("-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "--device", str(device), *workers)
+    return [
+        *([Step("tests", (*tests, "-m", "(gpu or cuda) and few", *few), 150.0)] if find_spec("pytest") else []),
+        Step("agreement", ("-m", "benchmarks.gpu.agreement", *shared), 110.0),
+        Step("ranks", ("-m", "benchmarks.gpu.ranks", *shared), 90.0),
+    ]
+
+
+def alone(device: torch.device, rows: Path, tables: Path, *, quick: bool) -> list[Step]:
+    """The steps that are timed, the most important first.
+
+    Args:
+        device: Where.
+        rows: The file for rows.
+        tables: The folder for the published tables.
+        quick: Whether tiny sizes are meant.
+
+    Returns:
+        Them.
+    """
+    shared = ("--device", str(device), "--rows", str(rows), *(["--quick"] if quick else []))
+
+    def lora(engine: str, *own: str) -> Step:
+        name = " ".join(("lora", engine, *own))
+        return Step(name, ("-m", "benchmarks.gpu.lora", *shared, "--engine", engine, *own), 40.0)
+
+    def large(engine: str, kernels: str) -> Step:
+        given = ("--case", "gpt2-large", "--engine", engine, "--kernels", kernels)
+        return Step(f"gpt2-large {engine} {kernels}", ("-m", "benchmarks.gpu.large", *shared, *given), 45.0)
+
+    def table(letter: str, minutes: float) -> Step:
+        chosen = [word for engine in IN_TABLES for word in ("--engine", engine)]
+        if letter == "b":
+            # Of single layers, Opacus's fast mode is not measured.
+            chosen = [word for engine in IN_TABLES if engine != "opacus-fast" for word in ("--engine", engine)]
+        if letter == "d" and not quick:
+            chosen += [word for case in LARGE for word in ("--case", case)]
+        size = ["--tiny"] if quick else []
+        given = ("--device", str(device), *size, "--minutes", str(0.1 if quick else minutes), "--times-only")
+        command = ("-m", "paper_repro", letter, *given, *chosen, "--out", str(tables))
+        return Step(f"table {letter}", command, 60 * (minutes + BESIDE_MINUTES))
+
+    opacus = find_spec("opacus") is not None
+    return [
+        lora("nonprivate"),
+        lora("bookkeeping"),
+        *([lora("bookkeeping", "--quantised")] if find_spec("bitsandbytes") else []),
+        *(table(letter, minutes) for letter, minutes in TABLES.items() if opacus),
+        large("nonprivate", "off"),
+        large("bookkeeping", "auto"),
+        *([large("opacus-ghost", "off")] if opacus else []),
+    ]
+
+
+class Session:
+    """Runs steps and keeps what they found in a folder, of a few files."""
+
+    def __init__(self, out: Path, work: Path, head: dict[str, object], *, minutes: float) -> None:
+        """Begin.
+
+        Args:
+            out: The folder.
+            work: Another one, for logs and tables as their programs write them.
+            head: What the machine is.
+            minutes: Nothing goes on after these.
+        """
+        self._out, self.work, self._head = out, work, head
+        self._end = time.monotonic() + 60 * minutes
+        self._done: list[dict[str, object]] = []
+
+    def run(self, steps: Sequence[Step]) -> None:
+        """Run steps side by side, each within its own limit and the time that is left.
+
+        Args:
+            steps: Them.
+        """
+        left = self._end - time.monotonic()
+        if left < FEWEST_SECONDS:
+            self._done += [{"step": step.name, "status": "left out"} for step in steps]
+            self.keep()
+            return
+        began = time.monotonic()
+        with ExitStack() as files:
+            running = {step: self._start(step, files) for step in steps}
+            while running:
+                time.sleep(POLL_SECONDS)
+                passed = time.monotonic() - began
+                for step, process in list(running.items()):
+                    over = passed > min(step.seconds, left)
+                    if over or process.poll() is not None:
+                        _end(process)
+                        status: object = "cut short" if over else process.returncode
+                        self._done.append({"step": step.name, "status": status, "seconds": round(passed, 1)})
+                        del running[step]
+                self.keep()
+
+    def _start(self, step: Step, files: ExitStack) -> subprocess.Popen[bytes]:
+        file = files.enter_context((self.work / f"{step.name}.log").open("wb"))
+        # As in `benchmarks.gpu`; a table keeps its heap.
+        environment = {**os.environ, **(ENVIRONMENT if step.arguments[1].startswith("benchmarks.gpu") else {})}
+        # In a session of its own, so that what it started ends with it and holds no memory of the GPU.
+        return subprocess.Popen(
+            [sys.executable, *step.arguments],
+            cwd=ROOT,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def keep(self) -> None:
+        """Write what is there: steps, tables, tests, and the end of what each step printed."""
+        write = {"steps.json": json.dumps({**self._head, "steps": self._done}, indent=1)}
+        tables = sorted(self.work.glob("table-*.json"))
+        write["tables.json"] = json.dumps({file.stem: json.loads(file.read_text()) for file in tables}, indent=1)
+        write["tables.md"] = "\n".join(file.with_suffix(".md").read_text() for file in tables)
+        logs = sorted(self.work.glob("*.log"), key=lambda file: file.stat().st_mtime)
+        ends = {file.stem: file.read_text(encoding="utf-8", errors="replace")[-KEPT:] for file in logs}
+        write["tests.txt"] = ends.pop("tests", "")
+        write["log.txt"] = "\n".join(f"===== {name}\n{text}" for name, text in ends.items())
+        for name, text in write.items():
+            (self._out / name).write_text(text, encoding="utf-8")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run every step within the time.
+
+    Args:
+        arguments: The command line; that of the process by default.
+
+    Returns:
+        The exit status: 0, whatever became of the steps.
+    """
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.session", description=__doc__)
+    parser.add_argument("--device", type=torch.device, default="cuda", help="cuda (the default), or cpu with --quick")
+    parser.add_argument("--minutes", type=options.positive, default=9.0, help="for everything (default: %(default)s)")
+    parser.add_argument("--step", action="append", help="only steps whose name begins so; repeatable")
+    parser.add_argument("--quick", action="store_true", help="a rehearsal with tiny sizes: does everything run")
+    parser.add_argument("--out", type=options.folder, required=True, help="folder for the files")
+    given = parser.parse_args(arguments)
+    given.out.mkdir(parents=True, exist_ok=True)
+    rows = given.out.resolve() / "rows.jsonl"
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        session = Session(given.out, work, machine.describe(given.device), minutes=given.minutes)
+
+        def chosen(steps: Sequence[Step]) -> list[Step]:
+            return [step for step in steps if not given.step or step.name.startswith(tuple(given.step))]
+
+        side_by_side = chosen(together(given.device, rows, quick=given.quick))
+        if side_by_side:
+            session.run(side_by_side)
+        for step in chosen(alone(given.device, rows, work, quick=given.quick)):
+            session.run([step])
+            print((given.out / "steps.json").read_text()[-300:], flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
