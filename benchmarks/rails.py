@@ -6,9 +6,9 @@
 
 The cases, the architectures and the tests are those of this checkout; ``ghostclip`` is that of each tree. A row is one
 case in one strategy in float64: the norms of its samples and its clipped sum for C = 1, or the error that refused it.
-Printed is what differs: bits (with the relative difference of norms and of sums), what was accepted and is refused, what
-was refused and is accepted, and errors of another kind. ``--keep FOLDER`` writes what each tree did, which stands in for
-the tree the next time.
+Printed is what differs: bits (with the relative difference of norms and of sums), what was accepted and is refused,
+what was refused and is accepted, and errors of another kind. ``--keep FOLDER`` writes what each tree did, which stands
+in for the tree the next time.
 """
 
 from __future__ import annotations
