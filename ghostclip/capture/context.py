@@ -423,6 +423,10 @@ class CaptureContext:
             Its output.
         """
         self._decisions.forget()
+        return self._read(call)
+
+    def _read(self, call: ModuleCall) -> Any:
+        """Run a call with parameters substituted, as a new forward of the latest one's batch."""
         module, args, kwargs = as_flat(*call)
         self.forward = self.forward.anew()
         self.substitution.enter()
@@ -461,7 +465,7 @@ class CaptureContext:
         Returns:
             Its output.
         """
-        output = self.again(ModuleCall(call.module, *self._tied(call.args, call.kwargs)))
+        output = self._read(ModuleCall(call.module, *self._tied(call.args, call.kwargs)))
         self._meet_end(outputs_of(output))
         return output
 

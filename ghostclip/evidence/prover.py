@@ -532,7 +532,9 @@ def _copied(inputs: Any) -> Any:
             return leaf.copy()
         return copies.get(id(leaf), leaf)
 
-    return _tree.mapped(copy, inputs)
+    # Nobody who watches a forward sees them made.
+    with _torch.overrides_off():
+        return _tree.mapped(copy, inputs)
 
 
 def _has_iterators(call: ModuleCall) -> bool:

@@ -6,6 +6,7 @@ attributes of objects and of classes, variables of functions, generators, tensor
 is looked into, and objects that were handed over as arguments: libraries keep threads and files in theirs.
 """
 
+import pickle
 import random
 import sys
 import sysconfig
@@ -122,11 +123,13 @@ class Reachable:
 
     def _of_numpy(self, item: Any, *, is_array: bool) -> Iterable[Any]:
         if not is_array:
-            # Of a Generator or of a RandomState.
-            bits = getattr(item, "bit_generator", None) or item._bit_generator
-            self._add(
-                lambda: bits.state, partial(setattr, bits, "state"), same=lambda now, value: str(now) == str(value)
+            bits = getattr(item, "bit_generator", None)
+            read, write = (
+                (partial(item.get_state, legacy=False), item.set_state)
+                if bits is None
+                else (lambda: bits.state, partial(setattr, bits, "state"))
             )
+            self._add(read, write, same=lambda now, value: pickle.dumps(now) == pickle.dumps(value))
             return ()
         if item.flags.writeable and not item.dtype.hasobject and self._may_copy(item.size):
             value = item.copy()
