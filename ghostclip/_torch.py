@@ -42,6 +42,19 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
     return [tensor._version for tensor in tensors]
 
 
+def write_uncounted_(tensor: Tensor, value: Tensor, version: int) -> None:
+    """Put a tensor's content back, and its `version` with it: ``torch._C._autograd._unsafe_set_version_counter``.
+
+    Args:
+        tensor: The tensor.
+        value: The content that it had at that version.
+        version: The version.
+    """
+    with torch.no_grad():
+        tensor.copy_(value)
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
 # Whether autograd takes a tensor for a view of another: ``Tensor._is_view``.
 is_view: Final[Callable[[Tensor], bool]] = Tensor._is_view
 
@@ -611,6 +624,11 @@ def parameter_and_child_tables(modules: Iterable[nn.Module]) -> list[dict[str, A
         Both of each, in order.
     """
     return list(chain.from_iterable(map(_tables, modules)))
+
+
+def non_persistent(module: nn.Module) -> set[str]:
+    """Return the names of a module's buffers that are not saved: ``Module._non_persistent_buffers_set``."""
+    return module._non_persistent_buffers_set
 
 
 def child_of(module: nn.Module, name: str) -> Any:

@@ -5,7 +5,7 @@ The one file that knows all others of capture.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -76,6 +76,16 @@ class Prover(Protocol):
 
         Returns:
             The output to hand on: of the last reading, where it was read more than once.
+        """
+
+    def watching_backward(self, capture: "CaptureContext") -> AbstractContextManager[None]:
+        """Return a context for a backward that trains, in which nothing may write state.
+
+        Args:
+            capture: Whose backward it is.
+
+        Returns:
+            The context.
         """
 
     def renew(self) -> None:
@@ -641,6 +651,10 @@ class CaptureContext:
         if self._listener is None and self.is_trainable():
             with self.doubted_if_refused():
                 self._on_loss(roots, grads, forwards)
+
+    def watching_backward(self) -> AbstractContextManager[None]:
+        """Return a context for a backward that trains, in which nothing may write state."""
+        return nullcontext() if self._prover is None else self._prover.watching_backward(self)
 
     def _trains(self) -> bool:
         """Return whether the backward that runs is for the parameters, not for inputs alone."""

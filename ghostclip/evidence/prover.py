@@ -21,7 +21,6 @@ from ghostclip.capture.nodes import edge_of
 from ghostclip.capture.packed import packed_inputs
 from ghostclip.capture.row_maps import refuse_other_axis
 from ghostclip.errors import LossReductionError
-from ghostclip.evidence.buffers import Buffers
 from ghostclip.evidence.dependence import where_dependence_starts
 from ghostclip.evidence.exchanges import Exchanges, refuse_split_positions
 from ghostclip.evidence.growth import grown
@@ -38,6 +37,7 @@ from ghostclip.evidence.own_backwards import (
 )
 from ghostclip.evidence.probe import Probe, ask, starts
 from ghostclip.evidence.randomness import Randomness
+from ghostclip.evidence.state import Runs, StateWatch, Write
 from ghostclip.evidence.unchecked import BACKWARDS, BEHIND, FEWER, REPLACED, ROWS, Unchecked
 
 _WHERE_ON_ONE: Final = "Run ghostclip.validate on a smaller model of this kind on one device, which names the module."
@@ -71,7 +71,9 @@ class Evidence:
         self._loss_ways: set[Any] = set()
         # Why means are refused, whatever the loss is.
         self._without_scale = ""
-        self._buffers: Buffers | None = None
+        self._watch: StateWatch | None = None
+        # Whether the forward that runs was one to ask about as it began.
+        self._asked = False
         self._state: ModuleState | None = None
         self._drew = True
         # Whether forwards leave something in the modules, which later ones may follow.
@@ -83,6 +85,8 @@ class Evidence:
         self.unchecked.renew()
         self.loss_sizes.clear()
         self._loss_ways.clear()
+        if self._watch is not None:
+            self._watch.renew()
 
     def asks(self, capture: CaptureContext) -> bool:
         """Return whether the latest forward is one that evidence is asked for.
@@ -196,10 +200,14 @@ class Evidence:
             inputs = _tree.tensors((call.args, call.kwargs))
             forward.unproven = capture.gathering.hold(able=min(forward.batch_size, records) > 1, inputs=inputs)
         asks = self.asks(capture)
-        self._buffers = Buffers(capture.model) if asks else None
+        self._asked, watch = asks, self._watched(capture)
         self._state = ModuleState(capture.model) if asks or self._remembers else None
+        if watch is not None:
+            watch.begin(proves=asks)
         if asks and not capture.sites.layouts:
             forward.grown = self._grown(capture, call)
+            if watch is not None:
+                watch.undo()
         self._randomness = Randomness(_used(capture, call)) if asks else None
 
     def end(self, capture: CaptureContext, call: ModuleCall, output: Any) -> Any:
@@ -214,6 +222,7 @@ class Evidence:
             The output of the last reading.
         """
         randomness, state, self._randomness, self._state = self._randomness, self._state, None, None
+        writes = self._written(capture)
         self._remembers = self._remembers or (state is not None and state.changed())
         # One that is asked about only now is taken to draw what the others drew.
         self._drew = drew = self._drew if randomness is None else randomness.drawn()
@@ -232,16 +241,17 @@ class Evidence:
                 probe = self._probed(capture, parts)
         if probe is not None:
             self._refuse_mixing(capture, call, probe)
-        buffers, self._buffers = self._buffers, None
-        if buffers is not None:
-            self._refuse_data(capture, call, buffers, state)
-        if self.asks(capture) and (buffers is not None or capture.forward.met):
+        if writes:
+            self._refuse_data(capture, call, writes, state)
+        if self.asks(capture) and (self._asked or capture.forward.met):
             self._refuse_dependence(capture, call, parts, probe, drew=drew, state=state)
             self._refuse_own_backwards(capture, call, parts, probe, state=state)
             self.unchecked.tell()
             note([] if probe is None else probe.begun)
         if self.asks(capture) or not self.probes:
             capture.forward.prove()
+        if writes and self._watch is not None:
+            self._watch.put_back()
         forward.proofs = begun, _torch.next_order()
         return output
 
@@ -261,18 +271,56 @@ class Evidence:
         if forward.proves:
             self.unchecked.ran(ROWS)
 
+    def _watched(self, capture: CaptureContext) -> StateWatch | None:
+        """Return what watches the model's state; None where nothing is to be proved."""
+        if self.probes and self._watch is None:
+            self._watch = StateWatch(capture.model, parameters=capture.gathering is None)
+        return self._watch if self.probes else None
+
+    def _written(self, capture: CaptureContext) -> frozenset[Write]:
+        """Return what the user's forward wrote of the state, if that is to be proved."""
+        watch = self._watched(capture)
+        if watch is None:
+            return frozenset()
+        writes = watch.written()
+        if not (self._asked or watch.is_new(writes)):
+            return frozenset()
+        watch.keep(writes)
+        return writes
+
     def _refuse_data(
-        self, capture: CaptureContext, call: ModuleCall, buffers: Buffers, state: ModuleState | None
+        self, capture: CaptureContext, call: ModuleCall, writes: frozenset[Write], state: ModuleState | None
     ) -> None:
-        """Refuse a model whose buffers follow the samples."""
-        forward, inputs = capture.forward, (call.args, dict(call.kwargs))
+        """Refuse a model whose state follows the samples."""
+        watch, forward = self._watched(capture), capture.forward
+        assert watch is not None, "it has seen the writes"
+        if _has_packed((call.args, call.kwargs)) or not (self._asked or capture.gathering is None):
+            watch.refuse_unshown(writes)
+        runs = Runs(
+            (call.args, dict(call.kwargs)),
+            forward.batch_size,
+            forward.batch_axis,
+            run=lambda given: capture.run(call.module, *given),
+            begin=lambda: _begin_anew(state),
+            drew=self._drew,
+            proves=forward.proves,
+        )
+        with capture.substitution.unwatched(), _sharing(capture, "state") if self._asked else nullcontext():
+            watch.prove(writes, runs)
 
-        def run(given: Any) -> Any:
-            _begin_anew(state)
-            return capture.again(ModuleCall(call.module, *given))
+    def watching_backward(self, capture: CaptureContext) -> AbstractContextManager[None]:
+        """Return a context for a backward that trains, in which nothing may write state.
 
-        with capture.aside(), restored(capture.model), _sharing(capture, "buffers"):
-            buffers.refuse_data(inputs, run=run, batch_size=forward.batch_size, axis=forward.batch_axis)
+        Args:
+            capture: Whose backward it is.
+
+        Returns:
+            The context.
+        """
+        watch, forward = self._watched(capture), capture.forward
+        if watch is None:
+            return nullcontext()
+        return watch.backward(proves=forward.unproven, again=forward.runs_again)
 
     def _grown(self, capture: CaptureContext, call: ModuleCall) -> Grown | None:
         """Run a forward with one sample more; None where it cannot."""
@@ -295,7 +343,7 @@ class Evidence:
 
     def _parts(self, capture: CaptureContext, output: Any) -> list[Tensor]:
         """Return what is looked at of a forward that is proved."""
-        return _parts_of(output) if self._buffers is not None or self.asks(capture) else []
+        return _parts_of(output) if self._asked or self.asks(capture) else []
 
     def _probed(self, capture: CaptureContext, found: list[Tensor]) -> Probe | None:
         """Return what the latest forward's outputs show of it; None where there is nothing to prove, or no output."""
