@@ -41,7 +41,7 @@ class ModuleState:
     def restore(self) -> None:
         """Put everything back, in place where it was changed in place."""
         for buffers, before in self._tables:
-            # One that is assigned anew is another object; one that was made since is gone, or nobody would make it again.
+            # One that is assigned anew is another object; one that was made since would not be made again.
             for name in buffers.keys() - before.keys():
                 del buffers[name]
             buffers.update(before)

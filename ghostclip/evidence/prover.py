@@ -26,7 +26,7 @@ from ghostclip.evidence.exchanges import Exchanges, refuse_split_positions
 from ghostclip.evidence.growth import grown
 from ghostclip.evidence.independence import Batch, refuse_dependence, refuse_memory
 from ghostclip.evidence.loss_graph import Sizes, has_hooks, refuse_beyond_outputs
-from ghostclip.evidence.module_state import ModuleState, restored
+from ghostclip.evidence.module_state import ModuleState
 from ghostclip.evidence.node_hooks import refuse_node_hooks
 from ghostclip.evidence.output_rows import note
 from ghostclip.evidence.own_backwards import (

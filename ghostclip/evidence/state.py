@@ -1,4 +1,4 @@
-"""State that forwards and backwards write: what comes from the weights alone may stay, what comes from the batch may not.
+"""State that forwards and backwards write: what follows the weights alone may stay, what follows the batch may not.
 
 Parameters, buffers and extra state are saved and shared with the model. Running statistics, a codebook that follows its
 inputs, rows that are renormalised as they are looked up, or a flag that one sample raises store what they saw of
@@ -84,8 +84,8 @@ class _Tables:
         for path, module in named:
             hidden = _torch.non_persistent(module)
             own, buffers = _torch.parameter_table(module), _torch.buffer_table(module)
-            tables = [own, buffers] if parameters else [buffers]
-            for table, key in [(table, key) for table in tables for key in table]:
+            both = [own, buffers] if parameters else [buffers]
+            for table, key in [(table, key) for table in both for key in table]:
                 name = f"{path}.{key}" if path else key
                 self.where[name] = table, key
                 if _is_watched(table[key]) and (key not in hidden or table[key].is_floating_point()):
