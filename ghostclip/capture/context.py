@@ -205,6 +205,8 @@ class CaptureContext:
     def _begin(self, call: ModuleCall) -> tuple[Any, Any] | None:
         """Begin the outermost call; an empty batch gets a dummy sample, inputs with a gradient lead to the anchor."""
         self._refuse_late_shards()
+        if _torch.transform() is not None:
+            raise UnsupportedModelError(_transformed(call.module))
         self._compiler = eager.suspend()
         if in_backward():
             # Activation checkpointing runs a part of the latest forward again.
@@ -713,6 +715,14 @@ class CaptureContext:
             return f"{path or 'model'} ({type(self.model.get_submodule(path)).__name__})"
         except AttributeError:
             return path
+
+
+def _transformed(module: nn.Module) -> str:
+    return (
+        f"{type(module).__name__} runs inside a transform of torch.func (grad, vmap, jacrev), where nothing can be "
+        "followed to the parameters. Call the model itself on the batch; gradients of samples are what is clipped here "
+        "anyway. For a look at it use a copy: copy.deepcopy(model)."
+    )
 
 
 @contextmanager

@@ -85,7 +85,7 @@ class _Tables:
             hidden = _torch.non_persistent(module)
             own, buffers = _torch.parameter_table(module), _torch.buffer_table(module)
             both = [own, buffers] if parameters else [buffers]
-            for table, key in [(table, key) for table in both for key in table]:
+            for table, key in [(own_or_buffers, key) for own_or_buffers in both for key in own_or_buffers]:
                 name = f"{path}.{key}" if path else key
                 self.where[name] = table, key
                 if _is_watched(table[key]) and (key not in hidden or table[key].is_floating_point()):

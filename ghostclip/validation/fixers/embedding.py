@@ -20,8 +20,8 @@ def validate(module: nn.Embedding | nn.EmbeddingBag) -> list[UnsupportedModuleEr
     if module.max_norm is not None:
         message = (
             f"max_norm={module.max_norm} renormalises, in the table itself, the rows that a batch looks up, which "
-            "tells without noise which ids were in it. Set max_norm=None (ModuleValidator.fix does), and renormalise the "
-            "whole table after step(): with torch.no_grad(): "
+            "tells without noise which ids were in it. Set max_norm=None (ModuleValidator.fix does), and renormalise "
+            "the whole table after step(): with torch.no_grad(): "
             f"weight.copy_(weight.renorm({module.norm_type:g}, 0, {module.max_norm}))."
         )
         found.append(IllegalModuleConfigurationError(message))
