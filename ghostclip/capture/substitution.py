@@ -388,7 +388,7 @@ def _no_parameter(name: str) -> str:
         f"parameter '{name}': a tensor that is no parameter stands in its place while the model runs "
         "(torch.func.functional_call, or an entry of module._parameters that was exchanged), and what is learned would "
         "not reach the parameter that the optimizer holds. Call the model itself. Weights that are computed from the "
-        "parameters are torch.nn.utils.parametrize.register_parametrization(module, name, ...), set before make_private."
+        "parameters: torch.nn.utils.parametrize.register_parametrization(module, name, ...), before make_private."
     )
 
 

@@ -123,7 +123,7 @@ def test_own_parameters_are_no_others(own):
         grads = torch.autograd.grad(reference(sample[None]).square().sum(), parameters)
         norm = torch.stack([grad.norm() for grad in grads]).norm()
         for total, grad in zip(wanted, grads, strict=True):
-            total += grad * (0.3 / norm).clamp(max=1) / 8
+            total.add_(grad * (0.3 / norm).clamp(max=1) / 8)
     torch.testing.assert_close(received[0], wanted, rtol=1e-9, atol=1e-12)
 
 
